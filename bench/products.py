@@ -31,7 +31,7 @@ from expertly.core.messages import Span
 from expertly.engine.compute import LayerCompute
 from expertly.engine.process import keep_off_trapped_instructions
 from expertly.engine.reading import layer_rows
-from expertly.formats import FORMATS
+from expertly.formats import FORMATS, expert_format
 from expertly.model.hooks import use_kernels
 from expertly.native.kernels import ACCEPTED, choose_kernels
 
@@ -43,7 +43,7 @@ def layer_of(args: argparse.Namespace, name: str) -> tuple[LayerGeometry, torch.
     """As many experts in a dtype or format as make --mib, and what they are computed in."""
     dtype = torch.bfloat16 if name in FORMATS else getattr(torch, name)
     layer = LayerGeometry(args.top_k, args.top_k, args.hidden, args.intermediate, 3, dtype.itemsize)
-    layer = FORMATS[name].geometry(layer) if name in FORMATS else layer
+    layer = expert_format(name).geometry(layer) if name in FORMATS else layer
     return replace(layer, num_experts=max(args.top_k, (args.mib << 20) // layer.expert_nbytes)), dtype
 
 

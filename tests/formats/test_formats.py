@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import expertly
 from expertly.core.errors import CheckpointError, ConfigError, StoreError, UnsupportedModelError
 from expertly.core.geometry import LayerGeometry
-from expertly.formats import FORMATS, TiledFormat, check_format
+from expertly.formats import FORMATS, ExpertFormat, check_format, expert_format
 from expertly.lab.model_profile import measure_model
 from expertly.lab.tune.search import Space
 from expertly.model.packing import pack
@@ -67,23 +67,26 @@ def test_every_format_is_tested() -> None:
 
 
 @pytest.fixture(params=FORMATS)
-def form(request: pytest.FixtureRequest) -> TiledFormat:
-    return FORMATS[request.param]
+def form(request: pytest.FixtureRequest) -> ExpertFormat:
+    return expert_format(request.param)
 
 
-def made(form: TiledFormat, width: int, hidden: int, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
+def made(form: ExpertFormat, width: int, hidden: int, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
     """An expert's blocks, and its weights [I, M, H]."""
     dice = torch.Generator().manual_seed(width)
     shapes = [(width, hidden)] * (num_matrices - 1) + [(hidden, width)]
-    matrices = [MATRICES[form.name](dice, *shape) for shape in shapes]
-    *inner, down = (form.parts_of(tensors, *shape) for (tensors, _), shape in zip(matrices, shapes, strict=True))
+    forms = [form.inner] * (num_matrices - 1) + [form.down]
+    matrices = [MATRICES[one.name](dice, *shape) for one, shape in zip(forms, shapes, strict=True)]
+    *inner, down = (
+        one.parts_of(tensors, *shape) for one, (tensors, _), shape in zip(forms, matrices, shapes, strict=True)
+    )
     *weights, last = (weight for _, weight in matrices)
     return torch.from_numpy(form.pack(inner, down)), torch.stack([*weights, last.T], dim=1)
 
 
 @pytest.mark.parametrize(("width", "hidden", "num_matrices"), SIZES)
-def test_packed_is_what_transformers_loads(form: TiledFormat, width: int, hidden: int, num_matrices: int) -> None:
-    width, hidden = width * form.group, hidden * form.group
+def test_packed_is_what_transformers_loads(form: ExpertFormat, width: int, hidden: int, num_matrices: int) -> None:
+    width, hidden = width * form.down.group, hidden * form.down.group
     blocks, weights = made(form, width, hidden, num_matrices)
     layer = form.geometry(LayerGeometry(8, 2, hidden, width, num_matrices, 2))
     assert blocks.shape == (width // layer.block_size, layer.block_nbytes) and blocks.nbytes == layer.expert_nbytes
@@ -95,18 +98,18 @@ def test_packed_is_what_transformers_loads(form: TiledFormat, width: int, hidden
 @pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
 @pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
 @pytest.mark.parametrize(("width", "hidden", "num_matrices"), SIZES)
-def test_kernels(form: TiledFormat, library: Any, width: int, hidden: int, num_matrices: int) -> None:
+def test_kernels(form: ExpertFormat, library: Any, width: int, hidden: int, num_matrices: int) -> None:
     """Decoded weights to the bit; products within what sums in float32 may lose. Threads and the other experts of a
     call change nothing.
     """
     kernels = Kernels(library, "for a test")
-    width, hidden = width * form.group, hidden * form.group
+    width, hidden = width * form.down.group, hidden * form.down.group
     blocks, weights = made(form, width, hidden, num_matrices)
     blocks = torch.cat((blocks, blocks.flip(0)))  # a second expert behind it
     address, dice = blocks.data_ptr(), torch.Generator().manual_seed(0)
     for dtype in kernels.dtypes:
         decoded = torch.full((width, num_matrices, hidden), torch.nan, dtype=dtype)
-        kernels.tile_decode(form.kernel, address, decoded)
+        kernels.tile_decode(form.kernels, address, decoded)
         assert torch.equal(decoded, weights.to(dtype))
         exact = weights.double()
         for n in (1, 2, 3, 4):
@@ -116,9 +119,9 @@ def test_kernels(form: TiledFormat, library: Any, width: int, hidden: int, num_m
             down = torch.full((2 * n, hidden), torch.nan, dtype=dtype)
             added = torch.ones(n, hidden)
             second = address + blocks.nbytes // 2
-            kernels.tile_dots(form.kernel, (address, 0, n, n, second, 0, n, 0), x, inner)
-            kernels.tile_sums(form.kernel, (address, 0, n, n, second, 0, n, 0), h, down, num_matrices - 1)
-            kernels.tile_sums(form.kernel, (address, 0, n, 0), h, added, num_matrices - 1, adds=True)
+            kernels.tile_dots(form.kernels, (address, 0, n, n, second, 0, n, 0), x, inner)
+            kernels.tile_sums(form.kernels, (address, 0, n, n, second, 0, n, 0), h, down, num_matrices - 1)
+            kernels.tile_sums(form.kernels, (address, 0, n, 0), h, added, num_matrices - 1, adds=True)
             few = torch.finfo(dtype).eps
             for found, wanted, magnitude in (
                 (inner[:, n:], torch.einsum("nh,imh->mni", x.double(), exact[:, :-1]), hidden),
@@ -131,7 +134,7 @@ def test_kernels(form: TiledFormat, library: Any, width: int, hidden: int, num_m
             alone, threads = torch.empty(n, hidden, dtype=dtype), torch.get_num_threads()
             try:
                 torch.set_num_threads(1)
-                kernels.tile_sums(form.kernel, (address, 0, n, 0), h, alone, num_matrices - 1)
+                kernels.tile_sums(form.kernels, (address, 0, n, 0), h, alone, num_matrices - 1)
             finally:
                 torch.set_num_threads(threads)
             assert torch.equal(alone, down[n:])
@@ -148,7 +151,7 @@ CHECKPOINTS: dict[str, Callable[[Path, torch.dtype], Path]] = {
 }
 
 
-def dequantised(form: TiledFormat, source: Path, dtype: torch.dtype) -> PreTrainedModel:
+def dequantised(form: ExpertFormat, source: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model that transformers makes of a checkpoint, all in the dtype of its config."""
     options = {}
     if form.name.startswith("int4"):
@@ -176,7 +179,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, torc
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("segments", [1, 4])
 def test_tokens_and_logits_are_those_of_the_dequantised_model(
-    form: TiledFormat, segments: int, kernels: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+    form: ExpertFormat, segments: int, kernels: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernels == "native" and not AVAILABLE:
         pytest.skip(WHY)
@@ -195,7 +198,7 @@ def test_tokens_and_logits_are_those_of_the_dequantised_model(
         assert system == "resident" or stats["phases"]["decode"]["bytes_loaded"] > 0
 
 
-def test_experts_keep_their_bytes_unless_a_dtype_is_named(form: TiledFormat, checkpoints: Any, tmp_path: Path) -> None:
+def test_experts_keep_their_bytes_unless_a_dtype_is_named(form: ExpertFormat, checkpoints: Any, tmp_path: Path) -> None:
     dtype = torch.float16 if form.name.endswith("f16") else torch.bfloat16
     source, name = checkpoints(form.name, dtype), str(dtype).removeprefix("torch.")
     kept, converted = PackedStore.open(Path(f"{source}-store")), pack(source, tmp_path / "converted", name)
@@ -213,12 +216,10 @@ def test_experts_keep_their_bytes_unless_a_dtype_is_named(form: TiledFormat, che
         expertly.load(kept.folder, dtype="float32")
 
 
-def test_bad_input_is_named(form: TiledFormat, checkpoints: Any, tmp_path: Path) -> None:
+def test_bad_input_is_named(form: ExpertFormat, checkpoints: Any, tmp_path: Path) -> None:
     source = checkpoints(form.name, torch.float32)
     layer, name = PackedStore.open(Path(f"{source}-store")).manifest.layers[0], form.name
-    wanted = (
-        rf"segments=8: .*{layer.intermediate_size}, in blocks of {form.group} \({name}\); accepted up to 64: 1, 2, 4$"
-    )
+    wanted = rf"segments=8: .*{layer.intermediate_size}, in blocks of {form.down.group} \({name}\); accepted up to 64: 1, 2, 4$"
     with pytest.raises(ConfigError, match=wanted):
         expertly.load(Path(f"{source}-store"), segments=8)
     with pytest.raises(ConfigError, match=f"codec='planes': experts in {name} are not compressed"):
@@ -349,7 +350,7 @@ def test_other_schemes_of_compressed_tensors_are_refused(field: str, value: Any,
 
 def test_sizes_that_are_no_whole_blocks_are_refused_by_field(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="intermediate_size=48: mxfp4 needs a multiple of 32"):
-        FORMATS["mxfp4"].geometry(LayerGeometry(8, 2, 64, 48, 3, 2))
+        expert_format("mxfp4").geometry(LayerGeometry(8, 2, 64, 48, 3, 2))
     source = make_mxfp4_checkpoint(tmp_path / "source")
     set_config(source, intermediate_size=48)
     with pytest.raises(CheckpointError, match="intermediate_size=48: mxfp4 needs a multiple of 32"):
@@ -369,7 +370,7 @@ def test_a_model_whose_blocks_do_not_make_four_parts_is_measured(num_blocks: int
 
 
 def test_tuning_tries_no_number_of_segments_that_blocks_do_not_make() -> None:
-    layer = FORMATS["mxfp4"].geometry(LayerGeometry(8, 2, 64, 192, 3, 2))
+    layer = expert_format("mxfp4").geometry(LayerGeometry(8, 2, 64, 192, 3, 2))
     for layers, expected in (((layer,), {1, 2}), ((layer.unquantised(),), {1, 2, 4, 8})):
         space = Space(layers, 1 << 30)
         found = {one.system.segments for one in space.variations(space.named("lru"))}
@@ -382,19 +383,19 @@ def test_the_shipped_geometry_is_the_formats() -> None:
         assert layer.format == "mxfp4"
 
 
-def test_blocks_of_random_bytes_decode_alike(form: TiledFormat) -> None:
+def test_blocks_of_random_bytes_decode_alike(form: ExpertFormat) -> None:
     """The kernels decode whatever bytes a slot holds as the reference does."""
     if not AVAILABLE:
         pytest.skip(WHY)
     dice = np.random.default_rng(3)
-    size = 2 * form.group
+    size = 2 * form.down.group
     layer = form.geometry(LayerGeometry(1, 1, size, size, 3, 2))
     blocks = torch.from_numpy(dice.integers(0, 253, (2, layer.block_nbytes), np.uint8))
     if form.name.startswith("int4"):  # whose scales are checked when they are packed: here below 2
-        tiles = blocks.view(2, -1, form.tile_nbytes)
-        tiles[..., 16 * form.group // 2 + 1 :: 2] &= 0xBF
+        tiles = blocks.view(2, -1, form.down.tile_nbytes)
+        tiles[..., 16 * form.down.group // 2 + 1 :: 2] &= 0xBF
     wanted = form.decode(blocks, 3, size)
     for library in AVAILABLE:
         decoded = torch.empty(size, 3, size)
-        Kernels(library, "for a test").tile_decode(form.kernel, blocks.data_ptr(), decoded)
+        Kernels(library, "for a test").tile_decode(form.kernels, blocks.data_ptr(), decoded)
         assert torch.equal(decoded, wanted)

@@ -25,7 +25,7 @@ class LayerGeometry:
     intermediate_size: int  # I
     num_matrices: int  # 3: gate row, up row, down column a neuron; 2 where there is no gate
     itemsize: int  # bytes of one weight, as it is computed with
-    format: str = ""  # "": weights are stored as they are computed with
+    format: str = ""  # "": weights are stored as they are computed with; "a+b": gate and up in a, down in b
     block_size: int = 1  # neurons that can only be read together
     block_nbytes: int = 0  # of these, in a format
 
@@ -180,8 +180,8 @@ class Geometry:
 
 
 def stored_as(layers: Sequence[LayerGeometry], dtype: str) -> str:
-    """What experts that are computed in `dtype` are stored as: their weight format, else that."""
-    return "+".join(sorted({layer.format or dtype for layer in layers}))
+    """What experts that are computed in `dtype` are stored as: their weight formats, else that."""
+    return "+".join(sorted({name for layer in layers for name in (layer.format or dtype).split("+")}))
 
 
 def fitting_segments(layers: Sequence[LayerGeometry], wanted: int) -> int:

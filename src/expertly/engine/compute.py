@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan, Span
-from expertly.formats import FORMATS, TiledFormat
+from expertly.formats import ExpertFormat, expert_format
 from expertly.native.kernels import Kernels
 
 _MAX_TOKENS = 16
@@ -73,7 +73,7 @@ class LayerCompute:
         self._in_bias, self.down_bias = in_bias, down_bias
         # Of the compiled products: tokens they take, and where rows are.
         self._max_tokens = (_MAX_TOKENS if geometry.format else kernels.max_tokens) if kernels.takes(dtype) else 0
-        self._format = FORMATS[geometry.format] if geometry.format else None
+        self._format = expert_format(geometry.format) if geometry.format else None
         self._block_size = geometry.block_size
         self._shape = geometry.num_matrices, geometry.hidden_size
         self._num_inner = geometry.num_matrices - 1  # gate and up, or up
@@ -120,7 +120,7 @@ class LayerCompute:
         if self._format is None:
             kernels.dots(tasks, x, products, self._row_nbytes, self._matrix_nbytes)
         else:
-            kernels.tile_dots(self._format.kernel, tasks, x, products)
+            kernels.tile_dots(self._format.kernels, tasks, x, products)
         inner = products.unbind(0)
         if self._in_bias is not None:
             begin = spans[0].segment * self._neurons_per_segment
@@ -139,7 +139,7 @@ class LayerCompute:
         if self._format is None:
             kernels.sums(tasks, h, out, self._row_nbytes, adds=adds)
         else:
-            kernels.tile_sums(self._format.kernel, tasks, h, out, self._num_inner, adds=adds)
+            kernels.tile_sums(self._format.kernels, tasks, h, out, self._num_inner, adds=adds)
         kernels.num_native += len(spans)
         if self.down_bias is not None and not adds:
             for span in spans:
@@ -184,12 +184,12 @@ class LayerCompute:
                 self._whole_views[span.slot] = views
         return views
 
-    def _decoded(self, form: TiledFormat, span: Span) -> torch.Tensor:
+    def _decoded(self, form: ExpertFormat, span: Span) -> torch.Tensor:
         """The weights of a span [r, M, H]."""
         num_neurons = span.num_segments * self._neurons_per_segment
         if self._max_tokens:
             weights = torch.empty(num_neurons, *self._shape, dtype=self.dtype)
-            self._kernels.tile_decode(form.kernel, self._address + span.slot * self._slot_nbytes, weights)
+            self._kernels.tile_decode(form.kernels, self._address + span.slot * self._slot_nbytes, weights)
             return weights
         first = span.slot * self._neurons_per_segment // self._block_size
         blocks = self._rows[first : first + num_neurons // self._block_size]

@@ -7,6 +7,7 @@ the weights back. Formats are found by their names, in `FORMATS`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from expertly.core.errors import ConfigError
@@ -14,20 +15,37 @@ from expertly.core.geometry import LayerGeometry
 from expertly.formats.int4 import INT4, Int4Format
 from expertly.formats.int4 import check_config as check_compressed_tensors
 from expertly.formats.mxfp4 import MXFP4
-from expertly.formats.tiles import TiledFormat
+from expertly.formats.tiles import ExpertFormat, TiledFormat
 
-__all__ = ["FORMATS", "GROUP_METHODS", "Int4Format", "TiledFormat", "check_format", "group_formats"]
+__all__ = [
+    "FORMATS",
+    "GROUP_METHODS",
+    "ExpertFormat",
+    "Int4Format",
+    "TiledFormat",
+    "check_format",
+    "expert_format",
+    "group_formats",
+]
 
 FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, *INT4)}
+
+
+@cache
+def expert_format(name: str) -> ExpertFormat:
+    """Of a name in FORMATS, or two with a plus: gate's and up's, then down's. Raises ConfigError for another."""
+    inner, _, down = name.partition("+")
+    for one in (inner, down or inner):
+        if one not in FORMATS:
+            raise ConfigError(f"format={name!r:.80}: unknown; accepted: {', '.join(FORMATS)}")
+    return ExpertFormat(FORMATS[inner], FORMATS[down or inner])
 
 
 def check_format(layer: LayerGeometry) -> None:
     """Raises ConfigError where the layer's format is unknown, or its blocks are not that format's."""
     if not layer.format:
         return
-    if layer.format not in FORMATS:
-        raise ConfigError(f"format={layer.format!r:.80}: unknown; accepted: {', '.join(FORMATS)}")
-    expected = FORMATS[layer.format].geometry(layer)
+    expected = expert_format(layer.format).geometry(layer)
     if layer != expected:
         raise ConfigError(
             f"block_size={layer.block_size}, block_nbytes={layer.block_nbytes}: must be {expected.block_size} and "

@@ -1,14 +1,14 @@
 """What formats have in common: an expert is cut into blocks of neurons, and these into tiles that a kernel takes whole.
 
-Shapes: H hidden, I intermediate, M matrices of an expert, G `group`: inputs that share a scale, and neurons of a block.
-A tile is 16 outputs by G inputs. A block is the tiles of its inner matrices (gate and up, or up; for 16 outputs after
-the other, those over all inputs), then those of down, 16 outputs after the other, each over the block's neurons.
+Shapes: H hidden, I intermediate, M matrices of an expert, G `group`: inputs that share a scale. A tile is 16 outputs by
+G inputs. A block is the tiles of its inner matrices (gate and up, or up; for 16 outputs after the other, those over all
+inputs), then those of down, 16 outputs after the other, each over the block's neurons: B, as many as down's group has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -34,6 +34,7 @@ class TiledFormat(Protocol):
     kernel: int
     """Its number in native/products.h."""
     group: int
+    """A multiple of 16."""
     tile_nbytes: int
     suffixes: tuple[str, ...]
     """How the names of the tensors end that are the parts of one matrix."""
@@ -59,34 +60,6 @@ class TiledFormat(Protocol):
         """Float32 weights [..., 16, G] from bytes [..., tile_nbytes], on their device."""
 
     # -- the same for all ------------------------------------------------------------------------------------
-
-    def geometry(self, layer: LayerGeometry) -> LayerGeometry:
-        """The layer with its experts in this format. Raises ConfigError where its sizes are no whole groups."""
-        for field in ("hidden_size", "intermediate_size"):
-            if getattr(layer, field) % self.group:
-                raise ConfigError(f"{field}={getattr(layer, field)}: {self.name} needs a multiple of {self.group}")
-        nbytes = layer.num_matrices * layer.hidden_size // TILE_OUTPUTS * self.tile_nbytes
-        return replace(layer, format=self.name, block_size=self.group, block_nbytes=nbytes)
-
-    def pack(self, inner: Sequence[Sequence[Bytes]], down: Sequence[Bytes]) -> Bytes:
-        """The blocks of an expert, [I / G, block_nbytes], from the parts of its inner matrices, [I, H], and of down,
-        [H, I].
-        """
-        blocks = [self.tiles([_inner_tiles(part, self.group) for part in parts]) for parts in inner]
-        blocks.append(self.tiles([_down_tiles(part) for part in down]))
-        return np.concatenate([tiles.reshape(len(tiles), -1) for tiles in blocks], axis=1)
-
-    def decode(self, blocks: torch.Tensor, num_matrices: int, hidden_size: int) -> torch.Tensor:
-        """Float32 weights [r, M, H] of r neurons from their blocks [r / G, block_nbytes], on the device of these."""
-        import torch
-
-        num, group = len(blocks), self.group
-        tiles = self.decode_tiles(blocks.view(num, -1, self.tile_nbytes))  # [blocks, tiles, 16, G]
-        num_down = hidden_size // TILE_OUTPUTS
-        inner = tiles[:, :-num_down].reshape(num, num_matrices - 1, group // 16, hidden_size // group, 16, group)
-        inner = inner.permute(0, 2, 4, 1, 3, 5).reshape(num * group, num_matrices - 1, hidden_size)
-        down = tiles[:, -num_down:].permute(0, 3, 1, 2).reshape(num * group, 1, hidden_size)
-        return torch.cat((inner, down), dim=1)
 
     def matrices(self, names: Iterable[str], what: str) -> list[tuple[str, ...]]:
         """The tensors of each matrix, in the order of `suffixes`, of those that make one parameter: a checkpoint may
@@ -116,14 +89,65 @@ class TiledFormat(Protocol):
                     )
 
 
-def _inner_tiles(part: Bytes, group: int) -> Bytes:
-    """[I / G, tiles, 16, n] from [I, H / G, n]."""
+@dataclass(frozen=True)
+class ExpertFormat:
+    """How a whole expert lies in bytes: the format of its inner matrices and that of down, mostly the same."""
+
+    inner: TiledFormat
+    down: TiledFormat
+
+    @property
+    def name(self) -> str:
+        return self.inner.name if self.inner is self.down else f"{self.inner.name}+{self.down.name}"
+
+    @property
+    def kernels(self) -> tuple[int, int]:
+        return self.inner.kernel, self.down.kernel
+
+    def geometry(self, layer: LayerGeometry) -> LayerGeometry:
+        """The layer with its experts in this format. Raises ConfigError where its sizes are no whole groups."""
+        for field, form in (("hidden_size", self.inner), ("intermediate_size", self.down)):
+            if getattr(layer, field) % form.group:
+                raise ConfigError(f"{field}={getattr(layer, field)}: {form.name} needs a multiple of {form.group}")
+        nbytes = self._inner_nbytes(layer.num_matrices, layer.hidden_size)
+        nbytes += layer.hidden_size // TILE_OUTPUTS * self.down.tile_nbytes
+        return replace(layer, format=self.name, block_size=self.down.group, block_nbytes=nbytes)
+
+    def pack(self, inner: Sequence[Sequence[Bytes]], down: Sequence[Bytes]) -> Bytes:
+        """The blocks of an expert, [I / B, block_nbytes], from the parts of its inner matrices, [I, H], and of down,
+        [H, I].
+        """
+        size = self.down.group
+        blocks = [self.inner.tiles([_inner_tiles(part, size) for part in parts]) for parts in inner]
+        blocks.append(self.down.tiles([_down_tiles(part) for part in down]))
+        return np.concatenate([tiles.reshape(len(tiles), -1) for tiles in blocks], axis=1)
+
+    def decode(self, blocks: torch.Tensor, num_matrices: int, hidden_size: int) -> torch.Tensor:
+        """Float32 weights [r, M, H] of r neurons from their blocks [r / B, block_nbytes], on the device of these."""
+        import torch
+
+        num, size, group = len(blocks), self.down.group, self.inner.group
+        inner, down = blocks.split((end := self._inner_nbytes(num_matrices, hidden_size), blocks.shape[1] - end), dim=1)
+        tiles = self.inner.decode_tiles(inner.reshape(num, -1, self.inner.tile_nbytes))  # [blocks, tiles, 16, G]
+        tiles = tiles.reshape(num, num_matrices - 1, size // 16, hidden_size // group, 16, group)
+        rows = tiles.permute(0, 2, 4, 1, 3, 5).reshape(num * size, num_matrices - 1, hidden_size)
+        last = self.down.decode_tiles(down.reshape(num, -1, self.down.tile_nbytes))
+        return torch.cat((rows, last.permute(0, 3, 1, 2).reshape(num * size, 1, hidden_size)), dim=1)
+
+    def _inner_nbytes(self, num_matrices: int, hidden_size: int) -> int:
+        """Of a block."""
+        num_tiles = (num_matrices - 1) * (self.down.group // TILE_OUTPUTS) * (hidden_size // self.inner.group)
+        return num_tiles * self.inner.tile_nbytes
+
+
+def _inner_tiles(part: Bytes, size: int) -> Bytes:
+    """[I / B, tiles, 16, n] from [I, H / G, n]."""
     rows, groups, width = part.shape
-    tiles = part.reshape(rows // group, group // TILE_OUTPUTS, TILE_OUTPUTS, groups, width).transpose(0, 1, 3, 2, 4)
-    return tiles.reshape(rows // group, -1, TILE_OUTPUTS, width)
+    tiles = part.reshape(rows // size, size // TILE_OUTPUTS, TILE_OUTPUTS, groups, width).transpose(0, 1, 3, 2, 4)
+    return tiles.reshape(rows // size, -1, TILE_OUTPUTS, width)
 
 
 def _down_tiles(part: Bytes) -> Bytes:
-    """[I / G, tiles, 16, n] from [H, I / G, n]."""
+    """[I / B, tiles, 16, n] from [H, I / B, n]."""
     rows, groups, width = part.shape
     return part.reshape(rows // TILE_OUTPUTS, TILE_OUTPUTS, groups, width).transpose(2, 0, 1, 3)

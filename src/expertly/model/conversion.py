@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
-from expertly.formats import FORMATS, GROUP_METHODS, TiledFormat, group_formats
+from expertly.formats import GROUP_METHODS, ExpertFormat, TiledFormat, expert_format, group_formats
 from expertly.model.dequantizer import GroupDequantizer
 from expertly.model.structure import ExpertsSite
 from expertly.store.checkpoint import Bytes, Checkpoint
@@ -274,7 +274,8 @@ class ExpertsReader:
             if group is None:
                 raise CheckpointError(f"the checkpoint has no tensor for {target}; {self._says_config}")
             self._groups[target] = group
-        self._format = FORMATS[kept] if kept and all(self._is_quantised(one) for one in self._groups.values()) else None
+        is_kept = kept and all(self._is_quantised(one) for one in self._groups.values())
+        self._format = expert_format(kept) if is_kept else None
         self.geometry = site.geometry
         if self._format is not None:
             try:
@@ -328,18 +329,18 @@ class ExpertsReader:
         down = self._weight(second, expert)
         yield down if site.is_transposed else down.T
 
-    def _kept(self, form: TiledFormat, expert: int) -> Bytes:
+    def _kept(self, form: ExpertFormat, expert: int) -> Bytes:
         """The blocks of one expert, in the format that the checkpoint has it in."""
         site = self._site
         first, second = site.expert_weight_names(expert)
-        fused = self._parts(form, first, expert)
+        fused = self._parts(form.inner, first, expert)
         if not site.has_gate:
             inner = [fused]
         elif site.is_concatenated:
             inner = [tuple(part[: len(part) // 2] for part in fused), tuple(part[len(part) // 2 :] for part in fused)]
         else:
             inner = [tuple(part[0::2] for part in fused), tuple(part[1::2] for part in fused)]
-        return form.pack(inner, self._parts(form, second, expert))
+        return form.pack(inner, self._parts(form.down, second, expert))
 
     def _is_quantised(self, group: Group) -> bool:
         """Is it to be dequantised, and nothing more than that?"""
@@ -419,7 +420,8 @@ class ExpertsReader:
         if self._format is not None:
             refs = {p: self._checkpoint.tensors[group.sources[p][0]] for p in group.patterns}
             shapes = {p: (ref.dtype, ref.shape if group.is_per_expert else ref.shape[1:]) for p, ref in refs.items()}
-            self._format.check_shapes(shapes, *self._rows_and_columns(target), f"{folder}: {target}")
+            form = self._format.down if target == self._site.expert_weight_names(0)[1] else self._format.inner
+            form.check_shapes(shapes, *self._rows_and_columns(target), f"{folder}: {target}")
         elif not group.is_dequantized:
             self._check_made(target, group)
 

@@ -13,7 +13,7 @@ import torch
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.core.files import read_json_object
 from expertly.core.geometry import DenseShape, LayerGeometry, stored_as
-from expertly.formats import FORMATS
+from expertly.formats import expert_format
 from expertly.model import hooks
 from expertly.model.conversion import make_quantizer
 from expertly.model.hub import HubModel
@@ -139,7 +139,7 @@ def _of_config(
     if packing is not None:
         layers, dense_nbytes = packing.layers, packing.dense_nbytes
     else:
-        kept = FORMATS.get(weights.format)
+        kept = expert_format(weights.format) if weights.format else None
         layers = tuple(site.geometry if kept is None else kept.geometry(site.geometry) for site in sites)
         dense_nbytes = sum(parameter.nbytes for parameter in model.parameters())
     return ModelNeeds(

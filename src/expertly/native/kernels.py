@@ -26,7 +26,7 @@ ACCEPTED = ("auto", "native", "torch", "avx512", "avx2", "generic")
 MAX_TOKENS = 4
 """Most tokens of one product; of the `generic` one, whose vectors are short, 1 (docs/log.md)."""
 
-VERSION = 2
+VERSION = 3
 """Of the interface that is called here; products.c says the same number."""
 
 _INT, _LONG, _ADDRESS = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
@@ -72,9 +72,9 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
     # level, dtype, threads, tasks, how many; matrices, neurons, width, bytes from row to row and from matrix to matrix
     dots.argtypes = (*3 * (_INT,), _ADDRESS, *6 * (_LONG,), *(_ADDRESS, _LONG, _LONG), *(_ADDRESS, _ADDRESS, _LONG))
     sums.argtypes = (*3 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
-    tile_dots.argtypes = (*4 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG, _LONG), *(_ADDRESS, _LONG))
-    tile_sums.argtypes = (*4 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
-    tile_decode.argtypes = (*4 * (_INT,), _ADDRESS, *3 * (_LONG,), _ADDRESS)
+    tile_dots.argtypes = (*5 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG, _LONG), *(_ADDRESS, _LONG))
+    tile_sums.argtypes = (*5 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
+    tile_decode.argtypes = (*5 * (_INT,), _ADDRESS, *3 * (_LONG,), _ADDRESS)
     made = []
     for level in (2, 1, 0):
         if name_of(level) is not None:
@@ -179,8 +179,9 @@ class Kernels:
 
     # -- quantised weights, in the tiles of a format -----------------------------------------------------------
 
-    def tile_dots(self, kernel: int, tasks: Sequence[int], x: torch.Tensor, out: torch.Tensor) -> None:
-        """As `dots`, of the inner matrices in blocks of a format, by its `kernel`; a task's address is its first block.
+    def tile_dots(self, formats: tuple[int, int], tasks: Sequence[int], x: torch.Tensor, out: torch.Tensor) -> None:
+        """As `dots`, of the inner matrices in blocks of `formats`: the kernel of these matrices and down's; a task's
+        address is its first block.
 
         `x` is [*, H], its rows dense; `out` [M - 1, *, r], contiguous. Raises MemoryError.
         """
@@ -190,7 +191,7 @@ class Kernels:
         num_inner, out_rows, num_neurons = out.shape
         self._check(
             library.tile_dots(
-                *self._how(library, kernel, x.dtype),
+                *self._how(library, formats, x.dtype),
                 packed.buffer_info()[0],
                 len(packed) // 4,
                 num_inner,
@@ -206,7 +207,7 @@ class Kernels:
 
     def tile_sums(
         self,
-        kernel: int,
+        formats: tuple[int, int],
         tasks: Sequence[int],
         h: torch.Tensor,
         out: torch.Tensor,
@@ -220,7 +221,7 @@ class Kernels:
         packed = array("q", tasks)
         self._check(
             library.tile_sums(
-                *self._how(library, kernel, h.dtype),
+                *self._how(library, formats, h.dtype),
                 packed.buffer_info()[0],
                 len(packed) // 4,
                 num_inner,
@@ -233,16 +234,16 @@ class Kernels:
             )
         )
 
-    def tile_decode(self, kernel: int, address: int, out: torch.Tensor) -> None:
+    def tile_decode(self, formats: tuple[int, int], address: int, out: torch.Tensor) -> None:
         """The weights of r neurons, `out` [r, M, H], from their blocks at `address`, rounded to its dtype."""
         library = self.library
         assert library is not None
         num_neurons, num_matrices, hidden = out.shape
-        how = self._how(library, kernel, out.dtype)
+        how = self._how(library, formats, out.dtype)
         self._check(library.tile_decode(*how, address, num_matrices - 1, num_neurons, hidden, out.data_ptr()))
 
-    def _how(self, library: Library, kernel: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-        return library.level, kernel, self.dtypes[dtype], min(torch.get_num_threads(), self.max_threads)
+    def _how(self, library: Library, formats: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
+        return library.level, *formats, self.dtypes[dtype], min(torch.get_num_threads(), self.max_threads)
 
     def _check(self, failed: int) -> None:
         if failed:

@@ -115,7 +115,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 2; }
+int expertly_products_version(void) { return 3; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -228,44 +228,49 @@ int expertly_products_sums(int level, int dtype, int num_threads, const task *ta
 
 /* -- quantised matrices ---------------------------------------------------------------------------------------------- */
 
-static int64_t block_nbytes(int format, int64_t num_inner, int64_t hidden) {
-    return (num_inner + 1) * hidden / 16 * tile_nbytes(format);
+/* Of a block: its inner matrices, then down. */
+static int64_t inner_nbytes(int inner, int down, int64_t num_inner, int64_t hidden) {
+    return num_inner * (tile_group(down) / 16) * (hidden / tile_group(inner)) * tile_nbytes(inner);
 }
 
-static int has_tiles(const instruction_set *set, int format, int dtype, int64_t num_inner, int64_t num_neurons,
+static int64_t down_nbytes(int down, int64_t hidden) { return hidden / 16 * tile_nbytes(down); }
+
+static int has_tiles(const instruction_set *set, int inner, int down, int dtype, int64_t num_inner, int64_t num_neurons,
                      int64_t hidden) {
-    if (set == NULL || format < 0 || format >= NUM_FORMATS || num_inner < 1 || num_inner > 2) return 0;
+    if (set == NULL || inner < 0 || inner >= NUM_FORMATS || down < 0 || down >= NUM_FORMATS) return 0;
     if (dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return 0;
-    const int group = tile_group(format);
-    return num_neurons > 0 && hidden > 0 && num_neurons % group == 0 && hidden % group == 0;
+    if (num_inner < 1 || num_inner > 2 || num_neurons < 1 || hidden < 1) return 0;
+    return num_neurons % tile_group(down) == 0 && hidden % tile_group(inner) == 0 && hidden % 16 == 0;
 }
 
 /* out[M - 1, out_rows, r] from rows of x[num_x, H], `x_nbytes` apart. A task's weights are the first of its blocks. */
-int expertly_tiles_dots(int level, int format, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
+int expertly_tiles_dots(int level, int inner, int down, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
                         int64_t num_inner, int64_t num_neurons, int64_t hidden, const char *x, int64_t num_x,
                         int64_t x_nbytes, char *out, int64_t out_rows) {
     const instruction_set *set = set_at(level);
-    if (!has_tiles(set, format, dtype, num_inner, num_neurons, hidden)) return -1;
+    if (!has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden)) return -1;
     if (!can_do(set, dtype, tasks, num_tasks, num_neurons, hidden)) return -1;
     float *wide = allocate(num_x * hidden);
     if (wide == NULL) return -1;
     for (int64_t t = 0; t < num_x; t++) set->widen(dtype, x + t * x_nbytes, hidden, wide + t * hidden);
+    const int64_t nbytes = inner_nbytes(inner, down, num_inner, hidden);
     tile_dots job = {
-        .format = format, .dtype = dtype, .num_inner = num_inner, .num_neurons = num_neurons, .hidden = hidden,
-        .block_nbytes = block_nbytes(format, num_inner, hidden), .x = wide, .out = out, .out_rows = out_rows,
-        .tasks = tasks, .num_tasks = num_tasks, .end = num_tasks * (num_neurons / tile_group(format)),
+        .format = inner, .dtype = dtype, .num_inner = num_inner, .num_neurons = num_neurons, .hidden = hidden,
+        .block_size = tile_group(down), .block_nbytes = nbytes + down_nbytes(down, hidden), .x = wide, .out = out,
+        .out_rows = out_rows, .tasks = tasks, .num_tasks = num_tasks,
+        .end = num_tasks * (num_neurons / tile_group(down)),
     };
-    run(set->tile_dots, &job, num_threads, job.end, job.end * job.block_nbytes * num_inner / (num_inner + 1));
+    run(set->tile_dots, &job, num_threads, job.end, job.end * nbytes);
     free(wide);
     return 0;
 }
 
 /* out[*, H] from activations h[num_h, r]; with `is_added`, added to out, which is float32. */
-int expertly_tiles_sums(int level, int format, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
+int expertly_tiles_sums(int level, int inner, int down, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
                         int64_t num_inner, int64_t num_neurons, int64_t hidden, const char *h, int64_t num_h, char *out,
                         int is_added) {
     const instruction_set *set = set_at(level);
-    if (!has_tiles(set, format, dtype, num_inner, num_neurons, hidden)) return -1;
+    if (!has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden)) return -1;
     if (!can_do(set, dtype, tasks, num_tasks, num_neurons, hidden)) return -1;
     float *wide = allocate(num_h * num_neurons);
     if (wide == NULL) return -1;
@@ -273,27 +278,28 @@ int expertly_tiles_sums(int level, int format, int dtype, int num_threads, const
     const int64_t num_tiles = hidden / 16, least = num_threads > 1 && num_tasks == 1 ? 2 : 1;
     int64_t num_chunks = (num_tiles + TILES_CHUNK - 1) / TILES_CHUNK;
     if (num_chunks < least) num_chunks = num_tiles < least ? num_tiles : least;
-    const int64_t nbytes = block_nbytes(format, num_inner, hidden), chunk = (num_tiles + num_chunks - 1) / num_chunks;
+    const int64_t chunk = (num_tiles + num_chunks - 1) / num_chunks, nbytes = down_nbytes(down, hidden);
+    const int64_t at = inner_nbytes(inner, down, num_inner, hidden);
     tile_sums job = {
-        .format = format, .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .hidden = hidden,
-        .block_nbytes = nbytes, .down_nbytes = nbytes / (num_inner + 1) * num_inner, .h = wide, .out = out,
-        .tasks = tasks, .num_chunks = num_chunks, .chunk = chunk, .end = num_tasks * num_chunks,
+        .format = down, .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .hidden = hidden,
+        .block_nbytes = at + nbytes, .down_at = at, .h = wide, .out = out, .tasks = tasks, .num_chunks = num_chunks,
+        .chunk = chunk, .end = num_tasks * num_chunks,
     };
-    run(set->tile_sums, &job, num_threads, job.end,
-        num_tasks * (num_neurons / tile_group(format)) * nbytes / (num_inner + 1));
+    run(set->tile_sums, &job, num_threads, job.end, num_tasks * (num_neurons / tile_group(down)) * nbytes);
     free(wide);
     return 0;
 }
 
 /* out[r, M, H] in dtype, from the blocks of r neurons. */
-int expertly_tiles_decode(int level, int format, int dtype, int num_threads, const char *weights, int64_t num_inner,
+int expertly_tiles_decode(int level, int inner, int down, int dtype, int num_threads, const char *weights, int64_t num_inner,
                           int64_t num_neurons, int64_t hidden, char *out) {
     const instruction_set *set = set_at(level);
-    if (!has_tiles(set, format, dtype, num_inner, num_neurons, hidden)) return -1;
+    if (!has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden)) return -1;
     tile_decode job = {
-        .format = format, .dtype = dtype, .num_inner = num_inner, .hidden = hidden,
-        .block_nbytes = block_nbytes(format, num_inner, hidden), .weights = weights, .out = out,
-        .end = num_neurons / tile_group(format),
+        .inner = inner, .down = down, .dtype = dtype, .num_inner = num_inner, .hidden = hidden,
+        .block_size = tile_group(down),
+        .block_nbytes = inner_nbytes(inner, down, num_inner, hidden) + down_nbytes(down, hidden), .weights = weights,
+        .out = out, .end = num_neurons / tile_group(down),
     };
     run(set->tile_decode, &job, num_threads, job.end, job.end * job.block_nbytes);
     return 0;

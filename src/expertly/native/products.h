@@ -87,8 +87,8 @@ INLINE int64_t tile_nbytes(int format) {
 
 /* out[m, out_row + t, i] = row i of inner matrix m . x[x_row + t] */
 typedef struct {
-    int32_t format, dtype; /* dtype of `out` */
-    int64_t num_inner, num_neurons, hidden, block_nbytes;
+    int32_t format, dtype; /* of the inner matrices, of `out` */
+    int64_t num_inner, num_neurons, hidden, block_size, block_nbytes;
     const float *x; /* [*, H] */
     char *out;      /* [M - 1, out_rows, r] */
     int64_t out_rows;
@@ -99,8 +99,8 @@ typedef struct {
 
 /* out[out_row + t] = down . h[x_row + t], rounded; or added to `out`, which is float32 */
 typedef struct {
-    int32_t format, dtype, is_added;
-    int64_t num_neurons, hidden, block_nbytes, down_nbytes; /* where down begins in a block */
+    int32_t format, dtype, is_added; /* of down, of `out` */
+    int64_t num_neurons, hidden, block_nbytes, down_at; /* where down begins in a block */
     const float *h; /* [*, r] */
     char *out;      /* [*, H] */
     const task *tasks;
@@ -109,8 +109,8 @@ typedef struct {
 } tile_sums;
 
 typedef struct {
-    int32_t format, dtype;
-    int64_t num_inner, hidden, block_nbytes;
+    int32_t inner, down, dtype;
+    int64_t num_inner, hidden, block_size, block_nbytes;
     const char *weights;
     char *out; /* [r, M, H] */
     int64_t next, end; /* blocks */

@@ -3,15 +3,15 @@
  *   SHUFFLE(t, codes) which of 16 bytes each byte of `codes`, up to 15, says
  *   BYTES(p)          a vector of V bytes
  *
- * A tile is 16 outputs by GROUP inputs, the most that share a scale. An expert is blocks of GROUP neurons, each of which
- * is the tiles of its inner matrices (gate and up, or up: for 16 outputs after the other, those over all inputs), then
- * those of down (16 outputs after the other, each over the block's neurons). Values are decoded in registers; products
- * and sums are float32, and their order depends on the sizes alone.
+ * A tile is 16 outputs by a group of inputs, that of its format. An expert is blocks of as many neurons as down's group,
+ * each of which is the tiles of its inner matrices (gate and up, or up: for 16 outputs after the other, those over all
+ * inputs), then those of down (16 outputs after the other, each over the block's neurons). Values are decoded in
+ * registers; products and sums are float32, and their order depends on the sizes alone.
  *
  * A format is a header of two functions for TILE_FORMATS (products.h):
- *   NAME(f_add)(dtype, N, p, x, sums)  adds the tile at `p` times GROUP inputs of N tokens to 16 sums of each; `dtype` is
- *                                      what the weights are to be rounded to
- *   NAME(f_decode)(p, out)             its weights in float32, out[GROUP][16]
+ *   NAME(f_add)(dtype, N, p, x, sums)  adds the tile at `p` times a group's inputs of N tokens to 16 sums of each; `dtype`
+ *                                      is what the weights are to be rounded to
+ *   NAME(f_decode)(p, out)             its weights in float32, out[group][16]
  */
 
 #define W (16 / V) /* vectors of a tile's outputs */
@@ -53,8 +53,9 @@ INLINE void NAME(tile_decode)(int format, const char *p, float (*out)[16]) {
 INLINE void NAME(tile_dots_block)(int format, int N, const tile_dots *d, const task *one, int64_t block) {
     const int group = tile_group(format);
     const int64_t nbytes = tile_nbytes(format), itemsize = NAME(itemsize)(d->dtype);
+    const int64_t num_rows = d->block_size / 16;
     const char *p = one->weights + block * d->block_nbytes;
-    for (int64_t v = 0; v < d->num_inner * (group / 16); v++) {
+    for (int64_t v = 0; v < d->num_inner * num_rows; v++) {
         vf sums[MAX_TOKENS][W];
         for (int t = 0; t < N; t++)
             for (int w = 0; w < W; w++) sums[t][w] = (vf){0};
@@ -64,7 +65,7 @@ INLINE void NAME(tile_dots_block)(int format, int N, const tile_dots *d, const t
             NAME(fetch)(p + TILES_AHEAD_NBYTES, nbytes);
             NAME(tile_add)(format, d->dtype, N, p, x, sums);
         }
-        const int64_t matrix = v / (group / 16), neuron = block * group + v % (group / 16) * 16;
+        const int64_t matrix = v / num_rows, neuron = block * d->block_size + v % num_rows * 16;
         for (int t = 0; t < N; t++) {
             float results[16];
             memcpy(results, sums[t], sizeof results);
@@ -83,7 +84,7 @@ INLINE void NAME(tile_sums_chunk)(int format, int N, const tile_sums *s, const t
         for (int t = 0; t < N; t++)
             for (int w = 0; w < W; w++) sums[v - first][t][w] = (vf){0};
     for (int64_t block = 0; block < s->num_neurons / group; block++) {
-        const char *p = one->weights + block * s->block_nbytes + s->down_nbytes + first * nbytes;
+        const char *p = one->weights + block * s->block_nbytes + s->down_at + first * nbytes;
         const int64_t ahead = block + 1 < s->num_neurons / group ? s->block_nbytes : 0;
         const float *x[MAX_TOKENS];
         for (int t = 0; t < N; t++) x[t] = s->h + (one->x_row + t) * s->num_neurons + block * group;
@@ -154,24 +155,25 @@ static void NAME(run_tile_sums)(void *argument) {
 /* out[neuron, matrix, H], the last matrix being down, transposed. */
 static void NAME(run_tile_decode)(void *argument) {
     tile_decode *d = argument;
-    const int group = tile_group(d->format);
-    const int64_t nbytes = tile_nbytes(d->format), itemsize = NAME(itemsize)(d->dtype), M = d->num_inner + 1;
+    const int group = tile_group(d->inner);
+    const int64_t itemsize = NAME(itemsize)(d->dtype), M = d->num_inner + 1, size = d->block_size, num_rows = size / 16;
+    const int64_t inner_nbytes = tile_nbytes(d->inner), down_nbytes = tile_nbytes(d->down);
     float tile[MAX_GROUP][16];
     for (int64_t block; (block = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED)) < d->end;) {
         const char *p = d->weights + block * d->block_nbytes;
-        char *out = d->out + block * group * M * d->hidden * itemsize;
-        for (int64_t v = 0; v < d->num_inner * (group / 16); v++)
-            for (int64_t j = 0; j < d->hidden; j += group, p += nbytes) {
-                NAME(tile_decode)(d->format, p, tile);
-                const int64_t matrix = v / (group / 16), neuron = v % (group / 16) * 16;
+        char *out = d->out + block * size * M * d->hidden * itemsize;
+        for (int64_t v = 0; v < d->num_inner * num_rows; v++)
+            for (int64_t j = 0; j < d->hidden; j += group, p += inner_nbytes) {
+                NAME(tile_decode)(d->inner, p, tile);
+                const int64_t matrix = v / num_rows, neuron = v % num_rows * 16;
                 for (int64_t i = 0; i < 16; i++) {
                     char *row = out + (((neuron + i) * M + matrix) * d->hidden + j) * itemsize;
                     for (int64_t k = 0; k < group; k++) NAME(put)(d->dtype, tile[k][i], row + k * itemsize);
                 }
             }
-        for (int64_t h = 0; h < d->hidden; h += 16, p += nbytes) {
-            NAME(tile_decode)(d->format, p, tile);
-            for (int64_t k = 0; k < group; k++) {
+        for (int64_t h = 0; h < d->hidden; h += 16, p += down_nbytes) {
+            NAME(tile_decode)(d->down, p, tile);
+            for (int64_t k = 0; k < size; k++) {
                 char *row = out + ((k * M + M - 1) * d->hidden + h) * itemsize;
                 for (int64_t i = 0; i < 16; i++) NAME(put)(d->dtype, tile[k][i], row + i * itemsize);
             }
