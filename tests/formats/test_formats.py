@@ -219,8 +219,8 @@ def test_experts_keep_their_bytes_unless_a_dtype_is_named(form: ExpertFormat, ch
 def test_bad_input_is_named(form: ExpertFormat, checkpoints: Any, tmp_path: Path) -> None:
     source = checkpoints(form.name, torch.float32)
     layer, name = PackedStore.open(Path(f"{source}-store")).manifest.layers[0], form.name
-    wanted = rf"segments=8: .*{layer.intermediate_size}, in blocks of {form.down.group} \({name}\); accepted up to 64: 1, 2, 4$"
-    with pytest.raises(ConfigError, match=wanted):
+    blocks = rf"{layer.intermediate_size}, in blocks of {form.down.group} \({name}\)"
+    with pytest.raises(ConfigError, match=f"segments=8: .*{blocks}; accepted up to 64: 1, 2, 4$"):
         expertly.load(Path(f"{source}-store"), segments=8)
     with pytest.raises(ConfigError, match=f"codec='planes': experts in {name} are not compressed"):
         pack(source, tmp_path / "planes", codec="planes")
@@ -283,12 +283,12 @@ def spoiled(ending: str, spoil: Callable[[torch.Tensor], torch.Tensor]) -> Any:
             r"BF16 \[64, 2\].*must be BF16 \[64, 4\]",
         ),
         (spoiled("down_proj.weight_scale", lambda one: one.float()), r"weight_scale.*F32 .*must be BF16"),
-        (spoiled("0.down_proj.weight_scale", lambda one: one.half()), r"0\.down_proj\.weight_scale.*unlike"),
+        (spoiled("0.down_proj.weight_scale", lambda one: one.half()), r"down_proj\.weight_scale.*unlike"),
         (
             spoiled("down_proj.weight_scale", lambda one: one * torch.nan),
             "a scale of nan in size: must be at most",
         ),
-        (spoiled("down_proj.weight_scale", lambda one: one + 1e9), r"a scale of 1e\+09 in size: must be at most"),
+        (spoiled("down_proj.weight_scale", lambda one: one + 1e9), r"a scale of \S+e\+08 in size: must be at most"),
         (spoiled("up_proj.weight_packed", lambda one: one[:, :4]), r"weight_packed.*I32 .*must be I32 \[128, 8\]"),
         (spoiled("2.up_proj.weight_shape", lambda one: one * 2), r"a shape of \[256, 128\]: must be \[128, 64\]"),
     ],

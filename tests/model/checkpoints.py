@@ -112,6 +112,7 @@ def make_int4_checkpoint(
         if not name.endswith("_proj.weight"):
             tensors[name] = tensor
             continue
+        tensor = tensor * (64 / tensor.shape[1]) ** 0.5  # wider sums would make more of what is rounded
         sizes = tensor.float().unflatten(-1, (-1, group)).abs().amax(dim=-1)
         state = {"weight": tensor.to(scales), "weight_scale": (sizes / 7.5).to(scales)}
         stem = name.removesuffix(".weight")
