@@ -200,18 +200,17 @@ def test_tokens_and_logits_are_those_of_the_dequantised_model(
 
 def test_experts_keep_their_bytes_unless_a_dtype_is_named(form: ExpertFormat, checkpoints: Any, tmp_path: Path) -> None:
     dtype = torch.float16 if form.name.endswith("f16") else torch.bfloat16
-    source, name = checkpoints(form.name, dtype), str(dtype).removeprefix("torch.")
-    kept, converted = PackedStore.open(Path(f"{source}-store")), pack(source, tmp_path / "converted", name)
+    name = str(dtype).removeprefix("torch.")
+    kept = PackedStore.open(Path(f"{checkpoints(form.name, dtype)}-store"))
     assert (kept.manifest.stored_as, kept.manifest.dtype) == (form.name, name)
-    assert converted.manifest.stored_as == name
-    assert kept.experts_nbytes * 3 < converted.experts_nbytes
     kept.verify(full=True)
-    reference = dequantised(form, source, dtype)
+    source = checkpoints(form.name, torch.float32)
+    converted = {one: pack(source, tmp_path / one, one) for one in (name, "float32")}
+    assert [store.manifest.stored_as for store in converted.values()] == [name, "float32"]
+    assert kept.experts_nbytes * 3 < converted[name].experts_nbytes
     prompts = make_prompts(1, length=14)
-    tokens = generate(reference, prompts)
-    for store in (kept, converted):
-        with loaded(store.folder, memory="50%") as model:
-            assert generate(model, prompts) == tokens
+    with loaded(converted["float32"].folder, memory="50%") as model:
+        assert generate(model, prompts) == generate(dequantised(form, source, torch.float32), prompts)
     with pytest.raises(ConfigError, match=r"dtype='float32': the packed store .* holds"):
         expertly.load(kept.folder, dtype="float32")
 
