@@ -23,6 +23,7 @@ from expertly.engine.learned import LearnedFiles, find_files, find_weights, save
 from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
 from expertly.engine.observe import Matcher, choose_matcher, make_prefetching
 from expertly.engine.process import give_back_unused, keep_few_primitives, keep_off_trapped_instructions
+from expertly.engine.rounding import measured
 from expertly.engine.runtime import ComputeThreads, Engine, Executor
 from expertly.engine.stats import Stats
 from expertly.model.hooks import between_passes, check_passes, experts_modules, use_kernels
@@ -52,7 +53,7 @@ class Handle:
 
 
 Progress = Callable[[str, int, int], None]
-"""`progress(what, done_nbytes, total_nbytes)`: what is "packing" or "loading"."""
+"""`progress(what, done_nbytes, total_nbytes)`: what is "packing", "measuring" (what rounding costs) or "loading"."""
 
 
 def load(model: str | None = None, *, progress: Progress | None = None, **options: Any) -> tuple[Any, Any]:
@@ -131,8 +132,10 @@ def _choose(
     """Look at everything that can be refused before anything is opened; packs the model at its first use."""
 
     def pack(codec: str) -> PackedStore:
-        store = pack_cached(model, asked.dtype, progress=_labelled(progress, "packing"), codec=codec)
-        return _checked(store, asked.verify)
+        packing = _labelled(progress, "packing")
+        store = pack_cached(model, asked.dtype, progress=packing, codec=codec, quantize=asked.quantize)
+        store = _checked(store, asked.verify)
+        return store if asked.quantize is None else measured(store, progress=_labelled(progress, "measuring"))
 
     why_system = store = request = None
     if asked.system == AUTO_SYSTEM:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from expertly.core.costs import refuse_compressed
 from expertly.core.errors import ConfigError
+from expertly.formats import ROUNDED_TO, check_rounding
 from expertly.scheduler.presets import AUTO_SYSTEM, SYSTEMS
 
 if TYPE_CHECKING:
@@ -156,6 +157,14 @@ class LoadOptions:
         metavar="NAME",
         panel=ADVANCED,
     )
+    quantize: str | None = option(
+        None,
+        f"round the experts of a model that is not quantised to {' or '.join(ROUNDED_TO)}: smaller, faster, and with "
+        "other tokens than the model's; what that costs is measured once and told",
+        metavar="NAME",
+        panel=ADVANCED,
+        choices=lambda: tuple(ROUNDED_TO),
+    )
     codec: str = option(
         AUTO,
         "how experts are stored on disk: none (as they are computed with), planes (compressed, bit for bit the same) "
@@ -248,6 +257,8 @@ class LoadOptions:
             raise ConfigError(f"predict={self.predict!r}: unknown; accepted: {', '.join(PREDICT)}")
         if self.verify not in VERIFY:
             raise ConfigError(f"verify={self.verify!r}: unknown; accepted: {', '.join(VERIFY)}")
+        if self.quantize is not None:
+            check_rounding(self.quantize)
         if self.total_memory is not None and self.memory not in (None, AUTO):
             raise ConfigError(
                 f"memory={self.memory!r} and total_memory={self.total_memory!r}: accepted: one of the two"

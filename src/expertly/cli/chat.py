@@ -53,6 +53,7 @@ class Turn:
     stall_share: float
     bytes_loaded: int
     was_stopped: bool
+    rounded_to: str | None = None  # its experts, which are not those of the checkpoint then
 
     def facts(self) -> dict[str, Any]:
         """For --json."""
@@ -67,6 +68,8 @@ class Turn:
         best = f" (a perfect cache: {format_share(self.best_hit_rate)})"
         parts.append(f"{format_share(self.hit_rate)} of experts hit{best}, {format_nbytes(self.bytes_loaded)} loaded")
         parts.append(f"stall {format_share(self.stall_share)}")
+        if self.rounded_to is not None:
+            parts.append(f"experts rounded to {self.rounded_to}")
         if self.was_stopped:
             parts.append("stopped")
         return f"[{' | '.join(parts)}]"
@@ -235,6 +238,7 @@ class Chat:
             stall_share=(after["stall_s"] - before["stall_s"]) / seconds,
             bytes_loaded=after["bytes_loaded"] - before["bytes_loaded"],
             was_stopped=was_stopped,
+            rounded_to=None if after["rounding"] is None else after["rounding"]["to"],
         )
 
     def _keep_prefix(self, tokens: list[int]) -> int:

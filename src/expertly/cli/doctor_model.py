@@ -56,6 +56,8 @@ def _report(found: ModelForecast, profile: MachineProfile) -> str:
         f"{format_nbytes(found.experts_nbytes)} in {needs.stored_as}; at least "
         f"{format_nbytes(found.least_nbytes)} of them in memory",
     )
+    if needs.rounding is not None:
+        sizes.add_row("", str(needs.rounding))
     sizes.add_row("the rest", format_nbytes(found.dense_nbytes))
     caches = ", ".join(f"{format_nbytes(size)} for {tokens} tokens" for tokens, size in found.cache_nbytes.items())
     sizes.add_row("KV cache", f"at most {caches}")

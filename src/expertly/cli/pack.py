@@ -11,6 +11,7 @@ from expertly.cli.output import Column, figures_table, message, print_json, prog
 from expertly.core.costs import check_codec
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_seconds
+from expertly.formats import ROUNDED_TO, check_rounding
 from expertly.options import argument, json_flag, option
 from expertly.store import cache
 from expertly.store.manifest import check_store_dtype
@@ -35,6 +36,15 @@ class PackOptions:
     model: str | None = argument(None, "a checkpoint folder, a hub id, or demo for the demo model", metavar="MODEL")
     out: Path | None = option(None, "write the store here", metavar="DIR", type=Path)
     dtype: str | None = option(None, "of the experts: bfloat16, float16, float32", metavar="NAME")
+    quantize: str | None = option(
+        None,
+        f"round the experts of a model that is not quantised to {' or '.join(ROUNDED_TO)}; says what that costs",
+        metavar="NAME",
+        choices=lambda: tuple(ROUNDED_TO),
+    )
+    text: Path | None = option(
+        None, "what --quantize costs is measured on (default: a few prompts)", metavar="FILE", type=Path
+    )
     codec: str | None = option(None, "of the experts: none, planes or auto", metavar="NAME")
     stream: bool = option(
         False, "a hub id, shard by shard, each deleted once packed: disk for one model and a shard is needed"
@@ -54,7 +64,7 @@ def run(args: PackOptions) -> int:
         return _pack(args)
     if others != [None]:
         raise ConfigError(f"--{chosen} and --{others[0]}: accepted: one of the two")
-    for name in ("model", "out", "dtype", "codec", "stream"):
+    for name in ("model", "out", "dtype", "quantize", "text", "codec", "stream"):
         if getattr(args, name) not in (None, False):
             raise ConfigError(f"{name}={str(getattr(args, name))!r}: not accepted with --{chosen}")
     if args.remove is not None:
@@ -69,6 +79,17 @@ def _pack(args: PackOptions) -> int:
         )
     if args.dtype is not None:
         check_store_dtype(args.dtype)
+    if args.quantize is not None:
+        check_rounding(args.quantize)
+    elif args.text is not None:
+        raise ConfigError(f"text={str(args.text)!r}: accepted with --quantize, whose cost is measured on it")
+    if args.text is not None and not args.text.is_file():
+        raise ConfigError(f"text={str(args.text)!r}: no such file; must be a text in UTF-8")
+    if args.quantize is not None and args.stream:
+        raise ConfigError(
+            f"quantize={args.quantize!r} and stream: what rounding costs is measured with the whole checkpoint, and "
+            "streaming deletes its shards; accepted: one of the two"
+        )
     codec = "auto" if args.codec is None else check_codec(args.codec)
     start = time.monotonic()
     with reserved_stdout() as stdout:
@@ -81,15 +102,23 @@ def _pack(args: PackOptions) -> int:
 
                 store = pack_streamed(args.model, args.out, args.dtype, codec, progress)
             elif args.out is None:
-                store = pack_cached(args.model, args.dtype, progress=progress, codec=codec)
+                store = pack_cached(args.model, args.dtype, progress=progress, codec=codec, quantize=args.quantize)
             else:
-                store = pack(source_folder(args.model), args.out, args.dtype, progress, codec)
+                store = pack(source_folder(args.model), args.out, args.dtype, progress, codec, args.quantize)
+            if args.quantize is not None:
+                from expertly.engine.rounding import measured
+
+                store = measured(
+                    store, args.text, None if bar is None else lambda done, total: bar("measuring", done, total)
+                )
     seconds = time.monotonic() - start
     facts = {**_facts(store), "why_codec": store.why_codec, "seconds": seconds}
     show(facts, args.json, lambda: str(store.folder), stdout)
     if not args.json:
         message(f"expertly: {_summary(store)}, {format_seconds(seconds)}")
         message(f"expertly: codec {store.codec}: {store.why_codec}")
+        if store.manifest.rounding is not None:
+            message(f"expertly: experts are {store.manifest.rounding}")
     return 0
 
 
@@ -100,7 +129,8 @@ def _list(is_json: bool) -> int:
         return 0
     rows = []
     for one in stores:
-        known = {"dtype": one["dtype"] or None, "codec": one["codec"] or None}
+        dtype = f"{one['dtype']}, rounded" if one["rounded"] else one["dtype"] or None
+        known = {"dtype": dtype, "codec": one["codec"] or None}
         known |= {"ratio": one["ratio"] if one["codec"] else None, "from": one["problem"] or one["source"]}
         rows.append(one | known)
     show({"folder": str(cache.stores_folder()), "stores": stores}, is_json, lambda: figures_table(rows, LISTED))
@@ -133,7 +163,8 @@ def _summary(store: PackedStore) -> str:
     experts = f"{format_nbytes(store.experts_nbytes)} in {manifest.stored_as}"
     if any(layer.format for layer in manifest.layers):
         whole = sum(layer.unquantised().nbytes for layer in manifest.layers)
-        experts += f" as the checkpoint has them ({format_nbytes(whole)} in {manifest.dtype})"
+        how = "as the checkpoint has them" if manifest.rounding is None else "rounded from the checkpoint's"
+        experts += f" {how} ({format_nbytes(whole)} in {manifest.dtype})"
     if store.codec != "none":
         experts += f", stored in {store.ratio:.2f} of that"
     return f"{manifest.model_type}, {num_experts} experts in {len(manifest.layers)} layers, {experts}"
@@ -147,6 +178,7 @@ def _facts(store: PackedStore) -> dict[str, Any]:
         "identity": manifest.identity,
         "model_type": manifest.model_type,
         "dtype": manifest.stored_as,
+        "rounding": None if manifest.rounding is None else manifest.rounding.as_dict(),
         "codec": store.codec,
         "ratio": store.ratio,
         "layers": len(manifest.layers),
@@ -166,6 +198,7 @@ def _entry_facts(entry: CacheEntry) -> dict[str, Any]:
         "source": entry.source,
         "model_type": entry.model_type,
         "dtype": entry.dtype,
+        "rounded": entry.is_rounded,
         "codec": entry.codec,
         "ratio": entry.ratio,
         "problem": entry.problem,

@@ -205,6 +205,8 @@ def _budget(measures: dict[str, Any]) -> str:
         "in memory",
         f"system {measures['system']}",
     ]
+    if measures["rounding"] is not None:
+        parts.insert(1, f"rounded to {measures['rounding']['to']}")
     prediction, decode = measures["prediction"], measures["phases"]["decode"]
     if prediction is not None:
         accuracy, coverage = format_share(decode["accuracy"]), format_share(decode["coverage"])

@@ -106,6 +106,9 @@ def _storage(result: dict[str, Any]) -> str:
     """How experts are stored, why, and what reading and decoding took."""
     codec = result["codec"]
     parts = [f"codec {codec['name']}: {codec['why']}"]
+    if (rounding := result["rounding"]) is not None:
+        cost = "" if rounding["cost"] is None else " (KL {kl:.3g} nats, top-1 {top1:.1%})".format(**rounding["cost"])
+        parts.insert(0, f"experts rounded to {rounding['to']}{cost}")
     if codec["name"] != "none":
         decoded = format_nbytes(result["bytes_decoded"])
         parts += [

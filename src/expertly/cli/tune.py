@@ -102,7 +102,7 @@ def result_of(args: TuneOptions, tuned: Tuned, path: Path | None) -> dict[str, A
     rows = {name: _rows(turns, tuned) for name, turns in (("heat", verdict.heat), ("final", verdict.final))}
     return {
         "model": args.model or "demo",
-        "dtype": tuned.store.manifest.stored_as,
+        "dtype": tuned.store.manifest.told_as,
         "memory": args.memory,
         "memory_bytes": tuned.choice.memory_nbytes,
         "memory_reason": tuned.seen.memory_reason,

@@ -203,7 +203,7 @@ class Engine:
                 if isinstance(error, OSError):
                     raise TransferError(f"layer {layer}: reading experts failed: {error}") from error
                 raise
-            result = _combine(outputs, top_k_weights, hidden_states)
+            result = combine(outputs, top_k_weights, hidden_states)
             self._trail.add(layer, hidden_states, result)
         phase = Phase.DECODE if True in work.router.is_decode else Phase.PREFILL
         executor.note_times(layer, phase, stall_ns, time.perf_counter_ns() - start)
@@ -325,7 +325,7 @@ def _dispatch_many(layer: int, top_k_index: torch.Tensor, num_experts: int, info
     return Dispatch(router, top_k, num_rows, int(bounds[-1] - bounds[0]) == num_rows, rows, None)
 
 
-def _combine(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def combine(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """Weigh and sum over K as the reference does: product in the promoted type, sum, round to the input's type."""
     num_tokens, top_k = weights.shape
     width = outputs.shape[1]

@@ -61,6 +61,7 @@ class Stats:
             "expert_bytes": geometry.nbytes,
             "memory_reason": self.memory_reason,
             "kernels": kernels_over([device.kernels for device in executor.shards]),
+            "rounding": None if self._store.manifest.rounding is None else self._store.manifest.rounding.as_dict(),
             "codec": {"name": self._store.codec, "why": self._store.why_codec, "ratio": self._store.ratio},
             "compute_threads": None if engine.threads is None else engine.threads.facts(),
             "bytes_loaded": sum(one.loaded_nbytes for one in totals.values()),

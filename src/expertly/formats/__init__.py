@@ -15,20 +15,33 @@ from expertly.core.geometry import LayerGeometry
 from expertly.formats.int4 import INT4, Int4Format
 from expertly.formats.int4 import check_config as check_compressed_tensors
 from expertly.formats.mxfp4 import MXFP4
-from expertly.formats.tiles import ExpertFormat, TiledFormat
+from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 
 __all__ = [
     "FORMATS",
     "GROUP_METHODS",
+    "ROUNDED_TO",
     "ExpertFormat",
     "Int4Format",
+    "RoundingFormat",
     "TiledFormat",
     "check_format",
+    "check_rounding",
     "expert_format",
     "group_formats",
 ]
 
 FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, *INT4)}
+
+ROUNDED_TO: dict[str, RoundingFormat] = {one.name: one for one in (MXFP4,)}
+"""To which weights of a checkpoint that has none can be rounded."""
+
+
+def check_rounding(name: object) -> str:
+    """`name` where weights can be rounded to it. Raises ConfigError naming what is accepted."""
+    if not isinstance(name, str) or name not in ROUNDED_TO:
+        raise ConfigError(f"quantize={name!r:.80}: not a format to round to; accepted: {', '.join(ROUNDED_TO)}")
+    return name
 
 
 @cache

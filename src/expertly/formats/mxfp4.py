@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expertly.core.errors import CheckpointError
-from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat
+from expertly.formats.tiles import TILE_OUTPUTS, Bytes, RoundingFormat
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ _MAX_SCALE = 252
 """6 times 2^(253 - 127) is beyond bfloat16 and float32; 255 stands for NaN."""
 
 
-class _Mxfp4(TiledFormat):
+class _Mxfp4(RoundingFormat):
     name = "mxfp4"
     kernel = 0
     group = 32
@@ -56,6 +56,41 @@ class _Mxfp4(TiledFormat):
         codes = pairs.transpose(-4, -3).flatten(-3)  # [..., 16, 32]
         values = torch.tensor(VALUES, device=tiles.device)[codes.int()]
         return torch.ldexp(values, scales.int().unsqueeze(-1) - 127)
+
+    def encode(self, weights: torch.Tensor) -> tuple[Bytes, ...]:
+        """A group's scale is the largest power of two that leaves its largest weight at least 4 of it, or twice that,
+        which clips nothing: the one with the least squared error.
+        """
+        import torch
+
+        groups = weights.reshape(len(weights), -1, 32)
+        largest = groups.abs().amax(dim=-1)
+        scales = ((largest.view(torch.int32) >> 23) - 2).clamp_(0, _MAX_SCALE)
+        relative = groups * ((254 - scales) << 23).view(torch.float32).unsqueeze(-1)
+        rounded, wider = _nearest(relative), _nearest(relative / 2)
+        is_wider = _squares(wider * 2 - relative) < _squares(rounded - relative)
+        is_wider &= scales < _MAX_SCALE
+        scales += is_wider
+        rounded = torch.where(is_wider.unsqueeze(-1), wider, rounded)
+        bits = rounded.view(torch.int32)  # 1, 1.5, 2, 3, 4, 6 lie half an octave apart
+        magnitudes = ((bits >> 22 & 511) - 252).clamp_(min=0) + (rounded.abs() == 0.5)
+        codes = magnitudes | bits >> 28 & 8
+        pairs = codes[..., 0::2] | codes[..., 1::2] << 4
+        return pairs.byte().numpy(), scales.byte().unsqueeze(-1).numpy()
+
+
+def _nearest(values: torch.Tensor) -> torch.Tensor:
+    """The nearest of VALUES, each with its sign; of two the one with an even code."""
+    import torch
+
+    power = (values.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=1.0)  # of two, below the value
+    # Numbers of this size have no bits below half of the power; below 1 they lie as far apart as above.
+    magic = power.mul_(1.5 * 2**22)
+    return (values + magic).sub_(magic).copysign_(values).clamp_(-6.0, 6.0)
+
+
+def _squares(errors: torch.Tensor) -> torch.Tensor:
+    return errors.square_().sum(dim=-1)
 
 
 MXFP4 = _Mxfp4()

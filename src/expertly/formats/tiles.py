@@ -89,6 +89,15 @@ class TiledFormat(Protocol):
                     )
 
 
+class RoundingFormat(TiledFormat, Protocol):
+    """A format to which weights of a checkpoint can be rounded."""
+
+    def encode(self, weights: torch.Tensor) -> tuple[Bytes, ...]:
+        """The parts of a matrix [rows, columns] of finite float32 weights: with the scales that are chosen for them,
+        each is the nearest number of the format, of two the one with an even code.
+        """
+
+
 @dataclass(frozen=True)
 class ExpertFormat:
     """How a whole expert lies in bytes: the format of its inner matrices and that of down, mostly the same."""

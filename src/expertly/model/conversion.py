@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,15 @@ from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
-from expertly.formats import GROUP_METHODS, ExpertFormat, TiledFormat, expert_format, group_formats
+from expertly.formats import (
+    GROUP_METHODS,
+    ROUNDED_TO,
+    ExpertFormat,
+    RoundingFormat,
+    TiledFormat,
+    expert_format,
+    group_formats,
+)
 from expertly.model.dequantizer import GroupDequantizer
 from expertly.model.structure import ExpertsSite
 from expertly.store.checkpoint import Bytes, Checkpoint
@@ -248,6 +257,9 @@ class _OneRow:
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
+_ROUNDED_AT_ONCE = 1 << 18
+"""Weights: what rounding them takes beside stays in a processor's cache."""
+
 _CHUNK_NBYTES = 8 << 20
 """An expert is put together in parts of this size: it can be hundreds of MiB itself."""
 
@@ -258,10 +270,17 @@ class ExpertsReader:
     """
 
     def __init__(
-        self, site: ExpertsSite, checkpoint: Checkpoint, conversion: Conversion, groups: dict[str, Group], kept: str
+        self,
+        site: ExpertsSite,
+        checkpoint: Checkpoint,
+        conversion: Conversion,
+        groups: dict[str, Group],
+        kept: str,
+        rounded_to: str = "",
     ) -> None:
         """Checks counts, dtypes and shapes of all experts from the headers. `kept`: the weight format in which to keep
-        experts that are in it; "": none. Raises CheckpointError.
+        experts that are in it, `rounded_to`: the one to which all are rounded; "": none. Raises CheckpointError,
+        ConfigError where their sizes are none that can be rounded.
         """
         self._site = site
         self._checkpoint = checkpoint
@@ -282,6 +301,12 @@ class ExpertsReader:
                 self.geometry = self._format.geometry(site.geometry)
             except ConfigError as error:
                 raise CheckpointError(f"{site.name}: {error}; or name a dtype, which undoes it") from None
+        self._rounding = ROUNDED_TO.get(rounded_to)
+        if self._rounding is not None:
+            try:
+                self.geometry = expert_format(self._rounding.name).geometry(site.geometry)
+            except ConfigError as error:
+                raise ConfigError(f"quantize={rounded_to!r}: {site.name}: {error}") from None
         for target, group in self._groups.items():
             self._check(target, group)
         self._whole: dict[str, torch.Tensor] = {}
@@ -292,8 +317,8 @@ class ExpertsReader:
         return {name for group in self._groups.values() for name in group.names}
 
     def experts(self, dtype: torch.dtype, only: Sequence[int] | None = None) -> Iterator[Bytes]:
-        """The bytes of all experts, or of those of `only`, in order: in `dtype`, some neurons at a time, or as they are
-        kept.
+        """The bytes of all experts, or of those of `only`, in order: in `dtype`, some neurons at a time, as they are
+        kept, or rounded from what they are in `dtype`.
         """
         geometry = self.geometry
         experts = range(geometry.num_experts) if only is None else only
@@ -304,6 +329,9 @@ class ExpertsReader:
         step = max(1, _CHUNK_NBYTES // geometry.neuron_nbytes)
         try:
             for expert in experts:
+                if self._rounding is not None:
+                    yield self._rounded(self._rounding, expert, dtype).reshape(-1)
+                    continue
                 matrices = list(self._matrices(expert))
                 what = f"expert {expert} of {self._site.name}"
                 for start in range(0, geometry.intermediate_size, step):
@@ -341,6 +369,23 @@ class ExpertsReader:
         else:
             inner = [tuple(part[0::2] for part in fused), tuple(part[1::2] for part in fused)]
         return form.pack(inner, self._parts(form.down, second, expert))
+
+    def _rounded(self, form: RoundingFormat, expert: int, dtype: torch.dtype) -> Bytes:
+        """The blocks of one expert, each weight rounded to a number of the format."""
+        *inner, down = self._matrices(expert)
+        what = f"expert {expert} of {self._site.name}"
+
+        def parts(matrix: torch.Tensor) -> tuple[Bytes, ...]:
+            step = max(1, _ROUNDED_AT_ONCE // matrix.shape[1])
+            found = []
+            for start in range(0, matrix.shape[0], step):
+                rows = cast(matrix[start : start + step], dtype, what).float()
+                if not math.isfinite(rows.sum()) and not bool(rows.isfinite().all()):
+                    raise CheckpointError(f"{what} holds NaN or infinity, for which {form.name} has no number")
+                found.append(form.encode(rows))
+            return tuple(np.concatenate(pieces) for pieces in zip(*found, strict=True))
+
+        return expert_format(form.name).pack([parts(matrix) for matrix in inner], parts(down.T))
 
     def _is_quantised(self, group: Group) -> bool:
         """Is it to be dequantised, and nothing more than that?"""

@@ -20,7 +20,7 @@ from expertly.model.hub import HubModel
 from expertly.model.packing import Packing, Weights, kept_format, local_folder, weights_of
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
 from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, check_claims
-from expertly.store.manifest import ITEMSIZE, check_store_dtype
+from expertly.store.manifest import ITEMSIZE, Rounding, check_store_dtype
 from expertly.store.packed import PackedStore, is_packed_store
 
 
@@ -49,6 +49,7 @@ class ModelNeeds:
     stored: StoredWeights | None  # None: there is a config alone
     is_packed: bool
     refused: str | None  # why it cannot be packed
+    rounding: Rounding | None = None  # of a packed store
 
     @property
     def experts_nbytes(self) -> int:
@@ -86,8 +87,10 @@ def _of_store(name: str, store: PackedStore) -> ModelNeeds:
     stored = StoredWeights(store.nbytes, store.experts_stored_nbytes, {}, 0, True)
     layers = store.manifest.layers
     shape = dense_shape(model)
+    of = store.manifest
     return ModelNeeds(
-        name, config["model_type"], store.manifest.dtype, layers, store.dense_nbytes, shape, config, stored, True, None
+        *(name, config["model_type"], of.dtype, layers, store.dense_nbytes, shape, config, stored, True, None),
+        rounding=of.rounding,
     )
 
 

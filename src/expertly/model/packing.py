@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from expertly.core.costs import CODECS, check_codec
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.headers import TensorSpec
 from expertly.data import demo_folder
-from expertly.formats import FORMATS
+from expertly.formats import FORMATS, ROUNDED_TO, check_rounding
 from expertly.model.conversion import Conversion, ExpertsReader, Group, cast, make_quantizer, read_group, to_bytes
 from expertly.model.dequantizer import GroupDequantizer
 from expertly.model.hub import download
@@ -31,7 +31,15 @@ from expertly.store.codec_choice import (
     read_sample,
     sampled,
 )
-from expertly.store.manifest import IS_FLOAT, ITEMSIZE, MANIFEST_NAME, STORE_DTYPES, Manifest, check_store_dtype
+from expertly.store.manifest import (
+    IS_FLOAT,
+    ITEMSIZE,
+    MANIFEST_NAME,
+    STORE_DTYPES,
+    Manifest,
+    Rounding,
+    check_store_dtype,
+)
 from expertly.store.packed import DENSE_NAME, PackedStore, is_packed_store
 from expertly.store.writer import Progress, StoreWriter, begun_codec, copy_extras
 
@@ -46,21 +54,26 @@ def pack_cached(
     cache_dir: Path | None = None,
     progress: Progress | None = None,
     codec: str = "auto",
+    quantize: str | None = None,
 ) -> PackedStore:
     """The packed store of `model`, made in the cache folder where it is not there yet.
 
     `model`: a checkpoint folder, a packed store (opened as it is), a hub id (downloaded), or None or "demo" for the
     demo model. `codec`: "none", "planes" or "auto": that of the store that is there, or is being made; where that does
     not decide, what is faster on this machine by measuring, at most a second. `why_codec` of the store says which it
-    was. Raises ExpertlyError subclasses that say what is wrong with the model, the dtype, the codec or the folder.
+    was. `quantize`: see `pack`. Raises ExpertlyError subclasses that say what is wrong with the model, an option or the
+    folder.
     """
     check_codec(codec)
-    folder = local_folder(model) or _streamed(str(model), dtype, codec, cache_dir) or download(str(model))
+    folder = local_folder(model)
+    if folder is None and quantize is None:
+        folder = _streamed(str(model), dtype, codec, cache_dir)
+    folder = folder or download(str(model))
     if is_packed_store(folder):
         why = "the packed store is in it" if codec == "auto" else "it was asked for"
-        return replace(open_store(folder, dtype, codec), why_codec=why)
+        return replace(open_store(folder, dtype, codec, quantize=quantize), why_codec=why)
     checkpoint = Checkpoint.open(folder)
-    weights = weights_of(checkpoint, dtype)
+    weights = weights_of(checkpoint, dtype, quantize)
     model_type, label = str(checkpoint.config.get("model_type")), weights.label
     folders = {one: entry_folder(model_type, checkpoint.identity, label, cache_dir, one) for one in CODECS}
     return _pack(checkpoint, folders, weights, codec, progress)
@@ -72,37 +85,58 @@ def pack(
     dtype: str | None = None,
     progress: Progress | None = None,
     codec: str = "auto",
+    quantize: str | None = None,
 ) -> PackedStore:
     """Write the checkpoint folder `source` as a packed store at `folder`, and open it.
 
     Resumes what an interrupted `pack` of the same checkpoint left; a store of it that is already there is only
     opened. `dtype` is that of the experts; by default they keep the weight format of a checkpoint that has one of
     `expertly.formats`, else have the config's, or what most weights have. Dense tensors that are not quantised stay as
-    they are stored. `codec`: see `pack_cached`. `progress(done_nbytes, total_nbytes)`. Holds one expert, or one
-    quantised dense tensor, in memory. Raises CheckpointError (UnsupportedModelError) for the source, StoreError for
-    what is at `folder` or a disk that is full, ConfigError for the dtype or the codec.
+    they are stored. `quantize`: round the experts of a checkpoint that is not quantised to this format, which changes
+    tokens (`engine.rounding.measured` says how much). `codec`: see `pack_cached`.
+    `progress(done_nbytes, total_nbytes)`. Holds one expert, or one quantised dense tensor, in memory. Raises
+    CheckpointError (UnsupportedModelError) for the source, StoreError for what is at `folder` or a disk that is full,
+    ConfigError for an option.
     """
     check_codec(codec)
     if is_packed_store(Path(source)):
         raise CheckpointError(f"{source}: already a packed store; give the checkpoint that it was packed from")
     checkpoint = Checkpoint.open(Path(source))
-    return _pack(checkpoint, dict.fromkeys(CODECS, Path(folder)), weights_of(checkpoint, dtype), codec, progress)
+    weights = weights_of(checkpoint, dtype, quantize)
+    return _pack(checkpoint, dict.fromkeys(CODECS, Path(folder)), weights, codec, progress)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How experts are stored: in a dtype, or in a weight `format` and computed in that dtype."""
+    """How experts are stored: in a dtype, or in a weight `format` and computed in that dtype; `rounded_to`: to which
+    they are rounded first, as --quantize calls it.
+    """
 
     dtype: str
     format: str = ""
+    rounded_to: str = ""
 
     @property
     def label(self) -> str:
         return self.format or self.dtype
 
 
-def weights_of(checkpoint: Checkpoint, dtype: str | None) -> Weights:
-    """In `dtype`; None: in the format of the checkpoint where that can be kept. Raises as `default_dtype`."""
+def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None = None) -> Weights:
+    """In `dtype`; None: in the format of the checkpoint where that can be kept, or rounded to `quantize`. Raises as
+    `default_dtype`, and ConfigError where the checkpoint is not to be rounded.
+    """
+    if quantize is not None:
+        check_rounding(quantize)
+        if dtype is not None:
+            raise ConfigError(f"dtype={dtype!r} and quantize={quantize!r}: accepted: one of the two")
+        found = checkpoint.config.get("quantization_config")
+        if found:
+            method = found.get("quant_method") if isinstance(found, dict) else found
+            raise ConfigError(
+                f"quantize={quantize!r}: {checkpoint.folder} is quantised already ({method!r:.80}); accepted: without "
+                "quantize, or a checkpoint of the model in bfloat16, float16 or float32"
+            )
+        return Weights(default_dtype(checkpoint), ROUNDED_TO[quantize].name, quantize)
     if dtype is not None:
         return Weights(check_store_dtype(dtype))
     computed = default_dtype(checkpoint)
@@ -183,11 +217,19 @@ def check_codec_of(weights: Weights, codec: str) -> None:
         raise ConfigError(f"codec='planes': experts in {weights.format} are not compressed; accepted: none, auto")
 
 
-def open_store(folder: Path, dtype: str | None, codec: str, identity: str | None = None) -> PackedStore:
-    """The store that is there. Raises ConfigError where it is of another dtype or codec than was asked for."""
+def open_store(
+    folder: Path, dtype: str | None, codec: str, identity: str | None = None, quantize: str | None = None
+) -> PackedStore:
+    """The store that is there. Raises ConfigError where it is of another dtype or codec than was asked for, or is not
+    rounded to `quantize`.
+    """
     store = PackedStore.open(folder, identity)
     again = f"pack {store.manifest.source} again for another"
-    stored_as = store.manifest.stored_as
+    stored_as, rounding = store.manifest.stored_as, store.manifest.rounding
+    if quantize is not None and quantize != (None if rounding is None else rounding.to):
+        check_rounding(quantize)
+        was = "" if rounding is not None else ", not rounded"
+        raise ConfigError(f"quantize={quantize!r}: the packed store {folder} holds {stored_as}{was}; {again}")
     if dtype is not None and dtype != stored_as:
         if dtype not in FORMATS:
             check_store_dtype(dtype)
@@ -210,7 +252,8 @@ def _pack(
         choice = _choose(checkpoint, folders, packing)
     folder = folders[choice.codec]
     if is_packed_store(folder):
-        store = open_store(folder, None if weights.format else weights.dtype, choice.codec, checkpoint.identity)
+        dtype = None if weights.format else weights.dtype
+        store = open_store(folder, dtype, choice.codec, checkpoint.identity, weights.rounded_to or None)
         copy_extras(checkpoint.folder, folder)
     else:
         store = packing().write(folder, choice.codec, progress)
@@ -241,6 +284,8 @@ class Packing:
         """Plans everything from config and headers. Raises CheckpointError."""
         self._checkpoint = checkpoint
         self._dtype = dtype = weights.dtype
+        self._rounding = Rounding(weights.rounded_to) if weights.rounded_to else None
+        kept = "" if weights.rounded_to else weights.format
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         quantizer = make_quantizer(checkpoint.config.get("quantization_config"))
         if isinstance(quantizer, GroupDequantizer):
@@ -251,7 +296,7 @@ class Packing:
         groups, self._unexpected = self._conversion.groups(checkpoint.tensors)
         self._sites = find_experts(model, ITEMSIZE[dtype])
         self._readers = [
-            ExpertsReader(site, checkpoint, self._conversion, groups, weights.format) for site in self._sites
+            ExpertsReader(site, checkpoint, self._conversion, groups, kept, weights.rounded_to) for site in self._sites
         ]
         self.expert_names = set().union(*(reader.source_names for reader in self._readers))
         self._check_unexpected()
@@ -284,9 +329,9 @@ class Packing:
     def _files(self, names: Iterable[str]) -> frozenset[str]:
         return frozenset(self._checkpoint.tensors[name].path.name for name in names)
 
-    def experts(self, layer: int) -> Iterator[Bytes]:
-        """The bytes of a layer's experts, in order."""
-        return self._readers[layer].experts(self._torch_dtype)
+    def experts(self, layer: int, only: Sequence[int] | None = None) -> Iterator[Bytes]:
+        """The bytes of a layer's experts, or of those of `only`, in order."""
+        return self._readers[layer].experts(self._torch_dtype, only)
 
     def choose(self, folder: Path) -> CodecChoice:
         """The codec for a store at `folder`."""
@@ -308,6 +353,7 @@ class Packing:
             sites=tuple(site.name for site in self._sites),
             files={},
             codec=codec,
+            rounding=self._rounding,
         )
 
     def write(self, folder: Path, codec: str, progress: Progress | None) -> PackedStore:

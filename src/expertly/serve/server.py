@@ -92,6 +92,7 @@ def assemble(
         else "given",
         expert_nbytes=loaded.stats.as_dict()["expert_bytes"],
         memory=memory,
+        rounding=loaded.stats.as_dict()["rounding"],
     )
     service = Service(about, prompts, scheduler, end_tokens(model), logs_prompts=options.log_prompts)
     view = View(about, loaded, scheduler, metrics, time.monotonic)

@@ -44,6 +44,7 @@ class About:
     chat_template: str
     expert_nbytes: int
     memory: dict[str, int]
+    rounding: dict[str, Any] | None  # of experts that are not those of the checkpoint
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's object, and what it has no field for under `expertly`."""
@@ -56,6 +57,7 @@ class About:
             "chat_template": self.chat_template,
             "size_bytes": self.memory["dense_bytes"] + self.expert_nbytes,
             "memory": self.memory,
+            "rounding": self.rounding,
         }
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "expertly", "expertly": told}
 

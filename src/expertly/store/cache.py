@@ -76,6 +76,7 @@ class CacheEntry:
     dtype: str = ""
     codec: str = ""
     ratio: float = 1.0  # stored bytes of experts / bytes that they are computed with
+    is_rounded: bool = False  # experts, from those of the checkpoint
 
 
 def list_entries(cache_dir: Path | None = None) -> list[CacheEntry]:
@@ -139,7 +140,8 @@ def _entry(path: Path) -> CacheEntry:
         of = Manifest.read(path)
     except StoreError as error:
         return CacheEntry(path.name, path, nbytes, str(error))
-    return CacheEntry(path.name, path, nbytes, None, of.source, of.model_type, of.stored_as, of.codec, stored_ratio(of))
+    told = of.source, of.model_type, of.stored_as, of.codec, stored_ratio(of), of.rounding is not None
+    return CacheEntry(path.name, path, nbytes, None, *told)
 
 
 def _lock_of(folder: Path) -> int:

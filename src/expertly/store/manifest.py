@@ -13,6 +13,7 @@ from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import is_plain_name, json_bytes, read_json_object, write_atomic
 from expertly.core.geometry import LayerGeometry, stored_as
 from expertly.core.headers import BITS
+from expertly.core.units import format_share
 from expertly.formats import check_format
 
 FORMAT_VERSION = 1
@@ -46,6 +47,37 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundingCost:
+    """Next-token predictions after every token of a text, beside those of the model whose experts are not rounded."""
+
+    kl: float  # mean of KL(not rounded || rounded), nats
+    top1: float  # share of those whose likeliest token is the same
+    tokens: int
+    text: str  # which
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Experts were rounded by us: tokens are not those of the checkpoint."""
+
+    to: str  # the weight format, as --quantize calls it
+    cost: RoundingCost | None = None  # None: nobody measured it
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"to": self.to, "cost": None if self.cost is None else dataclasses.asdict(self.cost)}
+
+    def __str__(self) -> str:
+        """For people."""
+        if self.cost is None:
+            return f"rounded to {self.to}, at a cost that nobody measured"
+        kl, top1, tokens, text = dataclasses.astuple(self.cost)
+        return (
+            f"rounded to {self.to}, which costs {kl:.3g} nats a token and leaves {format_share(top1)} of the likeliest "
+            f"tokens as they were ({tokens} tokens of {text})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything but the bytes. `layers` and `sites` run over the MoE layers in model order."""
 
@@ -57,12 +89,18 @@ class Manifest:
     sites: tuple[str, ...]  # module path of each layer's experts
     files: Mapping[str, FileEntry]
     codec: str = "none"  # how the experts are stored
+    rounding: Rounding | None = None
     format_version: int = FORMAT_VERSION
 
     @property
     def stored_as(self) -> str:
         """The format of the experts' weights where they are quantised, else their dtype."""
         return stored_as(self.layers, self.dtype)
+
+    @property
+    def told_as(self) -> str:
+        """The same, and whether they were rounded to it, for people."""
+        return self.stored_as if self.rounding is None else f"{self.stored_as}, rounded"
 
     def write(self, folder: Path) -> None:
         write_atomic(folder / MANIFEST_NAME, json_bytes(self.as_dict()))
@@ -75,6 +113,7 @@ class Manifest:
             "model_type": self.model_type,
             "dtype": self.dtype,
             "codec": self.codec,
+            **({} if self.rounding is None else {"rounding": self.rounding.as_dict()}),
             "layers": [layer.as_dict() for layer in self.layers],
             "sites": list(self.sites),
             "files": {name: dataclasses.asdict(entry) for name, entry in self.files.items()},
@@ -118,7 +157,21 @@ class Manifest:
             tuple(sites),
             {name: _entry(path, name, entry) for name, entry in files.items()},
             codec,
+            _rounding(path, raw.get("rounding")),
         )
+
+
+def _rounding(path: Path, raw: object) -> Rounding | None:
+    if raw is None:
+        return None
+    wanted = {"kl": float, "top1": float, "tokens": int, "text": str}
+    cost = raw.get("cost") if isinstance(raw, dict) else None
+    is_cost = isinstance(cost, dict) and {name: type(value) for name, value in cost.items()} == wanted
+    if not isinstance(raw, dict) or not isinstance(raw.get("to"), str) or not (cost is None or is_cost):
+        raise StoreError(
+            f"{path}: rounding={raw!r:.80}: must hold to, a format's name, and cost: null or {', '.join(wanted)}"
+        )
+    return Rounding(raw["to"], None if cost is None else RoundingCost(**cost))
 
 
 def _layer(path: Path, index: int, raw: object, itemsize: int) -> LayerGeometry:

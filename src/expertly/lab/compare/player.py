@@ -45,7 +45,7 @@ class Player:
         return {
             **{key: told[key] for key in keys},
             "codec": told["codec"]["name"],
-            "dtype": found.store.manifest.stored_as,
+            "dtype": found.store.manifest.told_as,
             "device": str(self._model.device),
             "is_templated": has_template(self._tokenizer),
             "identity": found.store.manifest.identity,

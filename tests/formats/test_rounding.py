@@ -1,0 +1,247 @@
+"""`quantize`: weights become the nearest numbers of a format, and what that costs is what transformers says."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import kl_div, log_softmax
+from transformers import PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import expertly
+from expertly.cli.main import main
+from expertly.engine.rounding import measured
+from expertly.formats import ROUNDED_TO
+from expertly.model.needs import needs_of
+from expertly.model.packing import pack, pack_cached
+from expertly.store.packed import PackedStore
+from tests.cli.asking import Captured, answer, refusal, told
+from tests.engine.observe import loaded
+from tests.families import (
+    FAMILIES,
+    Family,
+    generate,
+    load_reference,
+    logits_of,
+    make_checkpoint,
+    make_prompts,
+    make_tokenizer,
+)
+from tests.model.checkpoints import change, make_mxfp4_checkpoint
+from tests.serve.conftest import room_for, served
+
+GRIDS = {"mxfp4": (32, [0.0, 1.0, 2.0, 4.0, 0.5, 1.5, 3.0, 6.0])}
+"""Inputs that share a scale, and magnitudes of a format; those with even codes first, which ties go to."""
+
+
+def scales_to_try(form: str, largest: torch.Tensor) -> list[torch.Tensor]:
+    """From the usual one on: what the standard says, and twice that."""
+    assert form == "mxfp4"
+    usual = 2.0 ** (torch.log2(largest.clamp(min=1e-30)).floor() - 2)
+    return [usual, 2 * usual]
+
+
+def nearest(weights: torch.Tensor, form: str) -> torch.Tensor:
+    """The weights [rows, columns], each as the nearest number of the format, by trying all."""
+    group, magnitudes = GRIDS[form]
+    groups = weights.double().reshape(-1, group)
+    grid = torch.tensor(magnitudes + [-one for one in magnitudes], dtype=torch.float64)
+    best, least = torch.zeros_like(groups), torch.full((len(groups),), torch.inf, dtype=torch.float64)
+    for scale in scales_to_try(form, groups.abs().amax(dim=1)):
+        numbers = grid * scale[:, None]  # [groups, 16]
+        places = (groups[:, :, None] - numbers[:, None, :]).abs().argmin(dim=2)  # the first of equals
+        found = numbers.gather(1, places)
+        error = (found - groups).square().sum(dim=1)
+        best[error < least] = found[error < least]
+        least = least.minimum(error)
+    return best.reshape(weights.shape).to(weights.dtype)
+
+
+def decoded(parts: Any, form: str) -> torch.Tensor:
+    """As transformers decodes them."""
+    assert form == "mxfp4"
+    codes, scales = (torch.from_numpy(part) for part in parts)
+    return convert_moe_packed_tensors(codes[None], scales[None, :, :, 0], dtype=torch.float32)[0].T
+
+
+@pytest.fixture(params=ROUNDED_TO)
+def form(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_weights_become_the_nearest_numbers(form: str) -> None:
+    group, magnitudes = GRIDS[form]
+    dice = torch.Generator().manual_seed(0)
+    usual = torch.randn(64, 8 * group, generator=dice) * 0.02
+    spread = usual * 10.0 ** torch.randint(-25, 25, (64, 8, 1), generator=dice).expand(-1, -1, group).reshape(64, -1)
+    between = torch.arange(-8 * group, 8 * group).reshape(2, -1) / 32  # all ties of all magnitudes
+    ties = torch.tensor(magnitudes * (group // 8))[None] * 0.5
+    for weights in (usual, spread, between, ties, usual.bfloat16().float()):
+        parts = ROUNDED_TO[form].encode(weights)
+        found = decoded(parts, form)
+        assert torch.equal(found, nearest(weights, form))
+        again = decoded(ROUNDED_TO[form].encode(found), form)
+        assert torch.equal(again, found)  # numbers of the format stay what they are
+    extremes = torch.zeros(3, group)
+    extremes[1, 0], extremes[2, 0] = 3e38, -1e-44
+    found = decoded(ROUNDED_TO[form].encode(extremes), form)
+    assert bool(found.isfinite().all()) and found[1, 0] > 2e38 and found[2].abs().max() < 1e-37
+
+
+# -- whole models ------------------------------------------------------------------------------------------------------
+
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 96},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},  # interleaved, transposed and with biases
+    "switch_transformers": {"d_model": 64, "d_ff": 64},  # no gate, an encoder
+}
+
+
+def sized(family: str, **changed: Any) -> Family:
+    return replace(FAMILIES[family], config=FAMILIES[family].config | SIZES[family] | changed)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("rounding")
+    return {name: make_checkpoint(sized(name), folder / name, tokenizer=True) for name in SIZES}
+
+
+def rounded_reference(source: Path, form: str) -> PreTrainedModel:
+    """transformers' model, its experts' weights replaced."""
+    model = load_reference(source)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if name.endswith("_proj") and ".experts." in name:
+                turned = weights.transpose(1, 2) if model.config.model_type == "gpt_oss" else weights
+                found = torch.stack([nearest(matrix, form) for matrix in turned])
+                weights.copy_(found.transpose(1, 2) if turned is not weights else found)
+            elif ".experts.expert_" in name:
+                weights.copy_(nearest(weights, form))
+    return model
+
+
+def cost_by_transformers(original: PreTrainedModel, rounded: PreTrainedModel, text: str) -> tuple[float, float]:
+    ids = torch.tensor([make_tokenizer()(text)["input_ids"][:512]])
+    more = {"decoder_input_ids": ids} if original.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        one, other = (model(input_ids=ids, **more).logits[0].double() for model in (original, rounded))
+    kl = kl_div(log_softmax(other, -1), log_softmax(one, -1), log_target=True, reduction="batchmean")
+    return float(kl), float((one.argmax(-1) == other.argmax(-1)).double().mean())
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_a_rounded_model_says_what_it_costs(form: str, family: str, sources: Any, tmp_path: Path) -> None:
+    source, text = sources[family], tmp_path / "text"
+    text.write_text("It was a quiet evening; nobody saw the boat leave. " * 9)
+    store = measured(pack(source, tmp_path / "store", quantize=form), text)
+    original, rounded = load_reference(source), rounded_reference(source, form)
+    prompts = make_prompts(2, length=14)
+    tokens, logits = generate(rounded, prompts), logits_of(rounded, prompts)
+    assert tokens != generate(original, prompts)
+    for system, memory in (("lru", "25%"), ("expertly", "60%")):
+        with loaded(store.folder, memory=memory, system=system) as model:
+            assert generate(model, prompts) == tokens
+            torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=1e-4)
+            rounding = expertly.stats(model).as_dict()["rounding"]
+    kl, top1 = cost_by_transformers(original, rounded, text.read_text())
+    assert rounding["to"] == form
+    assert rounding["cost"]["kl"] == pytest.approx(kl, rel=1e-2) and kl > 1e-4
+    assert rounding["cost"]["top1"] == pytest.approx(top1, abs=2 / 459)
+    assert (rounding["cost"]["tokens"], rounding["cost"]["text"]) == (459, str(text))
+    assert PackedStore.open(store.folder).manifest == store.manifest
+
+
+def test_nobody_rounds_by_default(sources: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path))
+    source, prompts = sources["qwen3_moe"], make_prompts(1, length=14)
+    with loaded(source, memory="50%", quantize="mxfp4") as model:
+        cost = expertly.stats(model).as_dict()["rounding"]["cost"]
+        assert cost["tokens"] == 512 and cost["text"] == "expertly's own prompts"
+    store = pack_cached(source, quantize="mxfp4")
+    assert store.manifest.rounding is not None and store.manifest.rounding.cost is not None
+    replace(store.manifest, rounding=replace(store.manifest.rounding, cost=None)).write(store.folder)
+    with loaded(source, memory="50%", quantize="mxfp4") as model:  # as after an interrupt
+        assert expertly.stats(model).as_dict()["rounding"]["cost"] == cost
+    with loaded(source, memory="50%") as model:
+        assert expertly.stats(model).as_dict()["rounding"] is None
+        assert generate(model, prompts) == generate(load_reference(source), prompts)
+
+
+def test_commands_say_it(sources: Any, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path))
+    source = sources["qwen3_moe"]
+    assert main(["pack", str(source), "--quantize", "mxfp4"]) == 0
+    said = capsys.readouterr()
+    store = said.out.strip()
+    assert "230 KiB in mxfp4 rounded from the checkpoint's (1.69 MiB in float32)" in said.err
+    assert (
+        "experts are rounded to mxfp4, which costs" in said.err and "(512 tokens of expertly's own prompts)" in said.err
+    )
+    packed = answer(capsys, "pack", source, "--quantize", "mxfp4")
+    assert packed["store"] == store and packed["rounding"]["cost"]["tokens"] == 512
+    text = tmp_path / "text"
+    text.write_text("Another text.")
+    packed = answer(capsys, "pack", source, "--quantize", "mxfp4", "--text", text)
+    assert (packed["rounding"]["cost"]["tokens"], packed["rounding"]["cost"]["text"]) == (13, str(text))
+    (listed,) = answer(capsys, "pack", "--list")["stores"]
+    assert (listed["dtype"], listed["rounded"]) == ("mxfp4", True)
+    assert "mxfp4, rounded" in told(capsys, "pack", "--list")
+    asked = ["run", store, "One", "--raw", "--max-new-tokens", "2", "--memory", "50%", "--system", "lru"]
+    line, budget = told(capsys, *asked).splitlines()[-2:]
+    assert "experts rounded to mxfp4" in line and "rounded to mxfp4" in budget
+    assert answer(capsys, *asked)["rounding"] == packed["rounding"]
+    assert asdict(needs_of(store))["rounding"] == packed["rounding"]  # what doctor says
+    model, tokenizer = expertly.load(store, memory="50%", system="lru", device="cpu")
+    with served(model, tokenizer, room_for(context=64, max_running=1), name="tiny") as serving:
+        about: Any = serving.client().models.retrieve("tiny").model_extra
+    expertly.unload(model)
+    assert about["expertly"]["rounding"] == packed["rounding"]
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "message"),
+    [
+        ("tiny", "--quantize int3", "quantize='int3': not a format to round to; accepted: mxfp4"),
+        ("tiny", "--quantize mxfp4 --dtype float32", "dtype='float32' and quantize='mxfp4': accepted: one of the two"),
+        ("tiny", "--quantize mxfp4 --codec planes", "codec='planes': experts in mxfp4 are not compressed"),
+        ("tiny", "--quantize mxfp4 --text absent", "text='absent': no such file"),
+        ("tiny", "--text absent", "text='absent': accepted with --quantize"),
+        ("owner/model", "--quantize mxfp4 --stream", "quantize='mxfp4' and stream: what rounding costs is measured"),
+        ("quantised", "--quantize mxfp4", "is quantised already ('mxfp4'); accepted: without quantize"),
+        ("narrow", "--quantize mxfp4", "experts: intermediate_size=48: mxfp4 needs a multiple of 32"),
+        ("store", "--quantize mxfp4", "quantize='mxfp4': the packed store store holds float32, not rounded"),
+        (
+            "nan",
+            "--quantize mxfp4",
+            "expert 2 of model.layers.1.mlp.experts holds NaN or infinity, for which mxfp4 has",
+        ),
+    ],
+)
+def test_what_cannot_be_rounded_is_refused(
+    model: str, words: str, message: str, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+    def damage(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name.endswith("layers.1.mlp.experts.2.down_proj.weight"):
+            tensor[3, 5] = torch.nan
+        return tensor
+
+    if model == "quantised":
+        make_mxfp4_checkpoint(tmp_path / model)
+    elif model != "owner/model":
+        make_checkpoint(sized("qwen3_moe", **({"moe_intermediate_size": 48} if model == "narrow" else {})), model)
+    if model == "nan":
+        change(tmp_path / model, damage)
+    elif model == "store":
+        Path(model).rename("source")
+        pack("source", model)
+    path = model if "/" in model else f"./{model}"
+    assert message in refusal(capsys, "pack", path, *words.split())
+    assert [one for one in answer(capsys, "pack", "--list")["stores"] if one["problem"] is None] == []
