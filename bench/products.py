@@ -1,6 +1,6 @@
 """An expert's products at one token (and a few): the compiled ones against torch's, in GB/s of weights, in turns.
 
-    python bench/products.py [--hidden 2048] [--intermediate 1408] [--dtypes bfloat16,float32,mxfp4] [--threads 1,2]
+    python bench/products.py [--hidden 2048] [--intermediate 1408] [--dtypes bfloat16,float32,mxfp4,int4_g128] [--threads 1,2]
     python bench/products.py --kernels avx512,avx2,generic    each instruction set of this processor
 
 `experts`: all experts of a layer's token in one call, from slots as the engine has them, more than a cache holds;
@@ -53,6 +53,8 @@ def weights(layer: LayerGeometry, dtype: torch.dtype) -> torch.Tensor:
     region.madvise(mmap.MADV_HUGEPAGE)
     rows = layer_rows(torch.frombuffer(region, dtype=torch.uint8), Geometry((layer,)), 0, dtype)
     generator = torch.Generator().manual_seed(0)
+    if layer.format.startswith("int4"):
+        return rows.random_(56, 62, generator=generator)
     if layer.format:
         return rows.random_(112, 127, generator=generator)  # scales are bytes of these rows, and usual ones then
     for start in range(0, len(rows), layer.intermediate_size):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -94,6 +95,7 @@ def make_int4_checkpoint(
     folder: Path, dtype: torch.dtype = torch.bfloat16, group: int = 32, scales: torch.dtype = torch.bfloat16
 ) -> Path:
     """qwen3_moe in INT4 as compressed-tensors packs it: linear layers, those of experts too, but not lm_head."""
+    pytest.importorskip("compressed_tensors", reason="makes these checkpoints")
     from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 

@@ -80,7 +80,7 @@ class Int4Format(TiledFormat):
         words, scales, shape = tensors
         if shape.tolist() != [rows, columns]:
             raise CheckpointError(f"a shape of {shape.tolist()}: must be {[rows, columns]}")
-        codes = words.numpy().view(np.uint8) ^ 0x88  # from 0 to 15 to two's complement
+        codes = words.numpy().view(np.uint8) ^ np.uint8(0x88)  # from 0 to 15 to two's complement
         return codes.reshape(rows, columns // self.group, -1), self._scales_of(scales, rows)
 
     def _scales_of(self, scales: torch.Tensor, rows: int) -> Bytes:

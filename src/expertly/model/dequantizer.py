@@ -37,9 +37,12 @@ class GroupDequantizer:
                     f"{', '.join(self.suffixes)}"
                 )
             suffix = next((one for one in self.suffixes if name.endswith(one)), None)
-            for other in self.suffixes if suffix is not None else ():
-                if name.removesuffix(suffix) + other not in names:
-                    raise CheckpointError(f"tensor {name!r}: there is no {name.removesuffix(suffix)}{other} beside it")
+            if suffix is None:
+                continue
+            stem = name.removesuffix(suffix)
+            for other in self.suffixes:
+                if stem + other not in names:
+                    raise CheckpointError(f"tensor {name!r}: there is no {stem}{other} beside it")
 
     def converted(self, transforms: Sequence[Any]) -> list[Any]:
         """The model's transforms, which make their weights of quantised tensors, too."""
