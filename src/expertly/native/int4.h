@@ -15,11 +15,11 @@ static const float INT4_VALUES[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4
 
 /* A value that the compiler must not look through: a product of which more than float32 has would go into a sum. */
 #if defined(__x86_64__)
-#define ROUNDED(v) __asm__("" : "+v"(v))
+#define KEEP(v) __asm__("" : "+v"(v))
 #elif defined(__aarch64__)
-#define ROUNDED(v) __asm__("" : "+w"(v))
+#define KEEP(v) __asm__("" : "+w"(v))
 #else
-#define ROUNDED(v) __asm__("" : "+m"(v))
+#define KEEP(v) __asm__("" : "+m"(v))
 #endif
 #endif
 
@@ -61,7 +61,7 @@ INLINE NAME(int4_scales) NAME(int4_read)(int has_half, int has_zeros, int group,
 INLINE vf NAME(int4_weight)(int has_zeros, vf value, const NAME(int4_scales) *scales) {
     if (has_zeros) value -= scales->zero;
     vf high = value * scales->high;
-    ROUNDED(high);
+    KEEP(high);
     return high + value * scales->low;
 }
 

@@ -57,6 +57,7 @@ typedef struct {
  */
 #define TILE_FORMATS(X) \
     X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2) \
+    X(FP8, fp8, 128, 16 * 128 + 4) \
     X(INT4_G32, int4_g32, 32, 16 * (32 / 2 + 2)) \
     X(INT4_G128, int4_g128, 128, 16 * (128 / 2 + 2)) \
     X(INT4_G32_F16, int4_g32_f16, 32, 16 * (32 / 2 + 2)) \
