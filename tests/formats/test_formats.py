@@ -127,6 +127,8 @@ def test_kernels(form: ExpertFormat, library: Any, width: int, hidden: int, num_
     blocks = torch.cat((blocks, blocks.flip(0)))  # a second expert behind it
     address, dice = blocks.data_ptr(), torch.Generator().manual_seed(0)
     for dtype in kernels.dtypes:
+        if form.name.endswith("_f16") and dtype == torch.bfloat16:
+            continue  # such experts are converted
         decoded = torch.full((width, num_matrices, hidden), torch.nan, dtype=dtype)
         kernels.tile_decode(form.kernels, address, decoded)
         assert torch.equal(decoded, weights.to(dtype))
