@@ -13,6 +13,7 @@ from typing import Any
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
 from expertly.formats.fp8 import FP8
+from expertly.formats.gguf import GGUF_FORMATS
 from expertly.formats.int4 import INT4, Int4Format
 from expertly.formats.int4 import check_config as check_compressed_tensors
 from expertly.formats.mxfp4 import MXFP4
@@ -32,7 +33,7 @@ __all__ = [
     "group_formats",
 ]
 
-FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8, *INT4)}
+FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8, *GGUF_FORMATS, *INT4)}
 
 ROUNDED_TO: dict[str, RoundingFormat] = {one.name: one for one in (MXFP4,)}
 """To which weights of a checkpoint that has none can be rounded."""

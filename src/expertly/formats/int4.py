@@ -135,10 +135,10 @@ def _shape2(tensor: torch.Tensor, suffix: str) -> tuple[int, int]:
 
 
 INT4 = (
-    Int4Format("int4_g32", 2, 32, "BF16"),
-    Int4Format("int4_g128", 3, 128, "BF16"),
-    Int4Format("int4_g32_f16", 4, 32, "F16"),
-    Int4Format("int4_g128_f16", 5, 128, "F16"),
+    Int4Format("int4_g32", 7, 32, "BF16"),
+    Int4Format("int4_g128", 8, 128, "BF16"),
+    Int4Format("int4_g32_f16", 9, 32, "F16"),
+    Int4Format("int4_g128_f16", 10, 128, "F16"),
 )
 
 
