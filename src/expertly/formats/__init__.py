@@ -20,21 +20,23 @@ __all__ = [
     "RoundingFormat",
     "TiledFormat",
     "check_format",
-    "check_rounding",
     "expert_format",
+    "rounding_format",
 ]
 
 FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4,)}
 
-ROUNDED_TO: dict[str, RoundingFormat] = {one.name: one for one in (MXFP4,)}
-"""To which weights of a checkpoint that has none can be rounded."""
+ROUNDED_TO: dict[str, tuple[RoundingFormat, ...]] = {"mxfp4": (MXFP4,)}
+"""What weights of a checkpoint that is not quantised can be rounded to, as --quantize calls it: the first format that
+takes the dtype they are computed in.
+"""
 
 
-def check_rounding(name: object) -> str:
-    """`name` where weights can be rounded to it. Raises ConfigError naming what is accepted."""
+def rounding_format(name: object, dtype: str | None = None) -> RoundingFormat:
+    """Of a name in ROUNDED_TO, for a dtype. Raises ConfigError naming what is accepted."""
     if not isinstance(name, str) or name not in ROUNDED_TO:
         raise ConfigError(f"quantize={name!r:.80}: not a format to round to; accepted: {', '.join(ROUNDED_TO)}")
-    return name
+    return next(one for one in ROUNDED_TO[name] if dtype is None or dtype in one.rounds)
 
 
 @cache

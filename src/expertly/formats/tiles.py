@@ -89,6 +89,9 @@ class TiledFormat(Protocol):
 class RoundingFormat(TiledFormat, Protocol):
     """A format to which weights of a checkpoint can be rounded."""
 
+    rounds: tuple[str, ...] = ("bfloat16", "float16", "float32")
+    """The dtypes of weights that are rounded to it."""
+
     def encode(self, weights: torch.Tensor) -> tuple[Bytes, ...]:
         """The parts of a matrix [rows, columns] of finite float32 weights: with the scales that are chosen for them,
         each is the nearest number of the format, of two the one with an even code.

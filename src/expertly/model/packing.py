@@ -15,7 +15,7 @@ from expertly.core.costs import CODECS, check_codec
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.headers import TensorSpec
 from expertly.data import demo_folder
-from expertly.formats import FORMATS, ROUNDED_TO, check_rounding
+from expertly.formats import FORMATS, rounding_format
 from expertly.model.conversion import Conversion, ExpertsReader, Group, cast, make_quantizer, read_group, to_bytes
 from expertly.model.hub import download
 from expertly.model.structure import build_meta_model, find_experts
@@ -125,7 +125,7 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None =
     `default_dtype`, and ConfigError where the checkpoint is not to be rounded.
     """
     if quantize is not None:
-        check_rounding(quantize)
+        rounding_format(quantize)
         if dtype is not None:
             raise ConfigError(f"dtype={dtype!r} and quantize={quantize!r}: accepted: one of the two")
         found = checkpoint.config.get("quantization_config")
@@ -135,7 +135,8 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None =
                 f"quantize={quantize!r}: {checkpoint.folder} is quantised already ({method!r:.80}); accepted: without "
                 "quantize, or a checkpoint of the model in bfloat16, float16 or float32"
             )
-        return Weights(default_dtype(checkpoint), ROUNDED_TO[quantize].name, quantize)
+        dtype = default_dtype(checkpoint)
+        return Weights(dtype, rounding_format(quantize, dtype).name, quantize)
     if dtype is not None:
         return Weights(check_store_dtype(dtype))
     return Weights(default_dtype(checkpoint), kept_format(checkpoint.config))
@@ -222,7 +223,7 @@ def open_store(
     again = f"pack {store.manifest.source} again for another"
     stored_as, rounding = store.manifest.stored_as, store.manifest.rounding
     if quantize is not None and quantize != (None if rounding is None else rounding.to):
-        check_rounding(quantize)
+        rounding_format(quantize)
         was = "" if rounding is not None else ", not rounded"
         raise ConfigError(f"quantize={quantize!r}: the packed store {folder} holds {stored_as}{was}; {again}")
     if dtype is not None and dtype != stored_as:
@@ -280,7 +281,8 @@ class Packing:
         self._checkpoint = checkpoint
         self._dtype = dtype = weights.dtype
         self._rounding = Rounding(weights.rounded_to) if weights.rounded_to else None
-        kept = "" if weights.rounded_to else weights.format
+        rounding = rounding_format(weights.rounded_to, dtype) if weights.rounded_to else None
+        kept = weights.format if rounding is None else ""
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         quantizer = make_quantizer(checkpoint.config.get("quantization_config"))
         model = build_meta_model(checkpoint.folder, self._torch_dtype)
@@ -289,7 +291,7 @@ class Packing:
         groups, self._unexpected = self._conversion.groups(checkpoint.tensors)
         self._sites = find_experts(model, ITEMSIZE[dtype])
         self._readers = [
-            ExpertsReader(site, checkpoint, self._conversion, groups, kept, weights.rounded_to) for site in self._sites
+            ExpertsReader(site, checkpoint, self._conversion, groups, kept, rounding) for site in self._sites
         ]
         self.expert_names = set().union(*(reader.source_names for reader in self._readers))
         self._check_unexpected()
