@@ -1,12 +1,13 @@
 """An expert's products at one token (and a few): the compiled ones against torch's, in GB/s of weights, in turns.
 
-    python bench/products.py [--hidden 2048] [--intermediate 1408] [--dtypes bfloat16,float32,mxfp4] [--threads 1,2]
+    python bench/products.py [--hidden 2048] [--intermediate 1408] [--dtypes bfloat16,mxfp4,fp8] [--threads 1,2]
     python bench/products.py --kernels avx512,avx2,generic    each instruction set of this processor
 
 `experts`: all experts of a layer's token in one call, from slots as the engine has them, more than a cache holds;
 `linear`: a dense matrix (torch's nn.Linear). `read` is the speed at which the same memory is summed up, the most that
 one could hope for; `of_read` is the share of it. Bounds in bfloat16: 22 GB/s with one thread and 26 with two, where
-llama.cpp reaches 25 and 28; in a weight format of 4 bits 65 % of `read` with one thread and 75 % with two.
+llama.cpp reaches 25 and 28; in a weight format of 4 bits 65 % of `read` with one thread and 75 % with two, in one of 8
+bits 80 %.
 
 `--clock cpu` counts processor time instead, for one thread on a machine that does other things, too.
 """
@@ -37,6 +38,8 @@ from expertly.native.kernels import ACCEPTED, choose_kernels
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 Pass = Callable[[], None]
+SCALES = {"mxfp4": (112, 127)}
+"""Bytes that make usual scales where some of them are scales; of formats whose scales are floats, 56 to 62."""
 
 
 def layer_of(args: argparse.Namespace, name: str) -> tuple[LayerGeometry, torch.dtype]:
@@ -54,7 +57,7 @@ def weights(layer: LayerGeometry, dtype: torch.dtype) -> torch.Tensor:
     rows = layer_rows(torch.frombuffer(region, dtype=torch.uint8), Geometry((layer,)), 0, dtype)
     generator = torch.Generator().manual_seed(0)
     if layer.format:
-        return rows.random_(112, 127, generator=generator)  # scales are bytes of these rows, and usual ones then
+        return rows.random_(*SCALES.get(layer.format, (56, 63)), generator=generator)
     for start in range(0, len(rows), layer.intermediate_size):
         part = rows[start : start + layer.intermediate_size]
         part.copy_(torch.randn(part.shape, generator=generator) * 0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import typer
@@ -10,11 +11,16 @@ import typer
 from expertly.cli.main import make_app
 
 
+@cache
+def _whole() -> Any:
+    return typer.main.get_command(make_app())
+
+
 def command_of(words: Sequence[str]) -> tuple[Any, list[str]]:
     """The command, or group of commands, that the words name, and what follows its names. Raises AssertionError where
     a group has no such command.
     """
-    command, left = typer.main.get_command(make_app()), list(words)
+    command, left = _whole(), list(words)
     while left and hasattr(command, "commands"):
         assert left[0] in command.commands, f"{' '.join(words)}: there is no {left[0]}"
         command = command.commands[left.pop(0)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,18 +17,25 @@ from typing import Any
 import pytest
 
 from expertly.lab.compare import engine
+from expertly.policies.allocation import ALLOCATIONS
+from expertly.policies.eviction import EVICTIONS
+from expertly.policies.predictor import PREDICTORS
+from expertly.policies.prefetch import PREFETCHES
+from expertly.scheduler.presets import SYSTEMS
 
 PRELOADED = ["expertly.cli.main", "expertly.lab.compare.player", "transformers.generation"]
 
 
 class RunningCommand:
-    """`expertly ARGUMENTS`; what it prints goes to files."""
+    """`expertly ARGUMENTS`, or `python SCRIPT.py ARGUMENTS`; what it prints goes to files."""
 
-    def __init__(self, context: Any, folder: Path, arguments: tuple[str, ...]) -> None:
-        self._files = [folder / "stdout", folder / "stderr"]
-        for path in self._files:
-            path.touch()
-        self.process = context.Process(target=_run, args=(arguments, self._files, dict(os.environ)))
+    def __init__(
+        self, context: Any, printed: Path, arguments: tuple[str, ...], folder: Path, path: Path | None
+    ) -> None:
+        self._files = [printed / "stdout", printed / "stderr"]
+        for file in self._files:
+            file.touch()
+        self.process = context.Process(target=_run, args=(arguments, self._files, dict(os.environ), folder, path))
         self.process.start()
 
     @property
@@ -56,14 +64,28 @@ class RunningCommand:
         return int(self.process.exitcode)
 
 
-def _run(arguments: tuple[str, ...], files: list[Path], environment: dict[str, str]) -> None:
+def _run(
+    arguments: tuple[str, ...], files: list[Path], environment: dict[str, str], folder: Path, path: Path | None
+) -> None:
+    """Leads a process group of its own."""
     from expertly.cli.main import main
 
+    os.setsid()
     os.environ.clear()
     os.environ.update(environment)
-    for number, path in enumerate(files, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    os.chdir(folder)
+    if path is not None:
+        sys.path.insert(0, str(path))
+        for registry in (EVICTIONS, PREDICTORS, PREFETCHES, ALLOCATIONS, SYSTEMS):
+            registry._entries = None  # what is installed there was read by whom this is forked from
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    if arguments[0].endswith(".py"):
+        sys.argv = list(arguments)
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+        sys.exit()
     sys.exit(main(list(arguments)))
 
 
@@ -78,11 +100,14 @@ def imported() -> Iterator[Any]:
 
 @pytest.fixture
 def start(imported: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningCommand]]:
-    """Starts a command, and kills it at the end of the test where it still runs."""
+    """Starts a command (in `folder`, with `path` before what Python imports from), and kills it at the end of the test
+    where it still runs.
+    """
     started: list[RunningCommand] = []
 
-    def begin(*arguments: object) -> RunningCommand:
-        started.append(RunningCommand(imported, tmp_path_factory.mktemp("printed"), tuple(map(str, arguments))))
+    def begin(*arguments: object, folder: Path = Path(), path: Path | None = None) -> RunningCommand:
+        printed = tmp_path_factory.mktemp("printed")
+        started.append(RunningCommand(imported, printed, tuple(map(str, arguments)), folder.absolute(), path))
         return started[-1]
 
     yield begin

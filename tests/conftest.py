@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from expertly import api
 from expertly.engine.process import keep_off_trapped_instructions
 from tests.commands import forked, imported, start
 
@@ -35,6 +37,14 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     os.environ["EXPERTLY_CACHE"] = str(folder)
     return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def keep_the_code_of_libraries() -> Iterator[None]:
+    """Each load gives it back to the system (engine/test_process.py): here, that and getting it again took a third."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "give_back_unused", lambda: 0)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

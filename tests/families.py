@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ VOCAB_SIZE = 128
 HIDDEN_SIZE = 32
 INTERMEDIATE_SIZE = 16  # of an expert: P may be 1, 2, 4, 8, 16
 NUM_EXPERTS = 8
+NUM_NEW_TOKENS = 7
+"""That tests generate unless they say: each takes as long as a fifth of loading a model."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """How to make a tiny model of one family; `config` overrides what all families share."""
 
@@ -258,11 +263,25 @@ def make_checkpoint(
     tokenizer: bool = False,
 ) -> Path:
     """Save a tiny random model as a checkpoint folder, in the format of the hub; `max_shard_size="20KB"` shards it."""
-    folder = Path(folder)
+    family = FAMILIES[family] if isinstance(family, str) else family
+    made = _made(family, seed, dtype, max_shard_size, tokenizer)
+    return Path(shutil.copytree(made, folder, dirs_exist_ok=True))
+
+
+@cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="expertly-tests-")
+
+
+@cache
+def _made(family: Family, seed: int, dtype: torch.dtype, max_shard_size: str | None, tokenizer: bool) -> Path:
+    """Once a process: making one takes longer than a test of it."""
+    folder = Path(tempfile.mkdtemp(dir=_scratch().name))
     model = make_model(family, seed, dtype)
     model.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
     if tokenizer:
         make_tokenizer().save_pretrained(folder)
+    folder.chmod(0o755)
     return folder
 
 
@@ -313,7 +332,7 @@ def load_reference(folder: str | Path, **kwargs: Any) -> PreTrainedModel:
 
 
 def generate(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int = 12, **kwargs: Any
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int = NUM_NEW_TOKENS, **kwargs: Any
 ) -> list[list[int]]:
     """New tokens of each prompt, greedy unless `kwargs` says otherwise; prompts are padded on the left."""
     ids, mask = pad_left(prompts)
@@ -325,7 +344,7 @@ def generate(
 
 
 def reference_generate(
-    folder: str | Path, prompts: Sequence[Sequence[int]], max_new_tokens: int = 12, **kwargs: Any
+    folder: str | Path, prompts: Sequence[Sequence[int]], max_new_tokens: int = NUM_NEW_TOKENS, **kwargs: Any
 ) -> list[list[int]]:
     """What the unmodified model generates: the expected tokens of a lossless run."""
     return generate(load_reference(folder), prompts, max_new_tokens, **kwargs)

@@ -26,3 +26,9 @@ def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 def seeds(few: int, many: int) -> range:
     """Of random tests."""
     return range(many if IS_FULL else few)
+
+
+def crossed(rows: Sequence[Any], others: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Each row with one of the others, in turn; with each of them where all combinations are asked for."""
+    every = len(others)
+    return [(row, others[(i + j) % every]) for i, row in enumerate(rows) for j in range(every if IS_FULL else 1)]

@@ -3,59 +3,55 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.commands import RunningCommand
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
-
-def run(name: str, *arguments: str, folder: Path) -> str:
-    """What it prints."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+Run = Callable[..., str]
 
 
-def test_load_and_generate(tmp_path: Path) -> None:
-    text, measure = run("load_and_generate.py", folder=tmp_path).rsplit("\n", 2)[:2]
+@pytest.fixture
+def run(start: Callable[..., RunningCommand], tmp_path: Path) -> Run:
+    """Runs an example in an empty folder; what it prints."""
+
+    def printed(name: str, *arguments: object) -> str:
+        running = start(EXAMPLES / name, *arguments, folder=tmp_path)
+        assert running.exit_code(200) == 0, running.err
+        return running.out
+
+    return printed
+
+
+def test_load_and_generate(run: Run) -> None:
+    text, measure = run("load_and_generate.py").rsplit("\n", 2)[:2]
     assert text.startswith("The old man looked at the sea and said")
     assert "% of the experts were in memory" in measure and not measure.startswith("0%")
 
 
-@pytest.mark.slow
-def test_openai_client(tmp_path: Path, start: Callable[..., Any]) -> None:
+def test_openai_client(start: Callable[..., RunningCommand], run: Run) -> None:
     running = start("serve", "--port", "0", "--json", "--memory", "25%", "--context", "128")
     running.wait_until(lambda: "\n" in running.out)
     told = json.loads(running.out.splitlines()[0])
-    answer = run("openai_client.py", f"{told['url']}/v1", folder=tmp_path)
+    answer = run("openai_client.py", f"{told['url']}/v1")
     assert answer.startswith("demo:\n") and len(answer.strip()) > len("demo:") + 20
 
 
-@pytest.mark.slow
-def test_own_policy(tmp_path: Path) -> None:
-    lru, first, own, second = run("own_policy.py", folder=tmp_path).strip().split("\n")
+def test_own_policy(run: Run) -> None:
+    lru, first, own, second = run("own_policy.py").strip().split("\n")
     assert lru.startswith("lru: ") and own.startswith("lru:eviction=own_policy.LeastUsed: ")
     assert lru.split()[-2] != own.split()[-2]  # it decided otherwise,
     assert first == second  # and no token changed
 
 
-def test_own_trace_and_what_is_simulated_of_it(tmp_path: Path) -> None:
-    told = run("own_trace.py", str(tmp_path / "trace"), "Once upon a time", "The sea", folder=tmp_path)
+def test_own_trace_and_what_is_simulated_of_it(run: Run, tmp_path: Path) -> None:
+    told = run("own_trace.py", tmp_path / "trace", "Once upon a time", "The sea")
     assert told.startswith("2 requests, ") and told.count("\nlayer ") == 12
-    rates = run("simulate_and_plot.py", str(tmp_path / "trace"), str(tmp_path / "plot.png"), folder=tmp_path)
+    rates = run("simulate_and_plot.py", tmp_path / "trace", tmp_path / "plot.png")
     assert [line.split(":")[0].strip() for line in rates.strip().split("\n")] == [
         "lru",
         "lfu",
@@ -65,7 +61,6 @@ def test_own_trace_and_what_is_simulated_of_it(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_several_devices(tmp_path: Path) -> None:
-    *_, text, verdict = run("several_devices.py", folder=tmp_path).strip().split("\n")
+def test_several_devices(run: Run) -> None:
+    *_, text, verdict = run("several_devices.py").strip().split("\n")
     assert text.startswith("Once upon a time") and verdict == "the same on one device"

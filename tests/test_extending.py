@@ -8,12 +8,14 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from expertly.cli.main import main
+from tests.commands import RunningCommand
 from tests.sim.drive import make_trace, random_passes, sized
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -34,17 +36,36 @@ def commands(kind: str = "sh") -> list[list[str]]:
 
 
 def call(folder: Path, *command: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `expertly`, as it is installed, or Python."""
+    """Run `expertly`, as it is installed, or Python: where what is imported when is what is asked."""
     programs = {"expertly": str(Path(sys.executable).with_name("expertly")), "python": sys.executable}
     environment = os.environ | ({} if path is None else {"PYTHONPATH": str(path)})
-    return subprocess.run(
-        [programs[command[0]], *command[1:]],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    words = [programs[command[0]], *command[1:]]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+
+
+@dataclass(frozen=True)
+class Printed:
+    code: int
+    out: str
+    err: str
+
+    def rows(self) -> dict[str, dict[str, object]]:
+        assert self.code == 0, self.err
+        return {row["system"]: row for row in json.loads(self.out)["results"]}
+
+
+Expertly = Callable[..., Printed]
+
+
+@pytest.fixture
+def expertly(start: Callable[..., RunningCommand], folder: Path, installed: Path) -> Expertly:
+    """Runs a command in `folder`, where what is `installed` can be imported."""
+
+    def run(*words: str) -> Printed:
+        running = start(*words, folder=folder, path=installed)
+        return Printed(running.exit_code(200), running.out, running.err)
+
+    return run
 
 
 @pytest.fixture
@@ -88,11 +109,6 @@ def install(path: Path, name: str, groups: dict[str, str]) -> None:
     (information / "entry_points.txt").write_text(text, encoding="utf-8")
 
 
-def rows(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, object]]:
-    assert done.returncode == 0, done.stderr
-    return {row["system"]: row for row in json.loads(done.stdout)["results"]}
-
-
 def test_what_the_page_says_to_run_runs(folder: Path, here: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert [command[1] for command in commands()] == ["lab", "run", "lab", "run", "-m"]
     *ours, checks = commands()
@@ -109,9 +125,9 @@ def test_the_policies_of_the_page_decide(folder: Path) -> None:
     again = "lru:prediction=my_predictor.Again"
     (folder / "random.py").write_text('raise RuntimeError("stands in for a library")', encoding="utf-8")
     systems = ["lru", "lru:eviction=my_policies.Fading", again, f"{again}:width=1"]
-    found = rows(
-        call(folder, "expertly", "lab", "simulate", "TRACE", "--system", ",".join(systems), "--memory", "40%", "--json")
-    )
+    words = ("lab", "simulate", "TRACE", "--system", ",".join(systems), "--memory", "40%", "--json")
+    done = call(folder, "expertly", *words)
+    found = Printed(done.returncode, done.stdout, done.stderr).rows()
     hits = [found[system]["hit_rate"] for system in systems]
     assert hits[0] != hits[1]
     assert found[again]["recall"] > found[f"{again}:width=1"]["recall"] > 0
@@ -130,32 +146,31 @@ def test_a_recorded_run_of_them_is_replayed_where_they_can_be_imported(folder: P
     assert done.returncode == 2 and "cannot be imported (ModuleNotFoundError: No module named 'my_p" in done.stderr
 
 
-@pytest.mark.slow
-def test_an_installed_package_brings_names(folder: Path, installed: Path) -> None:
-    for command in commands("sh installed"):
-        done = call(folder, *command, path=installed)
-        assert done.returncode == 0 and done.stderr == "", done.stderr
-        assert "fading-again" in done.stdout
-    listed = json.loads(call(folder, "expertly", "lab", "systems", "--json", path=installed).stdout)
+def test_an_installed_package_brings_names(expertly: Expertly) -> None:
+    for _, *command in commands("sh installed"):
+        done = expertly(*command)
+        assert done.code == 0 and done.err == "", done.err
+        assert "fading-again" in done.out
+    listed = json.loads(expertly("lab", "systems", "--json").out)
     assert listed["parts"]["eviction"][-1] == "fading" and listed["parts"]["prediction"][-1] == "again"
     assert listed["systems"][-1]["name"] == "fading-again" and listed["options"]["prediction=again"] == ["width"]
-    generate = "expertly run demo Once --memory 25% --max-new-tokens 3 --json --system fading-again:width=2"
-    done = call(folder, *generate.split(), path=installed)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    generate = "run demo Once --memory 25% --max-new-tokens 3 --json --system fading-again:width=2"
+    done = expertly(*generate.split())
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
     assert result["system"] == "fading-again:width=2" and result["phases"]["decode"]["predicted"] > 0
 
 
-def test_a_package_that_is_broken_is_named_and_the_others_work(folder: Path, installed: Path) -> None:
+def test_a_package_that_is_broken_is_named_and_the_others_work(expertly: Expertly, installed: Path) -> None:
     (installed / "broken.py").write_text('raise RuntimeError("out of order")\n', encoding="utf-8")
     (installed / "quits.py").write_text("import sys\n\nsys.exit(3)\n", encoding="utf-8")
     names = {"lru": "my_policies:Fading", "out": "broken:X", "quits": "quits:X", "lost": "my_policies:X"}
     lines = "\n".join(f"{name} = {value}" for name, value in (names | {"wrong": "my_predictor:Again"}).items())
     install(installed, "acme", {"expertly.evictions": lines, "expertly.systems": "sick = my_policies:Fading"})
     install(installed, "zeta", {"expertly.evictions": "fading = my_policies:Fading"})
-    done = call(folder, "expertly", "lab", "systems", path=installed)
-    assert done.returncode == 0 and "fading-again" in done.stdout and "eviction: lru, lfu" in done.stdout
-    notes = done.stderr.splitlines()
+    done = expertly("lab", "systems")
+    assert done.code == 0 and "fading-again" in done.out and "eviction: lru, lfu" in done.out
+    notes = done.err.splitlines()
     for expected in (
         "note: eviction='out' (broken:X of acme): cannot be loaded (RuntimeError: out of order)",
         "note: eviction='quits' (quits:X of acme): cannot be loaded (SystemExit: 3)",
@@ -168,20 +183,19 @@ def test_a_package_that_is_broken_is_named_and_the_others_work(folder: Path, ins
     ):
         assert sum(expected in note for note in notes) == 1, expected
     assert len(notes) == 7
-    done = call(folder, "expertly", "lab", "simulate", "TRACE", "--system", "lfu:eviction=out", path=installed)
-    assert done.returncode == 2 and "(broken:X of acme): cannot be loaded (RuntimeError: out of order)" in done.stderr
-    simulate = ("expertly", "lab", "simulate", "TRACE", "--memory", "40%", "--json", "--system")
-    assert "lfu:eviction=fading" in rows(call(folder, *simulate, "lfu:eviction=fading", path=installed))
+    simulate = ("lab", "simulate", "TRACE", "--memory", "40%", "--json", "--system")
+    done = expertly(*simulate, "lfu:eviction=out")
+    assert done.code == 2 and "(broken:X of acme): cannot be loaded (RuntimeError: out of order)" in done.err
+    assert "lfu:eviction=fading" in expertly(*simulate, "lfu:eviction=fading").rows()
 
 
-def test_nothing_outside_is_read_before_it_is_asked_for(folder: Path, installed: Path) -> None:
+def test_nothing_outside_is_read_before_it_is_asked_for(expertly: Expertly, folder: Path, installed: Path) -> None:
     (installed / "loud.py").write_text('print("loud was read")\n', encoding="utf-8")
     groups = ("evictions", "predictors", "prefetches", "allocations", "systems")
     install(installed, "loud", {f"expertly.{group}": "loud = loud:X" for group in groups})
-    assert "loud was read" not in call(folder, "expertly", "lab", "simulate", "--help", path=installed).stdout
-    simulate = ("expertly", "lab", "simulate", "TRACE", "--memory", "40%", "--system", "fmoe,lru:prediction=counts")
-    done = call(folder, *simulate, path=installed)
-    assert done.returncode == 0 and "loud was read" not in done.stdout
+    assert "loud was read" not in expertly("lab", "simulate", "--help").out
+    done = expertly("lab", "simulate", "TRACE", "--memory", "40%", "--system", "fmoe,lru:prediction=counts")
+    assert done.code == 0 and "loud was read" not in done.out
     code = "import expertly, expertly.scheduler.presets, expertly.sim.study, expertly.testing"
     assert call(folder, "python", "-c", code, path=installed).stdout == ""
-    assert call(folder, "expertly", "lab", "systems", path=installed).stdout.startswith("loud was read\n")
+    assert expertly("lab", "systems").out.startswith("loud was read\n")

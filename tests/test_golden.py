@@ -1,7 +1,12 @@
-"""The simulator counts what it counted when the golden files were written (tests/golden/record.py)."""
+"""The simulator counts what it counted when the golden files were written (tests/golden/record.py).
+
+Of the memories and P one half runs here, the other on real routing (test_golden_routing.py); all of them, on both, with
+EXPERTLY_TEST_GOLDEN=all.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -23,10 +28,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> simulator.Replay:
     return simulator.demo_replay(tmp_path_factory.mktemp("demo"))
 
 
+ALL = os.environ.get("EXPERTLY_TEST_GOLDEN") == "all"
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("segments", SEGMENTS)
-def test_every_system_on_the_demo_model(segments: int, demo: simulator.Replay) -> None:
-    assert_unchanged(demo, segments)
+@pytest.mark.parametrize(("segments", "memories"), zip(SEGMENTS, (("10%", "50%"), ("25%",)), strict=True))
+def test_every_system_on_the_demo_model(segments: int, memories: tuple[str, ...], demo: simulator.Replay) -> None:
+    assert_unchanged(demo, segments, MEMORIES if ALL else memories)
 
 
 def test_what_differs_is_named() -> None:

@@ -29,6 +29,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(REPOSITORY / name, sources / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         else:
             shutil.copy(REPOSITORY / name, sources / name)
+    project = sources / "pyproject.toml"
+    project.write_text(project.read_text().replace('"-O3"', '"-O0"'))  # tests/native builds the products as they are
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, sources]
     subprocess.run(build, check=True, capture_output=True, env=os.environ | {"EXPERTLY_OPT_LEVEL": "0"})
     (wheel,) = folder.glob("expertly-*.whl")
@@ -37,29 +39,31 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "installed"
 
 
+COUNT = """
+import sys
+from pathlib import Path
+
+import expertly.scheduler.slots as slots, expertly.sim.link as link
+from tests.golden import simulator
+from tests.test_golden import assert_unchanged
+
+assert_unchanged(simulator.demo_replay(Path(sys.argv[1])), 4, ["25%"])
+print(slots.__file__, link.__file__)
+"""
+
+
 @pytest.mark.skipif(
     not has_compiler, reason="no C compiler, or no headers of Python: the wheel holds the sources alone"
 )
 @pytest.mark.timeout(900)
-def test_it_is_compiled_and_counts_what_was_recorded(installed: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(installed)}
-    where = "import expertly.scheduler.slots as slots, expertly.sim.link as link; print(slots.__file__, link.__file__)"
-    printed = subprocess.run(
-        [sys.executable, "-c", where], env=environment, check=True, capture_output=True, text=True, cwd=installed
+def test_it_is_compiled_and_counts_what_was_recorded(installed: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT, tmp_path],
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
     )
-    files = printed.stdout.split()
+    assert done.returncode == 0, done.stderr[-3000:]
+    files = done.stdout.split()
     assert [Path(file).suffix for file in files] == [".so", ".so"] and all(str(installed) in file for file in files)
-
-    golden = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/test_golden.py",
-        "-k",
-        "demo and 4",
-    ]
-    done = subprocess.run(golden, env=environment, capture_output=True, text=True, cwd=REPOSITORY, check=False)
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-3000:]

@@ -67,7 +67,7 @@ class OptionInfo:
         return value
 
 
-MODEL_HELP = "a folder, a packed store or a hub id (default: the demo model)"
+MODEL_HELP = "a folder, a GGUF file, a packed store or a hub id (default: the demo model)"
 REQUIRED = MISSING
 """As a default: there is none, and the command line must say it."""
 

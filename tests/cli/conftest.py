@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.conftest import keep_the_code_of_libraries, one_thread
 from tests.families import make_checkpoint
 
+__all__ = ["keep_the_code_of_libraries", "one_thread"]
 
-@pytest.fixture(scope="module")
+
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", tokenizer=True)
 

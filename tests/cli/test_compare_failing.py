@@ -6,8 +6,7 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from expertly.core.errors import ConfigError
 from expertly.lab.compare import comparison
 from expertly.lab.compare.engine import Worker
 from expertly.sim.study import Study
+from tests.commands import RunningCommand
 from tests.lab.compare.html import read
 from tests.sim.drive import make_trace, random_passes, sized
 
@@ -88,21 +88,15 @@ def test_a_process_that_dies_in_the_second_round(
 
 
 @pytest.mark.slow
-def test_a_comparison_that_is_killed_leaves_its_finished_rounds(model: Path, tmp_path: Path) -> None:
+def test_a_comparison_that_is_killed_leaves_its_finished_rounds(
+    model: Path, tmp_path: Path, start: Callable[..., RunningCommand]
+) -> None:
     out = tmp_path / "out"
-    arguments = ["--system", "lru", "--memory", "50%", "--requests", "2", "--tokens", "3", "--rounds", "200"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "expertly", "lab", "compare", str(model), *arguments, "--out", str(out)],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "round 3 of 200" in line:
-            break
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    arguments = ("--system", "lru", "--memory", "50%", "--requests", "2", "--tokens", "3", "--rounds", "200")
+    running = start("lab", "compare", model, *arguments, "--out", out)
+    running.wait_until(lambda: "round 3 of 200" in running.err)
+    os.killpg(running.process.pid, signal.SIGKILL)
+    assert running.exit_code(60) == -signal.SIGKILL
     results = results_in(out)
     assert results["is_interrupted"] and results["rows"][0]["engine"]["num_played"] >= 4
     assert "was interrupted" in read((out / "report.html").read_text()).text

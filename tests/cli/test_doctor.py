@@ -10,6 +10,7 @@ import pytest
 from expertly.cli.main import main
 from expertly.hardware import machine, measure
 from expertly.hardware.profile import MachineProfile
+from expertly.lab import forecast
 from tests.cli.asking import Captured
 
 MIB = 1 << 20
@@ -94,6 +95,7 @@ def test_kernels_that_are_none(monkeypatch: pytest.MonkeyPatch, capsys: Captured
 
 def test_a_model_is_sized_and_its_speed_expected(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure, "DEPTHS", (1, 4))
+    monkeypatch.setattr(forecast, "_REQUEST_TOKENS", 8)
     assert main(["doctor", "demo", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["experts_nbytes"] == 37_748_736 and printed["command"] == "expertly run demo"

@@ -12,12 +12,6 @@ import pytest
 from expertly.cli.main import main
 from tests.cli.asking import Captured, answer, refusal
 from tests.commands import RunningCommand
-from tests.families import make_checkpoint
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("model") / "tiny", tokenizer=True)
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +28,8 @@ def refused(capsys: Captured, *words: object) -> str:
     return refusal(capsys, "pack", *words)
 
 
-def test_packs_lists_verifies_and_removes(capsys: Captured, source: Path, cache: Path) -> None:
-    packed = run_json(capsys, str(source))
+def test_packs_lists_verifies_and_removes(capsys: Captured, model: Path, cache: Path) -> None:
+    packed = run_json(capsys, str(model))
     assert (packed["model_type"], packed["dtype"], packed["layers"], packed["experts"]) == (
         "qwen3_moe",
         "float32",
@@ -46,33 +40,33 @@ def test_packs_lists_verifies_and_removes(capsys: Captured, source: Path, cache:
     store = Path(packed["store"])
     assert store.parent == cache / "stores"
     listed = run_json(capsys, "--list")
-    assert [(e["name"], e["source"], e["problem"]) for e in listed["stores"]] == [(store.name, str(source), None)]
+    assert [(e["name"], e["source"], e["problem"]) for e in listed["stores"]] == [(store.name, str(model), None)]
     assert run_json(capsys, "--verify", str(store))["verified"] is True
     assert run_json(capsys, "--remove", store.name)["removed"]["name"] == store.name
     assert run_json(capsys, "--list")["stores"] == []
     assert not store.exists()
 
 
-def test_packs_in_the_codec_that_is_asked_for(capsys: Captured, source: Path, tmp_path: Path) -> None:
-    packed = run_json(capsys, str(source), "--codec", "planes")
+def test_packs_in_the_codec_that_is_asked_for(capsys: Captured, model: Path, tmp_path: Path) -> None:
+    packed = run_json(capsys, str(model), "--codec", "planes")
     assert (packed["codec"], packed["why_codec"]) == ("planes", "it was asked for")
     assert packed["ratio"] == packed["expert_stored_bytes"] / packed["expert_bytes"] < 1
-    plain = run_json(capsys, str(source), "--codec", "none")
+    plain = run_json(capsys, str(model), "--codec", "none")
     assert (plain["codec"], plain["ratio"]) == ("none", 1) and plain["store"] != packed["store"]
     listed = run_json(capsys, "--list")["stores"]
     assert [(entry["codec"], entry["ratio"] < 1) for entry in listed] == [("none", False), ("planes", True)]
     assert run_json(capsys, "--verify", packed["store"])["ratio"] == packed["ratio"]
     assert main(["pack", "--list"]) == 0
     assert "  planes  " in capsys.readouterr().out
-    assert main(["pack", str(source), "--out", str(tmp_path / "store"), "--codec", "planes"]) == 0
+    assert main(["pack", str(model), "--out", str(tmp_path / "store"), "--codec", "planes"]) == 0
     err = capsys.readouterr().err
     assert "144 KiB in float32, stored in 0." in err and "codec planes: it was asked for" in err
-    assert main(["pack", str(source)]) == 0
+    assert main(["pack", str(model)]) == 0
     assert "codec none: 144 KiB of experts are too few for measuring to pay" in capsys.readouterr().err
 
 
-def test_says_the_same_to_people(capsys: Captured, source: Path, tmp_path: Path) -> None:
-    assert main(["pack", str(source), "--out", str(tmp_path / "store"), "--dtype", "bfloat16"]) == 0
+def test_says_the_same_to_people(capsys: Captured, model: Path, tmp_path: Path) -> None:
+    assert main(["pack", str(model), "--out", str(tmp_path / "store"), "--dtype", "bfloat16"]) == 0
     captured = capsys.readouterr()
     assert captured.out == f"{tmp_path / 'store'}\n"  # for scripts
     assert "qwen3_moe, 24 experts in 3 layers, 72 KiB in bfloat16" in captured.err
@@ -80,7 +74,7 @@ def test_says_the_same_to_people(capsys: Captured, source: Path, tmp_path: Path)
     assert "is whole" in capsys.readouterr().err
     assert main(["pack", "--list"]) == 0
     assert "no store in" in capsys.readouterr().err
-    assert main(["pack", str(source)]) == 0
+    assert main(["pack", str(model)]) == 0
     capsys.readouterr()
     assert main(["pack", "--list"]) == 0
     assert "float32" in capsys.readouterr().out
@@ -107,26 +101,26 @@ def test_refuses_what_it_cannot_do(capsys: Captured, argv: list[str], message: s
     assert message in refused(capsys, *argv)
 
 
-def test_refuses_a_damaged_store(capsys: Captured, source: Path, tmp_path: Path) -> None:
-    run_json(capsys, str(source), "--out", str(tmp_path / "store"))
+def test_refuses_a_damaged_store(capsys: Captured, model: Path, tmp_path: Path) -> None:
+    run_json(capsys, str(model), "--out", str(tmp_path / "store"))
     path = tmp_path / "store" / "experts-00001.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     assert "experts-00001.safetensors: checksum" in refused(capsys, "--verify", str(tmp_path / "store"))
     path.write_bytes(content[:-1])
-    assert "truncated" in refused(capsys, str(source), "--out", str(tmp_path / "store"))
+    assert "truncated" in refused(capsys, str(model), "--out", str(tmp_path / "store"))
 
 
 def test_an_interrupted_process_leaves_nothing_half_written(
-    capsys: Captured, source: Path, cache: Path, start: Callable[..., RunningCommand]
+    capsys: Captured, model: Path, cache: Path, start: Callable[..., RunningCommand]
 ) -> None:
     """Wherever the interrupt lands, the next run ends well."""
-    running = start("pack", source)
+    running = start("pack", model)
     running.wait_until(lambda: bool(list(cache.glob("stores/*"))))
     running.send_signal(signal.SIGINT)
     assert running.exit_code(120) in (0, 130) and "Traceback" not in running.err
-    assert main(["pack", str(source)]) == 0
+    assert main(["pack", str(model)]) == 0
     store = capsys.readouterr().out.strip()
     assert main(["pack", "--verify", store]) == 0
     assert [path.name for path in (cache / "stores").iterdir()] == [Path(store).name]

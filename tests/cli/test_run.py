@@ -191,11 +191,7 @@ def test_what_does_not_fit_the_model_is_refused_and_forgotten(loaded: tuple[Any,
     [(("--json",), "json"), (("",), "prompt"), (("Hi", "--max-new-tokens", "0"), "max-new-tokens")],
 )
 def test_what_cannot_be_is_refused(
-    model: Path,
-    arguments: tuple[str, ...],
-    named: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Captured,
+    model: Path, arguments: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ):
     type_lines(monkeypatch)
     assert main(["run", str(model), "--memory", "50%", *arguments]) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from expertly.cli.main import main
 from tests.cli.asking import Captured
 from tests.families import make_checkpoint
 
-SETTINGS = ("--memory", "50%", "--max-new-tokens", "6", "--time-limit", "15s", "--codec", "none")
+SETTINGS = ("--memory", "50%", "--max-new-tokens", "6", "--time-limit", "10s", "--codec", "none")
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +34,14 @@ def error_of(capsys: Captured, *arguments: object) -> str:
     return err
 
 
-def test_what_is_tuned_is_what_auto_runs(model: Path, prompts: Path, tmp_path: Path, capsys: Any) -> None:
+def test_what_is_tuned_is_what_auto_runs(model: Path, prompts: Path, tmp_path: Path, capsys: Captured) -> None:
     out = tmp_path / "result.json"
-    assert main(["tune", str(model), "--prompts", str(prompts), *SETTINGS, "--json", "--out", str(out)]) == 0
+    assert main(["tune", str(model), "--prompts", str(prompts), *SETTINGS, "--out", str(out)]) == 0
     printed, said = capsys.readouterr()
-    result = json.loads(printed)
-    assert json.loads(out.read_text()) == result
+    for words in ("50.0% of the experts", "on the engine", "TPOT", "lru", "simulated, best of", "requests recorded"):
+        assert words in printed
+    assert "recording" in printed and "verifying" in printed
+    result = json.loads(out.read_text())
     assert result["workload"]["requests"] == 4 and result["workload"]["tried_on"] == 2
     assert result["search"]["tried"] > 10
     assert result["seconds"]["total"] < 60
@@ -54,10 +55,10 @@ def test_what_is_tuned_is_what_auto_runs(model: Path, prompts: Path, tmp_path: P
     by_name = {row["system"]: row for row in rows}
     if result["system"] != "lru":
         assert by_name[result["system"]]["high"] < 1 and result["gains"]["lru"]["ratio"] < 1
-    assert main(["generate", str(model), "--prompt", "Once", "--max-new-tokens", "4", "--memory", "50%"]) == 0
+    generate = ["generate", str(model), "--prompt", "Once", "--max-new-tokens", "4", "--memory", "50%"]
+    assert main(generate) == 0
     plain = capsys.readouterr().out.split("\n\n")[0]
-    arguments = ["--prompt", "Once", "--max-new-tokens", "4", "--memory", "50%", "--system", "auto", "--json"]
-    assert main(["generate", str(model), *arguments]) == 0
+    assert main([*generate, "--system", "auto", "--json"]) == 0
     printed, said = capsys.readouterr()
     generated = json.loads(printed)
     assert generated["system"] == result["system"] and generated["segments"] == result["choice"]["segments"]
@@ -65,19 +66,14 @@ def test_what_is_tuned_is_what_auto_runs(model: Path, prompts: Path, tmp_path: P
     assert f"system auto: {result['system']}" in said and generated["system_reason"] in said
 
 
-def test_what_people_read(model: Path, capsys: Captured) -> None:
-    assert main(["tune", str(model), *SETTINGS, "--requests", "4"]) == 0
-    out, err = capsys.readouterr()
-    assert "no --prompts: tuned for 4 texts that ship, not for yours" in err
-    for words in ("50.0% of the experts", "on the engine", "TPOT", "lru", "simulated, best of", "requests recorded"):
-        assert words in out
-    assert "recording" in out and "verifying" in out
-
-
-def test_the_demo_model_with_tiny_settings(capsys: Captured) -> None:
-    settings = ("--memory", "25%", "--requests", "2", "--max-new-tokens", "8", "--time-limit", "10s", "--codec", "none")
-    assert main(["tune", *settings, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+def test_the_demo_model_with_tiny_settings(tmp_path: Path, capsys: Captured) -> None:
+    settings = ("--memory", "25%", "--requests", "2", "--max-new-tokens", "8", "--time-limit", "8s", "--codec", "none")
+    out = tmp_path / "result.json"
+    assert main(["tune", *settings, "--json", "--out", str(out)]) == 0
+    printed, said = capsys.readouterr()
+    result = json.loads(printed)
+    assert json.loads(out.read_text()) == result
+    assert "no --prompts: tuned for 2 texts that ship, not for yours" in said
     assert result["model"] == "demo" and result["workload"]["requests"] == 2
     assert result["hardware"]["compute"]["expert_ns"][0] > 0, "the machine was measured"
 
@@ -97,7 +93,7 @@ def test_the_demo_model_with_tiny_settings(capsys: Captured) -> None:
         (("--codec", "zip"), "codec='zip'"),
     ],
 )
-def test_bad_input_is_named(model: Path, arguments: tuple[str, str], said: str, capsys: Any) -> None:
+def test_bad_input_is_named(model: Path, arguments: tuple[str, str], said: str, capsys: Captured) -> None:
     assert said in error_of(capsys, model, *arguments)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from expertly import api
 from expertly.model.packing import pack
 from tests.families import HIDDEN_SIZE, generate, load_reference, logits_of, make_checkpoint, make_prompts
 from tests.weights import put_beside
@@ -33,7 +31,7 @@ class Case:
 
     @cached_property
     def tokens(self) -> list[list[int]]:
-        """The 12 that follow each prompt."""
+        """Those that follow each prompt."""
         return generate(self.reference, self.prompts)
 
     @cached_property
@@ -86,11 +84,3 @@ def own(cases: Cases, tmp_path: Path) -> tuple[Case, Path]:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def keep_the_code_of_libraries() -> Iterator[None]:
-    """Each load gives it back to the system (test_process.py): here, that and getting it again took a third of it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "give_back_unused", lambda: 0)
-        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,47 +15,80 @@ from expertly.engine import cpu
 from expertly.engine import memory as engine_memory
 from expertly.engine.memory import BESIDE_NBYTES, kv_cache_nbytes, pass_nbytes
 from expertly.store.packed import PackedStore
-from tests.engine.conftest import Cases
-from tests.engine.observe import COUNTS, assert_streamed, counts, loaded
-from tests.families import generate, load_reference, make_checkpoint, make_prompts
+from tests.engine.conftest import Case, Cases
+from tests.engine.observe import COUNTS, assert_streamed, loaded
+from tests.families import NUM_NEW_TOKENS, generate, load_reference, make_checkpoint, make_model, make_prompts
 
-FAMILY_SAMPLE = ("qwen3_moe", "gpt_oss", "deepseek_v3", "jamba", "switch_transformers")
-
-
-@pytest.mark.parametrize(("family", "segments"), zip(FAMILY_SAMPLE, (1, 4, 1, 4, 4), strict=True))
-def test_beam_search(family: str, segments: int, cases: Cases) -> None:
-    case = cases[family]
-    settings: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 8}
-    expected = generate(case.reference, case.prompts, **settings)
-    with loaded(case.store, segments=segments) as model:
-        assert generate(model, case.prompts, **settings) == expected
-        assert_streamed(model)
+Way = Callable[[Any, Case], list[list[int]]]
 
 
-@pytest.mark.parametrize("family", FAMILY_SAMPLE)
-def test_sampling_with_a_seed(family: str, cases: Cases) -> None:
-    case = cases[family]
-    settings: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.95}
+def beams(model: Any, case: Case) -> list[list[int]]:
+    return generate(model, case.prompts, num_beams=3, num_return_sequences=2, max_new_tokens=8)
+
+
+def sampled(model: Any, case: Case) -> list[list[int]]:
     torch.manual_seed(7)
-    expected = generate(case.reference, case.prompts, **settings)
-    with loaded(case.store) as model:
-        torch.manual_seed(7)
-        assert generate(model, case.prompts, **settings) == expected
-        torch.manual_seed(8)
-        assert generate(model, case.prompts, **settings) != expected
-        assert_streamed(model)
+    return generate(model, case.prompts, do_sample=True, temperature=0.9, top_k=20, top_p=0.95)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_prompt_lookup_decoding(family: str, cases: Cases) -> None:
+def looked_up(model: Any, case: Case) -> list[list[int]]:
+    """In a prompt that repeats, so that there is something to look up."""
+    return generate(model, [case.prompts[0][:8] * 3], prompt_lookup_num_tokens=4)
+
+
+def assisted(model: Any, case: Case) -> list[list[int]]:
+    return generate(model, case.prompts[:1], assistant_model=make_model("qwen3_moe", seed=5))
+
+
+def embedded(model: Any, case: Case) -> list[list[int]]:
+    embeds = model.get_input_embeddings()(torch.tensor(case.prompts[:1])).detach()
+    tokens: list[list[int]] = model.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=10).tolist()
+    return tokens
+
+
+def with_static_cache(model: Any, case: Case) -> list[list[int]]:
+    prompts = case.prompts[:1] if model.config.is_encoder_decoder else case.prompts
+    return generate(model, prompts, cache_implementation="static")
+
+
+def without_cache(model: Any, case: Case) -> list[list[int]]:
+    return generate(model, case.prompts, use_cache=False)
+
+
+ALL_WAYS = (beams, sampled, looked_up, assisted, embedded, with_static_cache, without_cache)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "ways"),
+    [
+        ("qwen3_moe", {"system": "fmoe", "memory": "50%", "segments": 4}, ALL_WAYS),
+        ("gpt_oss", {"segments": 4}, (beams, sampled, looked_up, with_static_cache)),
+        ("switch_transformers", {"segments": 4}, (beams, sampled, with_static_cache)),
+        ("deepseek_v3", {}, (beams, sampled)),
+        ("jamba", {"segments": 4}, (beams, sampled)),
+        ("mixtral", {}, (embedded, with_static_cache)),
+        ("qwen3_next", {}, (embedded,)),
+    ],
+)
+def test_ways_to_generate(family: str, settings: dict[str, Any], ways: tuple[Way, ...], cases: Cases) -> None:
     case = cases[family]
-    prompt = make_prompts(1, length=8)[0] * 3  # repeats, so that there is something to look up
-    expected = generate(case.reference, [prompt], prompt_lookup_num_tokens=4)
-    with loaded(case.store, segments=4) as model:
-        assert generate(model, [prompt], prompt_lookup_num_tokens=4) == expected
+    with loaded(case.store, **settings) as model:
+        for way in ways:
+            assert way(model, case) == way(case.reference, case), way.__name__
+        phases = expertly.stats(model).as_dict()["phases"]
+        assert "system" not in settings or phases["decode"]["prefetched"] > 0
         assert_streamed(model)
-        decode = expertly.stats(model).as_dict()["phases"]["decode"]
-        assert decode["tokens"] > decode["iterations"], "several tokens were verified at once, and that is decoding"
+
+
+def test_a_static_cache_counts_what_a_dynamic_one_does(cases: Cases) -> None:
+    """Iterations, tokens and what is needed: phases do not depend on the kind of cache."""
+    case, found = cases["gpt_oss"], []
+    for settings in ({"cache_implementation": "static"}, {}):
+        with loaded(case.store) as model:
+            assert generate(model, case.prompts, **settings) == case.tokens
+            phases = expertly.stats(model).as_dict()["phases"]
+            found.append([phases[phase][name] for phase in phases for name in ("iterations", "tokens", *COUNTS)])
+    assert found[0] == found[1]
 
 
 def test_assisted_decoding_with_an_assistant_of_our_own(cases: Cases) -> None:
@@ -66,42 +100,7 @@ def test_assisted_decoding_with_an_assistant_of_our_own(cases: Cases) -> None:
         assert_streamed(model)
         assert_streamed(assistant)
         decode = expertly.stats(model).as_dict()["phases"]["decode"]
-        assert decode["iterations"] < 11, "the same model drafts what is accepted"
-
-
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_next"])
-def test_inputs_embeds(family: str, cases: Cases) -> None:
-    case = cases[family]
-    ids = torch.tensor(case.prompts[:1])
-
-    def run(model: Any) -> list[list[int]]:
-        embeds = model.get_input_embeddings()(ids).detach()
-        return model.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=10).tolist()
-
-    expected = run(case.reference)
-    with loaded(case.store) as model:
-        assert run(model) == expected
-        assert_streamed(model)
-        assert sum(counts(model, "prefill")) > 0 < sum(counts(model, "decode"))
-
-
-@pytest.mark.parametrize(
-    ("family", "is_padded"), [("mixtral", False), ("gpt_oss", True), ("switch_transformers", False)]
-)
-def test_a_static_cache(family: str, is_padded: bool, cases: Cases) -> None:
-    """The reference's tokens, and what a dynamic cache counts."""
-    case = cases[family]
-    prompts = case.prompts if is_padded else case.prompts[:1]
-    expected = generate(case.reference, prompts, cache_implementation="static")
-    stats = []
-    for settings in ({"cache_implementation": "static"}, {}):
-        with loaded(case.store) as model:
-            assert generate(model, prompts, **settings) == expected
-            stats.append(expertly.stats(model).as_dict()["phases"])
-    for phase in ("prefill", "decode"):
-        for name in ("iterations", "tokens", *COUNTS):
-            assert stats[0][phase][name] == stats[1][phase][name], "phases do not depend on the kind of cache"
-    assert stats[0]["decode"]["iterations"] >= 11
+        assert decode["iterations"] < NUM_NEW_TOKENS - 1, "the same model drafts what is accepted"
 
 
 def test_pipeline(tmp_path: Any) -> None:
@@ -115,31 +114,6 @@ def test_pipeline(tmp_path: Any) -> None:
     model, own_tokenizer = expertly.load(str(folder), memory="25%", device="cpu")
     assert own_tokenizer.encode(texts[0]) == tokenizer.encode(texts[0])
     assert pipeline("text-generation", model=model, tokenizer=own_tokenizer)(texts, **settings) == expected
-    assert_streamed(model)
-    expertly.unload(model)
-
-
-def test_lm_eval_takes_the_model_as_it_is(tmp_path: Any) -> None:
-    pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-    from transformers import AutoTokenizer
-
-    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
-    pairs = [("an expert", " is here"), ("an expert", " is not here"), ("", "words")]
-
-    def scores(model: Any, tokenizer: Any) -> list[Any]:
-        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, max_length=64)
-        asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
-        texts = [Instance("generate_until", {}, ("an expert", {"until": ["\n"], "max_gen_toks": 8}), 0)]
-        return [*lm.loglikelihood(asked), *lm.generate_until(texts)]
-
-    expected = scores(load_reference(folder), AutoTokenizer.from_pretrained(folder))
-    model, tokenizer = expertly.load(str(folder), memory="25%", device="cpu")
-    actual = scores(model, tokenizer)
-    assert [one[1] for one in actual[:3]] == [one[1] for one in expected[:3]]
-    assert [one[0] for one in actual[:3]] == pytest.approx([one[0] for one in expected[:3]], rel=1e-4)
-    assert actual[3] == expected[3]
     assert_streamed(model)
     expertly.unload(model)
 

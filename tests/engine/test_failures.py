@@ -99,7 +99,7 @@ def test_a_deleted_file_goes_on_working(own: tuple[Case, Path]) -> None:
 
 @pytest.mark.parametrize(
     ("at", "system", "segments"),
-    [(1, "on-demand", 1), (40, "lru", 4), (5, "lfu", 4), (40, "lfu", 1), (5, "static", 1)],
+    [(1, "on-demand", 1), (40, "lru", 4), (5, "static", 1)],
 )
 def test_one_read_error(at: int, system: str, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case, fail = cases["qwen3_moe"], FailOnce(at)
@@ -416,10 +416,7 @@ def test_a_byte_that_flipped_beside_the_experts_is_found_at_loading(name: str, o
         ("lm_head.weight", "the model's head"),
     ],
 )
-@pytest.mark.parametrize("num_prompts", [1, 3])
-def test_nan_is_told_with_the_layer_that_gave_it_first(
-    tensor: str, told: str, num_prompts: int, cases: Cases, tmp_path: Path
-) -> None:
+def test_nan_is_told_with_the_layer_that_gave_it_first(tensor: str, told: str, cases: Cases, tmp_path: Path) -> None:
     """Of one prompt, and of several of different lengths, whose padding is NaN's own business."""
     folder = Path(shutil.copytree(cases["qwen3_moe"].folder, tmp_path / "model"))
     weights = load_file(folder / "model.safetensors")
@@ -428,7 +425,7 @@ def test_nan_is_told_with_the_layer_that_gave_it_first(
         weights[name].fill_(torch.nan)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with loaded(pack(folder, tmp_path / "store").folder, memory="50%", device="cpu") as model:
-        for _ in range(2):  # a request that failed leaves the next as it was
+        for num_prompts in (1, 3, 1):  # a request that failed leaves the next as it was
             with pytest.raises(NanError, match=f"{told} gave NaN: the checkpoint's weights"):
                 generate(model, make_prompts(num_prompts, length=14))
         check_nothing_moves(model)

@@ -212,9 +212,10 @@ def test_predictions_are_split_and_prefetched_on_both(
     matcher: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, system = cases["qwen3_moe"], predictors.put(monkeypatch, Everything)
+    expected = generate(case.reference, case.prompts, 12)
     with loaded(case.store, devices=TWO, system=system, predict=matcher, memory="60%", segments=2) as model:
         for _ in range(20):  # a predictor thread on a busy machine may be late for all of a short answer
-            assert generate(model, case.prompts) == case.tokens
+            assert generate(model, case.prompts, 12) == expected
             devices = of_devices(model)
             decode = expertly.stats(model).as_dict()["phases"]["decode"]
             if decode["prefetched_needed"] and all(one["decode"]["prefetched"] for one in devices):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import expertly
+from expertly.api import handle
 from expertly.core.errors import BudgetError
+from expertly.model.hooks import experts_modules
 from expertly.native.kernels import VARIABLE, libraries
+from expertly.scheduler.decisions import replay_file
+from expertly.scheduler.presets import get_system, runnable_systems
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded
-from tests.families import FAMILIES, generate, load_reference, logits_of
+from tests.families import FAMILIES, HIDDEN_SIZE, NUM_EXPERTS, NUM_NEW_TOKENS, generate, load_reference, logits_of
+from tests.scheduler.drive import WAYS
 from tests.tables import pairs
 
 LEAST = "least"
@@ -37,7 +43,7 @@ def test_float32_tokens_and_logits_are_the_reference(family: str, cases: Cases) 
     case, least = cases[family], least_memory(str(cases[family].store))
     begun = int(case.reference.config.is_encoder_decoder)  # the decoder's first token is given
     tokens = [one[: begun + NUM_TOKENS] for one in case.tokens]
-    for segments, system, memory in OURS + OTHERS:
+    for segments, system, memory in OURS + (OTHERS if family in ("mixtral", "switch_transformers") else []):
         budget = least if memory == LEAST else memory
         with loaded(case.store, memory=budget, system=system, segments=segments) as model:
             assert generate(model, case.prompts, NUM_TOKENS) == tokens, f"{system} {memory} P={segments}"
@@ -52,33 +58,50 @@ def test_float32_tokens_and_logits_are_the_reference(family: str, cases: Cases) 
                 assert decode["bytes_loaded"] > 0, f"{system} {memory}: nothing was streamed"
 
 
-@pytest.mark.parametrize(
-    ("system", "segments"),
-    [
-        ("lcp", 1),
-        ("random", 4),
-        ("static", 1),
-        ("resident", 4),
-        ("fmoe", 1),
-        ("fmoe", 4),
-        ("promoe", 1),
-        ("promoe", 4),
-        ("deepspeed-index", 1),
-        ("brainstorm", 4),
-        ("mixtral-offloading", 1),
-        ("moe-infinity-lfu", 4),
-        ("lru:prediction=token-id", 1),
-        ("moepic", 4),
-        ("fmoe:scope=layer:allocation=split:theta=0.25", 4),
-    ],
+PARTS = (  # beside the presets
+    *("lru:prediction=token-id", "fmoe:scope=layer:allocation=split:theta=0.25"),
+    "lru:prediction=lookahead:distance=2:next_token=yes",
+    *(f"lru:prediction=lookahead:preemption={preemption}:order={order}" for order, preemption in WAYS[1:]),
+    *(
+        f"lru:prediction=lookahead:preemption={preemption}:transfer=synchronous:order={order}"
+        for order, preemption in WAYS[1:]
+    ),
 )
-def test_the_other_systems_change_no_token_either(system: str, segments: int, cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    memory = "100%" if system == "resident" else "25%"
-    with loaded(case.store, memory=memory, system=system, segments=segments) as model:
-        assert generate(model, case.prompts) == case.tokens
+
+
+def feed(model: Any, num_iterations: int) -> None:
+    """Random choices to the experts alone, all that a scheduler sees of a model: a prompt, then tokens one by one."""
+    engine, modules = handle(model).engine, experts_modules(model)
+    dice = torch.Generator().manual_seed(0)
+    for step in range(num_iterations):
+        num_tokens = 1 if step % 25 else 12
+        hidden = torch.zeros(num_tokens, HIDDEN_SIZE)
+        for layer, module in enumerate(modules):
+            chosen = torch.rand(num_tokens, NUM_EXPERTS, generator=dice).topk(3).indices
+            engine.forward_experts(module, layer, hidden, chosen, torch.full((num_tokens, 3), 0.5))
+
+
+@pytest.mark.parametrize(("number", "system"), enumerate([*runnable_systems(), *PARTS]))
+def test_no_system_changes_a_token_and_each_decides_the_same_again(
+    number: int, system: str, cases: Cases, tmp_path: Path
+) -> None:
+    """What an engine decided, a new scheduler decides from what was told, byte for byte."""
+    case, path, parts = cases["qwen3_moe"], tmp_path / "decisions.jsonl", get_system(system)
+    memory, segments = "100%" if parts.keeps_everything else "25%" if number % 3 else "50%", (1, 4)[number % 2]
+    num_fed = 200 if parts.prediction == "none" else 0
+    with loaded(case.store, memory=memory, system=system, segments=segments, decisions=path) as model:
+        for _ in range(2):
+            assert generate(model, case.prompts) == case.tokens
         decode = expertly.stats(model).as_dict()["phases"]["decode"]
-        assert decode["hit_rate"] == 1.0 if system == "resident" else decode["misses"] > 0
+        assert decode["hit_rate"] == 1.0 if parts.keeps_everything else decode["misses"] + decode["partial_hits"] > 0
+        if parts.transfer == "synchronous":
+            assert decode["prefetched_in_time"] == decode["prefetched_needed"] > 0, "no demand finds it under way"
+        feed(model, num_fed)
+    header, replayed = replay_file(path)
+    assert replayed.difference is None
+    assert (header["system"], header["segments"], header["order"]) == (parts.name, segments, parts.order)
+    assert replayed.num_layers == (2 * NUM_NEW_TOKENS + num_fed) * 3
+    assert parts.keeps_everything or replayed.num_calls > 4 * replayed.num_layers, "there were loads"
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
@@ -104,10 +127,10 @@ def test_with_either_kernels(family: str, kernels: str, cases: Cases, monkeypatc
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_as_close_to_float32_as_transformers_own(family: str, cases: Cases) -> None:
     case = cases[family]
-    ways = [{"experts_implementation": name} for name in ("grouped_mm", "batched_mm", "eager")]
-    errors = []
-    for way in [{}] if family == "switch_transformers" else ways:
-        reference = load_reference(case.folder, dtype=torch.bfloat16, **way)
+    reference, errors = load_reference(case.folder, dtype=torch.bfloat16), []
+    for way in ("grouped_mm", "batched_mm", "eager"):
+        if family != "switch_transformers":
+            reference.set_experts_implementation(way)
         errors.append((logits_of(reference, case.prompts).float() - case.logits).abs().max())
     settings = {"system": "fmoe", "predict": "inline"} if family in ("qwen3_moe", "gpt_oss") else {"system": "lru"}
     with loaded(case.folder, dtype="bfloat16", segments=4, **settings) as model:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import threading
 import time
 from typing import Any
 
@@ -14,16 +11,14 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.core.errors import ConfigError
+from expertly.store.packed import PackedStore
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded, prediction, reader_threads
 from tests.engine.predictors import Everything, Slow
-from tests.engine.test_batching import run_batch
-from tests.families import generate, load_reference, logits_of, make_model, make_prompts
+from tests.families import NUM_NEW_TOKENS, generate, load_reference, logits_of
 
 pytestmark = pytest.mark.timeout(120)
-
-SETTINGS: dict[str, Any] = {"system": "fmoe", "memory": "50%"}
 
 LOOKAHEAD, SPECULATIVE = "lru:prediction=lookahead", "lru:prediction=speculative"
 
@@ -31,27 +26,20 @@ LOSSLESS = [  # system, family, memory ("least": one segment), segments, where i
     ("fmoe", "mixtral", "50%", 4, "thread"),
     ("fmoe", "qwen3_moe", "least", 4, "thread"),
     ("fmoe", "gpt_oss", "50%", 4, "inline"),
-    ("fmoe", "deepseek_v3", "50%", 1, "thread"),
-    ("fmoe", "jamba", "50%", 4, "thread"),
     ("fmoe", "switch_transformers", "50%", 4, "thread"),
     ("fmoe:semantic=no:select=top-k:eviction=lru:scope=layer", "qwen3_moe", "50%", 1, "thread"),
     ("fmoe:trajectory=no:distance=1", "qwen3_moe", "least", 1, "inline"),
     ("fmoe:gate=confidence", "mixtral", "50%", 1, "thread"),
-    ("moe-infinity", "mixtral", "30%", 4, "thread"),
     ("moe-infinity", "qwen3_moe", "least", 4, "inline"),
     ("moe-infinity", "switch_transformers", "90%", 4, "inline"),
     ("moe-infinity:distance=2:width=3:admission=best:eviction=fmoe", "qwen3_moe", "50%", 1, "thread"),
     (f"{LOOKAHEAD}:distance=2", "qwen3_moe", "least", 4, "thread"),
-    (f"{LOOKAHEAD}:gate=confidence", "mixtral", "50%", 1, "inline"),
-    (SPECULATIVE, "mixtral", "50%", 1, "thread"),
-    (SPECULATIVE, "jamba", "50%", 1, "inline"),
     (SPECULATIVE, "switch_transformers", "50%", 4, "thread"),
     (SPECULATIVE, "qwen3_moe", "least", 1, "thread"),
     ("lcp:prediction=speculative:ahead=ring:distance=2:window=9", "qwen3_moe", "50%", 1, "thread"),
     ("lfu:prediction=counts:distance=2", "qwen3_moe", "50%", 4, "inline"),
     ("lru:allocation=none:prediction=lookahead:ahead=ring", "switch_transformers", "60%", 2, "thread"),
     ("moepic:gate=confidence", "mixtral", "50%", 1, "inline"),
-    ("adapmoe", "mixtral", "40%", 1, "thread"),
     ("expertly:prediction=fmoe:distance=1", "qwen3_moe", "50%", 4, "thread"),
 ]
 
@@ -75,9 +63,8 @@ def assert_prefetched(model: Any) -> None:
 
 def least_memory(case: Case, segments: int) -> dict[str, int]:
     """One segment."""
-    with loaded(case.store, memory="100%") as model:
-        geometry = handle(model).engine.executor.geometry
-        return {"memory": geometry.layers[0].expert_nbytes // segments, "staging_slots": 1}
+    layer = PackedStore.open(case.store).geometry().layers[0]
+    return {"memory": layer.expert_nbytes // segments, "staging_slots": 1}
 
 
 @pytest.mark.parametrize(("system", "family", "memory", "segments", "matcher"), LOSSLESS)
@@ -169,55 +156,6 @@ def test_a_layer_that_runs_by_itself_while_others_are_loaded(
             assert_prefetched(model)
 
 
-def test_beams_assistants_static_caches_and_embeddings(cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    reference = load_reference(case.folder)
-    assistant = make_model("qwen3_moe", seed=5)
-    ids = torch.tensor(case.prompts[:1])
-
-    def runs(model: Any) -> list[Any]:
-        embeds = model.get_input_embeddings()(ids).detach()
-        return [
-            generate(model, case.prompts, num_beams=3, num_return_sequences=2, max_new_tokens=6),
-            generate(model, case.prompts, cache_implementation="static"),
-            generate(model, case.prompts[:1], assistant_model=assistant),
-            generate(model, [case.prompts[0][:8] * 3], prompt_lookup_num_tokens=4),
-            model.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=6).tolist(),
-            generate(model, case.prompts, use_cache=False),
-        ]
-
-    expected = runs(reference)
-    with loaded(case.store, **SETTINGS, segments=4) as model:
-        assert runs(model) == expected
-        assert_prefetched(model)
-
-
-@pytest.mark.parametrize(("system", "segments"), [("fmoe", 4), ("moe-infinity", 1)])
-def test_continuous_batching(system: str, segments: int, cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    reference = load_reference(case.folder)
-    prompts = [*make_prompts(2, length=5, seed=2), *make_prompts(1, length=20, seed=3)]
-    expected = [generate(reference, [prompt], 6)[0] for prompt in prompts]
-    with loaded(case.store, system=system, memory="50%", segments=segments, predict="inline") as model:
-        for _ in range(2):
-            assert run_batch(model, prompts) == expected
-        assert_prefetched(model)
-
-
-def test_two_models_and_a_copy(cases: Cases) -> None:
-    first, second = cases["qwen3_moe"], cases["gpt_oss"]
-    with loaded(first.store, **SETTINGS) as one, loaded(second.store, **SETTINGS, segments=4) as two:
-        twin = copy.deepcopy(one)
-        for _ in range(2):
-            assert generate(one, first.prompts, 4) == [tokens[:4] for tokens in first.tokens]
-            assert generate(two, second.prompts, 4) == [tokens[:4] for tokens in second.tokens]
-            assert generate(twin, first.prompts) == first.tokens
-        for model in (one, two):
-            assert_prefetched(model)
-        threads = [thread for thread in threading.enumerate() if thread.name == "expertly-predictor"]
-        assert len(threads) == 2, "one a model; a copy shares it"
-
-
 # -- late, dropped, failing ------------------------------------------------------------------------------------------
 
 
@@ -232,12 +170,12 @@ def test_a_slow_predictor_does_not_slow_the_model(cases: Cases, monkeypatch: pyt
     system = predictors.put(monkeypatch, make)
     with loaded(case.store, system=system) as model:
         start = time.perf_counter()
-        assert generate(model, case.prompts, 12) == case.tokens
+        assert generate(model, case.prompts) == case.tokens
         seconds = time.perf_counter() - start
-        assert seconds < 36 * 0.2 / 2, "less than half of what predicting it all would take"
+        assert seconds < 3 * NUM_NEW_TOKENS * 0.2 / 2, "less than half of what predicting it all would take"
         stats = prediction(model)
         assert stats["contexts_dropped"] > 0
-        assert made[0].num_calls + stats["contexts_dropped"] <= 12 * 4
+        assert made[0].num_calls + stats["contexts_dropped"] <= NUM_NEW_TOKENS * 4
         assert generate(model, case.prompts, 4) == [tokens[:4] for tokens in case.tokens]
         time.sleep(0.3)  # what was predicted meanwhile is of passes that are over
         generate(model, case.prompts[:1], 2)
@@ -271,15 +209,6 @@ def test_unloading_while_it_predicts(cases: Cases, monkeypatch: pytest.MonkeyPat
     expertly.unload(model)
     assert time.perf_counter() - start < 3.0
     assert not reader_threads(), "nor the predictor's"
-
-
-def test_a_model_that_is_dropped_ends_its_predictor_thread(cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    model, _ = expertly.load(str(case.store), system="fmoe", memory="30%", device="cpu", learned="off")
-    generate(model, case.prompts, 3)
-    del model
-    gc.collect()
-    assert not reader_threads()
 
 
 # -- the prefetch filter ----------------------------------------------------------------------------------------------

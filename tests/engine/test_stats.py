@@ -18,9 +18,7 @@ from tests.families import FAMILIES, generate, load_reference, make_prompts
 SUMMED = (*COUNTS, "demanded_bytes", "hit_bytes", "bytes_loaded", "evicted_bytes", "stall_s", "experts_s", "compute_s")
 
 
-@pytest.mark.parametrize(
-    ("family", "segments"), [("qwen3_moe", 4), ("qwen3_moe", 1), ("gpt_oss", 4), ("deepseek_v3", 1), ("jamba", 4)]
-)
+@pytest.mark.parametrize(("family", "segments"), [("qwen3_moe", 4), ("deepseek_v3", 1), ("jamba", 4)])
 def test_hits_partial_hits_and_misses_are_what_the_routing_demanded(family: str, segments: int, cases: Cases) -> None:
     case = cases[family]
     prompt = make_prompts(1, length=11, seed=2)
@@ -49,9 +47,7 @@ def test_hits_partial_hits_and_misses_are_what_the_routing_demanded(family: str,
         assert not prefill["partial_hits"] and not decode["partial_hits"]
 
 
-@pytest.mark.parametrize(
-    ("system", "segments"), [("on-demand", 4), ("lru", 1), ("lfu", 4), ("lcp", 4), ("random", 1), ("static", 4)]
-)
+@pytest.mark.parametrize(("system", "segments"), [("on-demand", 4), ("lru", 1), ("static", 4)])
 def test_bytes_loaded_are_the_bytes_read_from_the_files(
     system: str, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,11 +21,7 @@ from tests.sim.drive import make_study, make_trace, measured, random_passes, siz
 LAYERS = sized(2, 8, 2)
 
 
-MACHINES = {
-    "link": toy(),
-    "disk": toy(disk=Link(0.2e9, 20, 5), host_memory_nbytes=8 * 48),
-    "measured": measured(),
-}
+MACHINES = {"link": toy(), "disk": toy(disk=Link(0.2e9, 20, 5), host_memory_nbytes=8 * 48), "measured": measured()}
 
 
 def timeline(folder: Path, machine: str, system: str, segments: int) -> tuple[list[dict[str, Any]], Any]:

@@ -27,10 +27,17 @@ def needs() -> ModelNeeds:
     return needs_of(None)
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it does not matter how fast a model would be, few tokens are simulated."""
+    monkeypatch.setattr(module, "_REQUEST_TOKENS", 4)
+
+
 def of(needs: ModelNeeds, free: int = 16 * GIB) -> ModelForecast:
     return forecast(needs, replace(PROFILE, devices=()), LAPTOP, free)
 
 
+@pytest.mark.usefixtures("soon")
 def test_sizes_are_those_of_the_store_that_packing_makes(needs: ModelNeeds, tmp_path: Path) -> None:
     store = pack(demo_folder(), tmp_path / "store", codec="none")
     assert (needs.dense_nbytes, needs.experts_nbytes) == (store.dense_nbytes, store.experts_nbytes)
@@ -58,6 +65,7 @@ def test_a_config_alone_says_as_much(needs: ModelNeeds, tmp_path: Path) -> None:
         needs_of(str(tmp_path))
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_quantisation_that_packing_cannot_undo_is_sized_and_said(tmp_path: Path) -> None:
     shutil.copytree(demo_folder(), tmp_path / "model")
     path = tmp_path / "model" / "config.json"
@@ -79,6 +87,7 @@ def test_more_memory_hits_more_and_is_faster(needs: ModelNeeds) -> None:
     assert found.command == "expertly run demo"
 
 
+@pytest.mark.usefixtures("soon")
 def test_what_does_not_fit_is_said(needs: ModelNeeds, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "rss_nbytes", lambda: 300 << 20)
     everything = 300 << 20

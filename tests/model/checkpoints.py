@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from expertly.model.conversion import Conversion
 from expertly.model.structure import ExpertsSite, build_meta_model, find_experts
 from expertly.store.packed import PackedStore
-from tests.families import NUM_EXPERTS, Family, load_reference, make_checkpoint, make_model
+from tests.families import FAMILIES, NUM_EXPERTS, Family, load_reference, make_checkpoint, make_model
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -72,9 +73,12 @@ def make_mxfp4_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, int
     return write_checkpoint(folder, tensors, source, quantization_config={"quant_method": "mxfp4"})
 
 
-def make_fp8_checkpoint(family: str, folder: Path, block: int = 8) -> Path:
+def make_fp8_checkpoint(
+    family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, block: int = 8, **config: Any
+) -> Path:
     """Linear layers, those of experts too, in float8 with a scale a block, as DeepSeek-V3 is released."""
-    source = make_checkpoint(family, folder.with_name(f"{folder.name}-source"), dtype=torch.bfloat16)
+    made = replace(FAMILIES[family], config=FAMILIES[family].config | config)
+    source = make_checkpoint(made, folder.with_name(f"{folder.name}-source"), dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     tensors = {}
     for name, tensor in read_tensors(source).items():
@@ -83,9 +87,9 @@ def make_fp8_checkpoint(family: str, folder: Path, block: int = 8) -> Path:
             continue
         rows, columns = tensor.shape
         scale = torch.rand(-(-rows // block), -(-columns // block), generator=generator) * 0.01 + 0.005
-        spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+        spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:rows, :columns]
         tensors[name] = (tensor.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = scale
+        tensors[f"{name}_scale_inv"] = scale / 4  # or a wide model would amplify what float32 rounds
     quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
     return write_checkpoint(folder, tensors, source, quantization_config=quantization)
 

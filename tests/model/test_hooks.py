@@ -13,7 +13,7 @@ from torch import nn
 import expertly
 from expertly.model.hooks import GAINING, FewTokensLinear, use_kernels
 from expertly.native.kernels import VARIABLE, Kernels, choose_kernels, libraries
-from tests.families import generate, load_reference, logits_of, make_checkpoint, make_prompts, reference_generate
+from tests.families import generate, logits_of, make_checkpoint, make_prompts
 from tests.model.conftest import Toys
 
 AVAILABLE, WHY = libraries()
@@ -27,12 +27,14 @@ def test_what_the_router_of_switch_drops_is_dropped(toys: Toys, monkeypatch: pyt
     """Capacity 2 and a long prompt: upstream's masks and ours agree on every row of every layer."""
     toy = toys["switch_transformers"]
     prompts = make_prompts(2, length=24)
-    reference = load_reference(toy.source)
     masks: list[torch.Tensor] = []
-    for site in toy.manifest.sites:
-        module = reference.get_submodule(site)
-        module.register_forward_pre_hook(lambda _module, arguments: masks.append(arguments[1]))
-    expected = logits_of(reference, prompts)
+    handles = [
+        toy.reference.get_submodule(site).register_forward_pre_hook(lambda _, arguments: masks.append(arguments[1]))
+        for site in toy.manifest.sites
+    ]
+    expected = logits_of(toy.reference, prompts)
+    for handle in handles:
+        handle.remove()
     seen: list[torch.Tensor] = []
     original = toy.runtime.forward_experts
 
@@ -55,11 +57,11 @@ def test_what_the_router_of_switch_drops_is_dropped(toys: Toys, monkeypatch: pyt
 def test_switch_with_beams_and_a_given_encoder_output(toys: Toys) -> None:
     toy, prompts = toys["switch_transformers"], make_prompts(2, length=10)
     settings: dict[str, Any] = {"num_beams": 3, "length_penalty": 0.5}
-    assert generate(toy.model, prompts, 8, **settings) == reference_generate(toy.source, prompts, 8, **settings)
+    assert generate(toy.model, prompts, 8, **settings) == generate(toy.reference, prompts, 8, **settings)
     with torch.no_grad():
         encoded = toy.model.get_encoder()(torch.tensor(prompts[:1]))
         tokens = toy.model.generate(encoder_outputs=encoded, max_new_tokens=8, do_sample=False)
-    assert tokens.tolist() == reference_generate(toy.source, prompts[:1], 8)
+    assert tokens.tolist() == generate(toy.reference, prompts[:1], 8)
     for site in toy.manifest.sites:
         module = toy.model.get_submodule(site)
         assert type(module).__name__ == "SwitchTransformersExperts" and isinstance(module, nn.ModuleDict)

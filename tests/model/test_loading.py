@@ -18,7 +18,6 @@ from expertly.model.loading import load_dense, load_tokenizer
 from tests.families import (
     FAMILIES,
     generate,
-    load_reference,
     logits_of,
     make_checkpoint,
     make_model,
@@ -34,18 +33,17 @@ from tests.model.toy import ToyRuntime, make_toy_store
 def test_same_tokens_and_logits_as_the_unmodified_model(family: str, toys: Toys) -> None:
     toy = toys[family]
     prompts = make_prompts(3)
-    reference = load_reference(toy.source)
-    expected, actual = logits_of(reference, prompts), logits_of(toy.model, prompts)
+    expected, actual = logits_of(toy.reference, prompts), logits_of(toy.model, prompts)
     assert (expected - actual).abs().max() <= 1e-5 * expected.abs().max()
     tokens = generate(toy.model, prompts, use_cache=True)
-    assert tokens == generate(reference, prompts)
+    assert tokens == generate(toy.reference, prompts)
     assert len({token for row in tokens for token in row}) > 2, "a degenerate model proves nothing"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_expert_weights_are_absent_and_the_rest_is_that_of_the_checkpoint(family: str, toys: Toys) -> None:
     toy = toys[family]
-    reference = load_reference(toy.source).state_dict()
+    reference = toy.reference.state_dict()
     mine = toy.model.state_dict()
     absent = set(reference) - set(mine)
     assert not set(mine) - set(reference)
@@ -60,12 +58,11 @@ def test_expert_weights_are_absent_and_the_rest_is_that_of_the_checkpoint(family
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "ernie4_5_moe", "switch_transformers"])
 def test_bfloat16_keeps_the_dtypes_that_the_reference_has(family: str, toys: Toys) -> None:
     toy = toys.fresh(family, dtype=torch.bfloat16)
-    reference = load_reference(toy.source)
-    dtypes = {name: tensor.dtype for name, tensor in reference.state_dict().items()}
+    dtypes = {name: tensor.dtype for name, tensor in toy.reference.state_dict().items()}
     assert torch.bfloat16 in set(dtypes.values())
     assert all(dtypes[name] == tensor.dtype for name, tensor in toy.model.state_dict().items())
     prompts = make_prompts(2)
-    expected, actual = logits_of(reference, prompts).float(), logits_of(toy.model, prompts).float()
+    expected, actual = logits_of(toy.reference, prompts).float(), logits_of(toy.model, prompts).float()
     assert (expected - actual).abs().mean() < 0.05 * expected.abs().mean() + 0.05
 
 
@@ -86,7 +83,7 @@ def test_two_models_of_one_family_and_a_plain_one_do_not_mix(toys: Toys, tmp_pat
     second = load_dense(tmp_path / "other-store", manifest, torch.float32, "cpu", ToyRuntime(other_source))
     plain = make_model("qwen3_moe", seed=5)
     assert generate(second, prompts) == generate(plain, prompts)
-    assert generate(first.model, prompts) == reference_generate(first.source, prompts)
+    assert generate(first.model, prompts) == generate(first.reference, prompts)
     assert generate(second, prompts) != generate(first.model, prompts)
     assert plain.config._experts_implementation == "grouped_mm"
     of_its_config = AutoModelForCausalLM.from_config(first.model.config)

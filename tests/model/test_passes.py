@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from expertly.core.observation import IterationInfo
 from expertly.model.hooks import describe_pass
-from tests.families import FAMILIES, generate, logits_of, make_prompts, pad_left, reference_generate
+from tests.families import FAMILIES, generate, logits_of, make_prompts, pad_left
 from tests.model.conftest import Toys
 from tests.model.toy import Iteration, Toy
 
@@ -74,21 +74,12 @@ def test_other_ways_to_generate(prompts: list[list[int]], settings: dict[str, An
     toy = toys["mixtral"]
     new: list[list[int]] = []
     seen = record(toy, lambda model: new.extend(generate(model, prompts, 12, **settings)))
-    assert new == reference_generate(toy.source, prompts, 12, **settings)
+    assert new == generate(toy.reference, prompts, 12, **settings)
     assert [one.info.phase for one in seen] == ["prefill", *["decode"] * (len(seen) - 1)]
     if "num_beams" in settings:
         assert summary(seen)[1] == ("decode", 6, 0, 6)
     if "prompt_lookup_num_tokens" in settings:
         assert max(len(one.info.is_prefill) for one in seen[1:]) > 1, "several tokens are verified in decode"
-
-
-def test_sampling_and_an_assistant(toys: Toys) -> None:
-    toy, prompts = toys["mixtral"], make_prompts(1)
-    settings: dict[str, Any] = {"do_sample": True, "num_return_sequences": 2}
-    seen = record(toy, lambda model: generate(model, prompts, 4, **settings))
-    assert [one.info.phase for one in seen] == ["prefill", "decode", "decode", "decode"]
-    actual = generate(toy.model, prompts, 8, assistant_model=toys["qwen3_moe"].model)
-    assert actual == reference_generate(toy.source, prompts, 8)
 
 
 def test_inputs_embeds_calls_without_a_cache_and_with_a_given_one(toys: Toys) -> None:
@@ -119,7 +110,7 @@ def test_continuous_batching_mixes_phases(family: str, toys: Toys) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 5, "progress_bar": False}
     seen = record(toy, lambda model: outputs.update(model.generate_batch(inputs=prompts, **settings)))
     actual = [output.generated_tokens for output in outputs.values()]
-    assert actual == [reference_generate(toy.source, [prompt], 5)[0] for prompt in prompts]
+    assert actual == [generate(toy.reference, [prompt], 5)[0] for prompt in prompts]
     infos = [one.info for one in seen if one.ok]
     real = [np.ones_like(info.is_prefill) if info.is_pad is None else ~info.is_pad for info in infos]
     assert sum((info.is_prefill & rows).sum() for info, rows in zip(infos, real, strict=True)) == sum(map(len, prompts))
@@ -222,7 +213,7 @@ def test_two_threads_are_serialised(toys: Toys) -> None:
     """ToyRuntime asserts that no pass begins within another."""
     toy = toys.fresh("mixtral")
     prompts = [make_prompts(1, seed=seed) for seed in range(4)]
-    expected = [reference_generate(toy.source, prompt) for prompt in prompts]
+    expected = [generate(toy.reference, prompt) for prompt in prompts]
     results: dict[int, Any] = {}
     threads = [
         threading.Thread(target=lambda i=i: results.__setitem__(i, generate(toy.model, prompts[i]))) for i in range(4)

@@ -70,10 +70,10 @@ class ToyRuntime:
     wants_token_ids = False
 
     def __init__(self, source: Path, dtype: torch.dtype = torch.float32) -> None:
-        reference = load_reference(source, dtype=dtype)
-        sites = find_experts(build_meta_model(source), dtype.itemsize)
-        self.sites = sites
-        self.weights = [canonical(site, reference.state_dict()) for site in sites]
+        self.reference = load_reference(source, dtype=dtype)
+        state = self.reference.state_dict()
+        self.sites = find_experts(build_meta_model(source), dtype.itemsize)
+        self.weights = [canonical(site, state) for site in self.sites]
         self.iterations: list[Iteration] = []
         self.num_calls = 0
         self.fail_at_call: int | None = None
@@ -135,6 +135,11 @@ class Toy:
     manifest: Manifest
     runtime: ToyRuntime
     model: Any
+
+    @property
+    def reference(self) -> Any:
+        """The unmodified model."""
+        return self.runtime.reference
 
     @classmethod
     def make(cls, source: Path, store: Path, dtype: torch.dtype = torch.float32) -> Toy:

@@ -132,7 +132,7 @@ def test_every_decision_is_the_references(system: str, segments: int, kinds: lis
         reference = Reference(shape, system, control.budget.layer_shares)
         dice = random.Random(f"{share} {kinds}")
         seen: Counter[tuple[bool, str]] = Counter()
-        for step in range(120):
+        for step in range(60):
             for layer in range(layers):
                 chosen, tokens, decode = batch(dice, experts, top_k, dice.choice(kinds))
                 ran = run_layer(control, layer, chosen, tokens=tokens, decode=decode, dice=dice)
@@ -159,7 +159,7 @@ def test_layers_of_several_shapes_decide_each_for_itself(system: str) -> None:
     control = by_the_slot(shape, 0.55, system)
     reference = Reference(shape, system, control.budget.layer_shares)
     dice = random.Random(1)
-    for _ in range(150):
+    for _ in range(60):
         for layer, one in enumerate(shape.layers):
             chosen, tokens, decode = batch(dice, one.num_experts, one.top_k, dice.choice(["token", "mixed"]))
             ran = run_layer(control, layer, chosen, tokens=tokens, decode=decode, dice=dice, check=True)

@@ -15,10 +15,7 @@ from tests.serve.browser import Tab, browser, find_browser
 from tests.serve.conftest import KEY, Serving, served
 
 BROWSER = find_browser()
-pytestmark = [
-    pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine"), pytest.mark.slow]
 
 READY = "document.querySelector('#status').textContent === 'ready'"
 HAS_ANSWERED = "document.querySelector('#send').disabled === false"

@@ -16,11 +16,7 @@ from tests.serve.conftest import Serving, assembled_for, room_for, running
 from tests.serve.scripted import scripted
 
 QUIET = settings(
-    max_examples=40,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
+    max_examples=25, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from typing import Any
 
 import openai
@@ -31,6 +32,17 @@ def test_models(serving: Serving) -> None:
     with pytest.raises(openai.NotFoundError) as error:
         serving.client().models.retrieve("other")
     assert error.value.code == "model_not_found"
+
+
+def test_small_answers_are_sent_at_once(serving: Serving) -> None:
+    """Not 40 ms later, when the client has acknowledged the answer's head."""
+    times_s = []
+    with serving.http() as client:
+        for _ in range(40):
+            begin = time.perf_counter()
+            client.get("/health")
+            times_s.append(time.perf_counter() - begin)
+    assert sorted(times_s[20:])[5] < 0.03
 
 
 def test_a_completion_is_what_generate_writes(serving: Serving, demo: tuple[Any, Any]) -> None:

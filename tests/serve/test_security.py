@@ -173,6 +173,7 @@ def test_what_can_be_seen(serving: Serving) -> None:
         per_segment = experts["expert_bytes"] / (12 * 32 * experts["segments"])
         state = client.get("/v1/state").json()
         assert sum(present) * per_segment == state["memory"]["experts_resident_bytes"]
+        assert "host_experts_bytes" not in state["memory"], "there is no such tier"
         assert state["tokens_written"] >= 8 and 0 <= state["recent"]["hit_rate"] <= 1
         metrics = client.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain")

@@ -34,11 +34,3 @@ def test_host_memory_is_that_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> Non
         assert after["host_resident_bytes"] % expert_nbytes == 0
     finally:
         expertly.unload(model)
-
-
-def test_a_device_that_reads_from_disk_has_none() -> None:
-    model, _ = expertly.load(memory="25%", device="cpu", system="lru")
-    try:
-        assert view_of(model).host_memory() == {}
-    finally:
-        expertly.unload(model)

@@ -289,7 +289,7 @@ WRONG = "lru:prediction=random:width=4"
 
 @pytest.fixture(scope="module")
 def long_trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    passes = random_passes(3, SMALL, 400, prompt=3)
+    passes = random_passes(3, SMALL, 240, prompt=3)
     return make_trace(tmp_path_factory.mktemp("long") / "trace", passes, SMALL, is_full=True)
 
 
@@ -319,7 +319,7 @@ BASELINES = ("deepspeed-index", "brainstorm", "mixtral-offloading", "moe-infinit
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    passes = random_passes(0, SMALL, 60, prompt=5, num_requests=3)
+    passes = random_passes(0, SMALL, 30, prompt=5, num_requests=3)
     return make_trace(tmp_path_factory.mktemp("baselines") / "trace", passes, SMALL, num_requests=3, is_full=True)
 
 
@@ -332,7 +332,7 @@ def test_none_starves_a_demand_at_any_budget(trace: Trace, system: str, kept: in
     simulator = study.simulate(get_system(system), budget)
     simulator.scheduler.check()
     decode = [counters.decode for counters in simulator.scheduler.counters]
-    assert sum(one.demands for one in decode) == 3 * 60 * 4 * 2, "every token, layer and choice was served"
+    assert sum(one.demands for one in decode) == 3 * 30 * 4 * 2, "every token, layer and choice was served"
     assert sum(one.predicted for one in decode) > 0
     if kept == 8:
         hits, demands = sum(one.hits for one in decode), sum(one.demands for one in decode)

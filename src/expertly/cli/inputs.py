@@ -79,9 +79,9 @@ def identity_of(model: str | None, trace: Trace) -> str:
     """
     if model is None:
         return f"{OF_A_TRACE}{trace.manifest.model}"
+    from expertly.model.gguf import open_checkpoint
     from expertly.model.packing import source_folder
     from expertly.store.cache import entry_folder
-    from expertly.store.checkpoint import Checkpoint
     from expertly.store.manifest import STORE_DTYPES, Manifest
     from expertly.store.packed import is_packed_store
 
@@ -89,7 +89,7 @@ def identity_of(model: str | None, trace: Trace) -> str:
     if is_packed_store(folder):
         identity, packed = Manifest.read(folder).identity, [folder]
     else:
-        checkpoint = Checkpoint.open(folder)
+        checkpoint = open_checkpoint(folder)
         identity = checkpoint.identity
         packed = [entry_folder(str(checkpoint.config.get("model_type")), identity, dtype) for dtype in STORE_DTYPES]
     for store in filter(is_packed_store, packed):

@@ -33,7 +33,9 @@ LISTED: dict[str, Column] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions:
-    model: str | None = argument(None, "a checkpoint folder, a hub id, or demo for the demo model", metavar="MODEL")
+    model: str | None = argument(
+        None, "a checkpoint folder, a GGUF file, a hub id, or demo for the demo model", metavar="MODEL"
+    )
     out: Path | None = option(None, "write the store here", metavar="DIR", type=Path)
     dtype: str | None = option(None, "of the experts: bfloat16, float16, float32", metavar="NAME")
     quantize: str | None = option(

@@ -10,6 +10,8 @@ from functools import cache
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
+from expertly.formats.fp8 import FP8
+from expertly.formats.gguf import GGUF_FORMATS
 from expertly.formats.mxfp4 import MXFP4
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 
@@ -24,7 +26,7 @@ __all__ = [
     "rounding_format",
 ]
 
-FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4,)}
+FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8, *GGUF_FORMATS)}
 
 ROUNDED_TO: dict[str, tuple[RoundingFormat, ...]] = {"mxfp4": (MXFP4,)}
 """What weights of a checkpoint that is not quantised can be rounded to, as --quantize calls it: the first format that

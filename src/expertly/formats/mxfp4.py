@@ -28,7 +28,7 @@ class _Mxfp4(RoundingFormat):
     kernel = 0
     group = 32
     tile_nbytes = TILE_OUTPUTS * (1 + 16)
-    suffixes = ("_blocks", "_scales")
+    suffixes: tuple[str, ...] = ("_blocks", "_scales")
 
     def is_of(self, quantization: Mapping[str, Any]) -> bool:
         return quantization.get("quant_method") == "mxfp4"

@@ -107,7 +107,8 @@ class ExpertFormat:
 
     @property
     def name(self) -> str:
-        return self.inner.name if self.inner is self.down else f"{self.inner.name}+{self.down.name}"
+        names = dict.fromkeys((self.inner.name, self.down.name))
+        return "+".join(names)
 
     @property
     def kernels(self) -> tuple[int, int]:

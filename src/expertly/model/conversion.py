@@ -23,6 +23,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.formats import ExpertFormat, RoundingFormat, TiledFormat, expert_format
+from expertly.formats.gguf import OF_GGUF_TYPE
 from expertly.model.structure import ExpertsSite
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
@@ -65,7 +66,7 @@ class Group:
         """Are the rows of an expert those of its tensors, one below the other in the order of `patterns`, once they are
         dequantised?
         """
-        places = {"MergeModulelist": 0, "Concatenate": 1}
+        places = {"MergeModulelist": 0, "Concatenate": 1, "ConcatenateRows": 1}
         return all(
             _is_dequantizing(one) or places.get(type(one).__name__) == getattr(one, "dim", None)
             for one in self._operations
@@ -96,7 +97,7 @@ def _is_rowwise(operation: Any) -> bool:
     name = type(operation).__name__
     if name == "MergeModulelist":
         return bool(operation.dim == 0)
-    is_known = name in ("Concatenate", "Transpose", "Interleave", "Mxfp4Dequantize", "Fp8Dequantize")
+    is_known = name in ("Concatenate", "ConcatenateRows", "Transpose", "Interleave", "Mxfp4Dequantize", "Fp8Dequantize")
     return is_known and all(getattr(operation, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
 
 
@@ -116,15 +117,15 @@ def make_quantizer(quantization: object) -> Any | None:
         )
     assert isinstance(quantization, dict)
     try:
-        with _quiet():
+        with quiet():
             return AutoHfQuantizer.from_config({**quantization, "dequantize": True}, pre_quantized=True)
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise UnsupportedModelError(f"quantization_config={quantization!r:.200}: {error}; {accepted}") from error
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Quantizers warn that they will dequantise, which is what is asked of them."""
+def quiet() -> Iterator[None]:
+    """Without transformers' warnings: quantizers warn that they will dequantise, which is what is asked of them."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -278,8 +279,7 @@ class ExpertsReader:
             if group is None:
                 raise CheckpointError(f"the checkpoint has no tensor for {target}; {self._says_config}")
             self._groups[target] = group
-        is_kept = kept and all(self._is_quantised(one) for one in self._groups.values())
-        self._format = expert_format(kept) if is_kept else None
+        self._format = self._format_of(kept) if kept else None
         self.geometry = site.geometry
         if self._format is not None:
             try:
@@ -355,6 +355,25 @@ class ExpertsReader:
             inner = [tuple(part[0::2] for part in fused), tuple(part[1::2] for part in fused)]
         return form.pack(inner, self._parts(form.down, second, expert))
 
+    def _format_of(self, kept: str) -> ExpertFormat | None:
+        """Of experts that are to be dequantised, and nothing more than that. Raises CheckpointError."""
+        folder, groups = self._checkpoint.folder, self._groups
+        types = {target: {self._checkpoint.tensors[name].dtype for name in one.names} for target, one in groups.items()}
+        is_float = [one <= IS_FLOAT for one in types.values()]
+        if not self._checkpoint.gguf:
+            is_kept = all(one.is_dequantized and one.is_stacked for one in groups.values()) and not any(is_float)
+            return expert_format(kept) if is_kept else None
+        if all(is_float):
+            return None
+        for target, found in types.items():
+            if len(found) > 1 or not found <= set(OF_GGUF_TYPE):
+                raise CheckpointError(
+                    f"{folder}: {', '.join(groups[target].names)}: in {', '.join(sorted(found))}; accepted: one of "
+                    f"{', '.join(OF_GGUF_TYPE)}; or name a dtype, which undoes it"
+                )
+        inner, down = (types[name].pop() for name in self._site.expert_weight_names(0))
+        return ExpertFormat(OF_GGUF_TYPE[inner], OF_GGUF_TYPE[down])
+
     def _rounded(self, form: RoundingFormat, expert: int, dtype: torch.dtype) -> Bytes:
         """The blocks of one expert, each weight rounded to a number of the format."""
         *inner, down = self._matrices(expert)
@@ -372,14 +391,9 @@ class ExpertsReader:
 
         return expert_format(form.name).pack([parts(matrix) for matrix in inner], parts(down.T))
 
-    def _is_quantised(self, group: Group) -> bool:
-        """Is it to be dequantised, and nothing more than that?"""
-        dtypes = {self._checkpoint.tensors[name].dtype for name in group.names}
-        return group.is_dequantized and group.is_stacked and not dtypes <= set(IS_FLOAT)
-
     def _parts(self, form: TiledFormat, target: str, expert: int) -> tuple[Bytes, ...]:
         group = self._groups[target]
-        found = self._read(group, expert)
+        found = self._read(group, expert, as_bytes=True)
         rows, columns = self._rows_and_columns(target)
         matrices = form.matrices(group.patterns, target)
         parts = []
@@ -414,14 +428,15 @@ class ExpertsReader:
         self._check_shape(target, group, tuple(tensor.shape), shape if expert is None else (1, *shape[1:]))
         return tensor
 
-    def _read(self, group: Group, expert: int | None) -> Tensors:
+    def _read(self, group: Group, expert: int | None, *, as_bytes: bool = False) -> Tensors:
+        """`as_bytes`: GGUF's blocks as they are."""
         checkpoint = self._checkpoint
         if expert is None:
             return read_group(checkpoint, group)
         if group.is_per_expert:
             return {pattern: [read_tensor(checkpoint, names[expert])] for pattern, names in group.sources.items()}
         return {
-            pattern: [read_tensor(checkpoint, name, expert) for name in names]
+            pattern: [read_tensor(checkpoint, name, expert, as_bytes=as_bytes) for name in names]
             for pattern, names in group.sources.items()
         }
 
@@ -469,7 +484,7 @@ class ExpertsReader:
             raise CheckpointError(
                 f"{named}: shape {list(first.shape)} holds {first.shape[0]} experts, but {self._says_config}"
             )
-        if not group.is_dequantized and first.dtype not in IS_FLOAT:
+        if not group.is_dequantized and first.dtype not in IS_FLOAT and not self._checkpoint.gguf:
             raise CheckpointError(
                 f"{named}: dtype={first.dtype!r}: experts must be BF16, F16, F32 or F64 "
                 "(or quantised, with a quantization_config in config.json that transformers can undo)"
@@ -510,6 +525,8 @@ _NAMES = {"BOOL": "bool", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", 
 def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
     """torch's dtype of safetensors' name: F16 is float16. Raises CheckpointError where torch has none."""
     ref = checkpoint.tensors[name]
+    if checkpoint.gguf and ref.dtype not in IS_FLOAT:
+        return torch.float32
     kind = ref.dtype.rstrip("0123456789")
     dtype = getattr(torch, _NAMES.get(ref.dtype) or f"{_KINDS.get(kind)}{ref.dtype.removeprefix(kind)}", None)
     if not isinstance(dtype, torch.dtype):
@@ -517,14 +534,29 @@ def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
     return dtype
 
 
-def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None) -> torch.Tensor:
-    """A tensor, or where it has rows, `tensor[row : row + 1]`."""
-    shape, dtype = checkpoint.tensors[name].shape, _dtype(checkpoint, name)
+def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None, *, as_bytes: bool = False) -> torch.Tensor:
+    """A tensor, or where it has rows, `tensor[row : row + 1]`. What a GGUF file has in blocks is dequantised, or
+    (`as_bytes`) these alone.
+    """
+    ref, dtype = checkpoint.tensors[name], _dtype(checkpoint, name)
+    shape = ref.shape
     if row is None or not shape:
         raw = checkpoint.read(name)
     else:
         raw, shape = checkpoint.read_row(name, row), (1, *shape[1:])
+    if checkpoint.gguf and ref.dtype not in IS_FLOAT:
+        return torch.from_numpy(raw) if as_bytes else dequantised(raw, ref.dtype).reshape(shape)
     return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
+
+
+def dequantised(raw: Bytes, dtype: str) -> torch.Tensor:
+    """Float32 numbers of whole blocks of a GGUF file. Raises CheckpointError where the package gguf cannot."""
+    import gguf
+
+    try:
+        return torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[dtype]))
+    except NotImplementedError:
+        raise CheckpointError(f"tensors in {dtype}: the package gguf cannot dequantise them") from None
 
 
 def read_group(checkpoint: Checkpoint, group: Group) -> Tensors:

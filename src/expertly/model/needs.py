@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.core.files import read_json_object
@@ -16,6 +17,7 @@ from expertly.core.geometry import DenseShape, LayerGeometry, stored_as
 from expertly.formats import expert_format
 from expertly.model import hooks
 from expertly.model.conversion import make_quantizer
+from expertly.model.gguf import config_of, open_checkpoint
 from expertly.model.hub import HubModel
 from expertly.model.packing import Packing, Weights, kept_format, local_folder, weights_of
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
@@ -77,7 +79,7 @@ def needs_of(model: str | None, dtype: str | None = None) -> ModelNeeds:
             return _of_checkpoint(name, hub.checkpoint(Path(made)), dtype, hub.files)
     if is_packed_store(folder):
         return _of_store(name, PackedStore.open(folder))
-    has_weights = any((folder / one).exists() for one in (SINGLE_NAME, INDEX_NAME))
+    has_weights = folder.is_file() or any((folder / one).exists() for one in (SINGLE_NAME, INDEX_NAME))
     return _of_folder(name, folder, dtype, has_weights=has_weights)
 
 
@@ -96,8 +98,9 @@ def _of_store(name: str, store: PackedStore) -> ModelNeeds:
 
 def _of_folder(name: str, folder: Path, dtype: str | None, *, has_weights: bool) -> ModelNeeds:
     if has_weights:
-        checkpoint = Checkpoint.open(folder)
-        sizes = {one: (folder / one).stat().st_size for one in checkpoint.headers}
+        checkpoint = open_checkpoint(folder)
+        beside = folder.parent if checkpoint.gguf else folder
+        sizes = {one: (beside / one).stat().st_size for one in checkpoint.headers}
         return _of_checkpoint(name, checkpoint, dtype, sizes, is_here=True)
     path, kept = folder / "config.json", ""
     if path.is_file():  # else reading the config says what is wanted
@@ -127,18 +130,18 @@ def _of_checkpoint(
         largest_file_nbytes=max((file_sizes[ref.path.name] for ref in checkpoint.tensors.values()), default=0),
         is_here=is_here,
     )
-    return _of_config(name, checkpoint.folder, weights, stored, refused, packing)
+    return _of_config(name, config_of(checkpoint), weights, stored, refused, packing)
 
 
 def _of_config(
     name: str,
-    folder: Path,
+    source: Path | PreTrainedConfig,
     weights: Weights,
     stored: StoredWeights | None,
     refused: str | None,
     packing: Packing | None = None,
 ) -> ModelNeeds:
-    config, model, sites = _bare_model(folder, weights.dtype)
+    config, model, sites = _bare_model(source, weights.dtype)
     if packing is not None:
         layers, dense_nbytes = packing.layers, packing.dense_nbytes
     else:
@@ -151,13 +154,13 @@ def _of_config(
     )
 
 
-def _bare_model(folder: Path, dtype: str) -> tuple[dict[str, Any], Any, Sequence[ExpertsSite]]:
+def _bare_model(source: Path | PreTrainedConfig, dtype: str) -> tuple[dict[str, Any], Any, Sequence[ExpertsSite]]:
     """The config with its defaults, the model on the meta device without its experts' weights, and where they were."""
-    config = read_config(folder)
+    config = source if isinstance(source, PreTrainedConfig) else read_config(source)
     model = build_meta_model(config, getattr(torch, dtype))
     sites = find_experts(model, ITEMSIZE[dtype])
     for layer, site in enumerate(sites):
         hooks.strip(model, site)._expertly_layer = layer
     if not dense_shape(model).layer_nbytes:
-        raise CheckpointError(f"{folder}: config.json makes layers without weights")
+        raise CheckpointError(f"{config.name_or_path or source}: config.json makes layers without weights")
     return config.to_dict(), model, sites

@@ -17,6 +17,7 @@ from expertly.core.headers import TensorSpec
 from expertly.data import demo_folder
 from expertly.formats import FORMATS, rounding_format
 from expertly.model.conversion import Conversion, ExpertsReader, Group, cast, make_quantizer, read_group, to_bytes
+from expertly.model.gguf import GgufConversion, config_of, extras_of, kept_formats, open_checkpoint
 from expertly.model.hub import download
 from expertly.model.structure import build_meta_model, find_experts
 from expertly.store.cache import entry_folder, list_entries
@@ -30,6 +31,7 @@ from expertly.store.codec_choice import (
     read_sample,
     sampled,
 )
+from expertly.store.gguf import SUFFIX
 from expertly.store.manifest import (
     IS_FLOAT,
     ITEMSIZE,
@@ -44,7 +46,7 @@ from expertly.store.writer import Progress, StoreWriter, begun_codec, copy_extra
 
 DEMO_NAME = "demo"
 
-_ACCEPTED = "a checkpoint folder, a packed store or a hub id"
+_ACCEPTED = "a checkpoint folder, a GGUF file, a packed store or a hub id"
 
 
 def pack_cached(
@@ -57,11 +59,11 @@ def pack_cached(
 ) -> PackedStore:
     """The packed store of `model`, made in the cache folder where it is not there yet.
 
-    `model`: a checkpoint folder, a packed store (opened as it is), a hub id (downloaded), or None or "demo" for the
-    demo model. `codec`: "none", "planes" or "auto": that of the store that is there, or is being made; where that does
-    not decide, what is faster on this machine by measuring, at most a second. `why_codec` of the store says which it
-    was. `quantize`: see `pack`. Raises ExpertlyError subclasses that say what is wrong with the model, an option or the
-    folder.
+    `model`: a checkpoint folder, a GGUF file, a packed store (opened as it is), a hub id (downloaded), or None or
+    "demo" for the demo model. `codec`: "none", "planes" or "auto": that of the store that is there, or is being made;
+    where that does not decide, what is faster on this machine by measuring, at most a second. `why_codec` of the store
+    says which it was. `quantize`: see `pack`. Raises ExpertlyError subclasses that say what is wrong with the model, an
+    option or the folder.
     """
     check_codec(codec)
     folder = local_folder(model)
@@ -71,7 +73,7 @@ def pack_cached(
     if is_packed_store(folder):
         why = "the packed store is in it" if codec == "auto" else "it was asked for"
         return replace(open_store(folder, dtype, codec, quantize=quantize), why_codec=why)
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = open_checkpoint(folder)
     weights = weights_of(checkpoint, dtype, quantize)
     model_type, label = str(checkpoint.config.get("model_type")), weights.label
     folders = {one: entry_folder(model_type, checkpoint.identity, label, cache_dir, one) for one in CODECS}
@@ -86,7 +88,7 @@ def pack(
     codec: str = "auto",
     quantize: str | None = None,
 ) -> PackedStore:
-    """Write the checkpoint folder `source` as a packed store at `folder`, and open it.
+    """Write the checkpoint folder or GGUF file `source` as a packed store at `folder`, and open it.
 
     Resumes what an interrupted `pack` of the same checkpoint left; a store of it that is already there is only
     opened. `dtype` is that of the experts; by default they keep the weight format of a checkpoint that has one of
@@ -100,7 +102,7 @@ def pack(
     check_codec(codec)
     if is_packed_store(Path(source)):
         raise CheckpointError(f"{source}: already a packed store; give the checkpoint that it was packed from")
-    checkpoint = Checkpoint.open(Path(source))
+    checkpoint = open_checkpoint(Path(source))
     weights = weights_of(checkpoint, dtype, quantize)
     return _pack(checkpoint, dict.fromkeys(CODECS, Path(folder)), weights, codec, progress)
 
@@ -128,7 +130,7 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None =
         rounding_format(quantize)
         if dtype is not None:
             raise ConfigError(f"dtype={dtype!r} and quantize={quantize!r}: accepted: one of the two")
-        found = checkpoint.config.get("quantization_config")
+        found = checkpoint.config.get("quantization_config") or kept_formats(checkpoint)
         if found:
             method = found.get("quant_method") if isinstance(found, dict) else found
             raise ConfigError(
@@ -139,7 +141,7 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None =
         return Weights(dtype, rounding_format(quantize, dtype).name, quantize)
     if dtype is not None:
         return Weights(check_store_dtype(dtype))
-    return Weights(default_dtype(checkpoint), kept_format(checkpoint.config))
+    return Weights(default_dtype(checkpoint), kept_formats(checkpoint) or kept_format(checkpoint.config))
 
 
 def kept_format(config: Mapping[str, Any]) -> str:
@@ -166,7 +168,7 @@ def _streamed(name: str, dtype: str | None, codec: str, cache_dir: Path | None) 
 
 
 def source_folder(model: str | Path | None) -> Path:
-    """The folder of what a user calls a model: a folder, the demo model, or the hub's model of an id, downloaded or
+    """The folder or GGUF file of what a user calls a model: that, the demo model, or the hub's of an id, downloaded or
     from the hub's own cache. Raises CheckpointError saying why none of these worked.
     """
     return local_folder(model) or download(str(model))
@@ -177,7 +179,7 @@ def local_folder(model: str | Path | None) -> Path | None:
     if model is None or model == DEMO_NAME:
         return demo_folder()
     name, path = str(model), Path(model).expanduser()
-    if name.strip() and path.is_dir():
+    if name.strip() and (path.is_dir() or (path.suffix == SUFFIX and path.is_file())):
         return path
     if name.strip() and path.exists():
         raise CheckpointError(f"model={name!r}: a file; must be {_ACCEPTED}")
@@ -187,8 +189,12 @@ def local_folder(model: str | Path | None) -> Path | None:
 
 
 def default_dtype(checkpoint: Checkpoint) -> str:
-    """The config's dtype, else the one that most bytes of weights have. Raises CheckpointError naming the field."""
+    """The config's dtype, else the one that most bytes of weights have; float32 of a quantised GGUF file. Raises
+    CheckpointError naming the field.
+    """
     config = checkpoint.config
+    if checkpoint.gguf and not all(ref.dtype in IS_FLOAT for ref in checkpoint.tensors.values()):
+        return "float32"  # transformers' own for a GGUF file, whose weights decode to it
     text_config = config.get("text_config")
     for part in (config, text_config if isinstance(text_config, dict) else {}):
         for key in ("dtype", "torch_dtype"):
@@ -250,7 +256,8 @@ def _pack(
     if is_packed_store(folder):
         dtype = None if weights.format else weights.dtype
         store = open_store(folder, dtype, choice.codec, checkpoint.identity, weights.rounded_to or None)
-        copy_extras(checkpoint.folder, folder)
+        if not checkpoint.gguf:  # whose own are in its header, and so in its identity
+            copy_extras(checkpoint.folder, folder)
     else:
         store = packing().write(folder, choice.codec, progress)
     return replace(store, why_codec=choice.why)
@@ -285,9 +292,12 @@ class Packing:
         kept = weights.format if rounding is None else ""
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         quantizer = make_quantizer(checkpoint.config.get("quantization_config"))
-        model = build_meta_model(checkpoint.folder, self._torch_dtype)
-        self._conversion = Conversion(model, quantizer)
-        self._plain = Conversion(model) if quantizer is not None else self._conversion
+        model = build_meta_model(config_of(checkpoint), self._torch_dtype)
+        self._plain = self._conversion = Conversion(model)
+        if checkpoint.gguf:
+            self._conversion = GgufConversion(model, checkpoint.gguf)
+        elif quantizer is not None:
+            self._conversion = Conversion(model, quantizer)
         groups, self._unexpected = self._conversion.groups(checkpoint.tensors)
         self._sites = find_experts(model, ITEMSIZE[dtype])
         self._readers = [
@@ -366,7 +376,8 @@ class Packing:
             if not writer.is_done(DENSE_NAME):
                 writer.write_dense(self.dense_chunks)
             writer.write_file("config.json", self.config_bytes())
-            writer.copy_extras(checkpoint.folder)
+            with extras_of(checkpoint) as extras:
+                writer.copy_extras(extras)
             return writer.finish()
 
     def _plan_dense(self, groups: list[Group]) -> dict[TensorSpec, Group | None]:
@@ -374,7 +385,8 @@ class Packing:
         plan: dict[TensorSpec, Group | None] = {}
         for group in groups:
             names = group.names
-            if group.is_dequantized and not all(self._checkpoint.tensors[name].dtype in IS_FLOAT for name in names):
+            is_float = all(self._checkpoint.tensors[name].dtype in IS_FLOAT for name in names)
+            if self._checkpoint.gguf or (group.is_dequantized and not is_float):
                 spec = TensorSpec(
                     self._dense_name(group), STORE_DTYPES[self._dtype], self._conversion.shape(group.target)
                 )
@@ -420,6 +432,8 @@ class Packing:
 
     def config_bytes(self) -> bytes:
         """The config of the store: nothing in it is quantised."""
+        if self._checkpoint.gguf:
+            return (json.dumps(self._checkpoint.config, indent=2) + "\n").encode()
         if not self._checkpoint.config.get("quantization_config"):
             return (self._checkpoint.folder / "config.json").read_bytes()
         config = {key: value for key, value in self._checkpoint.config.items() if key != "quantization_config"}

@@ -52,11 +52,17 @@ typedef struct {
 
 /* -- quantised matrices, which lie in tiles (tiles_body.h) -------------------------------------------------------------- */
 
-/* X(number, name of its functions, inputs of a tile, bytes of one): each has a header of its own, NAME.h. Numbers are
+/* X(number, name of its functions, inputs of a tile, bytes of one), which are in a header of their own. Numbers are
  * `kernel` of the formats in Python.
  */
 #define TILE_FORMATS(X) \
-    X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2)
+    X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2) \
+    X(FP8, fp8, 128, 16 * 128 + 4) \
+    X(Q8_0, q8_0, 32, 16 * 34) \
+    X(Q4_0, q4_0, 32, 16 * 18) \
+    X(Q4_K, q4_k, 256, 16 * 144) \
+    X(Q5_K, q5_k, 256, 16 * 176) \
+    X(Q6_K, q6_k, 256, 16 * 210)
 
 #define X(F, f, group, nbytes) F,
 enum { TILE_FORMATS(X) NUM_FORMATS };

@@ -279,5 +279,6 @@ static const instruction_set NAME(set) = {
 #undef HALF_VALUE
 #undef PUT_HALF
 #undef LOOKUP
+#undef LOOKUP_EITHER
 #undef SHUFFLE
 #undef BYTES

@@ -2,6 +2,8 @@
  *   LOOKUP(t, codes)  where V is 16: for each lane of `codes`, which of 16 floats its low four bits say; else
  *   SHUFFLE(t, codes) which of 16 bytes each byte of `codes`, up to 15, says
  *   BYTES(p)          a vector of V bytes
+ *   LOOKUP_EITHER(a, b, codes, choice)  where V is 16 or 8: for each lane, which float of `a`, or where `choice` is 0 of
+ *                     `b`, its lowest four or three bits say
  *
  * A tile is 16 outputs by a group of inputs, that of its format. An expert is blocks of as many neurons as down's group,
  * each of which is the tiles of its inner matrices (gate and up, or up: for 16 outputs after the other, those over all
@@ -26,7 +28,25 @@ INLINE vu NAME(shuffle)(const int8_t *values, vu codes) {
 }
 #endif
 
+/* To what `dtype` has of such values, none of which is NaN. */
+INLINE vf NAME(rounded)(int dtype, vf values) {
+    if (dtype == BFLOAT16) {
+        vu bits = (vu)values;
+        bits += 0x7fff + (bits >> 16 & 1);
+        return (vf)(bits & 0xffff0000u);
+    }
+    if (dtype == FLOAT16)
+        for (int i = 0; i < V; i++) {
+            char bytes[2] = {0};
+            NAME(put)(FLOAT16, values[i], bytes);
+            values[i] = NAME(value)(FLOAT16, bytes);
+        }
+    return values;
+}
+
 #include "mxfp4.h"
+#include "fp8.h"
+#include "gguf.h"
 
 /* -- any format ------------------------------------------------------------------------------------------------------ */
 

@@ -1,4 +1,4 @@
-"""A checkpoint folder as it comes from the hub: its config, its tensors and where they lie, its identity."""
+"""A checkpoint as it comes from the hub: its config, its tensors and where they lie, its identity."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor on disk. `dtype` is safetensors' name for it."""
+    """A tensor on disk. `dtype` is safetensors' name for it, in a GGUF file GGUF's, the same for floats."""
 
     path: Path
     dtype: str
@@ -43,10 +43,11 @@ class TensorRef:
 class Checkpoint:
     """Opened checkpoint. No tensor is in memory; reads go through the page cache, never by mmap."""
 
-    folder: Path
+    folder: Path  # or a GGUF file
     config: Mapping[str, Any]  # config.json as it is
     tensors: Mapping[str, TensorRef]
     headers: Mapping[str, bytes]  # of each file, by name
+    gguf: str = ""  # the architecture that a GGUF file names
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -88,11 +89,13 @@ class Checkpoint:
         def add(part: bytes) -> None:
             digest.update(len(part).to_bytes(8, "little") + part)
 
-        add((self.folder / "config.json").read_bytes())
+        beside = self.folder.parent if self.gguf else self.folder
+        if not self.gguf:
+            add((beside / "config.json").read_bytes())
         for name, header in self.headers.items():
             add(name.encode())
             add(header)
-            for part in _samples(self.folder / name):
+            for part in _samples(beside / name):
                 add(part)
         return digest.hexdigest()
 
@@ -141,6 +144,9 @@ class Checkpoint:
 _COUNTS = re.compile(r"(^|_)(num|n)_(\w+_)?(layer|expert)s?(_|$)|^(en|de)coder_layers$")
 """Names of fields of a config that say how many parts a model is made of."""
 
+_OF_EXPERTS = re.compile(r"expert|moe|_exps")
+"""In names of tensors that may hold many experts."""
+
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
 
 _FEW = 256
@@ -162,7 +168,7 @@ def check_claims(
         most, accepted = _MOST_WITHOUT_WEIGHTS, f"accepted without weights: at most {_MOST_WITHOUT_WEIGHTS}"
     else:
         numbers = {number for name in shapes for number in _NUMBER.findall(name)}
-        stacked = (shape[0] for name, shape in shapes.items() if len(shape) > 2 and ("expert" in name or "moe" in name))
+        stacked = (shape[0] for name, shape in shapes.items() if len(shape) > 2 and _OF_EXPERTS.search(name))
         most = max(_FEW, len(numbers), *stacked)
         accepted = f"there are tensors for {most} at most"
     for field, value in _counts(config):
@@ -193,7 +199,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
         others = sorted(
             p.name for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.pt") for p in folder.glob(pattern)
         )
-        found = f"; found {', '.join(others[:3])}, which cannot be packed" if others else ""
+        which = "a file to give itself" if others and others[0].endswith(".gguf") else "which cannot be packed"
+        found = f"; found {', '.join(others[:3])}, {which}" if others else ""
         raise CheckpointError(f"{folder}: no {SINGLE_NAME} and no {INDEX_NAME}{found}")
     weight_map = read_json_object(path, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

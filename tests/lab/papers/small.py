@@ -9,7 +9,7 @@ from expertly.trace.schema import TraceLayer
 from tests.sim.drive import make_trace, random_passes, sized
 
 LAYERS = sized(8, 16, 2)
-REQUESTS, PASSES, PROMPT = 24, 32, 6
+REQUESTS, PASSES, PROMPT = 24, 16, 6
 
 
 def full_trace(folder: Path) -> Trace:
@@ -27,5 +27,5 @@ def full_trace(folder: Path) -> Trace:
 def imported_trace(folder: Path) -> Trace:
     """Decode alone, and sizes known."""
     layers = [TraceLayer.of(layer) for layer in LAYERS]
-    passes = random_passes(0, layers, 240, num_requests=12)
+    passes = random_passes(0, layers, 160, num_requests=12)
     return make_trace(folder, passes, layers, num_requests=12, rows_per_shard=4096)

@@ -101,22 +101,27 @@ def test_the_fastest_is_saved_and_used(model: Path, fastest: Tuned) -> None:
     assert "0.50x the time of lru" in stats["system_reason"]
 
 
-def test_where_lru_is_the_fastest_it_is_what_is_saved(model: Path) -> None:
+class Failing(Biased):
+    def play(self, candidate: Candidate, request: RecordedRequest) -> Played:
+        if candidate.system.prediction != "none":
+            raise ConfigError("no such luck")
+        return super().play(candidate, request)
+
+
+@pytest.fixture(scope="module")
+def slower(model: Path) -> Tuned:
+    """Where everything is slower than lru, and what predicts fails."""
+    return tuned(model, lambda one: 1.0 if one.system.name == BASE_SYSTEM else 1.5, make=Failing)
+
+
+def test_where_lru_is_the_fastest_it_is_what_is_saved(slower: Tuned) -> None:
     """And what fails on the engine is left out, and named."""
-
-    class Failing(Biased):
-        def play(self, candidate: Candidate, request: RecordedRequest) -> Played:
-            if candidate.system.prediction != "none":
-                raise ConfigError("no such luck")
-            return super().play(candidate, request)
-
-    found = tuned(model, lambda one: 1.0 if one.system.name == BASE_SYSTEM else 1.5, make=Failing)
-    assert found.choice.system == BASE_SYSTEM and found.verdict.is_verified
-    assert "nothing" in found.verdict.why
-    failed = [*found.calibration.failed.values(), *found.verdict.failed.values()]
+    assert slower.choice.system == BASE_SYSTEM and slower.verdict.is_verified
+    assert "nothing" in slower.verdict.why
+    failed = [*slower.calibration.failed.values(), *slower.verdict.failed.values()]
     assert failed and set(failed) == {"no such luck"}
-    path = save(found)
-    assert path is not None and read_choices(path, *_identity(found))[-1].system == BASE_SYSTEM
+    path = save(slower)
+    assert path is not None and read_choices(path, *_identity(slower))[-1].system == BASE_SYSTEM
 
 
 def test_what_learns_is_kept_with_what_it_learned(model: Path, tmp_path: Path) -> None:
@@ -171,16 +176,9 @@ def test_both_codecs_that_are_packed_are_tried(tmp_path: Path) -> None:
     assert stats["codec"]["name"] == found.choice.codec
 
 
-def test_the_report_says_what_was_simulated_alone(model: Path, fastest: Tuned) -> None:
+def test_the_report_says_what_was_simulated_alone(fastest: Tuned, slower: Tuned) -> None:
     """And what could not be run, whenever that was found out."""
-
-    class Failing(Biased):
-        def play(self, candidate: Candidate, request: RecordedRequest) -> Played:
-            if candidate.system.prediction == "lookahead":
-                raise ConfigError("no such luck")
-            return super().play(candidate, request)
-
-    for found in (fastest, tuned(model, lambda one: 1.0, make=Failing)):
+    for found in (fastest, slower):
         result = result_of(argparse.Namespace(model="tiny", memory="50%"), found, None)
         text, calibration = report(result), found.calibration
         for one, row in zip(found.found.ranking, result["search"]["ranking"], strict=True):

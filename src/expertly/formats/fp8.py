@@ -1,0 +1,70 @@
+"""FP8 (OCP's E4M3) with a scale for each 128 x 128 weights, as DeepSeek-V3, Qwen3-FP8 and MiniMax-M2 ship.
+
+A tile is, for each 4 inputs, 16 words of 4 bytes, one an output, the first input in the lowest bits; then the scale, a
+float32. A byte is a checkpoint's own with its sign moved: exponent (4 bits), sign, mantissa (3), from the top, so that
+sign and mantissa together are a place in a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from expertly.core.errors import CheckpointError
+from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat
+
+if TYPE_CHECKING:
+    import torch
+
+_BLOCK = 128
+_CODES_NBYTES = TILE_OUTPUTS * _BLOCK
+
+
+class _Fp8(TiledFormat):
+    name = "fp8"
+    kernel = 1
+    group = _BLOCK
+    tile_nbytes = _CODES_NBYTES + 4
+    suffixes = ("weight", "weight_scale_inv")
+
+    def is_of(self, quantization: Mapping[str, Any]) -> bool:
+        block = quantization.get("weight_block_size", (_BLOCK, _BLOCK))  # else it has no or other blocks
+        is_blocked = isinstance(block, list | tuple) and tuple(block) == (_BLOCK, _BLOCK)
+        return quantization.get("quant_method") == "fp8" and is_blocked
+
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+        scales = ("F32", "BF16", "F16", "F8_E8M0", "U8")
+        return (("F8_E4M3",), (rows, columns)), (scales, (rows // _BLOCK, columns // _BLOCK))
+
+    def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
+        import torch
+
+        codes, scales = tensors[0].view(torch.uint8).numpy(), tensors[1].reshape(rows // _BLOCK, columns // _BLOCK)
+        # as transformers reads them: a byte is an exponent
+        floats = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+        if not bool(floats.isfinite().all()):
+            wrong = floats[~floats.isfinite()][0].item()
+            raise CheckpointError(f"a scale is {wrong}: must be finite")
+        if (codes & 0x7F == 0x7F).any():
+            raise CheckpointError("a weight is 0x7f or 0xff, which stands for NaN: must be a number")
+        of_rows = floats.repeat_interleave(_BLOCK, 0).numpy().view(np.uint8).reshape(rows, columns // _BLOCK, 4)
+        return codes.reshape(rows, columns // _BLOCK, _BLOCK), of_rows
+
+    def tiles(self, parts: Sequence[Bytes]) -> Bytes:
+        codes, scales = parts
+        moved = (codes & 0x78) << 1 | codes >> 4 & 8 | codes & 7
+        words = moved.reshape(*codes.shape[:-1], _BLOCK // 4, 4).swapaxes(-2, -3)  # [..., 32 words, 16 outputs, 4]
+        return np.concatenate((words.reshape(*codes.shape[:-2], -1), scales[..., 0, :]), axis=-1)
+
+    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        moved = tiles[..., :_CODES_NBYTES].unflatten(-1, (_BLOCK // 4, TILE_OUTPUTS, 4)).transpose(-2, -3).flatten(-2)
+        codes = moved >> 1 & 0x78 | (moved & 8) << 4 | moved & 7  # [..., 16, 128]
+        scales = tiles[..., _CODES_NBYTES:].clone().view(torch.float32)
+        return codes.view(torch.float8_e4m3fn).float() * scales.unsqueeze(-1)
+
+
+FP8 = _Fp8()

@@ -1,0 +1,228 @@
+"""The block types of GGUF files that llama.cpp's quantisations are made of, and how they lie in tiles.
+
+A row of a GGUF matrix is blocks of 32 or 256 inputs, each with its scales beside its codes. A tile is 16 such blocks,
+one an output, taken apart: codes of 4 bits lie as in MXFP4, 16 words of 8 inputs, one an output; codes of 8 bits 16
+bytes an input; what is a number an output (scales, minima) 16 of them. The reference is the package gguf (quants.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from expertly.core.errors import CheckpointError
+from expertly.formats.mxfp4 import _Mxfp4
+from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _GgufBlocks(TiledFormat):
+    """A matrix is one tensor: bytes [rows, blocks of a row * their bytes]. Its only part is these, a block each."""
+
+    suffixes = ("",)
+    type: str
+    """GGUF's name for it."""
+    halves: tuple[int, ...]
+    """Where in a block its float16 numbers are."""
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.tile_nbytes // TILE_OUTPUTS
+
+    def is_of(self, quantization: Mapping[str, Any]) -> bool:
+        return False
+
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+        return (((self.type,), (rows, columns)),)
+
+    def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
+        (tensor,) = tensors
+        blocks = tensor.numpy().reshape(rows, columns // self.group, self.block_nbytes)
+        for place in self.halves:
+            if not np.isfinite(_halves(blocks, place)).all():
+                raise CheckpointError(f"a scale that is no finite number, in a block of {self.type}")
+        return (blocks,)
+
+    def tiles(self, parts: Sequence[Bytes]) -> Bytes:
+        (blocks,) = parts
+        return np.concatenate([one.reshape(*blocks.shape[:-2], -1) for one in self._split(blocks)], axis=-1)
+
+    def _split(self, blocks: Bytes) -> Sequence[Bytes]:
+        """What a tile is made of, in order, from its 16 blocks [..., 16, block_nbytes]."""
+        raise NotImplementedError
+
+
+class _Q8_0(_GgufBlocks):
+    """Codes of 8 bits, of 32 inputs, times a scale."""
+
+    name, type, kernel = "q8_0", "Q8_0", 2
+    group, tile_nbytes, halves = 32, TILE_OUTPUTS * 34, (0,)
+
+    def _split(self, blocks: Bytes) -> Sequence[Bytes]:
+        return blocks[..., 2:].swapaxes(-1, -2), blocks[..., :2]
+
+    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        codes, scales = tiles[..., :512].view(torch.int8).unflatten(-1, (32, 16)), _numbers(tiles, 512)
+        return codes.transpose(-1, -2).float() * scales.unsqueeze(-1)
+
+
+class _Q4_0(_GgufBlocks):
+    """Codes of 4 bits less 8, of 32 inputs, times a scale."""
+
+    name, type, kernel = "q4_0", "Q4_0", 3
+    group, tile_nbytes, halves = 32, TILE_OUTPUTS * 18, (0,)
+
+    def _split(self, blocks: Bytes) -> Sequence[Bytes]:
+        return _words(_nibbles(blocks[..., 2:], 16)), blocks[..., :2]
+
+    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
+        return (_codes(tiles[..., :256]).float() - 8) * _numbers(tiles, 256).unsqueeze(-1)
+
+
+class _Q4_K(_GgufBlocks):
+    """Codes of 4 bits, of 256 inputs. 32 each have a scale and a minimum of 6 bits, times those of the block."""
+
+    name, type, kernel = "q4_k", "Q4_K", 4
+    group, tile_nbytes, halves = 256, TILE_OUTPUTS * 144, (0, 2)
+
+    def _split(self, blocks: Bytes) -> Sequence[Bytes]:
+        codes = _words(_nibbles(blocks[..., 16:], 32))
+        return codes, _dwords(blocks[..., 4:16]), blocks[..., :2], blocks[..., 2:4]
+
+    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
+        return _scaled(_codes(tiles[..., :2048]), tiles[..., 2048:])
+
+
+class _Q5_K(_GgufBlocks):
+    """As Q4_K, with a fifth bit of each code."""
+
+    name, type, kernel = "q5_k", "Q5_K", 5
+    group, tile_nbytes, halves = 256, TILE_OUTPUTS * 176, (0, 2)
+
+    def _split(self, blocks: Bytes) -> Sequence[Bytes]:
+        codes = _words(_nibbles(blocks[..., 48:], 32))
+        high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # [..., 16, 8, 32]
+        bits = _dwords(np.packbits(high, axis=-1, bitorder="little").reshape(*blocks.shape[:-1], 32))
+        return codes, bits, _dwords(blocks[..., 4:16]), blocks[..., :2], blocks[..., 2:4]
+
+    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
+        high = _of_dwords(tiles[..., 2048:2560], 8, 1)
+        return _scaled(_codes(tiles[..., :2048]) | high << 4, tiles[..., 2560:])
+
+
+class _Q6_K(_GgufBlocks):
+    """Codes of 6 bits less 32, of 256 inputs. 16 each have a scale of 8 bits, times that of the block."""
+
+    name, type, kernel = "q6_k", "Q6_K", 6
+    group, tile_nbytes, halves = 256, TILE_OUTPUTS * 210, (208,)
+
+    def _split(self, blocks: Bytes) -> Sequence[Bytes]:
+        shifts = np.arange(0, 8, 2, dtype=np.uint8)
+        high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32) >> shifts[:, None] & 3
+        quads = high.reshape(*blocks.shape[:-1], 64, 4) << shifts
+        bits = _dwords(np.bitwise_or.reduce(quads, axis=-1))
+        return (
+            *(_words(_nibbles(blocks[..., :128], 64)), bits),
+            *(blocks[..., 192:208].swapaxes(-1, -2), blocks[..., 208:]),
+        )
+
+    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        codes = _codes(tiles[..., :2048]) | _of_dwords(tiles[..., 2048:3072], 4, 2) << 4
+        scales = tiles[..., 3072:3328].view(torch.int8).unflatten(-1, (16, 16)).transpose(-1, -2).float()
+        scales = scales * _numbers(tiles, 3328).unsqueeze(-1)
+        return (codes.float() - 32) * scales.repeat_interleave(16, dim=-1)
+
+
+class _GgufMxfp4(_Mxfp4):
+    """GGUF's order of MXFP4: a block is its scale, then 16 bytes whose low halves are the first 16 inputs."""
+
+    suffixes: tuple[str, ...] = ("",)
+
+    def is_of(self, quantization: Mapping[str, Any]) -> bool:
+        return False
+
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+        return ((("MXFP4",), (rows, columns)),)
+
+    def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
+        import torch
+
+        blocks = tensors[0].numpy().reshape(rows, columns // 32, 17)
+        codes = _pairs(_nibbles(blocks[..., 1:], 16))
+        parts = (torch.from_numpy(np.ascontiguousarray(one)) for one in (codes, blocks[..., 0]))
+        return super().parts_of(tuple(parts), rows, columns)
+
+
+GGUF_FORMATS = (_Q8_0(), _Q4_0(), _Q4_K(), _Q5_K(), _Q6_K())
+
+OF_GGUF_TYPE: dict[str, TiledFormat] = {**{one.type: one for one in GGUF_FORMATS}, "MXFP4": _GgufMxfp4()}
+"""What reads a GGUF matrix, by GGUF's name of its type."""
+
+
+# -- bytes of blocks, [..., 16 outputs, n] -----------------------------------------------------------------------------
+
+
+def _halves(blocks: Bytes, place: int) -> np.ndarray[Any, np.dtype[np.float16]]:
+    return np.ascontiguousarray(blocks[..., place : place + 2]).view(np.float16)
+
+
+def _nibbles(data: Bytes, width: int) -> Bytes:
+    """Codes [..., 2 n] of n bytes: of `width` bytes after the other the low halves, then the high ones."""
+    apart = data.reshape(*data.shape[:-1], -1, 1, width)
+    return np.concatenate((apart & 15, apart >> 4), axis=-2).reshape(*data.shape[:-1], -1)
+
+
+def _pairs(codes: Bytes) -> Bytes:
+    """Bytes of two codes, the first in the low half."""
+    return codes[..., 0::2] | codes[..., 1::2] * np.uint8(16)
+
+
+def _dwords(data: Bytes) -> Bytes:
+    """[..., n / 4, 16, 4]: words of four bytes, 16 outputs after the other."""
+    return data.reshape(*data.shape[:-1], -1, 4).swapaxes(-2, -3)
+
+
+def _words(codes: Bytes) -> Bytes:
+    return _dwords(_pairs(codes))
+
+
+# -- numbers of tiles, [..., bytes] ------------------------------------------------------------------------------------
+
+
+def _numbers(tiles: torch.Tensor, place: int) -> torch.Tensor:
+    """[..., 16] of the float16 numbers at `place`."""
+    import torch
+
+    return tiles[..., place : place + 32].contiguous().view(torch.float16).float()
+
+
+def _of_dwords(data: torch.Tensor, num: int, width: int) -> torch.Tensor:
+    """Codes of `width` bits [..., 16, n], `num` of a byte, the first in the lowest bits."""
+    import torch
+
+    shifts = torch.arange(0, num * width, width, dtype=torch.uint8, device=data.device)
+    codes = (data.unflatten(-1, (-1, 16, 4, 1)) >> shifts) & (1 << width) - 1  # [..., words, 16, 4, num]
+    return codes.transpose(-4, -3).flatten(-3)
+
+
+def _codes(words: torch.Tensor) -> torch.Tensor:
+    return _of_dwords(words, 2, 4)
+
+
+def _scaled(codes: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """Codes [..., 16, 256] times their scales less their minima, as Q4_K and Q5_K have them."""
+    import torch
+
+    packed = rest[..., :192].unflatten(-1, (3, 16, 4))
+    low, high, both = packed.unbind(-3)  # [..., 16, 4]
+    scales = torch.cat((low & 63, both & 15 | low >> 6 << 4), dim=-1).float() * _numbers(rest, 192).unsqueeze(-1)
+    minima = torch.cat((high & 63, both >> 4 | high >> 6 << 4), dim=-1).float() * _numbers(rest, 224).unsqueeze(-1)
+    return codes.float() * scales.repeat_interleave(32, dim=-1) - minima.repeat_interleave(32, dim=-1)

@@ -1,0 +1,115 @@
+"""Tiny models as GGUF files, and transformers' model of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.families import NUM_EXPERTS, VOCAB_SIZE
+
+ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe"}
+
+
+def gguf_blocks(type_name: str, shape: tuple[int, ...], dice: np.random.Generator, std: float = 0.15) -> Any:
+    """Random bytes [..., rows, blocks * nbytes] of a GGUF type whose weights are about `std` large; its python package
+    quantises few.
+    """
+    size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
+    blocks = dice.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
+    if type_name == "MXFP4":
+        blocks[..., 0] = dice.integers(122, 125, blocks.shape[:-1])
+    scales = {"Q8_0": {0: 70}, "Q4_0": {0: 4.6}, "Q4_K": {0: 200, 2: 27}, "Q5_K": {0: 400, 2: 27}, "Q6_K": {208: 1350}}
+    for place, over in scales.get(type_name, {}).items():
+        numbers = dice.uniform(0.5, 1.5, (*blocks.shape[:-1], 1)) * std / over
+        blocks[..., place : place + 2] = numbers.astype(np.float16).view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def make_gguf(
+    path: Path,
+    inner: str = "Q8_0",
+    down: str | None = None,
+    dense: str = "Q8_0",
+    architecture: str = "qwen3moe",
+    hidden: int = 256,
+    intermediate: int = 512,
+    **spoil: Any,
+) -> Path:
+    """A tiny model as llama.cpp has it, its experts in GGUF types, those of down of the last layer in `down`. `spoil`:
+    tensors that are other than they should be (None: missing), by name.
+    """
+    kinds = gguf.GGMLQuantizationType
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer, dice = gguf.GGUFWriter(path, architecture), np.random.default_rng(1)
+    writer.add_block_count(3)
+    writer.add_context_length(512)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(16)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_expert_count(NUM_EXPERTS)
+    writer.add_expert_used_count(2)
+    writer.add_expert_feed_forward_length(intermediate)
+    writer.add_vocab_size(VOCAB_SIZE)
+    writer.add_tokenizer_model("none")
+    is_qwen2 = architecture == "qwen2moe"
+    head = hidden // 4 if is_qwen2 else 16
+    if is_qwen2:
+        writer.add_expert_shared_feed_forward_length(64)
+
+    def add(name: str, shape: tuple[int, ...], kind: str = "F32", std: float = 0.15, mean: float = 0.0) -> None:
+        if name in spoil and spoil[name] is None:
+            return
+        if kind in ("F32", "F16"):
+            numbers = (dice.standard_normal(shape) * std + mean).astype(np.float32 if kind == "F32" else np.float16)
+            writer.add_tensor(name, spoil.get(name, numbers))
+        else:
+            writer.add_tensor(name, gguf_blocks(kind, shape, dice, std), raw_dtype=kinds[kind])
+
+    add("token_embd.weight", (VOCAB_SIZE, hidden), "F16", 0.5)
+    add("output_norm.weight", (hidden,), mean=1.0)
+    add("output.weight", (VOCAB_SIZE, hidden), dense, 0.5)
+    for layer in range(3):
+        blk = f"blk.{layer}"
+        add(f"{blk}.attn_norm.weight", (hidden,), mean=1.0)
+        add(f"{blk}.ffn_norm.weight", (hidden,), mean=1.0)
+        add(f"{blk}.attn_q.weight", (4 * head, hidden), dense)
+        add(f"{blk}.attn_k.weight", (2 * head, hidden), dense)
+        add(f"{blk}.attn_v.weight", (2 * head, hidden), dense)
+        add(f"{blk}.attn_output.weight", (hidden, 4 * head), dense if 4 * head % 256 == 0 else "Q8_0")
+        add(f"{blk}.ffn_gate_inp.weight", (NUM_EXPERTS, hidden), std=0.4)
+        if is_qwen2:
+            for one, size in (("q", 4), ("k", 2), ("v", 2)):
+                add(f"{blk}.attn_{one}.bias", (size * head,), std=0.1)
+            add(f"{blk}.ffn_gate_inp_shexp.weight", (hidden,))
+            for one, shape in (("gate", (64, hidden)), ("up", (64, hidden)), ("down", (hidden, 64))):
+                add(f"{blk}.ffn_{one}_shexp.weight", shape)
+        else:
+            add(f"{blk}.attn_q_norm.weight", (head,), mean=1.0)
+            add(f"{blk}.attn_k_norm.weight", (head,), mean=1.0)
+        of_down = down if down is not None and layer == 2 else inner
+        add(f"{blk}.ffn_gate_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner)
+        add(f"{blk}.ffn_up_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner)
+        add(f"{blk}.ffn_down_exps.weight", (NUM_EXPERTS, hidden, intermediate), of_down)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def load_gguf(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """transformers' model of the file, with a config that has the experts' widths, which it does not read."""
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    field = gguf.GGUFReader(path).get_field(f"{ARCHITECTURES[config.model_type]}.expert_feed_forward_length")
+    config.moe_intermediate_size = int(field.contents())
+    config.shared_expert_intermediate_size = 64
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=config, dtype=dtype).eval()
