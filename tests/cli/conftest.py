@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import keep_the_code_of_libraries, one_thread
+from tests.engine.conftest import one_thread
 from tests.families import make_checkpoint
 
-__all__ = ["keep_the_code_of_libraries", "one_thread"]
+__all__ = ["one_thread"]
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
 """Recording and profiles run on the tiny models of the engine's tests."""
 
-from tests.engine.conftest import cases, keep_the_code_of_libraries, one_thread
+from tests.engine.conftest import cases, one_thread
 
-__all__ = ["cases", "keep_the_code_of_libraries", "one_thread"]
+__all__ = ["cases", "one_thread"]
