@@ -11,7 +11,7 @@ from functools import cache
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
 from expertly.formats.fp8 import FP8
-from expertly.formats.gguf import GGUF_FORMATS
+from expertly.formats.gguf import GGUF_FORMATS, Q4_0, Q8_0
 from expertly.formats.mxfp4 import MXFP4
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 
@@ -28,17 +28,15 @@ __all__ = [
 
 FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8, *GGUF_FORMATS)}
 
-ROUNDED_TO: dict[str, tuple[RoundingFormat, ...]] = {"mxfp4": (MXFP4,)}
-"""What weights of a checkpoint that is not quantised can be rounded to, as --quantize calls it: the first format that
-takes the dtype they are computed in.
-"""
+ROUNDED_TO: dict[str, RoundingFormat] = {"mxfp4": MXFP4, "int4": Q4_0, "int8": Q8_0}
+"""What weights of a checkpoint that is not quantised can be rounded to, as --quantize calls it."""
 
 
-def rounding_format(name: object, dtype: str | None = None) -> RoundingFormat:
-    """Of a name in ROUNDED_TO, for a dtype. Raises ConfigError naming what is accepted."""
+def rounding_format(name: object) -> RoundingFormat:
+    """Of a name in ROUNDED_TO. Raises ConfigError naming what is accepted."""
     if not isinstance(name, str) or name not in ROUNDED_TO:
         raise ConfigError(f"quantize={name!r:.80}: not a format to round to; accepted: {', '.join(ROUNDED_TO)}")
-    return next(one for one in ROUNDED_TO[name] if dtype is None or dtype in one.rounds)
+    return ROUNDED_TO[name]
 
 
 @cache

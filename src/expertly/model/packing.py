@@ -127,7 +127,7 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None =
     `default_dtype`, and ConfigError where the checkpoint is not to be rounded.
     """
     if quantize is not None:
-        rounding_format(quantize)
+        form = rounding_format(quantize).name
         if dtype is not None:
             raise ConfigError(f"dtype={dtype!r} and quantize={quantize!r}: accepted: one of the two")
         found = checkpoint.config.get("quantization_config") or kept_formats(checkpoint)
@@ -137,8 +137,7 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None =
                 f"quantize={quantize!r}: {checkpoint.folder} is quantised already ({method!r:.80}); accepted: without "
                 "quantize, or a checkpoint of the model in bfloat16, float16 or float32"
             )
-        dtype = default_dtype(checkpoint)
-        return Weights(dtype, rounding_format(quantize, dtype).name, quantize)
+        return Weights(default_dtype(checkpoint), form, quantize)
     if dtype is not None:
         return Weights(check_store_dtype(dtype))
     return Weights(default_dtype(checkpoint), kept_formats(checkpoint) or kept_format(checkpoint.config))
@@ -288,7 +287,7 @@ class Packing:
         self._checkpoint = checkpoint
         self._dtype = dtype = weights.dtype
         self._rounding = Rounding(weights.rounded_to) if weights.rounded_to else None
-        rounding = rounding_format(weights.rounded_to, dtype) if weights.rounded_to else None
+        rounding = rounding_format(weights.rounded_to) if weights.rounded_to else None
         kept = weights.format if rounding is None else ""
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         quantizer = make_quantizer(checkpoint.config.get("quantization_config"))
