@@ -335,15 +335,25 @@ def test_it_is_written_while_the_model_runs(
     assert num_in(path, system) >= max(seen) > 0
 
 
-def test_it_is_written_when_the_process_ends(own: tuple[Case, Path]) -> None:
-    code = """
-import sys, expertly, torch
-models = [expertly.load(sys.argv[1], system=system, memory="50%", device="cpu")[0] for system in ("fmoe", "expertly")]
-for model in models:
+EXIT = """
+import sys, time, expertly, torch
+systems = ("fmoe", "expertly", "lru")
+models = [expertly.load(sys.argv[1], system=system, memory="50%", device="cpu")[0] for system in systems]
+for model in models[:2]:
     model.generate(torch.tensor([[5, 6, 7, 8]]), do_sample=False, max_new_tokens=4)
+engine = expertly.api.handle(models[2]).engine
+engine.device.submit(engine.scheduler.preload(0, 1))
+print("end", time.time())
 """
-    done = run_python(code, str(own[1]))
+
+
+def test_a_process_that_ends_without_unload_ends_quickly_and_quietly_and_all_is_written(own: tuple[Case, Path]) -> None:
+    """In the middle of a read."""
+    done = run_python(EXIT, str(own[1]))
+    ended = time.time()
     assert done.returncode == 0, done.stderr
+    assert ended - float(done.stdout.split()[1]) < 10
+    assert not [line for line in done.stderr.splitlines() if "Loading weights" not in line and line.strip()]
     for system in ("fmoe", "expertly"):
         assert num_in(beside(own[1], system), system) == 4 + 3
 

@@ -32,7 +32,7 @@ from expertly.scheduler.decisions import replay_file
 from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
-from tests.engine.observe import assert_streamed, loaded, open_files, reader_threads, run_python
+from tests.engine.observe import assert_streamed, loaded, open_files, reader_threads
 from tests.families import generate, logits_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -160,26 +160,6 @@ def test_del_does_the_same(cases: Cases) -> None:
     gc.collect()
     assert engine() is None
     assert not reader_threads() and not open_files(case.store)
-
-
-EXIT = """
-import sys, time
-import expertly
-model, _ = expertly.load(sys.argv[1], memory="50%", device="cpu")
-engine = expertly.api.handle(model).engine
-engine.device.submit(engine.scheduler.preload(0, 1))
-print("end", time.time())
-"""
-
-
-def test_the_interpreter_ends_quickly_and_quietly_without_unload(cases: Cases) -> None:
-    """In the middle of a read."""
-    result = run_python(EXIT, str(cases["qwen3_moe"].store))
-    ended = time.time()
-    assert result.returncode == 0, result.stderr
-    noise = [line for line in result.stderr.splitlines() if "Loading weights" not in line and line.strip()]
-    assert not noise
-    assert ended - float(result.stdout.split()[1]) < 10
 
 
 # -- a load that fails -----------------------------------------------------------------------------------------------

@@ -350,10 +350,11 @@ def test_tuning_tries_no_number_of_segments_that_blocks_do_not_make() -> None:
         assert found == expected
 
 
-def test_the_shipped_geometry_is_the_formats() -> None:
-    for layer in read_geometry("gpt-oss-20b-mxfp4").layers:
+@pytest.mark.parametrize("name", ["gpt-oss-20b-mxfp4", "qwen3-30b-a3b-fp8", "deepseek-v3-fp8"])
+def test_the_shipped_geometry_is_the_formats(name: str) -> None:
+    for layer in read_geometry(name).layers:
         check_format(layer)
-        assert layer.format == "mxfp4"
+        assert layer.format == name.rpartition("-")[2]
 
 
 def test_blocks_of_random_bytes_decode_alike(form: ExpertFormat) -> None:

@@ -57,13 +57,15 @@ INLINE void NAME(fp8_sum)(int is_usual, int dtype, int N, const char *p, const f
         vf a[MAX_TOKENS][4];
         for (int t = 0; t < N; t++)
             for (int k = 0; k < A; k++) a[t][k] = (vf){0};
-        for (int word = 0; word < 32; word++)
+        for (int word = 0; word < 32; word++) {
+            if (w == 0) __builtin_prefetch(p + TILES_AHEAD_NBYTES + word * 64);
             for (int i = 0; i < 4; i++) { /* what lies 8 bits up is one byte further; behind the words is the scale */
                 const vu codes = *(const vu *)(p + word * 64 + w * V * 4 + i);
                 const vf value = is_usual ? NAME(fp8_usual)(dtype, codes, scale, normal, small)
                                           : NAME(fp8_any)(dtype, codes, scale);
                 for (int t = 0; t < N; t++) a[t][i % A] += value * x[t][word * 4 + i];
             }
+        }
         for (int t = 0; t < N; t++) {
             for (int k = 1; k < A; k++) a[t][0] += a[t][k];
             sums[t][w] += a[t][0];

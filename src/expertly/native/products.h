@@ -87,6 +87,11 @@ INLINE int64_t tile_nbytes(int format) {
 }
 #undef X
 
+/* Whether a format asks memory for the tiles to come line by line between its arithmetic: a large tile asked for at once
+ * is more lines than a processor awaits at a time, which keeps it from those that are here.
+ */
+INLINE int fetches_itself(int format) { return format == FP8; }
+
 /* out[m, out_row + t, i] = row i of inner matrix m . x[x_row + t] */
 typedef struct {
     int32_t format, dtype; /* of the inner matrices, of `out` */

@@ -81,7 +81,7 @@ INLINE void NAME(tile_dots_block)(int format, int N, const tile_dots *d, const t
         for (int64_t j = 0; j < d->hidden; j += group, p += nbytes) {
             const float *x[MAX_TOKENS];
             for (int t = 0; t < N; t++) x[t] = d->x + (one->x_row + t) * d->hidden + j;
-            NAME(fetch)(p + TILES_AHEAD_NBYTES, nbytes);
+            if (!fetches_itself(format)) NAME(fetch)(p + TILES_AHEAD_NBYTES, nbytes);
             NAME(tile_add)(format, d->dtype, N, p, x, sums);
         }
         const int64_t matrix = v / num_rows, neuron = block * d->block_size + v % num_rows * 16;
@@ -108,7 +108,7 @@ INLINE void NAME(tile_sums_chunk)(int format, int N, const tile_sums *s, const t
         const float *x[MAX_TOKENS];
         for (int t = 0; t < N; t++) x[t] = s->h + (one->x_row + t) * s->num_neurons + block * group;
         for (int64_t v = first; v < end; v++, p += nbytes) {
-            NAME(fetch)(p + ahead, nbytes);
+            if (!fetches_itself(format)) NAME(fetch)(p + ahead, nbytes);
             NAME(tile_add)(format, s->dtype, N, p, x, sums[v - first]);
         }
     }
