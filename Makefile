@@ -63,7 +63,7 @@ types: $(STAMP)
 unit: $(STAMP)
 ifeq ($(strip $(PYTEST_FLAGS)),)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone"
-	$(BIN)/python -m pytest -q -m alone
+	$(BIN)/python -m pytest -q -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
 else
 	$(BIN)/python -m pytest -q $(PYTEST_FLAGS)
 endif

@@ -25,7 +25,8 @@ keep_off_trapped_instructions()  # before any reference model multiplies
 
 
 LONGEST = (
-    *("test_wheel.py", "cli/test_compare.py", "serve/test_fuzz.py", "cli/test_compare_failing.py", "cli/test_tune.py"),
+    *("test_wheel.py", "cli/test_compare.py", "serve/test_many.py", "serve/test_fuzz.py", "lab/papers/test_runs.py"),
+    *("test_examples.py", "test_extending.py", "cli/test_compare_failing.py", "cli/test_tune.py"),
     *("test_golden_engine.py", "test_golden.py", "engine/test_process.py", "model/test_streaming.py"),
 )
 """These files run first: no worker is to begin a long one when the others have nothing left."""

@@ -30,7 +30,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(REPOSITORY / name, sources / name)
     project = sources / "pyproject.toml"
-    project.write_text(project.read_text().replace('"-O3"', '"-O0"'))  # tests/native builds the products as they are
+    project.write_text(project.read_text().replace('"-O3"', '"-O0"'))
+    products = sources / "src/expertly/native/products.c"  # for any processor alone: in seconds, not a minute
+    products.write_text(products.read_text().replace("#if defined(__x86_64__)", "#if 0"))
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, sources]
     subprocess.run(build, check=True, capture_output=True, env=os.environ | {"EXPERTLY_OPT_LEVEL": "0"})
     (wheel,) = folder.glob("expertly-*.whl")

@@ -58,7 +58,8 @@ Progress = Callable[[str, int, int], None]
 
 def load(model: str | None = None, *, progress: Progress | None = None, **options: Any) -> tuple[Any, Any]:
     """An ordinary transformers model whose experts live in a stated amount of memory, and its tokenizer (None where it
-    has none). `model`: a folder, a packed store or a hub id; None is the demo model. `progress`: see Progress.
+    has none). `model`: a folder, a GGUF file, a packed store or a hub id; None is the demo model. `progress`: see
+    Progress.
 
     Raises ExpertlyError subclasses that name the option and what is accepted; TypeError for one that there is not.
     """

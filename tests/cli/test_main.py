@@ -98,10 +98,10 @@ def test_options_come_as_the_dataclass_says(command, capsys):
     command.run = print
     main(["fake", "a", "--often", "3", "b", "--rare", "b"])
     assert capsys.readouterr().out == f"{FakeOptions(file=['a', 'b'], often=3, rare='b')}\n"
-    assert main(["fake", "--often", "0", "--rare", "c"]) == 2
-    assert (
-        "Invalid value for '--often': '0': must be a whole number from 1 (see expertly fake" in capsys.readouterr().err
-    )
+    for value in ("0", "-1", "1.5", "many"):
+        assert main(["fake", "--often", value, "--rare", "c"]) == 2
+        said = f"Invalid value for '--often': '{value}': must be a whole number from 1 (see expertly fake"
+        assert said in capsys.readouterr().err
     assert main(["fake", "--rare", "c"]) == 2
     assert "'--rare': 'c': must be a or b" in capsys.readouterr().err
 
@@ -211,28 +211,16 @@ def test_bad_arguments_with_json_give_one_object(capsys):
     assert "--nonsense" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
-def test_counts_must_be_positive(value, capsys):
-    assert main(["generate", "--prompt", "x", "--max-new-tokens", value]) == 2
-    err = capsys.readouterr().err
-    assert "--max-new-tokens" in err and value in err and "from 1" in err
-
-
-def test_module_and_version():
-    done = subprocess.run([sys.executable, "-m", "expertly", "--version"], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout.strip()) == (0, f"expertly {__version__}")
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"expertly {__version__}"
 
 
 def test_reader_that_went_away_is_no_traceback():
     read_end, write_end = os.pipe()
     os.close(read_end)
-    done = subprocess.run(
-        [sys.executable, "-m", "expertly", "lab", "systems"],
-        stdout=write_end,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-    )
+    command = [sys.executable, "-m", "expertly", "lab", "systems"]
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write_end)
     assert done.returncode == 141
     assert done.stderr == ""

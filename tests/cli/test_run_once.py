@@ -69,6 +69,17 @@ def test_stats_adds_a_table_by_layer_and_phase(model: Path, capsys: Captured):
     assert sum(layer["decode"]["misses"] for layer in result["layers"]) == result["phases"]["decode"]["misses"]
 
 
+def test_several_devices_write_the_same_and_are_told_apart(model: Path, expected: str, capsys: Captured):
+    arguments = ("--memory", "60%", "--devices", "cpu:0,cpu:1", "--stats")
+    assert run(model, *arguments, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["text"] == expected and [one["device"] for one in result["devices"]] == ["cpu:0", "cpu:1"]
+    assert result["bytes_loaded"] == sum(one["bytes_loaded"] for one in result["devices"])
+    assert run(model, *arguments) == 0
+    out = capsys.readouterr().out
+    assert sum(line.startswith("cpu:") for line in out.splitlines()) == 4, "a table by device"
+
+
 def test_shares_that_are_not_equal_are_shown(model: Path, capsys: Captured):
     system = "lru:allocation=adapmoe"
     assert run(model, "--memory", "50%", "--system", system, "--stats", "--max-new-tokens", "3") == 0
@@ -119,6 +130,9 @@ def test_sampling_repeats_with_the_seed(model: Path, expected: str, capsys: Capt
         (("--learned", "my.maps"), ("system 'lru' learns nothing that is kept",)),
         (("--predict", "fast"), ("accepted: auto, thread, inline",)),
         (("--system", "fmoe", "--learned", "no/my.maps"), ("in a folder that exists",)),
+        (("--devices", "cpu:0,cpu:1", "--device", "cpu"), ("accepted: one of the two",)),
+        (("--devices", "cpu:0,tpu"), ("devices='tpu': unknown; accepted: cpu, cuda, cuda:N",)),
+        (("--devices", ",".join(f"cpu:{i}" for i in range(9))), ("9 of them, but a layer has only 8 experts",)),
     ],
 )
 def test_bad_settings_name_themselves(

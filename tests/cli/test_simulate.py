@@ -291,26 +291,24 @@ class Blocker:
 BLOCKED = ("torch", "transformers", "safetensors", "tqdm", "matplotlib", "huggingface_hub", "tokenizers", "packaging")
 sys.meta_path.insert(0, Blocker())
 from expertly.cli.main import main
-sys.exit(main(sys.argv[1:]))
+for command in COMMANDS:
+    print("code", main(command), flush=True)
 """
-
-
-def with_numpy_alone(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", NUMPY_ALONE, *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(Path(expertly.__file__).parents[1])}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 def test_numpy_alone_is_enough_for_an_imported_trace(tmp_path: Path) -> None:
     experts = np.argsort(np.random.default_rng(0).random((30, 2, 8)), axis=-1)[..., :2].astype(np.uint8)
     np.savez(tmp_path / "law.npz", experts=experts, seq_len=np.array([10, 20]), token_index=np.arange(30))
-    done = with_numpy_alone("lab", "trace", "import", tmp_path / "law.npz", tmp_path / "trace")
-    assert done.returncode == 0, done.stderr
-    done = with_numpy_alone("lab", "simulate", tmp_path / "trace", "--memory", "50%", "--json")
-    assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["results"]) == 5 and done.stderr == ""
-    done = with_numpy_alone("lab", "simulate", tmp_path / "trace", "--plot", tmp_path / "out.png")
-    assert done.returncode == 2 and "plot: matplotlib is not installed" in done.stderr
+    source, trace, plot = (str(tmp_path / name) for name in ("law.npz", "trace", "out.png"))
+    simulate = ["lab", "simulate", trace]
+    commands = [["lab", "trace", "import", source, trace], [*simulate, "--memory", "50%", "--json"]]
+    code = f"COMMANDS = {[*commands, [*simulate, '--plot', plot]]}\n{NUMPY_ALONE}"
+    environment = os.environ | {"PYTHONPATH": str(Path(expertly.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    _, imported, found, *_, refused = done.stdout.replace("code ", "").splitlines()
+    assert (imported, refused) == ("0", "2"), done.stderr
+    assert len(json.loads(found)["results"]) == 5
+    assert "plot: matplotlib is not installed" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.fixture

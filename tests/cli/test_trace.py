@@ -204,19 +204,13 @@ def test_the_same_decisions_are_said_to_be_so(tmp_path: Path, capsys: Captured) 
     path = tmp_path / "d.jsonl"
     record(path, iterations=20)
     assert main(["lab", "trace", "replay", str(path)]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.startswith("system lru, P = 2: 20 iterations, 60 layers, ")
-    assert printed.out.endswith("all decisions identical\n") and not printed.err
-
-
-def test_as_json(tmp_path: Path, capsys: Captured) -> None:
-    path = tmp_path / "d.jsonl"
-    record(path, "on-demand", iterations=4)
-    assert main(["lab", "trace", "replay", str(path), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["system"] == "on-demand" and result["segments"] == 2
-    assert (result["iterations"], result["layers"], result["identical"]) == (4, 12, True)
-    assert result["calls"] == len(path.read_text().splitlines()) - 2, "all but the header and the end"
+    said = capsys.readouterr()
+    assert said.out.startswith("system lru, P = 2: 20 iterations, 60 layers, ")
+    assert said.out.endswith("all decisions identical\n") and not said.err
+    found = printed(capsys, ["lab", "trace", "replay", str(path)])
+    assert (found["system"], found["segments"], found["identical"]) == ("lru", 2, True)
+    assert (found["iterations"], found["layers"]) == (20, 60)
+    assert found["calls"] == len(path.read_text().splitlines()) - 2, "all but the header and the end"
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ def gguf_blocks(type_name: str, shape: tuple[int, ...], dice: np.random.Generato
     """Random bytes [..., rows, blocks * nbytes] of a GGUF type whose weights are about `std` large; its python package
     quantises few.
     """
+    if type_name == "Q5_1":
+        return gguf.quants.quantize(
+            dice.standard_normal(shape).astype(np.float32) * std, gguf.GGMLQuantizationType.Q5_1
+        )
     size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
     blocks = dice.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
     if type_name == "MXFP4":
@@ -38,14 +43,17 @@ def make_gguf(
     architecture: str = "qwen3moe",
     hidden: int = 256,
     intermediate: int = 512,
-    **spoil: Any,
+    split: int = 0,
+    words: Sequence[str] = (),
+    others: Mapping[str, str | None] | None = None,
 ) -> Path:
-    """A tiny model as llama.cpp has it, its experts in GGUF types, those of down of the last layer in `down`. `spoil`:
-    tensors that are other than they should be (None: missing), by name.
+    """A tiny model as llama.cpp has it, its experts in GGUF types, those of down of the last layer in `down`. `split`:
+    tensors of a file, whose first is returned. `words`: of its vocabulary. `others`: types of single tensors, None for
+    those that are missing.
     """
     kinds = gguf.GGMLQuantizationType
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer, dice = gguf.GGUFWriter(path, architecture), np.random.default_rng(1)
+    writer, dice = gguf.GGUFWriter(path, architecture, split_max_tensors=split), np.random.default_rng(1)
     writer.add_block_count(3)
     writer.add_context_length(512)
     writer.add_embedding_length(hidden)
@@ -59,18 +67,26 @@ def make_gguf(
     writer.add_expert_used_count(2)
     writer.add_expert_feed_forward_length(intermediate)
     writer.add_vocab_size(VOCAB_SIZE)
-    writer.add_tokenizer_model("none")
+    writer.add_tokenizer_model("gpt2" if words else "none")
+    if words:
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(list(words))
+        writer.add_token_types([1] * len(words))
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(len(words) - 1)
     is_qwen2 = architecture == "qwen2moe"
     head = hidden // 4 if is_qwen2 else 16
     if is_qwen2:
         writer.add_expert_shared_feed_forward_length(64)
 
     def add(name: str, shape: tuple[int, ...], kind: str = "F32", std: float = 0.15, mean: float = 0.0) -> None:
-        if name in spoil and spoil[name] is None:
+        changed = (others or {}).get(name, kind)
+        if changed is None:
             return
+        kind = changed
         if kind in ("F32", "F16"):
             numbers = (dice.standard_normal(shape) * std + mean).astype(np.float32 if kind == "F32" else np.float16)
-            writer.add_tensor(name, spoil.get(name, numbers))
+            writer.add_tensor(name, numbers)
         else:
             writer.add_tensor(name, gguf_blocks(kind, shape, dice, std), raw_dtype=kinds[kind])
 
@@ -103,7 +119,7 @@ def make_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if not split else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
 def load_gguf(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -350,6 +350,18 @@ def test_tuning_tries_no_number_of_segments_that_blocks_do_not_make() -> None:
         assert found == expected
 
 
+def test_experts_that_are_not_quantised_stay_as_they_are_beside_dense_layers_in_fp8(tmp_path: Path) -> None:
+    source = fp8_checkpoint("qwen3_moe", tmp_path / "source")
+
+    def undone(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        if ".experts." not in name:
+            return tensor
+        return None if name.endswith("scale_inv") else tensor.bfloat16()
+
+    change(source, undone)
+    assert pack(source, tmp_path / "store").manifest.stored_as == "bfloat16"
+
+
 @pytest.mark.parametrize("name", ["gpt-oss-20b-mxfp4", "qwen3-30b-a3b-fp8", "deepseek-v3-fp8"])
 def test_the_shipped_geometry_is_the_formats(name: str) -> None:
     for layer in read_geometry(name).layers:

@@ -545,12 +545,14 @@ def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None, *, as
     else:
         raw, shape = checkpoint.read_row(name, row), (1, *shape[1:])
     if checkpoint.gguf and ref.dtype not in IS_FLOAT:
-        return torch.from_numpy(raw) if as_bytes else dequantised(raw, ref.dtype).reshape(shape)
+        if as_bytes:
+            return torch.from_numpy(raw)
+        return dequantised(raw.reshape(math.prod(shape[:-1]), -1), ref.dtype).reshape(shape)
     return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
 
 
 def dequantised(raw: Bytes, dtype: str) -> torch.Tensor:
-    """Float32 numbers of whole blocks of a GGUF file. Raises CheckpointError where the package gguf cannot."""
+    """Float32 numbers of a GGUF file's blocks [rows, nbytes]. Raises CheckpointError where the package gguf cannot."""
     import gguf
 
     try:

@@ -32,7 +32,8 @@ _SIZES = {
 }
 """Metadata that transformers leaves at its defaults, and fields of the config that say the same."""
 
-_ADDED = "transformers loads no such GGUF file; accepted: qwen2moe, qwen3moe and what else of it has experts"
+ARCHITECTURES = ("qwen2moe", "qwen3moe")
+"""Those that are tested, of what transformers loads with its experts."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -52,8 +53,11 @@ def _open_gguf(path: Path) -> Checkpoint:
     files = GgufFiles.open(path)
     path = files.path
     architecture = files.metadata.get("general.architecture")
-    if not isinstance(architecture, str):
-        raise CheckpointError(f"{path}: general.architecture={architecture!r:.80}: must name the model's architecture")
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{path}: general.architecture={architecture!r:.80}: accepted of GGUF files: {', '.join(ARCHITECTURES)}; "
+            "others run from a checkpoint folder"
+        )
     shapes = {name: ref.shape for name, ref in files.tensors.items()}
     counts = {"num_layers": "block_count", "num_experts": "expert_count"}
     claims = {field: files.metadata.get(f"{architecture}.{key}") for field, key in counts.items()}
@@ -63,7 +67,7 @@ def _open_gguf(path: Path) -> Checkpoint:
             config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     except Exception as error:  # whatever a header makes transformers do
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UnsupportedModelError(f"{path}: general.architecture={architecture!r:.80}: {reason}; {_ADDED}") from error
+        raise CheckpointError(f"{path}: transformers makes no config of its metadata: {reason:.200}") from error
     for key, field in _SIZES.items():
         value = files.metadata.get(f"{architecture}.{key}")
         if isinstance(value, int) and hasattr(config, field):

@@ -1,0 +1,192 @@
+"""GGUF files as models: several types in a layer, split files, tokenizers, and what is refused by name."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import expertly
+from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
+from expertly.model.needs import needs_of
+from expertly.model.packing import pack
+from tests.engine.observe import loaded
+from tests.families import VOCAB_SIZE, generate, logits_of, make_prompts
+from tests.formats.gguf_files import load_gguf, make_gguf
+
+SMALL = {"hidden": 64, "intermediate": 128}
+DOWN = "blk.1.ffn_down_exps.weight"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "inner", "down", "stored_as", "sizes"),
+    [
+        ("qwen3moe", "Q4_K", "Q6_K", "q4_k+q6_k", {}),
+        ("qwen3moe", "Q5_K", "Q8_0", "q5_k+q8_0", {"intermediate": 96}),
+        ("qwen2moe", "Q4_0", "MXFP4", "mxfp4+q4_0", SMALL),
+    ],
+)
+def test_a_layer_may_have_two_types(
+    architecture: str, inner: str, down: str, stored_as: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    """Down of the last layer has another; in the second case those of the others fit their type in no other way."""
+    others = {f"blk.{layer}.ffn_down_exps.weight": down for layer in (0, 1)} if "intermediate" in sizes else {}
+    others = others if down == "Q8_0" else {}
+    path = make_gguf(tmp_path / "model.gguf", inner, down, architecture=architecture, others=others, **sizes)
+    store = pack(path, tmp_path / "store")
+    store.verify(full=True)
+    assert store.manifest.stored_as == stored_as and store.manifest.dtype == "float32"
+    assert store.manifest.layers[2].format == f"{inner.lower()}+{down.lower()}"
+    reference, prompts = load_gguf(path), make_prompts(2, length=14)
+    tokens, logits = generate(reference, prompts), logits_of(reference, prompts)
+    for system, memory, segments in (("lru", "30%", 1), ("expertly", "50%", 1), ("moepic", "50%", 1)):
+        with loaded(store.folder, memory=memory, system=system, segments=segments) as model:
+            assert generate(model, prompts) == tokens
+            torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=1e-5 * logits.abs().max())
+
+
+def test_a_named_dtype_converts_as_transformers_does(tmp_path: Path) -> None:
+    """Types that are not kept, too."""
+    path = make_gguf(tmp_path / "model.gguf", "Q8_0", others={DOWN: "Q5_1"}, **SMALL)
+    with pytest.raises(CheckpointError, match=rf"{DOWN}: in Q5_1; accepted: one of Q8_0, Q4_0, .*; or name a dtype"):
+        pack(path, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+    store = pack(path, tmp_path / "store", "bfloat16")
+    prompts = make_prompts(1, length=14)
+    with loaded(store.folder, memory="50%") as model:
+        assert generate(model, prompts) == generate(load_gguf(path, torch.bfloat16), prompts)
+
+
+def test_split_files_are_one_model(tmp_path: Path) -> None:
+    whole = make_gguf(tmp_path / "whole.gguf", **SMALL)
+    first = make_gguf(tmp_path / "model.gguf", split=14, **SMALL)
+    parts = sorted(tmp_path.glob("model-*.gguf"))
+    assert len(parts) == 3 and first == parts[0]
+    tokens = generate(load_gguf(whole), make_prompts(1, length=14))
+    store = pack(parts[1], tmp_path / "store")
+    assert store.manifest.source == str(first)
+    with loaded(store.folder, memory="50%") as model:
+        assert generate(model, make_prompts(1, length=14)) == tokens
+    assert needs_of(str(first)).experts_nbytes == store.experts_nbytes
+    parts[2].unlink()
+    with pytest.raises(CheckpointError, match=r"00003-of-00003\.gguf: missing: the model is split into 3 files"):
+        pack(first, tmp_path / "other")
+
+
+def test_load_takes_a_file_with_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
+    words = [chr(code) for code in range(33, 127)]
+    words += ["ab", *(f"<{number}>" for number in range(VOCAB_SIZE - len(words) - 1))]
+    path = make_gguf(tmp_path / "model.gguf", words=words, **SMALL)
+    model, tokenizer = expertly.load(str(path), memory="50%")
+    try:
+        upstream = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+        ids = tokenizer("abc!")["input_ids"]
+        assert ids == upstream("abc!")["input_ids"] and words.index("ab") in ids
+        assert tokenizer.decode(ids) == "abc!" and model.config.eos_token_id == VOCAB_SIZE - 1
+    finally:
+        expertly.unload(model)
+
+
+# -- hostile files -----------------------------------------------------------------------------------------------------
+
+
+def set_at(place: int, code: str, value: int) -> Callable[[bytearray], None]:
+    return lambda data: struct.pack_into(f"<{code}", data, place, value)
+
+
+def after(name: str, skip: int, code: str, value: int) -> Callable[[bytearray], None]:
+    """Of a tensor (2 or 3 dimensions, type, offset) or field (type, value), by its name."""
+
+    def change(data: bytearray) -> None:
+        key = struct.pack("<Q", len(name)) + name.encode()
+        struct.pack_into(f"<{code}", data, data.index(key) + len(key) + skip, value)
+
+    return change
+
+
+def cut(data: bytearray) -> None:
+    del data[len(data) // 2 :]
+
+
+def cut_header(data: bytearray) -> None:
+    del data[200:]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (set_at(0, "I", 0), "not a GGUF file: it does not begin with GGUF"),
+        (set_at(4, "I", 9), "version=9: accepted: 2, 3"),
+        (set_at(8, "Q", 1 << 60), "tensor_count: 1152921504606846976 entries, more than the file holds"),
+        (set_at(16, "Q", 1 << 60), "metadata_kv_count: 1152921504606846976 entries, more than the file holds"),
+        (set_at(24, "Q", 1 << 62), "a metadata key: 4611686018427387904 entries, more than the file holds"),
+        (cut, r"offset=\d+: its \d+ bytes must .* end in the file, which has \d+ bytes: truncated"),
+        (cut_header, "more than the file holds: truncated|truncated: its header goes on"),
+        (after("qwen3moe.block_count", 0, "I", 77), "qwen3moe.block_count: type=77"),
+        (after("qwen3moe.block_count", 4, "I", 9 << 20), "num_layers=9437184: there are tensors for 256 at most"),
+        (after("qwen3moe.expert_count", 4, "I", 1 << 31), "num_experts=2147483648: there are tensors for 256"),
+        (after("qwen3moe.expert_count", 4, "I", 9), r"shape \[8, 128, 64\] holds 8 experts, but config.json says 9"),
+        (after("qwen3moe.embedding_length", 4, "I", 96), r"config.json (makes it|has it|says)"),
+        (
+            after("qwen3moe.expert_feed_forward_length", 4, "I", 64),
+            r"Q8_0 \[128, 64\] an expert; must be Q8_0 \[64, 64\]",
+        ),
+        (after(DOWN, 0, "I", 9), r"9 dimensions: must be 1 to 4"),
+        (after(DOWN, 4, "Q", 130), r"shape=\[8, 64, 130\]: must be whole blocks of 32 in Q8_0"),
+        (after(DOWN, 4, "Q", 0), r"shape=\[8, 64, 0\]: must be whole blocks"),
+        (after(DOWN, 4 + 16, "Q", 1 << 50), r"shape=.*: must be whole blocks"),
+        (after(DOWN, 4 + 24, "I", 99), r"type=99: unknown to the package gguf"),
+        (after(DOWN, 4 + 24 + 4, "Q", 1 << 50), r"offset=1125899906842624: its \d+ bytes must begin"),
+        (after(DOWN, 4 + 24 + 4, "Q", 33), r"offset=33: its \d+ bytes must begin at a multiple of 32"),
+    ],
+)
+def test_hostile_files_are_refused(spoil: Callable[[bytearray], None], message: str, tmp_path: Path) -> None:
+    path = make_gguf(tmp_path / "model.gguf", **SMALL)
+    data = bytearray(path.read_bytes())
+    spoil(data)
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=message) as failed:
+        pack(path, tmp_path / "store")
+    assert "\n" not in str(failed.value)
+    assert not (tmp_path / "store").exists() and not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({DOWN: None}, r"no tensor for model\.layers\.1\.mlp\.experts\.down_proj"),
+        ({"blk.2.ffn_up_exps.weight": None}, "gate_up_proj"),
+        ({"blk.0.attn_q.weight": None}, r"no tensor for model\.layers\.0\.self_attn\.q_proj"),
+        ({"blk.0.ffn_up_exps.weight": "Q4_0"}, r"ffn_gate_exps.* in Q4_0, Q8_0; accepted: one of"),
+        ({"blk.0.ffn_up_exps.weight": "F32"}, r"ffn_gate_exps.* in F32, Q8_0; accepted: one of"),
+    ],
+)
+def test_missing_and_mixed_tensors_are_refused(others: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = make_gguf(tmp_path / "model.gguf", others=others, **SMALL)
+    with pytest.raises(CheckpointError, match=message):
+        pack(path, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt-oss", "nonesuch"])
+def test_other_architectures_are_refused_by_name(architecture: str, tmp_path: Path) -> None:
+    path = make_gguf(tmp_path / "model.gguf", architecture=architecture, **SMALL)
+    message = f"general.architecture='{architecture}': accepted of GGUF files: qwen2moe, qwen3moe"
+    with pytest.raises(UnsupportedModelError, match=message):
+        pack(path, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_quantised_experts_are_not_rounded_again(tmp_path: Path) -> None:
+    path = make_gguf(tmp_path / "model.gguf", **SMALL)
+    with pytest.raises(ConfigError, match=r"quantize='mxfp4': .* is quantised already"):
+        pack(path, tmp_path / "store", quantize="mxfp4")
+    with pytest.raises(CheckpointError, match="a file; must be a checkpoint folder, a GGUF file"):
+        (tmp_path / "model.bin").touch()
+        expertly.load(str(tmp_path / "model.bin"))
