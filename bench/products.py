@@ -1,6 +1,6 @@
 """An expert's products at one token (and a few): the compiled ones against torch's, in GB/s of weights, in turns.
 
-    python bench/products.py [--hidden 2048] [--intermediate 1408] [--dtypes bfloat16,mxfp4,fp8] [--threads 1,2]
+    python bench/products.py [--hidden 2048] [--intermediate 768] [--dtypes bfloat16,mxfp4,fp8,int4_g128] [--threads 1]
     python bench/products.py --kernels avx512,avx2,generic    each instruction set of this processor
 
 `experts`: all experts of a layer's token in one call, from slots as the engine has them, more than a cache holds;

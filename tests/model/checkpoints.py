@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import CompressedTensorsConfig, PreTrainedModel
 
 from expertly.model.conversion import Conversion
 from expertly.model.structure import ExpertsSite, build_meta_model, find_experts
@@ -92,6 +93,62 @@ def make_fp8_checkpoint(
         tensors[f"{name}_scale_inv"] = scale / 4  # or a wide model would amplify what float32 rounds
     quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
     return write_checkpoint(folder, tensors, source, quantization_config=quantization)
+
+
+def make_int4_checkpoint(
+    folder: Path, dtype: torch.dtype = torch.bfloat16, group: int = 32, scales: torch.dtype = torch.bfloat16
+) -> Path:
+    """qwen3_moe in INT4 as compressed-tensors packs it: linear layers, those of experts too, but not lm_head."""
+    pytest.importorskip("compressed_tensors", reason="makes these checkpoints")
+    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+
+    args = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=group, symmetric=True)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format="pack-quantized",
+        quantization_status="compressed",
+        ignore=["lm_head", "re:.*mlp.gate$"],
+    )
+    source = folder.with_name(f"{folder.name}-source")
+    make_model(_in_groups(group), dtype=dtype).save_pretrained(source)
+    tensors = {}
+    for name, tensor in read_tensors(source).items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        tensor = tensor * (64 / tensor.shape[1]) ** 0.5  # wider sums would make more of what is rounded
+        sizes = tensor.float().unflatten(-1, (-1, group)).abs().amax(dim=-1)
+        state = {"weight": tensor.to(scales), "weight_scale": (sizes / 7.5).to(scales)}
+        stem = name.removesuffix(".weight")
+        for part, packed in PackedQuantizationCompressor.compress(state, scheme).items():
+            tensors[f"{stem}.{part}"] = packed
+    return write_checkpoint(folder, tensors, source, quantization_config=config.model_dump(mode="json"))
+
+
+def load_dequantised(source: Path, **options: Any) -> PreTrainedModel:
+    """The model that transformers makes of a checkpoint when it dequantises, all in one dtype."""
+    quantization = json.loads((source / "config.json").read_text()).get("quantization_config", {})
+    if quantization.get("quant_method") != "compressed-tensors":
+        return load_reference(source, **options)
+    model = load_reference(source, quantization_config=CompressedTensorsConfig(dequantize=True), **options)
+    return model.to(model.dtype)  # experts were in that of their scales
+
+
+def _in_groups(group: int) -> Family:
+    """qwen3_moe of sizes that are whole groups, its experts of 4."""
+    head_dim = group // 4  # of 4 heads
+    config = {
+        "hidden_size": max(64, group),
+        "moe_intermediate_size": 4 * group,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "head_dim": head_dim,
+        "num_attention_heads": 4,
+        "norm_topk_prob": True,
+    }
+    return Family("qwen3_moe", 3, config=config)
 
 
 def set_config(source: Path, **fields: Any) -> None:

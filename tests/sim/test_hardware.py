@@ -193,6 +193,7 @@ def test_damaged_files_are_read_or_refused_and_never_crash(tmp_path: Path):
 PUBLISHED = {  # billions of parameters in all, vocabulary, layers, experts, top-k
     "gpt-oss-20b": (20.9, 201088, 24, 32, 4),
     "gpt-oss-20b-mxfp4": (20.9, 201088, 24, 32, 4),
+    "qwen3-30b-a3b-int4": (30.5, 151936, 48, 128, 8),
     "qwen3-30b-a3b-fp8": (30.5, 151936, 48, 128, 8),
     "deepseek-v3-fp8": (671.0, 129280, 58, 256, 8),
     "deepseek-v2-lite": (15.7, 102400, 26, 64, 6),

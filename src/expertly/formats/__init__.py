@@ -6,27 +6,34 @@ the weights back. Formats are found by their names, in `FORMATS`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
 from expertly.formats.fp8 import FP8
 from expertly.formats.gguf import GGUF_FORMATS, Q4_0, Q8_0
+from expertly.formats.int4 import INT4, Int4Format
+from expertly.formats.int4 import check_config as check_compressed_tensors
 from expertly.formats.mxfp4 import MXFP4
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 
 __all__ = [
     "FORMATS",
+    "GROUP_METHODS",
     "ROUNDED_TO",
     "ExpertFormat",
+    "Int4Format",
     "RoundingFormat",
     "TiledFormat",
     "check_format",
     "expert_format",
+    "group_formats",
     "rounding_format",
 ]
 
-FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8, *GGUF_FORMATS)}
+FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8, *GGUF_FORMATS, *INT4)}
 
 ROUNDED_TO: dict[str, RoundingFormat] = {"mxfp4": MXFP4, "int4": Q4_0, "int8": Q8_0}
 """What weights of a checkpoint that is not quantised can be rounded to, as --quantize calls it."""
@@ -59,3 +66,18 @@ def check_format(layer: LayerGeometry) -> None:
             f"block_size={layer.block_size}, block_nbytes={layer.block_nbytes}: must be {expected.block_size} and "
             f"{expected.block_nbytes} in {layer.format}"
         )
+
+
+_CHECKS = {"compressed-tensors": check_compressed_tensors}
+GROUP_METHODS = tuple(_CHECKS)
+"""Values of `quant_method` for which `group_formats` knows formats."""
+
+
+def group_formats(quantization: Mapping[str, Any]) -> Sequence[Int4Format]:
+    """In which the matrices of a checkpoint with this `quantization_config` may be: they differ in the dtype of scales.
+
+    Raises UnsupportedModelError naming the field of the config that is of another format.
+    """
+    method = quantization["quant_method"]
+    _CHECKS[method](quantization)
+    return [one for one in INT4 if one.quant_method == method and one.has_groups_of(quantization)]

@@ -29,7 +29,7 @@ class _Fp8(TiledFormat):
     tile_nbytes = _CODES_NBYTES + 4
     suffixes = ("weight", "weight_scale_inv")
 
-    def is_of(self, quantization: Mapping[str, Any]) -> bool:
+    def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
         block = quantization.get("weight_block_size", (_BLOCK, _BLOCK))  # else it has no or other blocks
         is_blocked = isinstance(block, list | tuple) and tuple(block) == (_BLOCK, _BLOCK)
         return quantization.get("quant_method") == "fp8" and is_blocked

@@ -37,7 +37,7 @@ class _GgufBlocks(TiledFormat):
     def block_nbytes(self) -> int:
         return self.tile_nbytes // TILE_OUTPUTS
 
-    def is_of(self, quantization: Mapping[str, Any]) -> bool:
+    def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
         return False
 
     def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
@@ -185,7 +185,7 @@ class _GgufMxfp4(_Mxfp4):
 
     suffixes: tuple[str, ...] = ("",)
 
-    def is_of(self, quantization: Mapping[str, Any]) -> bool:
+    def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
         return False
 
     def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:

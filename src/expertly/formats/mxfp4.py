@@ -30,7 +30,7 @@ class _Mxfp4(RoundingFormat):
     tile_nbytes = TILE_OUTPUTS * (1 + 16)
     suffixes: tuple[str, ...] = ("_blocks", "_scales")
 
-    def is_of(self, quantization: Mapping[str, Any]) -> bool:
+    def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
         return quantization.get("quant_method") == "mxfp4"
 
     def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:

@@ -39,8 +39,11 @@ class TiledFormat(Protocol):
     suffixes: tuple[str, ...]
     """How the names of the tensors end that are the parts of one matrix."""
 
-    def is_of(self, quantization: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint with this `quantization_config` has experts in the format."""
+    def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
+        """Whether a checkpoint with this `quantization_config` has experts in the format, whose weights can be kept
+        where they are computed in `dtype`. `dtypes` (safetensors' names): of its tensors by name; none where only the
+        config is known.
+        """
 
     def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
         """The parts of a matrix from its tensors, in the order of `suffixes`. Raises CheckpointError where a value

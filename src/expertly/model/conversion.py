@@ -1,7 +1,8 @@
 """From a checkpoint's tensors to a model's parameters and one expert's bytes, by transformers' own conversion mapping.
 
-The only file that touches `transformers.core_model_loading`, `conversion_mapping` and the quantizers, none of which
-is a stable interface: it is tested on the oldest and the newest version that the package accepts.
+The only file, with dequantizer.py, that touches `transformers.core_model_loading`, `conversion_mapping` and the
+quantizers, none of which is a stable interface: it is tested on the oldest and the newest version that the package
+accepts.
 E experts, H hidden, I intermediate, M matrices of an expert.
 """
 
@@ -22,14 +23,22 @@ from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
-from expertly.formats import ExpertFormat, RoundingFormat, TiledFormat, expert_format
+from expertly.formats import (
+    GROUP_METHODS,
+    ExpertFormat,
+    RoundingFormat,
+    TiledFormat,
+    expert_format,
+    group_formats,
+)
 from expertly.formats.gguf import OF_GGUF_TYPE
+from expertly.model.dequantizer import GroupDequantizer
 from expertly.model.structure import ExpertsSite
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
 
-QUANT_METHODS = ("fp8", "mxfp4")
-"""Quantisations that packing undoes: those for which transformers has an operation that does."""
+QUANT_METHODS = ("fp8", "mxfp4", *GROUP_METHODS)
+"""Quantisations that packing undoes: by operations of transformers or (GROUP_METHODS) as our formats decode them."""
 
 Tensors = Mapping[str, Sequence[torch.Tensor]]
 """Source pattern to the tensors that matched it, in order."""
@@ -97,7 +106,10 @@ def _is_rowwise(operation: Any) -> bool:
     name = type(operation).__name__
     if name == "MergeModulelist":
         return bool(operation.dim == 0)
-    is_known = name in ("Concatenate", "ConcatenateRows", "Transpose", "Interleave", "Mxfp4Dequantize", "Fp8Dequantize")
+    is_known = name in (
+        *("Concatenate", "ConcatenateRows", "Transpose", "Interleave"),
+        *("Mxfp4Dequantize", "Fp8Dequantize", "GroupDequantize"),
+    )
     return is_known and all(getattr(operation, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
 
 
@@ -116,6 +128,8 @@ def make_quantizer(quantization: object) -> Any | None:
             "unquantised checkpoint of the model"
         )
     assert isinstance(quantization, dict)
+    if method in GROUP_METHODS:
+        return GroupDequantizer(group_formats(quantization))
     try:
         with quiet():
             return AutoHfQuantizer.from_config({**quantization, "dequantize": True}, pre_quantized=True)
@@ -141,7 +155,10 @@ class Conversion:
     def __init__(self, model: PreTrainedModel, quantizer: Any | None = None) -> None:
         self._model = model
         self._quantizer = quantizer
-        transforms = conversion_mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)
+        if isinstance(quantizer, GroupDequantizer):
+            transforms = quantizer.converted(conversion_mapping.get_model_conversion_mapping(model))
+        else:
+            transforms = conversion_mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)
         self._renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
         self._converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
         self._of_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}

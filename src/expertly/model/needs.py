@@ -106,7 +106,7 @@ def _of_folder(name: str, folder: Path, dtype: str | None, *, has_weights: bool)
     if path.is_file():  # else reading the config says what is wanted
         config = read_json_object(path, CheckpointError)
         check_claims(path, config, None, CheckpointError)
-        kept = kept_format(config) if dtype is None else ""
+        kept = kept_format(config, "bfloat16") if dtype is None else ""
     return _of_config(name, folder, Weights(check_store_dtype(dtype or "bfloat16"), kept), None, None)
 
 

@@ -17,6 +17,7 @@ from expertly.core.headers import TensorSpec
 from expertly.data import demo_folder
 from expertly.formats import FORMATS, rounding_format
 from expertly.model.conversion import Conversion, ExpertsReader, Group, cast, make_quantizer, read_group, to_bytes
+from expertly.model.dequantizer import GroupDequantizer
 from expertly.model.gguf import GgufConversion, config_of, extras_of, kept_formats, open_checkpoint
 from expertly.model.hub import download
 from expertly.model.structure import build_meta_model, find_experts
@@ -140,15 +141,19 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None =
         return Weights(default_dtype(checkpoint), form, quantize)
     if dtype is not None:
         return Weights(check_store_dtype(dtype))
-    return Weights(default_dtype(checkpoint), kept_formats(checkpoint) or kept_format(checkpoint.config))
+    computed = default_dtype(checkpoint)
+    dtypes = {name: ref.dtype for name, ref in checkpoint.tensors.items()}
+    return Weights(computed, kept_formats(checkpoint) or kept_format(checkpoint.config, computed, dtypes))
 
 
-def kept_format(config: Mapping[str, Any]) -> str:
-    """The weight format of a checkpoint's experts, where packing keeps it, else nothing."""
+def kept_format(config: Mapping[str, Any], dtype: str, dtypes: Mapping[str, str] | None = None) -> str:
+    """The weight format of a checkpoint's experts, where packing keeps it, else nothing. `dtype`: what they are
+    computed in; `dtypes`: of its tensors, where they are known.
+    """
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         return ""
-    return next((name for name, form in FORMATS.items() if form.is_of(quantization)), "")
+    return next((name for name, form in FORMATS.items() if form.is_of(quantization, dtypes or {}, dtype)), "")
 
 
 def _streamed(name: str, dtype: str | None, codec: str, cache_dir: Path | None) -> Path | None:
@@ -291,6 +296,8 @@ class Packing:
         kept = weights.format if rounding is None else ""
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         quantizer = make_quantizer(checkpoint.config.get("quantization_config"))
+        if isinstance(quantizer, GroupDequantizer):
+            quantizer.check_names(checkpoint.tensors)
         model = build_meta_model(config_of(checkpoint), self._torch_dtype)
         self._plain = self._conversion = Conversion(model)
         if checkpoint.gguf:

@@ -62,7 +62,11 @@ typedef struct {
     X(Q4_0, q4_0, 32, 16 * 18) \
     X(Q4_K, q4_k, 256, 16 * 144) \
     X(Q5_K, q5_k, 256, 16 * 176) \
-    X(Q6_K, q6_k, 256, 16 * 210)
+    X(Q6_K, q6_k, 256, 16 * 210) \
+    X(INT4_G32, int4_g32, 32, 16 * (32 / 2 + 2)) \
+    X(INT4_G128, int4_g128, 128, 16 * (128 / 2 + 2)) \
+    X(INT4_G32_F16, int4_g32_f16, 32, 16 * (32 / 2 + 2)) \
+    X(INT4_G128_F16, int4_g128_f16, 128, 16 * (128 / 2 + 2))
 
 #define X(F, f, group, nbytes) F,
 enum { TILE_FORMATS(X) NUM_FORMATS };

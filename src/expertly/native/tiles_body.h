@@ -47,6 +47,7 @@ INLINE vf NAME(rounded)(int dtype, vf values) {
 #include "mxfp4.h"
 #include "fp8.h"
 #include "gguf.h"
+#include "int4.h"
 
 /* -- any format ------------------------------------------------------------------------------------------------------ */
 

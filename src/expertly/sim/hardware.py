@@ -28,7 +28,7 @@ HARDWARE_NAMES = ("rtx3090", "rtx4090", "a5000", "a6000", "a100", "h100-pcie", "
 """The shipped machines."""
 
 GEOMETRY_NAMES = (
-    *("gpt-oss-20b", "gpt-oss-20b-mxfp4", "qwen3-30b-a3b-fp8", "deepseek-v3-fp8"),
+    *("gpt-oss-20b", "gpt-oss-20b-mxfp4", "qwen3-30b-a3b-fp8", "qwen3-30b-a3b-int4", "deepseek-v3-fp8"),
     *("deepseek-v2-lite", "qwen1.5-moe", "mixtral-8x7b", "phi-3.5-moe"),
 )
 """The shipped shapes of published models."""
