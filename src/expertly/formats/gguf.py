@@ -113,9 +113,8 @@ class _Q4_0(_ScaledCodes):
     group, tile_nbytes, halves = 32, TILE_OUTPUTS * 18, (0,)
 
     def _bytes_of(self, codes: npt.NDArray[np.int8]) -> Bytes:
-        nibbles = (codes + 8).astype(np.uint8)
-        packed: Bytes = nibbles[..., :16] | nibbles[..., 16:] << 4
-        return packed
+        nibbles: Bytes = (codes + 8).astype(np.uint8)
+        return _pairs(np.stack((nibbles[..., :16], nibbles[..., 16:]), axis=-1).reshape(nibbles.shape))
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
         return _words(_nibbles(blocks[..., 2:], 16)), blocks[..., :2]
