@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from expertly.core.costs import refuse_compressed
 from expertly.core.errors import ConfigError
-from expertly.formats import ROUNDED_TO, check_rounding
+from expertly.formats import ROUNDED_TO, rounding_format
 from expertly.scheduler.presets import AUTO_SYSTEM, SYSTEMS
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ class LoadOptions:
         if self.verify not in VERIFY:
             raise ConfigError(f"verify={self.verify!r}: unknown; accepted: {', '.join(VERIFY)}")
         if self.quantize is not None:
-            check_rounding(self.quantize)
+            rounding_format(self.quantize)
         if self.total_memory is not None and self.memory not in (None, AUTO):
             raise ConfigError(
                 f"memory={self.memory!r} and total_memory={self.total_memory!r}: accepted: one of the two"

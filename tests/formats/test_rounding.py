@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, dequantize
 from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -15,7 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import expertly
 from expertly.cli.main import main
 from expertly.engine.rounding import measured
-from expertly.formats import ROUNDED_TO
+from expertly.formats import ROUNDED_TO, rounding_format
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack, pack_cached
 from expertly.store.packed import PackedStore
@@ -34,38 +36,35 @@ from tests.families import (
 from tests.model.checkpoints import change, make_mxfp4_checkpoint
 from tests.serve.conftest import room_for, served
 
-GRIDS = {"mxfp4": (32, [0.0, 1.0, 2.0, 4.0, 0.5, 1.5, 3.0, 6.0])}
-"""Inputs that share a scale, and magnitudes of a format; those with even codes first, which ties go to."""
 
-
-def scales_to_try(form: str, largest: torch.Tensor) -> list[torch.Tensor]:
-    """From the usual one on: what the standard says, and twice that."""
-    assert form == "mxfp4"
-    usual = 2.0 ** (torch.log2(largest.clamp(min=1e-30)).floor() - 2)
-    return [usual, 2 * usual]
-
-
-def nearest(weights: torch.Tensor, form: str) -> torch.Tensor:
-    """The weights [rows, columns], each as the nearest number of the format, by trying all."""
-    group, magnitudes = GRIDS[form]
-    groups = weights.double().reshape(-1, group)
-    grid = torch.tensor(magnitudes + [-one for one in magnitudes], dtype=torch.float64)
-    best, least = torch.zeros_like(groups), torch.full((len(groups),), torch.inf, dtype=torch.float64)
-    for scale in scales_to_try(form, groups.abs().amax(dim=1)):
-        numbers = grid * scale[:, None]  # [groups, 16]
-        places = (groups[:, :, None] - numbers[:, None, :]).abs().argmin(dim=2)  # the first of equals
-        found = numbers.gather(1, places)
-        error = (found - groups).square().sum(dim=1)
-        best[error < least] = found[error < least]
-        least = least.minimum(error)
-    return best.reshape(weights.shape).to(weights.dtype)
-
-
-def decoded(parts: Any, form: str) -> torch.Tensor:
-    """As transformers decodes them."""
-    assert form == "mxfp4"
+def of_mxfp4(parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scales = (torch.from_numpy(part) for part in parts)
-    return convert_moe_packed_tensors(codes[None], scales[None, :, :, 0], dtype=torch.float32)[0].T
+    weights = convert_moe_packed_tensors(codes[None], scales[None, :, :, 0], dtype=torch.float32)[0].T
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    return weights, torch.cat((grid, -grid)) * 2.0 ** (scales.int() - 127)
+
+
+def of_gguf(kind: GGMLQuantizationType, least: int) -> Callable[[Any], tuple[torch.Tensor, torch.Tensor]]:
+    def decoded(parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        (blocks,) = parts
+        weights = dequantize(blocks.reshape(len(blocks), -1), kind)
+        scales = torch.from_numpy(blocks[..., :2].copy()).view(torch.float16).float()
+        return torch.from_numpy(weights), torch.arange(least, -least) * scales
+
+    return decoded
+
+
+DECODED: dict[str, Callable[[Any], tuple[torch.Tensor, torch.Tensor]]] = {
+    "mxfp4": of_mxfp4,
+    "int4": of_gguf(GGMLQuantizationType.Q4_0, -8),
+    "int8": of_gguf(GGMLQuantizationType.Q8_0, -128),
+}
+"""Weights [rows, columns] from their parts, decoded by others, and all that a group may have, [rows, groups, n]."""
+
+
+def rounded(weights: torch.Tensor, form: str) -> torch.Tensor:
+    """Of a matrix of float32 or bfloat16."""
+    return DECODED[form](rounding_format(form).encode(weights.float()))[0]
 
 
 @pytest.fixture(params=ROUNDED_TO)
@@ -74,28 +73,31 @@ def form(request: pytest.FixtureRequest) -> str:
 
 
 def test_weights_become_the_nearest_numbers(form: str) -> None:
-    group, magnitudes = GRIDS[form]
-    dice = torch.Generator().manual_seed(0)
+    """Of their group's scale, by trying all; half and twice the scale are no better."""
+    dice, rounding = torch.Generator().manual_seed(0), rounding_format(form)
+    group = rounding.group
     usual = torch.randn(64, 8 * group, generator=dice) * 0.02
-    spread = usual * 10.0 ** torch.randint(-25, 25, (64, 8, 1), generator=dice).expand(-1, -1, group).reshape(64, -1)
-    between = torch.arange(-8 * group, 8 * group).reshape(2, -1) / 32  # all ties of all magnitudes
-    ties = torch.tensor(magnitudes * (group // 8))[None] * 0.5
-    for weights in (usual, spread, between, ties, usual.bfloat16().float()):
-        parts = ROUNDED_TO[form].encode(weights)
-        found = decoded(parts, form)
-        assert torch.equal(found, nearest(weights, form))
-        again = decoded(ROUNDED_TO[form].encode(found), form)
-        assert torch.equal(again, found)  # numbers of the format stay what they are
+    spread = usual * 10.0 ** torch.randint(-2, 5, (64, 8, 1), generator=dice).expand(-1, -1, group).reshape(64, -1)
+    ties = torch.arange(-4 * group, 4 * group).reshape(2, -1) / 64
+    for weights in (usual, spread, ties, usual.bfloat16().float()):
+        found, numbers = DECODED[form](rounding.encode(weights))
+        groups, numbers = weights.reshape(-1, group, 1), numbers.reshape(-1, 1, numbers.shape[-1])
+        away = (found.reshape(groups.shape) - groups).abs()
+        assert torch.equal(away, (numbers - groups).abs().amin(dim=-1, keepdim=True))
+        for factor in (0.5, 2):
+            others = (numbers * factor - groups).abs().amin(dim=-1).square().sum(dim=1)
+            assert bool((away.square().sum(dim=(1, 2)) <= others * 1.0001).all())
+        assert away.square().sum() < 0.02 * groups.square().sum()
     extremes = torch.zeros(3, group)
     extremes[1, 0], extremes[2, 0] = 3e38, -1e-44
-    found = decoded(ROUNDED_TO[form].encode(extremes), form)
-    assert bool(found.isfinite().all()) and found[1, 0] > 2e38 and found[2].abs().max() < 1e-37
+    found, _ = DECODED[form](rounding.encode(extremes))
+    assert bool(found.isfinite().all()) and found[1, 0] > 1e4 and found[2].abs().max() < 1e-37
 
 
 # -- whole models ------------------------------------------------------------------------------------------------------
 
 SIZES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 96},
+    "qwen3_moe": {"hidden_size": 128, "moe_intermediate_size": 128},
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},  # interleaved, transposed and with biases
     "switch_transformers": {"d_model": 64, "d_ff": 64},  # no gate, an encoder
 }
@@ -118,10 +120,10 @@ def rounded_reference(source: Path, form: str) -> PreTrainedModel:
         for name, weights in model.named_parameters():
             if name.endswith("_proj") and ".experts." in name:
                 turned = weights.transpose(1, 2) if model.config.model_type == "gpt_oss" else weights
-                found = torch.stack([nearest(matrix, form) for matrix in turned])
+                found = torch.stack([rounded(matrix, form) for matrix in turned])
                 weights.copy_(found.transpose(1, 2) if turned is not weights else found)
             elif ".experts.expert_" in name:
-                weights.copy_(nearest(weights, form))
+                weights.copy_(rounded(weights, form))
     return model
 
 
@@ -134,7 +136,10 @@ def cost_by_transformers(original: PreTrainedModel, rounded: PreTrainedModel, te
     return float(kl), float((one.argmax(-1) == other.argmax(-1)).double().mean())
 
 
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize(
+    ("form", "family"),
+    [*(("mxfp4", family) for family in SIZES), *((form, "qwen3_moe") for form in ROUNDED_TO if form != "mxfp4")],
+)
 def test_a_rounded_model_says_what_it_costs(form: str, family: str, sources: Any, tmp_path: Path) -> None:
     source, text = sources[family], tmp_path / "text"
     text.write_text("It was a quiet evening; nobody saw the boat leave. " * 9)
@@ -142,7 +147,7 @@ def test_a_rounded_model_says_what_it_costs(form: str, family: str, sources: Any
     original, rounded = load_reference(source), rounded_reference(source, form)
     prompts = make_prompts(2, length=14)
     tokens, logits = generate(rounded, prompts), logits_of(rounded, prompts)
-    assert tokens != generate(original, prompts)
+    assert (tokens != generate(original, prompts)) == (form != "int8")
     for system, memory in (("lru", "25%"), ("expertly", "60%")):
         with loaded(store.folder, memory=memory, system=system) as model:
             assert generate(model, prompts) == tokens
@@ -150,7 +155,7 @@ def test_a_rounded_model_says_what_it_costs(form: str, family: str, sources: Any
             rounding = expertly.stats(model).as_dict()["rounding"]
     kl, top1 = cost_by_transformers(original, rounded, text.read_text())
     assert rounding["to"] == form
-    assert rounding["cost"]["kl"] == pytest.approx(kl, rel=1e-2) and kl > 1e-4
+    assert rounding["cost"]["kl"] == pytest.approx(kl, rel=1e-2) and kl > (1e-5 if form == "int8" else 1e-3)
     assert rounding["cost"]["top1"] == pytest.approx(top1, abs=2 / 459)
     assert (rounding["cost"]["tokens"], rounding["cost"]["text"]) == (459, str(text))
     assert PackedStore.open(store.folder).manifest == store.manifest
@@ -178,7 +183,7 @@ def test_commands_say_it(sources: Any, capsys: Captured, tmp_path: Path, monkeyp
     assert main(["pack", str(source), "--quantize", "mxfp4"]) == 0
     said = capsys.readouterr()
     store = said.out.strip()
-    assert "230 KiB in mxfp4 rounded from the checkpoint's (1.69 MiB in float32)" in said.err
+    assert "612 KiB in mxfp4 rounded from the checkpoint's (4.50 MiB in float32)" in said.err
     assert (
         "experts are rounded to mxfp4, which costs" in said.err and "(512 tokens of expertly's own prompts)" in said.err
     )
@@ -195,6 +200,8 @@ def test_commands_say_it(sources: Any, capsys: Captured, tmp_path: Path, monkeyp
     line, budget = told(capsys, *asked).splitlines()[-2:]
     assert "experts rounded to mxfp4" in line and "rounded to mxfp4" in budget
     assert answer(capsys, *asked)["rounding"] == packed["rounding"]
+    assert main([*asked[:1], str(source), *asked[2:], "--quantize", "mxfp4"]) == 0
+    assert "expertly: experts are rounded to mxfp4, which costs" in capsys.readouterr().err
     assert asdict(needs_of(store))["rounding"] == packed["rounding"]  # what doctor says
     model, tokenizer = expertly.load(store, memory="50%", system="lru", device="cpu")
     with served(model, tokenizer, room_for(context=64, max_running=1), name="tiny") as serving:
@@ -206,7 +213,7 @@ def test_commands_say_it(sources: Any, capsys: Captured, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("model", "words", "message"),
     [
-        ("tiny", "--quantize int3", "quantize='int3': not a format to round to; accepted: mxfp4"),
+        ("tiny", "--quantize int3", "quantize='int3': not a format to round to; accepted: mxfp4, int4, int8"),
         ("tiny", "--quantize mxfp4 --dtype float32", "dtype='float32' and quantize='mxfp4': accepted: one of the two"),
         ("tiny", "--quantize mxfp4 --codec planes", "codec='planes': experts in mxfp4 are not compressed"),
         ("tiny", "--quantize mxfp4 --text absent", "text='absent': no such file"),

@@ -146,7 +146,7 @@ def test_a_layout_that_only_shapes_tell_is_read(tmp_path: Path) -> None:
         assert_holds_what_transformers_loads(store, source, reference)
 
 
-def pack_and_tell(source: Path, folder: Path, warm: Path, codec: str) -> None:
+def pack_and_tell(source: Path, folder: Path, warm: Path, how: dict[str, str]) -> None:
     """Writes beside the store by how many bytes this process has grown."""
 
     def status(key: str) -> int:
@@ -156,7 +156,7 @@ def pack_and_tell(source: Path, folder: Path, warm: Path, codec: str) -> None:
     pack(warm, folder.with_name("warm"), codec="planes")  # all that is imported late, and all pages of a small model
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
-    pack(source, folder, codec=codec)
+    pack(source, folder, **how)
     folder.with_name("grown").write_text(str(status("VmHWM") - before))
 
 
@@ -178,10 +178,11 @@ def test_packing_needs_little_memory(tmp_path: Path, imported: Any) -> None:
         {"format": "pt"},
     )
     warm = make_checkpoint("qwen3_moe", tmp_path / "warm", dtype=torch.bfloat16)
-    for codec in ("none", "planes", "auto"):
-        (tmp_path / codec).mkdir()
-        process = imported.Process(target=pack_and_tell, args=(source, tmp_path / codec / "store", warm, codec))
+    for how in ({"codec": "none"}, {"codec": "planes"}, {"codec": "auto"}, {"quantize": "mxfp4"}):
+        (name,) = how.values()
+        (tmp_path / name).mkdir()
+        process = imported.Process(target=pack_and_tell, args=(source, tmp_path / name / "store", warm, how))
         process.start()
         process.join()
         assert process.exitcode == 0
-        assert int((tmp_path / codec / "grown").read_text()) < 40 << 20, codec  # of 60 MB dense and 75 MB of experts
+        assert int((tmp_path / name / "grown").read_text()) < 40 << 20, how  # of 60 MB dense and 75 MB of experts

@@ -29,6 +29,8 @@ def load_model(model: str | None, options: LoadOptions, **others: Any) -> tuple[
     with progress_bar() as progress:
         loaded, tokenizer = api.load(model, progress=progress, **{**load_arguments(options), **others})
     say_system(loaded)
+    if options.quantize is not None:
+        message(f"expertly: experts are {api.handle(loaded).store.manifest.rounding}")
     return loaded, tokenizer
 
 
@@ -79,9 +81,9 @@ def identity_of(model: str | None, trace: Trace) -> str:
     """
     if model is None:
         return f"{OF_A_TRACE}{trace.manifest.model}"
-    from expertly.model.gguf import open_checkpoint
     from expertly.model.packing import source_folder
     from expertly.store.cache import entry_folder
+    from expertly.store.checkpoint import Checkpoint
     from expertly.store.manifest import STORE_DTYPES, Manifest
     from expertly.store.packed import is_packed_store
 
@@ -89,7 +91,7 @@ def identity_of(model: str | None, trace: Trace) -> str:
     if is_packed_store(folder):
         identity, packed = Manifest.read(folder).identity, [folder]
     else:
-        checkpoint = open_checkpoint(folder)
+        checkpoint = Checkpoint.open(folder)
         identity = checkpoint.identity
         packed = [entry_folder(str(checkpoint.config.get("model_type")), identity, dtype) for dtype in STORE_DTYPES]
     for store in filter(is_packed_store, packed):

@@ -11,7 +11,7 @@ from expertly.cli.output import Column, figures_table, message, print_json, prog
 from expertly.core.costs import check_codec
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_seconds
-from expertly.formats import ROUNDED_TO, check_rounding
+from expertly.formats import ROUNDED_TO, rounding_format
 from expertly.options import argument, json_flag, option
 from expertly.store import cache
 from expertly.store.manifest import check_store_dtype
@@ -82,7 +82,7 @@ def _pack(args: PackOptions) -> int:
     if args.dtype is not None:
         check_store_dtype(args.dtype)
     if args.quantize is not None:
-        check_rounding(args.quantize)
+        rounding_format(args.quantize)
     elif args.text is not None:
         raise ConfigError(f"text={str(args.text)!r}: accepted with --quantize, whose cost is measured on it")
     if args.text is not None and not args.text.is_file():

@@ -28,6 +28,7 @@ from expertly.engine.compute import LayerCall, LayerCompute
 from expertly.engine.process import keep_few_primitives, keep_off_trapped_instructions
 from expertly.engine.reading import layer_rows
 from expertly.engine.runtime import combine, dispatch
+from expertly.model.gguf import open_checkpoint
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import Packing, Weights
 from expertly.native.kernels import choose_kernels
@@ -64,7 +65,7 @@ def measured(store: PackedStore, text: Path | None = None, progress: Progress | 
     if rounding is None or (text is None and rounding.cost is not None):
         return store
     tokenizer = load_tokenizer(store.folder)
-    if tokenizer is None or not source.is_dir():
+    if tokenizer is None or not source.exists():
         if text is None:
             return store
         lacking = "the model has no tokenizer" if tokenizer is None else f"{source}, which was packed, is not there"
@@ -73,7 +74,7 @@ def measured(store: PackedStore, text: Path | None = None, progress: Progress | 
     tokens: list[int] = tokenizer(read, verbose=False)["input_ids"]
     if not tokens:
         raise ConfigError(f"text={name!r}: gives no token; write at least one word")
-    checkpoint = Checkpoint.open(source)
+    checkpoint = open_checkpoint(source)
     if checkpoint.identity != manifest.identity:
         raise StoreError(f"{store.folder}: {source} has changed since it was packed: remove the store and pack again")
     kl, top1, num_tokens = _compare(store, checkpoint, tokens, progress or (lambda done, total: None))

@@ -13,7 +13,7 @@ from typing import Any
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
 from expertly.formats.fp8 import FP8
-from expertly.formats.gguf import GGUF_FORMATS
+from expertly.formats.gguf import GGUF_FORMATS, Q4_0, Q8_0
 from expertly.formats.int4 import INT4, Int4Format
 from expertly.formats.int4 import check_config as check_compressed_tensors
 from expertly.formats.mxfp4 import MXFP4
@@ -28,22 +28,22 @@ __all__ = [
     "RoundingFormat",
     "TiledFormat",
     "check_format",
-    "check_rounding",
     "expert_format",
     "group_formats",
+    "rounding_format",
 ]
 
 FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8, *GGUF_FORMATS, *INT4)}
 
-ROUNDED_TO: dict[str, RoundingFormat] = {one.name: one for one in (MXFP4,)}
-"""To which weights of a checkpoint that has none can be rounded."""
+ROUNDED_TO: dict[str, RoundingFormat] = {"mxfp4": MXFP4, "int4": Q4_0, "int8": Q8_0}
+"""What weights of a checkpoint that is not quantised can be rounded to, as --quantize calls it."""
 
 
-def check_rounding(name: object) -> str:
-    """`name` where weights can be rounded to it. Raises ConfigError naming what is accepted."""
+def rounding_format(name: object) -> RoundingFormat:
+    """Of a name in ROUNDED_TO. Raises ConfigError naming what is accepted."""
     if not isinstance(name, str) or name not in ROUNDED_TO:
         raise ConfigError(f"quantize={name!r:.80}: not a format to round to; accepted: {', '.join(ROUNDED_TO)}")
-    return name
+    return ROUNDED_TO[name]
 
 
 @cache

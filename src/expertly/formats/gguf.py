@@ -11,13 +11,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from expertly.core.errors import CheckpointError
 from expertly.formats.mxfp4 import _Mxfp4
-from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat
+from expertly.formats.tiles import TILE_OUTPUTS, Bytes, RoundingFormat, TiledFormat, nearest_codes
 
 if TYPE_CHECKING:
     import torch
+
+
+_MAX_HALF = 65504.0
 
 
 class _GgufBlocks(TiledFormat):
@@ -56,11 +60,40 @@ class _GgufBlocks(TiledFormat):
         raise NotImplementedError
 
 
-class _Q8_0(_GgufBlocks):
-    """Codes of 8 bits, of 32 inputs, times a scale."""
+class _ScaledCodes(_GgufBlocks, RoundingFormat):
+    """Codes of 32 inputs times a scale."""
 
+    codes: tuple[int, int]
+    """The least and the largest."""
+    shares: tuple[float, ...]
+    """Of the scale that gives the largest weight of a group the least code, to try: less of it clips that."""
+
+    def encode(self, weights: torch.Tensor) -> tuple[Bytes, ...]:
+        """The largest weight has the least code, which may make the scale negative: there is one more below 0."""
+        import torch
+
+        groups, least = weights.reshape(len(weights), -1, self.group), self.codes[0]
+        largest = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))
+        scales = [(largest * (one / least)).clamp_(-_MAX_HALF, _MAX_HALF).half().float() for one in self.shares]
+        codes, chosen = nearest_codes(groups, scales, self.codes, torch.mul)
+        return (
+            np.concatenate((chosen.half().view(torch.uint8).numpy(), self._bytes_of(codes.char().numpy())), axis=-1),
+        )
+
+    def _bytes_of(self, codes: npt.NDArray[np.int8]) -> Bytes:
+        """Of codes [..., 32], as they lie in a block."""
+        raise NotImplementedError
+
+
+class _Q8_0(_ScaledCodes):
+    """Codes of 8 bits."""
+
+    codes, shares = (-128, 127), (1.0,)
     name, type, kernel = "q8_0", "Q8_0", 2
     group, tile_nbytes, halves = 32, TILE_OUTPUTS * 34, (0,)
+
+    def _bytes_of(self, codes: npt.NDArray[np.int8]) -> Bytes:
+        return codes.view(np.uint8)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
         return blocks[..., 2:].swapaxes(-1, -2), blocks[..., :2]
@@ -72,11 +105,16 @@ class _Q8_0(_GgufBlocks):
         return codes.transpose(-1, -2).float() * scales.unsqueeze(-1)
 
 
-class _Q4_0(_GgufBlocks):
-    """Codes of 4 bits less 8, of 32 inputs, times a scale."""
+class _Q4_0(_ScaledCodes):
+    """Codes of 4 bits less 8."""
 
+    codes, shares = (-8, 7), (1.0, 0.9)
     name, type, kernel = "q4_0", "Q4_0", 3
     group, tile_nbytes, halves = 32, TILE_OUTPUTS * 18, (0,)
+
+    def _bytes_of(self, codes: npt.NDArray[np.int8]) -> Bytes:
+        nibbles: Bytes = (codes + 8).astype(np.uint8)
+        return _pairs(np.stack((nibbles[..., :16], nibbles[..., 16:]), axis=-1).reshape(nibbles.shape))
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
         return _words(_nibbles(blocks[..., 2:], 16)), blocks[..., :2]
@@ -161,7 +199,8 @@ class _GgufMxfp4(_Mxfp4):
         return super().parts_of(tuple(parts), rows, columns)
 
 
-GGUF_FORMATS = (_Q8_0(), _Q4_0(), _Q4_K(), _Q5_K(), _Q6_K())
+Q8_0, Q4_0 = _Q8_0(), _Q4_0()
+GGUF_FORMATS = (Q8_0, Q4_0, _Q4_K(), _Q5_K(), _Q6_K())
 
 OF_GGUF_TYPE: dict[str, TiledFormat] = {**{one.type: one for one in GGUF_FORMATS}, "MXFP4": _GgufMxfp4()}
 """What reads a GGUF matrix, by GGUF's name of its type."""

@@ -7,7 +7,7 @@ inputs), then those of down, 16 outputs after the other, each over the block's n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -93,9 +93,39 @@ class RoundingFormat(TiledFormat, Protocol):
     """A format to which weights of a checkpoint can be rounded."""
 
     def encode(self, weights: torch.Tensor) -> tuple[Bytes, ...]:
-        """The parts of a matrix [rows, columns] of finite float32 weights: with the scales that are chosen for them,
-        each is the nearest number of the format, of two the one with an even code.
+        """The parts of a matrix [rows, columns] of finite float32 weights: with the scale that is chosen for its group,
+        each is the nearest number of the format.
         """
+
+
+def nearest_codes(
+    groups: torch.Tensor,
+    scales: Sequence[torch.Tensor],
+    codes: tuple[int, int],
+    weights_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of weights [..., G], between the two of `codes`, and their scales [..., 1]: that one of `scales` with the
+    least squared error. `weights_of(codes, scales)` are the numbers of the format, about their product.
+    """
+    import torch
+
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for scale in scales:
+        code = torch.where(scale == 0, 0.0, groups / scale).round_().clamp_(*codes)
+        error = weights_of(code, scale) - groups
+        # The product is rounded: the next code may be nearer.
+        beside = (code - (error * scale).sign()).clamp_(*codes)
+        other = weights_of(beside, scale) - groups
+        is_nearer = other.abs() < error.abs()
+        code, error = torch.where(is_nearer, beside, code), torch.where(is_nearer, other, error)
+        found.append((code, error.square_().sum(dim=-1, keepdim=True)))
+    best, least = found[0]
+    chosen = scales[0]
+    for scale, (code, squares) in zip(scales[1:], found[1:], strict=True):
+        is_better = squares < least
+        best, chosen = torch.where(is_better, code, best), torch.where(is_better, scale, chosen)
+        least = torch.where(is_better, squares, least)
+    return best, chosen
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.formats import (
     GROUP_METHODS,
-    ROUNDED_TO,
     ExpertFormat,
     RoundingFormat,
     TiledFormat,
@@ -280,10 +279,10 @@ class ExpertsReader:
         conversion: Conversion,
         groups: dict[str, Group],
         kept: str,
-        rounded_to: str = "",
+        rounding: RoundingFormat | None = None,
     ) -> None:
         """Checks counts, dtypes and shapes of all experts from the headers. `kept`: the weight format in which to keep
-        experts that are in it, `rounded_to`: the one to which all are rounded; "": none. Raises CheckpointError,
+        experts that are in it; "": none. `rounding`: the one to which all are rounded. Raises CheckpointError,
         ConfigError where their sizes are none that can be rounded.
         """
         self._site = site
@@ -304,12 +303,12 @@ class ExpertsReader:
                 self.geometry = self._format.geometry(site.geometry)
             except ConfigError as error:
                 raise CheckpointError(f"{site.name}: {error}; or name a dtype, which undoes it") from None
-        self._rounding = ROUNDED_TO.get(rounded_to)
-        if self._rounding is not None:
+        self._rounding = rounding
+        if rounding is not None:
             try:
-                self.geometry = expert_format(self._rounding.name).geometry(site.geometry)
+                self.geometry = expert_format(rounding.name).geometry(site.geometry)
             except ConfigError as error:
-                raise ConfigError(f"quantize={rounded_to!r}: {site.name}: {error}") from None
+                raise ConfigError(f"quantize: {site.name}: {error}") from None
         for target, group in self._groups.items():
             self._check(target, group)
         self._whole: dict[str, torch.Tensor] = {}

@@ -15,7 +15,7 @@ from expertly.core.costs import CODECS, check_codec
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.headers import TensorSpec
 from expertly.data import demo_folder
-from expertly.formats import FORMATS, ROUNDED_TO, check_rounding
+from expertly.formats import FORMATS, rounding_format
 from expertly.model.conversion import Conversion, ExpertsReader, Group, cast, make_quantizer, read_group, to_bytes
 from expertly.model.dequantizer import GroupDequantizer
 from expertly.model.gguf import GgufConversion, config_of, extras_of, kept_formats, open_checkpoint
@@ -128,7 +128,7 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None =
     `default_dtype`, and ConfigError where the checkpoint is not to be rounded.
     """
     if quantize is not None:
-        check_rounding(quantize)
+        form = rounding_format(quantize).name
         if dtype is not None:
             raise ConfigError(f"dtype={dtype!r} and quantize={quantize!r}: accepted: one of the two")
         found = checkpoint.config.get("quantization_config") or kept_formats(checkpoint)
@@ -138,7 +138,7 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None =
                 f"quantize={quantize!r}: {checkpoint.folder} is quantised already ({method!r:.80}); accepted: without "
                 "quantize, or a checkpoint of the model in bfloat16, float16 or float32"
             )
-        return Weights(default_dtype(checkpoint), ROUNDED_TO[quantize].name, quantize)
+        return Weights(default_dtype(checkpoint), form, quantize)
     if dtype is not None:
         return Weights(check_store_dtype(dtype))
     computed = default_dtype(checkpoint)
@@ -233,7 +233,7 @@ def open_store(
     again = f"pack {store.manifest.source} again for another"
     stored_as, rounding = store.manifest.stored_as, store.manifest.rounding
     if quantize is not None and quantize != (None if rounding is None else rounding.to):
-        check_rounding(quantize)
+        rounding_format(quantize)
         was = "" if rounding is not None else ", not rounded"
         raise ConfigError(f"quantize={quantize!r}: the packed store {folder} holds {stored_as}{was}; {again}")
     if dtype is not None and dtype != stored_as:
@@ -292,7 +292,8 @@ class Packing:
         self._checkpoint = checkpoint
         self._dtype = dtype = weights.dtype
         self._rounding = Rounding(weights.rounded_to) if weights.rounded_to else None
-        kept = "" if weights.rounded_to else weights.format
+        rounding = rounding_format(weights.rounded_to) if weights.rounded_to else None
+        kept = weights.format if rounding is None else ""
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         quantizer = make_quantizer(checkpoint.config.get("quantization_config"))
         if isinstance(quantizer, GroupDequantizer):
@@ -306,7 +307,7 @@ class Packing:
         groups, self._unexpected = self._conversion.groups(checkpoint.tensors)
         self._sites = find_experts(model, ITEMSIZE[dtype])
         self._readers = [
-            ExpertsReader(site, checkpoint, self._conversion, groups, kept, weights.rounded_to) for site in self._sites
+            ExpertsReader(site, checkpoint, self._conversion, groups, kept, rounding) for site in self._sites
         ]
         self.expert_names = set().union(*(reader.source_names for reader in self._readers))
         self._check_unexpected()
