@@ -144,7 +144,7 @@ def test_kernels(form: ExpertFormat, library: Any, width: int, hidden: int, num_
         kernels.tile_decode(form.kernels, address, decoded)
         assert torch.equal(decoded, weights.to(dtype))
         exact = weights.to(dtype).double()
-        for n in (1, 2, 3, 4):
+        for n in range(1, kernels.max_tokens + 1):
             x = torch.randn(n, hidden, generator=dice).to(dtype)
             h = torch.randn(n, width, generator=dice).to(dtype)
             inner = torch.full((num_matrices - 1, 2 * n, width), torch.nan, dtype=dtype)

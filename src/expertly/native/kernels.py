@@ -26,7 +26,7 @@ ACCEPTED = ("auto", "native", "torch", "avx512", "avx2", "generic")
 MAX_TOKENS = 4
 """Most tokens of one product; of the `generic` one, whose vectors are short, 1 (docs/log.md)."""
 
-VERSION = 7
+VERSION = 8
 """Of the interface that is called here; products.c says the same number."""
 
 NORM_STYLES = ("rounded", "weighed", "one more")

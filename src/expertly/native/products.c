@@ -123,7 +123,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 7; }
+int expertly_products_version(void) { return 8; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -258,6 +258,8 @@ int expertly_tiles_dots(int level, int inner, int down, int dtype, int num_threa
     const instruction_set *set = set_at(level);
     if (!has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden)) return -1;
     if (!can_do(set, dtype, tasks, num_tasks, num_neurons, hidden)) return -1;
+    for (int64_t i = 0; i < num_tasks; i++)
+        if (tasks[i].num_tokens > set->max_tile_tokens) return -1;
     float *wide = allocate(num_x * hidden);
     if (wide == NULL) return -1;
     for (int64_t t = 0; t < num_x; t++) set->widen(dtype, x + t * x_nbytes, hidden, wide + t * hidden);
@@ -280,6 +282,8 @@ int expertly_tiles_sums(int level, int inner, int down, int dtype, int num_threa
     const instruction_set *set = set_at(level);
     if (!has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden)) return -1;
     if (!can_do(set, dtype, tasks, num_tasks, num_neurons, hidden)) return -1;
+    for (int64_t i = 0; i < num_tasks; i++)
+        if (tasks[i].num_tokens > set->max_tile_tokens) return -1;
     float *wide = allocate(num_h * num_neurons);
     if (wide == NULL) return -1;
     set->widen(dtype, h, num_h * num_neurons, wide);

@@ -156,7 +156,7 @@ typedef struct {
 typedef struct {
     const char *name;
     int64_t block; /* rows are taken so many elements at a time */
-    int has_half;
+    int has_half, max_tile_tokens; /* of a task with tiles */
     void (*prepare)(int dtype, const char *x, int64_t width, float *out); /* one row, padded with zeros */
     void (*widen)(int dtype, const char *values, int64_t num, float *out);
     void (*dots)(void *);

@@ -264,7 +264,7 @@ static void NAME(run_sums)(void *argument) {
 #include "attention_body.h"
 
 static const instruction_set NAME(set) = {
-    LABEL,           BLOCK,          HAS_HALF,           NAME(prepare),       NAME(widen),
+    LABEL,           BLOCK,          HAS_HALF,           MOST_TILE_TOKENS,    NAME(prepare),       NAME(widen),
     NAME(run_dots),  NAME(run_sums), NAME(run_tile_dots), NAME(run_tile_sums), NAME(run_tile_decode),
     NAME(run_attention), NAME(norm),
 };
@@ -273,6 +273,7 @@ static const instruction_set NAME(set) = {
 #undef vu
 #undef vi
 #undef BLOCK
+#undef MOST_TILE_TOKENS
 #undef V
 #undef NAME
 #undef LABEL

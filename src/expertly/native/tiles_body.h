@@ -18,6 +18,14 @@
 
 #define W (16 / V) /* vectors of a tile's outputs */
 
+#if V == 4 /* more tokens at a time are no faster (docs/log.md), and as much again to compile */
+#define MOST_TILE_TOKENS 1
+#define SEVERAL(CASES)
+#else
+#define MOST_TILE_TOKENS MAX_TOKENS
+#define SEVERAL(CASES) CASES
+#endif
+
 #if V == 4 && !defined(__aarch64__)
 INLINE vu NAME(shuffle)(const int8_t *values, vu codes) {
     uint8_t bytes[16];
@@ -132,7 +140,7 @@ INLINE void NAME(tile_dots_typed)(int format, tile_dots *d) {
         switch (one->num_tokens) {
 #define CASE(N) \
     case N: NAME(tile_dots_block)(format, N, d, one, c % num_blocks); break;
-            CASE(1) CASE(2) CASE(3) CASE(4)
+            CASE(1) SEVERAL(CASE(2) CASE(3) CASE(4))
 #undef CASE
         }
     }
@@ -156,7 +164,7 @@ INLINE void NAME(tile_sums_typed)(int format, tile_sums *s) {
         switch (one->num_tokens) {
 #define CASE(N) \
     case N: NAME(tile_sums_chunk)(format, N, s, one, first, end); break;
-            CASE(1) CASE(2) CASE(3) CASE(4)
+            CASE(1) SEVERAL(CASE(2) CASE(3) CASE(4))
 #undef CASE
         }
     }
@@ -202,3 +210,4 @@ static void NAME(run_tile_decode)(void *argument) {
 }
 
 #undef W
+#undef SEVERAL
