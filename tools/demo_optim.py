@@ -97,7 +97,9 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2).contiguous() if is_tall else matrices
-    x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).bfloat16()  # 2.5x faster than float32 on CPU, as good
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    if x.is_cuda or torch.cpu._is_avx512_bf16_supported():  # 2.5x faster than float32, as good; else half as fast
+        x = x.bfloat16()
     for _ in range(num_iterations):
         gram = torch.bmm(x, x.transpose(1, 2))
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -15,6 +15,7 @@ import expertly
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack
+from expertly.native.kernels import VARIABLE
 from tests.engine.observe import loaded
 from tests.families import VOCAB_SIZE, generate, logits_of, make_prompts
 from tests.formats.gguf_files import load_gguf, make_gguf
@@ -50,8 +51,9 @@ def test_a_layer_may_have_two_types(
             torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=1e-5 * logits.abs().max())
 
 
-def test_a_named_dtype_converts_as_transformers_does(tmp_path: Path) -> None:
-    """Types that are not kept, too."""
+def test_a_named_dtype_converts_as_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types that are not kept, too. By torch's products and attention, as a bfloat16 of both is to be the same."""
+    monkeypatch.setenv(VARIABLE, "torch")
     path = make_gguf(tmp_path / "model.gguf", "Q8_0", others={DOWN: "Q5_1"}, **SMALL)
     with pytest.raises(CheckpointError, match=rf"{DOWN}: in Q5_1; accepted: one of Q8_0, Q4_0, .*; or name a dtype"):
         pack(path, tmp_path / "store")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
@@ -18,7 +17,7 @@ import expertly
 from expertly.model import dense
 from expertly.model.dense import use_kernels
 from expertly.native.kernels import Kernels, Library, choose_kernels, libraries
-from tests.families import FAMILIES, generate, make_model, make_prompts
+from tests.families import FAMILIES, make_model, make_prompts
 
 AVAILABLE, WHY = libraries()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled kernels: {WHY}")
@@ -158,15 +157,19 @@ def test_what_a_user_sets_is_heeded() -> None:
     assert other.config._attn_implementation == "sdpa"
 
 
-def test_continuous_batching_is_untouched() -> None:
-    """Its attention has a cache of its own."""
+def test_keys_that_a_batch_shares() -> None:
+    """Keys that are shared by a batch are torch's: the kernel would read behind them."""
     model, kernels = make_model("qwen3_moe", dtype=torch.bfloat16).eval(), choose_kernels()
-    prompts = make_prompts(2)
-    expected = generate(model, prompts)
     use_kernels(model, kernels)
-    config = GenerationConfig(max_new_tokens=len(expected[0]), do_sample=False, eos_token_id=-1, use_cuda_graph=False)
-    answers = model.generate_batch(prompts, generation_config=config, progress_bar=False)
-    assert [one.generated_tokens for one in answers.values()] == [row[-len(row) :] for row in expected]
+    module = model.model.layers[0].self_attn
+    function = ALL_ATTENTION_FUNCTIONS["expertly"]
+    q, k = torch.randn(3, 4, 1, 8).bfloat16(), torch.randn(1, 2, 5, 8).bfloat16()
+    with torch.no_grad():
+        shared = function(module, q, k, k, None, scaling=0.3)[0]
+        assert kernels.num_attention == 0
+        each = function(module, q, k.expand(3, 2, 5, 8), k.expand(3, 2, 5, 8), None, scaling=0.3)[0]
+    assert kernels.num_attention == 1
+    torch.testing.assert_close(shared, each, rtol=2e-2, atol=2e-2)
 
 
 class Unusual(nn.Module):

@@ -170,11 +170,12 @@ def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> N
         weight = self.weight
         if (
             hidden_states.dtype != weight.dtype
-            or not hidden_states.is_cpu
+            or not (hidden_states.is_cpu and weight.is_cpu)
             or not hidden_states.numel()
             or hidden_states.nbytes > _MAX_NORM_NBYTES
             or hidden_states.shape[-1] != weight.shape[0]
             or type(weight) not in _PLAIN
+            or weight.stride(0) != 1
             or (torch.is_grad_enabled() and (weight.requires_grad or hidden_states.requires_grad))
             or torch.compiler.is_compiling()
         ):
@@ -206,8 +207,8 @@ def _use_attention(model: nn.Module, kernels: Kernels) -> int:
     for module in modules:
         if isinstance(module, PreTrainedModel) or not _asks_for_attention(type(module)):
             continue
-        config = getattr(module, "config", None)
-        if isinstance(config, PreTrainedConfig):
+        config, first = getattr(module, "config", None), next(module.parameters(), None)
+        if isinstance(config, PreTrainedConfig) and first is not None and _is_taken(first, kernels):
             knows_eager = config._attn_implementation == "eager" and _is_usual(module, kernels)
             if knows_eager or config._attn_implementation == "sdpa":
                 module._expertly_kernels, module._expertly_knows_eager = kernels, knows_eager
@@ -287,7 +288,7 @@ def _attention(
     """As transformers' attention functions: query [B, H, n, D] over key and value [B, G, S, ...], to [B, n, H, W]."""
     kernels: Kernels = module._expertly_kernels
     name = module.config._expertly_config._attn_implementation
-    if _is_known(module, name, more) and _is_native(kernels, query, key, value, attention_mask, more):
+    if _is_known(module, name, kernels, more) and _is_native(kernels, query, key, value, attention_mask, more):
         out = kernels.attention(
             query,
             key,
@@ -303,13 +304,16 @@ def _attention(
     return function(module, query, key, value, attention_mask, scaling=scaling, **more)  # type: ignore[no-any-return]
 
 
-def _is_known(module: Any, name: str, more: dict[str, Any]) -> bool:
+def _is_known(module: Any, name: str, kernels: Kernels, more: dict[str, Any]) -> bool:
     """Whether what the model asks for is what the kernel computes, with these arguments. Only eager attention gives
     its weights, so it computes when somebody collects them.
     """
     if name == "sdpa":
         return all(more.get(argument) is None for argument in _HEEDED)
     if name != "eager" or not module._expertly_knows_eager or more.get("output_attentions"):
+        return False
+    sinks = more.get("s_aux")
+    if sinks is not None and not (type(sinks) in _PLAIN and _is_taken(sinks, kernels) and sinks.is_contiguous()):
         return False
     collected = output_capturing._active_collector.get()
     return collected is None or not any("attentions" in key for key in collected)
@@ -328,6 +332,8 @@ def _is_native(
         num_tokens > _MAX_QUERIES
         or not _is_taken(query, kernels)
         or not query.dtype == key.dtype == value.dtype
+        or key.shape[:3] != value.shape[:3]
+        or (key.shape[0], key.shape[3]) != (query.shape[0], query.shape[3])
         or not query.stride(3) == key.stride(3) == value.stride(3) == 1
         or query.shape[1] % key.shape[1]
         or not query.numel()
