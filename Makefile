@@ -31,7 +31,7 @@ help:
 	@echo "make format  rewrite the code as 'make lint' wants it"
 	@echo "make docs    write the tables of docs/ from bench/results, and the site into site/"
 	@echo "make dist    the wheel and the source distribution, in dist/"
-	@echo "make test-dist      install that wheel in an environment of its own and run the demo from it"
+	@echo "make test-dist      install that wheel in an environment of its own; run the demo, and a test, from it"
 	@echo "make test-versions  the tests of the engine with the oldest and the newest transformers that pyproject.toml names"
 	@echo "make clean   remove $(VENV) and caches"
 
@@ -44,12 +44,13 @@ $(STAMP): pyproject.toml $(wildcard src/expertly/*/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "expertly needs Python 3.10 or newer; this is " + sys.version.split()[0] + ": make PYTHON=...")'
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || \
 	    { $(PYTHON) -m venv --without-pip $(VENV_FLAGS) $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	@echo "Installing PyTorch, expertly and its development tools into $(VENV), compiling kernels: a few minutes."
 	$(if $(strip $(TORCH)),$(PIP) install --quiet $(PIP_FLAGS) "$(TORCH)")
 	$(PIP) install --quiet $(PIP_FLAGS) --editable '.[dev]'
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/expertly run demo "The old man looked at the sea and said" --memory 25% --temperature 0.7 --top-p 0.9 --max-new-tokens 100
+	$(BIN)/expertly run demo "The old man looked at the sea and said" --memory 25% --max-new-tokens 100
 
 test: lint types unit
 
@@ -63,7 +64,7 @@ types: $(STAMP)
 unit: $(STAMP)
 ifeq ($(strip $(PYTEST_FLAGS)),)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone"
-	$(BIN)/python -m pytest -q -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
+	$(BIN)/python -m pytest -q -p no:schemathesis -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
 else
 	$(BIN)/python -m pytest -q $(PYTEST_FLAGS)
 endif
@@ -92,6 +93,8 @@ test-dist: dist
 	$(if $(strip $(TORCH)),build/wheel/bin/pip install --quiet $(PIP_FLAGS) "$(TORCH)")
 	build/wheel/bin/pip install --quiet $(PIP_FLAGS) dist/*.whl
 	cd build/wheel && bin/expertly run demo "The old man looked at the sea and said" --memory 25% --max-new-tokens 20
+	build/wheel/bin/pip install --quiet pytest pytest-timeout
+	build/wheel/bin/python -m pytest -q tests/test_wheel.py
 
 test-versions: $(STAMP)
 	set -e; for version in $(TRANSFORMERS); do rm -rf build/versions; $(PYTHON) -m venv build/versions; \

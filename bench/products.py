@@ -80,7 +80,7 @@ def experts_pass(
         if n == 1 and compute.is_native(x):
             for start in range(0, num_experts, args.top_k):
                 some = spans[start : start + args.top_k]
-                compute.multiply(x, some, {span.expert: k for k, span in enumerate(some)}, out)
+                compute.multiply(x, [(span, (0,), (k,)) for k, span in enumerate(some)], out)
         else:
             for span in spans:
                 compute.whole(x, span, torch.empty(n, args.hidden, dtype=dtype))

@@ -149,7 +149,12 @@ def play(arguments: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(arguments["threads"])
     model, _ = expertly.load(
-        arguments["store"], memory=arguments["memory"], system=arguments["system"], device="cpu", verify="never"
+        arguments["store"],
+        memory=arguments["memory"],
+        system=arguments["system"],
+        device="cpu",
+        verify="never",
+        learned="off",
     )
     router, steps, before = Router(model), [], {}
     requests, _ = recorded(Path(arguments["routing"]), arguments["requests"] + 1, arguments["tokens"])

@@ -36,13 +36,11 @@ PROMPT_COUNTS = ("demanded_bytes", "hit_bytes", "bytes_loaded", "prefetched_byte
 
 def requests_of(trace: Any, schedule: Any, arguments: dict[str, Any]) -> list[tuple[list[int], int]]:
     """(token ids, how many of them are the prompt) of the first test requests."""
-    found = []
-    for span in schedule.test[: arguments["requests"]]:
-        first, end = span.first_row, span.first_row + span.num_rows
-        num_prompt = int(trace.rows("is_prefill", first, end).sum())
-        ids = trace.rows("token", first, min(end, first + num_prompt + arguments["tokens"])).tolist()
-        found.append((ids, num_prompt))
-    return found
+    from expertly.lab.playing import recorded_requests
+    from expertly.sim.schedule import Schedule, with_answer
+
+    spans = [with_answer(trace, span, arguments["tokens"]) for span in schedule.test[: arguments["requests"]]]
+    return [(list(one.tokens), one.num_prompt) for one in recorded_requests(trace, Schedule([], spans))]
 
 
 def run_request(model: Any, ids: list[int], num_prompt: int) -> dict[str, float]:
@@ -177,14 +175,10 @@ def simulate(arguments: dict[str, Any], trace: Any, schedule: Any, profile: Any)
     from expertly.policies.predictor.learned import LearnedWeights
     from expertly.scheduler.presets import get_system
     from expertly.sim.hardware import Hardware, PredictorCosts
-    from expertly.sim.schedule import Schedule
+    from expertly.sim.schedule import Schedule, with_answer
     from expertly.sim.study import Memory, Study
-    from expertly.sim.workload import RowRange
 
-    spans = []
-    for span in schedule.test[: arguments["requests"]]:
-        num_prompt = int(trace.rows("is_prefill", span.first_row, span.first_row + span.num_rows).sum())
-        spans.append(RowRange(span.request, span.first_row, min(span.num_rows, num_prompt + arguments["tokens"])))
+    spans = [with_answer(trace, span, arguments["tokens"]) for span in schedule.test[: arguments["requests"]]]
     schedule = Schedule(schedule.training, [spans[0], *spans])  # the first one warms the caches up
     hardware = Hardware.read("infinite").with_model(profile.link, profile.compute)
     hardware = replace(hardware, predictor=PredictorCosts())

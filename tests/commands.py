@@ -23,19 +23,30 @@ from expertly.policies.predictor import PREDICTORS
 from expertly.policies.prefetch import PREFETCHES
 from expertly.scheduler.presets import SYSTEMS
 
-PRELOADED = ["expertly.cli.main", "expertly.lab.compare.player", "transformers.generation"]
+PRELOADED = [
+    *("expertly.cli.main", "expertly.lab.compare.player", "expertly.serve.server", "expertly.engine.cpu"),
+    *("transformers.generation.continuous_batching", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
+]
 
 
 class RunningCommand:
     """`expertly ARGUMENTS`, or `python SCRIPT.py ARGUMENTS`; what it prints goes to files."""
 
     def __init__(
-        self, context: Any, printed: Path, arguments: tuple[str, ...], folder: Path, path: Path | None
+        self,
+        context: Any,
+        printed: Path,
+        arguments: tuple[str, ...],
+        folder: Path,
+        path: Path | None,
+        stdin: Path | None,
     ) -> None:
         self._files = [printed / "stdout", printed / "stderr"]
         for file in self._files:
             file.touch()
-        self.process = context.Process(target=_run, args=(arguments, self._files, dict(os.environ), folder, path))
+        self.process = context.Process(
+            target=_run, args=(arguments, [stdin, *self._files], dict(os.environ), folder, path)
+        )
         self.process.start()
 
     @property
@@ -65,9 +76,9 @@ class RunningCommand:
 
 
 def _run(
-    arguments: tuple[str, ...], files: list[Path], environment: dict[str, str], folder: Path, path: Path | None
+    arguments: tuple[str, ...], files: list[Path | None], environment: dict[str, str], folder: Path, path: Path | None
 ) -> None:
-    """Leads a process group of its own."""
+    """Leads a process group of its own. `files` are stdin, where it is not as it is, stdout and stderr."""
     from expertly.cli.main import main
 
     os.setsid()
@@ -78,9 +89,12 @@ def _run(
         sys.path.insert(0, str(path))
         for registry in (EVICTIONS, PREDICTORS, PREFETCHES, ALLOCATIONS, SYSTEMS):
             registry._entries = None  # what is installed there was read by whom this is forked from
-    for number, file in enumerate(files, 1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    for number, file in enumerate(files):
+        if file is not None:
+            os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    if files[0] is not None:  # multiprocessing has closed Python's own
+        sys.stdin = os.fdopen(0, closefd=False)
     if arguments[0].endswith(".py"):
         sys.argv = list(arguments)
         sys.path.insert(0, str(Path(arguments[0]).parent))
@@ -100,14 +114,16 @@ def imported() -> Iterator[Any]:
 
 @pytest.fixture
 def start(imported: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningCommand]]:
-    """Starts a command (in `folder`, with `path` before what Python imports from), and kills it at the end of the test
-    where it still runs.
+    """Starts a command (in `folder`, with `path` before what Python imports from, and fed with `stdin`), and kills it
+    at the end of the test where it still runs.
     """
     started: list[RunningCommand] = []
 
-    def begin(*arguments: object, folder: Path = Path(), path: Path | None = None) -> RunningCommand:
-        printed = tmp_path_factory.mktemp("printed")
-        started.append(RunningCommand(imported, printed, tuple(map(str, arguments)), folder.absolute(), path))
+    def begin(
+        *arguments: object, folder: Path = Path(), path: Path | None = None, stdin: Path | None = None
+    ) -> RunningCommand:
+        printed, words = tmp_path_factory.mktemp("printed"), tuple(map(str, arguments))
+        started.append(RunningCommand(imported, printed, words, folder.absolute(), path, stdin))
         return started[-1]
 
     yield begin

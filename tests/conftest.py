@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import ssl
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,9 +27,10 @@ keep_off_trapped_instructions()  # before any reference model multiplies
 
 
 LONGEST = (
-    *("test_wheel.py", "cli/test_compare.py", "serve/test_many.py", "serve/test_fuzz.py", "lab/papers/test_runs.py"),
+    *("cli/test_compare.py", "serve/test_many.py", "serve/test_fuzz.py", "lab/papers/test_runs.py"),
     *("test_examples.py", "test_extending.py", "cli/test_compare_failing.py", "cli/test_tune.py"),
-    *("test_golden_engine.py", "test_golden.py", "engine/test_process.py", "model/test_streaming.py"),
+    *("test_golden_engine.py", "test_golden.py", "engine/test_process.py", "formats/test_formats.py"),
+    *("engine/test_lossless.py", "scheduler/test_random_systems.py", "tools/test_peers.py"),
 )
 """These files run first: no worker is to begin a long one when the others have nothing left."""
 
@@ -44,7 +47,16 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def keep_the_code_of_libraries() -> Iterator[None]:
     """Each load gives it back to the system (engine/test_process.py): here, that and getting it again took a third."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "give_back_unused", lambda: 0)
+        patch.setattr(api, "give_back_code", lambda: 0)
+        patch.setattr(api, "give_back_heap", lambda: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def read_certificates_once() -> Iterator[None]:
+    """Each client does, which took longer than what it asks for, and none here asks over TLS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +266,23 @@ def make_checkpoint(
     family = FAMILIES[family] if isinstance(family, str) else family
     made = _made(family, seed, dtype, max_shard_size, tokenizer)
     return Path(shutil.copytree(made, folder, dirs_exist_ok=True))
+
+
+def made_once(make: Callable[..., Path]) -> Callable[..., Path]:
+    """What makes a checkpoint in the folder among its arguments makes the same one once a process, and copies it."""
+
+    @cache
+    def made(before: int, *values: Any, **options: Any) -> Path:
+        folder = Path(tempfile.mkdtemp(dir=_scratch().name), "made")
+        return make(*values[:before], folder, *values[before:], **options)
+
+    @wraps(make)
+    def copied(*values: Any, **options: Any) -> Path:
+        before = next(number for number, value in enumerate(values) if isinstance(value, Path))
+        source = made(before, *values[:before], *values[before + 1 :], **options)
+        return Path(shutil.copytree(source, values[before], dirs_exist_ok=True))
+
+    return copied
 
 
 @cache

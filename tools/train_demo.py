@@ -170,6 +170,8 @@ def export(slots: list[Slot], tokenizer: PreTrainedTokenizerFast, out: Path) -> 
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
+    sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "_from_model_config": False}
+    model.generation_config.update(**sampling)  # greedily, so small a model repeats itself
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     _amend(partial / "config.json", num_experts=NUM_EXPERTS)

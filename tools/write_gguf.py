@@ -1,19 +1,19 @@
 """Write a qwen3_moe checkpoint (the demo model, inflated or not) as a GGUF file, which llama.cpp runs.
 
-    python tools/write_gguf.py MODEL OUT.gguf
+    python tools/write_gguf.py MODEL OUT.gguf [--experts TYPE]
 
-Weights stay the bits they are; norms and routers become float32, as llama.cpp wants them. There is no vocabulary in the
-file: what runs it feeds token ids. Needs the package `gguf`. Holds one tensor of the result at a time: all experts of a
-layer's projection.
+Weights stay the bits they are, but for experts where --experts says to which type of GGUF they are rounded; norms and
+routers become float32, as llama.cpp wants them. There is no vocabulary in the file: what runs it feeds token ids. Needs
+the package `gguf`. Holds one tensor of the result at a time: all experts of a layer's projection.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 
 FAMILY = "qwen3_moe"
 EXPERT = re.compile(r"^(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj)\.weight$")
+ROUNDED = ("MXFP4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # to which the package gguf rounds
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -39,6 +40,7 @@ class Part:
     sources: tuple[tuple[Path, str], ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_expert: bool = False
 
     def read(self) -> Tensor:
         found = []
@@ -74,9 +76,12 @@ def parts_of(folder: Path, config: dict[str, Any]) -> list[Part]:
         if name is None or code not in DTYPES:
             raise GgufError(f"{folder}: {stem} ({code}) is nothing that a {FAMILY} model of llama.cpp has")
         is_small = len(shape) == 1 or stem.endswith(".mlp.gate")
-        whole = (len(pieces), *shape) if EXPERT.match(pieces[0][2]) else shape
+        is_expert = EXPERT.match(pieces[0][2]) is not None
+        whole = (len(pieces), *shape) if is_expert else shape
         dtype = torch.float32 if is_small else DTYPES[code]
-        found.append(Part(f"{name}.weight", tuple((path, one) for _, path, one in sorted(pieces)), whole, dtype))
+        found.append(
+            Part(f"{name}.weight", tuple((path, one) for _, path, one in sorted(pieces)), whole, dtype, is_expert)
+        )
     return found
 
 
@@ -121,8 +126,10 @@ def numpy_of(tensor: Tensor) -> Any:
     return tensor.view(torch.uint8).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-def write_gguf(model: Path, out: Path) -> int:
-    """Write `out`, which appears when it is complete; its tensors' bytes. Raises GgufError."""
+def write_gguf(model: Path, out: Path, experts: str | None = None) -> int:
+    """Write `out`, which appears when it is complete; its tensors' bytes. Raises GgufError. `experts`: the type of GGUF
+    to which they are rounded; by default they stay what they are.
+    """
     if not (model / "config.json").is_file():
         raise GgufError(f"{model}: no config.json there; give a transformers model folder")
     config = json.loads((model / "config.json").read_text())
@@ -132,6 +139,9 @@ def write_gguf(model: Path, out: Path) -> int:
     except ImportError:
         raise GgufError("the package gguf is not installed: pip install gguf") from None
 
+    if experts not in (None, *ROUNDED):
+        raise GgufError(f"experts={experts!r}: accepted: {', '.join(ROUNDED)}")
+    kind = gguf.GGMLQuantizationType[experts] if experts else None
     partial = out.with_name(f".{out.name}.partial")
     parts = parts_of(model, config)
     writer = gguf.GGUFWriter(partial, "qwen3moe")
@@ -139,19 +149,22 @@ def write_gguf(model: Path, out: Path) -> int:
         describe(writer, config)
         total = 0
         for part in parts:
-            nbytes = part.dtype.itemsize
-            for size in part.shape:
-                nbytes *= size
-            total += nbytes
-            blank = numpy_of(torch.empty((0, part.shape[-1]), dtype=part.dtype))
             raw = gguf.GGMLQuantizationType.BF16 if part.dtype == torch.bfloat16 else None
-            shape = (*part.shape[:-1], part.shape[-1] * 2) if raw is not None else part.shape  # in bytes
+            raw = kind if kind is not None and part.is_expert else raw
+            shape = part.shape if raw is None else gguf.quant_shape_to_byte_shape(part.shape, raw)  # in bytes
+            blank = numpy_of(torch.empty((0,), dtype=torch.uint8 if raw is not None else part.dtype))
+            nbytes = math.prod(shape) * blank.itemsize
+            total += nbytes
             writer.add_tensor_info(part.name, shape, blank.dtype, nbytes, raw_dtype=raw)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for array in _arrays(parts):
-            writer.write_tensor_data(array)
+        for part in parts:
+            tensor = part.read()
+            if kind is not None and part.is_expert:
+                writer.write_tensor_data(gguf.quants.quantize(tensor.float().numpy(), kind))
+            else:
+                writer.write_tensor_data(numpy_of(tensor))
         writer.close()
         partial.rename(out)
     finally:
@@ -159,18 +172,16 @@ def write_gguf(model: Path, out: Path) -> int:
     return total
 
 
-def _arrays(parts: list[Part]) -> Iterator[Any]:
-    for part in parts:
-        yield numpy_of(part.read())
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL", help="transformers model folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="file to write")
+    parser.add_argument(
+        "--experts", metavar="TYPE", help=f"of GGUF, to which experts are rounded: {', '.join(ROUNDED)}"
+    )
     given = parser.parse_args(arguments)
     try:
-        nbytes = write_gguf(given.model, given.out)
+        nbytes = write_gguf(given.model, given.out, given.experts)
     except GgufError as error:
         print(f"write_gguf: {error}", file=sys.stderr)
         return 2

@@ -2,11 +2,12 @@
 
     python bench/peers/run.py [--sizes 4x,2x,ram] [--peers expertly,llama.cpp,accelerate] [--requests 3] [--tokens 32]
                               [--systems lru,expertly,expertly-ahead] [--codecs none,auto] [--threads 1,2]
-                              [--model like|3gib]
+                              [--model like|3gib] [--experts Q4_0|MXFP4]
 
 `4x`: a memory cgroup (version 1) of a quarter of the whole model's bytes, for each process, from its first byte on;
 `ram`: all the memory there is. Peers take turns, request by request, and each request with each number of threads; what
-is fed does not depend on what a model would choose. The first request only fills caches. Needs the packages of the
+is fed does not depend on what a model would choose. `--experts`: a GGUF file with experts rounded to that type, which
+`expertly` and llama.cpp both run. The first request only fills caches. Needs the packages of the
 extra `peers`; a peer whose package is not there is left out, and said so. Columns: docs/peers.md.
 """
 
@@ -69,12 +70,16 @@ def main() -> None:
     parser.add_argument("--memory", default="auto", help="of expertly: what is left in the cgroup, or an amount")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--model", choices=tuple(MODELS), default="like")
+    parser.add_argument("--experts", help="a type of GGUF; by default the model as it is")
     parser.add_argument("--requests", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--out")
     args = parser.parse_args()
     peers = [peer for peer in args.peers.split(",") if _is_there(peer)]
+    if args.experts:
+        args.codecs = "none"
+        peers = [peer for peer in peers if peer != "accelerate"]  # which has no GGUF
     model = inflated_model(**MODELS[args.model], no_zeros=True)
     requests = make_requests(model, args.requests + 1, args.prompt, args.tokens)
     context = -(-(args.prompt + args.tokens) // 256) * 256
@@ -96,7 +101,9 @@ class Bench:
 
         self._args, self._model, self._requests = args, model, requests
         self._context, self._scratch = context, scratch
-        self._stores = {codec: pack_cached(str(model), codec=codec) for codec in ("none", "planes")}
+        if args.experts:
+            self._model = model = self._gguf
+        self._stores = {one: pack_cached(model, codec=one) for one in ("none", "planes")[: 1 if args.experts else 2]}
         self._layers = self._stores["none"].manifest.layers
         self._nbytes = self._stores["none"].experts_nbytes + self._stores["none"].dense_nbytes
         self._disk: list[float] = []
@@ -129,13 +136,15 @@ class Bench:
 
     @property
     def _gguf(self) -> Path:
-        path = self._model.with_name(f"{self._model.name}-gguf") / "model.gguf"
+        if self._model.suffix == ".gguf":
+            return self._model
+        path = self._model.with_name(f"{self._model.name}-gguf") / f"{self._args.experts or 'model'}.gguf"
         if not path.exists() and importlib.util.find_spec("gguf") is not None:
             sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
             from write_gguf import write_gguf
 
             path.parent.mkdir(exist_ok=True)
-            write_gguf(self._model, path)
+            write_gguf(self._model, path, self._args.experts)
         return path
 
     def _entries(self, peer: str, limit: int | None) -> list[Entry]:

@@ -13,6 +13,9 @@ def load(settings: dict[str, Any]) -> Expertly:
 
 class Expertly(TorchPeer):
     def __init__(self, settings: dict[str, Any]) -> None:
+        from expertly.model.lean import import_lean
+
+        import_lean()  # as `expertly run` does
         import expertly
 
         self._model, _ = expertly.load(

@@ -22,7 +22,13 @@ from expertly.engine.group import make_executor
 from expertly.engine.learned import LearnedFiles, find_files, find_weights, save_of_eviction
 from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
 from expertly.engine.observe import Matcher, choose_matcher, make_prefetching
-from expertly.engine.process import give_back_unused, keep_few_primitives, keep_off_trapped_instructions
+from expertly.engine.process import (
+    give_back_code,
+    give_back_heap,
+    give_back_large_blocks,
+    keep_few_primitives,
+    keep_off_trapped_instructions,
+)
 from expertly.engine.rounding import measured
 from expertly.engine.runtime import ComputeThreads, Engine, Executor
 from expertly.engine.stats import Stats
@@ -30,6 +36,7 @@ from expertly.model.dense import use_kernels
 from expertly.model.hooks import between_passes, check_passes, experts_modules
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
+from expertly.model.tiled import use_tiles
 from expertly.native.kernels import choose_kernels
 from expertly.options import LoadOptions, described, names_of_today
 from expertly.policies.allocation.moepic import SplitPlan, read_plan
@@ -80,6 +87,8 @@ def open_model(
     with ExitStack() as opened:  # closed again where what comes next raises
         chosen = _choose(model, asked, targets, progress, cache)
         parts, store = chosen.parts, chosen.store
+        if kind_of(targets[0]).runs_on_host:
+            give_back_code()  # of imports, before weights come
         executor = _open_executor(chosen, targets, opened)
         engine = Engine(executor, _threads_beside_decoders(store, executor))
         opened.callback(engine.close)
@@ -88,6 +97,7 @@ def open_model(
         dtype = getattr(torch, store.manifest.dtype)
         loaded = load_dense(store.folder, store.manifest, dtype, home.device.torch_device, engine)
         executor.bind(experts_modules(loaded))
+        use_tiles(loaded, home.kernels)
         use_kernels(loaded, home.kernels)
         if chosen.division.room is not None:
             check_passes(loaded, chosen.division.room.check)
@@ -96,7 +106,8 @@ def open_model(
         )
         tokenizer = load_tokenizer(store.folder)
         if kind_of(targets[0]).runs_on_host:
-            give_back_unused()
+            give_back_heap()
+            give_back_code()
         if parts.keeps_everything:
             engine.preload(_labelled(progress, "loading"))
         close = opened.pop_all().close
@@ -159,6 +170,7 @@ def _choose(
         )
     if kind_of(targets[0]).runs_on_host:
         keep_few_primitives()
+        give_back_large_blocks()
         keep_off_trapped_instructions()
     choose_kernels(runs_on_host=kind_of(targets[0]).runs_on_host)  # refused before the model is packed
     store = store or pack(asked.codec)
@@ -169,6 +181,7 @@ def _choose(
     placement = Placement(store.geometry(asked.segments or fitting), len(targets))
     geometries = [share.geometry for share in placement.shares]
     request = request or _memory_request(asked, store, cache)
+    give_back_heap()  # before what is left is counted
     division = divide(store, geometries, parts, request, targets)
     known = Known() if asked.plan is None else _known_of(asked.plan, parts, geometries, division.budgets)
     budgets = [parts.budget(one, budget, known) for one, budget in zip(geometries, division.budgets, strict=True)]

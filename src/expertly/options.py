@@ -108,6 +108,11 @@ def argument(
     return option(default, help, metavar=metavar, type=type, is_argument=True, is_several=is_several, was=was)
 
 
+def path_option(default: Any, help: str, metavar: str = "FILE", **more: Any) -> Any:
+    """An option that names a file, or a folder."""
+    return option(default, help, metavar=metavar, type=Path, **more)
+
+
 def json_flag() -> Any:
     """The field `json` of a command's options."""
     return option(False, "print one JSON object on stdout, messages on stderr")

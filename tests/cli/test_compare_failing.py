@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from expertly.core.errors import ConfigError
 from expertly.lab.compare import comparison
 from expertly.lab.compare.engine import Worker
 from expertly.sim.study import Study
-from tests.commands import RunningCommand
 from tests.lab.compare.html import read
 from tests.sim.drive import make_trace, random_passes, sized
 
@@ -57,18 +54,22 @@ def memories_of(results: dict[str, Any]) -> set[str]:
 def test_a_process_that_dies_in_the_second_round(
     model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it had done by then is in the tables, it is not called the best, and nobody thinks that all went well."""
-    asked, ask = [], Worker.ask
+    """What it had done by then is in the tables, it is not called the best, and nobody thinks that all went well. Were
+    the whole comparison killed, the round that ended would be in its folder.
+    """
+    out, asked, ask = tmp_path / "out", [], Worker.ask
 
     def killing(self: Worker, method: str, *arguments: Any) -> Any:
         if (self.name, method) == ("lfu", "play"):
             asked.append(method)
             if len(asked) == 4:  # the second request of the second round
+                kept = results_in(out)
+                assert kept["is_interrupted"] and kept["rows"][0]["engine"]["num_played"] >= 2
+                assert "was interrupted" in read((out / "report.html").read_text()).text
                 self._process.kill()
         return ask(self, method, *arguments)
 
     monkeypatch.setattr(Worker, "ask", killing)
-    out = tmp_path / "out"
     arguments = ["--system", "lru,lfu", "--memory", "50%", "--requests", "2", "--tokens", "4", "--rounds", "2"]
     assert main(["lab", "compare", str(model), *arguments, "--out", str(out)]) == 2
     printed, said = capsys.readouterr()
@@ -85,21 +86,6 @@ def test_a_process_that_dies_in_the_second_round(
     for text in (read((out / "report.html").read_text()).text, printed):
         assert "its process ended (SIGKILL" in text and "3 of 4 requests were measured" in text
     assert said.splitlines()[-1].startswith("expertly: error: did not come through: lfu (engine, 50%)")
-
-
-@pytest.mark.slow
-def test_a_comparison_that_is_killed_leaves_its_finished_rounds(
-    model: Path, tmp_path: Path, start: Callable[..., RunningCommand]
-) -> None:
-    out = tmp_path / "out"
-    arguments = ("--system", "lru", "--memory", "50%", "--requests", "2", "--tokens", "3", "--rounds", "200")
-    running = start("lab", "compare", model, *arguments, "--out", out)
-    running.wait_until(lambda: "round 3 of 200" in running.err)
-    os.killpg(running.process.pid, signal.SIGKILL)
-    assert running.exit_code(60) == -signal.SIGKILL
-    results = results_in(out)
-    assert results["is_interrupted"] and results["rows"][0]["engine"]["num_played"] >= 4
-    assert "was interrupted" in read((out / "report.html").read_text()).text
 
 
 def test_an_interrupt_leaves_the_budgets_that_were_simulated(

@@ -11,7 +11,6 @@ import pytest
 from expertly.cli.main import main
 from expertly.core.geometry import Geometry
 from expertly.policies.allocation.moepic import LayerSplit, SplitPlan, save_plan
-from expertly.trace.schema import TraceLayer
 from tests.cli.asking import Captured, answer
 from tests.lab.compare.html import read
 from tests.sim.drive import make_trace, random_passes, sized
@@ -25,13 +24,6 @@ def trace(tmp_path: Path) -> Path:
     """Four requests of a prompt of 4 tokens and 10 steps, sizes known."""
     passes = random_passes(0, LAYERS, 10, prompt=4, num_requests=4)
     return make_trace(tmp_path / "given", passes, LAYERS, num_requests=4, is_full=True).folder
-
-
-@pytest.fixture
-def bare(tmp_path: Path) -> Path:
-    """Decode alone, sizes unknown: as what is imported."""
-    layers = [TraceLayer(8, 2)] * 2
-    return make_trace(tmp_path / "bare", random_passes(0, layers, 30), layers).folder
 
 
 def compare(capsys: Captured, *words: object, code: int = 0) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`expertly lab configure`: what it plans, what it prints and draws, what it refuses; and what `--plan` does with
+"""`expertly lab configure`: what it plans, what it prints, what it refuses; and what `--plan` does with
 it.
 """
 
@@ -139,13 +139,6 @@ def test_a_trace_without_lookahead_and_sizes(tmp_path: Path, capsys: Captured) -
     assert "nothing counts as predicted" in said(capsys, bare, "--geometry", "gpt-oss-20b").splitlines()[-1]
 
 
-def test_the_picture(trace: Path, tmp_path: Path, capsys: Captured) -> None:
-    path = tmp_path / "plan.svg"
-    configure(capsys, trace, "--memory", "40%,60%", "--plot", path)
-    text = path.read_text()
-    assert text.count('id="axes_') == 6, "three panels for each memory"
-
-
 def test_refusals_of_a_trace(trace: Path, tmp_path: Path, capsys: Captured) -> None:
     for arguments, error in {
         ("--memory", "1%"): "below the staging slots through which experts are streamed",
@@ -159,7 +152,6 @@ def test_refusals_of_a_trace(trace: Path, tmp_path: Path, capsys: Captured) -> N
         ("--hardware", "none-such"): "no such profile and no such file",
         ("--out", str(tmp_path / "no" / "plan.json")): "must be a file, in a folder that exists and is writable",
         ("--out", "plan.json", "--memory", "40%,60%"): "holds the plan of one memory",
-        ("--plot", "plan.txt"): "must end in .png, .svg, .pdf",
     }.items():
         assert error in error_of(capsys, "lab", "configure", trace, *arguments), arguments
     assert not (tmp_path / "plan.json").exists()

@@ -41,9 +41,14 @@ def test_prints_tables_and_writes_the_profile_into_the_cache_folder(tmp_path: Pa
     (choice,) = (line for line in out.splitlines() if line.startswith("codec auto"))
     assert "weights take 0.6" in choice and (": none: " in choice or ": planes: " in choice)
     assert [child.name for child in path.parent.iterdir()] == ["machine.json"]
+    told = measure.kernels_here()
+    assert f"kernels {told['name']}: {told['why']}" in out.splitlines()
+    assert told["name"].startswith("native ") or told["why"].startswith("not compiled")
 
 
-def test_json_is_the_profile_and_the_problems(tmp_path: Path, capsys: Captured):
+def test_json_is_the_profile_and_the_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
+    """And kernels may be chosen."""
+    monkeypatch.setenv("EXPERTLY_KERNELS", "torch")
     (tmp_path / "disk").mkdir()
     out_path = tmp_path / "profile.json"
     assert main(["doctor", "--json", "--dir", str(tmp_path / "disk"), "--out", str(out_path)]) == 0
@@ -52,6 +57,7 @@ def test_json_is_the_profile_and_the_problems(tmp_path: Path, capsys: Captured):
     assert {key: printed[key] for key in written} == written
     assert printed["profile_path"] == str(out_path)
     assert 0 < printed["seconds"] < 30
+    assert printed["kernels"] == {"name": "torch", "why": "EXPERTLY_KERNELS=torch"}
     assert printed["codec_auto"]["codec"] in ("none", "planes") and "the disk reads" in printed["codec_auto"]["why"]
     assert all(problem.keys() == {"level", "subject", "text"} for problem in printed["problems"])
     assert not (tmp_path / "cache").exists(), "nothing but the folders named is touched"
@@ -74,20 +80,7 @@ def test_a_cache_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.
     assert printed["matvec"], "the rest is measured all the same"
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_says_what_multiplies_and_measures_that(kernels: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
-    monkeypatch.setenv("EXPERTLY_KERNELS", kernels)
-    assert main(["doctor", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["kernels"]
-    if kernels == "torch":
-        assert told == {"name": "torch", "why": "EXPERTLY_KERNELS=torch"}
-    else:
-        assert main(["doctor"]) == 0
-        assert f"kernels {told['name']}: {told['why']}" in capsys.readouterr().out.splitlines()
-        assert told["name"].startswith("native ") or told["why"].startswith("not compiled")
-
-
-def test_kernels_that_are_none(monkeypatch: pytest.MonkeyPatch, capsys: Captured):
+def test_unknown_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Captured):
     monkeypatch.setenv("EXPERTLY_KERNELS", "fast")
     assert main(["doctor"]) == 2
     assert "EXPERTLY_KERNELS='fast': unknown; accepted: auto, native, torch" in capsys.readouterr().err

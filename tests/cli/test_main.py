@@ -160,8 +160,7 @@ LOADING = "memory system segments dtype codec compressed device devices maps pre
         ("lab trace import", "format geometry num-experts model"),
         (
             "lab trace synth",
-            "workload layers experts top-k tokens requests prefill-tokens zipf markov phases working-set"
-            " lookahead seed",
+            "layers experts top-k tokens requests prefill-tokens zipf markov phases lookahead seed",
         ),
         ("lab trace replay", "allow-imports"),
         (
@@ -180,7 +179,7 @@ LOADING = "memory system segments dtype codec compressed device devices maps pre
         ("lab train", "out model distances hidden split seed epochs device"),
         (
             "lab configure",
-            "memory segments zeta hardware tokens out plot geometry split seed prompt seconds dtype device",
+            "memory segments zeta hardware tokens out geometry split seed prompt seconds dtype device",
         ),
         ("tune", "prompts memory requests max-new-tokens time-limit dtype codec device predictor seed out"),
         ("doctor", "dir out hardware-out model memory segments"),
@@ -245,3 +244,16 @@ def test_table_aligns_columns():
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (2 << 30, "2 GiB")])
 def test_bytes_are_binary_units(nbytes, text):
     assert format_nbytes(nbytes) == text
+
+
+def test_a_line_is_broken_between_words_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    assert main(["pack", "demo", "--dtype", "int3"]) == 2
+    one_line = capsys.readouterr().err
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["pack", "demo", "--dtype", "int3"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 50
+    assert " ".join(lines) == one_line.strip()

@@ -63,10 +63,6 @@ def rows_of(capsys: Captured, *arguments: object) -> dict[str, dict[str, Any]]:
     return {row["system"]: row for row in json.loads(out)["results"]}
 
 
-def error_of(capsys: Captured, *words: object) -> str:
-    return refusal(capsys, *words)
-
-
 def test_simulate_begins_with_the_plan(trace: Path, plan: Path, capsys: Captured) -> None:
     systems = "moepic,moepic:allocation=split,lru"
     settings = ("--system", systems, "--memory", "40%", "--segments", 4, "--tokens", 40)  # none is worked out by then
@@ -91,11 +87,10 @@ def test_refusals_of_simulate(trace: Path, plan: Path, tmp_path: Path, capsys: C
             "4",
         ): "says theta, as a plan does of every layer",
     }.items():
-        assert error in error_of(capsys, "lab", "simulate", trace, "--plan", plan, *arguments), arguments
+        assert error in refusal(capsys, "lab", "simulate", trace, "--plan", plan, *arguments), arguments
     missing = tmp_path / "missing.json"
     assert (
-        error_of(capsys, "lab", "simulate", trace, "--system", "moepic", "--plan", missing)
-        == f"{missing}: no such file"
+        refusal(capsys, "lab", "simulate", trace, "--system", "moepic", "--plan", missing) == f"{missing}: no such file"
     )
 
 

@@ -63,6 +63,8 @@ def test_page_and_numbers_are_written_and_can_be_used_again(
     assert reused["seconds"] == first["results"][0]["seconds"]
     assert main(["lab", "reproduce", *map(str, again), "--seed", "1"]) == 2
     assert "seed was 0, now it is 1" in capsys.readouterr().err
+    assert main(["lab", "reproduce", *map(str, again), "--tokens", "40"]) == 2
+    assert "tokens was 5000, now it is 40" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

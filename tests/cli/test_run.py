@@ -28,6 +28,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}#assistant:{% endif %}"
 )
 NUM_TOKENS = 12
+CHARACTERS = make_tokenizer()
 PROMPT = "\0"
 """Between what the command has written and what it reads: no model here writes it."""
 
@@ -47,16 +48,23 @@ def loaded(chatting: Path) -> Iterator[tuple[Any, Any]]:
     expertly.unload(model)
 
 
-def expected(model: Path, messages: Sequence[tuple[str, str]], num_tokens: int = NUM_TOKENS) -> str:
+Said = str | list[int]
+"""A message: a user's text, or the tokens of an answer, which need not be those that its text is cut into."""
+
+
+def expected(model: Path, messages: Sequence[tuple[str, Said]], num_tokens: int = NUM_TOKENS) -> list[int]:
     """What the unmodified model answers to these messages."""
-    text = "".join(f"#{role}:{content}\n" for role, content in messages) + "#assistant:"
-    return continued(model, text, num_tokens)
+    parts = [part for role, said in messages for part in (f"#{role}:", said, "\n")]
+    return continued(model, *parts, "#assistant:", num_tokens=num_tokens)
 
 
-def continued(model: Path, text: str, num_tokens: int = NUM_TOKENS) -> str:
-    tokenizer = make_tokenizer()
-    tokens = reference_generate(model, [tokenizer(text)["input_ids"]], max_new_tokens=num_tokens)[0]
-    return tokenizer.decode(tokens, skip_special_tokens=True)
+def continued(model: Path, *parts: Said, num_tokens: int = NUM_TOKENS) -> list[int]:
+    tokens = [one for part in parts for one in (CHARACTERS(part)["input_ids"] if isinstance(part, str) else part)]
+    return list(reference_generate(model, [tokens], max_new_tokens=num_tokens)[0])
+
+
+def written(tokens: list[int]) -> str:
+    return str(CHARACTERS.decode(tokens, skip_special_tokens=True))
 
 
 def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
@@ -83,7 +91,7 @@ def test_one_answer_is_the_models_own_to_the_templated_message(chatting: Path, c
     assert run(chatting, "Hello") == 0
     out = capsys.readouterr().out
     text, _, measures = out.partition("\n\n")
-    assert text == expected(chatting, [("user", "Hello")])
+    assert text == written(expected(chatting, [("user", "Hello")]))
     for word in (f"{NUM_TOKENS} tokens", "tokens/s", "of experts hit", "50.0% of", "system lru"):
         assert word in measures
 
@@ -94,14 +102,14 @@ def test_raw_and_a_model_without_a_template_continue_the_text(model: Path, chatt
     assert run(model, "Hello") == 0
     without = capsys.readouterr()
     for folder, captured in ((chatting, raw), (model, without)):
-        assert captured.out.startswith(continued(folder, "Hello"))
+        assert captured.out.startswith(written(continued(folder, "Hello")))
     assert "no chat template" in without.err and "no chat template" not in raw.err
 
 
 def test_json_is_one_object(chatting: Path, capsys: Captured):
     assert run(chatting, "Hello", "--json") == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["text"] == expected(chatting, [("user", "Hello")])
+    assert result["text"] == written(expected(chatting, [("user", "Hello")]))
     assert result["tokens"] == NUM_TOKENS and 0 <= result["hit_rate"] <= 1 and result["tpot_s"] > 0
     assert 0 < result["memory_bytes"] <= result["expert_bytes"] / 2
     assert result["hit_rate"] <= result["best_hit_rate"] <= 1, "lru cannot do better than a cache that knows the answer"
@@ -111,7 +119,7 @@ def test_a_chat_of_three_turns(chatting: Path, tmp_path: Path, monkeypatch: pyte
     """Each answer is what the unmodified model says to all that was said before; /clear and /system begin anew."""
     saved = tmp_path / "chat.json"
     first = expected(chatting, [("user", "Hi")])
-    talk = [("user", "Hi"), ("assistant", first), ("user", "And?")]
+    talk: list[tuple[str, Said]] = [("user", "Hi"), ("assistant", first), ("user", "And?")]
     second = expected(chatting, talk)
     instructed = expected(chatting, [("system", "Be brief"), ("user", "Hi")])
     lines = ("Hi", "And?", f"/save {saved}", "/stats", "/what", "/clear", "Hi", "/system Be brief", "Hi", "/quit", "no")
@@ -119,9 +127,10 @@ def test_a_chat_of_three_turns(chatting: Path, tmp_path: Path, monkeypatch: pyte
     assert run(chatting) == 0
     captured = capsys.readouterr()
     answers = [part.partition("\n[")[0] for part in captured.out.split(PROMPT)[1:]]
-    assert answers[:2] == [first, second] and answers[6] == first and answers[8] == instructed
+    told_of = [written(one) for one in (first, second, first, instructed)]
+    assert [answers[turn] for turn in (0, 1, 6, 8)] == told_of
     roles = ("user", "assistant", "user", "assistant")
-    told = ("Hi", first, "And?", second)
+    told = ("Hi", written(first), "And?", written(second))
     assert json.loads(saved.read_text()) == [
         {"role": role, "content": text} for role, text in zip(roles, told, strict=True)
     ]
@@ -133,7 +142,8 @@ def test_what_was_said_before_is_not_computed_again(chatting: Path, loaded: tupl
     first = conversation.answer("Hi", lambda text: None)
     second = conversation.answer("And?", lambda text: None)
     assert (first.cached_tokens, first.prompt_tokens) == (0, len("#user:Hi\n#assistant:"))
-    assert first.prompt_tokens <= second.cached_tokens < second.prompt_tokens
+    assert second.cached_tokens == first.prompt_tokens + NUM_TOKENS - 1, "the last token was not computed with"
+    assert written(first.token_ids) == first.text and CHARACTERS(first.text)["input_ids"] != first.token_ids
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_next", "jamba", "switch_transformers"])
@@ -147,25 +157,28 @@ def test_a_cache_of_any_kind_gives_the_models_own_second_answer(family: str, tmp
         second = chat.answer(" and?", lambda text: None)
     finally:
         expertly.unload(model)
-    assert second.text == continued(folder, f"Hello there{first.text} and?", 8)
+    is_kept = CHARACTERS.decode(first.token_ids) == first.text and family != "switch_transformers"  # no special token
+    said = first.token_ids if is_kept else first.text
+    assert second.text == written(continued(folder, "Hello there", said, " and?", num_tokens=8))
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_conversation(chatting: Path, loaded: tuple[Any, Any]):
     conversation = Chat(*loaded, ChatSampling(NUM_TOKENS, temperature=0))
-    written: list[str] = []
+    pieces: list[str] = []
 
     def write(text: str) -> None:
-        written.append(text)
-        if len(written) == 3:
+        pieces.append(text)
+        if len(pieces) == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
     stopped = conversation.answer("Hi", write)
     assert stopped.was_stopped and len(stopped.token_ids) < NUM_TOKENS
-    assert expected(chatting, [("user", "Hi")]).startswith(stopped.text) and "stopped" in stopped.line()
+    assert expected(chatting, [("user", "Hi")])[: len(stopped.token_ids)] == stopped.token_ids
+    assert "stopped" in stopped.line()
     following = conversation.answer("And?", lambda text: None)
     assert not following.was_stopped
-    talk = [("user", "Hi"), ("assistant", stopped.text), ("user", "And?")]
-    assert following.text == expected(chatting, talk)
+    talk: list[tuple[str, Said]] = [("user", "Hi"), ("assistant", stopped.token_ids), ("user", "And?")]
+    assert following.token_ids == expected(chatting, talk)
 
 
 def test_who_records_a_model_still_does_while_it_answers(loaded: tuple[Any, Any], tmp_path: Path):

@@ -17,7 +17,6 @@ import expertly
 from expertly.cli.main import main
 from expertly.core.costs import CodecCosts, Link
 from expertly.scheduler import presets as systems
-from expertly.trace.schema import TraceLayer
 from tests.cli.asking import Captured, answer, refusal, told
 from tests.sim.drive import make_trace, random_passes, sized, toy
 
@@ -40,13 +39,6 @@ def trace(tmp_path: Path) -> Path:
     """Two categories, four requests of a prompt of 4 tokens and 10 passes, sizes known."""
     passes = random_passes(0, LAYERS, 10, prompt=4, num_requests=4)
     return make_trace(tmp_path / "trace", passes, LAYERS, num_requests=4, categories=["a", "b"] * 2).folder
-
-
-@pytest.fixture
-def bare(tmp_path: Path) -> Path:
-    """Decode alone, sizes unknown: as what is imported."""
-    layers = [TraceLayer(8, 2)] * 2
-    return make_trace(tmp_path / "bare", random_passes(0, layers, 30), layers).folder
 
 
 def simulate(capsys: Captured, *words: object) -> dict[str, Any]:

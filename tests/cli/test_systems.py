@@ -16,7 +16,7 @@ def test_json_has_the_same(capsys):
     assert {"on-demand", "lru", "lfu", "lcp", "random", "static", "resident"} <= listed.keys()
     assert listed["lfu"].keys() == {
         "name", "summary", "eviction", "scope", "allocation", "prediction", "prefetch", "distance", "transfer",
-        "preemption", "order", "admission", "ahead", "window", "gate", "segments",
+        "preemption", "order", "admission", "ahead", "window", "gate", "prefill", "prefetching", "segments",
     }  # fmt: skip
     assert (listed["lfu"]["ahead"], listed["promoe"]["segments"], listed["pre-gated"]["ahead"]) == (None, 4, "ring")
 
@@ -28,7 +28,7 @@ def test_people_read_every_system_its_parts_and_what_it_has_unlike_others(capsys
         assert any(line.split()[:3] == [system.name, system.eviction, system.scope] for line in lines)
     assert any("fmoe proximity 2 asynchronous" in " ".join(line.split()) for line in lines)
     assert any("perfect score all asynchronous" in " ".join(line.split()) for line in lines)
-    assert f"promoe: {SYSTEMS['promoe'].summary} [segments=4]" in lines
+    assert f"promoe: {SYSTEMS['promoe'].summary} [prefill=evict, segments=4]" in lines
     assert f"oracle: {SYSTEMS['oracle'].summary} [admission=best, ahead=ring]" in lines
     assert f"lru: {SYSTEMS['lru'].summary}" in lines
 

@@ -112,7 +112,6 @@ def test_synth_writes_what_was_asked_for(tmp_path, capsys):
     arguments = ["lab", "trace", "synth", str(tmp_path / "a"), *SYNTH, "--requests", "3", "--prefill-tokens", "5"]
     facts = printed(capsys, [*arguments, "--zipf", "1.5", "--markov", "0.5", "--phases", "2", "--seed", "7"])
     assert (facts["rows"], facts["iterations"], facts["requests"]) == (60, 48, 3)
-    assert (facts["workload"], facts["optimal_hits"]) == ("zipf", None)
     assert not any(field["real"] for field in facts["fields"].values())
     arguments[3] = str(tmp_path / "b")
     assert main([*arguments, "--zipf", "1.5", "--markov", "0.5", "--phases", "2", "--seed", "7"]) == 0
@@ -120,30 +119,9 @@ def test_synth_writes_what_was_asked_for(tmp_path, capsys):
     np.testing.assert_array_equal(one.rows("experts", 0, 60), other.rows("experts", 0, 60))
 
 
-def test_synth_prints_the_optimum_where_it_is_known(tmp_path, capsys):
-    facts = printed(capsys, ["lab", "trace", "synth", str(tmp_path / "a"), *SYNTH, "--workload", "cyclic"])
-    # 60 tokens over a loop of 4 groups of 2: 56 after the first round, of which (c - 1) in 3 hit; 2 layers
-    assert facts["optimal_hits"] == {"2": 0, "4": 2 * 2 * (18 + 1), "6": 2 * 2 * (36 + 2), "8": 2 * 2 * 56}
-    stationary = [
-        "lab",
-        "trace",
-        "synth",
-        str(tmp_path / "b"),
-        *SYNTH,
-        "--workload",
-        "stationary",
-        "--working-set",
-        "7",
-    ]
-    assert printed(capsys, stationary)["optimal_hits"] == {"7": 2 * (120 - 7), "8": 2 * (120 - 7)}
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--workload", "nonsense"], "'nonsense': must be zipf or cyclic or stationary"),
-        (["--workload", "cyclic", "--zipf", "1"], "--zipf has no effect on --workload cyclic"),
-        (["--working-set", "3"], "--working-set has no effect on --workload zipf"),
         (["--markov", "1.5"], "from 0 to 1"),
         (["--top-k", "9"], "top_k=9: must be from 1 to 8"),
         (["--phases", "61"], "phases=61"),

@@ -67,7 +67,7 @@ def test_what_is_tuned_is_what_auto_runs(model: Path, prompts: Path, tmp_path: P
 
 
 def test_the_demo_model_with_tiny_settings(tmp_path: Path, capsys: Captured) -> None:
-    settings = ("--memory", "25%", "--requests", "2", "--max-new-tokens", "8", "--time-limit", "8s", "--codec", "none")
+    settings = ("--memory", "25%", "--requests", "2", "--max-new-tokens", "8", "--time-limit", "5s", "--codec", "none")
     out = tmp_path / "result.json"
     assert main(["tune", *settings, "--json", "--out", str(out)]) == 0
     printed, said = capsys.readouterr()

@@ -13,6 +13,7 @@ import torch
 import expertly
 from expertly.cli.inputs import load_model
 from expertly.cli.main import main
+from expertly.core.units import format_nbytes
 from expertly.engine.choice import Gain, TunedChoice, choices_path, read_choices, save_choice, this_machine
 from expertly.model.packing import pack_cached
 from expertly.options import LoadOptions
@@ -101,10 +102,10 @@ def test_unless_it_is_said_auto_is_asked_for(model: Path, store: PackedStore) ->
 def test_without_a_choice_the_size_of_experts_decides(
     model: Path, store: PackedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mib = store.experts_nbytes / sum(layer.num_experts for layer in store.manifest.layers) / (1 << 20)
+    size = format_nbytes(store.experts_nbytes / sum(layer.num_experts for layer in store.manifest.layers))
     monkeypatch.setattr(systems, "LEAST_NBYTES", 1)
     large = loaded(model)
-    assert large["system"] == "expertly" and f"the default for experts of {mib:.3g} MiB" in large["system_reason"]
+    assert large["system"] == "expertly" and f"the default for experts of {size}" in large["system_reason"]
 
 
 def test_all_of_the_choice_is_used_but_what_is_given(model: Path, store: PackedStore) -> None:

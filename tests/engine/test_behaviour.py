@@ -13,6 +13,7 @@ import expertly
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.engine import cpu
 from expertly.engine import memory as engine_memory
+from expertly.engine.compute import expert_nbytes_at_once
 from expertly.engine.memory import BESIDE_NBYTES, kv_cache_nbytes, pass_nbytes
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Case, Cases
@@ -164,7 +165,8 @@ def test_auto_takes_what_is_free_and_says_why(cases: Cases, monkeypatch: pytest.
     expert_nbytes, dense = stats["expert_bytes"], PackedStore.open(case.store).dense_nbytes
     cache = kv_cache_nbytes({"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8}, 100, 4)
     config = json.loads((case.folder / "config.json").read_text())
-    free = dense + cache + BESIDE_NBYTES + 100 * pass_nbytes(config, 4) + expert_nbytes // 2
+    beside = BESIDE_NBYTES + expert_nbytes_at_once(PackedStore.open(case.store).manifest.layers[0])
+    free = dense + cache + beside + 100 * pass_nbytes(config, 4) + expert_nbytes // 2
     monkeypatch.setattr(cpu.KIND, "available_nbytes", lambda device: free)
     with loaded(store, memory=None, context=100) as model:
         stats = expertly.stats(model).as_dict()
@@ -189,8 +191,9 @@ def test_a_total_is_what_everything_takes(cases: Cases, monkeypatch: pytest.Monk
     with loaded(case.store) as model:
         expert_nbytes = expertly.stats(model).as_dict()["expert_bytes"]
     store, config = str(case.store), json.loads((case.folder / "config.json").read_text())
-    beside = PackedStore.open(case.store).dense_nbytes + BESIDE_NBYTES + 100 * pass_nbytes(config, 4)
-    beside += kv_cache_nbytes(config, 100, 4)
+    packed = PackedStore.open(case.store)
+    beside = packed.dense_nbytes + BESIDE_NBYTES + expert_nbytes_at_once(packed.manifest.layers[0])
+    beside += 100 * pass_nbytes(config, 4) + kv_cache_nbytes(config, 100, 4)
     monkeypatch.setattr(engine_memory, "rss_nbytes", lambda: 300 << 20)
     total = (300 << 20) + beside + expert_nbytes // 2
     with loaded(store, memory="auto", total_memory=total, context=lambda tokenizer: 100) as model:

@@ -23,13 +23,18 @@ pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {W
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Experts, or parts, of each call that ended in outputs."""
     seen: list[int] = []
-    sums = Kernels.sums
+    sums, experts = Kernels.sums, Kernels.experts
 
     def counted(self: Kernels, tasks: Any, *args: Any, **kwargs: Any) -> None:
         seen.append(len(tasks) // 4)
         sums(self, tasks, *args, **kwargs)
 
+    def counted_whole(self: Kernels, layer: Any, tasks: Any, *args: Any, **kwargs: Any) -> None:
+        seen.append(len(tasks) // 3)
+        experts(self, layer, tasks, *args, **kwargs)
+
     monkeypatch.setattr(Kernels, "sums", counted)
+    monkeypatch.setattr(Kernels, "experts", counted_whole)
     monkeypatch.delenv(VARIABLE, raising=False)
     return seen
 
@@ -105,7 +110,7 @@ def test_an_expert_of_many_tokens_is_torchs(cases: Cases, calls: list[int]) -> N
         run(model, Call(0, torch.randn(many, 32), index, torch.rand(many, 3)))
         assert calls == [] and kernels_of(model)["torch"] == 3
         run(model, Call(0, torch.randn(MAX_TOKENS, 32), index[:MAX_TOKENS], torch.rand(MAX_TOKENS, 3)))
-        assert calls == [1, 1, 1]
+        assert calls == [3], "all of a layer in one call"
 
 
 class InFloat32(torch.nn.Module):

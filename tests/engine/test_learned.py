@@ -361,7 +361,7 @@ def test_a_process_that_ends_without_unload_ends_quickly_and_quietly_and_all_is_
 def on_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SavedState, ReuseModel]:
     """The file of a model that has seen a token, and saves whenever a pass ends."""
     monkeypatch.setattr(learned_module, "SAVE_EVERY_S", 0.0)
-    policy = EVICTIONS["reuse"].of_model(geometry())(4)
+    policy = EVICTIONS["reuse"].make(geometry(), 4)
     assert isinstance(policy, Reuse)
     saved = SavedState(policy, path, "4" * 64)
     policy.model.observe(one_token(0, [1, 2]))

@@ -88,7 +88,7 @@ def test_no_system_changes_a_token_and_each_decides_the_same_again(
     """What an engine decided, a new scheduler decides from what was told, byte for byte."""
     case, path, parts = cases["qwen3_moe"], tmp_path / "decisions.jsonl", get_system(system)
     memory, segments = "100%" if parts.keeps_everything else "25%" if number % 3 else "50%", (1, 4)[number % 2]
-    num_fed = 200 if parts.prediction == "none" else 0
+    num_fed = 80 if parts.prediction == "none" else 0
     with loaded(case.store, memory=memory, system=system, segments=segments, decisions=path) as model:
         for _ in range(2):
             assert generate(model, case.prompts) == case.tokens

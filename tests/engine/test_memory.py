@@ -100,7 +100,7 @@ def test_where_less_is_enough_for_experts_the_rest_is_room(monkeypatch: pytest.M
     monkeypatch.setattr(cpu.KIND, "available_nbytes", lambda target: 8 * GIB)
     geometry = Geometry((LayerGeometry(8, 2, 1024, 1 << 16, 2, 2),))  # 2 GiB of experts
     config = {"num_attention_heads": 8, "hidden_size": 512, "num_hidden_layers": 4}
-    store: Any = SimpleNamespace(config=config, dense_nbytes=GIB, manifest=SimpleNamespace(layers=()))
+    store: Any = SimpleNamespace(config=config, dense_nbytes=GIB, manifest=SimpleNamespace(layers=(), dense_formats={}))
     rooms = []
     for at_most in (None, GIB):
         found = divide(store, [geometry], get_runnable("lru"), MemoryRequest(context=100, at_most=at_most), [CPU])

@@ -118,7 +118,7 @@ def soak(
     routers = random_routers(dice, 20)
     future = ListFuture(shape, [(router.layer, router.experts) for router in routers])
     budget = split_budget(shape, int(shape.nbytes * share))
-    control = CheckedScheduler(shape, budget, lambda capacity: LRU(), future=future, **way)
+    control = CheckedScheduler(shape, budget, lambda capacity, layers: LRU(), future=future, **way)
     disk = Disk(shape, random.Random(seed))
     disk.fails = lambda layer, expert: bad_luck.random() < failures
     monkeypatch.setattr(reading, "ExpertFile", disk.open)

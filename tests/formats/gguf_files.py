@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.families import NUM_EXPERTS, VOCAB_SIZE
+from tests.model.checkpoints import read_tensors
 
 ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe"}
 
@@ -20,15 +22,21 @@ def gguf_blocks(type_name: str, shape: tuple[int, ...], dice: np.random.Generato
     """Random bytes [..., rows, blocks * nbytes] of a GGUF type whose weights are about `std` large; its python package
     quantises few.
     """
-    if type_name == "Q5_1":
-        return gguf.quants.quantize(
-            dice.standard_normal(shape).astype(np.float32) * std, gguf.GGMLQuantizationType.Q5_1
-        )
+    if type_name in ("Q4_1", "Q5_0", "Q5_1"):
+        weights = dice.standard_normal(shape).astype(np.float32) * std
+        return gguf.quants.quantize(weights, gguf.GGMLQuantizationType[type_name])
     size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
     blocks = dice.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
     if type_name == "MXFP4":
         blocks[..., 0] = dice.integers(122, 125, blocks.shape[:-1])
-    scales = {"Q8_0": {0: 70}, "Q4_0": {0: 4.6}, "Q4_K": {0: 200, 2: 27}, "Q5_K": {0: 400, 2: 27}, "Q6_K": {208: 1350}}
+    scales = {
+        "Q8_0": {0: 70},
+        "Q4_0": {0: 4.6},
+        "IQ4_NL": {0: 66},
+        "Q4_K": {0: 200, 2: 27},
+        "Q5_K": {0: 400, 2: 27},
+        "Q6_K": {208: 1350},
+    }
     for place, over in scales.get(type_name, {}).items():
         numbers = dice.uniform(0.5, 1.5, (*blocks.shape[:-1], 1)) * std / over
         blocks[..., place : place + 2] = numbers.astype(np.float16).view(np.uint8)
@@ -67,13 +75,7 @@ def make_gguf(
     writer.add_expert_used_count(2)
     writer.add_expert_feed_forward_length(intermediate)
     writer.add_vocab_size(VOCAB_SIZE)
-    writer.add_tokenizer_model("gpt2" if words else "none")
-    if words:
-        writer.add_tokenizer_pre("qwen2")
-        writer.add_token_list(list(words))
-        writer.add_token_types([1] * len(words))
-        writer.add_token_merges(["a b"])
-        writer.add_eos_token_id(len(words) - 1)
+    _add_words(writer, words, "qwen2")
     is_qwen2 = architecture == "qwen2moe"
     head = hidden // 4 if is_qwen2 else 16
     if is_qwen2:
@@ -120,6 +122,82 @@ def make_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path if not split else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
+
+
+def make_gpt_oss_gguf(path: Path, source: Path, words: Sequence[str] = (), **metadata: Any) -> Path:
+    """A checkpoint of gpt-oss in MXFP4 as llama.cpp's converter writes it, linear layers in float32. `metadata`: what
+    is to be changed, None for what is to be missing.
+    """
+    config, tensors = json.loads((source / "config.json").read_text()), read_tensors(source)
+    rope = config["rope_parameters"]
+    said = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "expert_feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config["head_dim"],
+        "attention.value_length": config["head_dim"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.sliding_window": config["sliding_window"],
+        "expert_count": config["num_local_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "rope.freq_base": rope["rope_theta"],
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+    } | metadata
+    writer = gguf.GGUFWriter(path, "gpt-oss")
+    adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in said.items():
+        if value is not None:
+            adders[type(value)](f"gpt-oss.{key}", value)
+    _add_words(writer, words, "gpt-4o")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT_OSS, config["num_hidden_layers"])
+
+    def blocks(name: str, rows: slice) -> Any:
+        """[E, rows, bytes]: a block is its scale, then 16 bytes of an input of the first half and one of the other."""
+        packed, scales = (tensors[f"{name}_{one}"][:, rows].numpy() for one in ("blocks", "scales"))
+        codes = np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:-1], 32)
+        halves = codes[..., :16] | codes[..., 16:] << 4
+        return np.concatenate((scales[..., None], halves), axis=-1).reshape(*packed.shape[:2], -1)
+
+    for name, tensor in tensors.items():
+        stem, _, kind = name.rpartition(".")
+        layer = name.split(".")[2] if ".layers." in name else ""
+        if kind.endswith(("_blocks", "_scales", "_bias")):
+            continue
+        of_gguf = f"blk.{layer}.attn_sinks.weight" if kind == "sinks" else f"{names.get_name(stem)}.{kind}"
+        writer.add_tensor(of_gguf, tensor.float().numpy())
+    every = slice(None)
+    for layer in range(config["num_hidden_layers"]):
+        experts = f"model.layers.{layer}.mlp.experts"
+        for one, fused, rows in (
+            ("gate", "gate_up_proj", slice(0, None, 2)),
+            ("up", "gate_up_proj", slice(1, None, 2)),
+            ("down", "down_proj", every),
+        ):
+            stem, kind = f"blk.{layer}.ffn_{one}_exps", gguf.GGMLQuantizationType.MXFP4
+            writer.add_tensor(f"{stem}.weight", blocks(f"{experts}.{fused}", rows), raw_dtype=kind)
+            bias = tensors[f"{experts}.{fused}_bias"][:, rows].float().numpy()
+            writer.add_tensor(f"{stem}.bias", np.ascontiguousarray(bias))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_words(writer: gguf.GGUFWriter, words: Sequence[str], pre: str) -> None:
+    writer.add_tokenizer_model("gpt2" if words else "none")
+    if words:
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(list(words))
+        writer.add_token_types([1] * len(words))
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(len(words) - 1)
 
 
 def load_gguf(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -18,7 +18,8 @@ from expertly.model.packing import pack
 from expertly.native.kernels import VARIABLE
 from tests.engine.observe import loaded
 from tests.families import VOCAB_SIZE, generate, logits_of, make_prompts
-from tests.formats.gguf_files import load_gguf, make_gguf
+from tests.formats.gguf_files import load_gguf, make_gguf, make_gpt_oss_gguf
+from tests.model.checkpoints import load_dequantised, make_mxfp4_checkpoint, read_experts
 
 SMALL = {"hidden": 64, "intermediate": 128}
 DOWN = "blk.1.ffn_down_exps.weight"
@@ -30,14 +31,15 @@ DOWN = "blk.1.ffn_down_exps.weight"
         ("qwen3moe", "Q4_K", "Q6_K", "q4_k+q6_k", {}),
         ("qwen3moe", "Q5_K", "Q8_0", "q5_k+q8_0", {"intermediate": 96}),
         ("qwen2moe", "Q4_0", "MXFP4", "mxfp4+q4_0", SMALL),
+        ("qwen3moe", "Q4_1", "Q5_1", "q4_1+q5_1", SMALL),
+        ("qwen3moe", "Q4_K", "Q5_0", "q4_k+q5_0", {"intermediate": 96}),  # as llama.cpp has such widths
     ],
 )
 def test_a_layer_may_have_two_types(
     architecture: str, inner: str, down: str, stored_as: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:
-    """Down of the last layer has another; in the second case those of the others fit their type in no other way."""
-    others = {f"blk.{layer}.ffn_down_exps.weight": down for layer in (0, 1)} if "intermediate" in sizes else {}
-    others = others if down == "Q8_0" else {}
+    """Down of the last layer has another; where rows of 96 are not whole blocks of gate and up's, in all."""
+    others = {f"blk.{layer}.ffn_down_exps.weight": down for layer in (0, 1)} if sizes.get("intermediate") == 96 else {}
     path = make_gguf(tmp_path / "model.gguf", inner, down, architecture=architecture, others=others, **sizes)
     store = pack(path, tmp_path / "store")
     store.verify(full=True)
@@ -45,8 +47,8 @@ def test_a_layer_may_have_two_types(
     assert store.manifest.layers[2].format == f"{inner.lower()}+{down.lower()}"
     reference, prompts = load_gguf(path), make_prompts(2, length=14)
     tokens, logits = generate(reference, prompts), logits_of(reference, prompts)
-    for system, memory, segments in (("lru", "30%", 1), ("expertly", "50%", 1), ("moepic", "50%", 1)):
-        with loaded(store.folder, memory=memory, system=system, segments=segments) as model:
+    for system, memory in (("expertly", "30%"), ("moepic", "50%")):
+        with loaded(store.folder, memory=memory, system=system) as model:
             assert generate(model, prompts) == tokens
             torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=1e-5 * logits.abs().max())
 
@@ -54,8 +56,8 @@ def test_a_layer_may_have_two_types(
 def test_a_named_dtype_converts_as_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Types that are not kept, too. By torch's products and attention, as a bfloat16 of both is to be the same."""
     monkeypatch.setenv(VARIABLE, "torch")
-    path = make_gguf(tmp_path / "model.gguf", "Q8_0", others={DOWN: "Q5_1"}, **SMALL)
-    with pytest.raises(CheckpointError, match=rf"{DOWN}: in Q5_1; accepted: one of Q8_0, Q4_0, .*; or name a dtype"):
+    path = make_gguf(tmp_path / "model.gguf", "Q8_0", others={DOWN: "IQ4_NL"}, **SMALL)
+    with pytest.raises(CheckpointError, match=rf"{DOWN}: in IQ4_NL; accepted: one of Q8_0, Q4_0, .*; or name a dtype"):
         pack(path, tmp_path / "store")
     assert not (tmp_path / "store").exists()
     store = pack(path, tmp_path / "store", "bfloat16")
@@ -93,6 +95,51 @@ def test_load_takes_a_file_with_its_tokenizer(tmp_path: Path, monkeypatch: pytes
         assert tokenizer.decode(ids) == "abc!" and model.config.eos_token_id == VOCAB_SIZE - 1
     finally:
         expertly.unload(model)
+
+
+# -- gpt-oss -----------------------------------------------------------------------------------------------------------
+
+
+def test_gpt_oss_is_the_model_of_its_checkpoint(tmp_path: Path) -> None:
+    source = make_mxfp4_checkpoint(tmp_path / "source", torch.float32)
+    path = make_gpt_oss_gguf(tmp_path / "model.gguf", source)
+    store = pack(path, tmp_path / "store")
+    assert (store.manifest.stored_as, store.manifest.dtype) == ("mxfp4", "float32")
+    reference, prompts = load_dequantised(source), make_prompts(2, length=40)  # longer than the window
+    tokens, logits = generate(reference, prompts), logits_of(reference, prompts)
+    for system, memory, segments in (("lru", "30%", 1), ("expertly", "50%", 4), ("moepic", "50%", 2)):
+        with loaded(store.folder, memory=memory, system=system, segments=segments) as model:
+            assert generate(model, prompts) == tokens
+            torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=1e-5 * logits.abs().max())
+    named, same = pack(path, tmp_path / "named", "float32"), pack(source, tmp_path / "same", "float32")
+    for layer in range(3):
+        assert torch.equal(read_experts(named, layer), read_experts(same, layer))
+        assert torch.equal(read_experts(store, layer), read_experts(same, layer))
+
+
+def test_gpt_oss_has_its_tokenizer(tmp_path: Path) -> None:
+    words = [chr(code) for code in range(33, 127)]
+    words += ["ab", *(f"<{number}>" for number in range(VOCAB_SIZE - len(words) - 1))]
+    path = make_gpt_oss_gguf(tmp_path / "model.gguf", make_mxfp4_checkpoint(tmp_path / "source"), words)
+    store = pack(path, tmp_path / "store")
+    tokenizer = AutoTokenizer.from_pretrained(store.folder)
+    assert tokenizer("ab!")["input_ids"] == [words.index("ab"), 0]
+    assert tokenizer.eos_token_id == store.config["eos_token_id"] == VOCAB_SIZE - 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "accepted"),
+    [
+        ("rope.scaling.type", "linear", "'yarn'"),
+        ("rope.scaling.factor", None, "a number above 0"),
+        ("attention.key_length", 0, "a number above 0"),
+        ("expert_used_count", "two", "a number above 0"),
+    ],
+)
+def test_metadata_of_gpt_oss_is_checked(key: str, value: Any, accepted: str, tmp_path: Path) -> None:
+    path = make_gpt_oss_gguf(tmp_path / "model.gguf", make_mxfp4_checkpoint(tmp_path / "source"), **{key: value})
+    with pytest.raises(CheckpointError, match=rf"gpt-oss\.{key}={value!r}: must be {accepted}"):
+        pack(path, tmp_path / "store")
 
 
 # -- hostile files -----------------------------------------------------------------------------------------------------
@@ -176,10 +223,10 @@ def test_missing_and_mixed_tensors_are_refused(others: dict[str, Any], message: 
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt-oss", "nonesuch"])
+@pytest.mark.parametrize("architecture", ["llama", "nonesuch"])
 def test_other_architectures_are_refused_by_name(architecture: str, tmp_path: Path) -> None:
     path = make_gguf(tmp_path / "model.gguf", architecture=architecture, **SMALL)
-    message = f"general.architecture='{architecture}': accepted of GGUF files: qwen2moe, qwen3moe"
+    message = f"general.architecture='{architecture}': accepted of GGUF files: qwen2moe, qwen3moe, gpt-oss"
     with pytest.raises(UnsupportedModelError, match=message):
         pack(path, tmp_path / "store")
     assert not (tmp_path / "store").exists()

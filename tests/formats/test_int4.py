@@ -36,6 +36,7 @@ def test_scales_in_float16(group: int, tmp_path: Path) -> None:
         set_config(source, dtype=dtype)
         store = pack(source, tmp_path / dtype)
         assert (store.manifest.stored_as, store.manifest.dtype) == (stored_as, dtype)
+        assert_holds_what_transformers_loads(store, source, load_dequantised(source, dtype=getattr(torch, dtype)))
     with loaded(tmp_path / "float32", memory="25%") as model:
         assert generate(model, prompts) == tokens
 

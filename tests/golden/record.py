@@ -3,6 +3,7 @@
     python -m tests.golden.record                        all, into this folder
     python -m tests.golden.record --out /tmp/golden      elsewhere, to look at what differs
     python -m tests.golden.record --only simulator-demo  one file (also: simulator-routing, engine)
+    python -m tests.golden.record --system static        of this preset alone; every other number stays
     python -m tests.golden.record --make-trace           first record the demo trace anew (its cases change, too)
 
 Record anew only where a change of these numbers is meant. It uses interfaces that users have: the command line, `load`,
@@ -16,11 +17,12 @@ import json
 import os
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from tests.golden import engine, simulator
-from tests.golden.cases import FOLDER, SEGMENTS, Case, all_systems, run_command, write_cases
+from tests.golden.cases import FOLDER, SEGMENTS, Case, all_systems, read_cases, run_command, write_cases
 
 PROMPTS = (
     "The old man looked at the sea and said to his",
@@ -33,12 +35,12 @@ MAX_DISTANCE = 1
 """Layers that a preset's lookahead looks ahead; what the recording knows beyond takes half of its size."""
 
 
-def record_simulator(replay_in: Callable[[Path], simulator.Replay]) -> dict[str, Case]:
+def record_simulator(replay_in: Callable[[Path], simulator.Replay], systems: Sequence[str]) -> dict[str, Case]:
     with tempfile.TemporaryDirectory() as folder:
         replay = replay_in(Path(folder))
         cases: dict[str, Case] = {}
         for segments in SEGMENTS:
-            cases |= simulator.simulate(replay, all_systems(), segments)
+            cases |= simulator.simulate(replay, systems, segments)
         return cases
 
 
@@ -73,9 +75,9 @@ def _nobodys(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-RECORDERS: dict[str, Callable[[], dict[str, Case]]] = {
-    "simulator-demo": lambda: record_simulator(simulator.demo_replay),
-    "simulator-routing": lambda: record_simulator(simulator.routing_replay),
+RECORDERS: dict[str, Callable[[Sequence[str]], dict[str, Case]]] = {
+    "simulator-demo": partial(record_simulator, simulator.demo_replay),
+    "simulator-routing": partial(record_simulator, simulator.routing_replay),
     "engine": engine.record,
 }
 
@@ -84,6 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the JSON files")
     parser.add_argument("--only", choices=RECORDERS, action="append", help="one file of them")
+    parser.add_argument("--system", action="append", help="a preset whose cases are recorded anew, and no others")
     parser.add_argument("--make-trace", action="store_true", help="record the demo trace anew")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -91,7 +94,9 @@ def main() -> None:
         make_trace(simulator.DEMO_TRACE)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.only or RECORDERS:
-        cases = RECORDERS[name]()
+        cases = RECORDERS[name](args.system or all_systems())
+        if args.system:
+            cases = {**read_cases(f"{name}.json"), **cases}
         write_cases(f"{name}.json", cases, args.out)
         print(f"{name}.json: {len(cases)} cases")
 

@@ -18,8 +18,6 @@ from expertly.hardware.machine import Effort, examine, last_level_cache_nbytes, 
 from expertly.hardware.profile import CopyRate, DiskRate, MatvecRate
 from tests.hardware.test_profile import PROFILE
 
-pytestmark = pytest.mark.alone
-
 MIB = 1 << 20
 QUICK = Effort(scratch_nbytes=32 * MIB, reads_s=0.4, each_s=0.01, device_s=0.1)
 

@@ -17,8 +17,6 @@ from expertly.hardware.profile import DecodeProfile, DecodeRate
 from tests.engine.frames import write_store
 from tests.hardware.test_profile import PROFILE
 
-pytestmark = pytest.mark.alone
-
 MIB = 1 << 20
 
 
@@ -61,6 +59,7 @@ def test_disk_rate_is_bytes_over_time(scratch: measure.ScratchFile, read_nbytes:
     assert 1e5 < rate.nbytes_per_s < 1e12
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs the kernel's I/O counters")
 def test_disk_rate_counts_what_the_kernel_counts(scratch: measure.ScratchFile):
     def read_nbytes() -> int:

@@ -22,8 +22,6 @@ from expertly.sim.hardware import Hardware
 from tests.engine.conftest import Cases
 from tests.families import FAMILIES, make_checkpoint
 
-pytestmark = pytest.mark.alone
-
 MIB = 1 << 20
 
 
@@ -46,6 +44,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> ModelProfile:
     return measured(folder / "store", segments=4)
 
 
+@pytest.mark.alone
 def test_all_costs_are_there(profile: ModelProfile):
     compute = profile.compute
     assert compute.num_layers == 3 and compute.layer.num_experts == 8 and compute.dtype == "float32"
@@ -57,6 +56,7 @@ def test_all_costs_are_there(profile: ModelProfile):
     assert profile.link.nbytes_per_s > 0 and profile.link.latency_ns + profile.link.overhead_ns > 0
 
 
+@pytest.mark.alone
 def test_more_tokens_cost_more(profile: ModelProfile):
     assert profile.compute.expert_ns[-1] > 2 * profile.compute.expert_ns[0]
     assert profile.compute.parts_ns[-1] > 2 * profile.compute.parts_ns[0]

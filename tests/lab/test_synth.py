@@ -11,9 +11,10 @@ import numpy.typing as npt
 import pytest
 
 from expertly.core.errors import TraceError
-from expertly.lab.synth import SynthWorkload, cyclic, modelled_lookahead, stationary_set, write_workload, zipf
+from expertly.lab.synth import SynthWorkload, modelled_lookahead, write_workload, zipf
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer
+from tests.closed_forms import loop, most_hits_of_loop
 
 Experts = npt.NDArray[np.uint16]
 
@@ -54,29 +55,14 @@ def most_hits(demands: list[list[int]], capacity: int) -> int:
 @pytest.mark.parametrize(("num_experts", "top_k"), [(3, 1), (5, 1), (4, 2), (6, 2), (8, 2), (6, 3), (2, 2)])
 def test_optimum_of_a_loop_is_what_brute_force_finds(num_experts: int, top_k: int) -> None:
     for num_tokens in (1, 2, 3, 5, 8, 13):
-        workload = cyclic(2, num_experts, top_k, num_tokens)
+        workload = loop(2, num_experts, top_k, num_tokens)
         experts = experts_of(workload)
         assert experts.shape == (num_tokens, 2, top_k)
-        for capacity in range(top_k, num_experts + 1):
-            known = workload.optimal_hits(capacity)
-            if known is None:
-                assert capacity % top_k
-                continue
+        for capacity in range(top_k, num_experts + 1, top_k):
             demands = experts[:, 1].tolist()
-            assert known == 2 * most_hits(demands, capacity), (num_tokens, capacity)
+            assert most_hits_of_loop(workload, capacity) == 2 * most_hits(demands, capacity), (num_tokens, capacity)
             if capacity < num_experts:
                 assert lru_hits(demands, capacity) == 0
-
-
-def test_a_working_set_that_fits_has_cold_misses_only() -> None:
-    for num_tokens in (1, 2, 3, 40):
-        workload = stationary_set(3, 16, 2, num_tokens, working_set=5, seed=3)
-        experts = experts_of(workload)
-        assert workload.optimal_hits(4) is None
-        for capacity in (5, 7, 16):
-            hits = sum(lru_hits(experts[:, layer].tolist(), capacity) for layer in range(3))
-            assert workload.optimal_hits(capacity) == hits
-        assert sum(most_hits(experts[:3, layer].tolist(), 5) for layer in range(3)) <= hits
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.6])
@@ -134,7 +120,7 @@ def test_a_workload_becomes_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_prefill_of_more_rows_than_a_block(tmp_path: Path) -> None:
-    workload = cyclic(1, 2, 1, 20_001)
+    workload = zipf(1, 2, 1, 20_001)
     write_workload(tmp_path / "trace", workload, model="synth", prefill_tokens=20_000)
     trace = Trace.open(tmp_path / "trace")
     assert (trace.num_rows, trace.num_iterations) == (20_001, 2)
@@ -143,8 +129,6 @@ def test_a_prefill_of_more_rows_than_a_block(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: cyclic(1, 6, 4, 5), "top_k=4: must divide the 6 experts"),
-        (lambda: stationary_set(1, 8, 2, 5, working_set=9), "working_set=9: must be from top-k=2 to the 8 experts"),
         (lambda: zipf(1, 8, 9, 5), "top_k=9: must be from 1 to 8"),
         (lambda: zipf(1, 70_000, 2, 5), "experts=70000: must be from 1 to 65535"),
         (lambda: zipf(1, 8, 2, 5, num_phases=6), "phases=6: must be from 1 to the 5 tokens"),
@@ -157,9 +141,9 @@ def test_impossible_workloads_are_refused(make, message: str) -> None:
 
 def test_impossible_requests_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="requests=6: must be from 1 to the 5 tokens"):
-        write_workload(tmp_path / "trace", cyclic(1, 4, 2, 5), model="x", num_requests=6)
+        write_workload(tmp_path / "trace", loop(1, 4, 2, 5), model="x", num_requests=6)
     with pytest.raises(TraceError, match="prefill_tokens=3: must be from 0 to the 2 tokens of a request"):
-        write_workload(tmp_path / "trace", cyclic(1, 4, 2, 5), model="x", num_requests=2, prefill_tokens=3)
+        write_workload(tmp_path / "trace", loop(1, 4, 2, 5), model="x", num_requests=2, prefill_tokens=3)
     assert not (tmp_path / "trace").exists()
 
 

@@ -22,7 +22,7 @@ from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer
 from tests.lab.planted import LAYERS, planted_trace
 
-OPTIONS = TrainOptions((1, 2), hidden=32, epochs=25, batch=64, learning_rate=5e-3)
+OPTIONS = TrainOptions((1, 2), hidden=32, epochs=12, batch=64, learning_rate=5e-3)
 SPLIT = (7, 3)
 
 

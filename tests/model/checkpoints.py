@@ -15,10 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import CompressedTensorsConfig, PreTrainedModel
 
+from expertly.formats import FORMATS, expert_format
 from expertly.model.conversion import Conversion
 from expertly.model.structure import ExpertsSite, build_meta_model, find_experts
-from expertly.store.packed import PackedStore
-from tests.families import FAMILIES, NUM_EXPERTS, Family, load_reference, make_checkpoint, make_model
+from expertly.store.packed import PackedStore, tiles_name
+from tests.families import FAMILIES, NUM_EXPERTS, Family, load_reference, made_once, make_checkpoint, make_model
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -46,6 +47,7 @@ def make_fused_checkpoint(family: str, folder: Path) -> Path:
     return write_checkpoint(folder, {name: tensor.clone() for name, tensor in state.items()}, source)
 
 
+@made_once
 def make_mxfp4_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, intermediate: int = 128) -> Path:
     """gpt_oss as released: experts in blocks of 32 four-bit numbers with a scale each."""
     hidden = 64
@@ -74,6 +76,7 @@ def make_mxfp4_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, int
     return write_checkpoint(folder, tensors, source, quantization_config={"quant_method": "mxfp4"})
 
 
+@made_once
 def make_fp8_checkpoint(
     family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, block: int = 8, **config: Any
 ) -> Path:
@@ -95,6 +98,7 @@ def make_fp8_checkpoint(
     return write_checkpoint(folder, tensors, source, quantization_config=quantization)
 
 
+@made_once
 def make_int4_checkpoint(
     folder: Path, dtype: torch.dtype = torch.bfloat16, group: int = 32, scales: torch.dtype = torch.bfloat16
 ) -> Path:
@@ -112,7 +116,7 @@ def make_int4_checkpoint(
         ignore=["lm_head", "re:.*mlp.gate$"],
     )
     source = folder.with_name(f"{folder.name}-source")
-    make_model(_in_groups(group), dtype=dtype).save_pretrained(source)
+    make_model(in_groups(group), dtype=dtype).save_pretrained(source)
     tensors = {}
     for name, tensor in read_tensors(source).items():
         if not name.endswith("_proj.weight"):
@@ -136,7 +140,7 @@ def load_dequantised(source: Path, **options: Any) -> PreTrainedModel:
     return model.to(model.dtype)  # experts were in that of their scales
 
 
-def _in_groups(group: int) -> Family:
+def in_groups(group: int) -> Family:
     """qwen3_moe of sizes that are whole groups, its experts of 4."""
     head_dim = group // 4  # of 4 heads
     config = {
@@ -178,8 +182,15 @@ def canonical(site: ExpertsSite, state: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def read_experts(store: PackedStore, layer: int) -> torch.Tensor:
+    """[E, I, M, H]; those in a weight format as they are computed with."""
     with safe_open(store.layer_extent(layer)[0], "pt") as file:
-        return file.get_tensor("experts")
+        experts = file.get_tensor("experts")
+    shape = store.manifest.layers[layer]
+    if not shape.format:
+        return experts
+    form, blocks = expert_format(shape.format), experts.reshape(shape.num_experts, -1, shape.block_nbytes)
+    weights = torch.stack([form.decode(one, shape.num_matrices, shape.hidden_size) for one in blocks])
+    return weights.to(getattr(torch, store.manifest.dtype))
 
 
 def assert_holds_what_transformers_loads(
@@ -198,11 +209,14 @@ def assert_holds_what_transformers_loads(
         )
     conversion = Conversion(build_meta_model(store.folder))  # an unquantised model's names
     dense = load_file(store.folder / "dense.safetensors")
+    for path, form in store.manifest.dense_formats.items():
+        weight = FORMATS[form].decode(dense.pop(tiles_name(path))).to(state[f"{path}.weight"].dtype)
+        assert torch.equal(weight, state[f"{path}.weight"]), path
     for name, tensor in dense.items():
         target, pattern = conversion.target(name)
         if pattern is None:
             assert torch.equal(tensor.to(state[target].dtype), state[target]), name
     experts = {name for s in sites for e in range(s.geometry.num_experts) for name in s.expert_weight_names(e)}
     tied = reference.all_tied_weights_keys
-    made = {conversion.target(name)[0] for name in dense}
+    made = {conversion.target(name)[0] for name in dense} | {f"{path}.weight" for path in store.manifest.dense_formats}
     assert {n for n, _ in reference.named_parameters()} - made - experts - set(tied) - set(tied.values()) == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -157,8 +158,8 @@ def test_what_a_user_sets_is_heeded() -> None:
     assert other.config._attn_implementation == "sdpa"
 
 
-def test_keys_that_a_batch_shares() -> None:
-    """Keys that are shared by a batch are torch's: the kernel would read behind them."""
+def test_arguments_that_are_not_the_kernels() -> None:
+    """Keys that a batch shares are torch's: the kernel would read behind them. So is what `sdpa` alone heeds."""
     model, kernels = make_model("qwen3_moe", dtype=torch.bfloat16).eval(), choose_kernels()
     use_kernels(model, kernels)
     module = model.model.layers[0].self_attn
@@ -168,7 +169,11 @@ def test_keys_that_a_batch_shares() -> None:
         shared = function(module, q, k, k, None, scaling=0.3)[0]
         assert kernels.num_attention == 0
         each = function(module, q, k.expand(3, 2, 5, 8), k.expand(3, 2, 5, 8), None, scaling=0.3)[0]
-    assert kernels.num_attention == 1
+        assert kernels.num_attention == 1
+        function(module, q, k.expand(3, 2, 5, 8), k.expand(3, 2, 5, 8), None, scaling=0.3, cache=object())
+        with contextlib.suppress(ValueError):  # which newer transformers' own raises
+            function(module, q, k.expand(3, 2, 5, 8), k.expand(3, 2, 5, 8), None, scaling=0.3, softcap=5.0)
+    assert kernels.num_attention == 1, "caches of continuous batching are not the kernel's"
     torch.testing.assert_close(shared, each, rtol=2e-2, atol=2e-2)
 
 
@@ -206,6 +211,29 @@ def test_norms_are_known_by_what_they_compute(kind: Any, dtype: torch.dtype) -> 
         assert (got != expected).float().mean() <= 0.02
     got = changed(x)
     assert got.requires_grad and torch.equal(got, module(x)), "what is trained is torch's"
+
+
+def test_routers_multiply_few_tokens_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = make_model("qwen3_moe", dtype=torch.bfloat16).eval()
+    router = model.model.layers[0].mlp.gate
+    changed = copy.deepcopy(router)
+    assert use_kernels(changed, choose_kernels()) == 1
+    asked: list[int] = []
+    dots = Kernels.dots
+
+    def counted(self: Kernels, tasks: Any, *args: Any, **kwargs: Any) -> None:
+        asked.append(tasks[2])
+        dots(self, tasks, *args, **kwargs)
+
+    monkeypatch.setattr(Kernels, "dots", counted)
+    hidden = torch.randn(40, router.weight.shape[1]).bfloat16()
+    with torch.no_grad():
+        for num_tokens in (1, 3, 40):
+            (logits, *_), (expected, *_) = changed(hidden[:num_tokens]), router(hidden[:num_tokens])
+            torch.testing.assert_close(logits, expected, rtol=2e-2, atol=1e-3)
+    assert asked == [1, 3], "a prompt is torch's"
+    changed(hidden[:1])[0].float().sum().backward()
+    assert asked == [1, 3] and changed.weight.grad is not None, "so is what is trained"
 
 
 def test_stats_say_that_they_ran() -> None:

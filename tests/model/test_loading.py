@@ -30,14 +30,12 @@ from tests.model.toy import ToyRuntime, make_toy_store
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_same_tokens_and_logits_as_the_unmodified_model(family: str, toys: Toys) -> None:
-    toy = toys[family]
-    prompts = make_prompts(3)
+def test_same_logits_as_the_unmodified_model(family: str, toys: Toys) -> None:
+    """Tokens, one by one, too: engine/test_lossless.py."""
+    toy, prompts = toys[family], make_prompts(3)
     expected, actual = logits_of(toy.reference, prompts), logits_of(toy.model, prompts)
     assert (expected - actual).abs().max() <= 1e-5 * expected.abs().max()
-    tokens = generate(toy.model, prompts, use_cache=True)
-    assert tokens == generate(toy.reference, prompts)
-    assert len({token for row in tokens for token in row}) > 2, "a degenerate model proves nothing"
+    assert len(set(expected.argmax(dim=-1).flatten().tolist())) > 2, "a degenerate model proves nothing"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

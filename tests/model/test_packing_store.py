@@ -14,8 +14,10 @@ import torch
 from expertly.core.errors import CheckpointError, ConfigError, ExpertlyError, StoreError
 from expertly.model import packing as packing_module
 from expertly.model.packing import pack, pack_cached
+from expertly.store.cache import learned_beside
 from expertly.store.codec_choice import CodecChoice
 from expertly.store.frames import FrameDecoder
+from expertly.store.manifest import FORMAT_VERSION, MANIFEST_NAME
 from expertly.store.packed import PackedStore
 from expertly.store.writer import partial_folder
 from tests.families import make_checkpoint
@@ -59,6 +61,17 @@ def test_the_first_use_packs_and_the_next_opens(tmp_path: Path, monkeypatch: pyt
     assert json.loads((store.folder / "tokenizer_config.json").read_text())
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "mine"))
     assert pack_cached(source).folder.is_relative_to(tmp_path / "mine")
+
+
+def test_a_cached_store_of_another_version_is_packed_again_and_what_was_learned_stays(tmp_path: Path) -> None:
+    source = make_checkpoint("mixtral", tmp_path / "source")
+    store = pack_cached(source, cache_dir=tmp_path)
+    manifest, learned = store.folder / MANIFEST_NAME, learned_beside(store.folder, "maps")
+    learned.write_text("learned")
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": FORMAT_VERSION - 1}))
+    (store.folder / "left_by_the_other_version").touch()
+    pack_cached(source, cache_dir=tmp_path).verify(full=True)
+    assert learned.exists() and not (store.folder / "left_by_the_other_version").exists()
 
 
 def test_a_changed_source_is_packed_anew_and_its_old_store_refused(tmp_path: Path) -> None:

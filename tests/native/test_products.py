@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertly.native.kernels import MAX_TOKENS, Kernels, libraries
+from expertly.native.kernels import MAX_TOKENS, NO_DOWN, Kernels, libraries
+from tests.native.between import activated, with_biases
 
 AVAILABLE, WHY = libraries()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
@@ -119,6 +120,43 @@ def test_many_tasks_of_one_call_are_those_of_many_calls(kernels: Kernels, set_th
                 alone = dots(kernels, rows[e, :, :2], x[first : first + n])
                 assert torch.equal(together[:, at : at + n], alone)
                 assert torch.equal(outputs[at : at + n], sums(kernels, rows[e, :, 2], alone[0]))
+
+
+@pytest.mark.parametrize("num_inner", [1, 2])
+def test_experts_in_one_call(kernels: Kernels, num_inner: int, set_threads: Callable[[int], None]) -> None:
+    """Two products, biases and torch between them, of parts of experts, for any number of threads and tokens."""
+    dice = torch.Generator().manual_seed(0)
+    width, r, begin = 96, 300, 20
+    for dtype in dtypes(kernels):
+        rows = values(dice, 2, r, num_inner + 1, width, dtype=dtype) / 8
+        x = values(dice, MAX_TOKENS, width, dtype=dtype)
+        nbytes = (num_inner + 1) * width * dtype.itemsize, width * dtype.itemsize
+        layer = with_biases(dtype, num_inner, width, begin + r, (NO_DOWN, NO_DOWN), nbytes)
+        for n, num_threads in ((1, 1), (1, 2), (3, 2), (MAX_TOKENS, 3)):
+            set_threads(num_threads)
+            tasks = (rows[0].data_ptr(), n, 1, rows[1].data_ptr(), 1, 1)
+            x_rows, out_rows = [*reversed(range(n)), 1], [*range(n, 2 * n), 2 * n]
+            out, added = torch.full((2 * n + 1, width), torch.nan, dtype=dtype), torch.ones(2 * n + 1, width)
+            kernels.experts(layer.products, tasks, x_rows, out_rows, x, out, r, begin, adds=False)
+            kernels.experts(layer.products, tasks, x_rows, out_rows, x, added, r, begin, adds=True)
+            for number, x_of, place in ((0, x[:n].flip(0), slice(n, 2 * n)), (1, x[1:2], slice(2 * n, None))):
+                inner = dots(kernels, rows[number, :, :num_inner], x_of)
+                h = activated(*(one + bias[begin:] for one, bias in zip(inner, layer.inner_bias, strict=True)))
+                expected = sums(kernels, rows[number, :, num_inner], h)
+                layer.assert_same(out[place], expected + layer.down_bias)
+                error = (added[place] - 1 - expected).abs()
+                assert bool((error <= 2**-6 * (1 + expected.abs())).all()), "no bias, not rounded"
+            assert out[:n].isnan().all() and bool((added[:n] == 1).all())
+
+
+def test_outputs_are_weighed_as_torch_does(kernels: Kernels) -> None:
+    for dtype in dtypes(kernels):
+        for weights_dtype in {dtype, torch.float32}:
+            for num_tokens, top_k, width in ((1, 8, 2048), (1, 1, 3), (5, 4, 100), (16, 6, 320)):
+                rows, weights = torch.randn(num_tokens * top_k, width).to(dtype), torch.rand(num_tokens, top_k)
+                weights = weights.to(weights_dtype)
+                expected = (rows.view(num_tokens, top_k, width) * weights[..., None]).sum(dim=1).to(dtype)
+                assert torch.equal(kernels.combine(rows, weights), expected)
 
 
 def test_what_is_no_number_and_what_is_too_large_for_the_type(kernels: Kernels) -> None:

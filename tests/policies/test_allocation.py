@@ -174,12 +174,11 @@ def test_it_is_never_worse_than_equal_shares() -> None:
             assert cost(best) <= cost(uniform_shares(shape, [num_experts])) + 1e-6
 
 
-@pytest.mark.alone
 def test_a_large_model_takes_less_than_a_second_and_huge_counts_do_not_overflow() -> None:
     costs = [np.linspace(10**12 + layer, 0, 257) for layer in range(61)]
-    start = time.perf_counter()
+    start = time.process_time()
     shares = cheapest_shares(costs, 61 * 128)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert sum(shares) == 61 * 128
 
 

@@ -163,13 +163,14 @@ class CheckedScheduler(Scheduler):
         num_ahead = sum(span.num_segments for span in self.prefetching)
         num_segments = self.geometry.segments_per_expert
         assert not spans or num_ahead <= max(self.queue.window, num_segments)
-        if not self._evicts_ahead or not self.was_decoding:  # guesses evict nothing
+        evicts = self._evicts_ahead and (self.was_decoding or self.cache.prompts_evict)
+        if not evicts:
             for one, before in zip(self.cache.partitions, kept, strict=True):
                 assert all(one.kept.get(eid, 0) & mask == mask for eid, mask in before.items())
         is_split = self.cache.is_split
         for before, now, staging in zip(staged, self.cache.staged, self.cache.staging, strict=True):
             most = staging - (1 if is_split else num_segments)
-            assert now == before or ((is_split or not self._evicts_ahead) and now <= most), "room for a load stays free"
+            assert now == before or ((is_split or not evicts) and now <= most), "room for a load stays free"
         self._promises()
         return spans
 

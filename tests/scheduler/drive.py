@@ -81,7 +81,7 @@ def made(
 ) -> CheckedScheduler:
     """With so many kept segments a layer, and LRU."""
     budget = Budget(0, (staging,), (sum(quotas),), tuple(quotas))
-    return CheckedScheduler(shape, budget, lambda capacity: LRU(), scope=scope, ahead=ahead, **kwargs)
+    return CheckedScheduler(shape, budget, lambda capacity, layers: LRU(), scope=scope, ahead=ahead, **kwargs)
 
 
 def run(control: Scheduler, router: RouterRan, cancelled: Sequence[Span] = (), joined: int = 0) -> Plan:

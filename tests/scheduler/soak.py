@@ -248,7 +248,7 @@ def soak(
         return kind(
             shape,
             budget,
-            lambda capacity: EVICTIONS[eviction].make(shape, capacity, Known(future=future)),
+            lambda capacity, layers: EVICTIONS[eviction].make(shape, capacity, Known(future=future)),
             prefetch=PREFETCHES[prefetch].make(),
             prefetch_filter=PrefetchFilter(shape, budget.layer_shares) if has_filter else None,
             allocation=allocation and allocation(shape, random.Random(seed)),

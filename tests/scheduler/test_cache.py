@@ -26,8 +26,9 @@ from tests.scheduler.soak import LAYERS, RandomQuotas
 SHAPE = geometry(layers=4, experts=64)
 
 
-def filled(capacity: int, experts: dict[int, int]) -> Partition:
+def filled(capacity: int, experts: dict[int, int], *, whole: bool = False) -> Partition:
     cache = Partition(capacity, LRU())
+    cache.evicts_whole = whole
     for expert, mask in experts.items():
         cache.keep(expert, mask)
         cache.policy.used([expert], [1], 1)
@@ -35,23 +36,25 @@ def filled(capacity: int, experts: dict[int, int]) -> Partition:
 
 
 @pytest.mark.parametrize(
-    ("held", "num", "protected", "victims", "left"),
+    ("whole", "held", "num", "protected", "victims", "left"),
     [
-        ({1: 0b1111, 2: 0b1111}, 2, set(), [(1, 0b1100)], {1: 0b0011, 2: 0b1111}),  # its last segments first
-        ({1: 0b0011, 2: 0b0001, 3: 0b1111}, 5, set(), [(1, 0b0011), (2, 0b0001), (3, 0b1100)], {3: 0b0011}),
-        ({1: 0b1111, 2: 0b1111}, 4, {2}, [(1, 0b1111)], {2: 0b1111}),
-        ({1: 0b1111, 2: 0b1111}, 5, {2}, None, {1: 0b1111, 2: 0b1111}),  # all or nothing
-        ({1: 0b1111, 2: 0b1111}, 9, set(), None, {1: 0b1111, 2: 0b1111}),
+        (True, {1: 0b1111, 2: 0b1111}, 2, set(), [(1, 0b1111)], {2: 0b1111}),  # it leaves no hole
+        (False, {1: 0b1111, 2: 0b1111}, 2, set(), [(1, 0b1100)], {1: 0b0011, 2: 0b1111}),  # its last segments first
+        (False, {1: 0b0011, 2: 0b0001, 3: 0b1111}, 5, set(), [(1, 0b0011), (2, 0b0001), (3, 0b1100)], {3: 0b0011}),
+        (True, {1: 0b1111, 2: 0b1111}, 4, {2}, [(1, 0b1111)], {2: 0b1111}),
+        (True, {1: 0b1111, 2: 0b1111}, 5, {2}, None, {1: 0b1111, 2: 0b1111}),  # all or nothing
+        (False, {1: 0b1111, 2: 0b1111}, 9, set(), None, {1: 0b1111, 2: 0b1111}),
     ],
 )
 def test_what_goes_for_so_many_segments(
+    whole: bool,
     held: dict[int, int],
     num: int,
     protected: set[int],
     victims: list[tuple[int, int]] | None,
     left: dict[int, int],
 ) -> None:
-    cache = filled(8, held)
+    cache = filled(8, held, whole=whole)
     assert cache.evict(num, protected) == victims
     assert cache.kept == left and cache.used == sum(mask.bit_count() for mask in left.values()) == 8 - cache.room
 
@@ -125,14 +128,17 @@ def test_what_is_protected_goes_later() -> None:
     control.check()
 
 
-def test_a_part_of_an_expert_goes_from_its_end() -> None:
+@pytest.mark.parametrize(("chunks", "left"), [(False, 0b0011), (True, 0)])
+def test_a_part_of_an_expert_goes_from_its_end_and_all_of_it_where_it_comes_in_chunks(chunks: bool, left: int) -> None:
     shape = geometry(layers=2, experts=8, top_k=2, segments=4)
     control = scheduler(shape, 10 / 16)
     for pair in ([0, 1], [2, 3]):
         run_layer(control, 0, pair)
+    if chunks:
+        control.predict(prediction(1, []))
     control.cache.resize([16 - 6, 16 + 6])
     control.cache.rearrange(set())
-    assert control.slots.resident[:4] == [0, 0b0011, 0b1111, 0b1111]
+    assert control.slots.resident[:4] == [0, left, 0b1111, 0b1111]
     control.check()
 
 

@@ -22,7 +22,9 @@ class Reference:
 
     def __init__(self, shape: Geometry, system: str, quotas: tuple[int, ...]) -> None:
         self.shape, self.quotas = shape, quotas
-        self.eviction, self.is_global = get_system(system).eviction, get_system(system).scope == "global"
+        parts = get_system(system)
+        self.eviction, self.is_global = parts.eviction, parts.scope == "global"
+        self.prompts_evict = parts.prefill == "evict"
         self.kept: dict[int, set[int]] = {}
         self.tokens_served: dict[int, int] = {}
         self.last_use: dict[int, tuple[int, int]] = {}  # (call, tokens in it)
@@ -39,6 +41,9 @@ class Reference:
         evicting = [e for e, num, is_decode in zip(experts, tokens, decode, strict=True) if num and is_decode]
         count = dict(zip(experts, tokens, strict=True))
         filling = sorted((e for e in experts if e not in evicting), key=lambda e: (-count[e], e))
+        if self.prompts_evict:
+            evicting += [e for e in filling if count[e]]
+            filling = [e for e in filling if not count[e]]
         for expert in evicting + filling:
             if expert in loads:
                 self.admit(
@@ -123,7 +128,10 @@ def by_the_slot(shape: Geometry, share: float, system: str) -> Scheduler:
 KINDS = [["token"], ["token", "decode"], ["token", "token", "prefill", "decode", "mixed"]]
 
 
-@pytest.mark.parametrize(("system", "segments", "kinds"), pairs(["lru", "lfu", "lcp", "on-demand"], [1, 2, 4], KINDS))
+SYSTEMS = ["lru", "lfu", "lcp", "on-demand", "on-demand:prefill=stream", "lcp:prefill=evict"]
+
+
+@pytest.mark.parametrize(("system", "segments", "kinds"), pairs(SYSTEMS, [1, 2, 4], KINDS))
 def test_every_decision_is_the_references(system: str, segments: int, kinds: list[str]) -> None:
     layers, experts, top_k = 3, 10, 3
     for share in (0.13, 0.31, 0.5, 0.77):

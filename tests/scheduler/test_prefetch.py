@@ -90,6 +90,33 @@ def test_a_prefetch_does_not_cost_another_its_place() -> None:
     assert set(control.cache.partitions[0].kept) == {0, 2, 5}
 
 
+@pytest.mark.parametrize(
+    ("way", "begun", "kept"),
+    [
+        ({"prefill": "stream"}, [4], {0, 1}),  # beside an expert's worth of staging slots
+        ({"prefill": "evict"}, [4, 5], {4, 5}),
+        ({"prefill": "stream", "prefetching": "decode"}, [], {0, 1}),
+        ({"prefill": "evict", "prefetching": "decode"}, [], {0, 1}),
+        ({"prefill": "stream", "ahead": "ring"}, [4], {0, 1}),
+        ({"prefill": "evict", "ahead": "ring"}, [4], {0, 1}),
+    ],
+)
+def test_what_is_prefetched_while_a_prompt_runs(way: dict[str, str], begun: list[int], kept: set[int]) -> None:
+    """Layer 1 keeps 0 and 1 and is predicted to need 4 and 5; two staging slots."""
+    control = made(geometry(layers=2, experts=8, top_k=2), [2, 2], 2, **way)
+    run(control, one_token(1, [0, 1]))
+    run(control, one_token(0, [0, 1], decode=False))
+    control.predict(prediction(1, [4, 5]))
+    spans = control.prefetch()
+    assert [span.expert for span in spans] == begun
+    for span in spans:
+        control.loaded(span)
+    assert {eid - 8 for eid in control.cache.partitions[1].kept} == kept
+    plan = run(control, one_token(1, [4, 5], decode=False))
+    assert len(plan.loads) == 2 - len(begun) and control.counters[1].prefill.hits == len(begun)
+    control.counts_agree()
+
+
 def test_a_wrong_prefetch_in_a_staging_slot_gives_way_to_a_load() -> None:
     """2 staging slots, nothing kept: 4 was prefetched, 0 and 1 are needed and both fit at once."""
     control = made(geometry(layers=1, experts=8, top_k=2), [0], 2, ahead="ring")
@@ -174,7 +201,9 @@ def test_a_near_prediction_is_loaded_before_a_surer_far_one() -> None:
 def test_what_is_said_of_a_layer_says_what_goes() -> None:
     """One cache of four over two layers, frequencies equal: what the map of layer 1 holds least likely makes room."""
     shape = geometry(layers=2, experts=4, top_k=2)
-    control = CheckedScheduler(shape, Budget(0, (2,), (4,), (2, 2)), lambda capacity: FMoEEviction(), scope="global")
+    control = CheckedScheduler(
+        shape, Budget(0, (2,), (4,), (2, 2)), lambda capacity, layers: FMoEEviction(), scope="global"
+    )
     run(control, one_token(0, [0, 1]))
     run(control, one_token(1, [0, 1]))
     control.predict(Prediction(0, [2], [0.8], 1, 0.9, [0.15, 0.05, 0.8, 0.0]))
@@ -197,7 +226,7 @@ def test_a_prediction_that_came_too_late_still_says_what_goes() -> None:
     def new() -> Scheduler:
         budget = Budget(0, (2,), (4,), (2, 2))
         return Scheduler(
-            geometry(layers=2, experts=4, top_k=2), budget, lambda capacity: FMoEEviction(), scope="global"
+            geometry(layers=2, experts=4, top_k=2), budget, lambda capacity, layers: FMoEEviction(), scope="global"
         )
 
     control = record(new(), lines.append)
@@ -235,7 +264,7 @@ SHAPE = geometry(LAYERS, EXPERTS, 2)
 def queue_of(prefetch: str) -> PrefetchQueue:
     """Of a scheduler with nothing in flight."""
     budget = Budget(0, (2,), (2 * LAYERS,), (2,) * LAYERS)
-    return Scheduler(SHAPE, budget, lambda capacity: LRU(), prefetch=PREFETCHES[prefetch].make()).queue
+    return Scheduler(SHAPE, budget, lambda capacity, layers: LRU(), prefetch=PREFETCHES[prefetch].make()).queue
 
 
 class Naive:

@@ -103,7 +103,7 @@ class Run:
         self.control: Scheduler = CheckedScheduler(
             self.shape,
             budget,
-            lambda capacity: LRU(),
+            lambda capacity, layers: LRU(),
             ahead="ring",
             prefetch_filter=PrefetchFilter(self.shape, budget.layer_shares) if has_filter else None,
         )

@@ -252,3 +252,31 @@ def test_computed_together_or_one_by_one_the_same_is_loaded_and_computed(segment
         outcomes.append((transport.submitted, [span for spans in calls for span in spans]))
         assert (sum(len(spans) > 1 for spans in calls) > 20) == together
     assert outcomes[0] == outcomes[1], "in the same order, too"
+
+
+@pytest.mark.parametrize(
+    ("system", "decode", "expected"),
+    [
+        ("lru", True, [(1, 0, 4), (2, 0, 4)]),  # what was kept of 1 waits for the rest of it
+        ("lru", False, [(1, 0, 4), (2, 0, 4)]),
+        ("lcp:allocation=split", True, [(1, 0, 2), (1, 2, 2), (2, 0, 4)]),
+        ("lcp:allocation=split", False, [(1, 0, 4), (2, 0, 4)]),
+    ],
+)
+def test_what_comes_in_chunks_is_computed_whole_but_for_resident_tops(
+    system: str, decode: bool, expected: list[tuple[int, int, int]]
+) -> None:
+    """Half of 1 is kept. The rest of it and all of 2 come in chunks, in turns: (expert, first segment, segments)."""
+    control = scheduler(geometry(layers=1, segments=4), 1 / 2, f"{system}:prediction=lookahead")
+    cache, slots = control.cache, control.slots
+    transport, computed = AtOnce(), list[Span]()
+    cache.keep(0, 1, 0b11)
+    (top,) = cache.allocate(0, 1, 0b11, slots.awaited)
+    assert control.loaded(top)
+    control.predict(prediction(0, [1, 2]))
+    chunks = control.prefetch()
+    assert [(span.expert, span.num_segments) for span in chunks] == [(1, 1)] * 2 + [(2, 1)] * 4
+    transport.coming = [chunks[0], *chunks[2:4], chunks[1], *chunks[4:]]
+    run_layer(control, transport, one_token(0, [1, 2], decode), computed.extend)
+    control.check()
+    assert [(span.expert, span.segment, span.num_segments) for span in computed] == expected

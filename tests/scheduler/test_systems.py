@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 
 import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.policies.allocation import ALLOCATIONS
+from expertly.policies.allocation.moepic import LayerStatistics, MoEpic
 from expertly.policies.allocation.uniform import Uniform
 from expertly.policies.eviction.eam import EAMEviction
 from expertly.policies.eviction.fmoe import FMoEEviction
+from expertly.policies.eviction.lcp import LCPOptions
 from expertly.policies.known import Known
 from expertly.policies.predictor.eam import EAM
 from expertly.policies.predictor.fmoe import FMoE
 from expertly.policies.predictor.lookahead import Lookahead
-from expertly.scheduler.budget import split_budget
+from expertly.scheduler.budget import Budget, split_budget
 from expertly.scheduler.presets import SYSTEMS, _derived, get_runnable, get_system, runnable_systems
 from expertly.scheduler.system import PARTS
 from expertly.testing.made_up import KNOWN
-from tests.scheduler.drive import geometry
+from tests.scheduler.drive import geometry, run_layer
 
 SHAPE = geometry(layers=4, experts=8, top_k=2)
 BUDGET = split_budget(SHAPE, SHAPE.nbytes // 2)
@@ -53,6 +56,8 @@ SPECS = {
     "lru:scope=global": "lru:scope=global",
     "belady:eviction=lfu": "belady:eviction=lfu",
     "lfu:admission=best": "lfu:admission=best",
+    "fmoe:admission=best:eviction=lfu": "fmoe:eviction=lfu:admission=best",
+    "brainstorm:prefetching=decode:prefill=stream": "brainstorm:prefill=stream:prefetching=decode",
     "fmoe:transfer=synchronous:eviction=lru": "fmoe:eviction=lru:transfer=synchronous",
     "fmoe:order=id:preemption=late": "fmoe:preemption=late:order=id",
     "lru:preemption=late": "lru:preemption=late",
@@ -180,6 +185,7 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("static:allocation=adapmoe", r"by which eviction='static' goes; accepted: eviction=lru, lfu"),
         ("fmoe:allocation=none", r"allocation='none' keeps no experts: .*accepted: ahead=ring"),
         ("lru:admission=best", r"eviction='lru' does not have; accepted: admission=always, or eviction=lfu, lcp"),
+        ("expertly:prefill=evict", r"is weighed against what is kept; accepted: prefill=stream, or admission=always"),
         ("belady:eviction=static", r"admission='best' compares scores, which eviction='static' does not have"),
         ("lru:eviction=belady", r"eviction='belady' .*accepted: admission=best"),
         ("lru:eviction=fmoe", r"predicted probabilities, which prediction='none' does not give; accepted: prediction="),
@@ -227,3 +233,39 @@ def test_where_a_model_runs_what_cannot_is_not_named_as_accepted(spec: str) -> N
         get_runnable(spec)
     accepted = str(refused.value).split("accepted: ")[1].split(", ")
     assert accepted == ["auto", *runnable_systems()] and "belady" not in accepted
+
+
+@pytest.mark.parametrize("profile", [True, False])
+def test_static_pins_in_each_layer_what_is_popular_there(profile: bool) -> None:
+    """Layer 3 is the busiest: of the whole model's popularity nothing would be left for layer 0."""
+    popularity = {SHAPE.expert_id(layer, expert): (layer + 1) * 8 + expert for layer in range(4) for expert in range(8)}
+    known = Known(popularity=popularity if profile else {})
+    budget = Budget(0, (2,), (12,), (3, 3, 3, 3))
+    control = get_system("static:spare=1:profile_tokens=8").scheduler(SHAPE, budget, known)
+    for layer, partition in enumerate(control.cache.partitions):
+        run_layer(control, layer, list(range(8)), tokens=[1 + expert for expert in range(8)], decode=False)
+        for expert in (6, 7, 1, 2, 0, 3, 2, 1):
+            run_layer(control, layer, [expert])
+        first = SHAPE.first_expert_id(layer)
+        assert set(partition.kept) == {first + 6, first + 7, first + 1}, "the two most popular, and the last"
+
+
+@pytest.mark.parametrize(
+    ("system", "options"),
+    [("moepic", LCPOptions()), ("moepic:rho=0.5:omega=2", LCPOptions(0.5, 2.0)), ("moepic:eviction=lru", LCPOptions())],
+)
+def test_the_configurator_ranks_experts_as_the_caches_do(system: str, options: LCPOptions) -> None:
+    shape, dice = geometry(layers=1, experts=8, top_k=2, segments=4), random.Random(0)
+    control = get_system(system).scheduler(shape, split_budget(shape, shape.nbytes // 2))
+    expected, other = (
+        LayerStatistics(8, 5000, priority=options),
+        LayerStatistics(8, 5000, priority=LCPOptions(0.9, 1.0)),
+    )
+    for _ in range(100):
+        experts = dice.sample(range(8), 2)
+        run_layer(control, 0, experts)
+        expected.note(experts)
+        other.note(experts)
+    assert isinstance(control.allocation, MoEpic)
+    hits = control.allocation._seen[0].rates().hits.tolist()
+    assert hits == expected.rates().hits.tolist() != other.rates().hits.tolist()

@@ -16,7 +16,9 @@ from expertly.serve.server import Assembled
 
 
 class Scripted:
-    """See Stepper. Each request gets the tokens of `says`, one a step, then the end."""
+    """See Stepper. Each request gets the tokens of `says`, one a step; where its own settings (a bias, a temperature)
+    chose others, so that it did not end there, the last one again, as a model would go on.
+    """
 
     def __init__(self, sampler: Sampler, says: Callable[[Entry], Sequence[int]], vocabulary: int) -> None:
         self._sampler = sampler
@@ -42,12 +44,14 @@ class Scripted:
 
     def _run(self) -> None:
         while (entry := self._entries.get()) is not None:
-            for token in self._says(entry)[: entry.max_new_tokens]:
-                if entry.name in self._cancelled:
-                    break
+            said = self._says(entry)
+            for step in range(entry.max_new_tokens):
+                token = said[min(step, len(said) - 1)]
                 logits = torch.zeros(1, self._vocabulary)
                 logits[0, token] = 50
-                self._sampler.choose([entry.name], logits)
+                (chosen,) = self._sampler.choose([entry.name], logits)
+                if entry.name in self._cancelled or (token if chosen is None else chosen) in entry.end_tokens:
+                    break
 
 
 def scripted(assembled: Assembled, text: str, tokenizer: Any) -> Assembled:

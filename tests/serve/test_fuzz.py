@@ -14,9 +14,14 @@ from schemathesis import GenerationMode
 
 from tests.serve.conftest import Serving, assembled_for, room_for, running
 from tests.serve.scripted import scripted
+from tests.tables import seeds
 
 QUIET = settings(
-    max_examples=25, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=len(seeds(12, 50)),
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
 )
 
 

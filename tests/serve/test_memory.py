@@ -70,8 +70,8 @@ def test_what_is_stated_for_experts_they_get_and_the_cache_gets_the_rest(
     assert division.budgets[0].memory_nbytes == pytest.approx(store.experts_nbytes / 4, rel=0.02)
     with pytest.raises(BudgetError, match=r"KV cache of 1000000064 tokens .* accepted: less memory"):
         divided(store, memory="25%", kv_tokens=999_999_999)
-    with pytest.raises(BudgetError, match=r"of 400 MiB this process takes 300 MiB; dense weights take .* working"):
-        divided(store, total_memory="400MiB")
+    with pytest.raises(BudgetError, match=r"of 350 MiB this process takes 300 MiB; dense weights take .* working"):
+        divided(store, total_memory="350MiB")
     with pytest.raises(ConfigError, match="of 900 MiB this process takes 300 MiB"):
         divided(store, "resident", total_memory="900MiB", kv_tokens=200_000)
 

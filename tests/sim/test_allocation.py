@@ -9,6 +9,7 @@ import pytest
 
 from expertly.core.geometry import LayerGeometry, fitting_segments
 from expertly.policies.allocation.adapmoe import StackDistances
+from expertly.policies.eviction.reuse import ReuseModel, state_of
 from expertly.policies.known import Known
 from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.sim.hardware import Link
@@ -125,18 +126,18 @@ def test_times_of_a_split_layer_are_exact_to_the_nanosecond(tmp_path: Path) -> N
     ns to compute, 3 + 48 to load, and 7 pass before an idle link begins.
 
     0     pass 0: 100 ns of dense; both experts are missing. The tops, which are kept, come first: at 100 + 7 + 51 =
-          158, 209, then the rest at 260 and 311. Each is computed in 34 when it is here: 58 + 17 + 17 + 17 ns stalled,
-          until 345. The head takes until 1345.
-    1345  pass 1 needs 0, whose top is here, and 2 (1's top goes): from 1445 on 0's top is computed until 1479; the top
-          of 2 comes at 1503, the rest of 0 at 1554 and that of 2 at 1605: 24 + 17 + 17 ns stalled, until 1639. The
-          head takes until 2639.
+          158, 209, then the rest at 260 and 311. Each expert is computed when it is whole, in two halves, as these do
+          not lie side by side: 160 ns stalled, until 260 + 4 * 34 = 396. The head takes until 1396.
+    1396  pass 1 needs 0, whose top is here, and 2 (1's top goes): from 1496 on 0's top is computed until 1530; the top
+          of 2 comes at 1554, the rest of 0 at 1605 and that of 2 at 1656: 75 ns stalled before the rest of 0, 17 before
+          2, until 1656 + 2 * 34 = 1724. The head takes until 2724.
     """
     layers = sized(1, 4, 2)
     study = make_study(make_trace(tmp_path / "trace", [(0, False, [[[0, 1]]]), (0, False, [[[0, 2]]])], layers))
     study.segments = 4
     row = results(study, ["lcp:allocation=split"], "75%")["lcp:allocation=split"]
-    assert row["tpot_s"] * 1e9 == pytest.approx(2639 / 2, abs=1e-6)
-    assert row["stall_share"] == pytest.approx((58 + 3 * 17 + 24 + 2 * 17) / 2639)
+    assert row["tpot_s"] * 1e9 == pytest.approx(2724 / 2, abs=1e-6)
+    assert row["stall_share"] == pytest.approx((160 + 75 + 17) / 2724)
     assert (row["hit_rate"], row["partial_hit_rate"], row["bytes_loaded"]) == (0, 1 / 4, 2 * 48 + 24 + 48)
     assert row["allocation"]["split"] == [{"kept_experts": 2, "theta": 0.5}]
 
@@ -179,7 +180,8 @@ def test_a_training_part_teaches_once_and_only_who_asks(tmp_path: Path) -> None:
     assert taught is not None and taught is learning.reuse(SYSTEMS["expertly"], geometry)
     assert learning.reuse(SYSTEMS["lru"], geometry) is None and learning.reuse(SYSTEMS["resident"], geometry) is None
     assert TrainingPart(trace, []).reuse(SYSTEMS["expertly"], geometry) is None
-    model = taught.copy()
+    model = ReuseModel(geometry)
+    model.restore(state_of(taught))
     for layer in range(3):
         model.observe(one_token(layer, [0, 1]))
     used = np.zeros((3, 12))

@@ -16,6 +16,7 @@ from expertly.sim.simulator import Simulator
 from expertly.sim.study import Memory, Study
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer
+from tests.closed_forms import loop, most_hits_of_loop, working_set
 from tests.sim.drive import INFINITE, can_run, make_study, make_trace, random_passes, results, sized, toy, with_bounds
 
 DEMAND_ONLY = [name for name, system in SYSTEMS.items() if system.transfer == "demand"]
@@ -74,11 +75,9 @@ def test_ttft_of_a_hand_computed_prompt(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("segments", [1, 2, 4])
 def test_with_room_for_the_working_set_there_are_cold_misses_only(segments: int, tmp_path: Path) -> None:
-    workload = synth.stationary_set(3, 16, 2, 100, working_set=6, seed=1)
-    trace = synthetic(tmp_path / "trace", workload)
+    trace = synthetic(tmp_path / "trace", working_set(3, 16, 2, 100, 6))
     study = make_study(trace, segments=segments)
-    expected = workload.optimal_hits(6)
-    assert expected is not None
+    expected = 3 * (100 * 2 - 6)
     for name, row in results(study, [*DEMAND_ONLY, "belady", "belady-global"], 6).items():
         assert row["hit_rate"] == pytest.approx(expected / (3 * 100 * 2)), name
 
@@ -99,17 +98,16 @@ def _distinct(trace: Trace) -> list[int]:
 
 
 def test_belady_reaches_the_known_optimum_of_a_loop(tmp_path: Path) -> None:
-    workload = synth.cyclic(2, 16, 2, 120)
+    workload = loop(2, 16, 2, 120)
     study = make_study(synthetic(tmp_path / "trace", workload))
     for capacity in (4, 8, 12):
-        expected = workload.optimal_hits(capacity)
-        assert expected is not None
+        expected = most_hits_of_loop(workload, capacity)
         # The optimum keeps the running token's experts beside nothing; belady streams them through staging slots: it
         # hits as if it had K more.
         rows = results(study, ["lru", "belady"], capacity)
         assert rows["lru"]["hit_rate"] == 0, "a loop is LRU's worst case"
         found = rows["belady"]["hit_rate"] * 2 * 120 * 2
-        assert expected <= found <= (workload.optimal_hits(capacity + 2) or 10**9)
+        assert expected <= found <= most_hits_of_loop(workload, capacity + 2)
 
 
 @pytest.mark.parametrize(("seed", "prompt", "segments"), [(0, 0, 1), (1, 0, 4), (2, 4, 2)])
@@ -132,7 +130,7 @@ def test_no_demand_only_system_hits_more_than_belady_in_its_scope(workload: str,
     if workload == "random":
         trace = make_trace(tmp_path / "trace", random_passes(5, layers, 120), layers)
     else:
-        made = synth.cyclic(2, 12, 2, 120) if workload == "cyclic" else synth.zipf(2, 12, 2, 120, keep=0.3)
+        made = loop(2, 12, 2, 120) if workload == "cyclic" else synth.zipf(2, 12, 2, 120, keep=0.3)
         trace = synthetic(tmp_path / "trace", made)
     study = make_study(trace, segments=segments)
     for memory in ("20%", "50%"):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ import pytest
 
 from expertly.api import handle
 from expertly.core.costs import CodecCosts
-from expertly.core.messages import Span
 from expertly.lab.recording import record
 from expertly.model.packing import pack
 from expertly.policies.predictor.fmoe import FMoE
@@ -27,6 +23,7 @@ from expertly.sim.study import Study
 from expertly.trace.reader import Trace
 from tests.engine.observe import loaded
 from tests.families import HIDDEN_SIZE, generate, make_checkpoint, make_prompts
+from tests.golden.engine import make_transfers_instant
 from tests.weights import put_beside, random_weights
 
 DEMAND_ONLY = [name for name in runnable_systems() if SYSTEMS[name].prediction == "none"]
@@ -78,24 +75,6 @@ def counted(counters: list[LayerCounters], names: tuple[str, ...] = COUNTED) -> 
     """Of each layer, by phase."""
     layers = [{"prefill": asdict(one.prefill), "decode": asdict(one.decode)} for one in counters]
     return [{phase: {name: one[phase][name] for name in names} for phase in one} for one in layers]
-
-
-def make_instant(backend: Any) -> None:
-    """Let a backend's reads take no time for who looks at it: what is asked for is there when it has been asked for."""
-    submit, prefetch, wait = backend.submit, backend.prefetch, backend.wait
-    arrived: deque[Span] = deque()
-
-    def finish(ask: Callable[[list[Span]], None], spans: Iterable[Span]) -> None:
-        asked = list(spans)
-        ask(asked)
-        found = {wait() for _ in asked}
-        assert found == set(asked)
-        arrived.extend(asked)
-
-    backend.submit = partial(finish, submit)
-    backend.prefetch = partial(finish, prefetch)
-    backend.poll = lambda: arrived.popleft() if arrived else None
-    backend.wait = arrived.popleft
 
 
 def run_engine(model: Any, folder: Path, *, batch: bool = False, full: bool = False) -> None:
@@ -191,7 +170,7 @@ def test_predictions_and_what_comes_of_them_agree(
     """Predicting within the pass, with transfers that take no time. The recording knows all that predictors see."""
     with loaded(stores[family], system=system, memory="45%", segments=2, predict="inline") as model:
         engine = handle(model).engine
-        make_instant(engine.device)
+        make_transfers_instant(model)
         run_engine(model, tmp_path / "trace", batch=batch, full=True)
         simulator = simulated(Trace.open(tmp_path / "trace"), system, model)
         names = COUNTED + OF_PREDICTIONS
@@ -219,7 +198,7 @@ def test_with_compressed_experts_they_count_the_same(
         settings["matcher"] = "inline"
     with loaded(stores["compressed"], system=system, segments=segments, **settings) as model:
         engine = handle(model).engine
-        make_instant(engine.device)
+        make_transfers_instant(model)
         run_engine(model, tmp_path / "trace", full=True)
         expected = counted(engine.scheduler.counters, COUNTED + OF_PREDICTIONS)
         simulator = simulated(Trace.open(tmp_path / "trace"), system, model, codec="planes")

@@ -323,8 +323,13 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     return make_trace(tmp_path_factory.mktemp("baselines") / "trace", passes, SMALL, num_requests=3, is_full=True)
 
 
-@pytest.mark.parametrize(("kept", "segments"), [(0, 1), (0, 2), (1, 2), (3, 1), (8, 2)])
-@pytest.mark.parametrize("system", BASELINES)
+@pytest.mark.parametrize(
+    ("system", "kept", "segments"),
+    [
+        *((system, *budget) for system in BASELINES for budget in ((0, 1), (8, 2))),
+        *(("brainstorm", 0, 2), ("mixtral-offloading", 1, 2), ("moe-infinity-lfu", 3, 1)),
+    ],
+)
 def test_none_starves_a_demand_at_any_budget(trace: Trace, system: str, kept: int, segments: int) -> None:
     """Down to the staging slots alone, where all that is predicted competes with what is needed for two places."""
     study = make_study(trace, segments=segments, matcher="inline")

@@ -27,7 +27,7 @@ def test_round_trip(tmp_path: Path, codec: str) -> None:
 
 
 BAD = {
-    "format_version": [2, None, "1", True, 1.0],
+    "format_version": [1, None, "1", True, 1.0],
     "identity": [None, 3],
     "source": [None],
     "model_type": [None, []],

@@ -26,12 +26,14 @@ SLOW_WRITER = """
 import sys, time
 from pathlib import Path
 from tests.store.builders import PLANS, write_store
-write_store(Path(sys.argv[1]), PLANS[sys.argv[3]], lambda done, total: time.sleep(float(sys.argv[2])))
+folder, codec, file, pause_s = sys.argv[1:]
+write_store(Path(folder), PLANS[codec], lambda done, total: time.sleep(float(pause_s) if Path(file).exists() else 0))
 """
 
 
-def start_writer(folder: Path, pause_s: float, codec: str = "none") -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SLOW_WRITER, str(folder), str(pause_s), codec]
+def start_writer(folder: Path, file: str, codec: str = "none", pause_s: float = 60) -> subprocess.Popen[str]:
+    """A process that begins to write a store, and pauses again and again as soon as it has begun this file."""
+    command = [sys.executable, "-c", SLOW_WRITER, folder, codec, partial_folder(folder) / file, str(pause_s)]
     paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "src")]
     return subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, stderr=subprocess.PIPE, text=True
@@ -74,7 +76,7 @@ LARGE_FILES = {
 )
 def test_a_killed_writer_leaves_nothing_that_opens_and_is_resumed(tmp_path: Path, codec: str, stop_at: str) -> None:
     folder, plan = tmp_path / "store", PLANS[codec]
-    process = start_writer(folder, 0.05 if codec == "none" else 0.02, codec)
+    process = start_writer(folder, stop_at, codec)
     wait_for(partial_folder(folder) / stop_at, process)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -196,7 +198,7 @@ def test_a_disk_that_fills_up_keeps_what_is_done(tmp_path: Path, monkeypatch: py
 
 def test_a_second_process_waits_and_uses_the_first_one_s_store(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    process = start_writer(folder, 0.1)
+    process = start_writer(folder, "experts-00000.safetensors", pause_s=0.1)
     wait_for(partial_folder(folder) / "experts-00000.safetensors", process)
     with StoreWriter(folder, PLAN, DENSE, None) as writer:  # waits here
         store = writer.finished_store()
@@ -207,7 +209,7 @@ def test_a_second_process_waits_and_uses_the_first_one_s_store(tmp_path: Path) -
 
 def test_a_second_process_takes_over_from_a_killed_one(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    process = start_writer(folder, 0.2)
+    process = start_writer(folder, "experts-00000.safetensors")
     wait_for(partial_folder(folder) / "experts-00000.safetensors", process)
     timer = threading.Timer(0.3, process.kill)
     timer.start()

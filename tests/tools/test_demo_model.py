@@ -67,6 +67,7 @@ def test_has_the_shape_of_a_real_one() -> None:
     assert config.num_experts >= 32
     assert config.num_experts_per_tok >= 4
     assert config.dtype == torch.bfloat16
+    assert transformers.GenerationConfig.from_pretrained(DEMO).do_sample, "greedily, so small a model repeats itself"
 
 
 @pytest.mark.parametrize("language", TEXTS)

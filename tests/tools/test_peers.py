@@ -46,5 +46,5 @@ def test_a_peer_plays_what_it_is_fed_until_it_is_killed(peers: Any) -> None:
 
 def test_why_a_peer_cannot_begin_is_said(peers: Any) -> None:
     players, _ = peers
-    with pytest.raises(players.Ended, match="25 percent"):
-        players.Player(OURS | {"memory": "25 percent"}, None)
+    with pytest.raises(players.Ended, match="KeyError: 'nobody'"):
+        players.Player(OURS | {"peer": "nobody"}, None)

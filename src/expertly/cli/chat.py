@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import signal
@@ -151,6 +152,7 @@ class Chat:
         self._sampling = sampling
         self._cache: Any = None
         self._cached: list[int] = []  # the tokens that the cache holds
+        self._said: list[int] = []  # all tokens up to the last answer's end
 
     def answer(self, text: str, write: Callable[[str], None]) -> Turn:
         """The model's answer to a message, written as it is made. An interrupt stops it, and what was written stays a
@@ -158,7 +160,7 @@ class Chat:
         """
         self.messages.append({"role": "user", "content": text})
         try:
-            answer = self._generate(tokens_of(self._tokenizer, self.messages, is_raw=self.is_raw), write)
+            answer = self._generate(self._tokens(), write)
         except BaseException:
             self.messages.pop()
             raise
@@ -169,11 +171,13 @@ class Chat:
         """Begin anew with this system message; none where it is empty."""
         self.messages = [{"role": "system", "content": text}] if text else []
         self._forget()
+        self._said = []
 
     def clear(self) -> None:
         """Begin anew; a system message stays."""
         self.messages = [one for one in self.messages if one["role"] == "system"]
         self._forget()
+        self._said = []
 
     def save(self, path: Path) -> None:
         """Write the messages as JSON. Raises ConfigError where that cannot be."""
@@ -181,6 +185,21 @@ class Chat:
             write_atomic(path, json.dumps(self.messages, ensure_ascii=False, indent=1).encode())
         except OSError as error:
             raise ConfigError(f"file={str(path)!r}: cannot be written ({error.strerror})") from None
+
+    def _tokens(self) -> list[int]:
+        """Of the conversation. An answer keeps the tokens that it was made of, whose KV cache is there, where they give
+        its text: a tokenizer often cuts that text into others.
+        """
+        tokens = tokens_of(self._tokenizer, self.messages, is_raw=self.is_raw)
+        before, text = self._text(self._said), self._text(tokens)
+        if not before or not text.startswith(before):
+            return tokens  # a template that says less of an answer than the model did
+        cut = bisect.bisect_left(range(len(tokens)), len(before), key=lambda num: len(self._text(tokens[:num])))
+        if self._text(tokens[:cut]) == before:
+            return self._said + tokens[cut:]
+        rest: list[int] = self._tokenizer(text[len(before) :], add_special_tokens=False)["input_ids"]
+        is_same = self.is_raw and self._text(self._said + rest) == text
+        return self._said + rest if is_same else tokens
 
     def _generate(self, tokens: list[int], write: Callable[[str], None]) -> Turn:
         model, sampling = self._model, self._sampling
@@ -206,8 +225,11 @@ class Chat:
                 stopping_criteria=[lambda ids, scores: torch.full(ids.shape[:1], stop.is_set(), device=ids.device)],
             )
         if not model.config.is_encoder_decoder:  # an encoder reads the whole conversation anew
-            self._cache = made.past_key_values
-            self._cached = made.sequences[0].tolist()[:-1]  # the last token was not computed with
+            # A recurrent state goes on by one token at a time, or begins anew: not by a message of several.
+            is_recurrent = any(hasattr(one, "conv_states") for one in getattr(made.past_key_values, "layers", ()))
+            self._cache = None if is_recurrent else made.past_key_values
+            self._said = made.sequences[0].tolist()
+            self._cached = self._said[:-1]  # the last token was not computed with
         return self._measured(streamer, tokens, num_cached, before, start_ns, demands, stop.is_set())
 
     def _measured(
@@ -242,9 +264,7 @@ class Chat:
         )
 
     def _keep_prefix(self, tokens: list[int]) -> int:
-        """Cut the cache to what it holds of these tokens but the last; how many that is. Templates may say of an answer
-        less than the model did, and text may become other tokens than it was made of.
-        """
+        """Cut the cache to what it holds of these tokens but the last; how many that is."""
         num_same = 0
         for old, new in zip(self._cached, tokens[:-1], strict=False):
             if old != new:
@@ -263,7 +283,12 @@ class Chat:
         self._cache, self._cached = None, []
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._text(tokens, skip_special_tokens=True)
+
+    def _text(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
         return text
 
 

@@ -25,7 +25,7 @@ from expertly.lab.compare.settings import (
     check_systems,
 )
 from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, Prompt, read_prompts
-from expertly.options import MODEL_HELP, REQUIRED, argument, json_flag, option
+from expertly.options import MODEL_HELP, REQUIRED, argument, json_flag, option, path_option
 from expertly.sim.hardware import Hardware
 from expertly.trace.reader import Trace
 
@@ -49,7 +49,7 @@ class CompareOptions:
         USUAL_SYSTEMS, f"default: {USUAL_SYSTEMS}; NAME:KEY=VALUE changes a part of one", metavar="A,B"
     )
     memory: str = option(DEFAULT_MEMORY, "shares of the experts or amounts", metavar="SIZE,SIZE")
-    out: Path = option(REQUIRED, "where the report goes: a new or an empty folder", metavar="DIR", type=Path)
+    out: Path = path_option(REQUIRED, "where the report goes: a new or an empty folder", "DIR")
     force: bool = option(False, "replace an earlier comparison in DIR")
     prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE")
     raw: bool = option(False, RAW_HELP)
@@ -74,12 +74,8 @@ class CompareOptions:
     )
     dtype: str | None = option(None, "bfloat16, float16 or float32", metavar="NAME")
     device: str | None = option(None, "cpu or cuda:N", metavar="NAME")
-    predictor: Path | None = option(
-        None, "for systems that take one: `expertly lab train` makes it", metavar="FILE", type=Path
-    )
-    plan: Path | None = option(
-        None, "for systems with split caching: `expertly lab configure` makes it", metavar="FILE", type=Path
-    )
+    predictor: Path | None = path_option(None, "for systems that take one: `expertly lab train` makes it")
+    plan: Path | None = path_option(None, "for systems with split caching: `expertly lab configure` makes it")
     json: bool = json_flag()
 
 
@@ -141,21 +137,12 @@ def _refuse(args: CompareOptions, names: tuple[str, ...], has_trace: bool) -> No
 
 
 def _settings(args: CompareOptions, has_trace: bool) -> ComparisonSettings:
-    given = {name: getattr(args, name) for name in ("rounds", "temperature") if getattr(args, name) is not None}
+    same = ("requests", "tokens", "rounds", "temperature", "split", "seed", "segments", "dtype", "device", "hardware")
+    given = {name: getattr(args, name) for name in (*same, "predictor", "plan") if getattr(args, name) is not None}
     settings = ComparisonSettings(
         check_systems(names("system", args.system)),
         check_memories(names("memory", args.memory)),
-        requests=args.requests,
-        tokens=args.tokens,
-        split=args.split,
-        seed=args.seed,
-        segments=args.segments,
         codec=args.codec or ("none" if has_trace else "auto"),
-        dtype=args.dtype,
-        device=args.device,
-        hardware=args.hardware,
-        predictor=args.predictor,
-        plan=args.plan,
         is_raw=args.raw,
         **given,
     )
@@ -183,7 +170,7 @@ class BenchOptions:
     tokens: int = option(24, "of each answer", least=1)
     rounds: int = option(2, "times that everything is run", least=1)
     temperature: float = option(0.8, "of the answers, 0 is greedy", metavar="X", type=temperature)
-    out: Path | None = option(None, "where the report goes (default: a new folder here)", metavar="DIR", type=Path)
+    out: Path | None = path_option(None, "where the report goes (default: a new folder here)", "DIR")
     json: bool = json_flag()
 
 

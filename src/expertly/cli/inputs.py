@@ -24,6 +24,9 @@ from expertly.trace.schema import FORMAT, MANIFEST_NAME, TraceLayer
 
 def load_model(model: str | None, options: LoadOptions, **others: Any) -> tuple[Any, Any]:
     """The model and its tokenizer, None where it has none; `others` replace options."""
+    from expertly.model.lean import import_lean
+
+    import_lean()
     from expertly import api
 
     with progress_bar() as progress:
@@ -63,8 +66,8 @@ def trace_geometry(
     """
     recorded = trace.manifest.layers
     if name is None:
-        layers = [known for layer in recorded if (known := layer.geometry()) is not None]
-        return (tuple(layers), trace.manifest.dense, "trace") if len(layers) == len(recorded) else (None, None, None)
+        layers = trace.manifest.geometries
+        return (None, None, None) if layers is None else (layers, trace.manifest.dense, "trace")
     given = read_geometry(name)
     if [(one.num_experts, one.top_k) for one in given.layers] != [(one.num_experts, one.top_k) for one in recorded]:
         raise TraceError(f"geometry={name!r}: {_shape(given.layers)}, but {trace.folder} routes {_shape(recorded)}")

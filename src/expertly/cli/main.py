@@ -28,12 +28,11 @@ from expertly.cli import (
     simulate,
     systems,
     trace,
-    trace_record,
     train,
     tune,
 )
 from expertly.cli.frame import add_command, group
-from expertly.cli.output import print_json, quiet_libraries
+from expertly.cli.output import fitted, print_json, quiet_libraries
 from expertly.core.errors import ConfigError, ExpertlyError
 
 COMPLETE = "_EXPERTLY_COMPLETE"
@@ -56,7 +55,7 @@ LAB: dict[str, Command] = {
     "systems": systems.run,
 }
 TRACE: dict[str, Command] = {
-    "record": trace_record.run,
+    "record": trace.record,
     "info": trace.info,
     "import": trace.import_routing,
     "synth": trace.synth,
@@ -181,7 +180,7 @@ def _importable_folder() -> Iterator[None]:
 
 def _report(error: ExpertlyError, is_json: bool) -> int:
     message = " ".join(str(error).split())
-    print(f"expertly: error: {message}", file=sys.stderr)
+    print(fitted(f"expertly: error: {message}", sys.stderr), file=sys.stderr)
     if is_json:
         print_json({"error": {"type": type(error).__name__, "message": message}})
     return 2

@@ -11,7 +11,9 @@ import io
 import json
 import os
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, TextIO
@@ -43,7 +45,16 @@ def print_json(result: Mapping[str, Any], stream: TextIO | None = None) -> None:
 
 def message(text: str) -> None:
     """Say something that is not the result."""
-    print(text, file=sys.stderr, flush=True)
+    print(fitted(text, sys.stderr), file=sys.stderr, flush=True)
+
+
+def fitted(text: str, stream: TextIO) -> str:
+    """With its lines broken between words where the stream is a terminal that is narrower."""
+    if not stream.isatty():
+        return text
+    width = max(40, shutil.get_terminal_size().columns)
+    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    return "\n".join(textwrap.fill(line, width, **how) for line in text.split("\n"))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from expertly.core.costs import check_codec
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_seconds
 from expertly.formats import ROUNDED_TO, rounding_format
-from expertly.options import argument, json_flag, option
+from expertly.options import argument, json_flag, option, path_option
 from expertly.store import cache
 from expertly.store.manifest import check_store_dtype
 from expertly.store.packed import PackedStore
@@ -36,7 +36,7 @@ class PackOptions:
     model: str | None = argument(
         None, "a checkpoint folder, a GGUF file, a hub id, or demo for the demo model", metavar="MODEL"
     )
-    out: Path | None = option(None, "write the store here", metavar="DIR", type=Path)
+    out: Path | None = path_option(None, "write the store here", "DIR")
     dtype: str | None = option(None, "of the experts: bfloat16, float16, float32", metavar="NAME")
     quantize: str | None = option(
         None,
@@ -44,16 +44,14 @@ class PackOptions:
         metavar="NAME",
         choices=lambda: tuple(ROUNDED_TO),
     )
-    text: Path | None = option(
-        None, "what --quantize costs is measured on (default: a few prompts)", metavar="FILE", type=Path
-    )
+    text: Path | None = path_option(None, "what --quantize costs is measured on (default: a few prompts)")
     codec: str | None = option(None, "of the experts: none, planes or auto", metavar="NAME")
     stream: bool = option(
         False, "a hub id, shard by shard, each deleted once packed: disk for one model and a shard is needed"
     )
     list: bool = option(False, "show the stores in the cache folder")
     remove: str | None = option(None, "remove a store from the cache folder", metavar="NAME")
-    verify: Path | None = option(None, "read a whole store and compare its checksums", metavar="DIR", type=Path)
+    verify: Path | None = path_option(None, "read a whole store and compare its checksums", "DIR")
     json: bool = json_flag()
 
 
@@ -169,6 +167,11 @@ def _summary(store: PackedStore) -> str:
         experts += f" {how} ({format_nbytes(whole)} in {manifest.dtype})"
     if store.codec != "none":
         experts += f", stored in {store.ratio:.2f} of that"
+    if manifest.dense_formats:
+        formats = ", ".join(dict.fromkeys(manifest.dense_formats.values()))
+        whole = sum(store.dense_by_format(is_decoded=True).values())
+        rest = f"the rest {format_nbytes(store.dense_nbytes)} with layers in {formats}"
+        experts += f"; {rest} ({format_nbytes(whole)} in {manifest.dtype})"
     return f"{manifest.model_type}, {num_experts} experts in {len(manifest.layers)} layers, {experts}"
 
 
@@ -188,6 +191,7 @@ def _facts(store: PackedStore) -> dict[str, Any]:
         "expert_bytes": store.experts_nbytes,
         "expert_stored_bytes": store.experts_stored_nbytes,
         "dense_bytes": store.dense_nbytes,
+        "dense_formats": store.dense_by_format(),
         "store_bytes": store.nbytes,
     }
 

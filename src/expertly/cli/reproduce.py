@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from expertly.cli.arguments import seed
 from expertly.cli.output import message, print_json, progress_bar, table
 from expertly.core.errors import ConfigError
-from expertly.options import argument, json_flag, option
+from expertly.lab.papers import SEEDS, TOKENS
+from expertly.options import argument, json_flag, option, path_option
 
 if TYPE_CHECKING:
     from expertly.lab.papers.findings import Result
@@ -27,26 +28,23 @@ class ReproduceOptions:
         "commas between them",
         metavar="PAPER[:FIGURE]",
     )
-    trace: list[Path] | None = option(
+    trace: list[Path] | None = path_option(
         None,
         "a trace made by `expertly lab trace record --full`, or imported routing; may be given several times",
-        metavar="DIR",
-        type=Path,
+        "DIR",
         is_several=True,
     )
     list: bool = option(False, "list the experiments and what they need, and do nothing else")
-    predictor: Path | None = option(None, "trained weights for ProMoE", metavar="FILE", type=Path)
-    arrivals: Path | None = option(None, "CSV of arrivals and lengths, for fmoe:10", metavar="FILE", type=Path)
-    quick: bool = option(False, "few tokens: under a minute an experiment, and noisier")
-    seed: Any = option(0, "of which requests are learned from", metavar="N", type=seed)
-    out: Path | None = option(
-        None, "FILE.md: the page of results; else a folder for it and results.json", metavar="FILE", type=Path
-    )
-    reuse: Path | None = option(
-        None,
-        "results.json of an earlier run with the same traces and settings: what is in it is not run again",
-        metavar="FILE",
-        type=Path,
+    predictor: Path | None = path_option(None, "trained weights for ProMoE")
+    arrivals: Path | None = path_option(None, "CSV of arrivals and lengths, for fmoe:10")
+    quick: bool = option(False, "few tokens of one seed: under a minute an experiment, and little can be told")
+    tokens: int = option(TOKENS, "decoded tokens of a trace that are simulated, over all seeds", least=1)
+    seeds: int = option(SEEDS, "how many, each with other requests to learn from", least=1)
+    seed: Any = option(0, "the first of them", metavar="N", type=seed)
+    jobs: int = option(1, "experiments at once, each in a process of its own", least=1)
+    out: Path | None = path_option(None, "FILE.md: the page of results; else a folder for it and results.json")
+    reuse: Path | None = path_option(
+        None, "results.json of an earlier run with the same traces and settings: what is in it is not run again"
     )
     json: bool = json_flag()
 
@@ -70,14 +68,17 @@ def run(args: ReproduceOptions) -> int:
             Path(scratch),
             quick=args.quick,
             seed=args.seed,
+            seeds=args.seeds,
+            tokens=args.tokens,
             predictor=args.predictor,
             arrivals=args.arrivals,
             progress=progress,
             say=message,
         )
         earlier = {} if args.reuse is None else session.earlier(args.reuse)
+        found = session.results([one for one in experiments if one.name not in earlier], args.jobs)
         for experiment in experiments:
-            results.append(earlier.get(experiment.name) or session.result(experiment))
+            results.append(earlier.get(experiment.name) or next(found))
             if not args.json:
                 print(runner.text(results[-1], table), flush=True)
             _write(args, session, results)
@@ -122,7 +123,10 @@ def _command(args: ReproduceOptions) -> str:
         parts += ["--trace", path.resolve().name]
     for flag, file in (("--predictor", args.predictor), ("--arrivals", args.arrivals)):
         parts += [flag, file.name] if file is not None else []
-    parts += ["--quick"] * args.quick + (["--seed", str(args.seed)] if args.seed else [])
+    parts += ["--quick"] * args.quick
+    for name, default in (("tokens", TOKENS), ("seeds", SEEDS), ("seed", 0)):
+        value = getattr(args, name)
+        parts += [f"--{name}", str(value)] if value != default else []
     return shlex.join([*parts, "--out", args.out.name if args.out.is_absolute() else str(args.out)])
 
 

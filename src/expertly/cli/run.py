@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from expertly.cli.arguments import probability, seed, temperature
 from expertly.cli.inputs import load_model
-from expertly.cli.output import Column, figures_table, message, print_json, reserved_stdout
+from expertly.cli.output import Column, figures_table, fitted, message, print_json, reserved_stdout
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_share
 from expertly.options import MODEL_HELP, REQUIRED, LoadOptions, argument, json_flag, option
@@ -71,6 +71,9 @@ def run(args: RunOptions) -> int:
     if prompt is None and args.json:
         raise ConfigError("json: a chat is for people; accepted: with a PROMPT")
     with reserved_stdout() as stdout:
+        from expertly.model.lean import import_lean
+
+        import_lean()
         from expertly import api
         from expertly.cli.chat import Chat, ChatSampling, tokens_of
         from expertly.model.generation import check_length
@@ -125,7 +128,7 @@ def _answer_once(conversation: Chat, model: Any, prompt: str, args: RunOptions, 
     if args.json:
         print_json({key: value for key, value in measures.items() if key != "layers" or args.stats}, out)
         return 130 if answer.was_stopped else 0
-    _write(out, f"\n\n{answer.line()}\n[{_budget(measures)}]\n")
+    _write(out, "\n\n" + fitted(f"{answer.line()}\n[{_budget(measures)}]", out) + "\n")
     if args.stats:
         from expertly.cli.stats_report import report
 
@@ -157,7 +160,7 @@ def _chat(conversation: Chat, model: Any, out: TextIO) -> None:
                 _write(out, _command(conversation, model, text) + "\n")
             elif text:
                 answer = conversation.answer(text, lambda piece: _write(out, piece))
-                _write(out, f"\n{answer.line()}\n")
+                _write(out, f"\n{fitted(answer.line(), out)}\n")
         except ConfigError as error:
             message(f"expertly: {error}")
 
@@ -181,7 +184,10 @@ def _command(conversation: Chat, model: Any, text: str) -> str:
         conversation.save(Path(rest))
         return f"[{len(conversation.messages)} messages in {rest}]"
     width = max(map(len, COMMANDS))
-    return "\n".join(f"  {name:{width}}  {what}" for name, what in COMMANDS.items())
+    lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
+    if name != "/help":
+        lines.insert(0, f"[{name} FILE: which file?]" if name == "/save" else f"[{name} is none of these]")
+    return "\n".join(lines)
 
 
 def _measures(model: Any) -> dict[str, Any]:

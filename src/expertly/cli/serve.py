@@ -30,6 +30,9 @@ class ServeCommand(ServeOptions):
 
 def run(args: ServeCommand) -> int:
     _check_installed()
+    from expertly.model.lean import import_lean
+
+    import_lean()
     from expertly import api
     from expertly.serve.server import ApiServer, bind, open_server
 

@@ -16,7 +16,8 @@ from expertly.cli.inputs import plan_for, predictor_for, trace_geometry
 from expertly.cli.output import Column, figures_table, message, printable, progress_bar, show
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_rate, format_ratio, format_seconds, format_share
-from expertly.options import REQUIRED, argument, json_flag, option
+from expertly.lab.compare.simulated import notes_on
+from expertly.options import REQUIRED, argument, json_flag, option, path_option
 from expertly.policies.learned import LearnedFile
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
@@ -42,12 +43,8 @@ class SimulateOptions:
     )
     hardware: str = option("rtx3090", "a shipped profile or a TOML file", metavar="NAME")
     codec: str = option("none", "experts on disk: none (as they are) or planes (compressed)", metavar="NAME")
-    predictor: Path | None = option(
-        None, "for systems that take one: `expertly lab train` makes it", metavar="FILE", type=Path
-    )
-    plan: Path | None = option(
-        None, "for systems with split caching: `expertly lab configure` makes it", metavar="FILE", type=Path
-    )
+    predictor: Path | None = path_option(None, "for systems that take one: `expertly lab train` makes it")
+    plan: Path | None = path_option(None, "for systems with split caching: `expertly lab configure` makes it")
     predict: str = option(
         "virtual", "virtual (predicting takes its time) or inline", metavar="NAME", choices=MATCHERS, was="matcher"
     )
@@ -63,15 +60,9 @@ class SimulateOptions:
         type=split,
     )
     seed: Any = option(0, "of the shuffle, and of what policies draw", metavar="N", type=seed)
-    arrivals: Path | None = option(
-        None, "CSV of arrivals and lengths: requests queue, latencies are given", metavar="FILE", type=Path
-    )
-    plot: Path | None = option(
-        None, "draw hit rate, TPOT and stalls against memory (PNG, PDF, SVG)", metavar="FILE", type=Path
-    )
-    chrome_trace: Path | None = option(
-        None, "write a timeline for chrome://tracing or ui.perfetto.dev", metavar="FILE", type=Path
-    )
+    arrivals: Path | None = path_option(None, "CSV of arrivals and lengths: requests queue, latencies are given")
+    plot: Path | None = path_option(None, "draw hit rate, TPOT and stalls against memory (PNG, PDF, SVG)")
+    chrome_trace: Path | None = path_option(None, "write a timeline for chrome://tracing or ui.perfetto.dev")
     json: bool = json_flag()
 
 
@@ -198,13 +189,7 @@ def _notes(args: SimulateOptions, study: Study) -> Iterator[str]:
         num = len({span.request for span in schedule.training})
         what = f"profiles learned from {num} requests, {num_test} others are simulated; caches start empty"
         yield f"split {split_text(args.split)} with seed {args.seed}: {what}"
-    if study.layers is None:
-        yield "the trace does not know its experts' sizes: rates only; give --geometry for bytes and times"
-        yield "rates of systems that load ahead (oracle, too) are those of a link that takes no time"
-    elif study.dense is None:
-        yield "the weights outside the experts are unknown: their time is only the profile's fixed part"
-    if not study.trace.is_complete:
-        yield "the recording was cut off; what there is of it is simulated"
+    yield from notes_on(study)
     if args.arrivals is not None:
         yield f"{num_test} requests arrive and queue, one is served at a time"
     if schedule.num_cut:
@@ -239,18 +224,10 @@ def _notes_on_weights(
 
 
 def _notes_on_predicting(study: Study, systems: Sequence[str]) -> Iterator[str]:
-    """What predictors looked at that is not what it was in the model, and what they take."""
-    asked, trace = [get_system(name) for name in systems], study.trace
+    """What predicting takes, and what of it is made up."""
+    asked = [get_system(name) for name in systems]
     if any(system.prediction == "modelled" for system in asked):
         yield "modelled-lookahead: its predictions are made from the future, with a stated accuracy"
-    if "lookahead" in study.wants and trace.is_modelled("lookahead"):
-        yield f"lookahead: {trace.manifest.fields['lookahead'].note}"
-    if "scores" in study.wants and not trace.has("probs"):
-        yield "routing scores: the trace has the chosen experts' weights only; those of the others count as 0"
-    if "embedding" in study.wants and not trace.has("embedding"):
-        yield "the trace has no embeddings: predictors that search by them do without"
-    elif "embedding" in study.wants and not trace.is_real("embedding"):
-        yield f"embeddings: {trace.manifest.fields['embedding'].note or 'made up'}"
     if study.layers is not None and any(system.prediction != "none" for system in asked):
         if study.matcher == "inline":
             yield "predicting takes no time"

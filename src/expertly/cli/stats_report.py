@@ -109,6 +109,8 @@ def _storage(result: dict[str, Any]) -> str:
     if (rounding := result["rounding"]) is not None:
         cost = "" if rounding["cost"] is None else " (KL {kl:.3g} nats, top-1 {top1:.1%})".format(**rounding["cost"])
         parts.insert(0, f"experts rounded to {rounding['to']}{cost}")
+    if len(formats := result["dense"]["formats"]) > 1:
+        parts.append("dense part " + ", ".join(f"{format_nbytes(size)} in {name}" for name, size in formats.items()))
     if codec["name"] != "none":
         decoded = format_nbytes(result["bytes_decoded"])
         parts += [

@@ -15,7 +15,7 @@ from expertly.scheduler.system import ACCEPTED, PARTS, REGISTRIES, System, names
 SHOWN = ("eviction", "scope", "allocation", "prediction", "prefetch", "distance", "transfer")
 _DEFAULTS = {field.name: field.default for field in fields(System)}
 OTHERS = tuple(part for part in PARTS if part not in SHOWN)
-OF_PREDICTION = ("prefetch", "ahead", "distance", "window")
+OF_PREDICTION = ("prefetch", "ahead", "prefetching", "distance", "window")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,25 +1,187 @@
-"""`expertly lab trace`: traces that somebody else recorded, traces that are made up, what a trace holds, and decisions
-taken again. `trace_record.py` records them.
+"""`expertly lab trace`: traces that are recorded, here or by somebody else, or made up; what a trace holds; decisions
+taken again.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import exponent, seed, share
-from expertly.cli.output import Column, figures_table, in_brackets, message, origin, progress_bar, show, table
-from expertly.core.errors import ConfigError, TraceError
-from expertly.core.units import format_nbytes, format_share
-from expertly.options import REQUIRED, argument, json_flag, option
+from expertly.cli.arguments import exponent, seed, share, temperature
+from expertly.cli.inputs import load_model
+from expertly.cli.output import (
+    Column,
+    figures_table,
+    in_brackets,
+    message,
+    origin,
+    progress_bar,
+    reserved_stdout,
+    show,
+    table,
+)
+from expertly.core.errors import ConfigError, ExpertlyError, TraceError
+from expertly.core.units import format_nbytes, format_seconds, format_share
+from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, AskedPrompt, Prompt, asked, read_prompts
+from expertly.options import MODEL_HELP, REQUIRED, RESEARCH, LoadOptions, argument, json_flag, option, path_option
 from expertly.trace.reader import Trace
 
 if TYPE_CHECKING:
-    from expertly.lab.synth import SynthWorkload
+    from expertly.lab.recording import Recording
     from expertly.lab.trace_analysis import TraceAnalysis
+
+
+# -- record ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Clock:
+    """A streamer for transformers' `generate` that notes when each token came; the first call brings the prompt."""
+
+    num_requests: int = 0
+    num_tokens: int = 0  # that were written
+    num_steps: int = 0  # from one token to the next
+    step_ns: int = 0
+    _times_ns: list[int] = field(default_factory=list)
+
+    def put(self, value: Any) -> None:
+        self._times_ns.append(time.perf_counter_ns())
+
+    def end(self) -> None:
+        times, self._times_ns = self._times_ns[1:], []
+        self.num_requests += 1
+        self.num_tokens += len(times)
+        if len(times) > 1:
+            self.num_steps += len(times) - 1
+            self.step_ns += times[-1] - times[0]
+
+    @property
+    def tpot_s(self) -> float | None:
+        return self.step_ns / self.num_steps / 1e9 if self.num_steps else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceRecordOptions(LoadOptions):
+    model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
+    prompts: str = option(REQUIRED, PROMPTS_HELP + ', each a request, run alone; "category" is kept', metavar="FILE")
+    raw: bool = option(False, RAW_HELP)
+    out: Path = path_option(REQUIRED, "where the trace goes: a new or an empty folder", "DIR")
+    max_new_tokens: int = option(100, "of a request", least=1)
+    temperature: float = option(0.0, "0 is greedy", metavar="X", type=temperature)
+    seed: int = option(0, "with a temperature", metavar="N", type=seed)
+    requests: int | None = option(None, "only the first N prompts", least=1)
+    full: bool = option(False, "add routing scores, lookahead, router inputs and embeddings")
+    learned: str | Path | None = option(
+        "off",
+        "what a system has learned, as of `run`; off: a trace is of this run alone",
+        metavar="FILE",
+        panel=RESEARCH,
+        was="maps",
+    )
+    json: bool = json_flag()
+
+
+def record(args: TraceRecordOptions) -> int:
+    """What a model routes while it answers prompts, as a trace."""
+    prompts = read_prompts(args.prompts, args.requests)
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        raise TraceError(f"{args.out}: not empty; a trace is written to a new or an empty folder")
+    with reserved_stdout() as stdout:
+        from expertly import api
+
+        model, tokenizer = load_model(args.model, args)
+        try:
+            requests = _tokenised(prompts, model, tokenizer, args.raw)
+            result = _recorded(model, requests, args)
+            result["skipped"] = len(prompts) - len(requests)
+        finally:
+            api.unload(model)
+        show(result, args.json, lambda: _summary(result), stdout)
+    return 0
+
+
+def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any, is_raw: bool) -> list[AskedPrompt]:
+    """The prompts that the model can be given; each of the others is named in a message."""
+    from expertly.model.generation import max_positions
+
+    found, left_out = asked(prompts, tokenizer, is_raw=is_raw, most=max_positions(model))
+    for why in left_out:
+        message(f"expertly: skipped: {why}")
+    if not found:
+        raise ConfigError(f"prompts: none of the {len(prompts)} can be given to this model, see above")
+    return found
+
+
+def _recorded(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOptions) -> dict[str, Any]:
+    import torch
+
+    from expertly import api
+    from expertly.lab import recording as recordings
+
+    torch.manual_seed(args.seed)
+    clock, name = _Clock(), args.model or "demo"
+    recording: Recording | None = None
+    try:
+        with (
+            progress_bar("requests") as progress,
+            recordings.record(model, args.out, full=args.full, name=name, **origin()) as recording,
+        ):
+            for absent, reason in recording.absent.items():
+                message(f"expertly: the trace will have no {absent}: {reason}")
+            for request in requests:
+                if progress is not None:
+                    progress("recording", clock.num_requests, len(requests))
+                prompt, num_tokens = request.prompt, len(request.tokens)
+                recording.begin_request(prompt.category, prompt.text, num_tokens)
+                _generate(model, request.tokens, args, clock)
+    except (KeyboardInterrupt, ExpertlyError):
+        if recording is not None:
+            message(
+                f"expertly: {args.out}: kept what was recorded, {clock.num_requests} of {len(requests)} requests and "
+                f"{recording.num_iterations} iterations"
+            )
+        raise
+    stats = api.stats(model).as_dict()
+    return {
+        "model": name,
+        "out": str(args.out),
+        "requests": clock.num_requests,
+        "iterations": recording.num_iterations,
+        "rows": recording.num_rows,
+        "new_tokens": clock.num_tokens,
+        "bytes": sum(path.stat().st_size for path in args.out.iterdir()),
+        "tpot_s": clock.tpot_s,
+        "full": args.full,
+        "absent": recording.absent,
+        **{key: stats[key] for key in ("system", "segments", "memory_bytes", "expert_bytes")},
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _generate(model: Any, tokens: Sequence[int], args: TraceRecordOptions, clock: _Clock) -> None:
+    """Alone in its batch; no further than the model has positions."""
+    from expertly.model.generation import generate, generation_config, max_positions
+
+    most, limit = args.max_new_tokens, max_positions(model)
+    if limit is not None and not model.config.is_encoder_decoder:
+        most = min(most, limit - len(tokens) + 1)  # the last token is not fed
+    generate(model, tokens, generation_config(model, most, args.temperature), streamer=clock)
+
+
+def _summary(result: dict[str, Any]) -> str:
+    return in_brackets(
+        f"{result['requests']} requests" + (f" ({result['skipped']} skipped)" if result["skipped"] else ""),
+        f"{result['iterations']} iterations",
+        f"{result['rows']} rows",
+        format_nbytes(result["bytes"]),
+        f"TPOT {format_seconds(result['tpot_s'])}",
+        result["out"],
+    )
 
 
 # -- import ------------------------------------------------------------------------------------------------------------
@@ -57,40 +219,26 @@ def import_routing(args: TraceImportOptions) -> int:
     return 0
 
 
-def _show_written(folder: Path, is_json: bool, more: dict[str, Any] | None = None) -> None:
+def _show_written(folder: Path, is_json: bool) -> None:
     facts = trace_facts(Trace.open(folder))
-    show({**facts, **(more or {})}, is_json, lambda: _headline(facts))
+    show(facts, is_json, lambda: _headline(facts))
 
 
 # -- synth -------------------------------------------------------------------------------------------------------------
-
-WORKLOADS = ("zipf", "cyclic", "stationary")
-
-_OF_WORKLOAD = {"zipf": "zipf", "markov": "zipf", "phases": "zipf", "working_set": "stationary"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSynthOptions:
     out: Path = argument(REQUIRED, "where the trace goes: a new or an empty folder", metavar="OUT", type=Path)
-    workload: str = option(
-        "zipf",
-        "zipf; cyclic: a loop over all experts; stationary: random among a few; of the last two --json prints what "
-        "Belady's replacement hits",
-        metavar="NAME",
-        choices=WORKLOADS,
-    )
     layers: int = option(16, "of the model", least=1)
     experts: int = option(64, "a layer", least=1)
     top_k: int = option(4, "experts a token", least=1)
     tokens: int = option(10000, "of all requests", least=1)
     requests: int = option(1, "that share the tokens evenly", least=1)
     prefill_tokens: int = option(0, "first tokens of a request, as one iteration")
-    zipf: Any | None = option(None, "popularity of rank r: r^-A (zipf; default: 1)", metavar="A", type=exponent)
-    markov: Any | None = option(
-        None, "chance that an expert is kept for the next token (zipf; default: 0)", metavar="P", type=share
-    )
-    phases: int | None = option(None, "between which popularity is dealt anew (zipf; default: 1)", least=1)
-    working_set: int | None = option(None, "experts in use (stationary; default: 2 K)", least=1)
+    zipf: Any = option(1.0, "popularity of rank r: r^-A", metavar="A", type=exponent)
+    markov: Any = option(0.0, "chance that an expert is kept for the next token", metavar="P", type=share)
+    phases: int = option(1, "between which popularity is dealt anew", least=1)
     lookahead: Any | None = option(
         None, "add scores of the next layer, modelled: so many of its K best are needed", metavar="P", type=share
     )
@@ -100,49 +248,30 @@ class TraceSynthOptions:
 
 def synth(args: TraceSynthOptions) -> int:
     """A trace of made-up routing, the same for the same flags."""
-    from expertly.lab.synth import write_workload
+    from expertly.lab.synth import write_workload, zipf
 
-    workload = _workload(args)
+    workload = zipf(
+        args.layers,
+        args.experts,
+        args.top_k,
+        args.tokens,
+        exponent=args.zipf,
+        keep=args.markov,
+        num_phases=args.phases,
+        seed=args.seed,
+    )
     write_workload(
         args.out,
         workload,
-        model=f"synthetic {args.workload}",
+        model="synthetic zipf",
         num_requests=args.requests,
         prefill_tokens=args.prefill_tokens,
         lookahead=args.lookahead,
         seed=args.seed,
         **origin(),
     )
-    known = {} if args.prefill_tokens else _optimal_hits(workload)
-    _show_written(args.out, args.json, {"workload": args.workload, "optimal_hits": known or None})
+    _show_written(args.out, args.json)
     return 0
-
-
-def _workload(args: TraceSynthOptions) -> SynthWorkload:
-    from expertly.lab import synth
-
-    for flag, workload in _OF_WORKLOAD.items():
-        if getattr(args, flag) is not None and args.workload != workload:
-            raise ConfigError(f"--{flag.replace('_', '-')} has no effect on --workload {args.workload}")
-    sizes = (args.layers, args.experts, args.top_k, args.tokens)
-    if args.workload == "cyclic":
-        return synth.cyclic(*sizes)
-    if args.workload == "stationary":
-        working_set = min(2 * args.top_k, args.experts) if args.working_set is None else args.working_set
-        return synth.stationary_set(*sizes, working_set=working_set, seed=args.seed)
-    return synth.zipf(
-        *sizes,
-        exponent=1.0 if args.zipf is None else args.zipf,
-        keep=args.markov or 0.0,
-        num_phases=args.phases or 1,
-        seed=args.seed,
-    )
-
-
-def _optimal_hits(workload: SynthWorkload) -> dict[str, int]:
-    """By capacity in experts a layer, where it is known. Holds where each token is an iteration by itself."""
-    hits = {capacity: workload.optimal_hits(capacity) for capacity in range(1, workload.num_experts + 1)}
-    return {str(capacity): number for capacity, number in hits.items() if number is not None}
 
 
 # -- info --------------------------------------------------------------------------------------------------------------
@@ -151,7 +280,7 @@ def _optimal_hits(workload: SynthWorkload) -> dict[str, int]:
 @dataclass(frozen=True, kw_only=True)
 class TraceInfoOptions:
     trace: Path = argument(REQUIRED, "the trace", metavar="DIR", type=Path)
-    plot: Path | None = option(None, "draw popularity, entropy and reuse (.png, .svg, .pdf)", metavar="FILE", type=Path)
+    plot: Path | None = path_option(None, "draw popularity, entropy and reuse (.png, .svg, .pdf)")
     json: bool = json_flag()
 
 
@@ -198,14 +327,9 @@ def trace_facts(trace: Trace) -> dict[str, Any]:
         "iterations": trace.num_iterations,
         "bytes": sum(path.stat().st_size for path in trace.folder.iterdir() if path.is_file()),
         "fields": {
-            name: {
-                "dtype": field.dtype,
-                "shape": list(field.shape),
-                "real": field.is_real,
-                "stored": field.is_stored,
-                "note": field.note,
-            }
-            for name, field in manifest.fields.items()
+            name: {"dtype": one.dtype, "shape": list(one.shape), "real": one.is_real, "stored": one.is_stored}
+            | {"note": one.note}
+            for name, one in manifest.fields.items()
         },
     }
 
@@ -264,9 +388,9 @@ def _report(facts: dict[str, Any]) -> str:
 
 def _fields_table(fields: dict[str, dict[str, Any]]) -> str:
     rows = []
-    for name, field in fields.items():
-        shape = " x ".join(map(str, field["shape"])) or "-"
-        rows.append((name, field["dtype"], shape, "yes" if field["real"] else "no", field["note"]))
+    for name, one in fields.items():
+        shape = " x ".join(map(str, one["shape"])) or "-"
+        rows.append((name, one["dtype"], shape, "yes" if one["real"] else "no", one["note"]))
     return table(("field", "dtype", "a row", "real", "note"), rows, folded="note")
 
 

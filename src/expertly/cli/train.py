@@ -12,7 +12,7 @@ from expertly.cli.inputs import check_writable, identity_of
 from expertly.cli.output import in_brackets, origin, printable, progress_bar, show, table
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_seconds, format_share
-from expertly.options import REQUIRED, argument, json_flag, option
+from expertly.options import REQUIRED, argument, json_flag, option, path_option
 from expertly.policies.learned import read_learned, save_learned
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.trace.reader import Trace
@@ -21,7 +21,7 @@ from expertly.trace.reader import Trace
 @dataclass(frozen=True, kw_only=True)
 class TrainPredictorOptions:
     trace: Path = argument(REQUIRED, "a folder made by `expertly lab trace record --full`", metavar="TRACE", type=Path)
-    out: Path | None = option(None, "the file to write, which `--predictor` reads", metavar="FILE", type=Path)
+    out: Path | None = path_option(None, "the file to write, which `--predictor` reads")
     model: str | None = option(
         None,
         "the model that the trace is of (a folder, a packed store, a hub id, or demo): without it the weights are"

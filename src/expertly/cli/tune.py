@@ -16,7 +16,7 @@ from expertly.core.files import disk_errors, write_atomic
 from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.data import demo_prompts
 from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, read_prompts
-from expertly.options import argument, json_flag, option
+from expertly.options import argument, json_flag, option, path_option
 
 if TYPE_CHECKING:
     from expertly.lab.tune.search import Candidate, Scored
@@ -42,7 +42,7 @@ class TuneOptions:
     device: str | None = option(None, "cpu or cuda:N", metavar="NAME")
     predictor: str = option("auto", "trained weights: a file, auto (default) or off", metavar="FILE")
     seed: Any = option(0, "of sampling, and of which half is learned from", metavar="N", type=seed)
-    out: Path | None = option(None, "write all that was measured, as --json prints it", metavar="FILE", type=Path)
+    out: Path | None = path_option(None, "write all that was measured, as --json prints it")
     json: bool = json_flag()
 
 

@@ -47,10 +47,10 @@ def format_ratio(ratio: float | None) -> str:
 
 
 def format_range(write: Callable[[float], str], low: float, high: float) -> str:
-    """`39.8 to 79.1 ms`: the unit once, where it is the same."""
+    """`39.8 to 79.1 ms`, `5.0 to 7.1%`: the unit once, where it is the same."""
     first, last = write(low), write(high)
-    number, space, unit = first.partition(" ")
-    return f"{number} to {last}" if space and last.endswith(f" {unit}") else f"{first} to {last}"
+    unit = first.lstrip("-.0123456789")
+    return f"{first.removesuffix(unit)} to {last}" if unit and last.endswith(unit) else f"{first} to {last}"
 
 
 def counted(num: int, what: str) -> str:

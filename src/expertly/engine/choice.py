@@ -220,7 +220,8 @@ def find_choice(
 
     def default(why: str) -> FoundChoice:
         name, mib = default_system(store.manifest.layers)
-        return FoundChoice(name, asked, f"system auto: {name}, the default for experts of {mib:.3g} MiB: {why}")
+        size = format_nbytes(mib * 2**20)
+        return FoundChoice(name, asked, f"system auto: {name}, the default for experts of {size}: {why}")
 
     path = choices_path(store)
     try:
@@ -228,7 +229,7 @@ def find_choice(
     except StoreError as error:
         return default(f"the saved choice cannot be used: {error}")
     if not choices:
-        return default("nothing has been tuned for this model and dtype: run `expertly tune`")
+        return default("nothing has been tuned for this model; `expertly tune` does")
     here = this_machine(targets[0])
     of_kind = [one for one in choices if one.machine.kind == here.kind]
     if not of_kind or len(targets) > 1:

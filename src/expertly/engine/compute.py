@@ -8,7 +8,7 @@ Shapes: T tokens, K top-k, H hidden, I intermediate, n tokens of one expert, r n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,33 @@ from torch.nn.functional import linear
 from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan, Span
 from expertly.formats import ExpertFormat, expert_format
-from expertly.native.kernels import Kernels
+from expertly.native.activations import recognise
+from expertly.native.kernels import MAX_TILE_TOKENS, NO_DOWN, ExpertProducts, Kernels
 
-_MAX_TOKENS = 16
-"""Most tokens for which the kernels read quantised weights again for every few, and do not decode them first."""
+Work = tuple[Span, Sequence[int], Sequence[int]]
+"""A span, the rows of its expert's inputs, and those of its outputs."""
+
+_FIRST = (0,)
 
 _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
+
+
+_MAX_ROWS = 256
+"""Tokens of a prompt for which torch computes an expert at a time on a CPU: more would not be quicker."""
+
+_PART_NBYTES = 8 << 20
+"""Of weights that are decoded for a prompt at a time on a CPU, with what is computed from them."""
+
+_WIDE = 4
+"""Values that exist at a time for a neuron and a token: gate, up, what is activated, and the product."""
+
+
+def expert_nbytes_at_once(layer: LayerGeometry) -> int:
+    """What torch takes on a CPU, beside its slot, for an expert of a prompt."""
+    row_nbytes = layer.intermediate_size * layer.itemsize
+    if not layer.format:
+        return _MAX_ROWS * _WIDE * row_nbytes
+    return _PART_NBYTES + (layer.hidden_size + _MAX_ROWS) * row_nbytes
 
 
 @dataclass(slots=True)
@@ -71,9 +92,9 @@ class LayerCompute:
             in_bias = None if in_bias is None else tuple(bias[of_experts].to(rows.device) for bias in in_bias)
             down_bias = down_bias[of_experts].to(rows.device)
         self._in_bias, self.down_bias = in_bias, down_bias
-        # Of the compiled products: tokens they take, and where rows are.
-        self._max_tokens = (_MAX_TOKENS if geometry.format else kernels.max_tokens) if kernels.takes(dtype) else 0
-        self._format = expert_format(geometry.format) if geometry.format else None
+        # Of the compiled products: tokens of an expert that they take, and where rows are.
+        self.max_tokens = (MAX_TILE_TOKENS if geometry.format else kernels.max_tokens) if kernels.takes(dtype) else 0
+        self._format = form = expert_format(geometry.format) if geometry.format else None
         self._block_size = geometry.block_size
         self._shape = geometry.num_matrices, geometry.hidden_size
         self._num_inner = geometry.num_matrices - 1  # gate and up, or up
@@ -81,100 +102,143 @@ class LayerCompute:
         self._row_nbytes = geometry.num_matrices * self._matrix_nbytes
         self._slot_nbytes = geometry.expert_nbytes // num_segments
         self._address = rows.data_ptr()
-        self._down_address = self._address + self._num_inner * self._matrix_nbytes
+        self._products: ExpertProducts | None = None  # one call for all that an expert is; None: torch activates
+        biases = () if in_bias is None else in_bias
+        if self.max_tokens and {bias.dtype for bias in (*biases, down_bias) if bias is not None} <= {dtype}:
+            activation = recognise(self._activate, dtype, is_gated=self._is_gated)
+            if activation is not None:
+                formats = (NO_DOWN, NO_DOWN) if form is None else form.kernels
+                shape, nbytes = (self._num_inner, geometry.hidden_size), (self._row_nbytes, self._matrix_nbytes)
+                self._products = ExpertProducts(formats, shape, *nbytes, activation, biases, down_bias)
         # Of torch's.
         self._whole_views: dict[int, tuple[torch.Tensor, ...]] = {}  # by slot; as many as there are blocks of slots
         # One pass over gate and up rows together is 1.1x faster than two for one bfloat16 token on CPU (docs/log.md).
         self._doubles = self._is_gated and rows.dtype == torch.bfloat16 and rows.is_cpu
         self._doubled = torch.zeros(2, 2, geometry.hidden_size, dtype=dtype, device=rows.device)  # (x, 0) and (0, x)
 
+    @property
+    def joins(self) -> bool:
+        """Whether all that an expert is can be one native call."""
+        return self._products is not None
+
     def is_native(self, x: torch.Tensor) -> bool:
-        """Whether the compiled products take such inputs [n, H]."""
-        return x.shape[0] <= self._max_tokens and x.dtype == self.dtype
+        """Whether they take such inputs [n, H] of one expert."""
+        return x.shape[0] <= self.max_tokens and x.dtype == self.dtype
 
     # -- the compiled products ---------------------------------------------------------------------------------
 
-    def multiply(
-        self,
-        x: torch.Tensor,
-        spans: Sequence[Span],
-        positions: Mapping[int, int],
-        out: torch.Tensor,
-        *,
-        adds: bool = False,
-    ) -> None:
-        """out[positions[expert]] = expert(x [1, H]) for several spans of equal size; for one, x may be [n, H] and out
-        is [n, H] from there on. `adds`: a span's part of the sum is added to `out`, which is float32 and without bias.
-        Only where `is_native`.
+    def multiply(self, x: torch.Tensor, works: Sequence[Work], out: torch.Tensor, *, adds: bool = False) -> None:
+        """out[o] = expert(x[i]) for each span, row i of `x` [*, H] and row o of `out` [*, H]; spans are of equal size.
+        `adds`: a span's part of the sum is added to `out`, which is float32 and without bias. Only where `is_native`,
+        and of several spans with several tokens where it `joins`.
         """
-        kernels, n = self._kernels, x.shape[0]
-        together = [(first, min(kernels.max_tokens, n - first)) for first in range(0, n, kernels.max_tokens)]
-        tasks: list[int] = []
-        for k, span in enumerate(spans):
-            for first, num in together:
-                tasks += (self._address + span.slot * self._slot_nbytes, first, num, k * n + first)
+        kernels = self._kernels
         if x.stride(1) != 1:
             x = x.contiguous()
-        num_neurons = spans[0].num_segments * self._neurons_per_segment
-        products = x.new_empty(self._num_inner, len(spans) * n, num_neurons)
+        kernels.num_native += len(works)
+        if self._products is None:
+            self._activated_by_torch(x, works, out, adds=adds)
+            return
+        tasks: list[int] = []
+        x_rows: list[int] = []
+        out_rows: list[int] = []
+        most = kernels.max_tokens
+        for span, of_x, of_out in works:
+            num_tokens = len(of_x)
+            for first in range(0, num_tokens, most):
+                tasks += (self._address + span.slot * self._slot_nbytes, min(most, num_tokens - first), span.expert)
+            x_rows += of_x
+            out_rows += of_out
+        span = works[0][0]
+        num_neurons, begin = span.num_segments * self._neurons_per_segment, span.segment * self._neurons_per_segment
+        kernels.experts(self._products, tasks, x_rows, out_rows, x, out, num_neurons, begin, adds=adds)
+
+    def _activated_by_torch(self, x: torch.Tensor, works: Sequence[Work], out: torch.Tensor, *, adds: bool) -> None:
+        """The same in two calls, of one span or of one token."""
+        kernels, n = self._kernels, len(works[0][1])
+        together = [(first, min(kernels.max_tokens, n - first)) for first in range(0, n, kernels.max_tokens)]
+        num_neurons = works[0][0].num_segments * self._neurons_per_segment
+        tasks: list[int] = []
+        for k, (span, of_x, _) in enumerate(works):
+            for first, num in together:
+                tasks += (self._address + span.slot * self._slot_nbytes, of_x[first], num, k * n + first)
+        products = x.new_empty(self._num_inner, len(works) * n, num_neurons)
         if self._format is None:
             kernels.dots(tasks, x, products, self._row_nbytes, self._matrix_nbytes)
         else:
             kernels.tile_dots(self._format.kernels, tasks, x, products)
         inner = products.unbind(0)
         if self._in_bias is not None:
-            begin = spans[0].segment * self._neurons_per_segment
+            begin = works[0][0].segment * self._neurons_per_segment
             cut = slice(begin, begin + num_neurons)
             inner = tuple(
-                values + torch.stack([bias[span.expert, cut] for span in spans])
+                values + torch.stack([bias[span.expert, cut] for span, *_ in works])
                 for values, bias in zip(inner, self._in_bias, strict=True)
             )
         tasks = []
-        address = self._down_address if self._format is None else self._address
-        for k, span in enumerate(spans):
+        address = self._address + (self._num_inner * self._matrix_nbytes if self._format is None else 0)
+        for k, (span, _, of_out) in enumerate(works):
             for first, num in together:
-                place = positions[span.expert] + first
-                tasks += (address + span.slot * self._slot_nbytes, k * n + first, num, place)
+                tasks += (address + span.slot * self._slot_nbytes, k * n + first, num, of_out[first])
         h = self._activate(*inner).contiguous()
         if self._format is None:
             kernels.sums(tasks, h, out, self._row_nbytes, adds=adds)
         else:
             kernels.tile_sums(self._format.kernels, tasks, h, out, self._num_inner, adds=adds)
-        kernels.num_native += len(spans)
         if self.down_bias is not None and not adds:
-            for span in spans:
-                place = positions[span.expert]
-                out[place : place + n] += self.down_bias[span.expert]
+            for span, _, of_out in works:
+                out[of_out[0] : of_out[0] + n] += self.down_bias[span.expert]
 
     # -- torch's -----------------------------------------------------------------------------------------------
 
     def whole(self, x: torch.Tensor, span: Span, out: torch.Tensor) -> None:
         """out[n, H] = expert(x [n, H]), for a span that is the whole expert."""
         if self.is_native(x):
-            self.multiply(x, (span,), {span.expert: 0}, out)
+            self.multiply(x, ((span, range(len(x)), range(len(x))),), out)
             return
-        inner, down = self.inner(x, span)
-        torch.mm(inner, down, out=out)
+        num_rows = _MAX_ROWS if x.is_cpu else len(x)
+        for rows, part in zip(x.split(num_rows), out.split(num_rows), strict=True):
+            inner, down = self.inner(rows, span)
+            torch.mm(inner, down, out=part)
         if self.down_bias is not None:
             out += self.down_bias[span.expert]
 
     def inner(self, x: torch.Tensor, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
         """Activations [n, r] of a span's neurons, and their down rows [r, H]."""
         self._kernels.num_torch += 1
-        *matrices, down = self._matrices(span)
+        num_neurons = span.num_segments * self._neurons_per_segment
+        first = span.segment * self._neurons_per_segment
+        if self._format is None:
+            *matrices, down = self._matrices(span)
+            return self._inner(x, matrices, span.expert, first), down
+        step = num_neurons
+        if self._rows.is_cpu:
+            num_values = self._shape[0] * self._shape[1] + _WIDE * x.shape[0]  # of a neuron
+            num_blocks = _PART_NBYTES // (num_values * self.dtype.itemsize * self._block_size)
+            step = max(1, num_blocks) * self._block_size
+        block = span.slot * self._neurons_per_segment // self._block_size
+        if num_neurons <= step:
+            *matrices, down = self._decoded(self._format, block, num_neurons).unbind(1)
+            return self._inner(x, matrices, span.expert, first), down
+        inner = torch.empty(x.shape[0], num_neurons, dtype=self.dtype)
+        down = torch.empty(num_neurons, self._shape[1], dtype=self.dtype)
+        for begin in range(0, num_neurons, step):
+            part = slice(begin, min(begin + step, num_neurons))
+            weights = self._decoded(self._format, block + begin // self._block_size, part.stop - begin)
+            *matrices, down[part] = weights.unbind(1)
+            inner[:, part] = self._inner(x, matrices, span.expert, first + begin)
+        return inner, down
+
+    def _inner(self, x: torch.Tensor, matrices: Sequence[torch.Tensor], expert: int, first: int) -> torch.Tensor:
+        """Activations [n, r] of an expert's neurons from `first` on, of which there are rows."""
         gate_up = self._gate_up(x, matrices) if self._is_gated else (linear(x, matrices[0]),)
         if self._in_bias is not None:
-            first = span.segment * self._neurons_per_segment
-            cut = slice(first, first + down.shape[0])
-            gate_up = tuple(
-                values + bias[span.expert, cut] for values, bias in zip(gate_up, self._in_bias, strict=True)
-            )
-        return self._activate(*gate_up), down
+            cut = slice(first, first + matrices[0].shape[0])
+            gate_up = tuple(values + bias[expert, cut] for values, bias in zip(gate_up, self._in_bias, strict=True))
+        return self._activate(*gate_up)
 
     def _matrices(self, span: Span) -> tuple[torch.Tensor, ...]:
         """Gate [r, H], up [r, H] and down [r, H] rows of a span; without a gate, up and down."""
-        if self._format is not None:
-            return self._decoded(self._format, span).unbind(1)
         is_whole = span.num_segments == self.num_segments
         views = self._whole_views.get(span.slot) if is_whole else None
         if views is None:
@@ -184,15 +248,13 @@ class LayerCompute:
                 self._whole_views[span.slot] = views
         return views
 
-    def _decoded(self, form: ExpertFormat, span: Span) -> torch.Tensor:
-        """The weights of a span [r, M, H]."""
-        num_neurons = span.num_segments * self._neurons_per_segment
-        if self._max_tokens:
+    def _decoded(self, form: ExpertFormat, block: int, num_neurons: int) -> torch.Tensor:
+        """The weights of neurons [r, M, H] from a block on."""
+        if self.max_tokens:
             weights = torch.empty(num_neurons, *self._shape, dtype=self.dtype)
-            self._kernels.tile_decode(form.kernels, self._address + span.slot * self._slot_nbytes, weights)
+            self._kernels.tile_decode(form.kernels, self._rows[block].data_ptr(), weights)
             return weights
-        first = span.slot * self._neurons_per_segment // self._block_size
-        blocks = self._rows[first : first + num_neurons // self._block_size]
+        blocks = self._rows[block : block + num_neurons // self._block_size]
         return form.decode(blocks, *self._shape).to(self.dtype)
 
     def _gate_up(self, x: torch.Tensor, matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -217,23 +279,35 @@ class LayerCall:
         self.outputs = torch.empty(work.num_rows, hidden.shape[1], dtype=compute.dtype, device=hidden.device)
         if not work.covers_all_rows:
             self.outputs.zero_()
-        self.takes_several = work.positions is not None and compute.is_native(self._hidden)
-        """Whether experts that are here can be computed in one call: those of one token, by the compiled products."""
+        is_short = work.positions is not None or (compute.joins and len(hidden) <= MAX_TILE_TOKENS)
+        self.takes_several = is_short and compute.max_tokens > 0 and self._hidden.dtype == compute.dtype
+        """Whether experts that are here can be computed in one call, by the compiled products: those of few tokens."""
 
     def compute(self, spans: Sequence[Span]) -> None:
         """Use the bytes of spans: afterwards their slots may be used again."""
         if self.takes_several:
             compute, positions = self._compute, self._work.positions
-            assert positions is not None
-            if compute.num_segments == 1:
-                compute.multiply(self._hidden, spans, positions, self.outputs)
-                return
-            whole = [span for span in spans if span.num_segments == compute.num_segments]
-            if whole:
-                compute.multiply(self._hidden, whole, positions, self.outputs)
-            spans = [span for span in spans if span.num_segments != compute.num_segments]
+            few: list[Work] = []
+            others: list[Span] = []
+            for span in spans:
+                rows = self._rows(span.expert) if positions is None else (_FIRST, (positions[span.expert],))
+                if span.num_segments == compute.num_segments and len(rows[0]) <= compute.max_tokens:
+                    few.append((span, *rows))
+                else:
+                    others.append(span)
+            if few:
+                compute.multiply(self._hidden, few, self.outputs)
+            spans = others
         for span in spans:
             self._one(span)
+
+    def _rows(self, expert: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Its rows of the hidden states, and of the outputs, of several tokens."""
+        work = self._work
+        assert work.rows is not None
+        rows = work.rows[expert].tolist()
+        tokens = [row // work.top_k for row in rows]
+        return tokens, rows if work.places is None else range(work.places[expert].start, work.places[expert].stop)
 
     def _one(self, span: Span) -> None:
         compute, work, expert, rows = self._compute, self._work, span.expert, None
@@ -280,7 +354,8 @@ class PartialExpert:
         """Use a span's bytes; its slots may be used again afterwards."""
         compute = self._compute
         if self._sum is not None:
-            compute.multiply(self._x, (span,), {span.expert: 0}, self._sum, adds=True)
+            rows = range(len(self._x))
+            compute.multiply(self._x, ((span, rows, rows),), self._sum, adds=True)
         else:
             inner, down = compute.inner(self._x, span)
             first = span.segment * down.shape[0] // span.num_segments

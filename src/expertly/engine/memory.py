@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 import torch
 
 from expertly.core.errors import BudgetError, ConfigError
-from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.geometry import Geometry
 from expertly.core.resources import parse_memory
 from expertly.core.units import format_nbytes, format_share
+from expertly.engine.compute import expert_nbytes_at_once
 from expertly.engine.device import kind_of
 from expertly.engine.process import rss_nbytes
+from expertly.native.kernels import choose_kernels
 from expertly.scheduler.budget import Budget, least_nbytes, split_budget
 from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
@@ -26,9 +28,10 @@ from expertly.store.packed import PackedStore
 WORKING_NBYTES = 600 << 20
 """What Python, torch and the activations of a forward pass take beside weights and cache, of any model."""
 
-BESIDE_NBYTES = 80 << 20
-"""What a process that has imported torch and transformers still comes to take beside weights, KV cache and activations:
-58 MiB were measured with the demo model, of which code of libraries is a half.
+BESIDE_NBYTES = 48 << 20
+"""What a process that has imported torch and transformers still comes to take beside weights, KV cache, activations and
+the expert that is computed: 6 to 15 MiB were measured, and with 28 a model with wide experts was killed (docs/log.md).
+Code of libraries is not in it: it is resident by now, or can be read again.
 """
 
 DEFAULT_CONTEXT = 4096
@@ -304,16 +307,14 @@ def _available(target: torch.device, total: str | int | None) -> tuple[int, str]
 def beside_experts(store: PackedStore, itemsize: int, target: torch.device) -> BesideExperts:
     """Of a packed model on a device."""
     config = store.config
-    cache = kv_cache_nbytes(config, 1, itemsize)
-    if not kind_of(target).runs_on_host:
-        return BesideExperts(store.dense_nbytes, WORKING_NBYTES, cache)
-    fixed = BESIDE_NBYTES + decoded_nbytes(store.manifest.layers)
-    return BesideExperts(store.dense_nbytes, fixed, cache, pass_nbytes(config, itemsize))
-
-
-def decoded_nbytes(layers: Sequence[LayerGeometry]) -> int:
-    """What a long prompt decodes at a time: an expert, where weights are quantised."""
-    return max((one.unquantised().expert_nbytes for one in layers if one.format), default=0)
+    cache, runs_on_host = kv_cache_nbytes(config, 1, itemsize), kind_of(target).runs_on_host
+    dense = store.dense_nbytes
+    if store.manifest.dense_formats and choose_kernels(runs_on_host=runs_on_host).library is None:
+        dense = sum(store.dense_by_format(is_decoded=True).values())
+    if not runs_on_host:
+        return BesideExperts(dense, WORKING_NBYTES, cache)
+    fixed = BESIDE_NBYTES + max(map(expert_nbytes_at_once, store.manifest.layers), default=0)
+    return BesideExperts(dense, fixed, cache, pass_nbytes(config, itemsize))
 
 
 def _text_of(config: dict[str, Any]) -> dict[str, Any]:

@@ -209,6 +209,6 @@ class OneAtOnce:
                     call.compute([Span(layer, next(experts), 0, 1, 0)])
                     filled = 0
             assert next(experts, None) is None and not filled, "experts were not brought whole"
-            result = combine(call.outputs, top_k_weights, hidden_states)
+            result = combine(call.outputs, top_k_weights, hidden_states, self._kernels)
         self._ran(shape.nbytes)
         return result

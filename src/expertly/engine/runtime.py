@@ -21,6 +21,7 @@ from expertly.core.resources import computing_threads, granted_cpus
 from expertly.engine.compute import Dispatch
 from expertly.engine.device import Device
 from expertly.engine.transfer import NUM_READERS
+from expertly.native.kernels import MAX_TILE_TOKENS, Kernels
 from expertly.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ class Engine:
                 if isinstance(error, OSError):
                     raise TransferError(f"layer {layer}: reading experts failed: {error}") from error
                 raise
-            result = combine(outputs, top_k_weights, hidden_states)
+            result = combine(outputs, top_k_weights, hidden_states, executor.shards[0].kernels)
             self._trail.add(layer, hidden_states, result)
         phase = Phase.DECODE if True in work.router.is_decode else Phase.PREFILL
         executor.note_times(layer, phase, stall_ns, time.perf_counter_ns() - start)
@@ -325,9 +326,17 @@ def _dispatch_many(layer: int, top_k_index: torch.Tensor, num_experts: int, info
     return Dispatch(router, top_k, num_rows, int(bounds[-1] - bounds[0]) == num_rows, rows, None)
 
 
-def combine(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def combine(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     """Weigh and sum over K as the reference does: product in the promoted type, sum, round to the input's type."""
     num_tokens, top_k = weights.shape
+    if (
+        num_tokens <= MAX_TILE_TOKENS
+        and kernels.takes(outputs.dtype)
+        and hidden.dtype == outputs.dtype
+        and weights.dtype in (torch.float32, outputs.dtype)
+        and weights.is_contiguous()
+    ):
+        return kernels.combine(outputs, weights)
     width = outputs.shape[1]
     outputs = outputs.view(num_tokens, top_k, width)
     step = max(1, _COMBINE_NBYTES // (top_k * width * 4))

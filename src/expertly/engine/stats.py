@@ -46,6 +46,12 @@ class Stats:
             total.add(executor.layer_counters(number).of(Phase(phase)))
         return total
 
+    def _dense(self) -> dict[str, Any]:
+        """Bytes beside experts that are in memory, and in which formats or dtypes."""
+        is_decoded = self._engine.executor.shards[0].kernels.library is None
+        formats = self._store.dense_by_format(is_decoded=is_decoded)
+        return {"bytes": sum(formats.values()), "formats": formats}
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, as plain numbers: seconds in `_s`, bytes where the name says so, rates None when undefined."""
         engine, executor, prefetching = self._engine, self._engine.executor, self._engine.prefetching
@@ -62,6 +68,7 @@ class Stats:
             "memory_reason": self.memory_reason,
             "kernels": kernels_over([device.kernels for device in executor.shards]),
             "rounding": None if self._store.manifest.rounding is None else self._store.manifest.rounding.as_dict(),
+            "dense": self._dense(),
             "codec": {"name": self._store.codec, "why": self._store.why_codec, "ratio": self._store.ratio},
             "compute_threads": None if engine.threads is None else engine.threads.facts(),
             "bytes_loaded": sum(one.loaded_nbytes for one in totals.values()),

@@ -6,16 +6,16 @@ the weights back. Formats are found by their names, in `FORMATS`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from expertly.core.errors import ConfigError
+from expertly.core.errors import ConfigError, UnsupportedModelError
 from expertly.core.geometry import LayerGeometry
 from expertly.formats.fp8 import FP8
 from expertly.formats.gguf import GGUF_FORMATS, Q4_0, Q8_0
-from expertly.formats.int4 import INT4, Int4Format
-from expertly.formats.int4 import check_config as check_compressed_tensors
+from expertly.formats.gptq import AWQ, awq, gptq
+from expertly.formats.int4 import PACK_QUANTIZED, Int4Format, pack_quantized
 from expertly.formats.mxfp4 import MXFP4
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 
@@ -29,11 +29,12 @@ __all__ = [
     "TiledFormat",
     "check_format",
     "expert_format",
+    "format_of",
     "group_formats",
     "rounding_format",
 ]
 
-FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8, *GGUF_FORMATS, *INT4)}
+FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8, *GGUF_FORMATS, *PACK_QUANTIZED, *AWQ)}
 
 ROUNDED_TO: dict[str, RoundingFormat] = {"mxfp4": MXFP4, "int4": Q4_0, "int8": Q8_0}
 """What weights of a checkpoint that is not quantised can be rounded to, as --quantize calls it."""
@@ -68,16 +69,31 @@ def check_format(layer: LayerGeometry) -> None:
         )
 
 
-_CHECKS = {"compressed-tensors": check_compressed_tensors}
-GROUP_METHODS = tuple(_CHECKS)
+_GROUPED: dict[str, Callable[[Mapping[str, Any], str], Sequence[Int4Format]]] = {
+    "compressed-tensors": pack_quantized,
+    "gptq": gptq,
+    "awq": awq,
+}
+GROUP_METHODS = tuple(_GROUPED)
 """Values of `quant_method` for which `group_formats` knows formats."""
 
 
-def group_formats(quantization: Mapping[str, Any]) -> Sequence[Int4Format]:
-    """In which the matrices of a checkpoint with this `quantization_config` may be: they differ in the dtype of scales.
+def group_formats(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
+    """In which the matrices of a checkpoint with this `quantization_config` may be, where the model computes in
+    `dtype`: they differ in the dtype of scales. They take tensors as the checkpoint has them; their tiles are those of
+    the same name in FORMATS.
 
     Raises UnsupportedModelError naming the field of the config that is of another format.
     """
-    method = quantization["quant_method"]
-    _CHECKS[method](quantization)
-    return [one for one in INT4 if one.quant_method == method and one.has_groups_of(quantization)]
+    return _GROUPED[quantization["quant_method"]](quantization, dtype)
+
+
+def format_of(quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> str:
+    """See `TiledFormat.is_of`: the name of the format that is of the checkpoint, "" where none is."""
+    found: Iterable[TiledFormat] = FORMATS.values()
+    if quantization.get("quant_method") in GROUP_METHODS:
+        try:
+            found = group_formats(quantization, dtype)
+        except UnsupportedModelError:  # which making its quantizer raises, too
+            return ""
+    return next((form.name for form in found if form.is_of(quantization, dtypes, dtype)), "")

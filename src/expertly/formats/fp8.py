@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expertly.core.errors import CheckpointError
-from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat
+from expertly.core.errors import CheckpointError, ConfigError
+from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat, transposed
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ _CODES_NBYTES = TILE_OUTPUTS * _BLOCK
 
 class _Fp8(TiledFormat):
     name = "fp8"
-    kernel = 1
+    kernel = 9
     group = _BLOCK
     tile_nbytes = _CODES_NBYTES + 4
     suffixes = ("weight", "weight_scale_inv")
@@ -36,12 +36,19 @@ class _Fp8(TiledFormat):
 
     def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
         scales = ("F32", "BF16", "F16", "F8_E8M0", "U8")
-        return (("F8_E4M3",), (rows, columns)), (scales, (rows // _BLOCK, columns // _BLOCK))
+        return (("F8_E4M3",), (rows, columns)), (scales, (-(-rows // _BLOCK), columns // _BLOCK))
+
+    def block_nbytes_of(self, rows: int, columns: int) -> int:
+        """The last scale of a column may be of fewer outputs; not where transformers shares these out evenly."""
+        num_scales = -(-rows // _BLOCK)
+        if rows % _BLOCK and num_scales > 1 and rows % num_scales == 0:
+            raise ConfigError(f"{rows} outputs: {self.name} needs whole blocks of {_BLOCK}")
+        return super().block_nbytes_of(rows, columns)
 
     def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
         import torch
 
-        codes, scales = tensors[0].view(torch.uint8).numpy(), tensors[1].reshape(rows // _BLOCK, columns // _BLOCK)
+        codes, scales = tensors[0].view(torch.uint8).numpy(), tensors[1].reshape(-1, columns // _BLOCK)
         # as transformers reads them: a byte is an exponent
         floats = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
         if not bool(floats.isfinite().all()):
@@ -49,13 +56,16 @@ class _Fp8(TiledFormat):
             raise CheckpointError(f"a scale is {wrong}: must be finite")
         if (codes & 0x7F == 0x7F).any():
             raise CheckpointError("a weight is 0x7f or 0xff, which stands for NaN: must be a number")
-        of_rows = floats.repeat_interleave(_BLOCK, 0).numpy().view(np.uint8).reshape(rows, columns // _BLOCK, 4)
+        spread = floats.repeat_interleave(_BLOCK, 0)[:rows].contiguous()
+        of_rows = spread.numpy().view(np.uint8).reshape(rows, columns // _BLOCK, 4)
         return codes.reshape(rows, columns // _BLOCK, _BLOCK), of_rows
 
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
         codes, scales = parts
-        moved = (codes & 0x78) << 1 | codes >> 4 & 8 | codes & 7
-        words = moved.reshape(*codes.shape[:-1], _BLOCK // 4, 4).swapaxes(-2, -3)  # [..., 32 words, 16 outputs, 4]
+        moved: Bytes = (
+            (codes & np.uint8(0x78)) << np.uint8(1) | codes >> np.uint8(4) & np.uint8(8) | codes & np.uint8(7)
+        )
+        words = transposed(moved, 4)  # [..., 32 words, 16 outputs, 4]
         return np.concatenate((words.reshape(*codes.shape[:-2], -1), scales[..., 0, :]), axis=-1)
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """The block types of GGUF files that llama.cpp's quantisations are made of, and how they lie in tiles.
 
 A row of a GGUF matrix is blocks of 32 or 256 inputs, each with its scales beside its codes. A tile is 16 such blocks,
-one an output, taken apart: codes of 4 bits lie as in MXFP4, 16 words of 8 inputs, one an output; codes of 8 bits 16
-bytes an input; what is a number an output (scales, minima) 16 of them. The reference is the package gguf (quants.py).
+one an output, taken apart: codes of 4 bits lie as in MXFP4, 16 words of 8 inputs, one an output; codes of 8 bits in
+words of 4 inputs, of every 8 those at even places, then those at odd ones, as masks take such words from the others;
+further bits of a code at the byte of a word where the mask leaves its 4; what is a number an output (scales, minima) 16
+of them. The reference is the package gguf (quants.py).
 """
 
 from __future__ import annotations
@@ -89,27 +91,29 @@ class _Q8_0(_ScaledCodes):
     """Codes of 8 bits."""
 
     codes, shares = (-128, 127), (1.0,)
-    name, type, kernel = "q8_0", "Q8_0", 2
+    name, type, kernel = "q8_0", "Q8_0", 1
     group, tile_nbytes, halves = 32, TILE_OUTPUTS * 34, (0,)
 
     def _bytes_of(self, codes: npt.NDArray[np.int8]) -> Bytes:
         return codes.view(np.uint8)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
-        return blocks[..., 2:].swapaxes(-1, -2), blocks[..., :2]
+        apart = blocks[..., 2:].reshape(*blocks.shape[:-1], 4, 4, 2).swapaxes(-1, -2)
+        return _dwords(apart.reshape(*blocks.shape[:-1], 32)), blocks[..., :2]
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
         import torch
 
-        codes, scales = tiles[..., :512].view(torch.int8).unflatten(-1, (32, 16)), _numbers(tiles, 512)
-        return codes.transpose(-1, -2).float() * scales.unsqueeze(-1)
+        words = tiles[..., :512].view(torch.int8).unflatten(-1, (4, 2, 16, 4))  # [8 inputs, even or odd, output, place]
+        codes = words.permute(*range(words.dim() - 4), -2, -4, -1, -3).flatten(-3)
+        return codes.float() * _numbers(tiles, 512).unsqueeze(-1)
 
 
 class _Q4_0(_ScaledCodes):
     """Codes of 4 bits less 8."""
 
     codes, shares = (-8, 7), (1.0, 0.9)
-    name, type, kernel = "q4_0", "Q4_0", 3
+    name, type, kernel = "q4_0", "Q4_0", 2
     group, tile_nbytes, halves = 32, TILE_OUTPUTS * 18, (0,)
 
     def _bytes_of(self, codes: npt.NDArray[np.int8]) -> Bytes:
@@ -123,10 +127,39 @@ class _Q4_0(_ScaledCodes):
         return (_codes(tiles[..., :256]).float() - 8) * _numbers(tiles, 256).unsqueeze(-1)
 
 
+class _Q32(_GgufBlocks):
+    """Codes of 4 or 5 bits of 32 inputs times a scale: less 16, or plus a minimum."""
+
+    group = 32
+
+    def __init__(self, type: str, kernel: int, has_fifth_bits: bool, has_minimum: bool) -> None:
+        self.name, self.type, self.kernel = type.lower(), type, kernel
+        self._has_fifth_bits, self._has_minimum = has_fifth_bits, has_minimum
+        self.halves = (0, 2) if has_minimum else (0,)
+        self._scales_at = 320 if has_fifth_bits else 256
+        self.tile_nbytes = self._scales_at + 32 * len(self.halves)
+
+    def _split(self, blocks: Bytes) -> Sequence[Bytes]:
+        found = [_words(_nibbles(blocks[..., -16:], 16))]
+        if self._has_fifth_bits:
+            high = np.unpackbits(blocks[..., -20:-16], axis=-1, bitorder="little")  # [..., 16, 32]
+            found.append(_dwords(np.packbits(_by_byte(high, 32), axis=-1, bitorder="little")))
+        return *found, *(blocks[..., place : place + 2] for place in self.halves)
+
+    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
+        codes = _codes(tiles[..., :256])
+        if self._has_fifth_bits:
+            codes |= _from_bytes(_of_dwords(tiles[..., 256:320], 8, 1), 32) << 4
+        scales = _numbers(tiles, self._scales_at).unsqueeze(-1)
+        if not self._has_minimum:
+            return (codes.float() - 16) * scales
+        return codes.float() * scales + _numbers(tiles, self._scales_at + 32).unsqueeze(-1)
+
+
 class _Q4_K(_GgufBlocks):
     """Codes of 4 bits, of 256 inputs. 32 each have a scale and a minimum of 6 bits, times those of the block."""
 
-    name, type, kernel = "q4_k", "Q4_K", 4
+    name, type, kernel = "q4_k", "Q4_K", 3
     group, tile_nbytes, halves = 256, TILE_OUTPUTS * 144, (0, 2)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
@@ -140,30 +173,30 @@ class _Q4_K(_GgufBlocks):
 class _Q5_K(_GgufBlocks):
     """As Q4_K, with a fifth bit of each code."""
 
-    name, type, kernel = "q5_k", "Q5_K", 5
+    name, type, kernel = "q5_k", "Q5_K", 4
     group, tile_nbytes, halves = 256, TILE_OUTPUTS * 176, (0, 2)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
         codes = _words(_nibbles(blocks[..., 48:], 32))
-        high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # [..., 16, 8, 32]
-        bits = _dwords(np.packbits(high, axis=-1, bitorder="little").reshape(*blocks.shape[:-1], 32))
+        high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)  # [..., 16, 8, 32]
+        bits = _dwords(np.packbits(_by_byte(high, 32), axis=-1, bitorder="little").reshape(*blocks.shape[:-1], 32))
         return codes, bits, _dwords(blocks[..., 4:16]), blocks[..., :2], blocks[..., 2:4]
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
-        high = _of_dwords(tiles[..., 2048:2560], 8, 1)
+        high = _from_bytes(_of_dwords(tiles[..., 2048:2560], 8, 1), 32)
         return _scaled(_codes(tiles[..., :2048]) | high << 4, tiles[..., 2560:])
 
 
 class _Q6_K(_GgufBlocks):
     """Codes of 6 bits less 32, of 256 inputs. 16 each have a scale of 8 bits, times that of the block."""
 
-    name, type, kernel = "q6_k", "Q6_K", 6
+    name, type, kernel = "q6_k", "Q6_K", 5
     group, tile_nbytes, halves = 256, TILE_OUTPUTS * 210, (208,)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
         shifts = np.arange(0, 8, 2, dtype=np.uint8)
-        high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32) >> shifts[:, None] & 3
-        quads = high.reshape(*blocks.shape[:-1], 64, 4) << shifts
+        high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32) >> shifts[:, None] & np.uint8(3)
+        quads = _by_byte(high.reshape(*blocks.shape[:-1], 256), 16).reshape(*blocks.shape[:-1], 64, 4) << shifts
         bits = _dwords(np.bitwise_or.reduce(quads, axis=-1))
         return (
             *(_words(_nibbles(blocks[..., :128], 64)), bits),
@@ -173,7 +206,7 @@ class _Q6_K(_GgufBlocks):
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
         import torch
 
-        codes = _codes(tiles[..., :2048]) | _of_dwords(tiles[..., 2048:3072], 4, 2) << 4
+        codes = _codes(tiles[..., :2048]) | _from_bytes(_of_dwords(tiles[..., 2048:3072], 4, 2), 16) << 4
         scales = tiles[..., 3072:3328].view(torch.int8).unflatten(-1, (16, 16)).transpose(-1, -2).float()
         scales = scales * _numbers(tiles, 3328).unsqueeze(-1)
         return (codes.float() - 32) * scales.repeat_interleave(16, dim=-1)
@@ -200,7 +233,10 @@ class _GgufMxfp4(_Mxfp4):
 
 
 Q8_0, Q4_0 = _Q8_0(), _Q4_0()
-GGUF_FORMATS = (Q8_0, Q4_0, _Q4_K(), _Q5_K(), _Q6_K())
+_Q4_1 = _Q32("Q4_1", 6, has_fifth_bits=False, has_minimum=True)
+_Q5_0 = _Q32("Q5_0", 7, has_fifth_bits=True, has_minimum=False)
+_Q5_1 = _Q32("Q5_1", 8, has_fifth_bits=True, has_minimum=True)
+GGUF_FORMATS = (Q8_0, Q4_0, _Q4_K(), _Q5_K(), _Q6_K(), _Q4_1, _Q5_0, _Q5_1)
 
 OF_GGUF_TYPE: dict[str, TiledFormat] = {**{one.type: one for one in GGUF_FORMATS}, "MXFP4": _GgufMxfp4()}
 """What reads a GGUF matrix, by GGUF's name of its type."""
@@ -222,6 +258,12 @@ def _nibbles(data: Bytes, width: int) -> Bytes:
 def _pairs(codes: Bytes) -> Bytes:
     """Bytes of two codes, the first in the low half."""
     return codes[..., 0::2] | codes[..., 1::2] * np.uint8(16)
+
+
+def _by_byte(numbers: Bytes, width: int) -> Bytes:
+    """Of `width` inputs after the other, those first that are at byte 0 of words of 4 bits masked, then byte 1 ..."""
+    words = numbers.reshape(*numbers.shape[:-1], -1, width // 8, 4, 2)  # of 8 inputs, byte, even or odd
+    return words.swapaxes(-2, -3).reshape(numbers.shape)
 
 
 def _dwords(data: Bytes) -> Bytes:
@@ -250,6 +292,11 @@ def _of_dwords(data: torch.Tensor, num: int, width: int) -> torch.Tensor:
     shifts = torch.arange(0, num * width, width, dtype=torch.uint8, device=data.device)
     codes = (data.unflatten(-1, (-1, 16, 4, 1)) >> shifts) & (1 << width) - 1  # [..., words, 16, 4, num]
     return codes.transpose(-4, -3).flatten(-3)
+
+
+def _from_bytes(numbers: torch.Tensor, width: int) -> torch.Tensor:
+    """What `_by_byte` had."""
+    return numbers.unflatten(-1, (-1, 4, width // 8, 2)).transpose(-2, -3).flatten(-4)
 
 
 def _codes(words: torch.Tensor) -> torch.Tensor:

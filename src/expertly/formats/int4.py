@@ -1,8 +1,9 @@
-"""INT4 with a scale for each group of inputs, as compressed-tensors' `pack-quantized` checkpoints have it (Kimi-K2).
+"""INT4 with a scale for each group of inputs, and maybe a zero point: the tiles of three kinds of checkpoint, and how
+compressed-tensors' `pack-quantized` (Kimi-K2) has it. gptq.py has the others.
 
-A weight is a number of -8 to 7 times the scale of its group, rounded to the dtype of the scales, as transformers
-rounds it. A tile is, for each 8 inputs, 16 words of 4 bytes, one an output, the first input in the lowest bits; then 16
-scales of 2 bytes.
+A weight is a number of 0 to 15, less its group's zero point (8 where it has none), times the scale of its group,
+rounded to the dtype of the scales, as transformers rounds it. A tile is, for each 32 inputs, 16 bytes of each of 16
+outputs, the first input in the lowest bits; then 16 scales of 2 bytes; then, where there are zero points, 16 of 4 bits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
-from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat
+from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat, transposed
 
 if TYPE_CHECKING:
     import torch
@@ -25,92 +26,84 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 _MAX_SCALE = 2048.0
 """16 times that is a number in float16."""
 
+_NAMES = (
+    *("int4_g32", "int4_g128", "int4_g32_f16", "int4_g128_f16"),
+    *("int4_g32_zeros", "int4_g128_zeros", "int4_g32_zeros_f16", "int4_g128_zeros_f16"),
+)
+"""In the order of native/products.h."""
+
+_FIRST_KERNEL = 10
+
 
 class Int4Format(TiledFormat):
-    """As compressed-tensors has it: symmetric, without zero points."""
+    """The tiles. How a checkpoint has the tensors that make them is a subclass: `suffixes`, `shapes`, `parts_of`,
+    `size_of`.
+    """
 
-    quant_method = "compressed-tensors"
-    suffixes: tuple[str, ...] = (".weight_packed", ".weight_scale", ".weight_shape")
-
+    quant_method: str
     scales_at = 1  # among the suffixes
-    refused: Mapping[str, str] = {
-        ".weight_zero_point": "of asymmetric weights, which are not supported",
-        ".weight_g_idx": "inputs in another order (actorder 'group'), which is not supported",
-        ".weight_global_scale": "of NVFP4, which is not supported",
-    }
+    usual_scales = "BF16"  # of a checkpoint of which the config alone is known
+    refused: Mapping[str, str] = {}
     """Endings of other tensors of a matrix, without which its weights would be wrong, and what they say."""
 
-    def __init__(self, name: str, kernel: int, group: int, scales: str) -> None:
+    def __init__(self, group: int, scales: str, has_zeros: bool = False) -> None:
         """`scales`: their dtype, BF16 or F16."""
-        self.name, self.kernel, self.group, self._scales = name, kernel, group, scales
-        self.tile_nbytes = TILE_OUTPUTS * (group // 2 + 2)
+        self.name = f"int4_g{group}{'_zeros' if has_zeros else ''}{'_f16' if scales == 'F16' else ''}"
+        self.kernel = _FIRST_KERNEL + _NAMES.index(self.name)
+        self.group, self.scales, self.has_zeros = group, scales, has_zeros
+        self.tile_nbytes = TILE_OUTPUTS * (group // 2 + 2) + (TILE_OUTPUTS // 2 if has_zeros else 0)
 
     @property
-    def scales_dtype(self) -> torch.dtype:
-        import torch
-
-        return torch.bfloat16 if self._scales == "BF16" else torch.float16
+    def stored_scales(self) -> tuple[str, ...]:
+        """The dtypes that a checkpoint's scales may have (safetensors' names), the usual one first."""
+        return (self.scales,)
 
     def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
         if quantization.get("quant_method") != self.quant_method or not self.has_groups_of(quantization):
             return False
-        scales = {one for name, one in dtypes.items() if name.endswith(self.suffixes[self.scales_at])} or {"BF16"}
-        return self._scales in scales and dtype in ("float32", _DTYPES[self._scales])
+        found = {one for name, one in dtypes.items() if name.endswith(self.suffixes[self.scales_at])}
+        is_stored = not (found or {self.usual_scales}).isdisjoint(self.stored_scales)
+        return is_stored and dtype in ("float32", _DTYPES[self.scales])
 
     def has_groups_of(self, quantization: Mapping[str, Any]) -> bool:
         """Whether a config of this `quant_method` says that groups have this size."""
-        groups = quantization.get("config_groups")
-        first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
-        weights = first.get("weights") if isinstance(first, dict) else None
-        return isinstance(weights, dict) and weights.get("group_size") == self.group
+        return bool(quantization.get("group_size") == self.group)
 
     def size_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
         """Rows and columns of the matrix that tensors make."""
-        rows, width = _shape2(tensors[0], self.suffixes[0])
-        return rows, width * 8
+        raise NotImplementedError
 
-    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        return (
-            (("I32",), (rows, columns // 8)),
-            ((self._scales,), (rows, columns // self.group)),
-            (("I64", "I32"), (2,)),
-        )
-
-    def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
-        words, scales, shape = tensors
-        if shape.tolist() != [rows, columns]:
-            raise CheckpointError(f"a shape of {shape.tolist()}: must be {[rows, columns]}")
-        codes = words.numpy().view(np.uint8) ^ np.uint8(0x88)  # from 0 to 15 to two's complement
-        return codes.reshape(rows, columns // self.group, -1), self._scales_of(scales, rows)
-
-    def _scales_of(self, scales: torch.Tensor, rows: int) -> Bytes:
+    def scales_of(self, scales: torch.Tensor, rows: int) -> Bytes:
         """[rows, columns / G, 2] from numbers [rows, columns / G]."""
         import torch
 
         size = float(scales.abs().amax()) if scales.numel() else 0.0  # NaN where one is
         if not size <= _MAX_SCALE:
             raise CheckpointError(f"a scale of {size:g} in size: must be at most {_MAX_SCALE:g}")
-        return scales.contiguous().view(torch.uint8).numpy().reshape(rows, -1, 2)
+        return scales.reshape(-1).view(torch.uint8).numpy().reshape(rows, -1, 2)
 
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
-        codes, *others = parts
-        words = codes.reshape(*codes.shape[:-1], -1, 4).swapaxes(-2, -3)  # [..., G / 8 words, 16 outputs, 4]
-        flat = [part.reshape(*part.shape[:-2], -1) for part in others]
-        return np.concatenate((words.reshape(*codes.shape[:-2], -1), *flat), axis=-1)
+        """Of numbers [..., 16, G / 2], scales [..., 16, 2] and zero points [..., 16, 1]."""
+        numbers, scales, *zeros = parts
+        rows = transposed(numbers, 16)  # [..., G / 32, 16 outputs, 16]
+        flat = [rows.reshape(*numbers.shape[:-2], -1), scales.reshape(*scales.shape[:-2], -1)]
+        flat += [one[..., 0::2, 0] | one[..., 1::2, 0] << np.uint8(4) for one in zeros]
+        return np.concatenate(flat, axis=-1)
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
         end = self.group * TILE_OUTPUTS // 2
-        words = tiles[..., :end].unflatten(-1, (-1, TILE_OUTPUTS, 4))
-        codes = words.transpose(-3, -2).flatten(-2)  # [..., 16, G / 2]
-        return self._weights(codes, tiles[..., end : end + 32].unflatten(-1, (TILE_OUTPUTS, 2))).float()
+        rows = tiles[..., :end].unflatten(-1, (-1, TILE_OUTPUTS, 16))
+        numbers = rows.transpose(-3, -2).flatten(-2)  # [..., 16, G / 2]
+        scales = tiles[..., end : end + 32].unflatten(-1, (TILE_OUTPUTS, 2))
+        zeros = [_nibbles(tiles[..., end + 32 :]).unsqueeze(-1)] if self.has_zeros else []
+        return self._weights(numbers, scales, *zeros).float()
 
-    def _weights(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Weights [..., G] in the dtype of the scales, from bytes [..., G / 2] and [..., 2]."""
+    def _weights(self, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> torch.Tensor:
+        """Weights [..., G] in the dtype of the scales, from bytes [..., G / 2] and [..., 2], and nibbles [..., 1]."""
         import torch
 
-        dtype = self.scales_dtype
-        numbers = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-        values = (numbers ^ 8).float() - 8  # from two's complement
+        dtype = torch.bfloat16 if self.scales == "BF16" else torch.float16
+        values = _nibbles(numbers).float() - (8 if zeros is None else zeros.float())
         return (values * scales.contiguous().view(dtype).float()).to(dtype)
 
     def dequantised(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> torch.Tensor:
@@ -126,7 +119,15 @@ class Int4Format(TiledFormat):
         return self._weights(*(torch.from_numpy(part) for part in parts)).reshape(rows, columns)
 
 
-def _shape2(tensor: torch.Tensor, suffix: str) -> tuple[int, int]:
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """[..., 2 n] from bytes [..., n], the lower four bits first."""
+    import torch
+
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def shape2(tensor: torch.Tensor, suffix: str) -> tuple[int, int]:
+    """Raises CheckpointError where it is no matrix of packed words."""
     import torch
 
     if tensor.dim() != 2 or tensor.dtype != torch.int32:
@@ -134,15 +135,46 @@ def _shape2(tensor: torch.Tensor, suffix: str) -> tuple[int, int]:
     return tensor.shape[0], tensor.shape[1]
 
 
-INT4 = (
-    Int4Format("int4_g32", 7, 32, "BF16"),
-    Int4Format("int4_g128", 8, 128, "BF16"),
-    Int4Format("int4_g32_f16", 9, 32, "F16"),
-    Int4Format("int4_g128_f16", 10, 128, "F16"),
-)
+# -- compressed-tensors ------------------------------------------------------------------------------------------------
 
 
-# -- what a config must say --------------------------------------------------------------------------------------------
+class PackQuantized(Int4Format):
+    """As compressed-tensors has it: symmetric, without zero points."""
+
+    quant_method = "compressed-tensors"
+    suffixes: tuple[str, ...] = (".weight_packed", ".weight_scale", ".weight_shape")
+    refused: Mapping[str, str] = {
+        ".weight_zero_point": "of asymmetric weights, which are not supported",
+        ".weight_g_idx": "inputs in another order (actorder 'group'), which is not supported",
+        ".weight_global_scale": "of NVFP4, which is not supported",
+    }
+
+    def has_groups_of(self, quantization: Mapping[str, Any]) -> bool:
+        groups = quantization.get("config_groups")
+        first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+        weights = first.get("weights") if isinstance(first, dict) else None
+        return isinstance(weights, dict) and super().has_groups_of(weights)
+
+    def size_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+        rows, width = shape2(tensors[0], self.suffixes[0])
+        return rows, width * 8
+
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+        return (
+            (("I32",), (rows, columns // 8)),
+            ((self.scales,), (rows, columns // self.group)),
+            (("I64", "I32"), (2,)),
+        )
+
+    def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
+        words, scales, shape = tensors
+        if shape.tolist() != [rows, columns]:
+            raise CheckpointError(f"a shape of {shape.tolist()}: must be {[rows, columns]}")
+        return words.numpy().view(np.uint8).reshape(rows, columns // self.group, -1), self.scales_of(scales, rows)
+
+
+PACK_QUANTIZED = tuple(PackQuantized(group, scales) for scales in ("BF16", "F16") for group in GROUPS)
+
 
 _WEIGHTS: Mapping[str, Sequence[object]] = {
     "num_bits": (4,),
@@ -155,10 +187,8 @@ _WEIGHTS: Mapping[str, Sequence[object]] = {
 }
 
 
-def check_config(quantization: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError where a config of compressed-tensors is of another format than these: names the
-    field, its value and what is accepted.
-    """
+def pack_quantized(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
+    """See `group_formats`, of compressed-tensors."""
     where = "quantization_config"
     check_field(quantization, "format", ("pack-quantized",), where)
     for field in ("kv_cache_scheme", "sparsity_config", "transform_config"):
@@ -176,6 +206,7 @@ def check_config(quantization: Mapping[str, Any]) -> None:
         check_field(group, field, (None,), where)
     for field, accepted in _WEIGHTS.items():
         check_field(group["weights"], field, accepted, f"{where}.weights")
+    return [one for one in PACK_QUANTIZED if one.has_groups_of(quantization)]
 
 
 def check_field(fields: Mapping[str, Any], field: str, accepted: Sequence[object], where: str) -> None:

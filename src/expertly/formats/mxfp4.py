@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expertly.core.errors import CheckpointError
-from expertly.formats.tiles import TILE_OUTPUTS, Bytes, RoundingFormat
+from expertly.formats.tiles import TILE_OUTPUTS, Bytes, RoundingFormat, transposed
 
 if TYPE_CHECKING:
     import torch
@@ -44,9 +44,8 @@ class _Mxfp4(RoundingFormat):
 
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
         codes, scales = parts
-        words = codes.reshape(*codes.shape[:-1], 4, 4).swapaxes(-2, -3)  # [..., 4 words, 16 outputs, 4]
-        flat = words.reshape(*codes.shape[:-2], -1)
-        return np.concatenate((flat, scales[..., 0]), axis=-1)
+        words = transposed(codes, 4)  # [..., 4 words, 16 outputs, 4]
+        return np.concatenate((words.reshape(*codes.shape[:-2], -1), scales[..., 0]), axis=-1)
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
         import torch

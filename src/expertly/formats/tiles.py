@@ -3,6 +3,7 @@
 Shapes: H hidden, I intermediate, M matrices of an expert, G `group`: inputs that share a scale. A tile is 16 outputs by
 G inputs. A block is the tiles of its inner matrices (gate and up, or up; for 16 outputs after the other, those over all
 inputs), then those of down, 16 outputs after the other, each over the block's neurons: B, as many as down's group has.
+A matrix by itself, of a linear layer, is blocks of 16 outputs by all inputs.
 """
 
 from __future__ import annotations
@@ -60,6 +61,23 @@ class TiledFormat(Protocol):
         """Float32 weights [..., 16, G] from bytes [..., tile_nbytes], on their device."""
 
     # -- the same for all ------------------------------------------------------------------------------------
+
+    def block_nbytes_of(self, rows: int, columns: int) -> int:
+        """Of a block of a matrix by itself. Raises ConfigError where its sizes are no whole tiles."""
+        for what, size, group in (("outputs", rows, TILE_OUTPUTS), ("inputs", columns, self.group)):
+            if size % group:
+                raise ConfigError(f"{size} {what}: {self.name} needs a multiple of {group}")
+        return columns // self.group * self.tile_nbytes
+
+    def pack(self, parts: Sequence[Bytes]) -> Bytes:
+        """The blocks of a matrix by itself, [rows / 16, block_nbytes], from its parts."""
+        blocks = self.tiles([_inner_tiles(part, TILE_OUTPUTS) for part in parts])
+        return blocks.reshape(len(blocks), -1)
+
+    def decode(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Its float32 weights [rows, columns], on the device of the blocks."""
+        tiles = self.decode_tiles(blocks.unflatten(-1, (-1, self.tile_nbytes)))  # [blocks, tiles, 16, G]
+        return tiles.transpose(1, 2).reshape(TILE_OUTPUTS * len(blocks), -1)
 
     def matrices(self, names: Iterable[str], what: str) -> list[tuple[str, ...]]:
         """The tensors of each matrix, in the order of `suffixes`, of those that make one parameter: a checkpoint may
@@ -180,14 +198,28 @@ class ExpertFormat:
         return num_tiles * self.inner.tile_nbytes
 
 
+def transposed(part: Bytes, num_bytes: int) -> Bytes:
+    """[..., b, a, num_bytes] from [..., a, b * num_bytes]: items of 2, 4, 8 or 16 bytes are moved as one, which is
+    several times as fast as byte by byte.
+    """
+    kind = {2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}.get(num_bytes)
+    if kind is None:
+        moved = part.reshape(*part.shape[:-1], -1, num_bytes).swapaxes(-2, -3)
+    else:
+        items = np.ascontiguousarray(part).view(kind).swapaxes(-1, -2)
+        moved = np.ascontiguousarray(items).view(np.uint8).reshape(*items.shape, num_bytes)
+    return moved
+
+
 def _inner_tiles(part: Bytes, size: int) -> Bytes:
     """[I / B, tiles, 16, n] from [I, H / G, n]."""
     rows, groups, width = part.shape
-    tiles = part.reshape(rows // size, size // TILE_OUTPUTS, TILE_OUTPUTS, groups, width).transpose(0, 1, 3, 2, 4)
+    tiles = transposed(part.reshape(rows // size, size // TILE_OUTPUTS, TILE_OUTPUTS, groups * width), width)
     return tiles.reshape(rows // size, -1, TILE_OUTPUTS, width)
 
 
 def _down_tiles(part: Bytes) -> Bytes:
     """[I / B, tiles, 16, n] from [H, I / B, n]."""
     rows, groups, width = part.shape
-    return part.reshape(rows // TILE_OUTPUTS, TILE_OUTPUTS, groups, width).transpose(2, 0, 1, 3)
+    tiles = transposed(part.reshape(rows, groups * width), width)  # [I / B, H, n]
+    return tiles.reshape(groups, rows // TILE_OUTPUTS, TILE_OUTPUTS, width)

@@ -20,6 +20,13 @@ _BLOCK_ROWS = 1024
 
 Scores = Callable[[Rows], npt.NDArray[np.float32]]
 """[rows, E] of rows of the data set."""
+Share = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64], Rows], float]
+"""What is right of what is named, given both of each row, and which rows these are of the data set."""
+
+
+def of_all(right: npt.NDArray[np.int64], named: npt.NDArray[np.int64], rows: Rows) -> float:
+    """Rows are alike."""
+    return float(right.sum() / named.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +44,12 @@ class Accuracy:
 
 
 def accuracies(
-    trace: Trace, data: Dataset, training: Sequence[RowRange], test: Sequence[RowRange], weights: LearnedWeights
+    trace: Trace,
+    data: Dataset,
+    training: Sequence[RowRange],
+    test: Sequence[RowRange],
+    weights: LearnedWeights,
+    share: Share = of_all,
 ) -> tuple[list[Accuracy], int]:
     """By distance and layer, on the decode rows of `test` (all of them, where none is decode), and how many these are.
     The rows of `data` are those of `training`, over which token ids are counted, and then those of `test`.
@@ -56,13 +68,13 @@ def accuracies(
         for source, layer in pairs(weights.starts, distance):
             if layer not in of_ids:
                 scores = _TokenIds(data, layer, ids, learned) if (ids[learned] >= 0).any() else None
-                of_ids[layer] = _accuracy(data, layer, judged, scores)
+                of_ids[layer] = _accuracy(data, layer, judged, scores, share)
             if (source, layer) not in of_pairs:
                 network = Network(weights.mlps[source, layer])
                 rows = judged[data.ran[source, judged]]
                 of_pairs[source, layer] = (
-                    _accuracy(data, layer, rows, lambda rows: network.probabilities(data.inputs(source, rows))),  # noqa: B023
-                    _accuracy(data, layer, rows, _lookahead(trace, trace_rows, source, layer)),
+                    _accuracy(data, layer, rows, lambda rows: network.probabilities(data.inputs(source, rows)), share),  # noqa: B023
+                    _accuracy(data, layer, rows, _lookahead(trace, trace_rows, source, layer), share),
                 )
             found.append(Accuracy(distance, source, layer, *of_pairs[source, layer], of_ids[layer]))
     return found, len(judged)
@@ -97,21 +109,21 @@ def _num_at_least(those: Sequence[Accuracy], name: str, other: str) -> int | Non
     return sum(value >= than for value, than in known) if known else None
 
 
-def _accuracy(data: Dataset, layer: int, rows: Rows, scores: Scores | None) -> float | None:
+def _accuracy(data: Dataset, layer: int, rows: Rows, scores: Scores | None, share: Share) -> float | None:
     """Never is an expert named whose score is 0; ties go to the lowest id."""
     if scores is None:
         return None
-    right = named = 0
     rows = rows[data.ran[layer, rows]]
+    right, named = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
     for first in range(0, len(rows), _BLOCK_ROWS):
         block = rows[first : first + _BLOCK_ROWS]
         given = scores(block)
         top = np.argsort(-given, axis=1, kind="stable")[:, : data.layers[layer].top_k]
         is_named = np.take_along_axis(given, top, 1) > 0
         is_right = np.take_along_axis(needed(data.experts(layer, block), data.layers[layer].num_experts), top, 1)
-        right += int((is_named & is_right).sum())
-        named += int(is_named.sum())
-    return right / named if named else None
+        right[first : first + _BLOCK_ROWS] = (is_named & is_right).sum(axis=1)
+        named[first : first + _BLOCK_ROWS] = is_named.sum(axis=1)
+    return share(right, named, rows) if named.any() else None
 
 
 def _lookahead(trace: Trace, trace_rows: Rows, source: int, layer: int) -> Scores | None:

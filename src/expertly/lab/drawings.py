@@ -1,4 +1,4 @@
-"""What `simulate`, `configure` and `trace info` draw with --plot."""
+"""What `simulate` and `trace info` draw with --plot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expertly.core.units import format_seconds
 from expertly.lab.plots import COLOUR, Mark, draw_shares, drawing, marks_of, memory_places, new_figure, save
 from expertly.scheduler.presets import BOUNDS
 
@@ -115,52 +114,6 @@ def _draw_bars(axis: Any, known: Sequence[Row], marks: dict[str, Mark], key: str
     axis.margins(x=0.25)
     axis.set_xlim(left=0)
     axis.grid(axis="x")
-
-
-def plot_configuration(result: Row, path: Path) -> None:
-    """Of each layer the budget, the split and the expected exposed time; a row of panels for each memory."""
-    found, num_layers = result["results"], len(result["rates"])
-    with drawing():
-        figure = new_figure(max(12.0, min(30.0, 0.9 * num_layers)), 3.6 * len(found) + 0.6)
-        for axes, one in zip(figure.subplots(len(found), 3, squeeze=False), found, strict=True):
-            _draw_configured(axes, one, result["segments"])
-            for axis in axes:
-                axis.set_xlabel("layer")
-                axis.set_xlim(-0.6, num_layers - 0.4)
-                axis.grid(axis="y")
-                _whole_numbers(axis.xaxis)
-        tokens = f"{result['tokens']} decoded tokens"
-        figure.suptitle(f"{result['model']}: configured from {tokens}; times: {result['times']}")
-        save(figure, path)
-
-
-def _draw_configured(axes: Sequence[Any], found: Row, num_segments: int) -> None:
-    layers = found["layers"]
-    numbers = np.array([one["layer"] for one in layers])
-    budgets, kept = ([one[key] for one in layers] for key in ("budget_experts", "kept_experts"))
-    dashed = {"color": COLOUR["soft"], "linestyle": "--", "linewidth": 1.2}
-    shares, thetas, exposed = axes
-    shares.bar(numbers, budgets, color=COLOUR["s0"], label="budget V")
-    shares.axhline(sum(budgets) / len(budgets), label="equal budgets", **dashed)
-    shares.plot(numbers, kept, color=COLOUR["s1"], marker="o", markersize=5, linestyle="", label="kept experts, C")
-    shares.set_title(f"memory {found['memory']}: budgets, in experts")
-    thetas.bar(numbers, [one["theta"] for one in layers], color=COLOUR["s2"])
-    thetas.axhline(0.5, **dashed)
-    thetas.set_title(f"theta: what stays of each (P = {num_segments})")
-    thetas.set_ylim(0, 1.05)
-    most = 0.0
-    for key, side, colour, name in (
-        ("uniform_exposed_s", -0.2, "b0", "uniform, theta 0.5"),
-        ("exposed_s", 0.2, "s1", "configured"),
-    ):
-        label = f"{name}: {format_seconds(found[key])}"
-        times = [one[key] * 1e3 for one in layers]
-        exposed.bar(numbers + side, times, width=0.4, color=COLOUR[colour], label=label)
-        most = max(most, *times)
-    exposed.set_title("exposed loading, ms a token")
-    for axis, top in ((shares, max(*kept, *budgets)), (exposed, most)):
-        axis.set_ylim(0, 1.4 * top or 1.0)  # the legend is above everything
-        axis.legend(fontsize="small", loc="upper right")
 
 
 def plot_trace(trace: Trace, analysis: TraceAnalysis, path: Path) -> None:

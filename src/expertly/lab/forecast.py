@@ -19,11 +19,11 @@ from expertly.core.errors import ConfigError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import Geometry
 from expertly.core.units import format_nbytes
+from expertly.engine.compute import expert_nbytes_at_once
 from expertly.engine.memory import (
     BESIDE_NBYTES,
     WORKING_NBYTES,
     BesideExperts,
-    decoded_nbytes,
     kv_cache_nbytes,
     pass_nbytes,
 )
@@ -151,12 +151,13 @@ def forecast(
     itemsize = ITEMSIZE[needs.dtype]
     cache = kv_cache_nbytes(needs.config, 1, itemsize)
     if device is None:
-        memory_name, memory = "RAM", free
-        fixed = BESIDE_NBYTES + rss_nbytes() + decoded_nbytes(needs.layers)
+        memory_name, memory, dense = "RAM", free, needs.dense_nbytes
+        fixed = BESIDE_NBYTES + rss_nbytes() + max(map(expert_nbytes_at_once, needs.layers))
         per_token = pass_nbytes(needs.config, itemsize)
     else:
         memory_name, memory, fixed, per_token = device.name, device.memory_nbytes, WORKING_NBYTES, 0
-    beside = BesideExperts(needs.dense_nbytes, fixed, cache, per_token)
+        dense = needs.decoded_dense_nbytes
+    beside = BesideExperts(dense, fixed, cache, per_token)
     left = memory - beside.dense_nbytes - beside.fixed_nbytes - beside.of_tokens(0, CONTEXTS[0])
     least = least_nbytes(geometry)
     budgets = [(round(share * geometry.nbytes), share) for share in SHARES]

@@ -15,7 +15,7 @@ import torch
 
 from expertly.api import handle
 from expertly.engine.learned import reuse_models
-from expertly.sim.schedule import Schedule
+from expertly.sim.schedule import Schedule, num_prompt_rows
 from expertly.sim.training import histories, teach
 from expertly.trace.reader import Trace
 
@@ -45,9 +45,8 @@ def recorded_requests(trace: Trace, schedule: Schedule) -> list[RecordedRequest]
     found = []
     for span in schedule.test:
         assert span.request is not None
-        rows = (span.first_row, span.first_row + span.num_rows)
-        num_prompt = int(trace.rows("is_prefill", *rows).sum())
-        found.append(RecordedRequest(tuple(trace.rows("token", *rows).tolist()), num_prompt, span.request))
+        tokens = trace.rows("token", span.first_row, span.first_row + span.num_rows).tolist()
+        found.append(RecordedRequest(tuple(tokens), num_prompt_rows(trace, span), span.request))
     return found
 
 

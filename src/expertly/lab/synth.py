@@ -1,8 +1,4 @@
-"""Made-up traces: seeded routing, some of it with a known optimum, and lookahead scores of a stated accuracy.
-
-"Optimal" is what Belady's replacement hits without prefetch in a cache of C experts a layer, of which all K that a
-token demands must be there at once; hits count (layer, token, expert) demands.
-"""
+"""Made-up traces: seeded routing, and lookahead scores of a stated accuracy."""
 
 from __future__ import annotations
 
@@ -34,8 +30,6 @@ class SynthWorkload:
     top_k: int
     num_tokens: int
     blocks: Callable[[], Iterator[Experts]]
-    optimal_hits: Callable[[int], int | None]
-    """Of a cache of so many experts a layer, all layers together; None where there is no closed form."""
 
 
 def zipf(
@@ -80,65 +74,7 @@ def zipf(
                 yield experts
                 token += num_rows
 
-    return SynthWorkload(num_layers, num_experts, top_k, num_tokens, blocks, lambda capacity: None)
-
-
-def cyclic(num_layers: int, num_experts: int, top_k: int, num_tokens: int) -> SynthWorkload:
-    """A loop over all experts, K a token; K must divide E.
-
-    The loop is over n = E/K groups. With room for c = C/K of them (C < E, K divides C), LRU never hits. Belady's
-    first n tokens miss; from then on it hits c - 1 groups in every n - 1, those first. So with T tokens it hits
-    K (q (c - 1) + min(r, c - 1)) demands a layer, where T - n = q (n - 1) + r. With C >= E all but the first n hit.
-    """
-    _check_sizes(num_layers, num_experts, top_k, num_tokens)
-    if num_experts % top_k:
-        raise TraceError(f"top_k={top_k}: must divide the {num_experts} experts of a cyclic workload")
-    num_groups = num_experts // top_k
-
-    def optimal_hits(capacity: int) -> int | None:
-        kept = min(capacity, num_experts) // top_k
-        if capacity < top_k or (capacity < num_experts and capacity % top_k):
-            return None
-        after_first = max(num_tokens - num_groups, 0)
-        if num_groups == 1:
-            return num_layers * top_k * after_first
-        rounds, rest = divmod(after_first, num_groups - 1)
-        return num_layers * top_k * (rounds * (kept - 1) + min(rest, kept - 1))
-
-    def blocks() -> Iterator[Experts]:
-        for start, count in _spans(num_tokens):
-            group = np.arange(start, start + count)[:, None] % num_groups
-            yield _in_all_layers(group * top_k + np.arange(top_k), num_layers)
-
-    return SynthWorkload(num_layers, num_experts, top_k, num_tokens, blocks, optimal_hits)
-
-
-def stationary_set(
-    num_layers: int, num_experts: int, top_k: int, num_tokens: int, *, working_set: int, seed: int = 0
-) -> SynthWorkload:
-    """Random choices among the first W experts, all of which are met as soon as they can be.
-
-    With C >= W every cache that loads on demand has cold misses only: min(W, T K) a layer, all other demands hit.
-    """
-    _check_sizes(num_layers, num_experts, top_k, num_tokens)
-    if not top_k <= working_set <= num_experts:
-        raise TraceError(f"working_set={working_set}: must be from top-k={top_k} to the {num_experts} experts")
-
-    def optimal_hits(capacity: int) -> int | None:
-        if capacity < working_set:
-            return None
-        return num_layers * (num_tokens * top_k - min(working_set, num_tokens * top_k))
-
-    def blocks() -> Iterator[Experts]:
-        rng = np.random.default_rng(seed)
-        num_first = -(-working_set // top_k)
-        for start, count in _spans(num_tokens):
-            experts = _draw(rng, np.ones((num_layers, working_set), np.float32), top_k, count)
-            tour = np.arange(start, min(start + count, num_first))[:, None] * top_k + np.arange(top_k)
-            experts[: len(tour)] = _in_all_layers(tour % working_set, num_layers)
-            yield experts
-
-    return SynthWorkload(num_layers, num_experts, top_k, num_tokens, blocks, optimal_hits)
+    return SynthWorkload(num_layers, num_experts, top_k, num_tokens, blocks)
 
 
 def write_workload(
@@ -292,13 +228,3 @@ def _hold_on(drawn: Experts, is_kept: npt.NDArray[np.bool_], previous: Experts |
             drawn[token] = np.take_along_axis(candidates, order, axis=1)
         previous = drawn[token]
     return drawn
-
-
-def _spans(num_tokens: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, num_tokens, _MAX_BLOCK_ROWS):
-        yield start, min(_MAX_BLOCK_ROWS, num_tokens - start)
-
-
-def _in_all_layers(experts: npt.NDArray[np.int64], num_layers: int) -> Experts:
-    """[T, K] -> [T, L, K]"""
-    return np.repeat(experts[:, None, :], num_layers, axis=1).astype(np.uint16)

@@ -24,6 +24,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.formats import (
+    FORMATS,
     GROUP_METHODS,
     ExpertFormat,
     RoundingFormat,
@@ -113,8 +114,8 @@ def _is_rowwise(operation: Any) -> bool:
     return is_known and all(getattr(operation, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
 
 
-def make_quantizer(quantization: object) -> Any | None:
-    """The quantizer that undoes `config.quantization_config`, or None where there is none.
+def make_quantizer(quantization: object, dtype: str) -> Any | None:
+    """The quantizer that undoes `config.quantization_config` for a model in `dtype`, or None where there is none.
 
     Raises UnsupportedModelError naming the method and what is supported.
     """
@@ -129,7 +130,7 @@ def make_quantizer(quantization: object) -> Any | None:
         )
     assert isinstance(quantization, dict)
     if method in GROUP_METHODS:
-        return GroupDequantizer(group_formats(quantization))
+        return GroupDequantizer(group_formats(quantization, dtype))
     try:
         with quiet():
             return AutoHfQuantizer.from_config({**quantization, "dequantize": True}, pre_quantized=True)
@@ -163,6 +164,11 @@ class Conversion:
         self._converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
         self._of_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
         self._parameters = model.state_dict()
+
+    def tiled_format(self, name: str) -> TiledFormat:
+        """The format of this name, which takes tensors as this checkpoint has them."""
+        forms = self._quantizer.forms if isinstance(self._quantizer, GroupDequantizer) else ()
+        return next((one for one in forms if one.name == name), FORMATS[name])
 
     def target(self, name: str) -> tuple[str, str | None]:
         """The parameter that a checkpoint tensor (first) makes, and the converter's pattern that it matched."""
@@ -366,7 +372,7 @@ class ExpertsReader:
         fused = self._parts(form.inner, first, expert)
         if not site.has_gate:
             inner = [fused]
-        elif site.is_concatenated:
+        elif site.is_concatenated or len(form.inner.matrices(self._groups[first].patterns, first)) == 2:
             inner = [tuple(part[: len(part) // 2] for part in fused), tuple(part[len(part) // 2 :] for part in fused)]
         else:
             inner = [tuple(part[0::2] for part in fused), tuple(part[1::2] for part in fused)]
@@ -379,7 +385,8 @@ class ExpertsReader:
         is_float = [one <= IS_FLOAT for one in types.values()]
         if not self._checkpoint.gguf:
             is_kept = all(one.is_dequantized and one.is_stacked for one in groups.values()) and not any(is_float)
-            return expert_format(kept) if is_kept else None
+            form = self._conversion.tiled_format(kept)
+            return ExpertFormat(form, form) if is_kept else None
         if all(is_float):
             return None
         for target, found in types.items():
@@ -411,17 +418,7 @@ class ExpertsReader:
     def _parts(self, form: TiledFormat, target: str, expert: int) -> tuple[Bytes, ...]:
         group = self._groups[target]
         found = self._read(group, expert, as_bytes=True)
-        rows, columns = self._rows_and_columns(target)
-        matrices = form.matrices(group.patterns, target)
-        parts = []
-        for names in matrices:
-            try:
-                parts.append(form.parts_of([found[name][0] for name in names], rows // len(matrices), columns))
-            except CheckpointError as error:
-                sources = [one for name in names for one in group.sources[name]]
-                of_expert = sources[expert :: len(sources) // len(names)] if group.is_per_expert else sources
-                raise CheckpointError(f"expert {expert} of {', '.join(of_expert)}: {error}") from None
-        return tuple(np.concatenate(several) for several in zip(*parts, strict=True))
+        return parts_of(form, group, found, *self._rows_and_columns(target), expert=expert)
 
     def _rows_and_columns(self, target: str) -> tuple[int, int]:
         """Outputs and inputs of a parameter of one expert."""
@@ -578,9 +575,32 @@ def dequantised(raw: Bytes, dtype: str) -> torch.Tensor:
         raise CheckpointError(f"tensors in {dtype}: the package gguf cannot dequantise them") from None
 
 
-def read_group(checkpoint: Checkpoint, group: Group) -> Tensors:
-    """All tensors of a group."""
-    return {pattern: [read_tensor(checkpoint, name) for name in names] for pattern, names in group.sources.items()}
+def read_group(checkpoint: Checkpoint, group: Group, *, as_bytes: bool = False) -> Tensors:
+    """All tensors of a group. `as_bytes`: see `read_tensor`."""
+    return {
+        pattern: [read_tensor(checkpoint, name, as_bytes=as_bytes) for name in names]
+        for pattern, names in group.sources.items()
+    }
+
+
+def parts_of(
+    form: TiledFormat, group: Group, tensors: Tensors, rows: int, columns: int, expert: int | None = None
+) -> tuple[Bytes, ...]:
+    """The parts of a group's parameter [rows, columns], or of that of an expert, from its `tensors`. Raises
+    CheckpointError naming those that are wrong.
+    """
+    matrices = form.matrices(group.patterns, group.target)
+    parts = []
+    for names in matrices:
+        try:
+            parts.append(form.parts_of([tensors[name][0] for name in names], rows // len(matrices), columns))
+        except CheckpointError as error:
+            sources = [one for name in names for one in group.sources[name]]
+            if expert is None:
+                raise CheckpointError(f"{', '.join(sources)}: {error}") from None
+            of_expert = sources[expert :: len(sources) // len(names)] if group.is_per_expert else sources
+            raise CheckpointError(f"expert {expert} of {', '.join(of_expert)}: {error}") from None
+    return tuple(np.concatenate(several) for several in zip(*parts, strict=True))
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:

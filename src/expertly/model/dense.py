@@ -11,16 +11,21 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from expertly.model.hooks import look_alike
+from expertly.model.projections import join_projections
+from expertly.model.tiled import TiledLayer
 from expertly.native.kernels import NORM_STYLES, Kernels
 
 GAINING = (torch.bfloat16, torch.float16)
@@ -37,7 +42,8 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> int:
 
     They differ from torch's in the order of summation, and attention rounds once where torch's may round its weights.
     """
-    return _use_products(model, kernels) + _use_norms(model, kernels) + _use_attention(model, kernels)
+    changed = _use_products(model, kernels) + _use_functional(model, kernels)
+    return changed + _use_norms(model, kernels) + _use_attention(model, kernels)
 
 
 def _is_taken(tensor: torch.Tensor, kernels: Kernels) -> bool:
@@ -65,41 +71,86 @@ class FewTokensLinear(nn.Linear):
     _expertly_kernels: Kernels
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As nn.Linear's. Parameters are looked at each time: whoever has the model may have replaced, cast, moved or
-        quantized them, or train them. One call for all: it runs several times a layer and token.
-        """
-        weight, bias, kernels, width = self.weight, self.bias, self._expertly_kernels, input.shape[-1]
-        num_tokens = input.numel() // width if width else 0
-        can_train = torch.is_grad_enabled()
-        if (
-            not 1 <= num_tokens <= kernels.max_tokens
-            or input.dtype not in kernels.dtypes
-            or not input.is_cpu
-            or width != weight.shape[1]
-            or (can_train and input.requires_grad)
-            or torch.is_autocast_enabled("cpu")
-            or torch.compiler.is_compiling()
-        ):
-            return linear(input, weight, bias)
-        for one in (weight,) if bias is None else (weight, bias):
-            if (
-                type(one) not in _PLAIN
-                or one.dtype != input.dtype
-                or not one.is_cpu
-                or one.stride(-1) != 1
-                or (can_train and one.requires_grad)
-            ):
-                return linear(input, weight, bias)
-        x = input.reshape(num_tokens, width)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        out = x.new_empty(1, num_tokens, weight.shape[0])
-        task = (weight.data_ptr(), 0, num_tokens, 0)
-        kernels.dots(task, x, out, weight.stride(0) * weight.element_size(), bias=bias)
-        return out.view(*input.shape[:-1], weight.shape[0])
+        """As nn.Linear's."""
+        return _linear_of(self._expertly_kernels, input, self.weight, self.bias)
 
 
 FewTokensLinear.__name__ = FewTokensLinear.__qualname__ = "Linear"
+
+
+def _linear_of(
+    kernels: Kernels, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As torch's `linear`. Parameters are looked at each time: whoever has the model may have replaced, cast, moved or
+    quantized them, or train them. One call for all: it runs several times a layer and token.
+    """
+    width = input.shape[-1]
+    num_tokens = input.numel() // width if width else 0
+    can_train = torch.is_grad_enabled()
+    if (
+        not 1 <= num_tokens <= kernels.max_tokens
+        or input.dtype not in GAINING
+        or input.dtype not in kernels.dtypes
+        or not input.is_cpu
+        or weight.dim() != 2
+        or width != weight.shape[1]
+        or (can_train and input.requires_grad)
+        or torch.is_autocast_enabled("cpu")
+        or torch.compiler.is_compiling()
+    ):
+        return linear(input, weight, bias)
+    for one in (weight,) if bias is None else (weight, bias):
+        if (
+            type(one) not in _PLAIN
+            or one.dtype != input.dtype
+            or not one.is_cpu
+            or one.stride(-1) != 1
+            or (can_train and one.requires_grad)
+        ):
+            return linear(input, weight, bias)
+    x = input.reshape(num_tokens, width)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = x.new_empty(1, num_tokens, weight.shape[0])
+    task = (weight.data_ptr(), 0, num_tokens, 0)
+    kernels.dots(task, x, out, weight.stride(0) * weight.element_size(), bias=bias)
+    return out.view(*input.shape[:-1], weight.shape[0])
+
+
+def _use_functional(model: nn.Module, kernels: Kernels) -> int:
+    """Modules with a matrix of their own whose forward calls F.linear, as routers do: the same code with our F."""
+    ours = _Functional(kernels)
+    modules: list[Any] = [one for one in model.modules() if _is_taken_here(one, kernels)]
+    for module in modules:
+        original = type(module)
+        plain: Any = original.forward
+        forward = FunctionType(plain.__code__, {**plain.__globals__, "F": ours}, plain.__name__, plain.__defaults__)
+        module.__class__ = look_alike(original, forward=forward)
+    return len(modules)
+
+
+def _is_taken_here(module: Any, kernels: Kernels) -> bool:
+    forward = type(module).forward
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    return (
+        type(forward) is FunctionType
+        and forward.__closure__ is None
+        and {"F", "linear"} <= set(forward.__code__.co_names)
+        and forward.__globals__.get("F") is functional
+        and weight is not None
+        and weight.dim() == 2
+        and _is_taken(weight, kernels)
+    )
+
+
+class _Functional:
+    """torch.nn.functional but for `linear` of few tokens."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.linear = partial(_linear_of, kernels)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(functional, name)
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------
@@ -183,6 +234,7 @@ def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> N
         return kernels.norm(hidden_states.contiguous(), weight, epsilon, style)
 
     module.__class__ = look_alike(original, forward=forward)
+    module._expertly_norm = epsilon, style
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -207,15 +259,25 @@ def _use_attention(model: nn.Module, kernels: Kernels) -> int:
     for module in modules:
         if isinstance(module, PreTrainedModel) or not _asks_for_attention(type(module)):
             continue
-        config, first = getattr(module, "config", None), next(module.parameters(), None)
-        if isinstance(config, PreTrainedConfig) and first is not None and _is_taken(first, kernels):
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig) and _is_taken_of(module, kernels):
             knows_eager = config._attn_implementation == "eager" and _is_usual(module, kernels)
             if knows_eager or config._attn_implementation == "sdpa":
                 module._expertly_kernels, module._expertly_knows_eager = kernels, knows_eager
                 module.config = _NamesAttention(config)
                 num_changed += 1
+                join_projections(module, kernels, _attention, FewTokensLinear)
     kernels.num_attention = 0  # they were tried
     return num_changed
+
+
+def _is_taken_of(module: nn.Module, kernels: Kernels) -> bool:
+    """What a module computes in: that of its first weight."""
+    tiled = next((one for one in module.modules() if isinstance(one, TiledLayer)), None)
+    if tiled is not None:
+        return tiled._expertly_kernels is kernels and tiled._expertly_dtype in GAINING
+    first = next(module.parameters(), None)
+    return first is not None and _is_taken(first, kernels)
 
 
 def _is_usual(module: Any, kernels: Kernels) -> bool:
@@ -286,6 +348,10 @@ def _attention(
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As transformers' attention functions: query [B, H, n, D] over key and value [B, G, S, ...], to [B, n, H, W]."""
+    tried: list[Any] | None = module.__dict__.get("_expertly_tried")
+    if tried is not None:
+        tried.append((query, key, value, {**more, "scaling": scaling}))
+        return query.transpose(1, 2), None
     kernels: Kernels = module._expertly_kernels
     name = module.config._expertly_config._attn_implementation
     if _is_known(module, name, kernels, more) and _is_native(kernels, query, key, value, attention_mask, more):

@@ -18,6 +18,9 @@ Tensors = dict[str, Any]
 """By pattern: a tensor, or a list of one an expert."""
 
 
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
+
+
 class GroupDequantizer:
     """What `Conversion` takes for a quantizer of transformers. `forms`: those in which a checkpoint's matrices may be;
     they have tensors of the same names and differ in the dtypes of these.
@@ -65,12 +68,12 @@ class GroupDequantizer:
     def weight(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """One matrix, in the dtype of its scales. Raises CheckpointError where it is in none of the formats."""
         rows, columns = self.forms[0].size_of(tensors)
+        at = self.forms[0].scales_at
         for form in self.forms:
-            if form.scales_dtype == tensors[form.scales_at].dtype:
+            if tensors[at].dtype in (_DTYPES[one] for one in form.stored_scales):
                 return form.dequantised(tensors, rows, columns)
-        form = self.forms[0]
-        accepted = " or ".join(str(one.scales_dtype) for one in self.forms)
-        raise CheckpointError(f"{form.suffixes[form.scales_at]}: {tensors[form.scales_at].dtype}: must be {accepted}")
+        accepted = " or ".join(str(_DTYPES[one]) for form in self.forms for one in form.stored_scales)
+        raise CheckpointError(f"{self.suffixes[at]}: {tensors[at].dtype}: must be {accepted}")
 
 
 class GroupDequantize(ConversionOps):  # type: ignore[misc]

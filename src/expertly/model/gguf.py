@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, core_model_loading
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    core_model_loading,
+)
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.formats.gguf import OF_GGUF_TYPE
@@ -32,8 +41,47 @@ _SIZES = {
 }
 """Metadata that transformers leaves at its defaults, and fields of the config that say the same."""
 
-ARCHITECTURES = ("qwen2moe", "qwen3moe")
-"""Those that are tested, of what transformers loads with its experts."""
+GPT_OSS = "gpt-oss"
+
+ARCHITECTURES = ("qwen2moe", "qwen3moe", GPT_OSS)
+"""Those that are tested. transformers 5.23 makes no config of gpt-oss's metadata, and lacks some of its tensors."""
+
+_GPT_OSS_FIELDS = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "expert_feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+}
+_GPT_OSS_ROPE = {
+    "rope.freq_base": "rope_theta",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+"""Metadata and fields of the config. What else that says is the same in all of gpt-oss, and its default."""
+
+_GPT_OSS_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
+"""Of metadata that most files do not have."""
+
+_IDS = {"bos": "bos", "eos": "eos", "pad": "padding"}
+
+_GPT_OSS_TENSORS = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+    "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
+"""Of a layer: those that transformers lacks, and parameters that they make."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -62,9 +110,12 @@ def _open_gguf(path: Path) -> Checkpoint:
     counts = {"num_layers": "block_count", "num_experts": "expert_count"}
     claims = {field: files.metadata.get(f"{architecture}.{key}") for field, key in counts.items()}
     check_claims(path, claims, shapes, CheckpointError)  # before a config makes lists as long
+    make = partial(AutoConfig.from_pretrained, path.parent, gguf_file=path.name, local_files_only=True)
+    if architecture == GPT_OSS:
+        make = partial(AutoConfig.for_model, "gpt_oss", **_gpt_oss_config(files))
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+            config = make()
     except Exception as error:  # whatever a header makes transformers do
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{path}: transformers makes no config of its metadata: {reason:.200}") from error
@@ -76,6 +127,33 @@ def _open_gguf(path: Path) -> Checkpoint:
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     check_claims(path, fields, shapes, CheckpointError)
     return Checkpoint(path, fields, files.tensors, files.headers, architecture)
+
+
+def _gpt_oss_config(files: GgufFiles) -> dict[str, Any]:
+    """Raises CheckpointError naming what is missing, or no number above 0."""
+
+    def read(fields: Mapping[str, str]) -> dict[str, Any]:
+        found = {
+            field: files.metadata.get(f"{GPT_OSS}.{key}", _GPT_OSS_DEFAULTS.get(field)) for key, field in fields.items()
+        }
+        for key, field in fields.items():
+            value = found[field]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise CheckpointError(f"{files.path}: {GPT_OSS}.{key}={value!r:.80}: must be a number above 0")
+        return found
+
+    scaling = files.metadata.get(f"{GPT_OSS}.rope.scaling.type")
+    if scaling != "yarn":
+        raise CheckpointError(f"{files.path}: {GPT_OSS}.rope.scaling.type={scaling!r:.80}: must be 'yarn'")
+    table = files.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise CheckpointError(f"{files.path}: no tensor token_embd.weight of two dimensions")
+    return {
+        **read(_GPT_OSS_FIELDS),
+        "rope_parameters": {"rope_type": "yarn", "truncate": False, **read(_GPT_OSS_ROPE)},
+        "vocab_size": table.shape[0],
+        **{f"{one}_token_id": files.metadata.get(f"tokenizer.ggml.{key}_token_id") for one, key in _IDS.items()},
+    }
 
 
 def kept_formats(checkpoint: Checkpoint) -> str:
@@ -95,11 +173,12 @@ def extras_of(checkpoint: Checkpoint) -> Iterator[Path]:
         yield checkpoint.folder
         return
     path = checkpoint.folder
+    reader = PreTrainedTokenizerFast if checkpoint.gguf == GPT_OSS else AutoTokenizer  # which wants a config of its own
     with tempfile.TemporaryDirectory(prefix="expertly-") as made:
         if GgufFiles.open(path).metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab"):
             try:
                 with quiet():
-                    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+                    tokenizer = reader.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
                     tokenizer.save_pretrained(made)
             except Exception as error:  # whatever a vocabulary makes it do
                 raise CheckpointError(f"{path}: its tokenizer cannot be read: {error!s:.200}") from error
@@ -119,12 +198,28 @@ class GgufConversion(Conversion):
             )
             names = upstream.get_gguf_hf_weights_map(model, self._processor)
         self._names = {name + ".weight" if name.endswith("_exps") else name: to for name, to in names.items()}
-        fused = core_model_loading.WeightConverter(
-            source_patterns=[f".ffn_gate{_EXPERTS}", f".ffn_up{_EXPERTS}"],
-            target_patterns=".mlp.experts.gate_up_proj",
-            operations=[core_model_loading.Concatenate(dim=1)],
-        )
-        self._of_pattern = dict.fromkeys(fused.source_patterns, fused)
+        both: list[core_model_loading.ConversionOps] = [core_model_loading.Concatenate(dim=1)]
+        made = [("gate_up_proj", "weight", ["gate", "up"], both)]
+        if architecture == GPT_OSS:  # rows of gate and up take turns, and matrices are [inputs, outputs]
+            for layer in range(model.config.num_hidden_layers):
+                self._names |= {
+                    f"blk.{layer}.{name}": f"model.layers.{layer}.{to}" for name, to in _GPT_OSS_TENSORS.items()
+                }
+            both = [*both, core_model_loading.Interleave(dim=1, inverse=True)]
+            turned = core_model_loading.Transpose(dim0=1, dim1=2)
+            made = [
+                ("gate_up_proj", "weight", ["gate", "up"], [*both, turned]),
+                ("gate_up_proj_bias", "bias", ["gate", "up"], both),
+                ("down_proj", "weight", ["down"], [turned]),
+            ]
+        self._of_pattern = {}
+        for parameter, kind, matrices, operations in made:
+            converter = core_model_loading.WeightConverter(
+                source_patterns=[f".ffn_{one}_exps.{kind}" for one in matrices],
+                target_patterns=f".mlp.experts.{parameter}",
+                operations=operations,
+            )
+            self._of_pattern |= dict.fromkeys(converter.source_patterns, converter)
 
     def target(self, name: str) -> tuple[str, str | None]:
         return self._names.get(name, ""), next((one for one in self._of_pattern if name.endswith(one)), None)

@@ -20,10 +20,11 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from expertly.core.errors import NAN_REASONS, CheckpointError, ModelUseError, NanError, StoreError
+from expertly.core.errors import NAN_REASONS, CheckpointError, ConfigError, ModelUseError, NanError, StoreError
 from expertly.model import generation, hooks
 from expertly.model.batching import bounded_config, refuse_compiled
-from expertly.model.structure import find_experts, model_class_of, read_config
+from expertly.model.structure import Unvalued, find_experts, model_class_of, read_config
+from expertly.model.tiled import put_tiles
 
 if TYPE_CHECKING:
     from expertly.store.manifest import Manifest
@@ -108,7 +109,8 @@ def _strippable(original: type[PreTrainedModel], manifest: Manifest) -> Any:
 
     @functools.wraps(original.__init__)
     def __init__(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        original.__init__(self, config, *args, **kwargs)
+        with Unvalued():
+            original.__init__(self, config, *args, **kwargs)
         _strip(self, manifest)
 
     ignored = [".*"]  # a store holds what its source held beside the model, too
@@ -128,6 +130,10 @@ def _strip(model: PreTrainedModel, manifest: Manifest) -> None:
         if not site.is_fused:
             parent: Any = model.get_submodule(site.name.rpartition(".")[0])
             parent._is_hf_initialized = True
+    try:
+        put_tiles(model, manifest.dense_formats)
+    except ConfigError as error:
+        raise StoreError(f"{manifest.source}: its store has another dense part: {error}; pack it again") from None
 
 
 def _check_report(folder: str, report: Mapping[str, Any]) -> None:

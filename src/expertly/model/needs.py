@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from expertly.model.gguf import config_of, open_checkpoint
 from expertly.model.hub import HubModel
 from expertly.model.packing import Packing, Weights, kept_format, local_folder, weights_of
 from expertly.model.structure import ExpertsSite, build_meta_model, dense_shape, find_experts, read_config
+from expertly.model.tiled import put_tiles
 from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, check_claims
 from expertly.store.manifest import ITEMSIZE, Rounding, check_store_dtype
 from expertly.store.packed import PackedStore, is_packed_store
@@ -47,6 +48,8 @@ class ModelNeeds:
     layers: tuple[LayerGeometry, ...]
     dense_nbytes: int
     dense: DenseShape  # read by a token
+    dense_by_format: dict[str, int]  # bytes in each format that linear layers are kept in, or dtype
+    decoded_dense_nbytes: int  # on a device that does not compute with these formats
     config: dict[str, Any]  # with the defaults of its family
     stored: StoredWeights | None  # None: there is a config alone
     is_packed: bool
@@ -85,13 +88,13 @@ def needs_of(model: str | None, dtype: str | None = None) -> ModelNeeds:
 
 def _of_store(name: str, store: PackedStore) -> ModelNeeds:
     store.check_claims()
-    config, model, _ = _bare_model(store.folder, store.manifest.dtype)
+    config, model, _ = _bare_model(store.folder, store.manifest.dtype, store.manifest.dense_formats)
     stored = StoredWeights(store.nbytes, store.experts_stored_nbytes, {}, 0, True)
     layers = store.manifest.layers
-    shape = dense_shape(model)
-    of = store.manifest
+    of, decoded = store.manifest, sum(store.dense_by_format(is_decoded=True).values())
     return ModelNeeds(
-        *(name, config["model_type"], of.dtype, layers, store.dense_nbytes, shape, config, stored, True, None),
+        *(name, config["model_type"], of.dtype, layers, store.dense_nbytes, dense_shape(model)),
+        *(store.dense_by_format(), decoded, config, stored, True, None),
         rounding=of.rounding,
     )
 
@@ -116,7 +119,7 @@ def _of_checkpoint(
     weights = weights_of(checkpoint, dtype)
     refused = None
     try:
-        make_quantizer(checkpoint.config.get("quantization_config"))
+        make_quantizer(checkpoint.config.get("quantization_config"), weights.dtype)
     except UnsupportedModelError as error:
         refused = str(error)
     packing = None if refused is not None else Packing(checkpoint, weights)
@@ -141,26 +144,33 @@ def _of_config(
     refused: str | None,
     packing: Packing | None = None,
 ) -> ModelNeeds:
-    config, model, sites = _bare_model(source, weights.dtype)
+    config, model, sites = _bare_model(source, weights.dtype, {} if packing is None else packing.dense_formats)
     if packing is not None:
-        layers, dense_nbytes = packing.layers, packing.dense_nbytes
+        layers, dense_nbytes, by_format = packing.layers, packing.dense_nbytes, packing.dense_by_format()
+        decoded = sum(packing.dense_by_format(is_decoded=True).values())
     else:
         kept = expert_format(weights.format) if weights.format else None
         layers = tuple(site.geometry if kept is None else kept.geometry(site.geometry) for site in sites)
-        dense_nbytes = sum(parameter.nbytes for parameter in model.parameters())
+        dense_nbytes = decoded = sum(parameter.nbytes for parameter in model.parameters())
+        by_format = {weights.dtype: dense_nbytes}
     return ModelNeeds(
-        *(name, config["model_type"], weights.dtype, layers, dense_nbytes, dense_shape(model), config, stored),
-        *(False, refused),
+        *(name, config["model_type"], weights.dtype, layers, dense_nbytes, dense_shape(model)),
+        *(by_format, decoded, config, stored, False, refused),
     )
 
 
-def _bare_model(source: Path | PreTrainedConfig, dtype: str) -> tuple[dict[str, Any], Any, Sequence[ExpertsSite]]:
-    """The config with its defaults, the model on the meta device without its experts' weights, and where they were."""
+def _bare_model(
+    source: Path | PreTrainedConfig, dtype: str, formats: Mapping[str, str]
+) -> tuple[dict[str, Any], Any, Sequence[ExpertsSite]]:
+    """The config with its defaults, the model on the meta device without its experts' weights, and where they were.
+    `formats`: that linear layers are kept in.
+    """
     config = source if isinstance(source, PreTrainedConfig) else read_config(source)
     model = build_meta_model(config, getattr(torch, dtype))
     sites = find_experts(model, ITEMSIZE[dtype])
     for layer, site in enumerate(sites):
         hooks.strip(model, site)._expertly_layer = layer
+    put_tiles(model, formats)
     if not dense_shape(model).layer_nbytes:
         raise CheckpointError(f"{config.name_or_path or source}: config.json makes layers without weights")
     return config.to_dict(), model, sites

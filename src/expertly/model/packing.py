@@ -15,13 +15,25 @@ from expertly.core.costs import CODECS, check_codec
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.headers import TensorSpec
 from expertly.data import demo_folder
-from expertly.formats import FORMATS, rounding_format
-from expertly.model.conversion import Conversion, ExpertsReader, Group, cast, make_quantizer, read_group, to_bytes
+from expertly.formats import FORMATS, TiledFormat, format_of, rounding_format
+from expertly.formats.gguf import OF_GGUF_TYPE
+from expertly.formats.tiles import TILE_OUTPUTS
+from expertly.model.conversion import (
+    Conversion,
+    ExpertsReader,
+    Group,
+    cast,
+    make_quantizer,
+    parts_of,
+    read_group,
+    to_bytes,
+)
 from expertly.model.dequantizer import GroupDequantizer
 from expertly.model.gguf import GgufConversion, config_of, extras_of, kept_formats, open_checkpoint
 from expertly.model.hub import download
 from expertly.model.structure import build_meta_model, find_experts
-from expertly.store.cache import entry_folder, list_entries
+from expertly.model.tiled import can_be_tiled
+from expertly.store.cache import entry_folder, list_entries, make_room_for_this_version
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.codec_choice import (
     CodecChoice,
@@ -42,10 +54,13 @@ from expertly.store.manifest import (
     Rounding,
     check_store_dtype,
 )
-from expertly.store.packed import DENSE_NAME, PackedStore, is_packed_store
+from expertly.store.packed import DENSE_NAME, PackedStore, dense_by_format, is_packed_store, tiles_name
 from expertly.store.writer import Progress, StoreWriter, begun_codec, copy_extras
 
 DEMO_NAME = "demo"
+
+_PACKED_ROWS = 1024
+"""Of a dense matrix at a time."""
 
 _ACCEPTED = "a checkpoint folder, a GGUF file, a packed store or a hub id"
 
@@ -78,6 +93,8 @@ def pack_cached(
     weights = weights_of(checkpoint, dtype, quantize)
     model_type, label = str(checkpoint.config.get("model_type")), weights.label
     folders = {one: entry_folder(model_type, checkpoint.identity, label, cache_dir, one) for one in CODECS}
+    for one in folders.values():
+        make_room_for_this_version(one)
     return _pack(checkpoint, folders, weights, codec, progress)
 
 
@@ -151,9 +168,7 @@ def kept_format(config: Mapping[str, Any], dtype: str, dtypes: Mapping[str, str]
     computed in; `dtypes`: of its tensors, where they are known.
     """
     quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict):
-        return ""
-    return next((name for name, form in FORMATS.items() if form.is_of(quantization, dtypes or {}, dtype)), "")
+    return format_of(quantization, dtypes or {}, dtype) if isinstance(quantization, dict) else ""
 
 
 def _streamed(name: str, dtype: str | None, codec: str, cache_dir: Path | None) -> Path | None:
@@ -295,7 +310,7 @@ class Packing:
         rounding = rounding_format(weights.rounded_to) if weights.rounded_to else None
         kept = weights.format if rounding is None else ""
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
-        quantizer = make_quantizer(checkpoint.config.get("quantization_config"))
+        quantizer = make_quantizer(checkpoint.config.get("quantization_config"), dtype)
         if isinstance(quantizer, GroupDequantizer):
             quantizer.check_names(checkpoint.tensors)
         model = build_meta_model(config_of(checkpoint), self._torch_dtype)
@@ -311,6 +326,10 @@ class Packing:
         ]
         self.expert_names = set().union(*(reader.source_names for reader in self._readers))
         self._check_unexpected()
+        self._kept = kept
+        self._model = model
+        self.dense_formats: dict[str, str] = {}
+        """Of layers beside the experts that keep their bytes, by module path."""
         self._dense = self._plan_dense([g for g in groups.values() if not self.expert_names.intersection(g.names)])
         missing = self._conversion.missing(groups)
         if missing:
@@ -327,6 +346,11 @@ class Packing:
     def dense_nbytes(self) -> int:
         """Of the store that `write` makes."""
         return sum(spec.nbytes for spec in self._dense)
+
+    def dense_by_format(self, *, is_decoded: bool = False) -> dict[str, int]:
+        """See `PackedStore`."""
+        specs = {spec.name: spec for spec in self._dense}
+        return dense_by_format(specs, self.dense_formats, self._dtype, is_decoded=is_decoded)
 
     def files_of_dense(self, spec: TensorSpec) -> frozenset[str]:
         """Names of the files that a dense tensor is made of."""
@@ -365,6 +389,7 @@ class Packing:
             files={},
             codec=codec,
             rounding=self._rounding,
+            dense_formats=self.dense_formats,
         )
 
     def write(self, folder: Path, codec: str, progress: Progress | None) -> PackedStore:
@@ -391,6 +416,14 @@ class Packing:
         plan: dict[TensorSpec, Group | None] = {}
         for group in groups:
             names = group.names
+            form = self._kept_form(group)
+            if form is not None:
+                path = group.target.removesuffix(".weight")
+                self.dense_formats[path] = form.name
+                rows, columns = self._conversion.shape(group.target)
+                shape = rows // TILE_OUTPUTS, form.block_nbytes_of(rows, columns)
+                plan[TensorSpec(tiles_name(path), "U8", shape)] = group
+                continue
             is_float = all(self._checkpoint.tensors[name].dtype in IS_FLOAT for name in names)
             if self._checkpoint.gguf or (group.is_dequantized and not is_float):
                 spec = TensorSpec(
@@ -408,6 +441,37 @@ class Packing:
                 plan[TensorSpec(name, ref.dtype, ref.shape)] = None
         return plan
 
+    def _kept_form(self, group: Group) -> TiledFormat | None:
+        """The format in which a dense parameter is kept: the weight of a linear layer or a table of embeddings that is
+        in one, whole tiles of it, and nobody else's.
+        """
+        path, _, last = group.target.rpartition(".")
+        tied = self._model.all_tied_weights_keys
+        if not self._kept or last != "weight" or group.target in (*tied, *tied.values()):
+            return None
+        strict = self._model._keep_in_fp32_modules_strict or ()
+        if {*path.split(".")} & {*(self._model._keep_in_fp32_modules or ()), *strict}:
+            return None
+        is_stable = self._plain.target(group.target) == (group.target, None)
+        if not is_stable or not can_be_tiled(self._model.get_submodule(path)):
+            return None
+        if self._checkpoint.gguf:
+            (name,) = group.names
+            form: TiledFormat | None = OF_GGUF_TYPE.get(self._checkpoint.tensors[name].dtype)
+        else:
+            form = self._conversion.tiled_format(self._kept) if group.is_dequantized and group.is_stacked else None
+        if form is None:
+            return None
+        rows, columns = self._conversion.shape(group.target)
+        found = {pattern: self._checkpoint.tensors[group.sources[pattern][0]] for pattern in group.patterns}
+        try:
+            form.block_nbytes_of(rows, columns)
+            tensors = {pattern: (ref.dtype, ref.shape) for pattern, ref in found.items()}
+            form.check_shapes(tensors, rows, columns, group.target)
+        except (ConfigError, CheckpointError):  # not in whole tiles, or not quantised: dequantising says what is wrong
+            return None
+        return form
+
     def _dense_name(self, group: Group) -> str:
         """A name that an unquantised checkpoint could have for the group's parameter."""
         for name in (*group.names, group.target):
@@ -420,6 +484,14 @@ class Packing:
         group = self._dense[spec]
         if group is None:
             yield from self._checkpoint.read_chunks(spec.name)
+            return
+        kept = self.dense_formats.get(group.target.removesuffix(".weight"))
+        if kept is not None:
+            form = self._conversion.tiled_format(kept)
+            tensors = read_group(self._checkpoint, group, as_bytes=True)
+            parts = parts_of(form, group, tensors, *self._conversion.shape(group.target))
+            for first in range(0, len(parts[0]), _PACKED_ROWS):
+                yield form.pack([part[first : first + _PACKED_ROWS] for part in parts]).reshape(-1)
             return
         tensor = self._conversion.convert(group, read_group(self._checkpoint, group))
         if tuple(tensor.shape) != spec.shape:

@@ -233,7 +233,7 @@ def _watch_blocks(model: PreTrainedModel) -> list[_Block]:
                     note = functools.partial(block.note_call, name)
                     undone.callback(beside.register_forward_hook(note, with_kwargs=True).remove)
         embedding: Any = model.get_input_embeddings()
-        token_ids = torch.linspace(0, embedding.weight.shape[0] - 1, _NUM_PROBED).long().unsqueeze(0).to(model.device)
+        token_ids = torch.linspace(0, embedding.num_embeddings - 1, _NUM_PROBED).long().unsqueeze(0).to(model.device)
         decoder: dict[str, Any] = {"decoder_input_ids": token_ids} if model.config.is_encoder_decoder else {}
         model(input_ids=token_ids, use_cache=False, **decoder)
     return blocks

@@ -13,7 +13,7 @@ from expertly.core.files import existing_parent
 from expertly.core.headers import TensorSpec
 from expertly.model.hub import HubModel, arrived
 from expertly.model.packing import Packing, check_codec_of, local_folder, open_store, weights_of
-from expertly.store.cache import entry_folder, store_errors
+from expertly.store.cache import entry_folder, make_room_for_this_version, store_errors
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.packed import DENSE_NAME, PackedStore, is_packed_store
 from expertly.store.writer import Progress, StoreWriter, begun_codec, partial_folder
@@ -58,6 +58,8 @@ def pack_streamed(
     identity = hub.identity((here / "config.json").read_bytes())
     model_type = str(checkpoint.config.get("model_type"))
     folders = {one: folder or entry_folder(model_type, identity, weights.label, cache_dir, one) for one in CODECS}
+    for one in () if folder else folders.values():
+        make_room_for_this_version(one)
     check_codec_of(weights, codec)
     if codec == "auto":
         there = [one for one, path in folders.items() if is_packed_store(path)]

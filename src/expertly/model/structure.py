@@ -5,9 +5,10 @@ Worked out from the model itself, not from a table of families.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
@@ -102,6 +104,39 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"model_type={model_type!r}: {reason}; {_SUPPORTED}")
 
 
+class Unvalued(TorchFunctionMode):
+    """While a model is made or probed on the meta device: random values of its weights, which have none, are not drawn;
+    what others are computed from, to be dropped by `drop_values`, and what linear layers give, zeros, is on the CPU.
+    On the meta device torch does all this in Python, for which it imports 35 MiB.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__ or func in _DRAWS:
+            weight = args[0] if args else kwargs["tensor"]
+            if weight.is_meta:
+                return weight
+        if func is nn.functional.linear and len(args) > 1 and args[0].is_meta:
+            return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0], device="cpu")
+        if func is torch.arange and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
+_DRAWS = torch.Tensor.normal_, torch.Tensor.uniform_
+
+
+def drop_values(model: nn.Module) -> None:
+    """What was computed of a model on the meta device goes there, too."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to("meta")
+        for name, weight in module._parameters.items():
+            if weight is not None and not weight.is_meta:
+                module._parameters[name] = nn.Parameter(weight.to("meta"), weight.requires_grad)
+
+
 def build_meta_model(
     source: str | os.PathLike[str] | PreTrainedConfig, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
@@ -115,8 +150,10 @@ def build_meta_model(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
-        with torch.device("meta"):
-            return model_class(config).eval()
+        with torch.device("meta"), Unvalued():
+            model = model_class(config).eval()
+        drop_values(model)
+        return model
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         if not _has_interface_experts(model_class):
             raise _no_experts_error(config.model_type, vars(sys.modules[model_class.__module__])) from error
@@ -211,14 +248,17 @@ def _top_k(model: PreTrainedModel, name: str, experts: nn.Module, num_experts: i
         raise _Probed(*arguments)
 
     handle = experts.register_forward_pre_hook(stop)
+    x = torch.empty(1, 2, hidden, device="meta", dtype=next(parent.parameters()).dtype)
     try:
-        with torch.no_grad():
-            parent(torch.empty(1, 2, hidden, device="meta", dtype=next(parent.parameters()).dtype))
-    except _Probed as probed:
-        if len(probed.args) == 3 and isinstance(probed.args[1], torch.Tensor):
-            return int(probed.args[1].shape[-1])
-    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, IndexError, KeyError):
-        pass  # a block that needs more than hidden states
+        for way in (Unvalued(), contextlib.nullcontext()):  # some routers have buffers on the meta device
+            try:
+                with torch.no_grad(), way:
+                    parent(x)
+            except _Probed as probed:
+                if len(probed.args) == 3 and isinstance(probed.args[1], torch.Tensor):
+                    return int(probed.args[1].shape[-1])
+            except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, IndexError, KeyError):
+                continue  # a block that needs more than hidden states
     finally:
         handle.remove()
     keys = ("top_k", "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
@@ -241,9 +281,9 @@ def dense_shape(model: PreTrainedModel) -> DenseShape:
     blocks = [_block(paths[id(module)]) for module in experts_modules(model)]
     stacks = {block.rpartition(".")[0].rpartition(".")[0] for block in blocks}  # `model`, of `model.layers.3`
     head = model.get_output_embeddings()
-    head_weights = {id(one) for one in head.parameters()} if isinstance(head, nn.Module) else set()
+    head_weights = {id(one) for one in (*head.parameters(), *head.buffers())} if isinstance(head, nn.Module) else set()
     in_blocks = rest = 0
-    for path, parameter in model.named_parameters():
+    for path, parameter in (*model.named_parameters(), *_tiles(model)):
         if any(path.startswith(block + ".") for block in blocks):
             in_blocks += parameter.nbytes
         elif id(parameter) in head_weights:
@@ -252,6 +292,11 @@ def dense_shape(model: PreTrainedModel) -> DenseShape:
             is_table = isinstance(model.get_submodule(path.rpartition(".")[0]), nn.Embedding)
             rest += parameter.nbytes // (parameter.shape[0] if is_table else 1)
     return DenseShape(in_blocks // len(blocks), rest)
+
+
+def _tiles(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights that are kept in a format are no parameters."""
+    return ((name, one) for name, one in model.named_buffers() if name.endswith(".tiles"))
 
 
 def _block(path: str) -> str:

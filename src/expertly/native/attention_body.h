@@ -3,35 +3,6 @@
  * where the result is put.
  */
 
-typedef int32_t NAME(mask) __attribute__((vector_size(4 * V)));
-#define mask_of NAME(mask)
-
-INLINE vf NAME(choose)(mask_of where, vf yes, vf no) {
-    return (vf)(((mask_of)yes & where) | ((mask_of)no & ~where));
-}
-
-/* e^x for x <= 0, or NaN; nothing below -87. Cody and Waite's reduction, Cephes' polynomial: 2 units in the last place. */
-INLINE vf NAME(exp)(vf x) {
-    const vf shift = (vf){0} + 12582912.f, least = (vf){0} - 87.f;
-    const vf bounded = NAME(choose)((mask_of)(x < least), least, x);
-    const vf whole = bounded * 1.44269504088896341f + shift, n = whole - shift;
-    const vf r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
-    vf p = (vf){0} + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.f;
-    const vf power = (vf)(((vu)whole - 0x4b400000u + 127u) << 23);
-    return NAME(choose)((mask_of)(x < least), (vf){0}, p * power);
-}
-
-INLINE float NAME(exp_one)(float x) {
-    const vf result = NAME(exp)((vf){0} + x);
-    return result[0];
-}
-
 /* What is added to the score of row t with key s: 0, or -infinity where it does not see it. */
 INLINE float NAME(seen)(const attention *a, const char *mask, int64_t s) {
     if (a->mask_dtype == NO_MASK) return 0;
@@ -206,4 +177,38 @@ static int NAME(norm)(int dtype, int style, int64_t num, int64_t width, const ch
     return 0;
 }
 
-#undef mask_of
+/* Heads of values[n, width] by the angles of their position: each half of what is rotated is the other's partner. Products
+ * and sums are rounded as torch rounds them.
+ */
+INLINE void NAME(rotate_typed)(int dtype, const projections *p, int64_t width, char *values) {
+    const int64_t itemsize = 2, half = p->rotated_width / 2, at = p->num_angles > half ? half : 0;
+    float cos[2][512], sin[2][512];
+    for (int64_t t = 0; t < p->num_tokens; t++) {
+        const int64_t row = t % p->num_positions * p->num_angles;
+        for (int64_t j = 0; j < half; j++)
+            for (int s = 0; s < 2; s++) {
+                cos[s][j] = NAME(value)(dtype, p->cos + (row + s * at + j) * itemsize);
+                sin[s][j] = NAME(value)(dtype, p->sin + (row + s * at + j) * itemsize);
+            }
+        for (int64_t head = 0; head < width; head += p->head_width) {
+            char *first = values + (t * width + head) * itemsize, *second = first + half * itemsize;
+            for (int64_t j = 0; j < half; j++) {
+                const float a = NAME(value)(dtype, first + j * itemsize), b = NAME(value)(dtype, second + j * itemsize);
+                char products[4][2];
+                NAME(put)(dtype, a * cos[0][j], products[0]);
+                NAME(put)(dtype, -b * sin[0][j], products[1]);
+                NAME(put)(dtype, b * cos[1][j], products[2]);
+                NAME(put)(dtype, a * sin[1][j], products[3]);
+                NAME(put)(dtype, NAME(value)(dtype, products[0]) + NAME(value)(dtype, products[1]), first + j * itemsize);
+                NAME(put)(dtype, NAME(value)(dtype, products[2]) + NAME(value)(dtype, products[3]), second + j * itemsize);
+            }
+        }
+    }
+}
+
+static void NAME(rotate)(int dtype, const projections *p, int64_t width, char *values) {
+    if (dtype == BFLOAT16) NAME(rotate_typed)(BFLOAT16, p, width, values);
+#if HAS_HALF
+    else NAME(rotate_typed)(FLOAT16, p, width, values);
+#endif
+}

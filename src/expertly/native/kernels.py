@@ -17,6 +17,7 @@ import torch  # before the library is opened, which takes part in torch's OpenMP
 
 from expertly.core.errors import ConfigError
 from expertly.core.resources import granted_cpus
+from expertly.native.activations import Activation
 
 VARIABLE = "EXPERTLY_KERNELS"
 """The environment's choice: "auto", "native", "torch", or an instruction set of the compiled products."""
@@ -26,10 +27,16 @@ ACCEPTED = ("auto", "native", "torch", "avx512", "avx2", "generic")
 MAX_TOKENS = 4
 """Most tokens of one product; of the `generic` one, whose vectors are short, 1 (docs/log.md)."""
 
-VERSION = 8
+MAX_TILE_TOKENS = 16
+"""Most tokens for which quantised weights are read again for every few, and not decoded first."""
+
+VERSION = 16
 """Of the interface that is called here; products.c says the same number."""
 
-NORM_STYLES = ("rounded", "weighed", "one more")
+NO_DOWN = -1
+"""In place of down's format: the blocks of one matrix."""
+
+NORM_STYLES = {"rounded": 0, "weighed": 1, "one more": 2}
 """How a norm weighs: rounded to its dtype before; in float32; in float32 by 1 + weight."""
 
 _BOOLEAN = 3
@@ -54,7 +61,10 @@ class Library:
     tile_dots: Callable[..., int]
     tile_sums: Callable[..., int]
     tile_decode: Callable[..., int]
+    experts: Callable[..., int]
+    combine: Callable[..., int]
     attention: Callable[..., int]
+    projections: Callable[..., int]
     norm: Callable[..., int]
 
 
@@ -74,17 +84,28 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
         dots, sums = library.expertly_products_dots, library.expertly_products_sums
         tile_dots, tile_sums = library.expertly_tiles_dots, library.expertly_tiles_sums
         tile_decode = library.expertly_tiles_decode
-        attention, norm = library.expertly_attention, library.expertly_norm
+        experts, combine = library.expertly_experts, library.expertly_combine
+        attention, projections = library.expertly_attention, library.expertly_projections
+        norm = library.expertly_norm
     except (OSError, AttributeError) as error:
         return (), f"{found[0].name} cannot be used: {error}"
     name_of.restype = ctypes.c_char_p
     # level, dtype, threads, tasks, how many; matrices, neurons, width, bytes from row to row and from matrix to matrix
     dots.argtypes = (*3 * (_INT,), _ADDRESS, *6 * (_LONG,), *(_ADDRESS, _LONG, _LONG), *(_ADDRESS, _ADDRESS, _LONG))
     sums.argtypes = (*3 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
-    tile_dots.argtypes = (*5 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG, _LONG), *(_ADDRESS, _LONG))
+    tile_dots.argtypes = (
+        *5 * (_INT,),
+        _ADDRESS,
+        *4 * (_LONG,),
+        *(_ADDRESS, _LONG, _LONG),
+        *(_ADDRESS, _ADDRESS, _LONG),
+    )
     tile_sums.argtypes = (*5 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
     tile_decode.argtypes = (*5 * (_INT,), _ADDRESS, *3 * (_LONG,), _ADDRESS)
+    experts.argtypes = (*3 * (_INT,), _ADDRESS)
+    combine.argtypes = (*3 * (_INT,), *3 * (_LONG,), *3 * (_ADDRESS,))
     attention.argtypes = (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,))
+    projections.argtypes = (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,))
     norm.argtypes = (*3 * (_INT,), *2 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, ctypes.c_double, _ADDRESS)
     made = []
     for level in (2, 1, 0):
@@ -92,9 +113,36 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
             name = name_of(level).decode()
             dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if has_half(level) else {}), torch.float32: 2}
             max_tokens = 1 if name == "generic" else MAX_TOKENS
-            calls = dots, sums, tile_dots, tile_sums, tile_decode, attention, norm
+            calls = dots, sums, tile_dots, tile_sums, tile_decode, experts, combine, attention, projections, norm
             made.append(Library(name, level, max_tokens, dtypes, has_threads, *calls))
     return tuple(made), ""
+
+
+class ExpertProducts:
+    """What calls for the experts of one layer have in common: `formats` of inner matrices and down, NO_DOWN both where
+    they are rows of numbers `row_nbytes` and `matrix_nbytes` apart; biases, contiguous: of each inner matrix [E, I],
+    and of down [E, H].
+    """
+
+    def __init__(
+        self,
+        formats: tuple[int, int],
+        shape: tuple[int, int],
+        row_nbytes: int,
+        matrix_nbytes: int,
+        activation: Activation,
+        inner_bias: Sequence[torch.Tensor],
+        down_bias: torch.Tensor | None,
+    ) -> None:
+        """`shape`: inner matrices, and the hidden size."""
+        self.formats = formats
+        self.num_inner, hidden = shape
+        tables = activation.f, activation.g
+        biases = (*inner_bias, None)[:2] if inner_bias else (None, None)
+        self._kept = (*tables, *biases, down_bias)
+        width = inner_bias[0].shape[1] if inner_bias else 0
+        addresses = [0 if one is None else one.data_ptr() for one in self._kept]
+        self.addresses = (hidden, row_nbytes, matrix_nbytes, *addresses, width)
 
 
 class Kernels:
@@ -190,6 +238,55 @@ class Kernels:
         if failed:
             raise MemoryError("a product of an expert")
 
+    # -- a layer's experts -------------------------------------------------------------------------------------
+
+    def experts(
+        self,
+        layer: ExpertProducts,
+        tasks: Sequence[int],
+        x_rows: Sequence[int],
+        out_rows: Sequence[int],
+        x: torch.Tensor,
+        out: torch.Tensor,
+        num_neurons: int,
+        begin: int,
+        *,
+        adds: bool,
+    ) -> None:
+        """out[o] = expert(x[i]) for every task (address, n, expert) of `tasks`, three numbers each, n <= max_tokens,
+        and the next n rows i of `x_rows` and o of `out_rows`: `num_neurons` of the expert from an address on, the first
+        of them its number `begin`; `expert` is its number in the biases. `adds`: to `out`, which is float32, unrounded
+        and without bias.
+
+        `x` is [*, H], its rows dense; `out` [*, H], contiguous. Raises MemoryError.
+        """
+        library = self.library
+        assert library is not None
+        packed, of_x, of_out = array("q", tasks), array("q", x_rows), array("q", out_rows)
+        call = array(
+            "q",
+            (
+                *(*layer.formats, layer.num_inner, num_neurons, *layer.addresses, begin),
+                *(packed.buffer_info()[0], len(packed) // 3, of_x.buffer_info()[0], of_out.buffer_info()[0]),
+                *(x.data_ptr(), x.stride(0) * x.element_size(), out.data_ptr(), adds),
+            ),
+        )
+        threads = min(torch.get_num_threads(), self.max_threads)
+        self._check(library.experts(library.level, self.dtypes[x.dtype], threads, call.buffer_info()[0]))
+
+    def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[T, H] from the outputs of a layer's experts [T * K, H] and their weights [T, K], of the same dtype or
+        float32; both contiguous.
+        """
+        library = self.library
+        assert library is not None
+        (num_tokens, top_k), width = weights.shape, rows.shape[1]
+        out = rows.new_empty(num_tokens, width)
+        dtypes = self.dtypes[rows.dtype], self.dtypes[weights.dtype]
+        addresses = rows.data_ptr(), weights.data_ptr(), out.data_ptr()
+        self._check(library.combine(library.level, *dtypes, num_tokens, top_k, width, *addresses))
+        return out
+
     # -- the dense part ----------------------------------------------------------------------------------------
 
     def attention(
@@ -239,6 +336,47 @@ class Kernels:
         self.num_attention += 1
         return out
 
+    def projections(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        norms: Sequence[tuple[torch.Tensor, float, str] | None],
+        head_width: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        rotated_width: int,
+    ) -> list[torch.Tensor]:
+        """Queries, keys and values [n, rows] of `x` [n, H], n <= max_tokens, by `weights` [rows, H], `biases` [rows];
+        of the first two the norm (weight [head_width or rows], epsilon, style), then the rotation of the first
+        `rotated_width` numbers of each head by `cos` and `sin` [positions, angles]: as many angles as numbers, or one
+        a pair. Position t modulo positions is token t's.
+
+        All in bfloat16 or float16, contiguous but for the rows of `x`. Raises MemoryError.
+        """
+        library = self.library
+        assert library is not None
+        outs = [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
+        norm_weights = [None if norm is None else norm[0] for norm in norms]
+        call = array(
+            "q",
+            (
+                *(x.shape[0], x.shape[1], x.stride(0) * x.element_size(), x.data_ptr()),
+                *(head_width, rotated_width, cos.shape[-1], cos.numel() // cos.shape[-1]),
+                *(0 if one is None else one.shape[0] for one in norm_weights),
+                *(0 if norm is None else NORM_STYLES[norm[2]] for norm in norms),
+                *(cos.data_ptr(), sin.data_ptr()),
+                *(0 if one is None else one.data_ptr() for one in (*norm_weights, *weights, *biases)),
+                *(weight.shape[0] for weight in weights),
+                *(out.data_ptr() for out in outs),
+            ),
+        )
+        epsilons = (0.0 if norm is None else norm[1] for norm in norms)
+        threads = min(torch.get_num_threads(), self.max_threads)
+        how = library.level, self.dtypes[x.dtype], threads, call.buffer_info()[0]
+        self._check(library.projections(*how, *epsilons))
+        return outs
+
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, style: str) -> torch.Tensor:
         """`x` [..., D], contiguous, in bfloat16 or float16, over the root of its mean square and `epsilon`; weighed as
         NORM_STYLES says.
@@ -250,7 +388,7 @@ class Kernels:
         library.norm(
             library.level,
             self.dtypes[x.dtype],
-            NORM_STYLES.index(style),
+            NORM_STYLES[style],
             x.numel() // width,
             width,
             x.data_ptr(),
@@ -263,11 +401,19 @@ class Kernels:
 
     # -- quantised weights, in the tiles of a format -----------------------------------------------------------
 
-    def tile_dots(self, formats: tuple[int, int], tasks: Sequence[int], x: torch.Tensor, out: torch.Tensor) -> None:
-        """As `dots`, of the inner matrices in blocks of `formats`: the kernel of these matrices and down's; a task's
-        address is its first block.
+    def tile_dots(
+        self,
+        formats: tuple[int, int],
+        tasks: Sequence[int],
+        x: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """As `dots`, of the inner matrices in blocks of `formats`: the kernel of these matrices and down's, or NO_DOWN
+        where blocks are 16 outputs of a matrix alone; a task's address is its first block.
 
-        `x` is [*, H], its rows dense; `out` [M - 1, *, r], contiguous. Raises MemoryError.
+        `x` is [*, H], its rows dense; `out` [M - 1, *, r], contiguous. `bias` [r], of one inner matrix. Raises
+        MemoryError.
         """
         library = self.library
         assert library is not None
@@ -284,6 +430,7 @@ class Kernels:
                 x.data_ptr(),
                 x.shape[0],
                 x.stride(0) * x.element_size(),
+                None if bias is None else bias.data_ptr(),
                 out.data_ptr(),
                 out_rows,
             )
@@ -319,12 +466,15 @@ class Kernels:
         )
 
     def tile_decode(self, formats: tuple[int, int], address: int, out: torch.Tensor) -> None:
-        """The weights of r neurons, `out` [r, M, H], from their blocks at `address`, rounded to its dtype."""
+        """The weights of r neurons, `out` [r, M, H], from their blocks at `address`, rounded to its dtype; of a matrix
+        alone [r, 1, H].
+        """
         library = self.library
         assert library is not None
         num_neurons, num_matrices, hidden = out.shape
+        num_inner = num_matrices - (formats[1] != NO_DOWN)
         how = self._how(library, formats, out.dtype)
-        self._check(library.tile_decode(*how, address, num_matrices - 1, num_neurons, hidden, out.data_ptr()))
+        self._check(library.tile_decode(*how, address, num_inner, num_neurons, hidden, out.data_ptr()))
 
     def _how(self, library: Library, formats: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
         return library.level, *formats, self.dtypes[dtype], min(torch.get_num_threads(), self.max_threads)

@@ -23,7 +23,8 @@
 #else
 #define SHUFFLE(t, codes) NAME(shuffle)(t, codes)
 #endif
-#define BYTES(p) ((vu){(uint8_t)(p)[0], (uint8_t)(p)[1], (uint8_t)(p)[2], (uint8_t)(p)[3]})
+typedef uint8_t four_bytes __attribute__((vector_size(4), aligned(1), may_alias));
+#define BYTES(p) __builtin_convertvector(*(const four_bytes *)(p), vu)
 #define LABEL "generic"
 #if defined(__ARM_FP16_FORMAT_IEEE) && defined(__aarch64__)
 #define HAS_HALF 1
@@ -69,10 +70,17 @@ INLINE void put_half(float value, char *p) {
 #define SHUFFLE(t, codes) \
     ((vu)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(t))), (__m256i)(codes)))
 #define BYTES(p) ((vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
-#define LOOKUP_EITHER(a, b, codes, choice)                                                     \
-    ((vf)_mm256_blendv_ps(_mm256_permutevar8x32_ps((__m256)(a), (__m256i)(codes)),              \
-                          _mm256_permutevar8x32_ps((__m256)(b), (__m256i)(codes)),              \
-                          (__m256)((choice) == 0)))
+#define LOOKUP_IN(a, codes) ((vf)_mm256_permutevar8x32_ps((__m256)(a), (__m256i)(codes)))
+#define HAS_ZERO(bytes) _mm256_movemask_epi8(_mm256_cmpeq_epi8((__m256i)(bytes), _mm256_setzero_si256()))
+#define MOST_CODE 127 /* the sum of two products has 16 bits */
+#define DOT_BYTES(sums, codes, inputs)                                                                              \
+    ((sums) + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)(codes), (__m256i)(inputs)), _mm256_set1_epi16(1)))
+#define REPEAT(p) _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(p)))
+#define SHUFFLE_EACH(t, codes) ((vu)_mm256_shuffle_epi8((__m256i)(t), (__m256i)(codes)))
+#define JOIN(p, at) \
+    _mm256_loadu2_m128i((const __m128i_u *)((p) + (at)[1]), (const __m128i_u *)((p) + (at)[0]))
+#define FOLD(a, b) \
+    ((vf)_mm256_add_ps(_mm256_unpacklo_ps((__m256)(a), (__m256)(b)), _mm256_unpackhi_ps((__m256)(a), (__m256)(b))))
 #define LABEL "avx2"
 #define HAS_HALF 1
 #define LOAD_HALF(p, v) ((v) = (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p))))
@@ -81,20 +89,33 @@ INLINE void put_half(float value, char *p) {
 #include "products_body.h"
 #ifdef __clang__
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c,prefer-vector-width=512")
 #endif
 #define V 16
 #define NAME(f) NAME_(f, avx512)
-#define LOOKUP(t, codes) ((vf)_mm512_permutexvar_ps((__m512i)(codes), _mm512_loadu_ps(t)))
+#define SHUFFLE(t, codes) \
+    ((vu)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(t))), (__m512i)(codes)))
+#define MOST_CODE 255
+#define DOT_BYTES(sums, codes, inputs) ((vi)_mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(codes), (__m512i)(inputs)))
+#define LOAD_LANE(p) _mm_loadu_si128((const __m128i *)(p))
+#define REPEAT(p) _mm512_broadcast_i32x4(LOAD_LANE(p))
+#define SHUFFLE_EACH(t, codes) ((vu)_mm512_shuffle_epi8((__m512i)(t), (__m512i)(codes)))
+#define JOIN(p, at)                                                                                                 \
+    _mm512_inserti32x4(                                                                                             \
+        _mm512_inserti32x4(_mm512_inserti32x4(_mm512_castsi128_si512(LOAD_LANE((p) + (at)[0])),                     \
+                                              LOAD_LANE((p) + (at)[1]), 1),                                         \
+                           LOAD_LANE((p) + (at)[2]), 2),                                                            \
+        LOAD_LANE((p) + (at)[3]), 3)
+#define FOLD(a, b) \
+    ((vf)_mm512_add_ps(_mm512_unpacklo_ps((__m512)(a), (__m512)(b)), _mm512_unpackhi_ps((__m512)(a), (__m512)(b))))
+#define LOOKUP(t, codes) LOOKUP_IN(_mm512_loadu_ps(t), codes)
 #define BYTES(p) ((vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p))))
-#define LOOKUP_EITHER(a, b, codes, choice)                                                             \
-    ((vf)_mm512_mask_permutexvar_ps(_mm512_permutexvar_ps((__m512i)(codes), (__m512)(a)),               \
-                                    _mm512_testn_epi32_mask((__m512i)(choice), (__m512i)(choice)),      \
-                                    (__m512i)(codes), (__m512)(b)))
+#define LOOKUP_IN(a, codes) ((vf)_mm512_permutexvar_ps((__m512i)(codes), (__m512)(a)))
+#define HAS_ZERO(bytes) _mm512_testn_epi8_mask((__m512i)(bytes), (__m512i)(bytes))
 #define LABEL "avx512"
 #define HAS_HALF 1
 #define LOAD_HALF(p, v) ((v) = (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p))))
@@ -116,14 +137,14 @@ static const instruction_set *set_at(int level) {
     int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (level == 1 && has_avx2) return &set_avx2;
     if (level == 2 && has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl"))
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
         return &set_avx512;
 #endif
     return NULL;
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 8; }
+int expertly_products_version(void) { return 16; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -168,6 +189,8 @@ static void *allocate(int64_t num_floats) {
     return aligned_alloc(64, ((size_t)num_floats * sizeof(float) + 63) / 64 * 64);
 }
 
+static int64_t itemsize_of(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
 static int can_do(const instruction_set *set, int dtype, const task *tasks, int64_t num_tasks, int64_t num_neurons,
                   int64_t width) {
     if (set == NULL || dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return 0;
@@ -177,29 +200,70 @@ static int can_do(const instruction_set *set, int dtype, const task *tasks, int6
     return 1;
 }
 
+/* Rows of x[*, H], `x_nbytes` apart: the first `num`, or those that `rows` says. */
+typedef struct {
+    const char *x;
+    int64_t nbytes, num;
+    const int64_t *rows;
+} inputs;
+
+static const char *input_at(const inputs *from, int64_t t) {
+    return from->x + (from->rows == NULL ? t : from->rows[t]) * from->nbytes;
+}
+
+/* The products of `job` but for its inputs and chunks. */
+static int row_dots(const instruction_set *set, dots job, int64_t num_tasks, inputs from, int num_threads) {
+    if (!can_do(set, job.dtype, job.tasks, num_tasks, job.num_neurons, job.width)) return -1;
+    if (job.num_matrices < 1 || job.num_matrices > 2 || (job.bias != NULL && job.num_matrices != 1)) return -1;
+    const int64_t padded = (job.width + set->block - 1) / set->block * set->block;
+    float *prepared = allocate(from.num * padded);
+    if (prepared == NULL) return -1;
+    for (int64_t t = 0; t < from.num; t++)
+        set->prepare(job.dtype, input_at(&from, t), job.width, prepared + t * padded);
+    const int64_t neuron_nbytes = job.num_matrices * job.width * itemsize_of(job.dtype);
+    job.x = prepared;
+    job.padded_width = padded;
+    job.chunk = chunk_of(job.num_neurons, neuron_nbytes, 8);
+    job.num_chunks = (job.num_neurons + job.chunk - 1) / job.chunk;
+    job.end = num_tasks * job.num_chunks;
+    run(set->dots, &job, num_threads, job.end, num_tasks * job.num_neurons * neuron_nbytes);
+    free(prepared);
+    return 0;
+}
+
 /* out[M, out_rows, r] from rows of x[num_x, H], `x_nbytes` apart. `bias` is NULL, or [r] where M is 1. */
 int expertly_products_dots(int level, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
                            int64_t num_matrices, int64_t num_neurons, int64_t width, int64_t row_nbytes,
                            int64_t matrix_nbytes, const char *x, int64_t num_x, int64_t x_nbytes,
                            const char *bias, char *out, int64_t out_rows) {
-    const instruction_set *set = set_at(level);
-    if (!can_do(set, dtype, tasks, num_tasks, num_neurons, width) || num_matrices < 1 || num_matrices > 2) return -1;
-    if (bias != NULL && num_matrices != 1) return -1;
-    int64_t padded = (width + set->block - 1) / set->block * set->block, itemsize = dtype == FLOAT32 ? 4 : 2;
-    float *prepared = allocate(num_x * padded);
-    if (prepared == NULL) return -1;
-    for (int64_t t = 0; t < num_x; t++) set->prepare(dtype, x + t * x_nbytes, width, prepared + t * padded);
-    int64_t neuron_nbytes = num_matrices * width * itemsize, chunk = chunk_of(num_neurons, neuron_nbytes, 8);
-    int64_t num_chunks = (num_neurons + chunk - 1) / chunk;
-    dots job = {
+    const dots job = {
         .dtype = dtype, .num_matrices = (int32_t)num_matrices, .num_neurons = num_neurons, .width = width,
-        .padded_width = padded, .row_nbytes = row_nbytes, .matrix_nbytes = matrix_nbytes, .x = prepared, .bias = bias,
-        .out = out, .out_rows = out_rows, .tasks = tasks, .num_chunks = num_chunks, .chunk = chunk,
-        .end = num_tasks * num_chunks,
+        .row_nbytes = row_nbytes, .matrix_nbytes = matrix_nbytes, .bias = bias, .out = out, .out_rows = out_rows,
+        .tasks = tasks,
     };
-    run(set->dots, &job, num_threads, job.end, num_tasks * num_neurons * neuron_nbytes);
-    free(prepared);
-    return 0;
+    return row_dots(set_at(level), job, num_tasks, (inputs){x, x_nbytes, num_x, NULL}, num_threads);
+}
+
+/* The sums of `job` but for its chunks. */
+static int row_sums(const instruction_set *set, sums job, int64_t num_tasks, int num_threads) {
+    if (!can_do(set, job.dtype, job.tasks, num_tasks, job.num_neurons, job.width)) return -1;
+    job.padded_width = (job.width + set->block - 1) / set->block * set->block;
+    job.chunk = chunk_of(job.num_neurons, job.width * itemsize_of(job.dtype), 64);
+    job.num_chunks = (job.num_neurons + job.chunk - 1) / job.chunk;
+    int64_t most = 1;
+    for (int64_t i = 0; i < num_tasks; i++) most = job.tasks[i].num_tokens > most ? job.tasks[i].num_tokens : most;
+    job.partial_stride = most * job.padded_width;
+    job.end = num_tasks * job.num_chunks;
+    job.partial = allocate(job.end * job.partial_stride);
+    job.left = malloc((size_t)num_tasks * sizeof(int64_t));
+    if (job.partial != NULL && job.left != NULL) {
+        for (int64_t i = 0; i < num_tasks; i++) job.left[i] = job.num_chunks;
+        run(set->sums, &job, num_threads, job.end, num_tasks * job.num_neurons * job.width * itemsize_of(job.dtype));
+    }
+    const int failed = job.partial == NULL || job.left == NULL ? -1 : 0;
+    free(job.partial);
+    free(job.left);
+    return failed;
 }
 
 /* out[*, H] from activations h[num_h, r]; with `is_added`, added to out, which is float32. */
@@ -208,70 +272,99 @@ int expertly_products_sums(int level, int dtype, int num_threads, const task *ta
                            char *out, int is_added) {
     const instruction_set *set = set_at(level);
     if (!can_do(set, dtype, tasks, num_tasks, num_neurons, width)) return -1;
-    int64_t padded = (width + set->block - 1) / set->block * set->block, itemsize = dtype == FLOAT32 ? 4 : 2;
-    int64_t chunk = chunk_of(num_neurons, width * itemsize, 64), num_chunks = (num_neurons + chunk - 1) / chunk;
-    int64_t most = 1;
-    for (int64_t i = 0; i < num_tasks; i++) most = tasks[i].num_tokens > most ? tasks[i].num_tokens : most;
-    int64_t num_partial = num_tasks * num_chunks * most * padded;
-    float *memory = allocate(num_partial + num_h * num_neurons);
-    int64_t *left = malloc((size_t)num_tasks * sizeof(int64_t));
-    if (memory == NULL || left == NULL) {
-        free(memory);
-        free(left);
-        return -1;
-    }
-    float *wide = memory + num_partial;
+    float *wide = allocate(num_h * num_neurons);
+    if (wide == NULL) return -1;
     set->widen(dtype, h, num_h * num_neurons, wide);
-    for (int64_t i = 0; i < num_tasks; i++) left[i] = num_chunks;
-    sums job = {
-        .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .width = width, .padded_width = padded,
-        .row_nbytes = row_nbytes, .h = wide, .partial = memory, .partial_stride = most * padded, .left = left,
-        .out = out, .tasks = tasks, .num_chunks = num_chunks, .chunk = chunk, .end = num_tasks * num_chunks,
+    const sums job = {
+        .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .width = width, .row_nbytes = row_nbytes,
+        .h = wide, .out = out, .tasks = tasks,
     };
-    run(set->sums, &job, num_threads, job.end, num_tasks * num_neurons * width * itemsize);
-    free(memory);
-    free(left);
-    return 0;
+    const int failed = row_sums(set, job, num_tasks, num_threads);
+    free(wide);
+    return failed;
 }
 
 /* -- quantised matrices ---------------------------------------------------------------------------------------------- */
 
+/* Outputs of inner matrices that a block has. */
+static int64_t block_size(int down) { return down == NO_DOWN ? 16 : tile_group(down); }
+
 /* Of a block: its inner matrices, then down. */
 static int64_t inner_nbytes(int inner, int down, int64_t num_inner, int64_t hidden) {
-    return num_inner * (tile_group(down) / 16) * (hidden / tile_group(inner)) * tile_nbytes(inner);
+    return num_inner * (block_size(down) / 16) * (hidden / tile_group(inner)) * tile_nbytes(inner);
 }
 
-static int64_t down_nbytes(int down, int64_t hidden) { return hidden / 16 * tile_nbytes(down); }
+static int64_t down_nbytes(int down, int64_t hidden) {
+    return down == NO_DOWN ? 0 : hidden / 16 * tile_nbytes(down);
+}
 
 static int has_tiles(const instruction_set *set, int inner, int down, int dtype, int64_t num_inner, int64_t num_neurons,
                      int64_t hidden) {
-    if (set == NULL || inner < 0 || inner >= NUM_FORMATS || down < 0 || down >= NUM_FORMATS) return 0;
+    if (set == NULL || inner < 0 || inner >= NUM_FORMATS || down < NO_DOWN || down >= NUM_FORMATS) return 0;
+    if (down == NO_DOWN && num_inner != 1) return 0;
     if (dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return 0;
     if (num_inner < 1 || num_inner > 2 || num_neurons < 1 || hidden < 1) return 0;
-    return num_neurons % tile_group(down) == 0 && hidden % tile_group(inner) == 0 && hidden % 16 == 0;
+    return num_neurons % block_size(down) == 0 && hidden % tile_group(inner) == 0 &&
+           (down == NO_DOWN || hidden % 32 == 0);
 }
 
-/* out[M - 1, out_rows, r] from rows of x[num_x, H], `x_nbytes` apart. A task's weights are the first of its blocks. */
+static int can_do_tiles(const instruction_set *set, int dtype, const task *tasks, int64_t num_tasks, int64_t num_neurons,
+                        int64_t hidden) {
+    if (!can_do(set, dtype, tasks, num_tasks, num_neurons, hidden)) return 0;
+    for (int64_t i = 0; i < num_tasks; i++)
+        if (tasks[i].num_tokens > set->max_tile_tokens) return 0;
+    return 1;
+}
+
+/* The products of `job` but for its inputs and blocks, whose last matrix is in format `down`. */
+static int block_dots(const instruction_set *set, int down, tile_dots job, inputs from, int num_threads) {
+    if (job.bias != NULL && job.num_inner != 1) return -1;
+    if (!has_tiles(set, job.format, down, job.dtype, job.num_inner, job.num_neurons, job.hidden)) return -1;
+    if (!can_do_tiles(set, job.dtype, job.tasks, job.num_tasks, job.num_neurons, job.hidden)) return -1;
+    const int64_t row_nbytes = tile_row_nbytes(job.format, job.hidden);
+    char *rows = allocate(from.num * row_nbytes / (int64_t)sizeof(float));
+    if (rows == NULL) return -1;
+    for (int64_t t = 0; t < from.num; t++)
+        set->tile_prepare(job.format, job.dtype, input_at(&from, t), job.hidden, rows + t * row_nbytes);
+    const int64_t times = down == NO_DOWN ? 2 : 1; /* blocks at a time, as tiles are taken in pairs */
+    const int64_t nbytes = times * inner_nbytes(job.format, down, job.num_inner, job.hidden);
+    job.x = rows;
+    job.block_size = times * block_size(down);
+    job.block_nbytes = nbytes + down_nbytes(down, job.hidden);
+    job.end = job.num_tasks * ((job.num_neurons + job.block_size - 1) / job.block_size);
+    run(set->tile_dots, &job, num_threads, job.end, job.end * nbytes);
+    free(rows);
+    return 0;
+}
+
+/* out[M - 1, out_rows, r] from rows of x[num_x, H], `x_nbytes` apart. A task's weights are the first of its blocks.
+ * `bias` is NULL, or [r] where there is one inner matrix.
+ */
 int expertly_tiles_dots(int level, int inner, int down, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
                         int64_t num_inner, int64_t num_neurons, int64_t hidden, const char *x, int64_t num_x,
-                        int64_t x_nbytes, char *out, int64_t out_rows) {
-    const instruction_set *set = set_at(level);
-    if (!has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden)) return -1;
-    if (!can_do(set, dtype, tasks, num_tasks, num_neurons, hidden)) return -1;
-    for (int64_t i = 0; i < num_tasks; i++)
-        if (tasks[i].num_tokens > set->max_tile_tokens) return -1;
-    float *wide = allocate(num_x * hidden);
-    if (wide == NULL) return -1;
-    for (int64_t t = 0; t < num_x; t++) set->widen(dtype, x + t * x_nbytes, hidden, wide + t * hidden);
-    const int64_t nbytes = inner_nbytes(inner, down, num_inner, hidden);
-    tile_dots job = {
+                        int64_t x_nbytes, const char *bias, char *out, int64_t out_rows) {
+    const tile_dots job = {
         .format = inner, .dtype = dtype, .num_inner = num_inner, .num_neurons = num_neurons, .hidden = hidden,
-        .block_size = tile_group(down), .block_nbytes = nbytes + down_nbytes(down, hidden), .x = wide, .out = out,
-        .out_rows = out_rows, .tasks = tasks, .num_tasks = num_tasks,
-        .end = num_tasks * (num_neurons / tile_group(down)),
+        .bias = bias, .out = out, .out_rows = out_rows, .tasks = tasks, .num_tasks = num_tasks,
     };
-    run(set->tile_dots, &job, num_threads, job.end, job.end * nbytes);
-    free(wide);
+    return block_dots(set_at(level), down, job, (inputs){x, x_nbytes, num_x, NULL}, num_threads);
+}
+
+/* The sums of `job` but for its chunks and where down lies in blocks, which begin with matrices in format `inner`. */
+static int block_sums(const instruction_set *set, int inner, int64_t num_inner, tile_sums job, int64_t num_tasks,
+                      int num_threads) {
+    const int down = job.format;
+    if (down == NO_DOWN || !has_tiles(set, inner, down, job.dtype, num_inner, job.num_neurons, job.hidden)) return -1;
+    if (!can_do_tiles(set, job.dtype, job.tasks, num_tasks, job.num_neurons, job.hidden)) return -1;
+    const int64_t num_pairs = job.hidden / 32, least = num_threads > 1 && num_tasks == 1 ? 2 : 1;
+    job.num_chunks = (num_pairs + PAIRS_CHUNK - 1) / PAIRS_CHUNK;
+    if (job.num_chunks < least) job.num_chunks = num_pairs < least ? num_pairs : least;
+    const int64_t nbytes = down_nbytes(down, job.hidden);
+    job.chunk = (num_pairs + job.num_chunks - 1) / job.num_chunks;
+    job.down_at = inner_nbytes(inner, down, num_inner, job.hidden);
+    job.block_nbytes = job.down_at + nbytes;
+    job.end = num_tasks * job.num_chunks;
+    run(set->tile_sums, &job, num_threads, job.end, num_tasks * (job.num_neurons / tile_group(down)) * nbytes);
     return 0;
 }
 
@@ -280,38 +373,106 @@ int expertly_tiles_sums(int level, int inner, int down, int dtype, int num_threa
                         int64_t num_inner, int64_t num_neurons, int64_t hidden, const char *h, int64_t num_h, char *out,
                         int is_added) {
     const instruction_set *set = set_at(level);
-    if (!has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden)) return -1;
-    if (!can_do(set, dtype, tasks, num_tasks, num_neurons, hidden)) return -1;
-    for (int64_t i = 0; i < num_tasks; i++)
-        if (tasks[i].num_tokens > set->max_tile_tokens) return -1;
-    float *wide = allocate(num_h * num_neurons);
-    if (wide == NULL) return -1;
-    set->widen(dtype, h, num_h * num_neurons, wide);
-    const int64_t num_tiles = hidden / 16, least = num_threads > 1 && num_tasks == 1 ? 2 : 1;
-    int64_t num_chunks = (num_tiles + TILES_CHUNK - 1) / TILES_CHUNK;
-    if (num_chunks < least) num_chunks = num_tiles < least ? num_tiles : least;
-    const int64_t chunk = (num_tiles + num_chunks - 1) / num_chunks, nbytes = down_nbytes(down, hidden);
-    const int64_t at = inner_nbytes(inner, down, num_inner, hidden);
-    tile_sums job = {
-        .format = down, .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .hidden = hidden,
-        .block_nbytes = at + nbytes, .down_at = at, .h = wide, .out = out, .tasks = tasks, .num_chunks = num_chunks,
-        .chunk = chunk, .end = num_tasks * num_chunks,
+    if (down == NO_DOWN || !has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden)) return -1;
+    const int64_t row_nbytes = tile_row_nbytes(down, num_neurons);
+    char *rows = allocate(num_h * row_nbytes / (int64_t)sizeof(float));
+    if (rows == NULL) return -1;
+    for (int64_t t = 0; t < num_h; t++)
+        set->tile_prepare(down, dtype, h + t * num_neurons * itemsize_of(dtype), num_neurons, rows + t * row_nbytes);
+    const tile_sums job = {
+        .format = down, .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .hidden = hidden, .h = rows,
+        .out = out, .tasks = tasks,
     };
-    run(set->tile_sums, &job, num_threads, job.end, num_tasks * (num_neurons / tile_group(down)) * nbytes);
-    free(wide);
+    const int failed = block_sums(set, inner, num_inner, job, num_tasks, num_threads);
+    free(rows);
+    return failed;
+}
+
+/* -- a layer's experts ----------------------------------------------------------------------------------------------- */
+
+/* Both products of each task and what is between them. */
+int expertly_experts(int level, int dtype, int num_threads, const experts_call *call) {
+    const instruction_set *set = set_at(level);
+    const int inner = (int)call->inner, down = (int)call->down, has_blocks = inner != NO_DOWN;
+    const int64_t r = call->num_neurons, num_inner = call->num_inner, num_tasks = call->num_tasks;
+    if (num_inner < 1 || num_inner > 2 || (call->f == NULL) != (dtype == FLOAT32)) return -1;
+    if (num_tasks < 1) return -1;
+    if (has_blocks && (down == NO_DOWN || !has_tiles(set, inner, down, dtype, num_inner, r, call->hidden))) return -1;
+    int64_t num_rows = 0;
+    for (int64_t i = 0; i < num_tasks; i++) num_rows += call->tasks[i].num_tokens;
+    const int64_t h_row_nbytes = has_blocks ? tile_row_nbytes(down, r) : r * (int64_t)sizeof(float);
+    const int64_t h_nbytes = (num_rows * h_row_nbytes + 63) / 64 * 64;
+    char *memory = allocate((h_nbytes + num_inner * num_rows * r * itemsize_of(dtype) + 3) / (int64_t)sizeof(float));
+    task *tasks = malloc(2 * (size_t)num_tasks * sizeof(task)), *of_sums = tasks + num_tasks;
+    int64_t *experts = malloc((size_t)num_tasks * sizeof(int64_t));
+    int failed = memory == NULL || tasks == NULL || experts == NULL ? -1 : 0;
+    for (int64_t i = 0, row = 0; !failed && i < num_tasks; i++) {
+        const expert_task one = call->tasks[i];
+        const int64_t at = has_blocks ? 0 : num_inner * call->matrix_nbytes;
+        tasks[i] = (task){one.weights, row, one.num_tokens, row};
+        of_sums[i] = (task){one.weights + at, row, one.num_tokens, row};
+        experts[i] = one.expert;
+        row += one.num_tokens;
+    }
+    const inputs from = {call->x, call->x_nbytes, num_rows, call->x_rows};
+    const activation then = {
+        .f = call->f, .g = call->g, .experts = experts, .bias = {call->inner_bias[0], call->inner_bias[1]},
+        .bias_width = call->bias_width, .bias_at = call->bias_at, .h = memory, .h_row_nbytes = h_row_nbytes,
+        .format = down,
+    };
+    const char *down_bias = call->is_added ? NULL : call->down_bias;
+    if (!failed && has_blocks) {
+        const tile_dots first = {
+            .then = &then, .format = inner, .dtype = dtype, .num_inner = num_inner, .num_neurons = r,
+            .hidden = call->hidden, .out = memory + h_nbytes, .out_rows = num_rows, .tasks = tasks, .num_tasks = num_tasks,
+        };
+        const tile_sums second = {
+            .out_rows = call->out_rows, .experts = experts, .bias = down_bias, .format = down, .dtype = dtype,
+            .is_added = (int32_t)call->is_added, .num_neurons = r, .hidden = call->hidden, .h = memory, .out = call->out,
+            .tasks = of_sums,
+        };
+        failed = block_dots(set, down, first, from, num_threads);
+        if (!failed) failed = block_sums(set, inner, num_inner, second, num_tasks, num_threads);
+    } else if (!failed) {
+        const dots first = {
+            .then = &then, .dtype = dtype, .num_matrices = (int32_t)num_inner, .num_neurons = r, .width = call->hidden,
+            .row_nbytes = call->row_nbytes, .matrix_nbytes = call->matrix_nbytes, .out = memory + h_nbytes,
+            .out_rows = num_rows, .tasks = tasks,
+        };
+        const sums second = {
+            .out_rows = call->out_rows, .experts = experts, .bias = down_bias, .dtype = dtype, .is_added = (int32_t)call->is_added,
+            .num_neurons = r, .width = call->hidden, .row_nbytes = call->row_nbytes, .h = (const float *)memory,
+            .out = call->out, .tasks = of_sums,
+        };
+        failed = row_dots(set, first, num_tasks, from, num_threads);
+        if (!failed) failed = row_sums(set, second, num_tasks, num_threads);
+    }
+    free(memory);
+    free(tasks);
+    free(experts);
+    return failed;
+}
+
+/* out[num, width] = the sums of rows[num, top_k, width] times weights[num, top_k], in dtype or float32. */
+int expertly_combine(int level, int dtype, int weights_dtype, int64_t num, int64_t top_k, int64_t width, const char *rows,
+                     const char *weights, char *out) {
+    const instruction_set *set = set_at(level);
+    if (set == NULL || dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return -1;
+    if (weights_dtype != FLOAT32 && weights_dtype != dtype) return -1;
+    set->combine(dtype, weights_dtype, num, top_k, width, rows, weights, out);
     return 0;
 }
 
-/* out[r, M, H] in dtype, from the blocks of r neurons. */
+/* out[r, M, H] in dtype, from the blocks of r neurons; without down, [r, H]. */
 int expertly_tiles_decode(int level, int inner, int down, int dtype, int num_threads, const char *weights, int64_t num_inner,
                           int64_t num_neurons, int64_t hidden, char *out) {
     const instruction_set *set = set_at(level);
     if (!has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden)) return -1;
     tile_decode job = {
         .inner = inner, .down = down, .dtype = dtype, .num_inner = num_inner, .hidden = hidden,
-        .block_size = tile_group(down),
+        .block_size = block_size(down),
         .block_nbytes = inner_nbytes(inner, down, num_inner, hidden) + down_nbytes(down, hidden), .weights = weights,
-        .out = out, .end = num_neurons / tile_group(down),
+        .out = out, .end = num_neurons / block_size(down),
     };
     run(set->tile_decode, &job, num_threads, job.end, job.end * job.block_nbytes);
     return 0;
@@ -385,4 +546,28 @@ int expertly_norm(int level, int dtype, int style, int64_t num, int64_t width, c
     if (set == NULL || (dtype != BFLOAT16 && (dtype != FLOAT16 || !set->has_half))) return -1;
     if (style < 0 || style >= NUM_STYLES || num < 0 || width < 1) return -1;
     return set->norm(dtype, style, num, width, x, x_nbytes, weight, (float)epsilon, out);
+}
+
+int expertly_projections(int level, int dtype, int num_threads, const projections *p, double first_epsilon,
+                         double second_epsilon) {
+    const instruction_set *set = set_at(level);
+    if (set == NULL || (dtype != BFLOAT16 && (dtype != FLOAT16 || !set->has_half))) return -1;
+    if (p->rotated_width < 0 || p->rotated_width % 2 || p->rotated_width > 1024 || p->num_positions < 1) return -1;
+    const double epsilons[2] = {first_epsilon, second_epsilon};
+    const task all = {NULL, 0, p->num_tokens, 0};
+    for (int i = 0; i < 3; i++) {
+        task one = all;
+        one.weights = p->weights[i];
+        const dots job = {
+            .dtype = dtype, .num_matrices = 1, .num_neurons = p->num_rows[i], .width = p->hidden,
+            .row_nbytes = p->hidden * 2, .bias = p->bias[i], .out = p->out[i], .out_rows = p->num_tokens, .tasks = &one,
+        };
+        if (row_dots(set, job, 1, (inputs){p->x, p->x_nbytes, p->num_tokens, NULL}, num_threads)) return -1;
+        if (i == 2) break;
+        if (p->norms[i] != NULL)
+            set->norm(dtype, (int)p->norm_style[i], p->num_tokens * p->num_rows[i] / p->norm_width[i], p->norm_width[i],
+                      p->out[i], p->norm_width[i] * 2, p->norms[i], (float)epsilons[i], p->out[i]);
+        if (p->rotated_width) set->rotate(dtype, p, p->num_rows[i], p->out[i]);
+    }
+    return 0;
 }

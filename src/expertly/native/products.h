@@ -13,6 +13,7 @@
 
 enum { BFLOAT16, FLOAT16, FLOAT32 };
 enum { MAX_TOKENS = 4 }; /* of one task: more have enough arithmetic for other methods */
+enum { NO_DOWN = -1 };   /* in place of down's format: blocks of one matrix alone, 16 outputs by all inputs */
 
 typedef struct {
     const char *weights; /* the first row */
@@ -21,8 +22,22 @@ typedef struct {
     int64_t out_row;     /* the first of its n rows of the output */
 } task;
 
+/* What is done with the products of some neurons as soon as they are there: h = f(gate) g(up), each rounded, or f(up) where
+ * there is no gate. h takes the place of the first product and goes to `h` as the next product takes it.
+ */
+typedef struct {
+    const uint16_t *f, *g;  /* of every number of 16 bits, as bits; g NULL: up itself. Of float32: NULL, f is silu */
+    const int64_t *experts; /* of each task */
+    const char *bias[2];    /* [experts, bias_width] of each matrix, added to the rounded product; or NULL */
+    int64_t bias_width, bias_at; /* the first neuron's place in a row of it */
+    char *h;
+    int64_t h_row_nbytes;
+    int32_t format;         /* of the next matrix, or NO_DOWN: rows of numbers */
+} activation;
+
 /* out[m, out_row + t, i] = row (i, m) . x[x_row + t], of one matrix + bias[i] where there is one */
 typedef struct {
+    const activation *then; /* or NULL */
     int32_t dtype, num_matrices;
     int64_t num_neurons, width, padded_width;
     int64_t row_nbytes, matrix_nbytes; /* from neuron to neuron, from matrix to matrix */
@@ -35,8 +50,12 @@ typedef struct {
     int64_t next, end;         /* chunks of all tasks, in their order */
 } dots;
 
-/* out[out_row + t] = sum over i of h[x_row + t, i] * row i, rounded; or added to `sum`, which is float32 */
+/* out[out_row + t] = sum over i of h[x_row + t, i] * row i, rounded; or added to `out`, which is float32. Where `experts` says
+ * each task's, bias[expert] is added to what was rounded; where there are `out_rows`, it is out[out_rows[out_row + t]].
+ */
 typedef struct {
+    const int64_t *out_rows, *experts;
+    const char *bias; /* [experts, width] in dtype */
     int32_t dtype, is_added;
     int64_t num_neurons, width, padded_width;
     int64_t row_nbytes;
@@ -52,28 +71,38 @@ typedef struct {
 
 /* -- quantised matrices, which lie in tiles (tiles_body.h) -------------------------------------------------------------- */
 
-/* X(number, name of its functions, inputs of a tile, bytes of one), which are in a header of their own. Numbers are
- * `kernel` of the formats in Python.
+/* X(number, name of its functions, inputs of a tile, bytes of one). Numbers are `kernel` of the formats in Python. Those
+ * of CODE_FORMATS have their functions in codes.h, those of INT4_FORMATS in int4.h, others in a header of their own.
  */
-#define TILE_FORMATS(X) \
+#define CODE_FORMATS(X) \
     X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2) \
-    X(FP8, fp8, 128, 16 * 128 + 4) \
     X(Q8_0, q8_0, 32, 16 * 34) \
     X(Q4_0, q4_0, 32, 16 * 18) \
     X(Q4_K, q4_k, 256, 16 * 144) \
     X(Q5_K, q5_k, 256, 16 * 176) \
     X(Q6_K, q6_k, 256, 16 * 210) \
+    X(Q4_1, q4_1, 32, 16 * 20) \
+    X(Q5_0, q5_0, 32, 16 * 22) \
+    X(Q5_1, q5_1, 32, 16 * 24)
+#define WEIGHT_FORMATS(X) \
+    X(FP8, fp8, 128, 16 * 128 + 4)
+#define INT4_FORMATS(X) \
     X(INT4_G32, int4_g32, 32, 16 * (32 / 2 + 2)) \
     X(INT4_G128, int4_g128, 128, 16 * (128 / 2 + 2)) \
     X(INT4_G32_F16, int4_g32_f16, 32, 16 * (32 / 2 + 2)) \
-    X(INT4_G128_F16, int4_g128_f16, 128, 16 * (128 / 2 + 2))
+    X(INT4_G128_F16, int4_g128_f16, 128, 16 * (128 / 2 + 2)) \
+    X(INT4_G32_ZEROS, int4_g32_zeros, 32, 16 * (32 / 2 + 2) + 8) \
+    X(INT4_G128_ZEROS, int4_g128_zeros, 128, 16 * (128 / 2 + 2) + 8) \
+    X(INT4_G32_ZEROS_F16, int4_g32_zeros_f16, 32, 16 * (32 / 2 + 2) + 8) \
+    X(INT4_G128_ZEROS_F16, int4_g128_zeros_f16, 128, 16 * (128 / 2 + 2) + 8)
+#define TILE_FORMATS(X) CODE_FORMATS(X) WEIGHT_FORMATS(X) INT4_FORMATS(X)
 
 #define X(F, f, group, nbytes) F,
 enum { TILE_FORMATS(X) NUM_FORMATS };
 #undef X
 
 enum { MAX_GROUP = 256 };          /* most inputs of a tile */
-enum { TILES_CHUNK = 32 };         /* tiles side by side, 16 outputs each, that a thread sums at a time */
+enum { PAIRS_CHUNK = 16 };         /* pairs of tiles side by side that a thread sums at a time */
 enum { TILES_AHEAD_NBYTES = 4096 }; /* asked of memory before they are used */
 
 #define X(F, f, group, nbytes) \
@@ -91,31 +120,55 @@ INLINE int64_t tile_nbytes(int format) {
 }
 #undef X
 
-/* Whether a format asks memory for the tiles to come line by line between its arithmetic: a large tile asked for at once
- * is more lines than a processor awaits at a time, which keeps it from those that are here.
- */
-INLINE int fetches_itself(int format) { return format == FP8; }
+enum { UNIT = 32 };
 
-/* out[m, out_row + t, i] = row i of inner matrix m . x[x_row + t] */
+/* Inputs of a token that tiles of codes or of INT4 are multiplied with: numbers, or in three digits, fixed.scale * (digits[0] + 256
+ * digits[1] + 65536 digits[2]), in the order of place_in_unit (codes.h); sums begin with `start`, of the first and the last 16 inputs, or
+ * of all.
+ */
 typedef struct {
+    union {
+        float x[UNIT];
+        struct {
+            int8_t digits[3][UNIT];
+            int32_t start[2][3];
+            float scale;
+        } fixed;
+    };
+    float sum;
+} unit;
+
+INLINE int has_units(int format) { return format != FP8; }
+
+/* A row of inputs as tiles of a format take it. */
+INLINE int64_t tile_row_nbytes(int format, int64_t width) {
+    return has_units(format) ? width / UNIT * (int64_t)sizeof(unit) : width * (int64_t)sizeof(float);
+}
+
+/* out[m, out_row + t, i] = row i of inner matrix m . x[x_row + t], of one matrix + bias[i] where there is one */
+typedef struct {
+    const activation *then; /* or NULL */
     int32_t format, dtype; /* of the inner matrices, of `out` */
     int64_t num_inner, num_neurons, hidden, block_size, block_nbytes;
-    const float *x; /* [*, H] */
-    char *out;      /* [M - 1, out_rows, r] */
+    const char *x;    /* [*, H], rows of tile_row_nbytes */
+    const char *bias; /* [r] in dtype, or NULL */
+    char *out;        /* [M - 1, out_rows, r] */
     int64_t out_rows;
     const task *tasks;
     int64_t num_tasks;
     int64_t next, end; /* blocks of all tasks */
 } tile_dots;
 
-/* out[out_row + t] = down . h[x_row + t], rounded; or added to `out`, which is float32 */
+/* out[out_row + t] = down . h[x_row + t], rounded; or added to `out`, which is float32. Biases and rows as of `sums`. */
 typedef struct {
+    const int64_t *out_rows, *experts;
+    const char *bias;
     int32_t format, dtype, is_added; /* of down, of `out` */
     int64_t num_neurons, hidden, block_nbytes, down_at; /* where down begins in a block */
-    const float *h; /* [*, r] */
-    char *out;      /* [*, H] */
+    const char *h; /* [*, r], rows of tile_row_nbytes */
+    char *out;     /* [*, H] */
     const task *tasks;
-    int64_t num_chunks, chunk; /* of a task; tiles of one */
+    int64_t num_chunks, chunk; /* of a task; pairs of tiles of one */
     int64_t next, end;
 } tile_sums;
 
@@ -123,9 +176,33 @@ typedef struct {
     int32_t inner, down, dtype;
     int64_t num_inner, hidden, block_size, block_nbytes;
     const char *weights;
-    char *out; /* [r, M, H] */
+    char *out; /* [r, M, H], M - 1 of the inner matrices and down where there is one */
     int64_t next, end; /* blocks */
 } tile_decode;
+
+/* -- a layer's experts ------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const char *weights; /* of the first of its neurons */
+    int64_t num_tokens, expert;
+} expert_task;
+
+/* out[out_rows[i]] = down(f(gate(x[x_rows[i]])) g(up(x[x_rows[i]]))), by one task after the other, so many tokens each. */
+typedef struct {
+    int64_t inner, down;                    /* formats; NO_DOWN both: rows of numbers */
+    int64_t num_inner, num_neurons, hidden; /* gate and up, or up; neurons of a task */
+    int64_t row_nbytes, matrix_nbytes;      /* of rows of numbers: from neuron to neuron, from matrix to matrix */
+    const uint16_t *f, *g;                  /* see activation */
+    const char *inner_bias[2], *down_bias;  /* [experts, bias_width] each, [experts, H]; or NULL */
+    int64_t bias_width, bias_at;
+    const expert_task *tasks;
+    int64_t num_tasks;
+    const int64_t *x_rows, *out_rows;
+    const char *x;
+    int64_t x_nbytes;
+    char *out;
+    int64_t is_added; /* to `out`, which is float32, unrounded and without bias */
+} experts_call;
 
 /* -- attention and norms (attention_body.h) ----------------------------------------------------------------------------- */
 
@@ -153,18 +230,35 @@ typedef struct {
     int64_t next, end;
 } attention;
 
+/* What attention asks with, asks and is given, of tokens x[n, H]: linear layers, of the first two a norm and rotation. */
+typedef struct {
+    int64_t num_tokens, hidden, x_nbytes;
+    const char *x;
+    int64_t head_width, rotated_width, num_angles, num_positions, norm_width[2], norm_style[2];
+    const char *cos, *sin;   /* [positions, angles] in dtype: of each rotated number, or of each pair of them */
+    const char *norms[2];    /* [norm_width] each, or NULL */
+    const char *weights[3];  /* [rows, H] */
+    const char *bias[3];     /* [rows], or NULL */
+    int64_t num_rows[3];
+    char *out[3];            /* [n, rows] */
+} projections;
+
 typedef struct {
     const char *name;
     int64_t block; /* rows are taken so many elements at a time */
     int has_half, max_tile_tokens; /* of a task with tiles */
     void (*prepare)(int dtype, const char *x, int64_t width, float *out); /* one row, padded with zeros */
     void (*widen)(int dtype, const char *values, int64_t num, float *out);
+    void (*tile_prepare)(int format, int dtype, const char *x, int64_t width, char *out); /* one row */
+    void (*combine)(int dtype, int weights_dtype, int64_t num, int64_t top_k, int64_t width, const char *rows,
+                    const char *weights, char *out);
     void (*dots)(void *);
     void (*sums)(void *);
     void (*tile_dots)(void *);
     void (*tile_sums)(void *);
     void (*tile_decode)(void *);
     void (*attention)(void *);
+    void (*rotate)(int dtype, const projections *p, int64_t width, char *values);
     int (*norm)(int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes, const char *weight,
                 float epsilon, char *out);
 } instruction_set;

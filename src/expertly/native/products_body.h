@@ -73,6 +73,32 @@ INLINE float NAME(total)(vf v) {
     return s[0];
 }
 
+INLINE vf NAME(choose)(vi where, vf yes, vf no) {
+    return (vf)(((vi)yes & where) | ((vi)no & ~where));
+}
+
+/* e^x for x <= 0, or NaN; nothing below -87. Cody and Waite's reduction, Cephes' polynomial: 2 units in the last place. */
+INLINE vf NAME(exp)(vf x) {
+    const vf shift = (vf){0} + 12582912.f, least = (vf){0} - 87.f;
+    const vf bounded = NAME(choose)((vi)(x < least), least, x);
+    const vf whole = bounded * 1.44269504088896341f + shift, n = whole - shift;
+    const vf r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
+    vf p = (vf){0} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.f;
+    const vf power = (vf)(((vu)whole - 0x4b400000u + 127u) << 23);
+    return NAME(choose)((vi)(x < least), (vf){0}, p * power);
+}
+
+INLINE float NAME(exp_one)(float x) {
+    const vf result = NAME(exp)((vf){0} + x);
+    return result[0];
+}
+
 /* Rows to ask memory for ahead of those in use: as many again, and of narrow rows as many as make 4 KiB. */
 INLINE int64_t NAME(rows_ahead)(int64_t num_rows, int64_t row_nbytes) {
     int64_t groups = 4096 / (num_rows * row_nbytes);
@@ -81,6 +107,112 @@ INLINE int64_t NAME(rows_ahead)(int64_t num_rows, int64_t row_nbytes) {
 
 INLINE void NAME(fetch)(const char *p, int64_t nbytes) {
     for (int64_t q = 0; q < nbytes; q += 64) __builtin_prefetch(p + q);
+}
+
+static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t width, char *out);
+
+/* -- between two products ----------------------------------------------------------------------------------------- */
+
+/* To the `num` rounded numbers at `out`, those of a bias. */
+INLINE void NAME(add_bias)(int dtype, const char *bias, int64_t num, char *out) {
+    const int64_t itemsize = NAME(itemsize)(dtype);
+    for (int64_t i = 0; i < num; i++)
+        NAME(put)(dtype, NAME(value)(dtype, out + i * itemsize) + NAME(value)(dtype, bias + i * itemsize),
+                  out + i * itemsize);
+}
+
+/* `num` neurons from `first` on of a task: their products are at the same places of inner[matrix, row, neuron]. */
+INLINE void NAME(activate_typed)(int dtype, const activation *a, int64_t number, const task *one, int num_inner,
+                                 char *inner, int64_t num_rows, int64_t num_neurons, int64_t first, int64_t num) {
+    const int64_t itemsize = NAME(itemsize)(dtype), last = num_inner - 1;
+    for (int64_t t = 0; t < one->num_tokens; t++) {
+        const int64_t row = one->out_row + t;
+        char *values[2] = {NULL, NULL};
+        for (int64_t m = 0; m <= last; m++) {
+            values[m] = inner + ((m * num_rows + row) * num_neurons + first) * itemsize;
+            if (a->bias[m] == NULL) continue;
+            const int64_t place = a->experts[number] * a->bias_width + a->bias_at + first;
+            NAME(add_bias)(dtype, a->bias[m] + place * itemsize, num, values[m]);
+        }
+        if (dtype == FLOAT32) {
+            float *h = (float *)values[0], *up = (float *)values[last];
+            for (int64_t i = 0; i < num; i += V) {
+                vf x = {0}, y = {0};
+                const size_t nbytes = (size_t)(num - i < V ? num - i : V) * sizeof(float);
+                memcpy(&x, h + i, nbytes);
+                memcpy(&y, up + i, nbytes);
+                const vf e = NAME(exp)((vf)((vu)x | 0x80000000u)); /* of -|x|, which is at most 1 */
+                const vf sigmoid = NAME(choose)((vi)(x < 0), e, (vf){0} + 1.f) / (e + 1.f);
+                x = last ? x * sigmoid * y : x * sigmoid;
+                memcpy(h + i, &x, nbytes);
+            }
+        } else {
+            uint16_t *h = (uint16_t *)values[0];
+            const uint16_t *up = (const uint16_t *)values[1];
+            for (int64_t i = 0; i < num; i++) {
+                h[i] = a->f[h[i]];
+                if (!last) continue;
+                const uint16_t weight = a->g == NULL ? up[i] : a->g[up[i]];
+                NAME(put)(dtype, NAME(value)(dtype, (char *)(h + i)) * NAME(value)(dtype, (const char *)&weight),
+                          (char *)(h + i));
+            }
+        }
+        char *h = a->h + row * a->h_row_nbytes;
+        if (a->format == NO_DOWN) NAME(widen)(dtype, values[0], num, (float *)h + first);
+        else NAME(tile_prepare)(a->format, dtype, values[0], num, h + tile_row_nbytes(a->format, first));
+    }
+}
+
+static void NAME(activate)(int dtype, const activation *a, int64_t number, const task *one, int num_inner, char *inner,
+                           int64_t num_rows, int64_t num_neurons, int64_t first, int64_t num) {
+#define TYPED(type) \
+    NAME(activate_typed)(type, a, number, one, num_inner, inner, num_rows, num_neurons, first, num)
+    if (dtype == BFLOAT16) TYPED(BFLOAT16);
+    else if (dtype == FLOAT32) TYPED(FLOAT32);
+#if HAS_HALF
+    else TYPED(FLOAT16);
+#endif
+#undef TYPED
+}
+
+/* out[t] = the sum of top_k rows times their weights, from the first on; products and sum are what torch makes of them. */
+INLINE void NAME(combine_typed)(int dtype, int weights_dtype, int64_t num, int64_t top_k, int64_t width, const char *rows,
+                                const char *weights, char *out) {
+    const int64_t itemsize = NAME(itemsize)(dtype);
+    for (int64_t t = 0; t < num; t++)
+        for (int64_t first = 0; first < width; first += 64) {
+            float sums[64] = {0}, products[64];
+            const int64_t n = width - first < 64 ? width - first : 64;
+            for (int64_t k = 0; k < top_k; k++) {
+                const float weight = NAME(value)(weights_dtype, weights + (t * top_k + k) * NAME(itemsize)(weights_dtype));
+                const char *row = rows + ((t * top_k + k) * width + first) * itemsize;
+                for (int64_t j = 0; j < n; j++) {
+                    products[j] = NAME(value)(dtype, row + j * itemsize) * weight;
+                    if (dtype == FLOAT32 || dtype != weights_dtype) continue;
+                    char rounded[4];
+                    NAME(put)(dtype, products[j], rounded);
+                    products[j] = NAME(value)(dtype, rounded);
+                }
+                __asm__ volatile("" : "+m"(products)); /* rounded before they are added, as torch has them */
+                for (int64_t j = 0; j < n; j++) sums[j] += products[j];
+            }
+            for (int64_t j = 0; j < n; j++) NAME(put)(dtype, sums[j], out + (t * width + first + j) * itemsize);
+        }
+}
+
+static void NAME(combine)(int dtype, int weights_dtype, int64_t num, int64_t top_k, int64_t width, const char *rows,
+                          const char *weights, char *out) {
+#define TYPED(type, of_weights) \
+    if (dtype == type && weights_dtype == of_weights) \
+        NAME(combine_typed)(type, of_weights, num, top_k, width, rows, weights, out);
+    TYPED(BFLOAT16, BFLOAT16)
+    TYPED(BFLOAT16, FLOAT32)
+    TYPED(FLOAT32, FLOAT32)
+#if HAS_HALF
+    TYPED(FLOAT16, FLOAT16)
+    TYPED(FLOAT16, FLOAT32)
+#endif
+#undef TYPED
 }
 
 /* -- rows times vectors ------------------------------------------------------------------------------------------- */
@@ -142,9 +274,9 @@ INLINE void NAME(dot_range)(int dtype, int R, int N, const dots *d, const task *
 INLINE void NAME(dots_typed)(int dtype, dots *d) {
     for (int64_t c; (c = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED)) < d->end;) {
         const task *one = d->tasks + c / d->num_chunks;
-        int64_t first = c % d->num_chunks * d->chunk, end = first + d->chunk;
-        if (end > d->num_neurons) end = d->num_neurons;
-        first *= d->num_matrices, end *= d->num_matrices;
+        const int64_t begin = c % d->num_chunks * d->chunk;
+        const int64_t num = begin + d->chunk > d->num_neurons ? d->num_neurons - begin : d->chunk;
+        const int64_t first = begin * d->num_matrices, end = (begin + num) * d->num_matrices;
         int64_t fours = first + (end - first) / 4 * 4, twos = first + (end - first) / 2 * 2;
         switch (one->num_tokens) {
 #define CASE(N, R, whole)                                         \
@@ -158,6 +290,9 @@ INLINE void NAME(dots_typed)(int dtype, dots *d) {
             CASE(4, 2, twos)
 #undef CASE
         }
+        if (d->then != NULL)
+            NAME(activate)(dtype, d->then, one - d->tasks, one, d->num_matrices, d->out, d->out_rows, d->num_neurons,
+                           begin, num);
     }
 }
 
@@ -212,16 +347,18 @@ INLINE void NAME(finish)(int dtype, const sums *s, int64_t number) {
     const int64_t stride = s->partial_stride;
     for (int64_t t = 0; t < one->num_tokens; t++) {
         float *total = s->partial + number * s->num_chunks * stride + t * s->padded_width;
+        const int64_t row = s->out_rows == NULL ? one->out_row + t : s->out_rows[one->out_row + t];
         for (int64_t c = 1; c < s->num_chunks; c++)
             for (int64_t j = 0; j < s->padded_width; j += V) *(vf *)(total + j) += *(vf *)(total + c * stride + j);
         if (s->is_added) {
-            float *out = (float *)s->out + (one->out_row + t) * s->width;
+            float *out = (float *)s->out + row * s->width;
             for (int64_t j = 0; j < s->width; j++) out[j] += total[NAME(place)(dtype, j)];
         } else {
             const int64_t itemsize = NAME(itemsize)(dtype);
-            char *out = s->out + (one->out_row + t) * s->width * itemsize;
+            char *out = s->out + row * s->width * itemsize;
             for (int64_t j = 0; j < s->width; j++)
                 NAME(put)(dtype, total[NAME(place)(dtype, j)], out + j * itemsize);
+            if (s->bias != NULL) NAME(add_bias)(dtype, s->bias + s->experts[number] * s->width * itemsize, s->width, out);
         }
     }
 }
@@ -264,9 +401,9 @@ static void NAME(run_sums)(void *argument) {
 #include "attention_body.h"
 
 static const instruction_set NAME(set) = {
-    LABEL,           BLOCK,          HAS_HALF,           MOST_TILE_TOKENS,    NAME(prepare),       NAME(widen),
+    LABEL,           BLOCK,          HAS_HALF,           MOST_TILE_TOKENS,    NAME(prepare),       NAME(widen), NAME(tile_prepare), NAME(combine),
     NAME(run_dots),  NAME(run_sums), NAME(run_tile_dots), NAME(run_tile_sums), NAME(run_tile_decode),
-    NAME(run_attention), NAME(norm),
+    NAME(run_attention), NAME(rotate), NAME(norm),
 };
 
 #undef vf
@@ -282,6 +419,13 @@ static const instruction_set NAME(set) = {
 #undef HALF_VALUE
 #undef PUT_HALF
 #undef LOOKUP
-#undef LOOKUP_EITHER
+#undef LOOKUP_IN
+#undef HAS_ZERO
 #undef SHUFFLE
+#undef DOT_BYTES
+#undef MOST_CODE
+#undef REPEAT
+#undef SHUFFLE_EACH
+#undef JOIN
+#undef FOLD
 #undef BYTES

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from expertly.policies.allocation.moepic import SplitPlan
+    from expertly.policies.eviction.lcp import LCPOptions
     from expertly.policies.eviction.reuse import ReuseModel
     from expertly.policies.predictor.learned import LearnedWeights
 
@@ -51,6 +52,7 @@ class Known:
     learned: LearnedWeights | None = None  # of the predictor that was trained on a trace
     usage: Usage | None = None  # of the layers in a training part; None: there is none
     reuse: ReuseModel | None = None  # what a training part taught about reuse
+    priority: LCPOptions | None = None  # of the caches, where they go by it: an allocation ranks experts as they do
     plan: SplitPlan | None = None  # what layers keep at the start, for an allocation that takes it
 
 

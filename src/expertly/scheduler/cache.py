@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan, Span
-from expertly.policies.eviction import EvictionPolicy
-from expertly.policies.eviction.base import ScoredPolicy
+from expertly.policies.eviction import EvictionPolicy, MakePolicy, ScoredPolicy
 from expertly.scheduler.budget import Budget, check_shares
 from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.slots import SlotTable, bits, highest_bits, lowest_bits
@@ -20,6 +19,8 @@ class Partition:
     """The cache of one layer, or one over all layers of a size class. It counts segments; its policy orders experts."""
 
     def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
+        self.evicts_whole = False
+        """Whether victims lose all their segments, see `Cache.expect_chunks`."""
         self.capacity = capacity
         self.policy = policy
         self.used = 0
@@ -51,7 +52,7 @@ class Partition:
 
     def evict(self, num_segments: int, protected: Container[int]) -> list[tuple[int, int]] | None:
         """Drop so many segments of experts outside `protected`: (expert, mask) of each; None, and no change, where that
-        cannot be. A victim loses its last segments first, so that what stays of it is its top.
+        cannot be. Unless whole experts go, a victim loses its last segments first, so that what stays of it is its top.
         """
         if num_segments > self.used:
             return None
@@ -79,14 +80,14 @@ class Partition:
         for expert in self.policy.victims(protected):
             mask = self.kept[expert]
             count = mask.bit_count()
-            if count > missing:
+            if count > missing and not self.evicts_whole:
                 mask = sum(1 << segment for segment in bits(mask)[count - missing :])
                 count = missing
             victims.append((expert, mask))
             missing -= count
-            if not missing:
+            if missing <= 0:
                 break
-        return victims, missing
+        return victims, max(0, missing)
 
 
 class Cache:
@@ -98,12 +99,17 @@ class Cache:
         self,
         geometry: Geometry,
         budget: Budget,
-        make_policy: Callable[[int], EvictionPolicy],
+        make_policy: MakePolicy,
         scope: str,
         counters: list[LayerCounters],
         tops: Sequence[int] | None = None,
+        *,
+        prompts_evict: bool = False,
     ) -> None:
-        """`tops`: of each layer, how many segments it keeps of an expert, from its top; None: whole experts."""
+        """`tops`: of each layer, how many segments it keeps of an expert, from its top; None: whole experts.
+        `prompts_evict`: prefill "evict", see Scheduler.
+        """
+        self.prompts_evict = prompts_evict
         self._geometry = geometry
         self._budget = budget
         self._counters = counters
@@ -127,13 +133,15 @@ class Cache:
         self._find_staging()
         if scope == "layer":
             self.partitions = [
-                Partition(quota, make_policy(quota // top.bit_count()))
-                for quota, top in zip(self.quotas, self.tops, strict=True)
+                Partition(quota, make_policy(quota // top.bit_count(), [layer]))
+                for layer, (quota, top) in enumerate(zip(self.quotas, self.tops, strict=True))
             ]
             """By layer."""
         else:
-            num_segments = geometry.segments_per_expert
-            shared = [Partition(num, make_policy(num // num_segments)) for num in budget.kept_slots]
+            shared = []
+            for size_class, num in enumerate(budget.kept_slots):
+                layers = [layer for layer, one in enumerate(self._classes) if one == size_class]
+                shared.append(Partition(num, make_policy(num // geometry.segments_per_expert, layers)))
             self.partitions = [shared[size_class] for size_class in self._classes]
         self.distinct_partitions = list({id(one): one for one in self.partitions}.values())
         self.targets: list[int] | None = None
@@ -144,10 +152,21 @@ class Cache:
         self._refused = _NONE_REFUSED  # as many segments, or more, cannot be evicted for this layer
         self.is_decoding = True
         """Whether the running layer, or the last, serves decode: evictions are counted in its phase."""
+        self.may_evict = True
+        """Whether it may evict for what is prefetched."""
+
+    def expect_chunks(self) -> None:
+        """Something is predicted: from now on experts come in chunks, of which some are cancelled. Victims go whole, as
+        holes where single chunks were would scatter all that comes later over slots, and a span costs a launch; but
+        not where parts of experts are what is kept.
+        """
+        for partition in self.distinct_partitions:
+            partition.evicts_whole = not self.is_split
 
     def begin(self, is_decoding: bool) -> None:
         """Another layer decides."""
         self.is_decoding = is_decoding
+        self.may_evict = is_decoding or self.prompts_evict
         self._refused = _NONE_REFUSED
 
     def not_kept(self, layer: int, eid: int) -> int:
@@ -178,8 +197,8 @@ class Cache:
         self._unfilled[layer] -= mask.bit_count()
 
     def admit(self, layer: int, eid: int, mask: int, protected: Container[int] | None) -> int:
-        """The part of `mask` (which is not kept) that is kept from now on, of the top that the layer keeps. Decode
-        evicts what is not `protected`; a prompt (None) only fills what is free of the layer's quota.
+        """The part of `mask` (which is not kept) that is kept from now on, of the top that the layer keeps. What is not
+        `protected` is evicted for it; with None it only fills what is free of the layer's quota.
         """
         mask &= self.tops[layer]
         count = mask.bit_count()
@@ -257,7 +276,7 @@ class Cache:
     ) -> bool:
         """Find places for `mask`, which is prefetched; False, and no change, where there are none. What the layer keeps
         of an expert is kept, evicting for it what is not `protected`; the rest is staged. With None all is staged, or
-        only that rest where the partition has room.
+        only that rest where the partition has room; so it is where a prompt must not evict, and the quota is filled.
 
         An expert's worth of staging slots stays free: a load never waits for a prefetch. Where layers keep parts of
         experts and this one `is_next` to run, one slot does: wrong prefetches for it go as soon as its router ran.
@@ -269,18 +288,19 @@ class Cache:
         top = mask & self.tops[layer]
         num_kept = top.bit_count()
         can_stage_rest = num_kept == count or self.staged[size_class] + count - num_kept <= staging
+        can_stage = self.staged[size_class] + count <= staging and num_free >= count
         if protected is None:
-            if self.staged[size_class] + count <= staging and num_free >= count:
+            if can_stage:
                 return True
             if not can_stage_rest or partition.room < num_kept or num_free < count:
                 return False
+        elif not self.may_evict and min(partition.room, self._unfilled[layer]) < num_kept:
+            return can_stage
         else:
-            room = partition.room if self.is_decoding else min(partition.room, self._unfilled[layer])
             if not can_stage_rest:
                 return False
-            if room < num_kept:
-                missing = num_kept - partition.room
-                if not self.is_decoding or num_free + missing < count:
+            if partition.room < num_kept:
+                if num_free + num_kept - partition.room < count:
                     return False
                 self._refused = _NONE_REFUSED
                 if self.make_room(layer, num_kept, protected) < num_kept:
@@ -309,6 +329,8 @@ class Cache:
         self.targets = list(quotas)
         if tops is not None:
             self.is_split = True
+            for partition in self.distinct_partitions:
+                partition.evicts_whole = False
             self.tops = [top_mask(num) for num in tops]
 
     def rearrange(self, protected: Container[int]) -> None:

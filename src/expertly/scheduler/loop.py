@@ -28,6 +28,8 @@ class Decisions(Protocol):
     @property
     def finds_late(self) -> bool: ...
     @property
+    def computes_tops(self) -> bool: ...
+    @property
     def computed(self) -> Callable[[Sequence[Span]], Plan | None]: ...
     def begin_layer(self, router: RouterRan, cancelled: Sequence[Span] = ...) -> Plan: ...
     def promote(self, spans: Sequence[Span]) -> None: ...
@@ -78,20 +80,26 @@ def run_layer(
     *,
     together: bool = False,
 ) -> None:
-    """Compute every needed segment once. What has arrived goes before what was here: it may be in staging slots.
+    """Compute every needed segment once. What has arrived goes before what was here: it may be in staging slots. Chunks
+    are for transfers: an expert is computed whole, unless what is kept of it is a top, in decode (see `_Chunks`).
 
     `compute` queues everything that reads the slots of some spans: one at a time, or, `together`, all that are here.
     `routed` is what the predictor may see of the router; None: the layer is no part of the pass that it follows.
     """
     cancelled = () if prefetcher is None else prefetcher.before_router(router.layer)
     plan = scheduler.begin_layer(router, cancelled)
-    ready = plan.ready
+    chunks: _Chunks | None = None
+    if scheduler.geometry.segments_per_expert > 1 and (scheduler.queue.is_used or scheduler.computes_tops):
+        chunks = _Chunks(computes_tops=scheduler.computes_tops and router.serves_decode)
+    ready = plan.ready if chunks is None else chunks.begin(plan)
     num_coming = _submit(plan, transport, prefetcher)  # segments
     if prefetcher is not None:
         prefetcher.router_ran(routed)
         arrived = prefetcher.wait(transport)
-        ready = arrived + ready
         num_coming -= sum(span.num_segments for span in arrived)
+        if chunks is not None:
+            arrived = [whole for span in arrived for whole in chunks.arrived(span)]
+        ready = arrived + ready
     next_ready = 0  # those before it were computed
     while num_coming or next_ready < len(ready):
         span = transport.poll() if num_coming else None
@@ -106,30 +114,77 @@ def run_layer(
             num_coming -= span.num_segments
             if not num_coming and prefetcher is not None:
                 prefetcher.all_came()
-            spans = (span,)
+            spans = (span,) if chunks is None else chunks.arrived(span)
             if together and not num_coming:
-                spans = [span, *ready[next_ready:]]
+                spans = [*spans, *ready[next_ready:]]
                 next_ready = len(ready)
+            if not spans:
+                continue
         elif together:
             spans = ready[next_ready:]
             next_ready = len(ready)
         else:
             spans = ready[next_ready : next_ready + 1]
             next_ready += 1
-        compute(spans)
+        for each in [spans] if together else [(span,) for span in spans]:
+            compute(each)
         # What one span frees may be prefetched into before the next: as where spans are computed one at a time.
         for computed in [spans] if prefetcher is None else [(span,) for span in spans]:
             following = scheduler.computed(computed)
             if prefetcher is not None:
                 prefetcher.advance()
             if following is not None:
-                ready += following.ready
+                ready += following.ready if chunks is None else chunks.begin(following)
                 num_coming += _submit(following, transport, prefetcher)
     if prefetcher is None:
         scheduler.end_layer()
     else:
         scheduler.end_layer(prefetcher.experts_ended(router.layer))
         prefetcher.layer_ended(transport)
+
+
+class _Chunks:
+    """Of the running layer's experts, what is here and waits for the rest that is on its way. What waits for a slot
+    that only computing frees is not on its way. `computes_tops`: what was here when the router ran does not wait
+    (MoEpic, section 3.1).
+    """
+
+    def __init__(self, *, computes_tops: bool) -> None:
+        self._computes_tops = computes_tops
+        self._num_coming: dict[int, int] = {}  # expert -> segments
+        self._here: dict[int, list[Span]] = {}
+
+    def begin(self, plan: Plan) -> list[Span]:
+        """What of the plan is to be computed now."""
+        coming = self._num_coming
+        for spans in (plan.loads, plan.joined):
+            for span in spans:
+                coming[span.expert] = coming.get(span.expert, 0) + span.num_segments
+        if self._computes_tops:
+            return plan.ready
+        for span in plan.ready:
+            if coming.get(span.expert):
+                self._here.setdefault(span.expert, []).append(span)
+        return [span for span in plan.ready if not coming.get(span.expert)]
+
+    def arrived(self, span: Span) -> list[Span]:
+        """With this one, what is to be computed now: nothing, or an expert in as few spans as its slots allow."""
+        expert = span.expert
+        here = self._here.setdefault(expert, [])
+        here.append(span)
+        self._num_coming[expert] -= span.num_segments
+        if self._num_coming[expert]:
+            return []
+        del self._num_coming[expert], self._here[expert]
+        here.sort(key=lambda one: one.segment)
+        joined = here[:1]
+        for one in here[1:]:
+            last = joined[-1]
+            if (one.segment - last.segment, one.slot - last.slot) == (last.num_segments, last.num_segments):
+                joined[-1] = Span(last.layer, expert, last.segment, last.num_segments + one.num_segments, last.slot)
+            else:
+                joined.append(one)
+        return joined
 
 
 def _submit(plan: Plan, transport: Transport, prefetcher: Prefetcher | None) -> int:

@@ -81,7 +81,9 @@ class PrefetchQueue:
         """Queue these experts instead of what was queued of the layer. What is here of the surest top-k, and of those
         that come up while it is here, is not evicted for other prefetches.
         """
-        self.is_used = True
+        if not self.is_used:
+            self.is_used = True
+            self._cache.expect_chunks()
         layer, experts, order = prediction.layer, prediction.experts, self._order
         self._predicted[layer][prediction.distance] = prediction
         first = self._geometry.first_expert_id(layer)
@@ -166,7 +168,7 @@ class PrefetchQueue:
                 if self._evicts and safe is None:
                     safe = protected(router)
                 has_room = cache.make_prefetch_room(layer, eid, mask, safe, is_next=layer == following)
-                if not has_room and (not self._evicts or mask & ~cache.tops[layer]):
+                if not has_room and (not self._evicts or not cache.may_evict or mask & ~cache.tops[layer]):
                     self.needs_slots = cache.is_split
                     break  # until a slot is free
             self._pop()
@@ -189,7 +191,7 @@ class PrefetchQueue:
     def _pays(self, prefetch_filter: PrefetchFilter, layer: int, eid: int, count: int, num_in_flight: int) -> bool:
         """Is the first expert, of which `count` segments are absent, worth prefetching?"""
         cache = self._cache
-        evicts = self._evicts and cache.is_decoding and cache.partitions[layer].room < count
+        evicts = self._evicts and cache.may_evict and cache.partitions[layer].room < count
         lowered, arrival, _ = self._queued[layer][-1]
         order, distance = self._queued_of[layer]
         predicted = PredictedExpert(arrival - order, -lowered, distance)

@@ -10,6 +10,7 @@ from typing import Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
+from expertly.policies.admission import ADMISSIONS
 from expertly.policies.allocation import ALLOCATIONS
 from expertly.policies.base import option_text, parse_int
 from expertly.policies.predictor import PREDICTORS
@@ -40,7 +41,7 @@ LEAST_NBYTES = 1 << 20
 """Of an expert, for `expertly` to be the default: to decide takes it some 30 us a layer more than the base system."""
 
 _PRESETS = f"""
-on-demand:eviction=lru:scope=global
+on-demand:eviction=lru:scope=global:prefill=evict
     loads what is missing when it is needed (DeepSpeed-Inference, as fMoE builds it)
 lru:eviction=lru:scope=layer
     keeps the most recently used experts of each layer
@@ -58,13 +59,13 @@ expertly-ahead:eviction=reuse:scope=global:prediction=lookahead:admission=best:a
     the same, and what the next router, asked early, is sure of is loaded into the free ring (ours)
 resident:eviction=none:scope=global:transfer=at load
     keeps every expert: the speed of enough memory
-deepspeed-index:eviction=lru:scope=global:prediction=index
+deepspeed-index:eviction=lru:scope=global:prediction=index:prefill=evict
     loads the next layer's experts by their numbers, whoever asks (DeepSpeed, as MoE-Infinity has it)
-brainstorm:eviction=lfu:scope=global:prediction=popularity
+brainstorm:eviction=lfu:scope=global:prediction=popularity:prefill=evict
     counts of all that was seen say what is next and what goes (BrainStorm, as MoE-Infinity has it)
-mixtral-offloading:eviction=lru:scope=layer:prediction=lookahead:transfer=synchronous
+mixtral-offloading:eviction=lru:scope=layer:prediction=lookahead:transfer=synchronous:prefill=evict
     LRU per layer; each layer waits for what the next one's router, asked early, makes it load
-moe-infinity-lfu:eviction=lfu:scope=global:prediction=counts:transfer=synchronous
+moe-infinity-lfu:eviction=lfu:scope=global:prediction=counts:transfer=synchronous:prefill=evict
     what each request has asked for most so far, waited for (MoE-Infinity, as fMoE and MoEpic measure it)
 belady:eviction=belady:scope=layer:admission=best
     keeps what is used again soonest: the least that replacement in each layer must load
@@ -74,17 +75,17 @@ oracle:eviction=belady:scope=global:prediction=perfect:distance={ALL_LAYERS}:adm
     belady-global with perfect prediction, loading as early as places and the link allow
 modelled-lookahead:eviction=lru:scope=layer:prediction=modelled
     LRU per layer with a lookahead of stated accuracy, modelled (ProMoE, section 4: 90.5% one layer ahead)
-adapmoe:eviction=lru:scope=layer:allocation=adapmoe:prediction=lookahead:ahead=ring
+adapmoe:eviction=lru:scope=layer:allocation=adapmoe:prediction=lookahead:ahead=ring:prefill=evict
     LRU per layer with a lookahead; layers that miss more keep more, by dynamic programming (AdapMoE)
-fmoe:eviction=fmoe:scope=global:prediction=fmoe:distance=2:prefetch=proximity
+fmoe:eviction=fmoe:scope=global:prediction=fmoe:distance=2:prefetch=proximity:prefill=evict
     expert maps of earlier iterations predict, order what is loaded ahead and say what goes (fMoE)
-promoe:eviction=lru:scope=layer:prediction=learned:distance=4:segments=4
+promoe:eviction=lru:scope=layer:prediction=learned:distance=4:segments=4:prefill=evict
     LRU per layer, and small networks trained beforehand on router inputs, which predict (ProMoE)
 pre-gated:eviction=lru:scope=layer:allocation=none:prediction=learned:ahead=ring
     keeps nothing: a trained predictor says a layer ahead what passes through (Pre-gated MoE, but lossless)
-moepic:eviction=lcp:scope=layer:allocation=moepic:prediction=speculative:ahead=ring:segments=4
+moepic:eviction=lcp:scope=layer:allocation=moepic:prediction=speculative:ahead=ring:segments=4:prefill=evict
     tops of experts kept by cache priority, the rest loaded ahead; layers get what hides most (MoEpic)
-moe-infinity:eviction=eam:scope=global:prediction=eam
+moe-infinity:eviction=eam:scope=global:prediction=eam:prefill=evict
     activation matrices of earlier requests predict and say what goes (MoE-Infinity)
 """
 """Of each its parts, as a user would write them, and what it does. Other parts have the defaults of System; transfer is
@@ -185,6 +186,8 @@ def _derived(preset: System, settings: list[str], where: str) -> System:
                 raise ConfigError(f"{where}: {key}={given[key]}: of no use where {why}")
     said = {**{key: parts[key] for key in PARTS if key in given}, **options}
     text = [f"{key}={value}" for key, value in said.items()]
+    if ADMISSIONS[parts.get("admission", preset.admission)].weighs_scores:
+        parts.setdefault("prefill", "stream")  # weighed as well
     if prediction == "none":
         parts |= {field.name: field.default for field in fields(System) if field.name in OF_PREDICTION}
     elif "prediction" in parts:

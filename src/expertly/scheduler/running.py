@@ -136,7 +136,7 @@ class RunningLayer:
         if is_predicted:
             missing = [i for i, expert in enumerate(experts) if cache.not_kept(layer, first + expert)]
         protected = self.protected(router)
-        evicting, filling = _in_order(router, missing)
+        evicting, filling = self._in_order(router, missing)
         if len(evicting) > 1:  # room for all of them at once costs less than for each in turn; the victims are the same
             top = cache.tops[layer]
             lacking = [self._lacking(layer, first + experts[i], is_predicted) & top for i in evicting]
@@ -154,6 +154,18 @@ class RunningLayer:
                     self.deferred.append((position, absent & ~kept))
         for position, mask in admitted:
             self._load(position, mask, plan.loads)
+
+    def _in_order(self, router: RouterRan, missing: list[int]) -> tuple[list[int], list[int]]:
+        """Positions that may evict: decode's, in router order, and a prompt's where they may; and those that only fill
+        what is free. A prompt's, and pads', go by falling number of tokens, ties on the lowest id.
+        """
+        is_decode, experts, num_tokens = router.is_decode, router.experts, router.num_tokens
+        evicting = [i for i in missing if is_decode[i] and num_tokens[i]]
+        rest = [i for i in missing if not (is_decode[i] and num_tokens[i])] if len(evicting) < len(missing) else []
+        rest.sort(key=lambda i: (-num_tokens[i], experts[i]))
+        if not self._cache.prompts_evict:
+            return evicting, rest
+        return evicting + [i for i in rest if num_tokens[i]], [i for i in rest if not num_tokens[i]]
 
     def _lacking(self, layer: int, eid: int, is_predicted: bool) -> int:
         return self._cache.not_kept(layer, eid) if is_predicted else self._slots.absent(eid)
@@ -236,7 +248,7 @@ class TurnByTurn(RunningLayer):
         if self._by_id:
             positions.sort(key=experts.__getitem__)
         else:
-            evicting, filling = _in_order(router, positions)
+            evicting, filling = self._in_order(router, positions)
             positions = evicting + filling
         self._left = {first + experts[i]: i for i in positions}
         if self._is_early:
@@ -327,16 +339,5 @@ class TurnByTurn(RunningLayer):
         assert router is not None
         if self._by_id:
             return {*eids, *self._requested, *self._queue.upcoming()}
-        is_evicting = router.is_decode[position] and router.num_tokens[position]
+        is_evicting = (router.is_decode[position] or self._cache.prompts_evict) and router.num_tokens[position]
         return self.protected(router) if is_evicting else None
-
-
-def _in_order(router: RouterRan, missing: list[int]) -> tuple[list[int], list[int]]:
-    """Positions that may evict, in router order: decode's; and those that only fill what is free: a prompt's and pads',
-    by falling number of tokens, ties on the lowest id.
-    """
-    is_decode, experts, num_tokens = router.is_decode, router.experts, router.num_tokens
-    evicting = [i for i in missing if is_decode[i] and num_tokens[i]]
-    filling = [i for i in missing if not (is_decode[i] and num_tokens[i])] if len(evicting) < len(missing) else []
-    filling.sort(key=lambda i: (-num_tokens[i], experts[i]))
-    return evicting, filling

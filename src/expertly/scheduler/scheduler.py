@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.policies.allocation import Allocation, Job
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.allocation.uniform import Uniform
-from expertly.policies.eviction import EvictionPolicy
+from expertly.policies.eviction import MakePolicy
 from expertly.policies.prefetch import ByScore, PrefetchOrder
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.cache import Cache, whole_tops
@@ -30,23 +30,28 @@ class Scheduler:
     `order` and `preemption`: "resident" and "early" load all that is missing when the router ran, and compute what is
     here meanwhile; otherwise see TurnByTurn. `transfer`: with "synchronous" nothing is computed before what was
     predicted by then is there. `admission`: "always" keeps what a layer needs and evicts for it; "best" keeps, of what
-    was kept and what is needed, what the policy (a ScoredPolicy) values most. `ahead`: what is prefetched goes to the
-    "cache", which evicts for it, or takes free places ("ring"). `prefetch`: what of it goes first. `window`: segments
-    in flight for predictions; None: what one token's experts of a layer take.
+    was kept and what is needed, what the policy (a ScoredPolicy) values most; of a prompt, too. `prefill`: else, with
+    "stream", what a prompt needs fills free places and passes through staging slots, and what is prefetched while it
+    runs does; with "evict" it is kept as decode's is. `ahead`: what is prefetched goes to the "cache", which evicts for
+    it, or takes free places ("ring"). `prefetching`: "always", or in "decode" alone, by the layer that ran last.
+    `prefetch`: what of it goes first. `window`: segments in flight for predictions; None: what one token's experts of a
+    layer take.
     """
 
     def __init__(
         self,
         geometry: Geometry,
         budget: Budget,
-        make_policy: Callable[[int], EvictionPolicy],
+        make_policy: MakePolicy,
         *,
         scope: str = "layer",
         order: str = "resident",
         preemption: str = "early",
         transfer: str = "asynchronous",
         admission: str = "always",
+        prefill: str = "stream",
         ahead: str = "cache",
+        prefetching: str = "always",
         prefetch: PrefetchOrder = ByScore(),  # noqa: B008 - holds nothing
         window: int | None = None,
         allocation: Allocation | None = None,
@@ -61,9 +66,8 @@ class Scheduler:
         """Experts wait for what was predicted: whoever drives this waits."""
         self.finds_late = preemption == "late"
         """A missing expert is found when its turn has come; until then, prefetches for the layer go on."""
-        self.cache = Cache(
-            geometry, budget, make_policy, scope, self.counters, self.allocation.tops(budget.layer_shares)
-        )
+        tops, prompts_evict = self.allocation.tops(budget.layer_shares), prefill == "evict"
+        self.cache = Cache(geometry, budget, make_policy, scope, self.counters, tops, prompts_evict=prompts_evict)
         self.slots = self.cache.slots
         if self.allocation.is_online:
             self.allocation.begin(budget.layer_shares)
@@ -78,6 +82,7 @@ class Scheduler:
             prefetch_filter,
             evicts=ahead == "cache",
         )
+        self._prefetches_always = prefetching == "always"
         self._running: RunningLayer
         self._takes_turns = order == "id" or self.finds_late
         self._always_decides = admission == "best" or self._takes_turns or self.allocation.is_online
@@ -92,6 +97,11 @@ class Scheduler:
         """The bytes of these spans, of the running layer, have been used. What can be done next, if anything."""
         self._first_of = [geometry.first_expert_id(layer) for layer in range(geometry.num_layers)]
         self._expert_nbytes = [layer.expert_nbytes for layer in geometry.layers]
+
+    @property
+    def computes_tops(self) -> bool:
+        """Whether layers keep tops of experts, which decode computes while the rest arrives."""
+        return self.cache.is_split
 
     # -- one layer ---------------------------------------------------------------------------------------------
 
@@ -222,7 +232,7 @@ class Scheduler:
 
     def prefetch(self) -> list[Span]:
         """What to load behind every load, in this order; single segments, so that a load never waits for more."""
-        if self._running.holds_prefetching:
+        if self._running.holds_prefetching or not (self._prefetches_always or self.cache.is_decoding):
             self.queue.needs_slots = False
             return []
         return self.queue.begin(self._running.router, self._running.protected, waits=self._takes_turns)

@@ -13,6 +13,7 @@ from expertly.policies.allocation import ALLOCATIONS, Allocation
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.base import option_names
 from expertly.policies.eviction import EVICTIONS, EvictionPolicy
+from expertly.policies.eviction.lcp import LCPOptions
 from expertly.policies.known import Known
 from expertly.policies.predictor import PREDICTORS, Predictor
 from expertly.policies.prefetch import PREFETCHES
@@ -39,7 +40,9 @@ class System:
     preemption: str = "early"  # see Scheduler
     order: str = "resident"  # see Scheduler
     admission: str = "always"  # see Scheduler
+    prefill: str = "stream"  # see Scheduler
     ahead: str = "cache"  # see Scheduler
+    prefetching: str = "always"  # see Scheduler
     gate: str = "none"  # see PrefetchFilter
     distance: int = 1  # layers that the predictor looks ahead
     window: int | None = None  # see Scheduler
@@ -120,7 +123,9 @@ class System:
             preemption=self.preemption,
             transfer=self.transfer,
             admission="best" if ADMISSIONS[self.admission].weighs_scores else "always",
+            prefill=self.prefill,
             ahead=self.ahead,
+            prefetching=self.prefetching,
             prefetch=PREFETCHES[self.prefetch].make(self.options_of("prefetch")),
             window=self.window,
             allocation=self._allocation(geometry, known),
@@ -181,6 +186,8 @@ class System:
     def _allocation(self, geometry: Geometry, known: Known) -> Allocation:
         if self.gate != "none":  # what a training part's predictions would spare says nothing of what the gate lets in
             known = replace(known, usage=None)
+        if self._eviction is not None and self._eviction.options is LCPOptions:
+            known = replace(known, priority=self._eviction.parse(self.options_of("eviction")))
         return ALLOCATIONS[self.allocation].make(geometry, known, self.options_of("allocation"))
 
 
@@ -239,6 +246,11 @@ def _problems_of_keeping(system: System, predictor: type[Predictor] | None, is_b
         yield (
             f"admission={system.admission!r} compares scores, which eviction={system.eviction!r} does not have; "
             f"accepted: admission=always, or eviction={scored}"
+        )
+    if is_best and system.prefill != "stream":
+        yield (
+            f"prefill={system.prefill!r}: with admission={system.admission!r} what a prompt needs is weighed against "
+            f"what is kept; accepted: prefill=stream, or admission=always"
         )
     if eviction.needs_best and not is_best:
         yield (
@@ -314,7 +326,9 @@ ACCEPTED: dict[str, Collection[str]] = {
     "preemption": ("early", "late"),
     "order": ORDERS,
     "admission": ADMISSIONS,
+    "prefill": ("stream", "evict"),
     "ahead": ("cache", "ring"),
+    "prefetching": ("always", "decode"),
     "gate": FILTERS,
 }
 """Of each part that is chosen by name, what it may be."""
@@ -331,9 +345,9 @@ package (docs/extending.md).
 """
 
 NUMBERS = ("distance", "window", "segments")
-OF_KEEPING = ("eviction", "scope", "admission")
+OF_KEEPING = ("eviction", "scope", "admission", "prefill")
 """Parts that are of no use where nothing is kept."""
-OF_PREDICTION = ("prefetch", "transfer", "ahead", "gate", "distance", "window")
+OF_PREDICTION = ("prefetch", "transfer", "ahead", "prefetching", "gate", "distance", "window")
 """Parts that are of no use where nothing is predicted."""
 
 PARTS = (*ACCEPTED, *NUMBERS)

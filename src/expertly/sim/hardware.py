@@ -62,9 +62,9 @@ _T = TypeVar("_T")
 class PredictorCosts:
     """What the host takes to predict: a time for each thing it is told, and the larger of reading and computing.
 
-    The defaults are rounded from what `bench/matcher.py` measures of fMoE on one core of an Intel Xeon: with 1000 maps
-    42 us a layer of a decode row (41 by these), 0.42 ms a semantic search (0.70), for 512 rows 3.1 ms a layer and 79 ms
-    an update (3.3 and 85); with 32000 maps 0.99 ms a layer (0.70).
+    The defaults are rounded from what was measured of fMoE on one core of an Intel Xeon (docs/benchmarks.md): with 1000
+    maps 42 us a layer of a decode row (41 by these), 0.42 ms a semantic search (0.70), for 512 rows 3.1 ms a layer and
+    79 ms an update (3.3 and 85); with 32000 maps 0.99 ms a layer (0.70).
     """
 
     call_ns: int = 20_000

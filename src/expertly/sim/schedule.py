@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -140,6 +140,24 @@ def first_rows(spans: list[RowRange], num_tokens: int | None) -> list[RowRange]:
         kept.append(RowRange(span.request, span.first_row, num, span.arrival_ns))
         num_tokens -= num
     return kept
+
+
+def num_prompt_rows(trace: Trace, span: RowRange) -> int:
+    """Of a request: the rows of its prompt."""
+    return int(trace.rows("is_prefill", span.first_row, span.first_row + span.num_rows).sum())
+
+
+def with_answer(trace: Trace, span: RowRange, num_tokens: int) -> RowRange:
+    """A request with at most so many tokens behind its prompt."""
+    return replace(span, num_rows=min(span.num_rows, num_prompt_rows(trace, span) + num_tokens))
+
+
+def decode_passes(trace: Trace, span: RowRange) -> npt.NDArray[np.bool_]:
+    """Of each pass of a span, whether it is of decode alone."""
+    rows = span.first_row, span.first_row + span.num_rows
+    _, firsts = np.unique(trace.rows("iteration", *rows), return_index=True)
+    found: npt.NDArray[np.bool_] = ~np.logical_or.reduceat(trace.rows("is_prefill", *rows), firsts)
+    return found
 
 
 def _arriving(trace: Trace, requests: Sequence[TraceRequest], arrivals: Arrivals) -> tuple[list[RowRange], int]:

@@ -13,6 +13,7 @@ from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_
 from expertly.core.observation import Want
 from expertly.core.resources import parse_memory
 from expertly.policies.allocation.moepic import SplitPlan
+from expertly.policies.eviction.reuse import ReuseModel
 from expertly.policies.known import Known
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.budget import Budget, class_segment_nbytes, default_ring, split_budget
@@ -124,6 +125,7 @@ class Study:
     order: str | None = None  # instead of the systems' own; what is run beside them for comparison keeps its own
     matcher: str = "virtual"  # of MATCHERS; predictors that are told the future take no time in any case
     learned: LearnedWeights | None = None  # of a predictor that was trained before
+    reuse: ReuseModel | None = None  # what evictions learned before, in place of what the training part teaches them
     plan: SplitPlan | None = None  # of the systems that take one
     chrome: Timelines | None = None
     progress: Progress | None = None
@@ -330,7 +332,8 @@ class Study:
             self._next_uses = self._next_uses or next_uses(self._workload)
             future = TraceFuture(self._workload, geometry, self._next_uses)
         known = Known(self._popularity, self.seed, future, self.learned, plan=self.plan)
-        usage, reuse = self._training.usage(system, geometry, known), self._training.reuse(system, geometry)
+        usage = self._training.usage(system, geometry, known)
+        reuse = self._training.reuse(system, geometry) if self.reuse is None else self.reuse
         known = replace(known, usage=usage, reuse=reuse)
         order = None if system.name in BOUNDS else self.order
         scheduler = system.scheduler(geometry, system.budget(geometry, budget, known), known, order)

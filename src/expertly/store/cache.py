@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -109,13 +110,7 @@ def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
     lock = _lock_of(entry.folder)
     try:
         with store_errors(entry.folder, "removing it"):
-            # Under another name first: a removal that is interrupted must not leave a store that seems whole.
-            doomed = entry.folder.with_name(f"{entry.folder.name.removesuffix('.removed')}.removed")
-            if doomed != entry.folder:
-                if doomed.exists():
-                    shutil.rmtree(doomed)
-                entry.folder.rename(doomed)
-            shutil.rmtree(doomed)
+            _remove_folder(entry.folder)
             name = entry.folder.name
             other_codec = name.removesuffix(_PLANES) if name.endswith(_PLANES) else name + _PLANES
             for kind in () if entry.folder.with_name(other_codec).is_dir() else LEARNED:
@@ -124,6 +119,26 @@ def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
         if lock >= 0:
             os.close(lock)
     return entry
+
+
+def make_room_for_this_version(folder: Path) -> None:
+    """Remove the cached store at `folder` where another version of expertly packed it, in a format of its own, so that
+    it is packed again. Raises StoreError where it cannot be removed.
+    """
+    if is_packed_store(folder) and not Manifest.is_of_this_version(folder):
+        logging.getLogger("expertly").warning("%s: packed by another version of expertly; packing again", folder)
+        with store_errors(folder, "removing it"):
+            _remove_folder(folder)
+
+
+def _remove_folder(folder: Path) -> None:
+    # Under another name first: a removal that is interrupted must not leave a store that seems whole.
+    doomed = folder.with_name(f"{folder.name.removesuffix('.removed')}.removed")
+    if doomed != folder:
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        folder.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def _is_source(entry: CacheEntry, name: str) -> bool:

@@ -14,9 +14,9 @@ from expertly.core.files import is_plain_name, json_bytes, read_json_object, wri
 from expertly.core.geometry import LayerGeometry, stored_as
 from expertly.core.headers import BITS
 from expertly.core.units import format_share
-from expertly.formats import check_format
+from expertly.formats import FORMATS, check_format
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 
 STORE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -90,6 +90,9 @@ class Manifest:
     files: Mapping[str, FileEntry]
     codec: str = "none"  # how the experts are stored
     rounding: Rounding | None = None
+    dense_formats: Mapping[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # formats that linear layers keep, by path
     format_version: int = FORMAT_VERSION
 
     @property
@@ -116,6 +119,7 @@ class Manifest:
             **({} if self.rounding is None else {"rounding": self.rounding.as_dict()}),
             "layers": [layer.as_dict() for layer in self.layers],
             "sites": list(self.sites),
+            **({"dense_formats": dict(self.dense_formats)} if self.dense_formats else {}),
             "files": {name: dataclasses.asdict(entry) for name, entry in self.files.items()},
         }
 
@@ -124,6 +128,13 @@ class Manifest:
         """Raises StoreError naming the file, the field and what is accepted."""
         path = folder / MANIFEST_NAME
         return cls.from_dict(path, read_json_object(path, StoreError))
+
+    @staticmethod
+    def is_of_this_version(folder: Path) -> bool:
+        """Whether the manifest says that this version of expertly reads the store. Raises StoreError where it says
+        nothing.
+        """
+        return read_json_object(folder / MANIFEST_NAME, StoreError).get("format_version") == FORMAT_VERSION
 
     @classmethod
     def from_dict(cls, path: Path, raw: Mapping[str, Any]) -> Manifest:
@@ -148,6 +159,9 @@ class Manifest:
             raise fail("sites", f"must be {len(layers)} strings, one a layer")
         if not isinstance(files, dict):
             raise fail("files", "must be an object")
+        dense = raw.get("dense_formats", {})
+        if not isinstance(dense, dict) or not all(isinstance(one, str) and one in FORMATS for one in dense.values()):
+            raise fail("dense_formats", f"must be an object of formats; accepted: {', '.join(FORMATS)}")
         return cls(
             raw["identity"],
             raw["source"],
@@ -158,6 +172,7 @@ class Manifest:
             {name: _entry(path, name, entry) for name, entry in files.items()},
             codec,
             _rounding(path, raw.get("rounding")),
+            dense,
         )
 
 

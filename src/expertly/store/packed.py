@@ -19,6 +19,8 @@ from expertly.core.errors import CheckpointError, StoreError
 from expertly.core.files import disk_errors, read_json_object, write_atomic
 from expertly.core.geometry import PAGE_NBYTES, Geometry, LayerGeometry
 from expertly.core.headers import TensorInfo, TensorSpec, read_safetensors_header
+from expertly.formats import FORMATS
+from expertly.formats.tiles import TILE_OUTPUTS
 from expertly.store.checkpoint import INDEX_NAME, check_claims
 from expertly.store.frames import FrameIndex, checked_chunks, index_name, open_index, planes_name
 from expertly.store.manifest import IS_FLOAT, ITEMSIZE, MANIFEST_NAME, STORE_DTYPES, FileEntry, Manifest
@@ -50,6 +52,36 @@ def experts_spec(layer: LayerGeometry, dtype: str) -> TensorSpec:
         return TensorSpec(EXPERTS_KEY, "U8", (layer.num_experts, layer.num_blocks, layer.block_nbytes))
     shape = (layer.num_experts, layer.intermediate_size, layer.num_matrices, layer.hidden_size)
     return TensorSpec(EXPERTS_KEY, STORE_DTYPES[dtype], shape)
+
+
+def tiles_name(path: str) -> str:
+    """The dense tensor of a linear layer that is kept in a format: bytes [outputs / 16, nbytes]."""
+    return f"{path}.tiles"
+
+
+def dense_by_format(
+    tensors: Mapping[str, TensorInfo] | Mapping[str, TensorSpec],
+    formats: Mapping[str, str],
+    dtype: str,
+    *,
+    is_decoded: bool = False,
+) -> dict[str, int]:
+    """Bytes of the dense tensors of a store once loaded in `dtype`, by the format that linear layers are kept in
+    (`formats`, by their paths) or by dtype, the largest first. `is_decoded`: where none is kept.
+    """
+    kept = {tiles_name(path): FORMATS[name] for path, name in formats.items()}
+    found: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        form = kept.get(name)
+        kind, nbytes = tensor.dtype.lower(), tensor.nbytes
+        if form is not None and not is_decoded:
+            kind = form.name
+        elif form is not None:
+            kind, nbytes = dtype, tensor.nbytes // form.tile_nbytes * TILE_OUTPUTS * form.group * ITEMSIZE[dtype]
+        elif tensor.dtype in IS_FLOAT:
+            kind, nbytes = dtype, math.prod(tensor.shape) * ITEMSIZE[dtype]
+        found[kind] = found.get(kind, 0) + nbytes
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
 def stored_ratio(manifest: Manifest) -> float:
@@ -170,11 +202,12 @@ class PackedStore:
 
     @property
     def dense_nbytes(self) -> int:
-        """Bytes of the dense tensors once loaded in the store's dtype."""
-        itemsize = ITEMSIZE[self.manifest.dtype]
-        return sum(
-            math.prod(info.shape) * itemsize if info.dtype in IS_FLOAT else info.nbytes for info in self.dense.values()
-        )
+        """Bytes of the dense tensors once loaded in the store's dtype, or in the formats that they are kept in."""
+        return sum(self.dense_by_format().values())
+
+    def dense_by_format(self, *, is_decoded: bool = False) -> dict[str, int]:
+        """The same by format or dtype. `is_decoded`: where nothing multiplies with a format's bytes."""
+        return dense_by_format(self.dense, self.manifest.dense_formats, self.manifest.dtype, is_decoded=is_decoded)
 
     @property
     def nbytes(self) -> int:

@@ -135,6 +135,12 @@ class TraceManifest:
     shards: tuple[ShardInfo, ...] = ()
 
     @property
+    def geometries(self) -> tuple[LayerGeometry, ...] | None:
+        """Of all layers; None where the trace does not know the sizes of them all."""
+        known = [one for layer in self.layers if (one := layer.geometry()) is not None]
+        return tuple(known) if len(known) == len(self.layers) else None
+
+    @property
     def num_rows(self) -> int:
         """Rows in shards; the tail of an unfinished recording is not counted."""
         return self.shards[-1].first_row + self.shards[-1].num_rows if self.shards else 0

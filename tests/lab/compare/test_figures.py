@@ -169,7 +169,7 @@ def test_ticks_are_round(high: float, base: int, last: float, step: float) -> No
 def test_a_range_names_its_unit_once() -> None:
     assert format_range(format_seconds, 0.0398, 0.0791) == "39.8 to 79.1 ms"
     assert format_range(format_seconds, 0.5, 1.5) == "500 ms to 1.50 s"
-    assert format_range(format_share, 0.5, 0.75) == "50.0% to 75.0%"
+    assert format_range(format_share, 0.5, 0.75) == "50.0 to 75.0%"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import FAILS, HOLDS, UNTOLD, Check, Finding, MeanOfRequests, Result
+from expertly.lab.papers.findings import FAILS, HOLDS, UNTOLD, Check, Finding, FindingTable, Result, Told
+from expertly.lab.papers.measured import Estimate, joined
 from expertly.lab.papers.moe_infinity import elbow, grouped, transitions
 from expertly.lab.papers.runner import EXPERIMENTS, PAPERS, select
 
@@ -61,25 +63,79 @@ def test_a_check_says_which_numbers_decided() -> None:
     assert named.measured == "1 of 2; not: k=2"
 
 
-def mean(each: Sequence[float]) -> MeanOfRequests:
+def mean(each: Sequence[float]) -> Estimate:
     """Of requests with one pass each."""
-    return MeanOfRequests.of(float(np.mean(each)), np.array(each), np.ones(len(each)))
+    return Estimate.mean(np.array(each))
 
 
 def test_what_is_within_the_noise_of_requests_cannot_be_told() -> None:
     slow, fast = mean([3.0, 1.0, 2.0, 4.0, 2.0, 3.0]), mean([2.9, 0.9, 1.9, 3.9, 1.9, 2.9])
     noisy = mean([1.0, 5.0, 0.5, 4.9, 0.5, 2.4])  # as fast as `fast` in the mean, by other requests
     check = rules.best("", {"fast": fast, "slow": slow}, "fast", "", lowest=True)
-    assert check.verdict == HOLDS and "difference -0.1 to -0.1" in check.measured, "each request is 0.1 faster"
+    assert check.verdict == HOLDS and "fast of slow: 0.96x [0.94, 0.97]" in check.measured, "each request is 0.1 faster"
     assert rules.best("", {"fast": fast, "slow": slow}, "slow", "why", lowest=True).verdict == FAILS
     check = rules.best("", {"noisy": noisy, "slow": slow}, "noisy", "why", lowest=True)
     assert check.verdict == UNTOLD and check.why == ""
     check = rules.ranked("", {"fast": fast, "slow": slow, "noisy": noisy}, "", lowest=True)
     assert check.verdict == UNTOLD and "not told apart: slow and noisy" in check.measured
-    cases = {"one": rules.compare(("noisy", "slow"), {"noisy": noisy, "slow": slow}, lowest=True), "other": True}
+    cases: dict[str, bool | Told] = {
+        "one": rules.compare(("noisy", "slow"), {"noisy": noisy, "slow": slow}, lowest=True),
+        "other": True,
+    }
     assert rules.everywhere("", cases, "", "").verdict == UNTOLD
-    few = {"a": mean([1.0, 9.0]), "b": mean([9.0, 1.5])}
-    assert rules.best("", few, "a", "", lowest=True).verdict == HOLDS, "no interval of two requests"
+    few = {"a": mean([1.0, 1.0]), "b": mean([9.0, 9.0])}
+    assert rules.best("", few, "a", "", lowest=True).verdict == UNTOLD, "two requests tell nothing"
+
+
+def test_a_gain_has_the_size_that_the_rule_asks_for() -> None:
+    base, less = mean([2.0, 4.0, 2.0, 4.0, 3.0]), mean([1.96, 3.92, 1.96, 3.92, 2.94])
+    values = {"less": less, "base": base}
+    assert rules.below("", values, "", slack=-0.01).verdict == HOLDS
+    assert rules.below("", values, "", slack=-0.05).verdict == FAILS, "2 % are not 5"
+
+
+def test_the_same_is_an_interval_within_the_margin() -> None:
+    base = mean([2.0, 4.0, 2.0, 4.0, 3.0])
+    for times, verdict in ((1.005, HOLDS), (1.1, FAILS), (0.9, FAILS)):
+        assert rules.same("", {"one": base * times, "other": base}, "", margin=0.02).verdict == verdict
+    noisy = mean([3.0, 3.1, 2.9, 3.0, 3.0])
+    assert rules.same("", {"one": noisy, "other": base}, "", margin=0.02).verdict == UNTOLD, "equal in the mean only"
+
+
+def test_most_cases_are_more_than_half_of_them() -> None:
+    cases = {str(number): number < 3 for number in range(5)}
+    assert rules.everywhere("", cases, "", "", mostly=True).verdict == HOLDS
+    assert rules.everywhere("", cases | {"5": False}, "", "", mostly=True).verdict == FAILS
+
+
+def test_intervals_are_the_bootstraps_and_go_through_arithmetic() -> None:
+    dice = np.random.default_rng(0)
+    each = dice.normal(10, 2, 400)
+    low, high = Estimate.mean(each).interval or (0.0, 0.0)
+    assert 9.6 < low < each.mean() < high < 10.4 and high - low == pytest.approx(4 * 2 / 20, rel=0.2)
+    ratio = Estimate.mean(each) / Estimate.mean(each * 2)
+    assert ratio.interval == pytest.approx((0.5, 0.5)), "of the same requests: what they have in common cancels"
+    weighted = Estimate.mean(np.array([2.0, 30.0, 4.0, 6.0, 8.0]), np.array([1, 10, 1, 2, 2]))
+    assert weighted == 50 / 16
+    tail = Estimate.percentile(np.arange(100.0), 90, np.arange(100) // 10)
+    assert tail == 89 and tail.interval is not None and tail.interval[0] < 89 <= tail.interval[1]
+    middle = joined(np.median, [Estimate.mean(each), 3.0, 20.0])
+    assert middle == each.mean() and isinstance(middle, Estimate)
+
+
+def test_three_seeds_are_few() -> None:
+    found = Estimate.of_seeds([1.0, 2.0, 3.0])
+    assert found == 2 and found.interval == pytest.approx((2 - 4.3 / 3**0.5, 2 + 4.3 / 3**0.5), abs=0.3)
+    other = Estimate.of_seeds([1.1, 2.1, 3.1])
+    assert (other - found).interval == pytest.approx((0.1, 0.1)), "seeds are compared one by one"
+    assert Estimate.of_seeds([1.0]).interval is None
+
+
+def test_a_table_says_intervals_and_comes_back_from_json() -> None:
+    made = FindingTable.of("", {"": "", "TPOT": "ms"}, [("lru", mean([0.01, 0.02, 0.03, 0.02, 0.02])), ("x", 0.5)])
+    assert made.shown() == [["lru", "20.00 ms [14.00, 26.00]"], ["x", "500 ms"]]
+    rows = json.loads(json.dumps(made.rows))
+    assert FindingTable.of("", {"": "", "TPOT": "ms"}, rows) == made
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,13 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.lab.papers import findings, moepic
-from expertly.lab.papers.findings import FAILS, Check, Experiment, Finding, MeanOfRequests, Result, Told, Why
+from expertly.lab.papers.findings import FAILS, Check, Experiment, Finding, Result, Told, Why
+from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import HITS, TPOT, TTFT
 from expertly.lab.papers.runner import EXPERIMENTS, Session
 from expertly.lab.papers.runs import CannotRun, Lab, batched, prompts_need
 from expertly.scheduler.presets import get_system
+from expertly.sim.schedule import Selection, make_schedule
 from tests.lab.papers.small import full_trace, imported_trace
 
 WHOLE = ["fmoe:9", "fmoe:12b", "moe-infinity:2", "promoe:13", "moepic:4a"]
@@ -64,7 +67,9 @@ def test_an_experiment_whole(session: Session, name: str) -> None:
 def test_a_claim_that_does_not_hold_is_explained_by_what_ran(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every reason is asked for, as if nothing held."""
 
-    def refused(claim: str, rule: str, measured: str, told: Sequence[Told], unit: str, why: Why) -> Check:
+    def refused(
+        claim: str, rule: str, measured: str, told: Sequence[Told], unit: str, why: Why, paper: str = ""
+    ) -> Check:
         with contextlib.suppress(StopIteration):  # it asks for the first case that is wrong, and none is
             return Check(claim, rule, measured, FAILS, why if isinstance(why, str) else why())
         return Check(claim, rule, measured, "holds")
@@ -86,12 +91,10 @@ def test_what_a_trace_lacks_is_modelled_and_all_else_stays(session: Session) -> 
     assert bare.fitted("lru") == ("lru", False)
 
 
-def test_the_table_of_hit_rates_decides_the_claim(
-    traces: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(moepic, "LONGER", 1)
+def test_the_table_of_hit_rates_decides_the_claim(traces: list[Path], tmp_path: Path) -> None:
     (finding,) = run(Session(traces[:1], tmp_path, quick=True), "moepic:table-1").findings
-    rows = [[float(cell) for cell in row[1:6]] for row in finding.tables[0].rows]  # type: ignore[arg-type]
+    cells = [row[1:6] for row in finding.tables[0].rows]
+    rows = [[one[0] if isinstance(one, tuple) else float(one or 0) for one in row] for row in cells]
     for random, lfu, lru, lcp, above in rows:
         assert above == pytest.approx(lcp - max(lfu, lru))
         assert 0 < random < 1
@@ -110,24 +113,75 @@ def test_what_learns_has_learned_from_other_requests_unless_it_is_online(lab: La
     assert "nothing learned" in lab.setting(online)
 
 
+def test_what_collects_requests_has_enough_to_learn_from(session: Session, lab: Lab, tmp_path: Path) -> None:
+    """However few tokens are simulated."""
+    few = Lab(session.subjects[0], tmp_path, num_tokens=50)
+    for schedule in few.schedules():
+        assert len({span.request for span in schedule.training}) == 17, "all that there are"
+
+
+def test_every_seed_is_simulated_and_together_they_decode_what_is_asked_for(session: Session, tmp_path: Path) -> None:
+    lab = Lab(session.subjects[0], tmp_path, num_tokens=150)
+    runs = lab.runs("rtx3090")
+    assert len(runs.studies) == 3
+    tests = [{span.request for span in study.schedule.test} for study in runs.studies]
+    assert tests[0] != tests[1] != tests[2]
+    row = runs.row("lru")
+    assert row.is_decode.sum() == 150 and row["tokens"] == sum(
+        span.num_rows for study in runs.studies for span in study.schedule.test
+    )
+    apart = runs.by_seed["lru"]
+    assert len(apart) == 3 and row["bytes_loaded"] == sum(one["bytes_loaded"] for one in apart)
+    tpot = row.tpot_s
+    assert isinstance(tpot, Estimate) and tpot == pytest.approx(row.passes_s[row.is_decode].mean())
+    assert len(np.unique(row.units)) == len(set().union(*tests)), "a request of two seeds is drawn once"
+
+
+def test_a_trace_that_networks_learned_from_is_parted_as_it_was_for_them(session: Session, tmp_path: Path) -> None:
+    """Else other seeds would test requests that they know."""
+    own = replace(session.subjects[0], learned_from=Selection(split=(7, 3), seed=5))
+    known = {span.request for span in make_schedule(own.trace, Selection(split=(7, 3), seed=5)).training}
+    schedules = Lab(own, tmp_path).schedules()
+    assert all({span.request for span in one.training} == known for one in schedules)
+    orders = [tuple(span.request for span in one.test) for one in schedules]
+    assert len(set(orders)) == 3 and not known.intersection(*orders)
+
+
+def test_moepic_configures_anew_several_times_while_its_stand_in_is_measured(session: Session) -> None:
+    lab = Lab(moepic.mixtral(session._scratch / "made up", 0), session._scratch)
+    for schedule in lab.schedules():
+        spans = [(one.first_row, one.first_row + one.num_rows) for one in schedule.test]
+        assert sum(int((~lab.trace.rows("is_prefill", *span)).sum()) for span in spans) >= 3 * moepic.TAU
+    assert moepic._systems(["moepic", "moepic:rho=0.5", "lru"]) == {
+        "moepic": "moepic:tau=500",
+        "moepic:rho=0.5": "moepic:rho=0.5:tau=500",
+        "lru": "lru",
+    }
+
+
 def test_means_are_of_the_requests_that_the_simulator_ran(lab: Lab) -> None:
     """What intervals are made of adds up to what is reported."""
     runs = lab.runs("rtx3090")
     row = runs.row("lru")
     for metric in (TPOT, TTFT, HITS):
         value = metric.of(row)
-        assert isinstance(value, MeanOfRequests) and len(value.counts) == len(runs.study.schedule.test)
-        assert value.sums.sum() / value.counts.sum() == pytest.approx(float(value))
+        assert isinstance(value, Estimate) and value.interval is not None
+        low, high = value.interval
+        assert low < value < high
+    assert row.hit_rate == pytest.approx(row["hit_rate"]) and row.ttft_s == pytest.approx(row["ttft_s"])
+    assert row.tpot_s == pytest.approx(row["tpot_s"])
+    assert row.loaded * len(row.passes_s) == pytest.approx(row["bytes_loaded"])
+    assert sum(map(row.layer_s, range(8))) < row.tpot_s
     waited_s = float(row.waiting_s[row.is_decode].sum())
     assert waited_s == pytest.approx(row["decode_stall_s"]) and waited_s > 0
     assert row.waiting(True) == pytest.approx(waited_s / row.passes_s[row.is_decode].sum())
 
 
 def test_another_seed_learns_from_and_tests_other_requests(session: Session, tmp_path: Path) -> None:
-    labs = [Lab(session.subjects[0], tmp_path, seed=seed) for seed in (0, 1)]
-    first, other = ([span.request for span in lab.schedule().test] for lab in labs)
+    labs = [Lab(session.subjects[0], tmp_path, quick=True, seed=seed) for seed in (0, 1)]
+    first, other = ([span.request for span in lab.schedules()[0].test] for lab in labs)
     assert first != other
-    assert [span.request for span in labs[0].requests_to_test()][: len(first)] == first
+    assert [span.request for span in labs[0].requests_to_test()[0]][: len(first)] == first
 
 
 def test_all_in_memory_runs_once_whatever_the_budget(lab: Lab) -> None:
@@ -136,14 +190,14 @@ def test_all_in_memory_runs_once_whatever_the_budget(lab: Lab) -> None:
 
 
 def test_more_at_once_is_the_same_requests(lab: Lab) -> None:
-    one, four = (batched(lab, "rtx3090", size).study for size in (1, 4))
-    rows = [span.num_rows for span in (one.schedule.test[-1], four.schedule.test[-1])]
-    assert rows[0] == rows[1]
-    sizes = [np.unique(study.trace.rows("iteration", 0, study.trace.num_rows)).size for study in (one, four)]
-    assert sizes[1] < sizes[0]
-    found = four.trace.rows("request", four.schedule.test[-1].first_row, four.trace.num_rows)
-    pass_of = four.trace.rows("iteration", four.schedule.test[-1].first_row, four.trace.num_rows)
-    assert len(set(found[pass_of == pass_of[0]].tolist())) == 4, "four prompts in one pass"
+    one, four = (batched(lab, "rtx3090", size) for size in (1, 4))
+    tests = [runs.study.schedule.test for runs in (one, four)]
+    assert [len(spans) for spans in tests] == [4, 1]
+    assert sum(span.num_rows for span in tests[0]) == tests[1][0].num_rows
+    batch, trace = tests[1][0], four.study.trace
+    rows = batch.first_row, batch.first_row + batch.num_rows
+    pass_of = trace.rows("iteration", *rows)
+    assert len(set(trace.rows("request", *rows)[pass_of == pass_of[0]].tolist())) == 4, "four prompts in one pass"
     assert 0 < prompts_need(lab, "rtx3090", 1) < prompts_need(lab, "rtx3090", 4) <= 1
 
 
@@ -169,6 +223,12 @@ def test_one_that_fails_does_not_stop_the_others(session: Session) -> None:
         "full: no such luck",
     )
     assert run(session, "fmoe:16").verdict == "holds"
+
+
+def test_several_at_once_find_the_same(traces: list[Path], session: Session, tmp_path: Path) -> None:
+    experiments = [EXPERIMENTS[name] for name in ("fmoe:3", "fmoe:16", "moe-infinity:2")]
+    found = [*Session(traces, tmp_path, quick=True).results(experiments, jobs=2)]
+    assert [replace(one, seconds=0) for one in found] == [replace(run(session, one.name), seconds=0) for one in found]
 
 
 def test_results_come_back_from_json(session: Session, tmp_path: Path) -> None:

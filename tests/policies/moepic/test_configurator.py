@@ -178,3 +178,34 @@ def test_what_does_not_fit_together_is_said() -> None:
 def test_half_of_each_expert(budget: int, segments: int, kept: tuple[int, int]) -> None:
     (split,) = uniform_plan(shape_of(1, experts=8, segments=segments, width=12), [budget]).layers
     assert (split.kept_experts, split.kept_segments, split.budget_segments) == (*kept, budget)
+
+
+def test_moves_as_printed_are_algorithm_1() -> None:
+    """Line by line. Ours goes on where that ends, and never ends with more."""
+    differs = 0
+    for seed in range(12):
+        shape, kept, rates, timing = random_model(seed)
+        forecaster, step = Forecaster(shape, rates, timing), max(1, round(0.02 * kept))
+        most = [layer.num_experts * shape.segments_per_expert for layer in shape.layers]
+        layers = range(shape.num_layers)
+        now = list(equal_shares(shape, [kept]))
+        while True:
+            first = forecaster.forecast(now).exposed_ns
+            more = forecaster.forecast([min(now[i] + step, most[i]) for i in layers]).exposed_ns
+            less = forecaster.forecast([max(now[i] - step, 0) for i in layers]).exposed_ns
+            takers = [(more[i] - first[i], i) for i in layers if now[i] + step <= most[i]]
+            givers = [(less[i] - first[i], i) for i in layers if now[i] - step >= min(1, now[i])]
+            givers = [one for one in givers if takers and one[1] != min(takers)[1]]
+            if not givers:
+                break
+            then = list(now)
+            then[min(takers)[1]] += step
+            then[min(givers)[1]] -= step
+            if sum(forecaster.forecast(then).exposed_ns) >= sum(first):
+                break
+            now = then
+        printed, ours = (configure(shape, [kept], rates, timing, 0.02, as_printed=one) for one in (True, False))
+        assert budgets_of(printed) == now
+        assert sum(ours.exposed_ns) <= sum(printed.exposed_ns) + 1e-6
+        differs += budgets_of(ours) != now
+    assert differs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from expertly.testing import PREDICTOR_CHECKS, made_up
 from expertly.testing.made_up import SHAPE, ListFuture, some_future
 from expertly.testing.predictor import DISTANCES
 from tests.scheduler.drive import geometry
+from tests.tables import crossed
 from tests.weights import random_weights
 
 
@@ -38,11 +40,20 @@ def watched(name: str, distance: int, **settings: Any) -> tuple[ListFuture, list
     return made_up.watched(PREDICTORS[name], distance, known=known, **settings)
 
 
-@pytest.mark.parametrize("check", PREDICTOR_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("distance", DISTANCES)
-@pytest.mark.parametrize("name", PREDICTORS)
-def test_conformance(name: str, distance: int, check: Any) -> None:
-    """A new predictor inherits these by being in PREDICTORS."""
+CHECKED = list(product(PREDICTORS, PREDICTOR_CHECKS))
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "distance"),
+    dict.fromkeys(
+        (*one, distance)
+        for start in (0, 2)
+        for one, distance in crossed(CHECKED, [*DISTANCES[start:], *DISTANCES[:start]])
+    ),
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_conformance(name: str, check: Any, distance: int) -> None:
+    """A new predictor inherits these by being in PREDICTORS; each at two of the distances in turn."""
     check(PREDICTORS[name], distance, known)
 
 

@@ -186,8 +186,7 @@ def compare_model(
         settings = comparison.settings = replace(settings, codec=facts["codec"])
         arguments["codec"] = facts["codec"]
         hardware = Hardware.read(settings.hardware or "infinite")
-        layers = tuple(layer.geometry() for layer in trace.manifest.layers)
-        study = _study(settings, trace, schedule, hardware, layers, trace.manifest.dense, learned)
+        study = _study(settings, trace, schedule, hardware, trace.manifest.geometries, trace.manifest.dense, learned)
         check_budgets(study, settings)
         base_nbytes = machine.worker.ask("peak_nbytes") - facts["memory_bytes"]
         if settings.hardware is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,9 +13,8 @@ from expertly.core.messages import Span
 from expertly.lab.compare.engine import RunFailure
 from expertly.lab.compare.settings import ComparisonSettings
 from expertly.scheduler.presets import BOUNDS
-from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule
+from expertly.sim.schedule import Schedule, Selection, decode_passes, first_rows, make_schedule, with_answer
 from expertly.sim.study import Memory, Study
-from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 
 
@@ -114,29 +113,18 @@ def pick(trace: Trace, selection: Selection, num_answer: int | None) -> Schedule
         return schedule
     if any(span.request is None for span in schedule.test):
         return replace(schedule, test=first_rows(schedule.test, num_answer))
-    test = [
-        replace(span, num_rows=min(span.num_rows, num_prompt_rows(trace, span) + num_answer)) for span in schedule.test
-    ]
-    return replace(schedule, test=test)
-
-
-def num_prompt_rows(trace: Trace, span: RowRange) -> int:
-    """Of a request: the rows of its prompt."""
-    return int(trace.rows("is_prefill", span.first_row, span.first_row + span.num_rows).sum())
+    return replace(schedule, test=[with_answer(trace, span, num_answer) for span in schedule.test])
 
 
 def middle_decode_iteration(trace: Trace, schedule: Schedule) -> int | None:
     """Counted over the picked requests: the decode step in the middle of the middle one; None where none decodes."""
     count, steps = 0, []
     for span in schedule.test:
-        end = span.first_row + span.num_rows
-        iteration = trace.rows("iteration", span.first_row, end)
-        firsts = np.flatnonzero(np.diff(iteration, prepend=-1))
-        is_decode = ~np.maximum.reduceat(trace.rows("is_prefill", span.first_row, end), firsts)
+        is_decode = decode_passes(trace, span)
         of_span = (count + np.flatnonzero(is_decode)).tolist()
         if of_span:
             steps.append(of_span)
-        count += len(firsts)
+        count += len(is_decode)
     if not steps:
         return None
     middle = steps[len(steps) // 2]
@@ -207,7 +195,7 @@ def simulate(
             keep()
     finally:
         into.timelines = _shown(timelines, into.rows, settings)
-        into.notes = _notes(study)
+        into.notes = list(notes_on(study))
 
 
 def _one_by_one(study: Study, systems: Sequence[str], memory: Memory, into: Simulated) -> None:
@@ -239,20 +227,21 @@ def _shown(
     return sorted(found, key=lambda one: order.index(one["system"]))
 
 
-def _notes(study: Study) -> list[str]:
+def notes_on(study: Study) -> Iterator[str]:
     """What one must know to read simulated numbers."""
-    trace, notes = study.trace, []
+    trace = study.trace
     if study.layers is None:
-        notes.append("the trace does not know its experts' sizes: rates only; give --geometry for bytes and times")
+        yield "the trace does not know its experts' sizes: rates only; give --geometry for bytes and times"
+        yield "rates of systems that load ahead (oracle, too) are those of a link that takes no time"
     elif study.dense is None and study.hardware.compute is None:
-        notes.append("the weights outside the experts are unknown: their time is only the profile's fixed part")
+        yield "the weights outside the experts are unknown: their time is only the profile's fixed part"
     if not trace.is_complete:
-        notes.append("the recording was cut off; what there is of it is simulated")
+        yield "the recording was cut off; what there is of it is simulated"
     if "lookahead" in study.wants and trace.is_modelled("lookahead"):
-        notes.append(f"lookahead: {trace.manifest.fields['lookahead'].note}")
+        yield f"lookahead: {trace.manifest.fields['lookahead'].note}"
     if "scores" in study.wants and not trace.has("probs"):
-        notes.append("routing scores: the trace has the chosen experts' weights only; those of the others count as 0")
-    if "embedding" in study.wants and not trace.is_real("embedding"):
-        note = trace.manifest.fields["embedding"].note if trace.has("embedding") else "the trace has none"
-        notes.append(f"embeddings: {note}")
-    return notes
+        yield "routing scores: the trace has the chosen experts' weights only; those of the others count as 0"
+    if "embedding" in study.wants and not trace.has("embedding"):
+        yield "the trace has no embeddings: predictors that search by them do without"
+    elif "embedding" in study.wants and not trace.is_real("embedding"):
+        yield f"embeddings: {trace.manifest.fields['embedding'].note or 'made up'}"

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+from expertly.lab.papers.measured import Estimate
 
 if TYPE_CHECKING:
     from expertly.lab.papers.runs import Lab
 
 HOLDS, FAILS, UNTOLD = "holds", "does not hold", "cannot be told"
-"""Of a claim. The last: the 95 % interval of the difference, requests drawn anew, has equality in it."""
-LEAST_REQUESTS = 5
-"""Of fewer no interval is made, and the numbers as they are decide."""
-DRAWS = 1000
+"""Of a claim. The last: the 95 % interval of the difference, requests drawn anew, has equality in it, or there are too
+few requests for one.
+"""
+NEGLIGIBLE = 0.01
+"""Relative: a difference counts from there on."""
 
-Cell = float | int | str | None
-Floats = npt.NDArray[np.float64]
-
-
-class MeanOfRequests(float):
-    """A mean, with the sum and the count of each request that it is of."""
-
-    sums: Floats
-    counts: Floats
-
-    @classmethod
-    def of(cls, value: float, sums: Floats, counts: Floats) -> MeanOfRequests:
-        made = cls(value)
-        made.sums, made.counts = sums, counts
-        return made
+Cell = float | int | str | tuple[float, float, float] | None
+"""Three numbers are a value and its interval."""
 
 
 FORMATS: dict[str, Callable[[Any], str]] = {
@@ -53,8 +40,21 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 
 
 def show(cell: Cell, unit: str = "") -> str:
-    """One number as it is printed; a dash where there is none."""
+    """One number as it is printed, its interval in brackets; a dash where there is none."""
+    if isinstance(cell, Estimate):
+        cell = _plain(cell)
+    if isinstance(cell, tuple):
+        value, *interval = (show(one, unit) for one in cell)
+        name = value.lstrip("+-.0123456789")  # of the unit, said once
+        return f"{value} [{', '.join(one.removesuffix(name) for one in interval)}]"
     return "-" if cell is None else cell if isinstance(cell, str) else FORMATS[unit](cell)
+
+
+def _plain(cell: Any) -> Cell:
+    """A cell without draws, and as JSON gives it back."""
+    if isinstance(cell, Estimate) and cell.interval is not None:
+        return float(cell), *cell.interval
+    return tuple(cell) if isinstance(cell, list) else float(cell) if isinstance(cell, float) else cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class FindingTable:
     @classmethod
     def of(cls, title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Cell]]) -> FindingTable:
         """`columns`: the unit of each header."""
-        plain = tuple(tuple(float(cell) if isinstance(cell, float) else cell for cell in row) for row in rows)
+        plain = tuple(tuple(map(_plain, row)) for row in rows)
         return cls(title, tuple(columns), tuple(columns.values()), plain)
 
     def shown(self) -> list[list[str]]:
@@ -86,6 +86,7 @@ class Check:
     measured: str
     verdict: str  # HOLDS, FAILS or UNTOLD
     why: str = ""  # where it does not hold
+    paper: str = ""  # the size of the effect there, as printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,70 +201,83 @@ class Told(NamedTuple):
 
     names: tuple[str, str]
     holds: bool | None
-    interval: tuple[float, float] | None  # of the first less the second, 95 %
+    values: tuple[float, float]
+
+    def size(self, unit: str) -> str:
+        """Of the effect: how many times the second the first is; of shares, by how many points they differ."""
+        one, other = self.values
+        if not (isinstance(one, Estimate) or isinstance(other, Estimate)):
+            return ""
+        if unit == "share":
+            return f" ({' less '.join(self.names)}: {show(one - other, 'points')} points)"
+        if float(other) <= 0:
+            return f" ({' less '.join(self.names)}: {show(one - other, unit)})"
+        return f" ({' of '.join(self.names)}: {show(one / other, 'x')})"
 
 
 def compare(
     names: tuple[str, str], values: Values, *, lowest: bool, slack: float = 0.0, by: float = 0.0, strict: bool = False
 ) -> Told:
-    """Whether the first is at most (at least) the second, but for `slack`, relative, and `by`, absolute."""
+    """Whether the first is at most (at least) the second, but for `slack`, relative (negative: by so much and more),
+    and `by`, absolute. Of what was measured the interval of the difference must be clear of that.
+    """
     one, other = (values[name] for name in names)
-    sign = 1 if lowest else -1
-    margin = sign * (one - other) - slack * abs(other) + by
-    holds = bool(margin < 0 if strict else margin <= 0)
-    if not (isinstance(one, MeanOfRequests) and isinstance(other, MeanOfRequests)):
-        return Told(names, holds, None)
-    num = len(one.counts)
-    if num != len(other.counts) or num < LEAST_REQUESTS:
-        return Told(names, holds, None)
-    weights = np.random.default_rng(0).multinomial(num, np.full(num, 1 / num), DRAWS).astype(np.float64)
-    weights = weights[(weights @ one.counts > 0) & (weights @ other.counts > 0)]
-    first, second = ((weights @ mean.sums) / (weights @ mean.counts) for mean in (one, other))
-    least, most = np.percentile(sign * (first - second) - slack * np.abs(second) + by, (2.5, 97.5))
-    low, high = np.percentile(first - second, (2.5, 97.5))
-    return Told(names, None if least <= 0 <= most and least < most else holds, (float(low), float(high)))
+    margin = (one - other if lowest else other - one) - slack * abs(other) + by
+    holds: bool | None = margin < 0 if strict else margin <= 0
+    if isinstance(margin, Estimate):
+        interval = margin.interval
+        if interval is None or (interval[0] <= 0 <= interval[1] and interval[0] < interval[1]):
+            holds = None
+    return Told(names, holds, (one, other))
 
 
-def judged(claim: str, rule: str, measured: str, told: Sequence[Told], unit: str, why: Why) -> Check:
-    """Of several comparisons that must all hold: one that does not decides, then one that cannot be told."""
+def judged(claim: str, rule: str, measured: str, told: Sequence[Told], unit: str, why: Why, paper: str = "") -> Check:
+    """Of several comparisons that must all hold: one that does not decides, then one that cannot be told. Sizes are
+    given of those that decide; where all hold, of the nearest.
+    """
     pairs = [one for one in told if one.holds is False] or [one for one in told if one.holds is None]
     verdict = HOLDS if not pairs else FAILS if pairs[0].holds is False else UNTOLD
-    said = ", ".join(" and ".join(one.names) + _interval(one, unit) for one in pairs)
     if pairs and len(told) > 1:
+        said = ", ".join(" and ".join(one.names) + one.size(unit) for one in pairs)
         measured += f"; {'against it' if verdict == FAILS else 'not told apart'}: {said}"
-    elif len(told) == 1:
-        measured += _interval(told[0], unit)
-    return Check(claim, rule, measured, verdict, _reason(why) if verdict == FAILS else "")
+    elif told:
+        measured += min(told, key=lambda one: abs(one.values[0] - one.values[1])).size(unit)
+    return Check(claim, rule, measured, verdict, _reason(why) if verdict == FAILS else "", paper)
 
 
 def _reason(why: Why) -> str:
     return why if isinstance(why, str) else why()
 
 
-def _interval(one: Told, unit: str) -> str:
-    if one.interval is None:
-        return ""
-    low, high = one.interval
-    return f" (difference {show(low, unit)} to {show(high, unit)})"
-
-
 def best(
-    claim: str, values: Values, name: str, why: Why, *, lowest: bool, unit: str = "number", slack: float = 0.0
+    claim: str,
+    values: Values,
+    name: str,
+    why: Why,
+    *,
+    lowest: bool,
+    unit: str = "number",
+    slack: float = 0.0,
+    paper: str = "",
 ) -> Check:
-    """`name` has the lowest (highest) of `values`, or is within `slack` of it, relative."""
+    """`name` has the lowest (highest) of `values`, or is within `slack` of it, relative; negative: by so much."""
     told = [compare((name, other), values, lowest=lowest, slack=slack) for other in values if other != name]
     rule = f"{name} is the {'lowest' if lowest else 'highest'}{_within(slack)}"
-    return judged(claim, rule, listed(values, unit), told, unit, why)
+    return judged(claim, rule, listed(values, unit), told, unit, why, paper)
 
 
-def ranked(claim: str, values: Values, why: Why, *, lowest: bool, unit: str = "number", slack: float = 0.0) -> Check:
+def ranked(
+    claim: str, values: Values, why: Why, *, lowest: bool, unit: str = "number", slack: float = 0.0, paper: str = ""
+) -> Check:
     """In the order of `values` each is at least as low (high) as the next, or within `slack` of it, relative."""
     told = [compare(pair, values, lowest=lowest, slack=slack) for pair in pairwise(values)]
     rule = f"{(' <= ' if lowest else ' >= ').join(values)}{_within(slack)}"
-    return judged(claim, rule, listed(values, unit), told, unit, why)
+    return judged(claim, rule, listed(values, unit), told, unit, why, paper)
 
 
-def monotonic(claim: str, points: Values, why: Why, *, rises: bool, unit: str = "number", slack: float = 0.0) -> Check:
+def monotonic(
+    claim: str, points: Values, why: Why, *, rises: bool, unit: str = "number", slack: float = 0.0, paper: str = ""
+) -> Check:
     """From point to point `points` rise (fall), or go back by at most `slack`, relative; and the last is above (below)
     the first.
     """
@@ -271,57 +285,109 @@ def monotonic(claim: str, points: Values, why: Why, *, rises: bool, unit: str = 
     first, *_, last = points
     told.append(compare((last, first), points, lowest=not rises, strict=True))
     rule = f"{'rises' if rises else 'falls'} from point to point{_within(slack)}, and from first to last"
-    return judged(claim, rule, listed(points, unit), told, unit, why)
+    return judged(claim, rule, listed(points, unit), told, unit, why, paper)
 
 
-def above(claim: str, pair: Values, why: Why, *, unit: str = "number", by: float = 0.0) -> Check:
-    """The first of two values is above the second; by at least `by`, absolute (negative: may be so much below)."""
-    return _compared(claim, pair, why, False, unit, by)
-
-
-def below(claim: str, pair: Values, why: Why, *, unit: str = "number", by: float = 0.0) -> Check:
-    """As `above`, the other way round."""
-    return _compared(claim, pair, why, True, unit, by)
-
-
-def _compared(claim: str, pair: Values, why: Why, lowest: bool, unit: str, by: float) -> Check:
+def above(
+    claim: str,
+    pair: Values,
+    why: Why,
+    *,
+    unit: str = "number",
+    by: float = 0.0,
+    slack: float = 0.0,
+    lowest: bool = False,
+    paper: str = "",
+) -> Check:
+    """The first of two values is above (`lowest`: below) the second; by at least `by`, absolute (negative: may be so
+    much away), and but for `slack`, relative, as in `compare`.
+    """
     one, other = pair
     margin = f" by {show(by, unit)} or more" if by > 0 else f", or at most {show(-by, unit)} away" if by < 0 else ""
-    rule = f"{one} {'below' if lowest else 'above'} {other}{margin}"
-    told = compare((one, other), pair, lowest=lowest, by=by, strict=by == 0)
-    return judged(claim, rule, listed(pair, unit), [told], unit, why)
+    rule = f"{one} {'below' if lowest else 'above'} {other}{margin}{_within(slack)}"
+    told = compare((one, other), pair, lowest=lowest, by=by, slack=slack, strict=by == 0)
+    return judged(claim, rule, listed(pair, unit), [told], unit, why, paper)
 
 
-def between(claim: str, points: Values, why: Why, *, unit: str = "number") -> Check:
+def below(
+    claim: str,
+    pair: Values,
+    why: Why,
+    *,
+    unit: str = "number",
+    by: float = 0.0,
+    slack: float = 0.0,
+    paper: str = "",
+) -> Check:
+    """As `above`, the other way round."""
+    return above(claim, pair, why, unit=unit, by=by, slack=slack, lowest=True, paper=paper)
+
+
+def same(claim: str, pair: Values, why: Why, *, margin: float, unit: str = "number", paper: str = "") -> Check:
+    """Two values are within `margin` of each other, relative to the second: its whole interval is. A difference that
+    could be that large cannot be told.
+    """
+    one, other = pair
+    told = [compare((one, other), pair, lowest=lowest, slack=margin) for lowest in (True, False)]
+    rule = f"{one} within {show(margin, 'share')} of {other}"
+    decides = min(told, key=lambda one: 2 if one.holds else 1 if one.holds is None else 0)
+    return judged(claim, rule, listed(pair, unit), [decides], unit, why, paper)
+
+
+def between(claim: str, points: Values, why: Why, *, unit: str = "number", paper: str = "") -> Check:
     """The lowest of `points` is strictly better than both ends."""
     first, *inner, last = points
     at = min(inner, key=lambda key: points[key])
     told = [compare((at, end), points, lowest=True, strict=True) for end in (first, last)]
     measured = f"the lowest between is at {at}; {listed(points, unit)}"
-    return judged(claim, f"the lowest lies strictly between {first} and {last}", measured, told, unit, why)
+    return judged(claim, f"the lowest lies strictly between {first} and {last}", measured, told, unit, why, paper)
 
 
-def within(claim: str, name: str, value: float, low: float, high: float, why: Why, *, unit: str = "number") -> Check:
-    """`value` lies from `low` to `high`."""
+def within(
+    claim: str, name: str, value: float, low: float, high: float, why: Why, *, unit: str = "number", paper: str = ""
+) -> Check:
+    """`value` lies from `low` to `high`, with its whole interval."""
+    values = {name: value, "the least": low, "the most": high}
+    told = [
+        compare((name, bound), values, lowest=lowest) for bound, lowest in (("the least", False), ("the most", True))
+    ]
+    wrong = [one for one in told if one.holds is not True]
     rule = f"{name} from {show(low, unit)} to {show(high, unit)}"
-    told = [Told((name, "the bounds"), bool(low <= value <= high), None)]
-    return judged(claim, rule, f"{name} {show(value, unit)}", told, unit, why)
+    check = judged(claim, rule, "", wrong, unit, why, paper)
+    return replace(check, measured=f"{name} {show(value, unit)}")
 
 
-def everywhere(claim: str, cases: Mapping[str, bool | Told], rule: str, why: Why) -> Check:
-    """A rule holds in every case; those where it does not are named."""
+def everywhere(
+    claim: str,
+    cases: Mapping[str, bool | Told],
+    rule: str,
+    why: Why,
+    *,
+    unit: str = "number",
+    mostly: bool = False,
+    paper: str = "",
+) -> Check:
+    """A rule holds in every case (`mostly`: in more than half of them); those where it does not are named."""
     verdicts = {name: one.holds if isinstance(one, Told) else bool(one) for name, one in cases.items()}
-    wrong = [name for name, holds in verdicts.items() if holds is False]
-    untold = [name for name, holds in verdicts.items() if holds is None]
-    measured = f"{len(cases) - len(wrong) - len(untold)} of {len(cases)}"
-    measured += f"; not: {', '.join(wrong)}" if wrong else ""
-    measured += f"; cannot be told: {', '.join(untold)}" if untold else ""
-    verdict = FAILS if wrong else UNTOLD if untold else HOLDS
-    return Check(claim, rule, measured, verdict, _reason(why) if wrong else "")
+    parts = {value: [name for name, holds in verdicts.items() if holds is value] for value in (True, False, None)}
+
+    def named(names: list[str]) -> str:
+        sizes = ((name, cases[name]) for name in names)
+        return ", ".join(name + (one.size(unit) if isinstance(one, Told) else "") for name, one in sizes)
+
+    measured = f"{len(parts[True])} of {len(cases)}"
+    if any(isinstance(one, Told) for one in cases.values()):
+        measured += f": {named(parts[True])}" if parts[True] else ""
+    measured += f"; not: {named(parts[False])}" if parts[False] else ""
+    measured += f"; cannot be told: {named(parts[None])}" if parts[None] else ""
+    allowed = (len(cases) - 1) // 2 if mostly else 0
+    is_wrong = len(parts[False]) > allowed
+    verdict = FAILS if is_wrong else UNTOLD if len(parts[False]) + len(parts[None]) > allowed else HOLDS
+    return Check(claim, rule, measured, verdict, _reason(why) if is_wrong else "", paper)
 
 
 def _within(slack: float) -> str:
-    return f", to {show(slack, 'share')}" if slack else ""
+    return "" if not slack else f", to {show(slack, 'share')}" if slack > 0 else f", by {show(-slack, 'share')} or more"
 
 
 def listed(values: Values, unit: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -10,7 +11,8 @@ import numpy as np
 
 from expertly.core.geometry import Geometry
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import Cell, Finding, FindingTable, MeanOfRequests, experiment, show
+from expertly.lab.papers.findings import NEGLIGIBLE, Cell, Check, Finding, FindingTable, experiment, show
+from expertly.lab.papers.measured import Estimate, Floats
 from expertly.lab.papers.metrics import (
     HITS,
     LOADED,
@@ -24,12 +26,12 @@ from expertly.lab.papers.metrics import (
     of_time,
     table_of,
 )
-from expertly.lab.papers.runs import SPLIT, CannotRun, Lab, Row, batched
+from expertly.lab.papers.runs import CannotRun, Lab, Row, batched
 from expertly.lab.trace_analysis import EntropyMeter
 from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.sim.hardware import Hardware, read_geometry
-from expertly.sim.schedule import Arrivals, Schedule, Selection, make_schedule
+from expertly.sim.schedule import Arrivals, Schedule, make_schedule
 from expertly.trace.schema import max_experts
 
 HARDWARE = "rtx3090"
@@ -57,28 +59,32 @@ def entropy(lab: Lab) -> Finding:
     trace, layers = lab.trace, lab.trace.manifest.layers
     has_probs = trace.has("probs")
     fields = ["request", "experts", "weights", *["probs"] * has_probs]
-    meter = EntropyMeter(len(layers), max_experts(layers), [one.num_rows for one in trace.requests])
-    num_rows = num_requests = active = 0
-    for request in [one for one in trace.requests if one.num_rows >= GROWTH_TOKENS]:
-        if num_rows >= 16 * lab.num_tokens:
+    requests = [one for one in trace.requests if one.num_rows >= GROWTH_TOKENS]
+    np.random.default_rng(lab.seed).shuffle(requests)  # type: ignore[arg-type]
+    num_rows = active = 0
+    bits: list[dict[str, float]] = []  # of each request
+    for request in requests:
+        if num_rows >= 16 * lab.tokens_of_seed:
             break
+        meter = EntropyMeter(len(layers), max_experts(layers), [request.num_rows])
         used = np.zeros((len(layers), max_experts(layers)), bool)
         for block in trace.blocks(fields, request.first_row, request.first_row + request.num_rows, 1024):
             columns = block.columns
-            meter.add(columns["request"], columns["experts"], columns["weights"], columns.get("probs"))
+            own = np.zeros(len(columns["request"]), np.int64)
+            meter.add(own, columns["experts"], columns["weights"], columns.get("probs"))
             for layer in range(len(layers)):
                 used[layer, np.minimum(columns["experts"][:, layer].ravel(), max_experts(layers) - 1)] = True
         active += int(used.sum())
-        num_rows, num_requests = num_rows + request.num_rows, num_requests + 1
-    if not num_requests:
+        num_rows += request.num_rows
+        growth_of = {str(mark): float(one.mean()) for mark, one in meter.growth_bits.items() if mark <= GROWTH_TOKENS}
+        token = float((meter.token_bits / np.maximum(meter.num_tokens, 1)).mean())
+        bits.append(growth_of | {"iteration": token, "request": float(meter.request_bits.mean())})
+    if not bits:
         raise CannotRun(f"no request of at least {GROWTH_TOKENS} tokens")
-    token = float((meter.token_bits / meter.num_tokens).mean())
-    request_bits = float((meter.request_bits / meter.num_requests).mean())
-    growth = {
-        str(tokens): float((bits / np.maximum(meter.growth_requests[tokens], 1)).mean())
-        for tokens, bits in sorted(meter.growth_bits.items())
-        if tokens <= GROWTH_TOKENS
-    }
+    num_requests = len(bits)
+    means = {name: Estimate.mean(np.array([one[name] for one in bits])) for name in bits[0]}
+    token, request_bits = means.pop("iteration"), means.pop("request")
+    growth = {mark: means[mark] for mark in sorted(means, key=int)}
     kind = "all experts' probabilities" if has_probs else "the chosen experts' weights"
     used_share = active / num_requests / (len(layers) * lab.num_experts)
     chosen_share = lab.top_k / lab.num_experts
@@ -106,6 +112,7 @@ def entropy(lab: Lab) -> Finding:
             f"tokens of these {num_requests} requests use fewer kinds of experts than the first did",
             rises=True,
             unit="bits",
+            slack=NEGLIGIBLE,
         ),
     ]
     setting = f"{num_requests} requests of {GROWTH_TOKENS} tokens and more, {num_rows} tokens; of {kind}, divided by "
@@ -128,11 +135,7 @@ def distance_hits(lab: Lab) -> Finding:
     columns = {"d": "", "maps, K experts": "share", "of these right": "share", "request counts": "share"}
     columns["of these right, counts"] = "share"
     cells = [(d, *(of(one[d]) for one in (maps, counts) for of in (HITS.of, RIGHT.of))) for d in DISTANCES]
-    first, last = DISTANCES[0], DISTANCES[-1]
     is_finer = {d: HITS.told({"maps": maps[d], "counts": counts[d]}, "maps") for d in DISTANCES}
-
-    def right(rows: dict[int, Row]) -> str:
-        return " and ".join(f"{rows[d]['prediction_accuracy']:.1%} at d = {d}" for d in (first, last))
 
     checks = [
         HITS.monotonic(
@@ -149,20 +152,10 @@ def distance_hits(lab: Lab) -> Finding:
         rules.everywhere(
             "maps (fine-grained) hit more than counts (coarse-grained) at every distance",
             {f"d={d}": is_finer[d] for d in DISTANCES},
-            "hit rate of maps > of request counts",
-            lambda: of_hits(*next((maps[d], counts[d]) for d in DISTANCES if maps[d].hit_rate <= counts[d].hit_rate)),
-        ),
-        rules.below(
-            "and lose less by distance",
-            {
-                "maps lose": maps[first].hit_rate - maps[last].hit_rate,
-                "counts lose": counts[first].hit_rate - counts[last].hit_rate,
-            },
-            lambda: (
-                "counts of the request are the same at every distance, so they have nothing to lose: they are right "
-                f"in {right(counts)} of cases; maps in {right(maps)}"
-            ),
+            "hit rate of maps > of request counts, by 1 % and more",
+            lambda: of_hits(*next((maps[d], counts[d]) for d in DISTANCES if is_finer[d].holds is False)),
             unit="share",
+            paper="significantly more, from d = 1 on (a figure without numbers)",
         ),
     ]
     return lab.finding(lab.setting(runs, "25%"), [FindingTable.of("Hit rate of decode", columns, cells)], checks)
@@ -170,7 +163,7 @@ def distance_hits(lab: Lab) -> Finding:
 
 # -- 8: does a similar map mean that what it names is needed? --------------------------------------------------------
 
-LEAST_R = 0.3
+PAPER_R = (0.74, 0.97)
 
 
 @experiment("fmoe:8")
@@ -178,35 +171,44 @@ def similarity(lab: Lab) -> Finding:
     """Correlation of similarity and hit rate
 
     Pearson's r from 0.74 to 0.97 over three models and two data sets, semantic and trajectory similarity alike:
-    high similarity goes with a high hit rate. Taken as shown here from r = 0.3 on.
+    high similarity goes with a high hit rate.
     """
     runs = lab.runs(HARDWARE)
     row = runs.row("fmoe")
-    kinds = {"semantic": row["similarity_correlation_semantic"], "trajectory": row["similarity_correlation_trajectory"]}
-    means = {name: row["predictor"].get(f"{name}_score") for name in kinds}
+    is_real = {"semantic": lab.trace.is_real("embedding"), "trajectory": True}
+    found = {name: row[f"similarity_correlation_{name}"] for name in is_real}
+    means = {name: row["predictor"].get(f"{name}_score") for name in found}
+    labels = {name: name if is_real[name] else f"{name} (embeddings made up)" for name in found}
     table = FindingTable.of(
         "Pearson's r of similarity and share of what was needed",
         {"": "", "r": "number", "mean similarity": "number"},
-        [(name, value, means[name]) for name, value in kinds.items()],
+        [(labels[name], value, means[name]) for name, value in found.items()],
     )
-    found = {name: value for name, value in kinds.items() if value is not None}
-    checks = [
-        rules.within(
-            f"{name} similarity goes with hits",
-            f"r, {name}",
-            value,
-            LEAST_R,
-            1.0,
-            f"the mean similarity is {means[name] or 0:.2f}; of what is needed "
-            f"{show(row['recall'], 'share')} was named",
-        )
-        for name, value in found.items()
-    ]
-    notes = [] if len(found) == 2 else ["no embeddings were recorded: trajectories alone are matched"]
+    known = {name: value for name, value in found.items() if value is not None and is_real[name]}
+    checks = [correlates(name, value, means[name], row["recall"]) for name, value in known.items()]
+    notes = [] if len(known) == 2 else ["embeddings were not recorded, so that semantic similarity tells nothing"]
     return lab.finding(lab.setting(runs, "25%"), [table], checks, notes)
 
 
+def correlates(name: str, r: float, score: float | None, recall: float | None) -> Check:
+    """As strongly as the paper's weakest."""
+    return rules.within(
+        f"{name} similarity goes with hits, as strongly as the paper's weakest",
+        f"r, {name}",
+        r,
+        PAPER_R[0],
+        1.0,
+        f"the mean similarity is {score or 0:.2f}; of what is needed {show(recall, 'share')} was named",
+        paper=f"{PAPER_R[0]} to {PAPER_R[1]}",
+    )
+
+
 # -- 9, 10, 11: beside four others ---------------------------------------------------------------------------------
+
+
+LESS_TTFT = {"on-demand": 0.44, "mixtral-offloading": 0.35, "promoe": 0.33, "moe-infinity-lfu": 0.30}
+LESS_TPOT = {"on-demand": 0.70, "mixtral-offloading": 0.61, "promoe": 0.55, "moe-infinity-lfu": 0.48}
+MORE_HITS = {"on-demand": 1.47, "mixtral-offloading": 0.11, "promoe": 0.34, "moe-infinity-lfu": 0.63}
 
 
 @experiment("fmoe:9")
@@ -222,9 +224,9 @@ def overall(lab: Lab) -> Finding:
     others = {name: rows[name] for name in SYSTEMS}
     slow = {name: rows[name] for name in ("mixtral-offloading", "promoe", "moe-infinity-lfu")}
     checks = [
-        TTFT.best("fMoE has the lowest TTFT", others, "fmoe"),
-        TPOT.best("fMoE has the lowest TPOT", others, "fmoe"),
-        HITS.ranked("hit rate: fMoE > Mixtral-Offloading > ProMoE > MoE-Infinity > DeepSpeed", others),
+        *TTFT.sizes("TTFT is less than that of", others, "fmoe", LESS_TTFT),
+        *TPOT.sizes("TPOT is less than that of", others, "fmoe", LESS_TPOT),
+        *HITS.sizes("hits are more than those of", others, "fmoe", MORE_HITS),
         TPOT.worst(
             "Mixtral-Offloading hits more than the other three, but waiting for its prefetches costs time",
             slow,
@@ -238,11 +240,7 @@ def overall(lab: Lab) -> Finding:
 REQUESTS = 64
 MEAN_GAP_S = 2.0
 """Between arrivals that are made up."""
-LATENCIES = {"mean": "mean", "median": "p50", "p90": "p90", "p99": "p99"}
-
-
-def _latency(key: str, row: Row) -> float:
-    return float(row["latency_s"][key])
+LATENCIES = {"mean": None, "median": 50, "p90": 90}
 
 
 @experiment("fmoe:10", needs=("prompts",), most=1)
@@ -252,18 +250,18 @@ def online(lab: Lab) -> Finding:
     64 requests sampled from Azure's trace (arrivals and lengths), with empty stores: the CDF of fMoE's request
     latency lies left of those of ProMoE, MoE-Infinity, Mixtral-Offloading and DeepSpeed for all three models.
     """
-    arrivals = _sample(lab)
-    schedule = make_schedule(lab.trace, Selection(len(arrivals), None, SPLIT, lab.seed), arrivals)
-    runs = lab.runs_of(Schedule([], schedule.test, schedule.num_cut), HARDWARE, is_queued=True)
-    rows = runs.rows(SYSTEMS)
-    times = [Metric(header, "s", partial(_latency, key)) for header, key in LATENCIES.items()]
-    fastest = min((row for name, row in rows.items() if name != "fmoe"), key=lambda row: row["latency_s"]["mean"])
-    checks = [
-        one.best(f"fMoE has the lowest latency ({label})", rows, "fmoe", lambda: of_time(rows["fmoe"], fastest))
-        for one, label in zip(times, ("mean", "median", "90 %"), strict=False)
+    samples = {seed: _sample(lab, seed) for seed in lab.seeds}
+    schedules = [
+        make_schedule(lab.trace, replace(lab.selection(seed), num_requests=len(arrivals)), arrivals)
+        for seed, arrivals in samples.items()
     ]
+    runs = lab.runs_of([Schedule([], one.test, one.num_cut) for one in schedules], HARDWARE, is_queued=True)
+    rows = runs.rows(SYSTEMS)
+    times = [Metric(header, "s", partial(Row.latency_s, percent=percent)) for header, percent in LATENCIES.items()]
+    checks = [one.best(f"fMoE has the lowest latency ({one.header})", rows, "fmoe") for one in times]
+    num_cut = sum(one.num_cut for one in schedules)
     num = rows["fmoe"]["requests"]
-    note = f"{num} requests; {schedule.num_cut} of them are shorter than their arrivals say: the trace holds no more"
+    note = f"{num} requests; {num_cut} of them are shorter than their arrivals say: the trace holds no more"
     if lab.arrivals is None:
         note = f"{num} requests; arrivals are made up: {MEAN_GAP_S} s apart in the mean, exponential; --arrivals takes "
         note += "recorded ones"
@@ -271,9 +269,9 @@ def online(lab: Lab) -> Finding:
     return lab.finding(f"{lab.setting(runs, '25%')}; online", [table], checks, [note])
 
 
-def _sample(lab: Lab) -> Arrivals:
+def _sample(lab: Lab, seed: int) -> Arrivals:
     num = REQUESTS // (6 if lab.quick else 1)
-    dice, given = np.random.default_rng(lab.seed), lab.arrivals
+    dice, given = np.random.default_rng(seed), lab.arrivals
     if given is None:
         times = np.cumsum(dice.exponential(MEAN_GAP_S * 1e9, num)).astype(np.int64)
         most = np.full(num, 1 << 30, np.int64)
@@ -286,6 +284,9 @@ def _sample(lab: Lab) -> Arrivals:
 BUDGETS = ("10%", "25%", "50%", "75%")
 
 
+LESS_AT_LEAST = {"on-demand": 0.32, "mixtral-offloading": 0.24, "promoe": 0.18, "moe-infinity-lfu": 0.18}
+
+
 @experiment("fmoe:11", most=1)
 def budgets(lab: Lab) -> Finding:
     """TPOT by memory for experts
@@ -296,27 +297,22 @@ def budgets(lab: Lab) -> Finding:
     runs = lab.runs(HARDWARE)
     found = {memory: runs.rows(SYSTEMS, memory) for memory in BUDGETS}
     steps = {name: [(found[a][name], found[b][name]) for a, b in pairwise(BUDGETS)] for name in SYSTEMS}
-    fastest = {memory: min(rows.values(), key=lambda row: row.tpot_s) for memory, rows in found.items()}
 
-    def is_faster(smaller: Row, larger: Row) -> bool:
-        return larger.tpot_s <= smaller.tpot_s * 1.01
-
+    told = {
+        f"{name}, {b} of memory": rules.compare((b, a), {a: smaller.tpot_s, b: larger.tpot_s}, lowest=True, slack=0.01)
+        for name, own in steps.items()
+        for (a, b), (smaller, larger) in zip(pairwise(BUDGETS), own, strict=True)
+    }
     checks = [
-        rules.everywhere(
-            "fMoE is fastest at every budget",
-            {f"{memory} ({fastest[memory].system})": TPOT.told(rows, "fmoe") for memory, rows in found.items()},
-            "lowest TPOT (the fastest is in brackets)",
-            lambda: (
-                "for instance: "
-                + next(of_time(found[at]["fmoe"], row) for at, row in fastest.items() if row.system != "fmoe")
-            ),
-        ),
+        TPOT.everywhere("fMoE is fastest at every budget", found, "fmoe"),
         rules.everywhere(
             "every system gets faster with memory",
-            {name: all(is_faster(*step) for step in own) for name, own in steps.items()},
+            told,
             "TPOT falls from budget to budget, to 1 %",
-            lambda: of_steps(*next(step for own in steps.values() for step in own if not is_faster(*step))),
+            lambda: of_steps(*next(s for own in steps.values() for s in own if s[1].tpot_s > s[0].tpot_s * 1.01)),
+            unit="ms",
         ),
+        *TPOT.sizes("at the least memory TPOT is less than that of", found[BUDGETS[0]], "fmoe", LESS_AT_LEAST),
         TPOT.worst("at the least memory DeepSpeed is slowest", found[BUDGETS[0]], "on-demand"),
     ]
     return lab.finding(lab.setting(runs), [grid("TPOT", found, TPOT, "memory")], checks)
@@ -376,7 +372,7 @@ def eviction(lab: Lab) -> Finding:
         return "; ".join(said) or "differences are a fraction of a point of hits; bytes are in the order of the paper"
 
     ordered = {name: rows[name] for name in ("fmoe", "lfu", "lru")}
-    checks = [HITS.ranked("fMoE > LFU > LRU", ordered, why), LOADED.ranked("and so many bytes", ordered, why)]
+    checks = [HITS.ranked("fMoE > LFU > LRU", ordered, why), LOADED.ranked("and so much is loaded", ordered, why)]
     title = f"12b, one cache over all layers, the same prediction, d = {DISTANCE}"
     return lab.finding(lab.setting(runs, "25%"), [table_of(title, rows, HITS, TPOT, LOADED, key="what goes")], checks)
 
@@ -410,7 +406,11 @@ def distance_times(lab: Lab) -> Finding:
     named = {f"d={d}": row for d, row in found.items()}
     checks = [
         rules.between("TPOT is a U: least between the ends", TPOT.values(named), why, unit="ms"),
-        TPOT.best("d = 3 is best, or near it", named, "d=3", why, slack=0.02),
+        *(
+            one.better(f"{one.header} at d = 3 is less than at d = {end}", named, f"d={DISTANCE}", f"d={end}", why)
+            for one in (TTFT, TPOT)
+            for end in (DISTANCES[0], DISTANCES[-1])
+        ),
     ]
     table = table_of("fMoE by prefetch distance", found, TTFT, TPOT, HITS, LATE, IN_TIME, key="d")
     return lab.finding(lab.setting(runs, "25%"), [table], checks)
@@ -471,8 +471,7 @@ def batches(lab: Lab) -> Finding:
     tables, cases = [grid("Time of a decode pass", found, TPOT, "batch")], {}
     for metric in (TPOT, *[TTFT] * lab.subject.has_prompts):
         for size, rows in found.items():
-            values = metric.values(rows)
-            cases[f"{metric.header}, {size}"] = values["fmoe"] <= min(values.values())
+            cases[f"{metric.header}, {size}"] = metric.told(rows, "fmoe")
     if lab.subject.has_prompts:
         tables.append(grid("Prompts", found, TTFT, "batch"))
     last = found[SIZES[-1]]
@@ -481,12 +480,15 @@ def batches(lab: Lab) -> Finding:
         fastest = min((row for row in last.values() if row.system != "fmoe"), key=lambda row: row.tpot_s)
         return f"at batch {SIZES[-1]}: {of_time(last['fmoe'], fastest)}"
 
-    held = sum(cases.values()) / len(cases)
+    rule = "lowest TTFT or TPOT in more than half of the cases"
     checks = [
-        rules.within("fMoE is fastest in most cases", "share of cases", held, 0.5, 1.0, why, unit="share"),
+        rules.everywhere("fMoE is fastest in most cases", cases, rule, why, unit="ms", mostly=True),
         rules.everywhere(
             "a pass takes longer with more requests",
-            {name: last[name].tpot_s > found[1][name].tpot_s for name in SYSTEMS[:4]},
+            {
+                name: rules.compare(("4", "1"), {"4": last[name].tpot_s, "1": found[1][name].tpot_s}, lowest=False)
+                for name in SYSTEMS[:4]
+            },
             "TPOT at batch 4 above that at 1",
             lambda: of_steps(*(found[size][name] for name in SYSTEMS[:4] for size in (1, 4))),
         ),
@@ -497,52 +499,59 @@ def batches(lab: Lab) -> Finding:
 
 # -- 15: what an iteration's time goes to --------------------------------------------------------------------------
 
-MOST_ASKING = 0.05
+MOST_ADDED = 0.05
+SAME = 0.02
+
+
+def adds_little(waiting: float, asking: float) -> Check:
+    """What is not asynchronous, as shares of an iteration: the paper's excludes matching, prefetching and updating."""
+    return rules.below(
+        "what is not asynchronous (loading on demand, asking for experts) adds less than 5 % to an iteration",
+        {"waiting and asking": waiting + asking, "5 %": MOST_ADDED},
+        f"waiting for experts alone is {show(waiting, 'share')}: for what is not foretold, the pass waits",
+        unit="share",
+        paper="less than 5 %, 30 ms of 100 to 500",
+    )
 
 
 @experiment("fmoe:15")
 def breakdown(lab: Lab) -> Finding:
     """Latency breakdown of an iteration
 
-    Matching, prefetching and updating are asynchronous; without them all other operations add less than 30 ms, 5 %
-    of an iteration (100 to 500 ms), for all three models.
+    Matching, prefetching and updating are asynchronous; without them all other operations (collecting context,
+    loading on demand) add less than 30 ms, 5 % of an iteration (100 to 500 ms), for all three models.
     """
     runs = lab.runs(HARDWARE)
     row = runs.row("fmoe")
-    num, total, waiting = len(row.passes_s), float(row.passes_s.sum()), float(row.waiting_s.sum())
+    num, total = len(row.passes_s), float(row.passes_s.sum())
+    waiting, asking = float(row.waiting_s.sum()), float(row.asking_s.sum())
     matching = row.predicting_s.get("begin", 0.0) + row.predicting_s.get("router", 0.0)
     parts = {
-        "inference: computing": (total - waiting - row.asking_s, "in the pass"),
+        "inference: computing": (total - waiting - asking, "in the pass"),
         "expert load: waiting for experts": (waiting, "in the pass"),
-        "asking for experts": (row.asking_s, "in the pass"),
+        "asking for experts": (asking, "in the pass"),
         "map match": (matching, "beside it"),
         "map update": (row.predicting_s.get("update", 0.0), "beside it"),
-        "link busy: loads and prefetches": (row.loading_s, "beside it"),
+        "link busy: loads and prefetches": (float(row.loading_s.sum()), "beside it"),
     }
     rows = [(what, where, spent / num, spent / total) for what, (spent, where) in parts.items()]
+    free = lab.runs_of(lab.schedules(), HARDWARE, matcher="inline").row("fmoe")
     checks = [
-        rules.below(
-            "matching and updating fit beside the pass",
-            {"matcher busy": sum(row.predicting_s.values()) / total, "the iteration": 1.0},
-            "matching takes longer than the layers that it runs beside: "
-            f"{row['predictions_late']} predictions were late",
-            unit="share",
-        )
+        rules.same(
+            "matching and updating, which are asynchronous, add nothing to an iteration",
+            {"TPOT": row.tpot_s, "TPOT if they took no time": free.tpot_s},
+            f"{row['predictions_late']} predictions were late: matching takes longer than layers beside it",
+            margin=SAME,
+            unit="ms",
+            paper="nothing",
+        ),
+        adds_little(*(row.mean(spent, weights=row.passes_s) for spent in (row.waiting_s, row.asking_s))),
     ]
-    if row.asking_s:  # profiles that were not measured know of no such time
-        checks.append(
-            rules.below(
-                "what fMoE adds to the pass itself is below 5 % of an iteration",
-                {"asking for experts": row.asking_s / total, "5 %": MOST_ASKING},
-                f"an iteration takes {show(total / num, 'ms')}, {show(row.asking_s / num, 'ms')} of it for asking",
-                unit="share",
-            )
-        )
     note = (
         "simulated: matching is charged what it was measured to read and compute; collecting context is not modelled "
         "(the engine keeps references in the pass, and copies them in the matcher's thread)"
     )
-    note += "" if row.asking_s else f", nor what asking for experts takes: the profile {HARDWARE} has no time for it"
+    note += "" if asking else f", nor what asking for experts takes: the profile {HARDWARE} has no time for it"
     columns = {"": "", "where": "", "an iteration": "ms", "of its time": "share"}
     return lab.finding(lab.setting(runs, "25%"), [FindingTable.of("Of all iterations", columns, rows)], checks, [note])
 
@@ -595,11 +604,11 @@ def link(lab: Lab) -> Finding:
     Not shown: the paper's machines have one link each. What is loaded ahead costs time of the link that demand
     loads need; where that pays depends on its rate.
     """
-    machine, schedule = Hardware.read(HARDWARE), lab.schedule()
+    machine = Hardware.read(HARDWARE)
     cells: list[tuple[Cell, ...]] = []
     cases, slower = {}, []
     for rate in LINK_RATES:
-        runs = lab.runs_of(schedule, replace(machine, link=replace(machine.link, nbytes_per_s=rate)))
+        runs = lab.runs_of(lab.schedules(), replace(machine, link=replace(machine.link, nbytes_per_s=rate)))
         rows = runs.rows(("fmoe", "lru", "oracle", "resident"))
         lru, gap = rows["lru"].tpot_s, rows["lru"].tpot_s - rows["oracle"].tpot_s
         closed = (lru - rows["fmoe"].tpot_s) / gap if gap > 0 else None
@@ -613,7 +622,8 @@ def link(lab: Lab) -> Finding:
         "of lru's gap to oracle": "share",
     }
     table = FindingTable.of("TPOT by the rate of the link", columns | {"late predictions": ""}, cells)
-    check = rules.everywhere("fMoE is no slower than a cache alone", cases, "TPOT <= lru's", lambda: "; ".join(slower))
+    claim = "fMoE is no slower than a cache alone"
+    check = rules.everywhere(claim, cases, "TPOT <= lru's", lambda: "; ".join(slower), unit="ms")
     return lab.finding(lab.setting(runs, "25%"), [table], [check])
 
 
@@ -623,26 +633,34 @@ def start(lab: Lab) -> Finding:
 
     Figure 10 begins with empty stores, but does not say after how many requests they help.
     """
-    runs = lab.runs(HARDWARE, times=3, online=True)
+    runs = lab.runs(HARDWARE, online=True)
     rows = runs.rows(("fmoe", "lru"))
-    so_far = {}
-    for name, row in rows.items():
-        hits = row.hit_rate
-        if not isinstance(hits, MeanOfRequests):
-            raise CannotRun("its rows are not of one request each")
-        so_far[name] = np.cumsum(hits.sums) / np.maximum(np.cumsum(hits.counts), 1)
-    behind = np.flatnonzero(so_far["fmoe"] <= so_far["lru"])
-    num = len(so_far["lru"])
-    at = int(behind[-1]) + 2 if len(behind) else 1
+    so_far = [{name: hits_so_far(runs.by_seed[name][number]) for name in rows} for number in range(len(runs.studies))]
+    num = min(len(one["lru"]) for one in so_far)
     shown = [count for count in (1, 2, 3, 5, 10, 20, 50, 100) if count < num] + [num]
-    cells = [(count, *(float(one[count - 1]) for one in so_far.values())) for count in shown]
-    check = rules.within(
-        "maps of its own requests are soon worth more than recency",
-        "requests until fMoE's hit rate so far stays above lru's",
-        at,
-        1,
-        num,
-        lambda: of_hits(rows["fmoe"], rows["lru"]),
-    )
+    cells = [(count, *(float(np.mean([one[name][count - 1] for one in so_far])) for name in rows)) for count in shown]
+    check = soon([requests_behind(one["fmoe"], one["lru"]) for one in so_far], num, partial(of_hits, *rows.values()))
     table = FindingTable.of("Hit rate so far, from nothing", {"requests": "", "fmoe": "share", "lru": "share"}, cells)
     return lab.finding(lab.setting(runs, "25%"), [table], [check])
+
+
+def hits_so_far(row: Row) -> Floats:
+    """Of decode, after each request of one seed."""
+    rates = np.array([rate or 0.0 for rate in row["hit_rate_by_request"]])
+    found: Floats = np.cumsum(rates * row.decode_passes) / np.maximum(np.cumsum(row.decode_passes), 1)
+    return found
+
+
+def requests_behind(ours: Floats, other: Floats) -> int:
+    """How many requests are served before the hit rate so far stays above the other's."""
+    behind = np.flatnonzero(ours <= other)
+    return int(behind[-1]) + 1 if len(behind) else 0
+
+
+def soon(behind: Sequence[int], num: int, why: Callable[[], str]) -> Check:
+    """By seed, of `num` requests."""
+    return rules.below(
+        "maps of its own requests are soon worth more than recency",
+        {"requests until fMoE's hit rate so far stays above lru's": Estimate.of_seeds(behind), "half of them": num / 2},
+        why,
+    )

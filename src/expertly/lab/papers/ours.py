@@ -8,9 +8,10 @@ from pathlib import Path
 
 from expertly.lab.papers import findings as rules
 from expertly.lab.papers.findings import Cell, Finding, FindingTable, experiment
+from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import of_time
-from expertly.lab.papers.runs import SPLIT, CannotRun, Lab
-from expertly.sim.schedule import Selection, make_schedule
+from expertly.lab.papers.runs import CannotRun, Lab
+from expertly.sim.schedule import Schedule, make_schedule, with_answer
 from expertly.sim.workload import RowRange
 
 FAMILIES = {
@@ -42,14 +43,17 @@ def prefetch_filter(lab: Lab) -> Finding:
             better = min(without, ahead, key=lambda row: row.tpot_s)
             ratio = gated.tpot_s / better.tpot_s
             cells.append((f"{machine}, {family}", without.tpot_s, ahead.tpot_s, gated.tpot_s, ratio))
-            cases[f"{machine}, {family}"] = ratio <= NEAR
-            slower += [f"{machine}: {of_time(gated, better)}"] * (ratio > NEAR)
+            values = {"behind the filter": gated.tpot_s, "the better": better.tpot_s}
+            one = rules.compare(("behind the filter", "the better"), values, lowest=True, slack=NEAR - 1)
+            cases[f"{machine}, {family}"] = one
+            slower += [f"{machine}: {of_time(gated, better)}"] * (one.holds is False)
     columns = {"": "", "no prefetch": "ms", "all of it": "ms", "gate=confidence": "ms", "of the better": "x"}
     check = rules.everywhere(
         "behind the filter prefetching is about as fast as the better of all of it and none",
         cases,
         f"TPOT at most {NEAR} times that of the better",
         lambda: "; ".join(slower),
+        unit="ms",
     )
     return lab.finding(lab.setting(lab.runs(MACHINES[0]), "25%"), [FindingTable.of("TPOT", columns, cells)], [check])
 
@@ -66,19 +70,22 @@ def saved_reuse(lab: Lab) -> Finding:
     """
     if lab.trace.manifest.model != "demo":
         raise CannotRun("its tokens are fed to the demo model, and it is of another one")
-    schedule = make_schedule(lab.trace, Selection(split=SPLIT, seed=lab.seed))
     cut = 4 if lab.quick else 1
     num, learns = REQUESTS // cut, [learn // cut for learn in LEARN]
-    earlier, later = _fed(lab, schedule.training[: learns[-1]]), _fed(lab, schedule.test[:num])
-    plain = _loaded(later, "lru", "off")
-    found = {}
-    for learn in learns:
-        with tempfile.TemporaryDirectory() as folder:
-            file = str(Path(folder) / "demo.reuse")
-            if learn:
-                _loaded(earlier[:learn], "expertly", file)
-            found[learn] = _loaded(later, "expertly", file)
-    rows = {"lru": plain, **{f"expertly, {learn} requests before": one for learn, one in found.items()}}
+    every: dict[str | int, list[tuple[float, float]]] = {}  # by seed
+    for seed in lab.seeds:
+        schedule = make_schedule(lab.trace, lab.selection(seed))
+        earlier, later = schedule.training[: learns[-1]], schedule.test[:num]
+        every.setdefault("lru", []).append(_loaded(lab, later, "lru", "off"))
+        for learn in learns:
+            with tempfile.TemporaryDirectory() as folder:
+                file = str(Path(folder) / "demo.reuse")
+                if learn:
+                    _loaded(lab, earlier[:learn], "expertly", file)
+                every.setdefault(learn, []).append(_loaded(lab, later, "expertly", file))
+    found = {key: [Estimate.of_seeds(one) for one in zip(*values, strict=True)] for key, values in every.items()}
+    plain = found["lru"]
+    rows = {f"expertly, {key} requests before" if key != "lru" else "lru": one for key, one in found.items()}
     check = rules.below(
         "what earlier processes learned saves loads in the next",
         {f"{learns[-1]} requests before": found[learns[-1]][0], "none": found[0][0]},
@@ -87,30 +94,21 @@ def saved_reuse(lab: Lab) -> Finding:
     )
     cells = [(name, nbytes, nbytes / plain[0], hits) for name, (nbytes, hits) in rows.items()]
     columns = {"": "", "loaded a decode step": "MB", "of lru": "x", "hit rate": "share"}
-    setting = f"the engine, demo model, 25 %; {num} requests of {TOKENS} tokens at most, seed {lab.seed}"
+    setting = f"the engine, demo model, 25 %; {num} requests of {TOKENS} tokens at most, {len(lab.seeds)} seeds"
     return lab.finding(setting, [FindingTable.of("With a file that earlier processes left", columns, cells)], [check])
 
 
-def _fed(lab: Lab, spans: Sequence[RowRange]) -> list[tuple[list[int], int]]:
-    """(token ids, how many of them are the prompt) of each."""
-    found = []
-    for span in spans:
-        stop = span.first_row + span.num_rows
-        num_prompt = int(lab.trace.rows("is_prefill", span.first_row, stop).sum())
-        ids = lab.trace.rows("token", span.first_row, min(stop, span.first_row + num_prompt + TOKENS))
-        found.append((ids.tolist(), num_prompt))
-    return found
-
-
-def _loaded(requests: Sequence[tuple[list[int], int]], system: str, maps: str) -> tuple[float, float]:
-    """Bytes a decode step, and the hit rate, of a model that is loaded for it."""
+def _loaded(lab: Lab, spans: Sequence[RowRange], system: str, maps: str) -> tuple[float, float]:
+    """Bytes a decode step, and the hit rate, of a model that is loaded for these requests."""
     from expertly import api
-    from expertly.lab.playing import feed
+    from expertly.lab.playing import feed, recorded_requests
+
+    cut = Schedule([], [with_answer(lab.trace, span, TOKENS) for span in spans])
 
     model, _ = api.load(None, memory="25%", codec="none", device="cpu", system=system, learned=maps)
     try:
-        for tokens, num_prompt in requests:
-            feed(model, tokens, num_prompt)
+        for one in recorded_requests(lab.trace, cut):
+            feed(model, one.tokens, one.num_prompt)
         decode = api.stats(model).as_dict()["phases"]["decode"]
     finally:
         api.unload(model)

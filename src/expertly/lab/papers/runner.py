@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from importlib.resources import files
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from expertly import __version__
 from expertly.core.errors import ConfigError, ExpertlyError
-from expertly.lab.papers import fmoe, moe_infinity, moepic, ours, promoe
-from expertly.lab.papers.findings import FAILS, HOLDS, UNTOLD, Experiment, Finding, Result
-from expertly.lab.papers.runs import Lab, Subject
+from expertly.lab.papers import SEEDS, TOKENS, fmoe, moe_infinity, moepic, ours, promoe
+from expertly.lab.papers.findings import Experiment, Finding, Result
+from expertly.lab.papers.runs import LEARNED_TOKENS, Lab, Subject
 from expertly.sim.schedule import read_arrivals
 from expertly.store.cache import cache_folder
 
@@ -75,13 +82,28 @@ class Session:
         *,
         quick: bool = False,
         seed: int = 0,
+        seeds: int = SEEDS,
+        tokens: int = TOKENS,
         predictor: Path | None = None,
         arrivals: Path | None = None,
         progress: Callable[[str, int, int], None] | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._scratch, self._quick, self._seed, self._progress = scratch, quick, seed, progress
-        self._arrivals = None if arrivals is None else read_arrivals(arrivals)
+        self._scratch = scratch
+        self._quick, self._seed = quick, seed
+        self._again = partial(
+            Session, paths, quick=quick, seed=seed, seeds=seeds, tokens=tokens, predictor=predictor, arrivals=arrivals
+        )
+        recorded = None if arrivals is None else read_arrivals(arrivals)
+        self._make_lab = partial(
+            Lab,
+            quick=quick,
+            seed=seed,
+            num_seeds=seeds,
+            num_tokens=tokens,
+            arrivals=recorded,
+            progress=progress,
+        )
         subjects = [Subject.open(path, predictor) for path in (paths or [demo_trace(quick, say)])]
         names = [subject.name for subject in subjects]
         twice = [name for name in names if names.count(name) > 1]
@@ -95,8 +117,22 @@ class Session:
             "arrivals": _digest(arrivals),
             "quick": quick,
             "seed": seed,
+            "seeds": seeds,
+            "tokens": tokens,
         }
         self._labs: dict[str, Lab] = {}
+
+    def results(self, experiments: Sequence[Experiment], jobs: int = 1) -> Iterator[Result]:
+        """In order; so many at once, each in a process of its own. What reads a clock runs before them, alone."""
+        if min(jobs, len(experiments)) < 2:
+            yield from map(self.result, experiments)
+            return
+        alone = {one.name: self.result(one) for one in experiments if one.is_timed}
+        context = get_context("spawn")  # threads of libraries do not survive a fork
+        with ProcessPoolExecutor(jobs, context, _open_session, (self._again, self._scratch)) as pool:
+            found = [None if one.name in alone else pool.submit(_result, one.name) for one in experiments]
+            for one, future in zip(experiments, found, strict=True):
+                yield alone[one.name] if future is None else future.result()
 
     def result(self, experiment: Experiment) -> Result:
         """On the traces that have what it needs; what cannot run on one is said."""
@@ -123,7 +159,7 @@ class Session:
         if subject.name not in self._labs:
             scratch = self._scratch / str(len(self._labs))
             scratch.mkdir(parents=True)
-            self._labs[subject.name] = Lab(subject, scratch, self._quick, self._seed, self._arrivals, self._progress)
+            self._labs[subject.name] = self._make_lab(subject, scratch)
         return self._labs[subject.name]
 
     def _stand_in(self) -> Lab:
@@ -169,12 +205,28 @@ class Session:
             said = f"`{one.name}`: {manifest.model}, {shape}; {num} requests, {one.trace.num_rows} tokens; {kind}"
             lines.append(f"{said}; {one.sizes}" + (f"; {one.weights_note}" if one.weights_note else ""))
         lines.append(
-            "70 % of the requests are there to learn from (`--split 7:3`), and as many of their tokens are as eight "
-            "times those simulated; these are of the rest, from an empty cache. Hit rates are of decode "
-            "([conventions](conventions.md)). Where a trace lacks what a system predicts from, its prediction is "
-            "modelled, right as often as ProMoE (section 4) found skip prediction to be, and labelled so."
+            f"{self.settings['tokens']} decoded tokens are simulated, or all that there are, over "
+            f"{self.settings['seeds']} seeds. Each parts the requests anew: 70 % are to learn from (`--split 7:3`), "
+            f"of which {LEARNED_TOKENS} tokens are, or 120 requests if that is more; those simulated are of the rest, "
+            "from an empty cache. Where trained networks learned from this trace, seeds order its two parts anew. Hit "
+            "rates are of decode ([conventions](conventions.md)). Where a trace lacks what a system predicts from, its "
+            "prediction is modelled, right as often as ProMoE (section 4) found skip prediction to be, and labelled so."
         )
-        return lines + ["`--quick`: few tokens, so that small differences mean little."] * self._quick
+        return lines + ["`--quick`: few tokens of one seed, so that little can be told."] * self._quick
+
+
+_sessions: list[Session] = []
+"""Of this process, where it is one of several; at most one."""
+
+
+def _open_session(make: Callable[[Path], Session], scratch: Path) -> None:
+    folder = scratch / str(os.getpid())
+    folder.mkdir()
+    _sessions.append(make(folder))
+
+
+def _result(name: str) -> Result:
+    return _sessions[0].result(EXPERIMENTS[name])
 
 
 def _about(one: Experiment) -> dict[str, Any]:
@@ -188,66 +240,22 @@ def _digest(path: Path | None) -> str | None:
 
 # -- the report --------------------------------------------------------------------------------------------------
 
-INTRO = f"""# What the papers show, and what is found here
-
-Generated by the command below; do not edit. Each experiment gives what the paper shows, in its numbers where it prints
-them, what is found here, and whether that "{HOLDS}", "{FAILS}" or "{UNTOLD}": by the rule that stands beside it,
-applied to our numbers. It cannot be told where the 95 % interval of a difference, requests drawn anew, has equality in
-it. Where a claim does not hold, the reason follows, worked out from the same runs. Simulated results are of a virtual
-clock and the machine named; the policies are those that the engine runs ([simulator](simulator.md)). Results that read
-a real clock say so. `expertly lab reproduce --list` names the experiments and what each needs.
-"""
-
 Grid = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 
 
 def markdown(command: str, about: Sequence[str], results: Sequence[Result]) -> str:
-    """The whole page."""
-    parts = [INTRO, f"```sh\n{command}\n```\n", *(f"- {line}" for line in about), ""]
-    parts += ["## Summary", "", _summary(results), ""]
-    for paper, title in PAPERS.items():
-        own = [one for one in results if EXPERIMENTS[one.name].paper == paper]
-        parts += [f"## {title}", ""] * bool(own)
-        for result in own:
-            experiment = EXPERIMENTS[result.name]
-            parts += [f"### {experiment.name}: {experiment.title}", ""]
-            parts += [f"**The paper** ({experiment.where}): {experiment.shows}", ""]
-            again = f"expertly lab reproduce {experiment.name} --trace TRACE"
-            parts += [f"**Here:** {result.verdict}. `{again}`, {result.seconds:.0f} s.", ""]
-            for finding in result.findings:
-                parts += [*_page_of(finding), ""]
-            parts += [f"Not run on {reason}." for reason in result.left_out] + [""] * bool(result.left_out)
-    return "\n".join(parts).rstrip() + "\n"
-
-
-def _summary(results: Sequence[Result]) -> str:
-    rows = []
-    for result in results:
-        one, traces = EXPERIMENTS[result.name], ", ".join(finding.trace for finding in result.findings) or "-"
-        rows.append((f"`{one.name}`", one.where, one.title, result.verdict, traces, f"{result.seconds:.0f} s"))
-    held, untold, num = (sum(one.count(verdict) for one in results) for verdict in (HOLDS, UNTOLD, None))
-    whole = sum(one.verdict == HOLDS for one in results)
-    said = (
-        f"{whole} of {len(results)} experiments hold in every direction; of {num} directions {held} hold and {untold} "
-        "cannot be told. What each took was on a machine that did other things meanwhile."
+    """The whole page: `results.md.jinja` beside this file, filled in."""
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters["row"] = lambda cells: "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    source = files("expertly.lab.papers").joinpath("results.md.jinja").read_text(encoding="utf-8")
+    page = environment.from_string(source).render(
+        command=command,
+        about=about,
+        pairs=[(EXPERIMENTS[one.name], one) for one in results],
+        papers=PAPERS,
+        count=lambda verdict=None: sum(one.count(verdict) for one in results),
     )
-    return f"{said}\n\n{_grid(('experiment', 'in the paper', 'what', 'direction', 'traces', 'took'), rows)}"
-
-
-def _page_of(finding: Finding) -> Iterator[str]:
-    clock = f" **Measured on {finding.measured_on}.**" if finding.measured_on else ""
-    yield f"*{finding.trace}*: {finding.setting}.{clock}\n"
-    for table in finding.tables:
-        yield f"{table.title}:\n\n{_grid(table.headers, table.shown())}\n"
-    for check in finding.checks:
-        why = f" Why: {check.why}." if check.why else ""
-        yield f"- {check.claim}: **{check.verdict}** ({check.rule}): {check.measured}.{why}"
-    yield from (f"- Note: {note}." for note in finding.notes)
-
-
-def _grid(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return page.rstrip() + "\n"
 
 
 def text(result: Result, grid: Grid) -> str:
@@ -262,7 +270,8 @@ def text(result: Result, grid: Grid) -> str:
         lines.append("")
         for check in finding.checks:
             lines += [
-                f"[{check.verdict}] {check.claim}: {check.measured}",
+                f"[{check.verdict}] {check.claim}: {check.measured}"
+                + (f"; in the paper {check.paper}" if check.paper else ""),
                 *[f"    why: {check.why}"] * bool(check.why),
             ]
         lines += [f"note: {note}" for note in finding.notes]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from random import Random
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,15 +16,16 @@ from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.core.messages import Span
 from expertly.data import demo_predictor
-from expertly.lab.papers.findings import Check, Finding, FindingTable, Floats, MeanOfRequests
+from expertly.lab.papers import SEEDS, TOKENS
+from expertly.lab.papers.findings import Check, Finding, FindingTable
+from expertly.lab.papers.measured import Estimate, Floats
 from expertly.policies.learned import read_learned
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.system import names_of_options
 from expertly.sim.hardware import Hardware, read_geometry
-from expertly.sim.metrics import percentile
-from expertly.sim.schedule import Arrivals, Schedule, Selection, first_rows, make_schedule
-from expertly.sim.study import Memory, Study
+from expertly.sim.schedule import Arrivals, Schedule, Selection, decode_passes, first_rows, make_schedule
+from expertly.sim.study import RATES, Memory, Study
 from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 from expertly.trace.writer import TraceWriter
@@ -31,12 +33,12 @@ from expertly.trace.writer import TraceWriter
 SMALL_NBYTES, SCALED_NBYTES = 1 << 20, 8 << 20
 """Experts smaller than the first are taken for experts of the second: they would be loaded in no time."""
 SPLIT = (7, 3)
-TOKENS = {True: 1000, False: 300}
-"""Simulated tokens, by whether the trace has prompts: these count, too."""
-QUICK = 5
-"""Times fewer with `--quick`."""
-TRAINING = 8
-"""Times the simulated tokens, at most, of the training part, whose requests may be hundreds of thousands of tokens."""
+QUICK, QUICK_TOKENS = 5, 150
+"""With `--quick`: times fewer requests to learn from, and tokens of the one seed."""
+LEARNED_TOKENS = 8000
+"""Of the training part, at most, whose requests may be hundreds of thousands of tokens."""
+COLLECTED = 120
+"""Of its requests as many, at least: MoE-Infinity's collection holds one matrix each (its section 5.2)."""
 BATCHED_REQUESTS = 12
 """Run in batches, in all; with `--quick` a third."""
 
@@ -59,7 +61,7 @@ class Subject:
     sizes: str
     weights: LearnedWeights | None  # of a learned predictor
     weights_note: str | None  # what they learned from
-    num_tokens: int | None = None  # to simulate, whatever is asked for; None: as many as are
+    learned_from: Selection | None = None  # of this trace, by the weights
 
     @classmethod
     def open(cls, path: Path, predictor: Path | None = None) -> Subject:
@@ -67,9 +69,8 @@ class Subject:
         not know the sizes of its experts.
         """
         trace = Trace.open(path)
-        known = [layer.geometry() for layer in trace.manifest.layers]
-        layers = tuple(layer for layer in known if layer is not None)
-        if len(layers) != len(known):
+        layers = trace.manifest.geometries
+        if layers is None:
             raise ExpertlyError(
                 f"trace={str(path)!r}: does not know its experts' sizes; `expertly lab trace import --geometry` gives "
                 "them"
@@ -79,8 +80,9 @@ class Subject:
             factor = math.ceil(SCALED_NBYTES / layers[0].expert_nbytes)
             layers = tuple(replace(one, intermediate_size=one.intermediate_size * factor) for one in layers)
             sizes = f"experts taken for {factor} times theirs, {layers[0].expert_nbytes / (1 << 20):.1f} MiB"
-        weights, note = _weights(trace, predictor)
-        return cls(path.resolve().name, trace, layers, trace.manifest.dense, sizes, weights, note)
+        weights, note, learned_from = _weights(trace, predictor)
+        name, dense = path.resolve().name, trace.manifest.dense
+        return cls(name, trace, layers, dense, sizes, weights, note, learned_from=learned_from)
 
     @property
     def is_full(self) -> bool:
@@ -114,19 +116,23 @@ class Subject:
         return ":".join([name, "prediction=modelled", *own, *distance]), True
 
 
-def _weights(trace: Trace, predictor: Path | None) -> tuple[LearnedWeights | None, str | None]:
-    """Given ones, or those that ship, for a trace of the demo model."""
+def _weights(trace: Trace, predictor: Path | None) -> tuple[LearnedWeights | None, str | None, Selection | None]:
+    """Given ones, or those that ship, for a trace of the demo model; what they learned from, and how this trace was
+    parted, if that is it.
+    """
     if predictor is None:
         if trace.manifest.model != "demo" or not demo_predictor().is_file():
-            return None, None
+            return None, None, None
         predictor = demo_predictor()
     file = read_learned(predictor, LearnedWeights)
-    is_own = file.header.about.get("trace") == trace.fingerprint
-    source = "the training part of this trace" if is_own else "requests that are not of this trace"
     shapes = [(layer.num_experts, layer.top_k) for layer in trace.manifest.layers]
     if shapes != list(zip(file.learned.num_experts, file.learned.top_k, strict=True)):
-        return None, None
-    return file.learned, f"trained networks (`promoe`) learned from {source}"
+        return None, None, None
+    about, parted, source = file.header.about, None, "requests that are not of this trace"
+    if about.get("trace") == trace.fingerprint:
+        first, rest = map(int, str(about.get("split", "7:3")).split(":"))
+        parted, source = Selection(split=(first, rest), seed=int(about.get("seed", 0))), "its training part"
+    return file.learned, f"trained networks (`promoe`) learned from {source}", parted
 
 
 class Watch:
@@ -135,11 +141,11 @@ class Watch:
     def __init__(self) -> None:
         self.ends: list[int] = []  # of each pass
         self.computing: list[int] = []  # of each pass: not waiting for loads or predictions
+        self.asking: list[int] = []  # the computing thread asked for pieces and took them; this counts as computing
+        self.loading: list[int] = []  # the link was busy, until the pass ended
         self.layers: list[list[int]] = []  # of each pass: when its layers began, and when the last had been computed
         self.predicting: dict[str, int] = {}  # the predictor's thread, by what it read: "begin", "router", "update"
-        self.asking = 0  # the computing thread asks for pieces and takes them; this counts as computing
-        self.loading = 0  # the link was busy
-        self._computing = 0
+        self._computing = self._asking = self._loading = 0
         self._begins: list[int] = []
 
     def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
@@ -149,15 +155,17 @@ class Watch:
         elif what == "head":
             self.ends.append(end_ns)
             self.computing.append(self._computing)
+            self.asking.append(self._asking)
+            self.loading.append(self._loading)
             self.layers.append([*self._begins, begin_ns])
-            self._begins, self._computing = [], 0
+            self._begins, self._computing, self._asking, self._loading = [], 0, 0, 0
 
     def moved(self, where: str, piece: Span, begin_ns: int, end_ns: int) -> None:
         if where == "link":
-            self.loading += end_ns - begin_ns
+            self._loading += end_ns - begin_ns
 
     def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
-        self.asking += end_ns - begin_ns
+        self._asking += end_ns - begin_ns
         self._computing += end_ns - begin_ns
 
     def predicted(self, what: str, begin_ns: int, end_ns: int) -> None:
@@ -175,21 +183,60 @@ class LastRun:
         return self.watch
 
 
+SUMS = {
+    *("bytes_loaded", "prefetched_bytes", "wasted_bytes", "bytes_read", "requests", "tokens"),
+    *("predictions_late", "contexts_dropped", "decode_iterations"),
+}
+"""Of a row's facts, what adds up over seeds; other numbers are means."""
+
+
+def pooled(key: str, values: Sequence[Any]) -> Any:
+    """One fact of several seeds. Rates know how far apart the seeds are."""
+    known = [one for one in values if one is not None]
+    if not known or key in ("hit_rate_by_request", "times_by_request"):
+        return [one for each in known for one in each] or None
+    if isinstance(known[0], dict):
+        return {name: pooled(name, [one.get(name) for one in known]) for name in known[0]}
+    if isinstance(known[0], list):
+        return [pooled(key, one) for one in zip(*known, strict=False)]
+    if isinstance(known[0], str | bool) or all(one == known[0] for one in known):
+        return sum(known) if key in SUMS else known[0]
+    if key in SUMS:
+        return sum(known)
+    return Estimate.of_seeds(known) if key in RATES or key.endswith("_score") else float(np.mean(known))
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One system on one budget: the row of `expertly lab simulate`, and the times of its passes."""
+    """One system on one budget: the row of `expertly lab simulate`, and the times of its passes; of one seed or of
+    several together.
+    """
 
     system: str  # as asked for
     is_modelled: bool
     facts: Mapping[str, Any]
     passes_s: Floats
     waiting_s: Floats
+    asking_s: Floats
+    loading_s: Floats  # the link was busy
+    layers_s: Floats  # [decode passes, L]
     is_decode: Bools
-    request_of: npt.NDArray[np.int64]  # of each pass, counted from 0; [] where passes are of several
-    layers_s: Floats  # [L], mean of decode
+    unit_of: npt.NDArray[np.int64]  # of each pass: what is drawn anew, a request or a batch; [] where passes mix them
+    units: npt.NDArray[np.int64]  # the requests in the order in which they began, or the batches
+    decode_passes: Floats  # of each of `units`
     predicting_s: Mapping[str, float]
-    asking_s: float
-    loading_s: float
+
+    @classmethod
+    def of_seeds(cls, rows: Sequence[Row]) -> Row:
+        """What was measured with several seeds. A request that several of them have is one, of more tokens."""
+        first, *others = rows
+        if not others:
+            return first
+        arrays = [one.name for one in fields(cls) if isinstance(getattr(first, one.name), np.ndarray)]
+        joined: dict[str, Any] = {name: np.concatenate([getattr(row, name) for row in rows]) for name in arrays}
+        facts = {key: pooled(key, [row.facts[key] for row in rows]) for key in first.facts}
+        predicting = {what: sum(row.predicting_s.get(what, 0.0) for row in rows) for what in first.predicting_s}
+        return replace(first, facts=facts, predicting_s=predicting, **joined)
 
     def __getitem__(self, key: str) -> Any:
         return self.facts[key]
@@ -198,26 +245,34 @@ class Row:
     def label(self) -> str:
         return f"{self.system} (modelled)" if self.is_modelled else self.system
 
+    def mean(self, each: Floats, where: Bools | None = None, weights: Floats | None = None) -> float:
+        """Of passes, or what they add up to in units of what `weights` do."""
+        chosen = np.ones(len(each), bool) if where is None else where
+        weights = np.ones(len(each)) if weights is None else weights
+        if not len(self.unit_of):
+            return float(each[chosen].sum() / weights[chosen].sum())
+        return Estimate.mean(*(self._sums(np.where(chosen, one, 0.0)) for one in (each, weights)))
+
     @property
     def tpot_s(self) -> float:
-        return self._mean(float(self.facts["tpot_s"]), self.passes_s, self.is_decode)
+        return self.mean(self.passes_s, self.is_decode)
 
     @property
     def ttft_s(self) -> Any:
         """None without prompts."""
-        value = self.facts["ttft_s"]
-        if value is None or not len(self.request_of):
-            return value
+        if self.facts["ttft_s"] is None or not len(self.unit_of):
+            return self.facts["ttft_s"]
         sums = self._sums(np.where(self.is_decode, 0.0, self.passes_s))
-        return MeanOfRequests.of(value, sums, (sums > 0).astype(np.float64))
+        return Estimate.mean(sums, self._sums(~self.is_decode) > 0)
 
     @property
     def hit_rate(self) -> float:
-        value, by_request = float(self.facts["hit_rate"]), self.facts["hit_rate_by_request"]
-        if not len(self.request_of) or len(by_request) != self.request_of[-1] + 1:
-            return value
-        passes = self._sums(self.is_decode.astype(np.float64))
-        return MeanOfRequests.of(value, passes * [rate or 0.0 for rate in by_request], passes)
+        """Of decode."""
+        by_request = self.facts["hit_rate_by_request"] or []
+        if not len(self.unit_of) or len(by_request) != len(self.units):
+            return float(self.facts["hit_rate"])
+        hits = self.decode_passes * [rate or 0.0 for rate in by_request]
+        return Estimate.mean(*(self._by_unit(self.units, one) for one in (hits, self.decode_passes)))
 
     @property
     def kept(self) -> float:
@@ -227,48 +282,79 @@ class Row:
     def waiting(self, decode: bool) -> float | None:
         """Share of the time of one phase; None where it has no passes."""
         rows = self.is_decode == decode
-        total = self.passes_s[rows].sum()
-        if not total:
-            return None
-        value = float(self.waiting_s[rows].sum() / total)
-        return self._mean(value, np.where(rows, self.waiting_s, 0.0), np.where(rows, self.passes_s, 0.0))
+        return self.mean(self.waiting_s, rows, self.passes_s) if rows.any() else None
+
+    @property
+    def loaded(self) -> float:
+        """Bytes a pass, over the link: shared out by its time."""
+        busy = self.loading_s.sum()
+        return self.mean(self.loading_s * (self.facts["bytes_loaded"] / busy if busy else 0.0))
 
     def tail_s(self, percent: int) -> float:
         """Of decode passes."""
-        return float(percentile(sorted(self.passes_s[self.is_decode].tolist()), percent) or 0.0)
+        return Estimate.percentile(self.passes_s[self.is_decode], percent, self._places(self.unit_of[self.is_decode]))
+
+    def latency_s(self, percent: int | None) -> float:
+        """Of requests, from their arrival: a percentile; None: the mean."""
+        times = np.array([one["latency_s"] for one in self.facts["times_by_request"]])
+        if percent is None:
+            return Estimate.mean(*(self._by_unit(self.units, one) for one in (times, np.ones(len(times)))))
+        return Estimate.percentile(times, percent, self._places(self.units))
 
     @property
     def link_share(self) -> float:
         """Of all time, the link moved something."""
-        return float(self.loading_s / self.passes_s.sum())
+        return float(self.loading_s.sum() / self.passes_s.sum())
 
-    def _mean(self, value: float, each: Floats, weights: npt.NDArray[Any]) -> float:
-        """`value` with its parts by request, where passes are of one each."""
-        if not len(self.request_of):
-            return value
-        return MeanOfRequests.of(value, self._sums(np.where(weights > 0, each, 0.0)), self._sums(weights))
+    def by_unit(self, each: Floats, where: Bools) -> Floats:
+        """The mean of such passes of each of `units`, of one seed; NaN where it has none."""
+        with np.errstate(invalid="ignore"):
+            found: Floats = self._sums(np.where(where, each, 0.0)) / self._sums(where)
+        return found[self._places(self.units)]
+
+    def layer_s(self, layer: int) -> float:
+        """What a layer takes in decode."""
+        each = np.zeros(len(self.passes_s))
+        each[self.is_decode] = self.layers_s[:, layer]
+        return self.mean(each, self.is_decode)
 
     def _sums(self, each: npt.NDArray[Any]) -> Floats:
-        sums: Floats = np.bincount(self.request_of, weights=each).astype(np.float64)
+        return self._by_unit(self.unit_of, each)
+
+    def _by_unit(self, units: npt.NDArray[np.int64], each: npt.NDArray[Any]) -> Floats:
+        sums: Floats = np.bincount(self._places(units), weights=each).astype(np.float64)
         return sums
+
+    @staticmethod
+    def _places(units: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        found: npt.NDArray[np.int64] = np.unique(units, return_inverse=True)[1]
+        return found
 
 
 @dataclass
 class Runs:
-    """One schedule of one trace on one machine; rows are made once."""
+    """One schedule a seed, of one trace, on one machine; rows are made once."""
 
-    study: Study
+    studies: Sequence[Study]
     subject: Subject
     hardware: str
     sizes: str
     shared: dict[tuple[str, str], Row] = field(default_factory=dict)
+    by_seed: dict[str, list[Row]] = field(default_factory=dict)  # of the last run of each system
+
+    @property
+    def study(self) -> Study:
+        """Of the first seed."""
+        return self.studies[0]
 
     def row(self, system: str, memory: str | Memory = "25%") -> Row:
         """Raises ConfigError for what cannot run; what a trace lacks is modelled, and the row says so."""
         memory = Memory(memory) if isinstance(memory, str) else memory
         key = (system, memory.label)
         if key not in self.shared:
-            self.shared[key] = self._run(system, memory)
+            rows = [self._run(number, system, memory) for number in range(len(self.studies))]
+            self.shared[key] = Row.of_seeds(rows)
+            self.by_seed[system] = rows
         return self.shared[key]
 
     def rows(self, systems: Mapping[Any, str] | Sequence[str], memory: str = "25%") -> dict[str, Row]:
@@ -276,55 +362,52 @@ class Runs:
         named = systems if isinstance(systems, Mapping) else {name: name for name in systems}
         return {str(label): self.row(name, memory) for label, name in named.items()}
 
-    def _run(self, system: str, memory: Memory) -> Row:
+    def _run(self, number: int, system: str, memory: Memory) -> Row:
+        study = self.studies[number]
         name, is_modelled = self.subject.fitted(system)
-        last = self.study.chrome = LastRun()
-        facts = self.study.row(get_system(name), memory)
+        last = study.chrome = LastRun()
+        facts = study.row(get_system(name), memory)
         watch = last.watch
         if facts["skipped"] is not None:
             raise CannotRun(facts["skipped"])
         if not watch.ends:  # with all experts here it has run before, in another budget
-            return replace(next(row for (one, _), row in self.shared.items() if one == system), facts=facts)
-        begins = [one[0] for one in watch.layers] if self.study.is_queued else [0, *watch.ends[:-1]]  # or it was idle
+            return replace(self.by_seed[system][number], facts=facts)
+        begins = [one[0] for one in watch.layers] if study.is_queued else [0, *watch.ends[:-1]]  # or it was idle
         passes = (np.array(watch.ends) - np.array(begins)) / 1e9
-        spans = self.study.schedule.test
-        phases = [decode_passes(self.study.trace, span) for span in spans]
-        is_decode = np.concatenate(phases)
-        is_split = all(span.request is not None for span in spans) and not self.study.is_queued
-        request_of = np.repeat(np.arange(len(spans)), [len(one) for one in phases]) if is_split else np.zeros(0, int)
-        layers = np.array([np.diff(one) for one, decode in zip(watch.layers, is_decode, strict=True) if decode]) / 1e9
+        spans = study.schedule.test
+        phases = [decode_passes(study.trace, span) for span in spans]
+        # a batch has a number of its own with every seed; a request is the same with all of them
+        units = [1000 * number + at if span.request is None else span.request for at, span in enumerate(spans)]
+        is_split = not study.is_queued and (len(spans) > 1 or spans[0].request is not None)
+        each = np.repeat(units, [len(one) for one in phases])
+        is_decode, known = np.concatenate(phases), np.array(list(dict.fromkeys(units)), np.int64)
         return Row(
             system,
             is_modelled,
             facts,
             passes,
             np.maximum(passes - np.array(watch.computing) / 1e9, 0),
+            np.array(watch.asking) / 1e9,
+            np.array(watch.loading) / 1e9,
+            np.array([np.diff(one) for one, decode in zip(watch.layers, is_decode, strict=True) if decode]) / 1e9,
             is_decode,
-            request_of,
-            layers.mean(axis=0) if len(layers) else np.zeros(0),
+            each if is_split else each[:0],
+            known,
+            np.array([is_decode[each == unit].sum() for unit in known.tolist()], np.float64),
             {what: ns / 1e9 for what, ns in watch.predicting.items()},
-            watch.asking / 1e9,
-            watch.loading / 1e9,
         )
-
-
-def decode_passes(trace: Trace, span: RowRange) -> Bools:
-    """Of each pass of a span, whether it is of decode alone."""
-    rows = span.first_row, span.first_row + span.num_rows
-    iteration, is_prefill = trace.rows("iteration", *rows), trace.rows("is_prefill", *rows)
-    _, firsts = np.unique(iteration, return_index=True)
-    found: Bools = ~np.logical_or.reduceat(is_prefill, firsts)
-    return found
 
 
 @dataclass
 class Lab:
-    """What an experiment is given: one trace. `quick`: few tokens."""
+    """What an experiment is given: one trace. `quick`: few tokens, of one seed."""
 
     subject: Subject
     scratch: Path  # an empty folder, for this trace
     quick: bool = False
-    seed: int = 0
+    seed: int = 0  # the first
+    num_seeds: int = SEEDS
+    num_tokens: int = TOKENS  # of decode, over all seeds
     arrivals: Arrivals | None = None  # of requests, recorded; None: they are made up
     progress: Callable[[str, int, int], None] | None = None
     _made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -337,18 +420,17 @@ class Lab:
         return made
 
     @property
+    def seeds(self) -> range:
+        return range(self.seed, self.seed + (1 if self.quick else self.num_seeds))
+
+    @property
     def trace(self) -> Trace:
         return self.subject.trace
 
     @property
-    def num_tokens(self) -> int:
-        own = self.subject.num_tokens
-        return own or TOKENS[self.subject.has_prompts] // (QUICK if self.quick else 1)
-
-    @property
-    def share(self) -> float:
-        """Of these tokens, for systems that take long to simulate: those that reckon with every piece of an expert."""
-        return 0.4 if self.subject.is_full and not self.quick else 1.0
+    def tokens_of_seed(self) -> int:
+        """Of decode."""
+        return QUICK_TOKENS if self.quick else -(-self.num_tokens // len(self.seeds))
 
     @property
     def top_k(self) -> int:
@@ -358,53 +440,78 @@ class Lab:
     def num_experts(self) -> int:
         return self.subject.layers[0].num_experts
 
-    def schedule(self, times: float = 1.0) -> Schedule:
-        """The requests of the seed: 70 % to learn from, as far as it takes, and so many tokens of the rest."""
-        num = round(self.num_tokens * times)
-        made = make_schedule(self.trace, Selection(num_tokens=num, split=SPLIT, seed=self.seed))
-        return Schedule(first_rows(made.training, TRAINING * num), made.test)
+    def schedules(self, times: float = 1.0) -> list[Schedule]:
+        """By seed: 70 % of the requests to learn from, as far as it takes, and so many decoded tokens of the rest."""
 
-    def requests_to_test(self) -> list[RowRange]:
-        """Whole requests of the part that is not learned from."""
-        return make_schedule(self.trace, Selection(split=SPLIT, seed=self.seed)).test
+        def make(seed: int) -> Schedule:
+            made = self._parted(seed)
+            least = sum(span.num_rows for span in made.training[: COLLECTED // (QUICK if self.quick else 1)])
+            most = LEARNED_TOKENS // (QUICK if self.quick else 1)
+            tests = first_decoded(self.trace, made.test, round(self.tokens_of_seed * times))
+            return Schedule(first_rows(made.training, max(most, least)), tests)
+
+        return self.once(("schedules", times), lambda: [make(seed) for seed in self.seeds])
+
+    def requests_to_test(self) -> list[list[RowRange]]:
+        """By seed: whole requests of the part that is not learned from."""
+        return [self._parted(seed).test for seed in self.seeds]
+
+    def selection(self, seed: int) -> Selection:
+        """How the requests are parted with a seed: as they were for the weights, where these learned from them."""
+        return self.subject.learned_from or Selection(split=SPLIT, seed=seed)
+
+    def _parted(self, seed: int) -> Schedule:
+        """In another order with each seed."""
+        made = make_schedule(self.trace, self.selection(seed))
+        dice = Random(seed)
+        dice.shuffle(made.training)
+        dice.shuffle(made.test)
+        return made
 
     def runs(self, hardware: str, *, times: float = 1.0, online: bool = False, sizes: str | None = None) -> Runs:
-        """Of the tokens of `schedule`; `online`: nothing was learned beforehand; `sizes`: a shipped description's."""
+        """Of `schedules`; `online`: nothing was learned beforehand; `sizes`: a shipped description's."""
 
         def make() -> Runs:
-            schedule = self.schedule(times)
-            return self.runs_of(Schedule([], schedule.test) if online else schedule, hardware, sizes=sizes)
+            schedules = self.schedules(times)
+            if online:
+                schedules = [Schedule([], one.test) for one in schedules]
+            return self.runs_of(schedules, hardware, sizes=sizes)
 
         return self.once(("runs", hardware, times, online, sizes), make)
 
     def runs_of(
         self,
-        schedule: Schedule,
+        schedules: Sequence[Schedule],
         hardware: str | Hardware,
         *,
-        trace: Trace | None = None,
+        traces: Sequence[Trace] | None = None,
         sizes: str | None = None,
         is_queued: bool = False,
+        matcher: str = "virtual",
     ) -> Runs:
-        """Of another schedule, or another trace of the same model."""
+        """Of other schedules, or other traces of the same model, one a seed."""
         subject = self.subject
         machine = Hardware.read(hardware) if isinstance(hardware, str) else hardware
         layers, dense = subject.layers, subject.dense
         if sizes is not None:
             given = read_geometry(sizes)
             layers, dense = given.layers, given.dense
-        study = Study(
-            trace or subject.trace,
-            schedule,
-            machine,
-            layers,
-            dense,
-            seed=self.seed,
-            is_queued=is_queued,
-            learned=subject.weights,
-            progress=self.progress,
-        )
-        return Runs(study, subject, machine.name, sizes or subject.sizes)
+        studies = [
+            Study(
+                traces[number] if traces else subject.trace,
+                schedule,
+                machine,
+                layers,
+                dense,
+                seed=self.seed + number,
+                is_queued=is_queued,
+                matcher=matcher,
+                learned=subject.weights,
+                progress=self.progress,
+            )
+            for number, schedule in enumerate(schedules)
+        ]
+        return Runs(studies, subject, machine.name, sizes or subject.sizes)
 
     def finding(
         self,
@@ -419,14 +526,33 @@ class Lab:
         return Finding(self.subject.name, setting, tuple(tables), made, tuple(notes), measured_on)
 
     def setting(self, runs: Runs, memory: str = "") -> str:
-        """In words: machine, sizes, memory, tokens, requests and seed."""
-        schedule = runs.study.schedule
-        num, requests = sum(span.num_rows for span in schedule.test), len(schedule.test)
-        learned = len({span.request for span in schedule.training})
+        """In words: machine, sizes, memory, tokens, requests and seeds."""
+        tests = [span for study in runs.studies for span in study.schedule.test]
+        num = sum(int(decode_passes(study.trace, span).sum()) for study in runs.studies for span in study.schedule.test)
+        learned = min(len({span.request for span in study.schedule.training}) for study in runs.studies)
         parts = [runs.hardware, runs.sizes, *([f"memory {memory}"] if memory else [])]
-        parts.append(f"{num} tokens" + (f" of {requests} requests" if requests > 1 else "") + f", seed {self.seed}")
+        requests = len({span.request for span in tests})
+        parts.append(
+            f"{sum(span.num_rows for span in tests)} tokens"
+            + f", {num} passes of decode,"
+            + (f" of {requests} requests" if requests > 1 else "")
+            + f", {len(runs.studies)} seeds from {self.seed}"
+        )
         parts.append(f"{learned} other requests learned from" if learned else "nothing learned")
         return "; ".join(parts)
+
+
+def first_decoded(trace: Trace, spans: Sequence[RowRange], num_tokens: int) -> list[RowRange]:
+    """Of these requests so many that they decode `num_tokens`; the last is cut behind them."""
+    kept: list[RowRange] = []
+    for span in spans:
+        if num_tokens <= 0:
+            break
+        is_decode = ~trace.rows("is_prefill", span.first_row, span.first_row + span.num_rows)
+        num_rows = int(np.searchsorted(is_decode.cumsum(), num_tokens)) + 1
+        kept.append(replace(span, num_rows=min(span.num_rows, num_rows)))
+        num_tokens -= int(is_decode.sum())
+    return kept
 
 
 # -- batches -----------------------------------------------------------------------------------------------------
@@ -437,39 +563,41 @@ def batched(lab: Lab, hardware: str, size: int) -> Runs:
     a pass, until all have ended. Routing does not depend on who else runs.
     """
 
-    def make() -> tuple[Trace, list[RowRange]]:
-        num = BATCHED_REQUESTS // (3 if lab.quick else 1)
-        longest = 4 * lab.num_tokens // num
-        chosen = [first_rows([span], longest)[0] for span in lab.requests_to_test()[:num]]
-        training = first_rows(lab.schedule().training, 2 * lab.num_tokens)
-        return write_batches(lab.trace, training, chosen, size, lab.scratch / f"batch-{size}")
+    def make() -> list[tuple[Trace, list[RowRange]]]:
+        num, made = BATCHED_REQUESTS // (3 if lab.quick else 1), []
+        for number, tests in enumerate(lab.requests_to_test()):
+            chosen = [
+                one for span in tests[:num] for one in first_decoded(lab.trace, [span], lab.tokens_of_seed // num)
+            ]
+            training = first_rows(lab.schedules()[number].training, 2 * lab.tokens_of_seed)
+            made.append(write_batches(lab.trace, training, chosen, size, lab.scratch / f"batch-{size}-{number}"))
+        return made
 
-    trace, spans = lab.once(("batches", size), make)
-    schedule = Schedule(spans[:-1], spans[-1:])
-    return lab.once(("batched", hardware, size), lambda: lab.runs_of(schedule, hardware, trace=trace))
+    made = lab.once(("batches", size), make)
+    traces, every = zip(*made, strict=True)
+    schedules = [
+        Schedule([one for one in spans if one.request is not None], [one for one in spans if one.request is None])
+        for spans in every
+    ]
+    return lab.once(("batched", hardware, size), lambda: lab.runs_of(schedules, hardware, traces=traces))
 
 
 def prompts_need(lab: Lab, hardware: str, size: int) -> float:
     """Of a layer's experts, the share that the prompts of a batch need together; the mean over batches and layers."""
-    study = batched(lab, hardware, size).study
-    span = study.schedule.test[-1]
-    columns = {
-        name: study.trace.rows(name, span.first_row, span.first_row + span.num_rows)
-        for name in ("iteration", "is_prefill", "experts")
-    }
-    shares = [
-        np.unique(columns["experts"][columns["iteration"] == prompt, layer]).size / lab.num_experts
-        for prompt in np.unique(columns["iteration"][columns["is_prefill"]])
-        for layer in range(len(lab.subject.layers))
-    ]
+    shares = []
+    for study in batched(lab, hardware, size).studies:
+        for span in study.schedule.test:
+            rows = span.first_row, span.first_row + span.num_rows
+            experts = study.trace.rows("experts", *rows)[study.trace.rows("is_prefill", *rows)]
+            shares += [np.unique(experts[:, layer]).size / lab.num_experts for layer in range(len(lab.subject.layers))]
     return float(np.mean(shares))
 
 
 def write_batches(
     trace: Trace, training: Sequence[RowRange], test: Sequence[RowRange], size: int, folder: Path
 ) -> tuple[Trace, list[RowRange]]:
-    """A trace of `training` one request after the other, then of `test` in batches of `size`; and its spans, the last
-    of which is all of the batches.
+    """A trace of `training` one request after the other, then of `test` in batches of `size`; and its spans: a batch is
+    one, of no request.
     """
     manifest = trace.manifest
     fields = [field for name, field in manifest.fields.items() if name != "iteration"]
@@ -483,10 +611,11 @@ def write_batches(
             for block in trace.blocks(["iteration", *stored], span.first_row, span.first_row + span.num_rows):
                 sizes = np.unique(block.columns["iteration"], return_counts=True)[1]
                 writer.extend({name: block.columns[name] for name in stored}, sizes)
-        first = writer.num_rows
         for start in range(0, len(test), size):
+            first = writer.num_rows
             _write_batch(trace, writer, stored, test[start : start + size])
-    return Trace.open(folder), [*spans, RowRange(None, first, writer.num_rows - first)]
+            spans.append(RowRange(None, first, writer.num_rows - first))
+    return Trace.open(folder), spans
 
 
 def _write_batch(trace: Trace, writer: TraceWriter, names: Sequence[str], spans: Sequence[RowRange]) -> None:

@@ -21,7 +21,7 @@ from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.scheduler.system import ACCEPTED, OF_PREDICTION, PARTS, REGISTRIES, System, names_of_options
 from expertly.sim.compute import compute_model, step_times
 from expertly.sim.hardware import Hardware
-from expertly.sim.schedule import Schedule
+from expertly.sim.schedule import Schedule, num_prompt_rows
 from expertly.sim.study import Memory, Study
 from expertly.trace.reader import Trace
 
@@ -257,8 +257,7 @@ class Simulation:
 
     def num_steps(self, num_requests: int) -> int:
         """Decode steps of the first requests."""
-        num_rows = sum(span.num_rows for span in self.schedule.test[:num_requests])
-        return num_rows - self._num_prompt_rows(num_requests)
+        return sum(one.num_rows - num_prompt_rows(self.trace, one) for one in self.schedule.test[:num_requests])
 
     def row(self, candidate: Candidate, num_requests: int, progress: Any = None) -> dict[str, Any]:
         """As `Study.row`, of the first requests."""
@@ -293,14 +292,11 @@ class Simulation:
         key = (num_requests, codec, plan)
         if key not in self._studies:
             schedule = Schedule(self.schedule.training, self.schedule.test[:num_requests])
-            layers = tuple(layer.geometry() for layer in self.trace.manifest.layers)
-            known = tuple(layer for layer in layers if layer is not None)
-            assert len(known) == len(layers)
             self._studies[key] = Study(
                 self.trace,
                 schedule,
                 self.hardware,
-                known,
+                self.trace.manifest.geometries,
                 self.trace.manifest.dense,
                 seed=self.seed,
                 learned=self.weights,
@@ -308,11 +304,6 @@ class Simulation:
                 codec=codec,
             )
         return self._studies[key]
-
-    def _num_prompt_rows(self, num_requests: int) -> int:
-        spans = self.schedule.test[:num_requests]
-        ranges = [(span.first_row, span.first_row + span.num_rows) for span in spans]
-        return sum(int(self.trace.rows("is_prefill", first, end).sum()) for first, end in ranges)
 
 
 # -- the search ------------------------------------------------------------------------------------------------------

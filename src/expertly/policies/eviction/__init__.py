@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from expertly.policies.eviction.base import EvictionPolicy, ScoredPolicy
+from expertly.policies.eviction.base import EvictionPolicy, MakePolicy, ScoredPolicy
 from expertly.policies.eviction.eam import EAMEviction
 from expertly.policies.eviction.fmoe import FMoEEviction
 from expertly.policies.eviction.lcp import LCP
@@ -17,4 +17,4 @@ EVICTIONS: PolicyRegistry[EvictionPolicy] = PolicyRegistry(
     (LRU, LFU, LCP, RandomEviction, Static, Belady, FMoEEviction, EAMEviction, Reuse),
 )
 
-__all__ = ["EVICTIONS", "EvictionPolicy", "ScoredPolicy"]
+__all__ = ["EVICTIONS", "EvictionPolicy", "MakePolicy", "ScoredPolicy"]

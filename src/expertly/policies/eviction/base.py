@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, ClassVar
 
@@ -33,25 +34,32 @@ class EvictionPolicy(Policy, ABC):
     """Goes by the capacity that it was made for: its cache cannot change."""
 
     @classmethod
-    def of_model(
-        cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS
-    ) -> Callable[[int], EvictionPolicy]:
-        """Makes the policies of all caches of one model, for caches of so many experts each, with options as the user
-        wrote them. Raises ConfigError where one is wrong, or `known` lacks what the policy needs.
+    def of_model(cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> MakePolicy:
+        """Makes the policies of all caches of one model, with options as the user wrote them. Raises ConfigError where
+        one is wrong, or `known` lacks what the policy needs.
         """
         options = cls.parse(given)
-        return lambda capacity: cls.for_cache(geometry, capacity, known, options)
+
+        def make(capacity: int, layers: Sequence[int]) -> EvictionPolicy:
+            popularity = known.popularity
+            if len(layers) < geometry.num_layers:
+                popularity = {e: num for e, num in popularity.items() if geometry.layer_of_expert(e) in layers}
+            return cls.for_cache(geometry, capacity, replace(known, popularity=popularity), options)
+
+        return make
 
     @classmethod
     def make(
         cls, geometry: Geometry, capacity: int, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS
     ) -> EvictionPolicy:
         """The policy of the only cache of a model. Raises ConfigError as `of_model`."""
-        return cls.of_model(geometry, known, given)(capacity)
+        return cls.of_model(geometry, known, given)(capacity, range(geometry.num_layers))
 
     @classmethod
     def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> EvictionPolicy:
-        """The policy of one cache of so many experts. One that goes by any of this overrides it."""
+        """The policy of one cache of so many experts; popularity is that of experts which the cache is for. One that
+        goes by any of this overrides it.
+        """
         return cls()
 
     @abstractmethod
@@ -75,6 +83,9 @@ class EvictionPolicy(Policy, ABC):
     def victims(self, protected: Container[int]) -> Iterable[int]:
         """Kept experts outside `protected`, the one to go first first. The cache may stop reading early."""
 
+
+MakePolicy = Callable[[int, Sequence[int]], EvictionPolicy]
+"""For a cache of so many experts, of these layers."""
 
 _Entry = tuple[float, int]  # (score, expert)
 

@@ -1,13 +1,14 @@
-"""What is used again soonest stays, by what a linear model of nearby layers' routing learns while it runs (ours).
+"""What is used again soonest stays, by what a linear model of nearby layers' routing learns while it runs, as far as it
+has been right lately (ours).
 
-`Reuse` orders one cache; the caches of one model share a `ReuseModel`, which has a `LayerReuse` for each layer.
+`Reuse` orders one cache; the caches of one model share a `ReuseModel`, which has a `LayerReuse` for each layer, and one
+`OwnPast` of all layers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from expertly.core.errors import StoreError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.base import NO_OPTIONS
-from expertly.policies.eviction.base import EvictionPolicy, ScoredPolicy
+from expertly.policies.eviction.base import MakePolicy, ScoredPolicy
 from expertly.policies.known import NOTHING, Known
 from expertly.policies.learned import MAX_NBYTES, Arrays, Header, LearnedState, ModelShape
 
@@ -45,9 +46,27 @@ here, and could round otherwise with another number of them.
 SURE = 100.0
 """Added in a prompt to what layers yet to run are worth, more than any value: a prompt needs nearly all experts."""
 
+NEAR_DISCOUNT = 0.8
+"""As DISCOUNT, where the model and experts' own past are weighed: an expert that is used often must not hide that
+another is about to be used once.
+"""
+WEIGHED = 300  # tokens by which the two are weighed; what is older fades
+KNOWN = 1000  # tokens by which an expert's own past is known to say what it says
+MEANS_KNOWN = 100  # tokens of another process that means of inputs are held to: what is used most is its workload's
+
 _SUM_OF_DISCOUNTS = 1 / (1 - DISCOUNT)
 _LEAST_NORM = 1e-3
 _ROUNDING = 1e-3  # how far above 1 a mean share of tokens of a file may be
+_AGES = (*range(8), *(num << octave for octave in range(8) for num in (8, 10, 12, 14)))
+"""Steps since the last use: the most of each class but the last; 0 in the step that used it."""
+_AGE_CLASSES = np.searchsorted(_AGES, np.arange(_AGES[-1] + 2)).astype(np.int64)  # of 0, 1, 2, ... steps
+_LEAST_OCTAVE = -13
+_LEAST_RATE = np.float32(2.0**_LEAST_OCTAVE)  # uses a step, and what is below
+_NUM_RATES = -2 * _LEAST_OCTAVE
+_FADING_OF_RATES = np.float32((1 - MEAN_RATE) ** BATCH)
+_FIRST_SEEN = 4.0  # uses that what is said of a class at first counts for
+_FIRST_WEIGHT, _FIRST_WEIGHT_OF_MODEL = 0.5, 0.3
+_RIDGE = 5.0  # how firmly these are held to, in squares of values
 _AT_ONCE = 16  # victims put in order at a time beyond the number of those that are protected
 _MANY = 16  # times that: of so many kept experts finding the few to go costs less than putting all in order
 
@@ -71,26 +90,15 @@ class ReuseModel(LearnedState):
         self._recent: Floats = np.zeros(num_experts, np.float32)  # by dense id
         self._mean: Floats = np.zeros(num_experts, np.float32)  # what `_recent` is on average
         self._values: Floats = np.zeros(num_experts, np.float32)  # said when each layer ran last
-        self._layers = [LayerReuse(own, seen) for own, seen in _places(self.shape.num_experts)]
+        places = _places(self.shape.num_experts)
+        past = OwnPast(len(places))
+        self._layers = [LayerReuse(own, seen, self._recent, self._mean, past) for own, seen in places]
         self._discounts: dict[int, Floats] = {}  # of a layer that runs: of every expert's value
         self._worth: Floats | None = self._values
         self._layer = 0  # that runs, or ran last
         self._is_decode = True
         self._num_begun = self._num_ended = 0  # changes of what it has learned: not as many while one is made
-        self._link()
-
-    def _link(self) -> None:
-        """Give layers their views of what the model moves."""
-        for layer in self._layers:
-            layer.link(self._recent, self._mean)
         self._own = [(self._recent[layer.own], self._values[layer.own]) for layer in self._layers]
-
-    def copy(self) -> ReuseModel:
-        """One that goes on from here by itself."""
-        one = deepcopy(self)
-        one._worth, one._num_begun, one._num_ended = None, 0, 0
-        one._link()
-        return one
 
     def observe(self, router: RouterRan) -> None:
         """A layer is about to run. Prompts move the inputs; only decode teaches."""
@@ -201,13 +209,14 @@ class ReuseModel(LearnedState):
 
 class LayerReuse:
     """Weights of the E experts of one layer, and what they have yet to learn from. `own` and `seen` are the dense ids
-    of these experts and of the S that the layer looks at, among which they are.
+    of these experts and of the S that the layer looks at, among which they are; `recent` and `mean` the inputs of all
+    experts by dense id, which the model moves, and what they are on average, which layers do. `past` is of all layers.
     """
 
-    def __init__(self, own: slice, seen: slice) -> None:
+    def __init__(self, own: slice, seen: slice, recent: Floats, mean: Floats, past: OwnPast) -> None:
         num, num_seen = own.stop - own.start, seen.stop - seen.start
         self.own = own
-        self._seen, self._own_seen = seen, slice(own.start - seen.start, own.stop - seen.start)
+        self._own_seen = slice(own.start - seen.start, own.stop - seen.start)
         self.weights: Floats = np.zeros((num, num_seen), np.float32)
         """What it has learned, [E, S]. Not to be written by others."""
         experts = np.arange(num)
@@ -219,17 +228,22 @@ class LayerReuse:
         self._values: Floats = np.zeros((num_kept, num), np.float32)
         self._used: Floats = np.zeros((num_kept, num), np.float32)
         self._num_kept = 0
-        self._targets = _targets()
+        self._num_followed = 0  # tokens by which the means of its inputs are known
+        self._age = np.full(num, len(_AGE_CLASSES), np.int64)  # of each expert, steps since its last use
+        self._served: Floats = np.zeros(num, np.float32)  # of each expert, steps, or tokens of prompts; older ones fade
+        self._num_served = 1.0  # the same of the layer
+        self._rate_class = np.zeros(num, np.int64)  # of the two's ratio, see OwnPast
+        self._classes = np.zeros((num_kept, num), np.int64)
+        self._worth: Floats = np.zeros(num, np.float32)
+        self._targets, self._near = _targets(DISCOUNT), _targets(NEAR_DISCOUNT)
         self._num_together = max(1, MOST_PRODUCTS // (BATCH * num_seen))  # experts in one product
         self._change: Floats = np.empty((min(num, self._num_together), num_seen), np.float32)
 
-    def link(self, recent: Floats, mean: Floats) -> None:
-        """The inputs of all experts by dense id, which the model moves, and what they are on average, which layers do;
-        views of these are made once, as numpy takes as long to make one as to add two rows.
-        """
-        self._recent, self._own_recent = recent[self._seen], recent[self.own]
-        self._mean, self._own_mean = mean[self._seen], mean[self.own]
-        self._rows: list[tuple[Floats, Floats, Floats]] = [*zip(self._inputs, self._values, self._used, strict=True)]
+        self._past = past
+        # Views are made once, as numpy takes as long to make one as to add two rows.
+        self._recent, self._own_recent = recent[seen], recent[own]
+        self._mean, self._own_mean = mean[seen], mean[own]
+        self._rows = [*zip(self._inputs, self._values, self._used, self._classes, strict=True)]
 
     def step(self, used: Sequence[int], num_tokens: int, *, is_decode: bool) -> Floats:
         """The layer is about to use these experts, by their numbers in it. The value of each expert, [E], until the
@@ -241,26 +255,45 @@ class LayerReuse:
             self._num_kept = 0
             self._follow(self._own_recent, num_tokens)
             self._rebase()
-        inputs, values, uses = self._rows[self._num_kept]
+        inputs, values, uses, classes = self._rows[self._num_kept]
         inputs[:] = self._recent
         np.add(self._products(inputs), self._base, out=values)
         uses.fill(0)
+        age, past, worth = self._age, self._past, self._worth
+        age += 1
         for expert in used:
             uses[expert] = 1
+            age[expert] = 0
+        if is_decode:
+            self._served += uses
+            self._num_served += 1
+        else:  # as if each expert's tokens were spread evenly over the prompt
+            age[used] = np.rint(1 / np.maximum(self._own_recent[used], 1 / num_tokens))
+            self._served += self._own_recent * np.float32(num_tokens)
+            self._num_served += num_tokens
+            self._rate()
+        _AGE_CLASSES.take(age, out=classes, mode="clip")
+        classes += self._rate_class
+        past.said.take(classes, out=worth)
+        worth *= past.weight
+        worth += values * past.weight_of_model
         self._num_kept += 1
         self.num_tokens += num_tokens
-        return values
+        self._num_followed += num_tokens
+        return worth
 
     def restore(self, weights: Floats, num_tokens: int) -> None:
         """Go on with what another process had learned from so many tokens, and its mean inputs, which are set."""
         self.weights[:] = weights
         self.num_tokens = num_tokens
+        self._num_followed = min(num_tokens, MEANS_KNOWN)
         self._num_kept = 0
         self._rebase()
 
     def _learn(self) -> None:
         """From the oldest steps, which go."""
         inputs = self._inputs[:BATCH] - self._mean
+        self._past.learn(self._classes[:BATCH], self._values[:BATCH], np.matmul(self._near, self._used))
         errors = np.matmul(self._targets, self._used) - self._values[:BATCH]
         errors *= (RATE / (_LEAST_NORM + np.einsum("bs,bs->b", inputs, inputs)))[:, None]
         together = self._num_together
@@ -270,12 +303,19 @@ class LayerReuse:
             weights += np.matmul(errors[:, start : start + together].T, inputs, out=change)
         self._follow(np.add.reduce(self._inputs[:BATCH, self._own_seen]) / BATCH, BATCH)
         self._rebase()
-        for array in (self._inputs, self._values, self._used):
+        self._served *= _FADING_OF_RATES
+        self._num_served *= _FADING_OF_RATES
+        self._rate()
+        for array in (self._inputs, self._values, self._used, self._classes):
             array[:HORIZON] = array[BATCH:]
         self._num_kept = HORIZON
 
+    def _rate(self) -> None:
+        octaves = np.log2(np.maximum(self._served / np.float32(self._num_served), _LEAST_RATE)) - _LEAST_OCTAVE
+        self._rate_class[:] = np.minimum((2 * octaves).astype(np.int64), _NUM_RATES - 1) * (len(_AGES) + 1)
+
     def _follow(self, recent: Floats, num_tokens: int) -> None:
-        rate = max(1 - (1 - MEAN_RATE) ** num_tokens, num_tokens / max(num_tokens, self.num_tokens))
+        rate = max(1 - (1 - MEAN_RATE) ** num_tokens, num_tokens / max(num_tokens, self._num_followed))
         self._own_mean += (recent - self._own_mean) * np.float32(rate)
 
     def _rebase(self) -> None:
@@ -285,6 +325,64 @@ class LayerReuse:
         """Of each expert's weights with the inputs, [E]: a product of vectors each, which is no work for threads."""
         products: Floats = np.matmul(self.weights[:, None, :], inputs[:, None])
         return products[:, 0, 0]
+
+
+def state_of(model: ReuseModel) -> dict[str, npt.NDArray[Any]]:
+    """Of one that nobody lets observe meanwhile."""
+    state = model.state()
+    assert state is not None
+    return state
+
+
+class OwnPast:
+    """What experts of all layers were worth that had been used last as long ago, and as often, as an expert has: the
+    order of LRU where recency tells, of LFU where frequency does, and what lies between. And how much this and what the
+    model says weigh: as a regression on what then was needed has it, over the last WEIGHED tokens. So what was learned
+    elsewhere counts as far as it holds here.
+
+    A class is one of _AGE_CLASSES and one of rates of use, two an octave. Of nothing yet, recent and frequent use are
+    worth most.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        ages = np.array([*_AGES, 2 * _AGES[-1]])
+        rates = 2.0 ** (np.arange(_NUM_RATES) / 2 + _LEAST_OCTAVE)
+        self._first = (0.75 / (1 + ages) + 1.5 * rates[:, None]).clip(0, 1).reshape(-1)
+        self._sums, self._nums = np.zeros(len(self._first)), np.zeros(len(self._first))
+        self.said: Floats = self._first.astype(np.float32)
+        """By class. Not to be written by others."""
+        self.weight, self.weight_of_model = np.float32(_FIRST_WEIGHT), np.float32(_FIRST_WEIGHT_OF_MODEL)
+        self._products = np.zeros(5)
+        self._fading = np.exp(-BATCH / (WEIGHED * num_layers))
+        self._fading_of_said = np.exp(-BATCH / (KNOWN * num_layers))
+
+    def learn(self, classes: npt.NDArray[np.int64], values: Floats, needed: Floats) -> None:
+        """Of some steps of a layer, each [B, E]: the classes of its experts, what the model said of them, and what they
+        were worth.
+        """
+        own = self.said[classes]
+        pairs = ((values, values), (values, own), (own, own), (values, needed), (own, needed))
+        self._products *= self._fading
+        self._products += [np.einsum("be,be->", *pair) for pair in pairs]
+        self._weigh(*self._products.tolist())
+        flat, num = classes.reshape(-1), len(self._nums)
+        for array in (self._sums, self._nums):
+            array *= self._fading_of_said
+        self._sums += np.bincount(flat, needed.reshape(-1), num)
+        self._nums += np.bincount(flat, minlength=num)
+        self.said[:] = (self._sums + _FIRST_SEEN * self._first) / (self._nums + _FIRST_SEEN)
+
+    def _weigh(self, mm: float, mo: float, oo: float, mn: float, on: float) -> None:
+        """By sums of products of what the model said (m), experts' own past (o) and what was needed (n)."""
+        mm, oo = mm + _RIDGE, oo + _RIDGE
+        mn, on = mn + _RIDGE * _FIRST_WEIGHT_OF_MODEL, on + _RIDGE * _FIRST_WEIGHT
+        of_model = (mn * oo - on * mo) / (mm * oo - mo * mo)
+        own = (on - of_model * mo) / oo
+        if of_model < 0:
+            of_model, own = 0.0, on / oo
+        elif own < 0:
+            of_model, own = mn / mm, 0.0
+        self.weight, self.weight_of_model = np.float32(own), np.float32(of_model)
 
 
 def num_weights(num_experts: Sequence[int]) -> int:
@@ -307,11 +405,11 @@ def _places(num_experts: Sequence[int]) -> list[tuple[slice, slice]]:
     return places
 
 
-def _targets() -> Floats:
+def _targets(discount: float) -> Floats:
     """[BATCH, BATCH + HORIZON]: what was used -> the discounted uses after each of the first BATCH steps."""
     ahead = np.arange(BATCH + HORIZON) - np.arange(BATCH)[:, None]
-    weights = np.where((ahead >= 1) & (ahead <= HORIZON), DISCOUNT ** (ahead - 1.0), 0.0)
-    return (weights / (1 - DISCOUNT**HORIZON)).astype(np.float32)
+    weights = np.where((ahead >= 1) & (ahead <= HORIZON), discount ** (ahead - 1.0), 0.0)
+    return (weights / (1 - discount**HORIZON)).astype(np.float32)
 
 
 class Reuse(ScoredPolicy):
@@ -331,24 +429,20 @@ class Reuse(ScoredPolicy):
         self._is_kept = np.zeros(geometry.num_experts, np.bool_)
 
     @classmethod
-    def of_model(
-        cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS
-    ) -> Callable[[int], EvictionPolicy]:
-        """They begin with a copy of Known.reuse, where it is of a model like this, or with nothing learned."""
+    def of_model(cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> MakePolicy:
+        """They begin with what Known.reuse has learned, where it is of a model like this, or with nothing learned."""
         cls.parse(given)
         shared = ReuseModel(geometry)
         if known.reuse is not None and known.reuse.shape.num_experts == shared.shape.num_experts:
-            shared = known.reuse.copy()
-        return lambda capacity: cls(geometry, shared, capacity)
+            shared.restore(state_of(known.reuse))
+        return lambda capacity, layers: cls(geometry, shared, capacity)
 
     @property
     def learned(self) -> ReuseModel:
         return self.model
 
     def adopt(self, learned: ReuseModel) -> None:
-        state = learned.state()
-        assert state is not None
-        self.model.restore(state)
+        self.model.restore(state_of(learned))
 
     def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         if self._has_choice:

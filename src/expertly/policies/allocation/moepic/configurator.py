@@ -105,6 +105,8 @@ def configure(
     rates: Sequence[LayerRates],
     timing: Timing,
     zeta: float = DEFAULT_ZETA,
+    *,
+    as_printed: bool = False,
 ) -> Configuration:
     """The best budgets and splits found for so many kept segments in each size class; the buffer is not among them.
 
@@ -116,9 +118,12 @@ def configure(
 
     - a layer's gain and loss are taken with the window it has now, not with that of a model all of whose layers
       have more or less; what the move does to other windows is seen when it is tried, in the sum;
+    - a move that gains less than a ten-thousandth ends it;
     - where no move of zeta helps, steps of zeta times powers of two, up and down to one segment, are tried, the most
       promising first; then what several layers cannot use goes to one together; then other pairs of layers. After each
       that helps zeta's turn comes again.
+
+    With `as_printed` none of this: algorithm 1, lines 15 to 25, and the budgets that it ends with.
 
     Raises ConfigError where the sizes do not fit, or `zeta` is not between 0 and 1.
     """
@@ -139,12 +144,15 @@ def configure(
         for size_class in range(geometry.num_size_classes)
     ]
     now, num_moves = uniform, 0
-    while (better := _improved(forecaster, pools, now)) is not None:
+    improved = _improved_as_printed if as_printed else _improved
+    while (better := improved(forecaster, pools, now)) is not None:
         now = better
         num_moves += 1
     plan, start = SplitPlan(geometry, now.splits()), uniform_plan(geometry, kept_segments)
     start_exposed = tuple(one.exposed_ns for one in forecaster.outcomes(start.layers))
-    if sum(start_exposed) < now.total_ns:  # a layer's best split may cost the next layer's window more than it gains
+    if (
+        sum(start_exposed) < now.total_ns and not as_printed
+    ):  # a layer's best split may cost the next layer's window more than it gains
         plan, num_moves = start, 0
     return Configuration(plan, forecaster.outcomes(plan.layers), uniform.exposed_ns, start_exposed, num_moves)
 
@@ -178,6 +186,34 @@ def _improved(forecaster: Forecaster, pools: Sequence[_Pool], now: Forecast) -> 
     return None
 
 
+def _improved_as_printed(forecaster: Forecaster, pools: Sequence[_Pool], now: Forecast) -> Forecast | None:
+    """After the one move that algorithm 1 tries, in the first pool where it lowers the sum; None: it rolls back. What a
+    layer gains and loses is that of a model all of whose layers have zeta more, or less.
+    """
+    for pool in pools:
+        more, less = ([budget + sign * pool.unit for budget in now.budgets] for sign in (1, -1))
+        can_take = [layer for layer in pool.layers if more[layer] < len(now.curves[layer].exposed_ns)]
+        can_give = [layer for layer in pool.layers if less[layer] >= pool.least[layer]]
+        if not can_take or not can_give:
+            continue
+        with_more = forecaster.forecast(
+            [min(one, len(c.exposed_ns) - 1) for one, c in zip(more, now.curves, strict=True)]
+        )
+        with_less = forecaster.forecast([max(one, 0) for one in less])
+        to = max(can_take, key=lambda layer: now.exposed_ns[layer] - with_more.exposed_ns[layer])
+        givers = [layer for layer in can_give if layer != to]
+        if not givers:
+            continue
+        fro = min(givers, key=lambda layer: with_less.exposed_ns[layer] - now.exposed_ns[layer])
+        budgets = list(now.budgets)
+        budgets[to] += pool.unit
+        budgets[fro] -= pool.unit
+        then = forecaster.forecast(budgets, now)
+        if then.total_ns < now.total_ns:
+            return then
+    return None
+
+
 class _Move(NamedTuple):
     net_ns: float  # exposed time that goes if nothing else changes
     segments: dict[int, int]  # given (above 0) to layers and taken from them, by layer; in all as many
@@ -196,22 +232,22 @@ class _Pool:
     """
 
     def __init__(self, layers: Sequence[int], budgets: Sequence[int], zeta: float) -> None:
-        self._layers = layers
+        self.layers = layers
         total = sum(budgets[layer] for layer in layers)
-        self._least = {layer: min(1, budgets[layer]) for layer in layers}  # V > 0, where it can be
-        self._unit = max(1, round(zeta * total))
-        powers = [self._unit << i for i in range((total // self._unit).bit_length())]
-        powers += [self._unit >> i for i in range(1, self._unit.bit_length())]
+        self.least = {layer: min(1, budgets[layer]) for layer in layers}  # V > 0, where it can be
+        self.unit = max(1, round(zeta * total))
+        powers = [self.unit << i for i in range((total // self.unit).bit_length())]
+        powers += [self.unit >> i for i in range(1, self.unit.bit_length())]
         self._steps = np.array(sorted(powers), np.intp)
 
     def changes(self, now: Forecast) -> _Changes:
         """What each step does to each layer, as long as its window stays."""
-        shape = (len(self._steps), len(self._layers))
+        shape = (len(self._steps), len(self.layers))
         gains, losses = np.full(shape, -np.inf), np.full(shape, np.inf)
-        for place, layer in enumerate(self._layers):
+        for place, layer in enumerate(self.layers):
             exposed, budget = now.curves[layer].exposed_ns, now.budgets[layer]
             num_more = int(np.searchsorted(self._steps, len(exposed) - 1 - budget, side="right"))
-            num_less = int(np.searchsorted(self._steps, budget - self._least[layer], side="right"))
+            num_less = int(np.searchsorted(self._steps, budget - self.least[layer], side="right"))
             gains[:num_more, place] = exposed[budget] - exposed[budget + self._steps[:num_more]]
             losses[:num_less, place] = exposed[budget - self._steps[:num_less]] - exposed[budget]
         return _Changes(gains, losses)
@@ -230,7 +266,7 @@ class _Pool:
             fro = int(np.argmin(losses))
             net = float(gains[to] - losses[fro])
             if net > 0:
-                found.append((step != self._unit, self._pair(net, step, to, fro)))
+                found.append((step != self.unit, self._pair(net, step, to, fro)))
         return [move for _, move in sorted(found, key=lambda one: (one[0], -one[1].net_ns))]
 
     def leftover_moves(self, now: Forecast) -> list[_Move]:
@@ -238,13 +274,13 @@ class _Pool:
         one layer gains by, for each layer, by falling gain.
         """
         free = {}
-        for layer in self._layers:
+        for layer in self.layers:
             loaded, exposed, budget = now.curves[layer].loaded, now.curves[layer].exposed_ns, now.budgets[layer]
             is_as_good = (loaded[: budget + 1] == loaded[budget]) & (exposed[: budget + 1] == exposed[budget])
-            free[layer] = budget - max(int(np.argmax(is_as_good)), self._least[layer])
-        donors = sorted(self._layers, key=lambda layer: -free[layer])
+            free[layer] = budget - max(int(np.argmax(is_as_good)), self.least[layer])
+        donors = sorted(self.layers, key=lambda layer: -free[layer])
         found = []
-        for layer in self._layers:
+        for layer in self.layers:
             exposed, budget = now.curves[layer].exposed_ns, now.budgets[layer]
             offered = exposed[budget : budget + sum(free.values()) - free[layer] + 1]
             gain = float(offered[0] - offered[-1])
@@ -263,7 +299,7 @@ class _Pool:
         follow may make up for it.
         """
         net = changes.gains_ns[:, :, None] - changes.losses_ns[:, None, :]  # [steps, to, from]
-        themselves = range(len(self._layers))
+        themselves = range(len(self.layers))
         net[:, themselves, themselves] = -np.inf
         for place in np.argsort(-net, axis=None, kind="stable")[:_MAX_OTHERS]:
             step, to, fro = (int(index) for index in np.unravel_index(int(place), net.shape))
@@ -272,4 +308,4 @@ class _Pool:
             yield self._pair(float(net[step, to, fro]), int(self._steps[step]), to, fro)
 
     def _pair(self, net_ns: float, num_segments: int, to: int, fro: int) -> _Move:
-        return _Move(net_ns, {self._layers[to]: num_segments, self._layers[fro]: -num_segments})
+        return _Move(net_ns, {self.layers[to]: num_segments, self.layers[fro]: -num_segments})

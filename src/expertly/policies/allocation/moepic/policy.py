@@ -94,6 +94,7 @@ class MoEpicOptions(PolicyOptions):
     zeta: float = option(DEFAULT_ZETA, "share of what is kept that moves at a time", above=0, below=1)
     pieces: bool = option(True, "count what computing experts in parts costs, as far as it is known (ours)")
     start: Literal["timed", "half"] = option("timed", "begin with what is best by times alone (ours), or with halves")
+    moves: Literal["ours", "printed"] = option("ours", "how memory moves between layers: see `configure`")
 
 
 class MoEpic(SplitExperts):
@@ -116,7 +117,7 @@ class MoEpic(SplitExperts):
         super().__init__(geometry, SplitOptions(), known)
         self._options = options
         self._seen = [
-            LayerStatistics(layer.num_experts, options.tau, early=number)
+            LayerStatistics(layer.num_experts, options.tau, number, known.priority)
             for number, layer in enumerate(geometry.layers)
         ]
         self._predicted: list[Prediction | None] = [None] * geometry.num_layers  # the newest of each layer
@@ -177,7 +178,7 @@ def _work_out(
         timing = timing.without_parts()
     if rates is None:
         return timed_split(geometry, kept, timing)
-    return configure(geometry, kept, rates, timing, options.zeta)
+    return configure(geometry, kept, rates, timing, options.zeta, as_printed=options.moves == "printed")
 
 
 def timed_split(geometry: Geometry, kept_segments: Sequence[int], timing: Timing) -> Configuration:

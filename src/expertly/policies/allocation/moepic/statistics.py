@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from expertly.core.errors import ConfigError
 from expertly.core.observation import Floats, Ids
-from expertly.policies.eviction.lcp import CachePriority
+from expertly.policies.eviction.lcp import CachePriority, LCPOptions
 
 Doubles = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]
@@ -58,7 +58,14 @@ class LayerStatistics:
     Raises ConfigError for a `half_life` that is not above 0.
     """
 
-    def __init__(self, num_experts: int, half_life: float | None = DEFAULT_HALF_LIFE, early: int = 0) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        half_life: float | None = DEFAULT_HALF_LIFE,
+        early: int = 0,
+        priority: LCPOptions | None = None,
+    ) -> None:
+        """`priority`: of the caches, by which experts are ranked; None: as it is by default."""
         if half_life is not None and not half_life > 0:
             raise ConfigError(f"half_life={half_life}: must be above 0 tokens")
         self.num_experts = num_experts
@@ -66,7 +73,7 @@ class LayerStatistics:
         self._growth = 1.0 if half_life is None else 2.0 ** (1 / half_life)
         # Instead of all that was counted losing weight with every token, each token weighs more than the one before it.
         self._weight = 1.0
-        self._priority = CachePriority()
+        self._priority = CachePriority(priority or LCPOptions())
         self._num_used = [0] * num_experts
         self._needed = np.zeros(num_experts)  # weight of the needed experts, by their rank
         self._predicted_weight = 0.0  # of the tokens that had a prediction

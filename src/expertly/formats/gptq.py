@@ -1,0 +1,170 @@
+"""INT4 as GPTQ and AWQ checkpoints have it (AutoGPTQ, GPTQModel; AutoAWQ), in the tiles of int4.py.
+
+Words of 8 numbers of 0 to 15 lie along the inputs (GPTQ) or the outputs (AWQ, in another order), and both have tensors
+[inputs / G, ...] of scales in float16 and of zero points of 0 to 15. A weight is (number - zero point) * scale in
+float16, as GPTQModel computes it (`TorchLinear.dequantize_weight`, `AwqTorchLinear`), through which transformers runs
+both; in a model in bfloat16 its `load` rounds the scales to that first, and so the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from expertly.core.errors import CheckpointError
+from expertly.formats.int4 import GROUPS, Int4Format, check_field, shape2
+from expertly.formats.tiles import Bytes
+
+if TYPE_CHECKING:
+    import torch
+
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where each of 8 outputs is in a word."""
+
+_WHERE = "quantization_config"
+
+
+class _InHalf(Int4Format):
+    """`scales`: to what those of the checkpoint are rounded."""
+
+    usual_scales = "F16"
+
+    @property
+    def stored_scales(self) -> tuple[str, ...]:
+        return "F16", "BF16"  # GPTQModel stores AWQ's in the dtype of the model
+
+    def scales_of(self, scales: torch.Tensor, rows: int) -> Bytes:
+        return super().scales_of((scales.bfloat16() if self.scales == "BF16" else scales.half()).T, rows)
+
+
+class GptqFormat(_InHalf):
+    """Symmetric checkpoints need no zero points: all are 8."""
+
+    quant_method = "gptq"
+    suffixes: tuple[str, ...] = (".qweight", ".scales", ".qzeros", ".g_idx")
+
+    def __init__(self, group: int, scales: str, has_zeros: bool, is_less_one: bool, is_carried: bool) -> None:
+        """`is_less_one`: zero points are stored less one; `is_carried`: 0 as -1 of the whole word, which borrows."""
+        super().__init__(group, scales, has_zeros)
+        self._is_less_one, self._is_carried = is_less_one, is_carried
+
+    def size_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+        width, rows = shape2(tensors[0], self.suffixes[0])
+        return rows, width * 8
+
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+        groups = columns // self.group
+        return (
+            (("I32",), (columns // 8, rows)),
+            (self.stored_scales, (groups, rows)),
+            (("I32",), (groups, rows // 8)),
+            (("I32", "I64"), (columns,)),
+        )
+
+    def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
+        words, scales, zeros, order = tensors
+        if not np.array_equal(order.numpy(), np.arange(columns) // self.group):
+            raise CheckpointError(
+                f"g_idx: inputs in another order than their groups of {self.group} (desc_act), which is not supported"
+            )
+        numbers = np.ascontiguousarray(words.numpy().T).view(np.uint8)
+        parts = numbers.reshape(rows, columns // self.group, -1), self.scales_of(scales, rows)
+        points = self._zeros_of(zeros.numpy().view(np.uint32))
+        if self.has_zeros:
+            return *parts, points
+        if (wrong := points[points != 8]).size:
+            raise CheckpointError(f"a zero point of {wrong[0]}: must be 8, as {_WHERE}.sym is true")
+        return parts
+
+    def _zeros_of(self, words: npt.NDArray[np.uint32]) -> Bytes:
+        """[rows, groups, 1], of 0 to 15, from words [groups, rows / 8]."""
+        if self._is_less_one:
+            if not self._is_carried and (_nibbles(words) == 15).any():
+                raise CheckpointError(
+                    "a zero point of 16, stored as 15: must be 1 to 15 (or 0, stored so by gptqmodel, which "
+                    f"{_WHERE}.meta.quantizer does not name)"
+                )
+            words = words + np.uint32(0x11111111)
+        return _nibbles(words).T[..., None]
+
+
+class AwqFormat(_InHalf):
+    """Version "gemm", always with zero points."""
+
+    quant_method = "awq"
+    suffixes: tuple[str, ...] = (".qweight", ".scales", ".qzeros")
+
+    def __init__(self, group: int, scales: str) -> None:
+        super().__init__(group, scales, has_zeros=True)
+
+    def has_groups_of(self, quantization: Mapping[str, Any]) -> bool:
+        return super().has_groups_of({"group_size": 128, **quantization})
+
+    def size_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+        columns, width = shape2(tensors[0], self.suffixes[0])
+        return width * 8, columns
+
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+        groups = columns // self.group
+        return (("I32",), (columns, rows // 8)), (self.stored_scales, (groups, rows)), (("I32",), (groups, rows // 8))
+
+    def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
+        words, scales, zeros = tensors
+        numbers, points = _in_order(words).T, _in_order(zeros).T[..., None]
+        packed = numbers[:, 0::2] | numbers[:, 1::2] << 4
+        return packed.reshape(rows, columns // self.group, -1), self.scales_of(scales, rows), points
+
+
+AWQ = tuple(AwqFormat(group, scales) for scales in ("BF16", "F16") for group in GROUPS)
+
+
+def _nibbles(words: npt.NDArray[np.uint32]) -> Bytes:
+    """[..., 8 n] from words [..., n], from the lowest bits."""
+    packed = np.ascontiguousarray(words).view(np.uint8)
+    return np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:-1], -1)
+
+
+def _in_order(words: torch.Tensor) -> Bytes:
+    """As `_nibbles`, of AWQ's words."""
+    found = _nibbles(words.numpy().view(np.uint32))
+    return found.reshape(*found.shape[:-1], -1, 8)[..., _AWQ_PLACES].reshape(found.shape)
+
+
+# -- what a config must say --------------------------------------------------------------------------------------------
+
+
+def gptq(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
+    """See `group_formats`, of GPTQ."""
+    version = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
+    fields = {**quantization, "checkpoint_format": version}
+    for field, accepted in {
+        "bits": (4,),
+        "group_size": GROUPS,
+        "checkpoint_format": ("gptq", "gptq_v2"),
+        "sym": (True, False, None),
+        "desc_act": (False, True, None),  # g_idx says which inputs it moved
+        "is_marlin_format": (False, None),
+        "pack_dtype": ("int32", None),
+        "rotation": (None,),
+        "adapter": (None,),
+    }.items():
+        check_field(fields, field, accepted, _WHERE)
+    meta = quantization.get("meta")
+    maker = str(meta.get("quantizer")) if isinstance(meta, dict) else ""
+    kind = quantization["group_size"], "BF16" if dtype == "bfloat16" else "F16", quantization.get("sym") is False
+    return [GptqFormat(*kind, is_less_one=version == "gptq", is_carried="gptqmodel" in maker)]
+
+
+def awq(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
+    """See `group_formats`, of AWQ."""
+    named = (quantization.get(field) for field in ("checkpoint_format", "version", "format"))
+    version = next((str(one).lower() for one in named if one is not None), "gemm")
+    if quantization.get("backend") == "llm-awq":
+        version = "llm-awq"  # as transformers has it
+    fields = {"bits": 4, "group_size": 128, **quantization, "version": version}
+    for field, accepted in {"bits": (4,), "group_size": GROUPS, "version": ("gemm",)}.items():
+        check_field(fields, field, accepted, _WHERE)
+    return [one for one in AWQ if one.has_groups_of(fields) and (one.scales == "BF16") == (dtype == "bfloat16")]

@@ -1,0 +1,188 @@
+"""Layers that keep a checkpoint's quantised bytes in memory, linear ones and tables of embeddings.
+
+Their weights lie in the tiles of a weight format, 16 outputs after the other (`formats/tiles.py`). The compiled kernels
+multiply a few tokens straight from them; for a prompt some rows at a time are decoded, and torch multiplies. Of a table
+the blocks of the tokens' rows are decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding, linear
+
+from expertly.core.errors import ConfigError, ModelUseError
+from expertly.formats import FORMATS, TiledFormat
+from expertly.formats.tiles import TILE_OUTPUTS
+from expertly.native.kernels import MAX_TILE_TOKENS, NO_DOWN, Kernels
+
+_DECODED_NBYTES = 8 << 20
+"""Of rows that are decoded at a time."""
+
+
+class TiledLayer(nn.Module):
+    """Mixed in before the layer's own class: its weight [rows, columns] is in the tiles of a format, uint8
+    [rows / 16, nbytes]. Not to be trained.
+    """
+
+    tiles: torch.Tensor
+    _expertly_format: TiledFormat
+    _expertly_dtype: torch.dtype  # that the layer computes in, to which weights are rounded
+    _expertly_kernels: Kernels | None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A decoded copy, for whoever asks for it by name: changing it changes nothing."""
+        rows = TILE_OUTPUTS * len(self.tiles)
+        weight = torch.empty(rows, self._columns, dtype=self._expertly_dtype, device=self.tiles.device)
+        for part, blocks in self._parts():
+            weight[part] = self._expertly_format.decode(blocks)
+        return weight
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Raises ModelUseError where somebody gives the layer another weight."""
+        if name == "weight":
+            raise ModelUseError(
+                f"weight: this layer keeps its bytes in {self._expertly_format.name} and takes no other; to undo that, "
+                f"pack and load the model with dtype={str(self._expertly_dtype).removeprefix('torch.')!r}"
+            )
+        super().register_parameter(name, param)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, format={self._expertly_format.name}"
+
+    @property
+    def _columns(self) -> int:
+        form = self._expertly_format
+        return self.tiles.shape[1] // form.tile_nbytes * form.group
+
+    @property
+    def _blocks_at_once(self) -> int:
+        return max(1, _DECODED_NBYTES // (TILE_OUTPUTS * self._columns * self._expertly_dtype.itemsize))
+
+    def _parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Some rows at a time, and their blocks."""
+        first = 0
+        for blocks in self.tiles.split(self._blocks_at_once):
+            rows = slice(first, first + TILE_OUTPUTS * len(blocks))
+            yield rows, blocks
+            first = rows.stop
+
+
+class TiledLinear(TiledLayer, nn.Linear):  # type: ignore[override]
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As nn.Linear's."""
+        kernels, bias, dtype, tiles = self._expertly_kernels, self.bias, self._expertly_dtype, self.tiles
+        width = input.shape[-1]
+        num_tokens = input.numel() // width if width else 0
+        if (
+            kernels is None
+            or not num_tokens
+            or width != self.in_features
+            or input.dtype != dtype
+            or not (input.is_cpu and tiles.is_cpu)
+            or (bias is not None and (bias.dtype != dtype or not bias.is_cpu or not bias.is_contiguous()))
+            or (torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)))
+            or torch.is_autocast_enabled("cpu")
+            or torch.compiler.is_compiling()
+        ):
+            return linear(input, self.weight, bias)
+        x = input.reshape(num_tokens, width)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = x.new_empty(num_tokens, self.out_features)
+        formats, step = (self._expertly_format.kernel, NO_DOWN), kernels.max_tokens
+        if num_tokens <= MAX_TILE_TOKENS:
+            address = tiles.data_ptr()
+            tasks: list[int] = []
+            for first in range(0, num_tokens, step):
+                tasks += (address, first, min(step, num_tokens - first), first)
+            kernels.tile_dots(formats, tasks, x, out.unsqueeze(0), bias)
+        else:
+            for rows, blocks in self._parts():
+                weight = x.new_empty(rows.stop - rows.start, 1, width)
+                kernels.tile_decode(formats, blocks.data_ptr(), weight)
+                out[:, rows] = linear(x, weight[:, 0], None if bias is None else bias[rows])
+        return out.view(*input.shape[:-1], self.out_features)
+
+
+class TiledEmbedding(TiledLayer, nn.Embedding):  # type: ignore[override]
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As nn.Embedding's, without gradients."""
+        kernels, tiles, width = self._expertly_kernels, self.tiles, self.embedding_dim
+        ids = input.reshape(-1)
+        is_usual = kernels is not None and input.is_cpu and tiles.is_cpu and not input.is_floating_point()
+        if kernels is None or not is_usual or not ids.numel() or torch.compiler.is_compiling():
+            return embedding(input, self.weight, self.padding_idx)
+        if int(ids.min()) < 0 or int(ids.max()) >= self.num_embeddings:
+            raise IndexError("index out of range in self")  # torch's words
+        formats = (self._expertly_format.kernel, NO_DOWN)
+        numbers, places = torch.unique(ids // TILE_OUTPUTS, return_inverse=True)
+        rows = places * TILE_OUTPUTS + ids % TILE_OUTPUTS  # among those of the blocks that are decoded
+        out = torch.empty(len(ids), width, dtype=self._expertly_dtype)
+        first = 0
+        for some in numbers.split(self._blocks_at_once):
+            decoded = torch.empty(TILE_OUTPUTS * len(some), 1, width, dtype=self._expertly_dtype)
+            for block, weight in zip(some.tolist(), decoded.split(TILE_OUTPUTS), strict=True):
+                kernels.tile_decode(formats, tiles[block].data_ptr(), weight)
+            is_here = (rows >= first) & (rows < first + len(decoded))
+            out[is_here] = decoded[rows[is_here] - first, 0]
+            first += len(decoded)
+        return out.view(*input.shape, width)
+
+
+_TILED: dict[type[nn.Module], type[TiledLayer]] = {nn.Linear: TiledLinear, nn.Embedding: TiledEmbedding}
+
+TiledLinear.__name__ = TiledLinear.__qualname__ = "Linear"
+TiledEmbedding.__name__ = TiledEmbedding.__qualname__ = "Embedding"
+
+
+def can_be_tiled(module: Any) -> bool:
+    """Whether it is one of those that are known, and its weight is as it is stored."""
+    return type(module) in _TILED and getattr(module, "max_norm", None) is None
+
+
+def put_tiles(model: nn.Module, formats: Mapping[str, str]) -> None:
+    """Make layers of a model on the meta device, by their paths, keep tiles of these formats in place of weights; what
+    they are is loaded with the rest. Raises ConfigError naming a layer for which there are none.
+    """
+    for path, name in formats.items():
+        try:
+            module: Any = model.get_submodule(path)
+            if not can_be_tiled(module):
+                raise ConfigError(f"a {type(module).__name__}, not a linear layer or table of embeddings")
+            rows, columns = module.weight.shape
+            shape = rows // TILE_OUTPUTS, FORMATS[name].block_nbytes_of(rows, columns)
+        except (AttributeError, ConfigError) as error:
+            raise ConfigError(f"{path}: {error}") from None
+        weight = module.weight
+        del module.weight
+        module.__class__ = _TILED[type(module)]
+        module._expertly_format, module._expertly_dtype = FORMATS[name], weight.dtype
+        module._expertly_kernels = None
+        module.register_buffer("tiles", torch.empty(shape, dtype=torch.uint8, device=weight.device))
+        module._is_hf_initialized = True
+
+
+def use_tiles(model: nn.Module, kernels: Kernels) -> int:
+    """Compute a loaded model's layers that have tiles by the compiled kernels; where these are not to be had, decode
+    them for good. How many are computed.
+    """
+    num_used = 0
+    for module in [one for one in model.modules() if isinstance(one, TiledLayer)]:
+        if kernels.takes(module._expertly_dtype):
+            module._expertly_kernels = kernels
+            num_used += 1
+        else:
+            _undo(module)
+    return num_used
+
+
+def _undo(module: Any) -> None:
+    weight = module.weight
+    del module.tiles
+    module.__class__ = next(original for original, kind in _TILED.items() if kind is type(module))
+    module.weight = nn.Parameter(weight, requires_grad=False)

@@ -1,0 +1,105 @@
+"""What is computed between the two products of an expert, as the compiled ones take it: recognised by what it computes.
+
+A function of one number of 16 bits is a table of 65 536 numbers, so that the compiled products give bit by bit what the
+model's own code gives, whatever it is called. Shapes: n tokens, r neurons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch.nn.functional import silu
+
+
+@dataclass(frozen=True)
+class Activation:
+    """f(gate) * g(up), rounded each time; f(up) where there is no gate. Tables [65536] by the bits of a number; `g` is
+    None where it is `up` itself. In float32 there are none, and f is silu.
+    """
+
+    f: torch.Tensor | None = None
+    g: torch.Tensor | None = None
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+        """Of (gate [n, r], up [n, r]) or (up [n, r]), in 16 bits."""
+        assert self.f is not None
+        first = _at(self.f, gate)
+        if up is None:
+            return first
+        return first * (up if self.g is None else _at(self.g, up))
+
+
+_known: list[tuple[torch.dtype, bool, Activation]] = []  # with a gate or without; layers share their tables
+
+
+def recognise(activate: Callable[..., torch.Tensor], dtype: torch.dtype, *, is_gated: bool) -> Activation | None:
+    """What `activate`, of (gate [n, r], up [n, r]) or (up [n, r]) in `dtype`, computes; None: nothing of this kind."""
+    with torch.no_grad():
+        if dtype == torch.float32:
+            return _in_float32(activate, is_gated=is_gated)
+        pairs = _pairs(dtype)[: 2 if is_gated else 1]
+        expected = activate(*pairs)
+        for its_dtype, has_gate, known in _known:
+            if (its_dtype, has_gate) == (dtype, is_gated) and _is_same(known(*pairs), expected):
+                return known
+        for found in _candidates(activate, _numbers(dtype), is_gated=is_gated):
+            if _is_same(found(*pairs), expected):
+                _known.append((dtype, is_gated, found))
+                return found
+    return None
+
+
+def _numbers(dtype: torch.dtype) -> torch.Tensor:
+    """All that 16 bits can be, [1, 65536]."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)[None]
+
+
+@cache
+def _pairs(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Every number as a gate and every number as an up [1, 65536] each, in orders of their own: limits of two kinds of
+    gate may differ in a few numbers only.
+    """
+    generator = torch.Generator().manual_seed(0)
+    return tuple(_numbers(dtype)[:, torch.randperm(1 << 16, generator=generator)] for _ in range(2))
+
+
+def _candidates(
+    activate: Callable[..., torch.Tensor], numbers: torch.Tensor, *, is_gated: bool
+) -> Iterator[Activation]:
+    if not is_gated:
+        yield Activation(activate(numbers)[0])
+        return
+    for unit in (1.0, 0.0):  # up, and up + 1
+        f = activate(numbers, torch.full_like(numbers, unit))
+        yield Activation(f[0])
+        g = _of_up(activate, f, numbers)
+        if g is not None:
+            yield Activation(f[0], g[0])
+
+
+def _in_float32(activate: Callable[..., torch.Tensor], *, is_gated: bool) -> Activation | None:
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(1, 4096, generator=generator) * 8 for _ in range(2))
+    is_silu = _is_same(activate(gate, up), silu(gate) * up) if is_gated else _is_same(activate(gate), silu(gate))
+    return Activation() if is_silu else None
+
+
+def _of_up(activate: Callable[..., torch.Tensor], f: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor | None:
+    """g of all numbers, from a gate of which f is a power of two, the nearest to 1; None where there is none."""
+    mantissas, exponents = torch.frexp(f.float())
+    order = exponents.abs().masked_fill((mantissas != 0.5) | ~f.isfinite() | (exponents.abs() > 8), 1 << 10)
+    best = int(order.argmin())
+    if order[0, best] > 8:
+        return None
+    return activate(numbers[:, best : best + 1].expand_as(numbers), numbers) / f[0, best]
+
+
+def _at(table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    return table[numbers.view(torch.int16).int() & 0xFFFF]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -1,0 +1,290 @@
+/* Formats whose weights are code * scale - minimum, a code being a whole number of up to 8 bits: MXFP4 (formats/mxfp4.py)
+ * and those of GGUF (formats/gguf.py), which say what a tile is made of. Included by tiles_body.h, once an instruction set.
+ *
+ * Products of codes and inputs are summed over a unit of 32 inputs, and the sum is scaled. Where there is DOT_BYTES they
+ * are integers, if codes are at most MOST_CODE: inputs of a unit are whole numbers of 23 bits times a power of two, in
+ * three digits of 8 bits that are multiplied apart. These sums are exact; of an input is lost what is below 2^-23 of the
+ * unit's largest, as sums in float32 lose it. Else products and sums are float32.
+ *
+ * Codes of V outputs are in words of 4 bytes, less none: of every 8 inputs those at even places, then those at odd ones.
+ */
+
+#ifndef EXPERTLY_CODES
+#define EXPERTLY_CODES
+static const uint8_t E2M1_CODES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; /* 2 value + 12 */
+
+/* Where input i of a unit is among the bytes of its words. */
+INLINE int place_in_unit(int format, int i) {
+    return format >= INT4_G32 ? i % 2 * 16 + i / 2 : i / 8 * 8 + i % 2 * 4 + i % 8 / 2;
+}
+
+/* What is to be taken from each code; of INT4's 8 each of four sums has its part. */
+INLINE int code_offset(int format) {
+    return format >= INT4_G32 ? 2
+         : format == MXFP4    ? 12
+         : format == Q8_0     ? 128
+         : format == Q4_0     ? 8
+         : format == Q5_0     ? 16
+         : format == Q6_K     ? 32
+                              : 0;
+}
+
+/* Scales that a unit has for an output. */
+INLINE int scales_of_unit(int format) { return format == Q6_K ? 2 : 1; }
+
+INLINE int has_minimum(int format) { return format == Q4_K || format == Q5_K || format == Q4_1 || format == Q5_1; }
+
+/* Of a float16, where the processor has no instruction for it. */
+INLINE float half_number(const char *p) {
+    uint16_t half;
+    memcpy(&half, p, 2);
+    uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
+    float value;
+    memcpy(&value, &bits, 4);
+    value *= 0x1p112f;
+    memcpy(&bits, &value, 4);
+    if ((half & 0x7c00) == 0x7c00) bits |= 0x7f800000u;
+    bits |= (uint32_t)(half & 0x8000) << 16;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+#endif
+
+typedef int8_t NAME(vb) __attribute__((vector_size(4 * V)));
+
+INLINE vf NAME(halves)(const char *p) {
+    vf values;
+#if HAS_HALF
+    LOAD_HALF(p, values);
+#else
+    for (int i = 0; i < V; i++) values[i] = half_number(p + 2 * i);
+#endif
+    return values;
+}
+
+INLINE vf NAME(float_of)(vu numbers) { return __builtin_convertvector((vi)numbers, vf); }
+
+/* -- codes and scales of a format -------------------------------------------------------------------------------------- */
+
+/* The 8 words of unit j. */
+INLINE void NAME(codes)(int format, const char *p, int w, int j, vu *codes) {
+    const int at = w * V * 4;
+    if (format == Q8_0) { /* with a sign */
+        for (int k = 0; k < 8; k++) codes[k] = *(const vu *)(p + k * 64 + at) ^ 0x80808080u;
+        return;
+    }
+    for (int i = 0; i < 4; i++) {
+        const vu word = *(const vu *)(p + (j * 4 + i) * 64 + at);
+        codes[2 * i] = word & 0x0f0f0f0fu;
+        codes[2 * i + 1] = word >> 4 & 0x0f0f0f0fu;
+    }
+    if (format == MXFP4)
+        for (int k = 0; k < 8; k++) codes[k] = SHUFFLE(E2M1_CODES, codes[k]);
+    if (format == Q5_K || format == Q5_0 || format == Q5_1) { /* a fifth bit, those of word k at place k of a byte */
+        const vu bits = *(const vu *)(p + (format == Q5_K ? 2048 : 256) + j * 64 + at);
+        for (int k = 0; k < 8; k++) codes[k] |= (bits >> k & 0x01010101u) << 4;
+    }
+    if (format == Q6_K) /* two more bits, those of word k at place 2 (k % 4) */
+        for (int k = 0; k < 8; k++) {
+            const vu bits = *(const vu *)(p + 2048 + (2 * j + k / 4) * 64 + at);
+            codes[k] |= (bits >> k % 4 * 2 & 0x03030303u) << 4;
+        }
+}
+
+/* Scale number `half` of unit j, and its minimum. */
+INLINE vf NAME(code_scale)(int format, const char *p, int w, int j, int half, vf *minimum) {
+    *minimum = (vf){0};
+    if (format == MXFP4) { /* 2^(byte - 127), of twice the values */
+        const vu bits = BYTES(p + 256 + w * V);
+        return (vf)((bits << 23) | ((vu)(bits == 0) & 0x00400000u)) * .5f;
+    }
+    if (format == Q4_0) return NAME(halves)(p + 256 + w * V * 2);
+    if (format == Q8_0) return NAME(halves)(p + 512 + w * V * 2);
+    if (format == Q4_1 || format == Q5_0 || format == Q5_1) {
+        p += (format == Q4_1 ? 256 : 320) + w * V * 2;
+        if (has_minimum(format)) *minimum = -NAME(halves)(p + 32);
+        return NAME(halves)(p);
+    }
+    if (format == Q6_K) {
+        const vi number = ((vi)BYTES(p + 3072 + (2 * j + half) * 16 + w * V) ^ 128) - 128;
+        return __builtin_convertvector(number, vf) * NAME(halves)(p + 3328 + w * V * 2);
+    }
+    p += format == Q5_K ? 2560 : 2048; /* 6 bits each of 8 scales and 8 minima, in 3 words; what they are times of */
+    const vu low = *(const vu *)(p + w * V * 4), high = *(const vu *)(p + 64 + w * V * 4);
+    const vu both = *(const vu *)(p + 128 + w * V * 4);
+    const int shift = j % 4 * 8;
+    const vu s = j < 4 ? low >> shift & 63u : (both >> shift & 15u) | (low >> (shift + 6) & 3u) << 4;
+    const vu m = j < 4 ? high >> shift & 63u : (both >> (shift + 4) & 15u) | (high >> (shift + 6) & 3u) << 4;
+    *minimum = NAME(float_of)(m) * NAME(halves)(p + 224 + w * V * 2);
+    return NAME(float_of)(s) * NAME(halves)(p + 192 + w * V * 2);
+}
+
+/* -- the same for all ------------------------------------------------------------------------------------------------- */
+
+/* The codes of byte b of a word, less their offset, times 2^24. */
+INLINE vf NAME(code_values)(int offset, vu codes, int b) {
+    const vu numbers = (vu)((NAME(vb))codes - (int8_t)offset);
+    return NAME(float_of)(numbers << (24 - b * 8) & 0xff000000u);
+}
+
+/* Whether products are integers. */
+#ifdef DOT_BYTES
+INLINE int NAME(is_whole)(int format) { return (format == Q8_0 ? 255 : 63) <= MOST_CODE; }
+#else
+INLINE int NAME(is_whole)(int format) { return (void)format, 0; }
+#endif
+
+#ifdef DOT_BYTES
+/* Of inputs in the order of their bytes; `largest`: the bits of the largest with the same scale. Loops are what compilers
+ * make vectors of.
+ */
+INLINE void NAME(fix)(int format, uint32_t largest, const float *values, unit *to) {
+    const int num = UNIT / scales_of_unit(format);
+    const uint32_t exponent = largest >> 23 < 30 ? 30 : largest >> 23; /* below 2^-97 */
+    const uint32_t factor_bits = (275 - exponent) << 23;               /* to less than 2^22 */
+    const uint32_t scale_bits = exponent == 255 ? 0x7fc00000u : (exponent - 21) << 23; /* no number: no sum is one */
+    float factor, rounded[UNIT];
+    int32_t numbers[UNIT];
+    memcpy(&factor, &factor_bits, 4);
+    memcpy(&to->fixed.scale, &scale_bits, 4);
+    for (int i = 0; i < UNIT; i++) rounded[i] = values[i] * factor + 0x1.8p23f; /* to a whole number */
+    memcpy(numbers, rounded, sizeof numbers);
+    for (int i = 0; i < UNIT; i++) numbers[i] -= 0x4b400000;
+    for (int d = 0; d < 3; d++) {
+        int8_t digits[UNIT];
+        for (int i = 0; i < UNIT; i++) {
+            const int32_t digit = ((numbers[i] & 255) ^ 128) - 128;
+            digits[i] = (int8_t)digit;
+            numbers[i] = (numbers[i] - digit) >> 8;
+        }
+        memcpy(to->fixed.digits[d], digits, sizeof digits);
+        for (int first = 0; first < UNIT; first += num) {
+            int32_t sum = 0;
+            for (int i = first; i < first + num; i++) sum += digits[i];
+            to->fixed.start[first / num][d] = -code_offset(format) * sum;
+        }
+    }
+}
+#endif
+
+/* A row of inputs, for tiles of a format. */
+INLINE void NAME(prepare_units)(int format, int dtype, const char *x, int64_t width, unit *out) {
+    const int num = format >= INT4_G32 ? tile_group(format) / UNIT : 1; /* units with the same scale */
+    for (int64_t j = 0; j < width; j += num * UNIT, out += num) {
+        float values[4][UNIT];
+        uint32_t largest = 0;
+        for (int k = 0; k < num; k++) {
+            for (int i = 0; i < UNIT; i++)
+                values[k][place_in_unit(format, i)] =
+                    NAME(value)(dtype, x + (j + k * UNIT + i) * NAME(itemsize)(dtype));
+            float sum = 0;
+            for (int i = 0; i < UNIT; i++) {
+                uint32_t bits;
+                memcpy(&bits, values[k] + i, 4);
+                largest = (bits & 0x7fffffffu) > largest ? bits & 0x7fffffffu : largest;
+                sum += values[k][i];
+            }
+            out[k].sum = sum;
+        }
+        for (int k = 0; k < num; k++) {
+#ifdef DOT_BYTES
+            if (NAME(is_whole)(format)) {
+                NAME(fix)(format, largest, values[k], out + k);
+                continue;
+            }
+#endif
+            memcpy(out[k].x, values[k], sizeof values[k]);
+        }
+    }
+}
+
+/* dots[r][t] = sum over the inputs of `num` words, from number `first` of unit j on, of the two tiles of a pair. */
+#ifdef DOT_BYTES
+INLINE void NAME(dot_whole)(vu (*codes)[8], int first, int num, int N, const unit *const *x, int j,
+                            vf (*dots)[MAX_TOKENS]) {
+    for (int t = 0; t < N; t++) {
+        const unit *one = x[t] + j;
+        vi sums[2][3];
+        for (int d = 0; d < 3; d++) sums[0][d] = sums[1][d] = (vi){0} + one->fixed.start[first != 0][d];
+        for (int k = first; k < first + num; k++)
+            for (int d = 0; d < 3; d++) {
+                uint32_t four;
+                memcpy(&four, one->fixed.digits[d] + 4 * k, 4);
+                for (int r = 0; r < 2; r++) sums[r][d] = DOT_BYTES(sums[r][d], codes[r][k], (vu){0} + four);
+            }
+        for (int r = 0; r < 2; r++) {
+            const vf low = __builtin_convertvector((sums[r][1] << 8) + sums[r][0], vf);
+            const vf high = __builtin_convertvector(sums[r][2], vf);
+            dots[r][t] = (high * 65536.f + low) * one->fixed.scale;
+        }
+    }
+}
+#endif
+
+INLINE void NAME(dot_codes)(int format, vu (*codes)[8], int first, int num, int N, const unit *const *x, int j,
+                            vf (*dots)[MAX_TOKENS]) {
+#ifdef DOT_BYTES
+    if (NAME(is_whole)(format)) {
+        NAME(dot_whole)(codes, first, num, N, x, j, dots);
+        return;
+    }
+#endif
+    const int A = N == 1 ? 4 : N == 2 ? 2 : 1; /* chains of sums, as one waits for the sum before it */
+    for (int r = 0; r < 2; r++) {
+        vf a[MAX_TOKENS][4];
+        for (int t = 0; t < N; t++)
+            for (int k = 0; k < A; k++) a[t][k] = (vf){0};
+        for (int k = first; k < first + num; k++)
+            for (int b = 0; b < 4; b++) {
+                const vf value = NAME(code_values)(code_offset(format), codes[r][k], b);
+                for (int t = 0; t < N; t++) a[t][b % A] += value * x[t][j].x[4 * k + b];
+            }
+        for (int t = 0; t < N; t++) {
+            for (int k = 1; k < A; k++) a[t][0] += a[t][k];
+            dots[r][t] = a[t][0] * 0x1p-24f;
+        }
+    }
+}
+
+INLINE void NAME(codes_add)(int format, int N, const char *p, int64_t stride, int64_t ahead, const unit *const *x,
+                            vf (*sums)[MAX_TOKENS][W]) {
+    const int num_units = tile_group(format) / UNIT;
+    const int64_t unit_nbytes = tile_nbytes(format) / num_units;
+    const int num = 8 / scales_of_unit(format);
+    for (int j = 0; j < num_units; j++) {
+        for (int r = 0; r < 2; r++) NAME(fetch)(p + r * stride + ahead + j * unit_nbytes, unit_nbytes);
+        for (int w = 0; w < W; w++) {
+            vu codes[2][8];
+            for (int r = 0; r < 2; r++) NAME(codes)(format, p + r * stride, w, j, codes[r]);
+            for (int first = 0; first < 8; first += num) {
+                vf dots[2][MAX_TOKENS];
+                NAME(dot_codes)(format, codes, first, num, N, x, j, dots);
+                for (int r = 0; r < 2; r++) {
+                    vf minimum;
+                    const vf scale = NAME(code_scale)(format, p + r * stride, w, j, first / num, &minimum);
+                    for (int t = 0; t < N; t++) {
+                        sums[r][t][w] += dots[r][t] * scale;
+                        if (has_minimum(format)) sums[r][t][w] -= minimum * x[t][j].sum;
+                    }
+                }
+            }
+        }
+    }
+}
+
+INLINE void NAME(codes_decode)(int format, const char *p, float (*out)[16]) {
+    const int num = 8 / scales_of_unit(format);
+    for (int j = 0; j < tile_group(format) / UNIT; j++)
+        for (int w = 0; w < W; w++) {
+            vu codes[8];
+            NAME(codes)(format, p, w, j, codes);
+            for (int k = 0; k < 8; k++) {
+                vf minimum;
+                const vf scale = NAME(code_scale)(format, p, w, j, k / num, &minimum);
+                for (int b = 0; b < 4; b++) {
+                    const vf value = NAME(code_values)(code_offset(format), codes[k], b);
+                    *(vf *)(out[j * UNIT + k / 2 * 8 + k % 2 + 2 * b] + w * V) = value * 0x1p-24f * scale - minimum;
+                }
+            }
+        }
+}

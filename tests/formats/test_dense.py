@@ -1,0 +1,295 @@
+"""Layers that keep the checkpoint's bytes: the numbers of the dequantised model, in the memory of the format."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+import expertly
+from expertly.cli.main import main
+from expertly.core.errors import ConfigError, ExpertlyError, ModelUseError
+from expertly.engine.memory import beside_experts
+from expertly.formats import FORMATS
+from expertly.model.needs import needs_of
+from expertly.model.packing import pack
+from expertly.model.tiled import TiledEmbedding, TiledLayer
+from expertly.native.kernels import NO_DOWN, VARIABLE, Kernels, libraries
+from expertly.store.manifest import MANIFEST_NAME
+from expertly.store.packed import PackedStore
+from tests.engine.observe import loaded
+from tests.families import generate, logits_of, make_prompts
+from tests.formats.gguf_files import make_gguf
+from tests.formats.gptq_files import make_awq_checkpoint
+from tests.formats.references import reference_of
+from tests.model.checkpoints import (
+    change,
+    load_dequantised,
+    make_fp8_checkpoint,
+    make_int4_checkpoint,
+    read_tensors,
+    write_checkpoint,
+)
+
+AVAILABLE, WHY = libraries()
+needs_kernels = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
+
+
+def fp8(family: str, folder: Path, dtype: torch.dtype) -> Path:
+    return make_fp8_checkpoint(family, folder, dtype, 128, hidden_size=128, moe_intermediate_size=128)
+
+
+def gguf(folder: Path, dtype: torch.dtype, architecture: str, dense: str) -> Path:
+    """In float32, as transformers has them."""
+    shared = {f"blk.{n}.ffn_{one}_shexp.weight": dense for n in range(3) for one in ("gate", "up", "down")}
+    path = folder.with_name(f"{folder.name}.gguf")
+    return make_gguf(
+        path, "Q8_0", dense=dense, architecture=architecture, others={**shared, "token_embd.weight": dense}
+    )
+
+
+CHECKPOINTS: dict[str, tuple[Callable[[Path, torch.dtype], Path], set[str]]] = {
+    "fp8 qwen3_moe": (partial(fp8, "qwen3_moe"), {"q_proj", "k_proj", "v_proj"}),
+    "fp8 deepseek_v3": (partial(fp8, "deepseek_v3"), {"q_a_proj", "gate_proj", "up_proj", "down_proj"}),
+    "int4_g32 qwen3_moe": (make_int4_checkpoint, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    "int4_g32_zeros_f16 awq": (partial(make_awq_checkpoint, group=32), {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    "q4_k qwen3moe": (
+        partial(gguf, architecture="qwen3moe", dense="Q4_K"),
+        {"embed_tokens", "q_proj", "k_proj", "v_proj", "lm_head"},
+    ),
+    "q8_0 qwen2moe": (  # whose projections have biases
+        partial(gguf, architecture="qwen2moe", dense="Q8_0"),
+        {"embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, PackedStore]]:
+    folder, made = tmp_path_factory.mktemp("dense"), {}
+
+    def source(name: str, dtype: torch.dtype = torch.float32) -> tuple[Path, PackedStore]:
+        if name.startswith("fp8"):
+            pytest.importorskip("accelerate", reason="transformers' own reading of it needs accelerate")
+        key = f"{name.replace(' ', '-')}-{dtype}"
+        if key not in made:
+            path = CHECKPOINTS[name][0](folder / key, dtype)
+            made[key] = path, pack(path, folder / f"{key}-store")
+        return made[key]
+
+    return source
+
+
+def tiled(model: nn.Module) -> dict[str, TiledLayer]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, TiledLayer)}
+
+
+def nbytes_of(model: nn.Module) -> int:
+    """Of all tensors that it holds, once each."""
+    return sum(one.nbytes for one in {one.data_ptr(): one for one in model.state_dict().values()}.values())
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_dequantised_models_numbers_in_the_memory_of_the_format(name: str, sources: Any) -> None:
+    (source, store), form = sources(name), FORMATS[name.split()[0]]
+    reference = reference_of(source)
+    with loaded(store.folder, memory="50%") as model:
+        layers = tiled(model)
+        assert {path.rpartition(".")[2] for path in layers} >= CHECKPOINTS[name][1]
+        for path, layer in layers.items():
+            assert torch.equal(layer.weight, reference.get_submodule(path).weight), path
+        for length in (1, 5, 16, 17, 40):  # a token, some, and prompts, whose weights are decoded in between
+            prompts = make_prompts(1, length=length)
+            logits = logits_of(reference, prompts)
+            torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=2e-5 * logits.abs().max())
+        prompts = make_prompts(2, length=14)
+        assert generate(model, prompts) == generate(reference, prompts)
+
+        dense = expertly.stats(model).as_dict()["dense"]
+        assert nbytes_of(model) == dense["bytes"] == store.dense_nbytes
+        assert dense["formats"] == store.dense_by_format()
+        kept = dense["formats"][form.name]
+        weights = sum(layer.weight.numel() for layer in layers.values())
+        assert kept == sum(one.tiles.nbytes for one in layers.values() if one._expertly_format is form)
+        if form.name in ("int4_g32", "int4_g32_zeros_f16", "q4_k"):
+            assert sum(one.tiles.nbytes for one in layers.values()) < weights * 2 / 2, "half of bfloat16"
+        needs = needs_of(store.folder)
+        assert (needs.dense_nbytes, needs.dense_by_format) == (store.dense_nbytes, dense["formats"])
+        assert beside_experts(store, 4, torch.device("cpu")).dense_nbytes == store.dense_nbytes
+
+
+@pytest.mark.parametrize("name", ["fp8 qwen3_moe", "q8_0 qwen2moe"])
+def test_without_compiled_products_they_are_decoded_at_loading(
+    name: str, sources: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "torch")
+    source, store = sources(name)
+    reference, prompts = reference_of(source), make_prompts(1, length=14)
+    with loaded(store.folder, memory="50%") as model:
+        assert not tiled(model) and generate(model, prompts) == generate(reference, prompts)
+        decoded = expertly.stats(model).as_dict()["dense"]
+        assert decoded["bytes"] == nbytes_of(model) > store.dense_nbytes
+        assert beside_experts(store, 4, torch.device("cpu")).dense_nbytes == decoded["bytes"]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["fp8 qwen3_moe", "int4_g32 qwen3_moe"])
+def test_models_in_bfloat16(name: str, sources: Any) -> None:
+    """Weights to the bit, their products rounded once; attention stays the kernels'."""
+    source, store = sources(name, torch.bfloat16)
+    reference, prompts = reference_of(source), make_prompts(2, length=14)
+    with loaded(store.folder, memory="50%") as model:
+        layers = tiled(model)
+        assert {path.rpartition(".")[2] for path in layers} >= CHECKPOINTS[name][1]
+        for path, layer in layers.items():
+            weight = reference.get_submodule(path).weight
+            assert torch.equal(layer.weight, weight)
+            x = torch.randn(3, weight.shape[1], dtype=torch.bfloat16)
+            with torch.no_grad():
+                exact = x.double() @ weight.double().T
+                assert bool(((layer(x).double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * exact.abs().max()).all())
+        tokens = generate(model, prompts)
+        assert name.startswith("int4") or tokens == generate(reference, prompts)  # those of int4 are near to others
+        assert expertly.stats(model).as_dict()["kernels"]["attention"] > 0
+
+
+@needs_kernels
+def test_a_dtype_that_is_named_undoes_them_as_it_does_experts(sources: Any, tmp_path: Path) -> None:
+    source, kept = sources("int4_g32 qwen3_moe", torch.bfloat16)
+    store = pack(source, tmp_path / "store", "bfloat16")
+    assert not store.manifest.dense_formats and store.dense_nbytes > kept.dense_nbytes
+    assert sum(kept.dense_by_format(is_decoded=True).values()) == store.dense_nbytes
+
+
+@needs_kernels
+def test_what_people_do_with_a_model(sources: Any) -> None:
+    _, store = sources("fp8 qwen3_moe")
+    with loaded(store.folder, memory="50%") as model:
+        path, layer = next(iter(tiled(model).items()))
+        state = model.state_dict()
+        assert state[f"{path}.tiles"].dtype == torch.uint8 and f"{path}.weight" not in state
+        model.load_state_dict(state)
+        assert "Linear(in_features=128" in repr(layer) and "format=fp8" in repr(layer)
+        assert model.dtype == torch.float32 and model.to("cpu") is model
+        duplicate, prompts = copy.deepcopy(model), make_prompts(1, length=14)
+        assert duplicate.get_submodule(path).tiles.data_ptr() != layer.tiles.data_ptr()
+        assert generate(duplicate, prompts) == generate(model, prompts)
+        for refused in (partial(model.save_pretrained, "nowhere"), model.half):
+            with pytest.raises(ModelUseError, match="experts are not in it"):
+                refused()
+        with pytest.raises(ModelUseError, match=r"keeps its bytes in fp8 .*dtype='float32'"):
+            layer.weight = nn.Parameter(torch.zeros(32, 128))
+        x = torch.randn(2, 128, requires_grad=True)
+        (gradient,) = torch.autograd.grad(layer(x).sum(), x)
+        torch.testing.assert_close(gradient, layer.weight.sum(0).expand(2, -1))
+        assert layer(x[:0]).shape == (0, len(layer.weight))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            layer(x[:, :64])
+
+
+@needs_kernels
+def test_a_table_of_embeddings(sources: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expertly.model.tiled._DECODED_NBYTES", 3 * 16 * 256 * 4)  # three blocks at a time
+    _, store = sources("q4_k qwen3moe")
+    with loaded(store.folder, memory="50%") as model:
+        table = model.get_input_embeddings()
+        assert isinstance(table, TiledEmbedding)
+        weight = table.weight
+        ids = torch.tensor([[5, 127, 0, 5], [16, 77, 111, 33]])
+        for some in (ids, ids[:, :1], ids[0], ids.int(), ids[:, :0], torch.tensor(9)):
+            assert torch.equal(table(some), nn.functional.embedding(some, weight))
+        for wrong in (-1, 128, 1 << 40):
+            with pytest.raises(IndexError, match="index out of range"):
+                table(torch.tensor([wrong]))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('.q_proj": "fp8"', '.q_proj": "fp5"', r"dense_formats=.*must be an object of formats; accepted: mxfp4, fp8"),
+        ("0.self_attn.q_proj", "9.self_attn.q_proj", r"another dense part: model.layers.9.self_attn.q_proj: .*pack it"),
+        ("0.self_attn.q_proj", "0.input_layernorm", r"input_layernorm: a Qwen3MoeRMSNorm, not a linear layer or table"),
+        ('.q_proj": "fp8"', '.q_proj": "q8_0"', r"the config asks for another shape of model.layers.0.*q_proj.tiles"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused(old: str, new: str, message: str, sources: Any) -> None:
+    _, store = sources("fp8 qwen3_moe")
+    manifest = store.folder / MANIFEST_NAME
+    text = manifest.read_text()
+    try:
+        manifest.write_text(text.replace(old, new, 1))
+        with pytest.raises(ExpertlyError, match=message):
+            expertly.load(store.folder, memory="50%", device="cpu")
+    finally:
+        manifest.write_text(text)
+
+
+@needs_kernels
+def test_fp8_whose_last_block_has_fewer_outputs() -> None:
+    """As kv_a_proj_with_mqa of DeepSeek-V3, 576 outputs, which transformers does not dequantise."""
+    form, dice = FORMATS["fp8"], torch.Generator().manual_seed(2)
+    rows, columns = 576, 256
+    weights = torch.randn(rows, columns, generator=dice).to(torch.float8_e4m3fn)
+    scales = torch.rand(5, 2, generator=dice)
+    with pytest.raises(ValueError, match="not divisible"):
+        Fp8Dequantize(None)._dequantize_one(weights, scales, torch.float32)
+    padded = torch.cat((weights.view(torch.uint8), torch.zeros(64, columns, dtype=torch.uint8)))
+    wanted = Fp8Dequantize(None)._dequantize_one(padded.view(torch.float8_e4m3fn), scales, torch.float32)[:rows]
+    blocks = torch.from_numpy(form.pack(form.parts_of((weights, scales), rows, columns)))
+    assert torch.equal(form.decode(blocks), wanted)
+    decoded = torch.empty(rows, 1, columns)
+    Kernels(AVAILABLE[0], "for a test").tile_decode((form.kernel, NO_DOWN), blocks.data_ptr(), decoded)
+    assert torch.equal(decoded[:, 0], wanted)
+    with pytest.raises(ConfigError, match="192 outputs: fp8 needs whole blocks"):  # transformers: 96 each
+        form.block_nbytes_of(192, columns)
+
+
+@needs_kernels
+def test_deepseek_with_such_a_layer(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "kv_lora_rank": 256, "qk_rope_head_dim": 16}
+    source = make_fp8_checkpoint("deepseek_v3", tmp_path / "source", torch.float32, 128, **sizes)
+    whole, made = read_tensors(source), {}
+    for name in [name for name in whole if name.endswith("kv_a_proj_with_mqa.weight")]:
+        codes, scales = whole[name].mul(64).to(torch.float8_e4m3fn), torch.tensor([[0.02], [0.01], [0.015]])
+        made |= {name: codes, f"{name}_scale_inv": scales}
+        whole[name] = codes.float() * scales.repeat_interleave(128, 0)[:272]
+    config = json.loads((source / "config.json").read_text())
+    reference = load_dequantised(write_checkpoint(tmp_path / "whole", whole, source))
+    write_checkpoint(tmp_path / "kept", {**whole, **made}, source, quantization_config=config["quantization_config"])
+    prompts = make_prompts(2, length=14)
+    with loaded(pack(tmp_path / "kept", tmp_path / "store").folder, memory="50%") as model:
+        assert any(path.endswith("kv_a_proj_with_mqa") for path in tiled(model))
+        assert generate(model, prompts) == generate(reference, prompts)
+
+
+def test_pack_says_what_it_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_int4_checkpoint(tmp_path / "source")
+    asked = ["pack", str(source), "--out", str(tmp_path / "store")]
+    assert main(asked) == 0
+    assert re.search(r"; the rest .* with layers in int4_g32 \(.* in bfloat16\)", capsys.readouterr().err)
+    assert main([*asked, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["dense_formats"].keys() == {"bfloat16", "int4_g32"}
+    assert facts["dense_bytes"] == sum(facts["dense_formats"].values())
+
+
+def test_a_damaged_layer_is_refused(tmp_path: Path) -> None:
+    source = fp8("qwen3_moe", tmp_path / "source", torch.bfloat16)
+
+    def spoil(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.fill_(torch.inf) if name.endswith("1.self_attn.k_proj.weight_scale_inv") else tensor
+
+    change(source, spoil)
+    with pytest.raises(ExpertlyError, match=r"layers\.1\.self_attn\.k_proj\.weight.*: a scale is inf"):
+        pack(source, tmp_path / "store")
+    assert not (tmp_path / "store").exists()

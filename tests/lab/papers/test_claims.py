@@ -1,0 +1,182 @@
+"""Claims of the papers that numbers can contradict: a run that says the opposite fails each, noise decides none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from expertly.lab.papers import fmoe, moe_infinity, moepic, promoe
+from expertly.lab.papers.findings import FAILS, HOLDS, UNTOLD, Check, Finding
+from expertly.lab.papers.measured import Estimate
+from expertly.lab.papers.runner import EXPERIMENTS, Session
+from expertly.lab.papers.runs import Lab, Row, Runs
+from expertly.trace.reader import Trace
+from tests.lab.papers.small import full_trace
+
+
+def about(value: float, apart: float = 0.001) -> Estimate:
+    """The mean of ten requests that differ by so much."""
+    return Estimate.mean(np.array([value - apart, value + apart] * 5))
+
+
+def one(check: Check | list[Check], number: int = 0) -> Check:
+    return check[number] if isinstance(check, list) else check
+
+
+def layers(slow: float) -> Check:
+    """Layer 0 takes three times as long as the others by construction; `slow`: so do three others, so many times."""
+    times = [about(3.0)] + [about(slow if layer in (3, 5, 8) else 1.0) for layer in range(1, 12)]
+    return moepic.some_are_slow(times, "alike")
+
+
+def prompts(*times: float, noise: float = 0.001) -> list[Check]:
+    return promoe.in_prompts([about(time, noise) for time in times], "why")
+
+
+CLAIMS: dict[str, tuple[Callable[[float], Check], float, float]] = {
+    "fmoe:8, r": (lambda r: fmoe.correlates("trajectory", about(r), 0.9, 0.5), 0.8, 0.4),
+    "fmoe:15, 5 %": (lambda share: fmoe.adds_little(about(share), 0.0), 0.03, 0.4),
+    "fmoe:15, nothing there to ask for": (lambda share: fmoe.adds_little(0.0, about(share)), 0.03, 0.06),
+    "fmoe:start": (lambda num: fmoe.soon([int(num), int(num) + 1, int(num)], 40, lambda: ""), 3, 39),
+    "moe-infinity:4, groups at all": (
+        lambda near: one(moe_infinity.grouping(about(15), about(0.2), about(near), about(0.9), "")),
+        0.6,
+        0.89,
+    ),
+    "moe-infinity:4, their number": (
+        lambda num: one(moe_infinity.grouping(about(num), about(0.2), about(0.5), about(0.9), ""), 1),
+        15,
+        4,
+    ),
+    "moe-infinity:4, the largest": (
+        lambda share: one(moe_infinity.grouping(about(15), about(share), about(0.5), about(0.9), ""), 2),
+        0.2,
+        0.6,
+    ),
+    "promoe:3, blocked": (lambda share: promoe.mostly_blocked(about(share), ""), 0.6, 0.3),
+    "promoe:3, even": (lambda quarter: promoe.evenly(about(quarter), 32, ""), 0.3, 0.6),
+    "promoe:8, learned": (
+        lambda last: promoe.keeps_accuracy({1: about(0.9), 8: about(last)}, {1: about(0.9), 8: about(0.55)}, ""),
+        0.8,
+        0.5,
+    ),
+    "promoe:13, prefetching alone": (lambda time: prompts(1.0, time, 0.9, 0.4)[0], 1.1, 0.8),
+    "promoe:13, most of it": (lambda time: prompts(1.0, 1.0, time, 0.4)[1], 0.9, 0.5),
+    "promoe:13, size": (lambda time: prompts(1.0, 1.0, 1.0, time)[2], 0.5, 0.7),
+    "moepic:4a": (layers, 1.3, 1.0),
+    "moepic:2, size": (lambda times: moepic.slower_by_misses(about(times), ""), 3.8, 1.6),
+}
+
+
+@pytest.mark.parametrize(("claim", "holds", "fails"), CLAIMS.values(), ids=CLAIMS)
+def test_a_claim_holds_or_fails_by_its_number_and_says_the_papers(
+    claim: Callable[[float], Check], holds: float, fails: float
+) -> None:
+    assert claim(holds).verdict == HOLDS
+    assert claim(fails).verdict == FAILS
+    assert claim(holds).measured.count("[") and (claim(holds).paper or "soon" in claim(holds).claim)
+
+
+def test_noise_decides_no_claim() -> None:
+    assert fmoe.correlates("semantic", about(0.75, 0.2), 0.9, 0.5).verdict == UNTOLD
+    assert promoe.mostly_blocked(about(0.52, 0.3), "").verdict == UNTOLD
+    assert prompts(1.0, 1.0, 0.7, 0.4, noise=0.3)[1].verdict == UNTOLD
+
+
+def test_the_time_at_a_hit_rate_of_40_percent_is_between_its_neighbours() -> None:
+    assert moepic.time_at([(0.1, 5.0), (0.3, 4.0), (0.5, 2.0), (0.9, 1.0)]) == pytest.approx(3.0)
+    assert moepic.time_at([(0.5, 2.0), (0.6, 1.8)]) == pytest.approx(2.2), "beyond the ends: on their line"
+
+
+def test_groups_are_near_where_they_were_planted_and_not_where_layers_were_shuffled() -> None:
+    dice = np.random.default_rng(0)
+    kinds = dice.random((4, 6, 8))
+    points = kinds[np.arange(80) % 4] + dice.random((80, 6, 8)) / 10
+    near = moe_infinity.nearness(points.reshape(80, -1), 4, 0)
+    far = moe_infinity.nearness(moe_infinity.apart(points, 0), 4, 0)
+    assert near < 0.1 and far > 0.5 and near.interval is not None
+
+
+# -- whole experiments, told other numbers ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    folder = tmp_path_factory.mktemp("claims")
+    session = Session([full_trace(folder / "full").folder], folder / "scratch", quick=True)
+    return session.lab(session.subjects[0])
+
+
+@pytest.fixture
+def told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finding]:
+    """What an experiment finds where systems take so many times as long, and hit so often, as is said."""
+    base = lab.runs("rtx3090").row("lru")
+
+    def find(
+        name: str,
+        slower: Callable[[str], float] = lambda system: 1.0,
+        hits: Callable[[str], float] = lambda system: 0.5,
+    ) -> Finding:
+        def row(self: Runs, system: str, memory: object = None) -> Row:
+            facts = {key: value if value is not None else 0 for key, value in base.facts.items()}
+            by_request = [hits(system)] * len(base["hit_rate_by_request"])
+            facts |= {"predictor": {}, "hit_rate": hits(system), "hit_rate_by_request": by_request}
+            return replace(base, system=system, facts=facts, passes_s=base.passes_s * slower(system))
+
+        monkeypatch.setattr(Runs, "row", row)
+        return EXPERIMENTS[name].run(lab)
+
+    return find
+
+
+def verdicts(finding: Finding, *words: str) -> set[str]:
+    """Of the claims with these words."""
+    found = {check.verdict for check in finding.checks if all(word in check.claim for word in words)}
+    assert found
+    return found
+
+
+def test_fmoe_4_maps_must_hit_more_than_counts_and_fall_with_the_distance(told: Callable[..., Finding]) -> None:
+    def hits(system: str, maps: float, by_distance: float) -> float:
+        distance = int(system.partition("distance=")[2])
+        return (maps if "select=top-k" in system else 0.5) - by_distance * distance
+
+    assert verdicts(told("fmoe:4", hits=lambda system: hits(system, 0.6, 0.02))) == {HOLDS}
+    assert verdicts(told("fmoe:4", hits=lambda system: hits(system, 0.4, 0.02)), "counts") == {FAILS}
+    assert verdicts(told("fmoe:4", hits=lambda system: hits(system, 0.3, -0.02))) == {FAILS}, "both rise"
+
+
+def test_fmoe_9_a_quarter_of_a_percent_is_no_gain(told: Callable[..., Finding]) -> None:
+    much = told("fmoe:9", lambda system: 1.0 if system == "fmoe" else 2.5)
+    assert verdicts(much, "TTFT is less") == verdicts(much, "TPOT is less") == {HOLDS}
+    assert {check.paper for check in much.checks if "TTFT" in check.claim} == {
+        f"{share} % less" for share in ("44.0", "35.0", "33.0", "30.0")
+    }
+    little = told("fmoe:9", lambda system: 0.9975 if system == "fmoe" else 1.0)
+    assert verdicts(little, "TTFT is less") == verdicts(little, "TPOT is less") == {FAILS}
+
+
+def test_fmoe_13_a_distance_of_3_must_be_better_than_1_and_6(told: Callable[..., Finding]) -> None:
+    def slower(system: str, best: int) -> float:
+        return 1 + 0.1 * abs(int(system.partition("distance=")[2]) - best)
+
+    assert verdicts(told("fmoe:13", lambda system: slower(system, 3))) == {HOLDS}
+    assert verdicts(told("fmoe:13", lambda system: slower(system, 1)), "d = 1") == {FAILS}
+    assert verdicts(told("fmoe:13", lambda system: slower(system, 6)), "d = 6") == {FAILS}
+    assert verdicts(told("fmoe:13", lambda system: 1.0), "d = ") == {FAILS}, "all alike is near the best, and no U"
+
+
+def test_fmoe_8_says_nothing_of_embeddings_that_were_made_up(
+    told: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown() -> tuple[bool, bool]:
+        found = told("fmoe:8")
+        in_table = any("made up" in str(cell) for row in found.tables[0].rows for cell in row)
+        return any("semantic" in check.claim for check in found.checks), in_table
+
+    assert shown() == (True, False)
+    monkeypatch.setattr(Trace, "is_real", lambda self, name: name != "embedding")
+    assert shown() == (False, True)
