@@ -86,7 +86,7 @@ def test_numbers_are_the_servers(tab: Tab, serving: Serving) -> None:
     tab.until(f"document.querySelector('#n-hits').textContent === {json.dumps(hit_rate)}")
     tab.until("Number(document.querySelector('#n-tokens').textContent) > 0")
     for name in ("running", "waiting"):
-        assert tab.run(f"document.querySelector('#n-{name}').textContent") == "0"
+        tab.until(f"document.querySelector('#n-{name}').textContent === '0'")
     memory = tab.run("document.querySelector('#memory').textContent")
     for name, key in (("MiBexperts", "experts_resident_bytes"), ("all experts, on disk:", "all_experts_bytes")):
         (shown,) = re.findall(rf"{name} ([\d.]+) MiB", memory)

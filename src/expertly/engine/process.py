@@ -97,7 +97,7 @@ PRIMITIVES = 16
 VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """What oneDNN, and torch's own cache of its operations, read when they are first used."""
 
-LARGE_NBYTES = 4 << 20
+LARGE_NBYTES = 1 << 20
 
 _MMAP_THRESHOLD = -3  # of mallopt
 _DONT_NEED = 4  # MADV_DONTNEED
@@ -118,7 +118,8 @@ def give_back_large_blocks() -> None:
     """From now on the C library gives memory of `LARGE_NBYTES` and more back to the system when it is freed.
 
     By itself it keeps such blocks, up to 32 MiB, once one has been freed: prompts of other lengths need other sizes,
-    and those of a GGUF model with wide experts took 59 MiB where 27 were in use.
+    and those of a GGUF model with wide experts took 59 MiB where 27 were in use. With 4 MiB, oneDNN's results in float32
+    were among those it kept: 30 MiB more where the processor has no instructions for bfloat16 (docs/log.md).
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
