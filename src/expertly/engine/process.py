@@ -118,8 +118,8 @@ def give_back_large_blocks() -> None:
     """From now on the C library gives memory of `LARGE_NBYTES` and more back to the system when it is freed.
 
     By itself it keeps such blocks, up to 32 MiB, once one has been freed: prompts of other lengths need other sizes,
-    and those of a GGUF model with wide experts took 59 MiB where 27 were in use. With 4 MiB, oneDNN's results in float32
-    were among those it kept: 30 MiB more where the processor has no instructions for bfloat16 (docs/log.md).
+    and those of a GGUF model with wide experts took 59 MiB where 27 were in use. From 4 MiB on would leave it oneDNN's
+    results in float32, 30 MiB where the processor has no instructions for bfloat16 (docs/log.md).
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
