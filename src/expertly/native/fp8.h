@@ -40,7 +40,7 @@ INLINE vf NAME(fp8_usual)(vu codes, vf normal) {
 }
 
 /* Adds a tile for V outputs, but not its words that have a small weight: those it returns, a bit each. */
-INLINE uint32_t NAME(fp8_most)(int N, const char *p, int64_t ahead, int w, vf normal,
+INLINE uint32_t NAME(fp8_most)(int N, const char *p, const char *next, int w, vf normal,
                               const float *const *x, vf (*sums)[W]) {
     const int A = N == 1 ? 4 : N == 2 ? 2 : 1; /* chains of sums, as one waits for the sum before it */
     uint32_t left = 0;
@@ -49,7 +49,7 @@ INLINE uint32_t NAME(fp8_most)(int N, const char *p, int64_t ahead, int w, vf no
         for (int k = 0; k < A; k++) a[t][k] = (vf){0};
     for (int word = 0; word < 32; word++) {
         const char *q = p + word * 64 + w * V * 4;
-        if (w == 0) __builtin_prefetch(p + ahead + word * 64);
+        if (w == 0) __builtin_prefetch(next + word * 64, 0, 2);
         if (__builtin_expect(HAS_ZERO(*(const vu *)q & 0xf0f0f0f0u) != 0, 0)) {
             left |= 1u << word;
             continue;
@@ -78,14 +78,14 @@ static __attribute__((noinline)) void NAME(fp8_words)(int dtype, int N, uint32_t
         }
 }
 
-INLINE void NAME(fp8_add)(int dtype, int N, const char *p, int64_t ahead, const float *const *x, vf (*sums)[W]) {
+INLINE void NAME(fp8_add)(int dtype, int N, const char *p, const char *next, const float *const *x, vf (*sums)[W]) {
     for (int w = 0; w < W; w++) {
         uint32_t left = ~0u;
 #ifdef LOOKUP_IN
         const float scale = NAME(fp8_scale)(p), size = scale < 0 ? -scale : scale;
         if (dtype != FLOAT16 && size > 0x1p-100f && size < 0x1p100f) {
             const vf normal = NAME(rounded)(dtype, *(const vf *)FP8_NORMAL * scale);
-            left = NAME(fp8_most)(N, p, ahead, w, normal, x, sums);
+            left = NAME(fp8_most)(N, p, next, w, normal, x, sums);
         }
 #endif
         if (left) NAME(fp8_words)(dtype, N, left, p, w, x, sums);

@@ -151,7 +151,7 @@ INLINE NAME(int4_rows) NAME(int4_read)(const int4_kind *kind, const char *p, flo
 }
 
 /* Two rows of `num` tiles times one token's inputs, as pair_add of tiles_body.h has it. */
-INLINE void NAME(int4_add)(int format, int64_t num, const char *p, int64_t stride, int64_t ahead, const unit *x,
+INLINE void NAME(int4_add)(int format, int64_t num, const char *p, int64_t stride, const char *next, const unit *x,
                            vf (*sums)[MAX_TOKENS][W]) {
     const int4_kind kind = int4_kind_of(format);
     const uint8_t *table = kind.has_half ? INT4_ERRORS[0] : INT4_ERRORS_BFLOAT16[0];
@@ -159,7 +159,7 @@ INLINE void NAME(int4_add)(int format, int64_t num, const char *p, int64_t strid
     vf found[2][16 / ROWS];
     for (int r = 0; r < 2; r++)
         for (int g = 0; g < num_groups; g++) found[r][g] = (vf){0};
-    for (; num; num--, p += nbytes, x += kind.group / UNIT) {
+    for (; num; num--, p += nbytes, next += 2 * nbytes, x += kind.group / UNIT) {
         NAME(int4_rows) rows[2];
         for (int r = 0; r < 2; r++) rows[r] = NAME(int4_read)(&kind, p + r * stride, x->fixed.scale);
         int32_t start[3] = {0};
@@ -173,7 +173,7 @@ INLINE void NAME(int4_add)(int format, int64_t num, const char *p, int64_t strid
             vu errors[2];
             vi numbers[2][3], rounded[2][2];
             for (int r = 0; r < 2; r++) {
-                NAME(fetch)(p + r * stride + ahead + g * part, part);
+                NAME(fetch)(next + (2 * g + r) * part, part);
                 errors[r] = (vu)JOIN(table, rows[r].errors + g * ROWS);
                 for (int d = 0; d < 3; d++) numbers[r][d] = (vi){0} + start[d];
                 for (int d = 0; d < 2; d++) rounded[r][d] = (vi){0} + start[d + 1];
@@ -217,13 +217,13 @@ INLINE void NAME(int4_add)(int format, int64_t num, const char *p, int64_t strid
 }
 #undef ROWS
 #else
-INLINE void NAME(int4_add)(int format, int64_t num, const char *p, int64_t stride, int64_t ahead, const unit *x,
+INLINE void NAME(int4_add)(int format, int64_t num, const char *p, int64_t stride, const char *next, const unit *x,
                            vf (*sums)[MAX_TOKENS][W]) {
     const int4_kind kind = int4_kind_of(format);
     for (; num; num--, p += tile_nbytes(format), x += kind.group / UNIT)
-        for (int r = 0; r < 2; r++) {
+        for (int r = 0; r < 2; r++, next += tile_nbytes(format)) {
             NAME(int4_rounding) rounding;
-            NAME(fetch)(p + r * stride + ahead, tile_nbytes(format));
+            NAME(fetch)(next, tile_nbytes(format));
             for (int row = 0; row < 16; row++) {
                 if (row % V == 0) rounding = NAME(int4_round)(&kind, p + r * stride, row / V);
                 const vf zeros = (vf){0} + rounding.zeros[row % V];

@@ -332,6 +332,7 @@ static int block_dots(const instruction_set *set, int down, tile_dots job, input
     job.block_size = times * block_size(down);
     job.block_nbytes = nbytes + down_nbytes(down, job.hidden);
     job.end = job.num_tasks * ((job.num_neurons + job.block_size - 1) / job.block_size);
+    job.num_threads = num_threads;
     run(set->tile_dots, &job, num_threads, job.end, job.end * nbytes);
     free(rows);
     return 0;
@@ -364,6 +365,7 @@ static int block_sums(const instruction_set *set, int inner, int64_t num_inner, 
     job.down_at = inner_nbytes(inner, down, num_inner, job.hidden);
     job.block_nbytes = job.down_at + nbytes;
     job.end = num_tasks * job.num_chunks;
+    job.num_threads = num_threads;
     run(set->tile_sums, &job, num_threads, job.end, num_tasks * (job.num_neurons / tile_group(down)) * nbytes);
     return 0;
 }

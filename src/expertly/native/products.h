@@ -103,7 +103,6 @@ enum { TILE_FORMATS(X) NUM_FORMATS };
 
 enum { MAX_GROUP = 256 };          /* most inputs of a tile */
 enum { PAIRS_CHUNK = 16 };         /* pairs of tiles side by side that a thread sums at a time */
-enum { TILES_AHEAD_NBYTES = 4096 }; /* asked of memory before they are used */
 
 #define X(F, f, group, nbytes) \
     case F: return group;
@@ -156,7 +155,7 @@ typedef struct {
     int64_t out_rows;
     const task *tasks;
     int64_t num_tasks;
-    int64_t next, end; /* blocks of all tasks */
+    int64_t num_threads, next, end; /* blocks of all tasks */
 } tile_dots;
 
 /* out[out_row + t] = down . h[x_row + t], rounded; or added to `out`, which is float32. Biases and rows as of `sums`. */
@@ -169,7 +168,7 @@ typedef struct {
     char *out;     /* [*, H] */
     const task *tasks;
     int64_t num_chunks, chunk; /* of a task; pairs of tiles of one */
-    int64_t next, end;
+    int64_t num_threads, next, end;
 } tile_sums;
 
 typedef struct {
@@ -262,6 +261,14 @@ typedef struct {
     int (*norm)(int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes, const char *weight,
                 float epsilon, char *out);
 } instruction_set;
+
+/* Some of what is left of `next` to `last`, side by side, for one of `num_threads`: from the number returned to `end`. */
+INLINE int64_t take(int64_t *next, int64_t last, int64_t num_threads, int64_t *end) {
+    int64_t first = __atomic_load_n(next, __ATOMIC_RELAXED);
+    do *end = first + (last - first + 2 * num_threads - 1) / (2 * num_threads);
+    while (first < last && !__atomic_compare_exchange_n(next, &first, *end, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return first;
+}
 
 INLINE float bfloat16_value(const char *p) {
     uint16_t half;

@@ -18,9 +18,9 @@
  * registers; products and sums are float32, and their order depends on the sizes alone.
  *
  * A format is a header of two functions for WEIGHT_FORMATS (products.h), or is among those of codes.h or int4.h:
- *   NAME(f_add)(dtype, N, p, ahead, x, sums)  adds the tile at `p` times a group's inputs of N tokens to 16 sums of each;
- *                                             `dtype` is what the weights are to be rounded to; what lies `ahead` bytes
- *                                             on is asked of memory, bit by bit, as a processor awaits few lines at a time
+ *   NAME(f_add)(dtype, N, p, next, x, sums)  adds the tile at `p` times a group's inputs of N tokens to 16 sums of each;
+ *                                            `dtype` is what the weights are to be rounded to; as many bytes at `next`
+ *                                            are asked of memory, bit by bit, as a processor awaits few lines at a time
  *   NAME(f_decode)(p, out)                    its weights in float32, out[group][16]
  */
 
@@ -77,44 +77,45 @@ static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t wid
 }
 
 /* Adds two rows of `num` tiles, the second `stride` bytes on, times the inputs at x[t]: what is done with inputs is done once
- * for both, and neither waits for the other's sums.
+ * for both, and neither waits for the other's sums. As many bytes at `next` are asked of memory in the order in which they
+ * lie, which is faster than two places in turns.
  */
-typedef void NAME(pair_add)(int dtype, int64_t num, const char *p, int64_t stride, int64_t ahead, const char *const *x,
+typedef void NAME(pair_add)(int dtype, int64_t num, const char *p, int64_t stride, const char *next, const char *const *x,
                             vf (*sums)[MAX_TOKENS][W]);
 
 #define CODES(F, f, group, nbytes, N)                                                                                  \
-    static void NAME(f##_##N)(int dtype, int64_t num, const char *p, int64_t stride, int64_t ahead,                    \
+    static void NAME(f##_##N)(int dtype, int64_t num, const char *p, int64_t stride, const char *next,                  \
                               const char *const *x, vf (*sums)[MAX_TOKENS][W]) {                                       \
         const unit *units[N];                                                                                          \
         (void)dtype;                                                                                                   \
         for (int t = 0; t < N; t++) units[t] = (const unit *)x[t];                                                     \
-        for (; num; num--, p += nbytes) {                                                                              \
-            NAME(codes_add)(F, N, p, stride, ahead, units, sums);                                                      \
+        for (; num; num--, p += nbytes, next += 2 * (nbytes)) {                                                        \
+            NAME(codes_add)(F, N, p, stride, next, units, sums);                                                       \
             for (int t = 0; t < N; t++) units[t] += group / UNIT;                                                      \
         }                                                                                                              \
     }
 #define WEIGHTS(F, f, group, nbytes, N)                                                                                \
-    static void NAME(f##_##N)(int dtype, int64_t num, const char *p, int64_t stride, int64_t ahead,                    \
+    static void NAME(f##_##N)(int dtype, int64_t num, const char *p, int64_t stride, const char *next,                  \
                               const char *const *x, vf (*sums)[MAX_TOKENS][W]) {                                       \
         const float *rows[N];                                                                                          \
         for (int t = 0; t < N; t++) rows[t] = (const float *)x[t];                                                     \
-        for (; num; num--, p += nbytes) {                                                                              \
+        for (; num; num--, p += nbytes, next += 2 * (nbytes)) {                                                        \
             _Pragma("GCC unroll 1") for (int r = 0; r < 2; r++)                                                        \
-                NAME(f##_add)(dtype, N, p + r * stride, ahead, rows, sums[r]);                                         \
+                NAME(f##_add)(dtype, N, p + r * stride, next + r * (nbytes), rows, sums[r]);                           \
             for (int t = 0; t < N; t++) rows[t] += group;                                                              \
         }                                                                                                              \
     }
 #define NUMBERS(F, f, group, nbytes, N)                                                                                \
-    static void NAME(f##_##N)(int dtype, int64_t num, const char *p, int64_t stride, int64_t ahead,                    \
+    static void NAME(f##_##N)(int dtype, int64_t num, const char *p, int64_t stride, const char *next,                  \
                               const char *const *x, vf (*sums)[MAX_TOKENS][W]) {                                       \
         (void)dtype;                                                                                                   \
         for (int t = 0; t < N; t++)                                                                                    \
-            NAME(f)(num, p, stride, ahead, (const unit *)x[t], (vf(*)[MAX_TOKENS][W])(sums[0] + t));                   \
+            NAME(f)(num, p, stride, next, (const unit *)x[t], (vf(*)[MAX_TOKENS][W])(sums[0] + t));                   \
     }
 #define EACH(F, f, group, nbytes)                                                                                      \
-    static __attribute__((noinline)) void NAME(f)(int64_t num, const char *p, int64_t stride, int64_t ahead,           \
+    static __attribute__((noinline)) void NAME(f)(int64_t num, const char *p, int64_t stride, const char *next,         \
                                                   const unit *x, vf (*sums)[MAX_TOKENS][W]) {                          \
-        NAME(int4_add)(F, num, p, stride, ahead, x, sums);                                                             \
+        NAME(int4_add)(F, num, p, stride, next, x, sums);                                                              \
     }                                                                                                                  \
     FOR_TOKENS(NUMBERS, F, f, group, nbytes)
 INT4_FORMATS(EACH)
@@ -152,22 +153,28 @@ INLINE void NAME(tile_decode)(int format, const char *p, float (*out)[16]) {
     }
 }
 
-/* A block's inner matrices, 32 outputs after the other. */
-static void NAME(tile_dots_block)(const tile_dots *d, const task *one, int64_t block) {
+/* Block `number` of all tasks: its inner matrices, 32 outputs after the other. */
+static void NAME(tile_dots_block)(const tile_dots *d, int64_t number) {
+    const int64_t num_blocks = d->end / d->num_tasks, block = number % num_blocks, after = number + 1;
+    const task *one = d->tasks + number / num_blocks;
     const int format = d->format, group = tile_group(format), N = (int)one->num_tokens;
     NAME(pair_add) *const add = NAME(pair_adds)[format][N - 1];
     const int64_t itemsize = NAME(itemsize)(d->dtype);
     const int64_t stride = d->hidden / group * tile_nbytes(format), row_nbytes = tile_row_nbytes(format, d->hidden);
-    for (int64_t v = 0; v < d->num_inner * d->block_size; v += 32) {
-        const char *p = one->weights + block * d->block_nbytes + v / 16 * stride;
-        vf sums[2][MAX_TOKENS][W];
+    const int64_t end = d->num_inner * d->block_size;
+    const char *p = one->weights + block * d->block_nbytes, *next;
+    for (int64_t v = 0; v < end; v += 32, p = next) {
+        next = p + 2 * stride;
+        if (v + 32 >= end && after < d->end)
+            next = d->tasks[after / num_blocks].weights + after % num_blocks * d->block_nbytes;
+        _Alignas(64) vf sums[2][MAX_TOKENS][W];
         for (int t = 0; t < N; t++)
             for (int w = 0; w < W; w++) sums[0][t][w] = sums[1][t][w] = (vf){0};
         const char *x[MAX_TOKENS];
         for (int t = 0; t < N; t++) x[t] = d->x + (one->x_row + t) * row_nbytes;
         const int64_t matrix = v / d->block_size, neuron = block * d->block_size + v % d->block_size;
         const int num = neuron + 16 < d->num_neurons ? 32 : 16; /* the last of a matrix by itself may lack the other */
-        add(d->dtype, d->hidden / group, p, num == 32 ? stride : 0, TILES_AHEAD_NBYTES, x, sums);
+        add(d->dtype, d->hidden / group, p, num == 32 ? stride : 0, next, x, sums);
         for (int t = 0; t < N; t++) {
             float results[32];
             for (int r = 0; r < 2; r++) memcpy(results + r * 16, sums[r][t], 16 * sizeof(float));
@@ -182,27 +189,34 @@ static void NAME(tile_dots_block)(const tile_dots *d, const task *one, int64_t b
                        block * d->block_size, d->block_size);
 }
 
-/* Some outputs of down, over all blocks. */
-static void NAME(tile_sums_chunk)(const tile_sums *s, const task *one, int64_t first, int64_t end) {
+/* Where chunk `number` of all tasks begins in the first block. */
+INLINE const char *NAME(tile_sums_at)(const tile_sums *s, int64_t number) {
+    return s->tasks[number / s->num_chunks].weights + s->down_at +
+           number % s->num_chunks * s->chunk * 2 * tile_nbytes(s->format);
+}
+
+/* Chunk `number` of all tasks: some outputs of down, over all blocks. */
+static void NAME(tile_sums_chunk)(const tile_sums *s, int64_t number) {
+    const task *one = s->tasks + number / s->num_chunks;
+    const int64_t first = number % s->num_chunks * s->chunk, most = s->hidden / 32;
+    const int64_t end = first + s->chunk < most ? first + s->chunk : most;
     const int format = s->format, group = tile_group(format), N = (int)one->num_tokens;
     NAME(pair_add) *const add = NAME(pair_adds)[format][N - 1];
     const int64_t nbytes = tile_nbytes(format), itemsize = NAME(itemsize)(s->dtype);
     const int64_t row_nbytes = tile_row_nbytes(format, s->num_neurons);
-    vf sums[PAIRS_CHUNK][2][MAX_TOKENS][W];
+    _Alignas(64) vf sums[PAIRS_CHUNK][2][MAX_TOKENS][W];
     for (int64_t v = 0; v < end - first; v++)
         for (int t = 0; t < N; t++)
             for (int w = 0; w < W; w++) sums[v][0][t][w] = sums[v][1][t][w] = (vf){0};
-    for (int64_t block = 0; block < s->num_neurons / group; block++) {
-        const char *p = one->weights + block * s->block_nbytes + s->down_at + first * 2 * nbytes;
-        const int64_t run_nbytes = (end - first) * 2 * nbytes; /* behind it comes the next block's */
+    const char *begin = NAME(tile_sums_at)(s, number);
+    for (int64_t block = 0; block < s->num_neurons / group; block++, begin += s->block_nbytes) {
+        const char *p = begin, *next = begin + s->block_nbytes;
+        if (block + 1 == s->num_neurons / group && number + 1 < s->end) next = NAME(tile_sums_at)(s, number + 1);
         const char *x[MAX_TOKENS];
         for (int t = 0; t < N; t++)
             x[t] = s->h + (one->x_row + t) * row_nbytes + tile_row_nbytes(format, block * group);
-        for (int64_t v = 0; v < end - first; v++, p += 2 * nbytes) {
-            const int is_last = v * 2 * nbytes + TILES_AHEAD_NBYTES >= run_nbytes;
-            const int64_t ahead = TILES_AHEAD_NBYTES + (is_last ? s->block_nbytes - run_nbytes : 0);
-            add(s->dtype, 1, p, nbytes, ahead, x, sums[v]);
-        }
+        for (int64_t v = 0; v < end - first; v++, p += 2 * nbytes, next += 2 * nbytes)
+            add(s->dtype, 1, p, nbytes, next, x, sums[v]);
     }
     for (int64_t v = first; v < end; v++)
         for (int t = 0; t < N; t++) {
@@ -222,17 +236,14 @@ static void NAME(tile_sums_chunk)(const tile_sums *s, const task *one, int64_t f
 
 static void NAME(run_tile_dots)(void *argument) {
     tile_dots *d = argument;
-    const int64_t num_blocks = d->end / d->num_tasks;
-    for (int64_t c; (c = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED)) < d->end;)
-        NAME(tile_dots_block)(d, d->tasks + c / num_blocks, c % num_blocks);
+    for (int64_t c, end; (c = take(&d->next, d->end, d->num_threads, &end)) < d->end;)
+        for (; c < end; c++) NAME(tile_dots_block)(d, c);
 }
 
 static void NAME(run_tile_sums)(void *argument) {
     tile_sums *s = argument;
-    for (int64_t c; (c = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->end;) {
-        const int64_t first = c % s->num_chunks * s->chunk, last = first + s->chunk, most = s->hidden / 32;
-        NAME(tile_sums_chunk)(s, s->tasks + c / s->num_chunks, first, last < most ? last : most);
-    }
+    for (int64_t c, end; (c = take(&s->next, s->end, s->num_threads, &end)) < s->end;)
+        for (; c < end; c++) NAME(tile_sums_chunk)(s, c);
 }
 
 /* out[neuron, matrix, H], the last matrix being down, transposed. */
