@@ -204,22 +204,17 @@ INLINE void NAME(dot_whole)(vu (*codes)[8], int first, int num, int N, const uni
                             vf (*dots)[MAX_TOKENS]) {
     for (int t = 0; t < N; t++) {
         const unit *one = x[t] + j;
-        vi sums[2][3][2]; /* two each, as one waits for the sum before it */
-        for (int d = 0; d < 3; d++) {
-            sums[0][d][0] = sums[1][d][0] = (vi){0} + one->fixed.start[first != 0][d];
-            sums[0][d][1] = sums[1][d][1] = (vi){0};
-        }
+        vi sums[2][3];
+        for (int d = 0; d < 3; d++) sums[0][d] = sums[1][d] = (vi){0} + one->fixed.start[first != 0][d];
         for (int k = first; k < first + num; k++)
             for (int d = 0; d < 3; d++) {
                 uint32_t four;
                 memcpy(&four, one->fixed.digits[d] + 4 * k, 4);
-                for (int r = 0; r < 2; r++)
-                    sums[r][d][k % 2] = DOT_BYTES(sums[r][d][k % 2], codes[r][k], (vu){0} + four);
+                for (int r = 0; r < 2; r++) sums[r][d] = DOT_BYTES(sums[r][d], codes[r][k], (vu){0} + four);
             }
         for (int r = 0; r < 2; r++) {
-            for (int d = 0; d < 3; d++) sums[r][d][0] += sums[r][d][1];
-            const vf low = __builtin_convertvector((sums[r][1][0] << 8) + sums[r][0][0], vf);
-            const vf high = __builtin_convertvector(sums[r][2][0], vf);
+            const vf low = __builtin_convertvector((sums[r][1] << 8) + sums[r][0], vf);
+            const vf high = __builtin_convertvector(sums[r][2], vf);
             dots[r][t] = (high * 65536.f + low) * one->fixed.scale;
         }
     }

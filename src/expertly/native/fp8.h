@@ -49,7 +49,7 @@ INLINE uint32_t NAME(fp8_most)(int N, const char *p, const char *next, int w, vf
         for (int k = 0; k < A; k++) a[t][k] = (vf){0};
     for (int word = 0; word < 32; word++) {
         const char *q = p + word * 64 + w * V * 4;
-        if (w == 0) __builtin_prefetch(next + word * 64, 0, 2);
+        if (w == 0) __builtin_prefetch(next + word * 64);
         if (__builtin_expect(HAS_ZERO(*(const vu *)q & 0xf0f0f0f0u) != 0, 0)) {
             left |= 1u << word;
             continue;

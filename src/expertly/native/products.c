@@ -401,22 +401,30 @@ int expertly_experts(int level, int dtype, int num_threads, const experts_call *
     if (num_tasks < 1) return -1;
     if (has_blocks && (down == NO_DOWN || !has_tiles(set, inner, down, dtype, num_inner, r, call->hidden))) return -1;
     int64_t num_rows = 0;
-    for (int64_t i = 0; i < num_tasks; i++) num_rows += call->tasks[i].num_tokens;
+    for (int64_t i = 0; i < num_tasks; i++) {
+        if (call->tasks[i].num_tokens < 1) return -1;
+        num_rows += call->tasks[i].num_tokens;
+    }
     const int64_t h_row_nbytes = has_blocks ? tile_row_nbytes(down, r) : r * (int64_t)sizeof(float);
     const int64_t h_nbytes = (num_rows * h_row_nbytes + 63) / 64 * 64;
     char *memory = allocate((h_nbytes + num_inner * num_rows * r * itemsize_of(dtype) + 3) / (int64_t)sizeof(float));
     task *tasks = malloc(2 * (size_t)num_tasks * sizeof(task)), *of_sums = tasks + num_tasks;
-    int64_t *experts = malloc((size_t)num_tasks * sizeof(int64_t));
+    int64_t *experts = malloc((size_t)(num_tasks + num_rows) * sizeof(int64_t)), *x_rows = experts + num_tasks, num_x = 0;
     int failed = memory == NULL || tasks == NULL || experts == NULL ? -1 : 0;
     for (int64_t i = 0, row = 0; !failed && i < num_tasks; i++) {
         const expert_task one = call->tasks[i];
         const int64_t at = has_blocks ? 0 : num_inner * call->matrix_nbytes;
-        tasks[i] = (task){one.weights, row, one.num_tokens, row};
+        const int64_t *of_x = call->x_rows + row, num = one.num_tokens;
+        if (i && num == call->tasks[i - 1].num_tokens && !memcmp(of_x, of_x - num, (size_t)num * sizeof(int64_t)))
+            num_x -= num; /* those of the task before */
+        memcpy(x_rows + num_x, of_x, (size_t)num * sizeof(int64_t));
+        tasks[i] = (task){one.weights, num_x, num, row};
+        num_x += num;
         of_sums[i] = (task){one.weights + at, row, one.num_tokens, row};
         experts[i] = one.expert;
         row += one.num_tokens;
     }
-    const inputs from = {call->x, call->x_nbytes, num_rows, call->x_rows};
+    const inputs from = {call->x, call->x_nbytes, num_x, x_rows};
     const activation then = {
         .f = call->f, .g = call->g, .experts = experts, .bias = {call->inner_bias[0], call->inner_bias[1]},
         .bias_width = call->bias_width, .bias_at = call->bias_at, .h = memory, .h_row_nbytes = h_row_nbytes,

@@ -48,6 +48,14 @@ INLINE void NAME(put)(int dtype, float value, char *p) {
     else memcpy(p, &value, 4);
 }
 
+/* Side by side: what is asked of `dtype` is asked once. */
+INLINE void NAME(put_all)(int dtype, const float *values, int64_t num, char *out) {
+    if (dtype == BFLOAT16)
+        for (int64_t i = 0; i < num; i++) put_bfloat16(values[i], out + i * 2);
+    else
+        for (int64_t i = 0; i < num; i++) NAME(put)(dtype, values[i], out + i * NAME(itemsize)(dtype));
+}
+
 /* Where element j of a row is in a row of vectors. */
 INLINE int64_t NAME(place)(int dtype, int64_t j) {
     if (dtype != BFLOAT16) return j;

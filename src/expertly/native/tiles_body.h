@@ -167,7 +167,7 @@ static void NAME(tile_dots_block)(const tile_dots *d, int64_t number) {
         next = p + 2 * stride;
         if (v + 32 >= end && after < d->end)
             next = d->tasks[after / num_blocks].weights + after % num_blocks * d->block_nbytes;
-        _Alignas(64) vf sums[2][MAX_TOKENS][W];
+        vf sums[2][MAX_TOKENS][W];
         for (int t = 0; t < N; t++)
             for (int w = 0; w < W; w++) sums[0][t][w] = sums[1][t][w] = (vf){0};
         const char *x[MAX_TOKENS];
@@ -181,7 +181,7 @@ static void NAME(tile_dots_block)(const tile_dots *d, int64_t number) {
             if (d->bias != NULL)
                 for (int i = 0; i < num; i++) results[i] += NAME(value)(d->dtype, d->bias + (neuron + i) * itemsize);
             char *out = d->out + ((matrix * d->out_rows + one->out_row + t) * d->num_neurons + neuron) * itemsize;
-            for (int i = 0; i < num; i++) NAME(put)(d->dtype, results[i], out + i * itemsize);
+            NAME(put_all)(d->dtype, results, num, out);
         }
     }
     if (d->then != NULL)
@@ -204,7 +204,7 @@ static void NAME(tile_sums_chunk)(const tile_sums *s, int64_t number) {
     NAME(pair_add) *const add = NAME(pair_adds)[format][N - 1];
     const int64_t nbytes = tile_nbytes(format), itemsize = NAME(itemsize)(s->dtype);
     const int64_t row_nbytes = tile_row_nbytes(format, s->num_neurons);
-    _Alignas(64) vf sums[PAIRS_CHUNK][2][MAX_TOKENS][W];
+    vf sums[PAIRS_CHUNK][2][MAX_TOKENS][W];
     for (int64_t v = 0; v < end - first; v++)
         for (int t = 0; t < N; t++)
             for (int w = 0; w < W; w++) sums[v][0][t][w] = sums[v][1][t][w] = (vf){0};
@@ -227,7 +227,7 @@ static void NAME(tile_sums_chunk)(const tile_sums *s, int64_t number) {
             if (s->is_added)
                 for (int i = 0; i < 32; i++) ((float *)s->out)[place + i] += results[i];
             else
-                for (int i = 0; i < 32; i++) NAME(put)(s->dtype, results[i], s->out + (place + i) * itemsize);
+                NAME(put_all)(s->dtype, results, 32, s->out + place * itemsize);
             if (s->bias != NULL)
                 NAME(add_bias)(s->dtype, s->bias + (s->experts[one - s->tasks] * s->hidden + v * 32) * itemsize, 32,
                                s->out + place * itemsize);
