@@ -27,6 +27,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertly.core.errors import ModelUseError
 from expertly.core.observation import IterationInfo
+from expertly.model.cache import give_room
 
 if TYPE_CHECKING:
     from expertly.model.structure import ExpertsSite
@@ -231,9 +232,11 @@ def _announcing(original: Any, role: Role) -> Any:
                 info = describe_pass(role, inputs, layers)
             if info is None:
                 return original.forward(self, *args, **kwargs)
+            cache = inputs.get("past_key_values")
+            give_room(cache)
             if passes.check is not None:
                 num_read = len(info.is_prefill)
-                num_cached = _length(inputs.get("past_key_values"))
+                num_cached = _length(cache)
                 passes.check(num_cached * info.num_requests, num_read)
             passes.runtime.begin_iteration(info)
             passes.is_running, is_ok = True, False
