@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-from expertly.model.cache import ROOM_TOKENS, RoomyLayer, give_room
+from expertly.model.hooks import ROOM_TOKENS, RoomyLayer, give_room
 
 Pair = tuple[DynamicLayer, DynamicLayer]
 """Ours and transformers' own."""

@@ -12,8 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from expertly.core.observation import IterationInfo
-from expertly.model.cache import RoomyLayer
-from expertly.model.hooks import describe_pass
+from expertly.model.hooks import RoomyLayer, describe_pass
 from tests.families import FAMILIES, generate, logits_of, make_prompts, pad_left
 from tests.model.conftest import Toys
 from tests.model.toy import Iteration, Toy
