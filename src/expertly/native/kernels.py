@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch  # before the library is opened, which takes part in torch's OpenMP
+import torch
 
 from expertly.core.errors import ConfigError
 from expertly.core.resources import granted_cpus
@@ -55,7 +55,6 @@ class Library:
     level: int
     max_tokens: int  # most tokens of a product for which it is worth while
     dtypes: dict[torch.dtype, int]  # what it multiplies, by its own numbers
-    has_threads: bool  # has found torch's OpenMP
     dots: Callable[..., int]
     sums: Callable[..., int]
     tile_dots: Callable[..., int]
@@ -80,7 +79,6 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
         if version != VERSION:
             return (), f"{found[0].name} is of version {version}, needed is {VERSION}: install expertly again"
         name_of, has_half = library.expertly_products_name, library.expertly_products_has_half
-        has_threads = bool(library.expertly_products_has_threads())
         dots, sums = library.expertly_products_dots, library.expertly_products_sums
         tile_dots, tile_sums = library.expertly_tiles_dots, library.expertly_tiles_sums
         tile_decode = library.expertly_tiles_decode
@@ -114,7 +112,7 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
             dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if has_half(level) else {}), torch.float32: 2}
             max_tokens = 1 if name == "generic" else MAX_TOKENS
             calls = dots, sums, tile_dots, tile_sums, tile_decode, experts, combine, attention, projections, norm
-            made.append(Library(name, level, max_tokens, dtypes, has_threads, *calls))
+            made.append(Library(name, level, max_tokens, dtypes, *calls))
     return tuple(made), ""
 
 
@@ -533,8 +531,6 @@ def choose_kernels(wanted: str | None = None, *, runs_on_host: bool = True) -> K
             raise ConfigError(f"{VARIABLE}={wanted!r}: {here}; accepted here: auto, torch")
         return Kernels(None, why)
     library = chosen[0]
-    if wanted == "auto" and not library.has_threads and min(torch.get_num_threads(), granted_cpus()) > 2:
-        return Kernels(None, "torch's threads cannot be shared: it has no OpenMP that takes other work")
     return Kernels(library, "the fastest of this processor" if wanted in ("auto", "native") else f"{VARIABLE}={wanted}")
 
 

@@ -4,6 +4,7 @@
  */
 
 #include "products.h"
+#include "team.h"
 
 #include <stdlib.h>
 
@@ -158,21 +159,10 @@ int expertly_products_has_half(int level) {
 
 /* -- threads --------------------------------------------------------------------------------------------------------- */
 
-/* Of the OpenMP that the process has, which is torch's: its threads wait spinning, and a second set would fight them. */
-extern void GOMP_parallel(void (*function)(void *), void *data, unsigned num_threads, unsigned flags)
-    __attribute__((weak));
-
 enum { THREAD_NBYTES = 128 << 10 }; /* for each of two threads: fewer are not worth waking one for */
 
-int expertly_products_has_threads(void) { return GOMP_parallel != NULL; }
-
-/* On all threads or one: libgomp ends the threads that a smaller team than the last has no use for, and a larger one
- * starts them anew.
- */
 static void run(void (*function)(void *), void *job, int num_threads, int64_t num_chunks, int64_t nbytes) {
-    if (num_threads > 1 && num_chunks > 1 && nbytes >= 2 * THREAD_NBYTES && GOMP_parallel != NULL)
-        GOMP_parallel(function, job, (unsigned)num_threads, 0);
-    else function(job);
+    run_on_team(function, job, num_chunks > 1 && nbytes >= 2 * THREAD_NBYTES ? num_threads : 1);
 }
 
 /* -- interface ------------------------------------------------------------------------------------------------------- */
