@@ -1,12 +1,18 @@
 """What the preset `expertly` loads, beside the better of lru and lfu and the least that replacement must (belady).
 
-    python bench/bytes.py TRACE[,TRACE...] [--memory 25%,50%] [--split 7:3] [--tokens 3000] [--domains]
+    python bench/bytes.py TRACE[,TRACE...] [--memory 25%,50%] [--split 7:3] [--tokens 3000] [--groups 1]
         [--hardware rtx3090,laptop-nvme,h100-pcie] [--geometry NAME,NAME...] [--systems expertly] [--out FILE]
+        [--left-out [--teachers TRACE,TRACE...] [--taught 3000]]
 
 Of every trace the training part teaches `expertly` (lru and lfu begin empty, as always), the rest is simulated; with
-`--domains` each category of it by itself. A geometry a trace: a shipped description, a TOML file or `-`, its own.
+`--groups` each group of its categories by itself, in the order of their names: a domain. A geometry a trace: a shipped
+description, a TOML file or `-`, its own.
+
+With `--left-out` nothing of a domain itself teaches: it begins from nothing, from training parts of all other domains
+of its model, and from `--teachers` (`expertly lab trace synth` makes routing up); `--systems` learn of reuse.
 
 gap       (better of lru and lfu - system) / (better of lru and lfu - belady), in bytes loaded a token, prompts included
+of_best   bytes loaded, of the least of lru, lfu, lcp and fmoe: with `--left-out`
 tpot      of the system / of the better of lru and lfu, on each machine; and of lru alone
 The last rows are means over traces (domains of a trace first).
 """
@@ -14,7 +20,9 @@ The last rows are means over traces (domains of a trace first).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,43 +31,97 @@ from common import print_report
 
 from expertly.cli.arguments import split
 from expertly.cli.inputs import trace_geometry
+from expertly.policies.eviction.reuse import ReuseModel
+from expertly.policies.learned import ModelShape
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule
 from expertly.sim.study import Memory, Study
+from expertly.sim.training import teach
+from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 
 PLAIN = ("lru", "lfu")
+OTHERS = ("lcp", "fmoe")
 BOUND = "belady"
 
 
-def schedules(trace: Trace, args: argparse.Namespace) -> Iterator[tuple[str, Schedule]]:
-    """(domain, what is learned from and simulated)."""
-    whole = make_schedule(trace, Selection(split=args.split, seed=args.seed))
-    if not args.domains:
-        yield "all", Schedule(whole.training, first_rows(whole.test, args.tokens))
-        return
-    category = {request.number: request.category for request in trace.requests}
-    for name in dict.fromkeys(category[span.request] for span in whole.test if span.request is not None):
-        spans = [span for span in whole.test if span.request is not None and category[span.request] == name]
-        yield str(name), Schedule(whole.training, first_rows(spans, args.tokens))
+@dataclass(frozen=True)
+class Domain:
+    """Some categories of a trace."""
 
+    trace: Trace
+    geometry: str | None
+    name: str
+    schedule: Schedule
 
-def results(trace: Trace, geometry: str | None, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    layers, dense, _ = trace_geometry(trace, geometry)
-    for domain, schedule in schedules(trace, args):
-        names = [*PLAIN, BOUND, *args.systems]
-        found: dict[str, dict[str, dict[str, Any]]] = {}  # memory -> system -> its row, with TPOTs of every machine
+    def rows(
+        self, schedule: Schedule, reuse: ReuseModel | None, names: Sequence[str], args: argparse.Namespace
+    ) -> dict[str, dict[str, dict[str, Any]]]:
+        """memory -> system -> its row, with TPOTs of every machine."""
+        layers, dense, _ = trace_geometry(self.trace, self.geometry)
+        found: dict[str, dict[str, dict[str, Any]]] = {memory: {} for memory in args.memory}
         for machine in args.hardware:
-            study = Study(trace, schedule, Hardware.read(machine), layers, dense, seed=args.seed)
-            for memory in args.memory:
-                rows = found.setdefault(memory, {})
+            study = Study(self.trace, schedule, Hardware.read(machine), layers, dense, seed=args.seed, reuse=reuse)
+            for memory, rows in found.items():
                 for name in names:
                     row = study.row(get_system(name), Memory(memory))
                     rows.setdefault(name, row | {"tpot_s": {}})["tpot_s"][machine] = row["tpot_s"]
+        return found
+
+
+def domains(trace: Trace, geometry: str | None, args: argparse.Namespace) -> Iterator[Domain]:
+    whole = make_schedule(trace, Selection(split=args.split, seed=args.seed))
+    category = {request.number: str(request.category) for request in trace.requests}
+    names = sorted(set(category.values()))
+    num = min(args.groups, len(names))
+    for group in range(num):
+        some = names[group * len(names) // num : (group + 1) * len(names) // num]
+        parts = [[one for one in part if category[one.request] in some] for part in (whole.training, whole.test)]
+        training = parts[0] if args.left_out else whole.training
+        name = "all" if num == 1 else "-".join(dict.fromkeys((some[0], some[-1])))
+        yield Domain(trace, geometry, name, Schedule(training, first_rows(parts[1], args.tokens)))
+
+
+def shape_of(trace: Trace) -> ModelShape:
+    layers = trace.manifest.layers
+    return ModelShape(tuple(one.num_experts for one in layers), tuple(one.top_k for one in layers))
+
+
+def taught(some: list[tuple[Trace, list[RowRange]]], num_tokens: int) -> ReuseModel:
+    """From as many tokens of each."""
+    model = ReuseModel(shape_of(some[0][0]).geometry())
+    for trace, spans in some:
+        teach(model, trace, first_rows(spans, num_tokens // len(some)))
+    return model
+
+
+def teachings(
+    one: Domain, all_of_them: list[Domain], args: argparse.Namespace
+) -> Iterator[tuple[str, Schedule, ReuseModel | None]]:
+    """(what teaches, what is learned from within the study and simulated, what was learned before)."""
+    if not args.left_out:
+        yield "its training part", one.schedule, None
+        return
+    empty = Schedule([], one.schedule.test)
+    yield "nothing", empty, None
+    others = [(other.trace, other.schedule.training) for other in all_of_them if other is not one]
+    teachers = [(trace, [RowRange(None, 0, trace.num_rows)]) for trace in map(Trace.open, map(Path, args.teachers))]
+    for name, some in (("other domains", others), ("teachers", teachers)):
+        alike = [(trace, spans) for trace, spans in some if shape_of(trace) == shape_of(one.trace)]
+        if alike:
+            yield name, empty, taught(alike, args.taught)
+
+
+def results(one: Domain, all_of_them: list[Domain], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    names = (*PLAIN, BOUND, *(OTHERS if args.left_out else ()))
+    plain = one.rows(Schedule([], one.schedule.test), None, names, args)
+    for teacher, schedule, reuse in teachings(one, all_of_them, args):
+        found = one.rows(schedule, reuse, args.systems, args)
+        about = {"trace": one.trace.folder.name, "domain": one.name, "learned from": teacher}
         for memory, rows in found.items():
             for name in args.systems:
-                yield {"trace": trace.folder.name, "domain": domain, "memory": memory, **_compared(rows, name)}
+                yield about | {"memory": memory, **_compared(plain[memory] | rows, name)}
 
 
 def _compared(rows: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
@@ -73,6 +135,7 @@ def _compared(rows: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
         **{f"{system}_mib": value / 2**20 for system, value in loaded.items() if system in (*PLAIN, BOUND)},
         "mib": loaded[name] / 2**20,
         "gap": (best - loaded[name]) / (best - loaded[BOUND]),
+        **({"of_best": loaded[name] / min(loaded[one] for one in (*PLAIN, *OTHERS))} if OTHERS[0] in rows else {}),
         "hit_rate": rows[name]["hit_rate"],
         **{f"{system}_hit_rate": rows[system]["hit_rate"] for system in (*PLAIN, BOUND)},
         **{f"tpot_{machine}": value for machine, value in ratio.items()},
@@ -82,22 +145,23 @@ def _compared(rows: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
 
 def means(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Over the domains of each trace, then over traces."""
-    for system in dict.fromkeys(row["system"] for row in rows):
-        for memory in dict.fromkeys(row["memory"] for row in rows):
-            of_traces = []
-            for trace in dict.fromkeys(row["trace"] for row in rows):
-                some = [r for r in rows if (r["system"], r["memory"], r["trace"]) == (system, memory, trace)]
-                of_traces.append(_mean(some, trace, memory, system))
-                if len(some) > 1:
-                    yield of_traces[-1]
-            yield _mean(of_traces, "mean", memory, system)
+    of = itemgetter("system", "memory", "learned from")
+    for key in dict.fromkeys(map(of, rows)):
+        alike, of_traces = [row for row in rows if of(row) == key], []
+        for trace in dict.fromkeys(row["trace"] for row in alike):
+            some = [row for row in alike if row["trace"] == trace]
+            of_traces.append(_mean(some, trace))
+            if len(some) > 1:
+                yield of_traces[-1]
+        yield _mean(of_traces, "mean")
 
 
-def _mean(rows: list[dict[str, Any]], trace: str, memory: str, system: str) -> dict[str, Any]:
+def _mean(rows: list[dict[str, Any]], trace: str) -> dict[str, Any]:
+    """Of what hangs on the better of all, the worst."""
     keys = ("gap", *(key for key in rows[0] if key.startswith("tpot_") and key != "tpot_of_lru"))
-    worst = {"tpot_of_lru": max(row["tpot_of_lru"] for row in rows)}
-    about = {"trace": trace, "domain": "mean", "memory": memory, "system": system}
-    return about | {key: fmean(row[key] for row in rows) for key in keys} | worst
+    worst = {key: max(row[key] for row in rows) for key in ("tpot_of_lru", "of_best") if key in rows[0]}
+    about = {key: rows[0][key] for key in ("memory", "learned from", "system")}
+    return {"trace": trace, "domain": "mean"} | about | {key: fmean(row[key] for row in rows) for key in keys} | worst
 
 
 def main() -> None:
@@ -108,7 +172,10 @@ def main() -> None:
     parser.add_argument("--split", type=split, default="7:3")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=3000, help="simulated of each trace or domain at most")
-    parser.add_argument("--domains", action="store_true")
+    parser.add_argument("--groups", type=int, default=1, help="of categories of a trace")
+    parser.add_argument("--left-out", action="store_true")
+    parser.add_argument("--teachers", type=names, default=[])
+    parser.add_argument("--taught", type=int, default=3000, help="tokens learned from before, with --left-out")
     parser.add_argument("--hardware", type=names, default="rtx3090,laptop-nvme,h100-pcie")
     parser.add_argument("--geometry", type=names)
     parser.add_argument("--systems", type=names, default="expertly")
@@ -117,9 +184,10 @@ def main() -> None:
     geometries = args.geometry or ["-"] * len(args.traces)
     if len(geometries) != len(args.traces):
         parser.error(f"--geometry: {len(geometries)} for {len(args.traces)} traces; give one each, `-` for its own")
-    rows: list[dict[str, Any]] = []
+    found: list[Domain] = []
     for path, geometry in zip(args.traces, geometries, strict=True):
-        rows += results(Trace.open(Path(path)), None if geometry == "-" else geometry, args)
+        found += domains(Trace.open(Path(path)), None if geometry == "-" else geometry, args)
+    rows = [row for one in found for row in results(one, found, args)]
     settings = {key: str(value) for key, value in vars(args).items() if key != "out"}
     print_report("bytes", [*rows, *means(rows)], settings, args.out)
 

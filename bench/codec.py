@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, child_arguments, drop_page_cache, inflated_model, memory_cgroup, print_report
+from common import ROOT, child_arguments, drop_page_cache, inflated_model, memory_cgroup, options, print_report
 from tpot import requests_of
 
 MARGIN_NBYTES = 600 * 10**6
@@ -182,18 +182,11 @@ def _ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace")
-    parser.add_argument("--systems", default="lru,moepic")
-    parser.add_argument("--memory", default="25%")
-    parser.add_argument("--segments", type=int)
-    parser.add_argument("--disk-mb-per-s", type=int, default=0)
-    parser.add_argument("--requests", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=24)
-    parser.add_argument("--experts-gib", type=float, default=3.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out")
-    args = parser.parse_args()
+    args = options(
+        __doc__, "trace", systems="lru,moepic", memory="25%", segments=None, disk_mb_per_s=0, requests=3, tokens=24,
+        experts_gib=3.0, seed=0, out=None,
+    )  # fmt: skip
+    args.segments = None if args.segments is None else int(args.segments)
     rows = measure(args)
     settings = {key: value for key, value in vars(args).items() if key not in ("trace", "out")}
     whys = {f"{row['system']} {row['codec']}": row.pop("why") for row in rows}

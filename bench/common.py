@@ -24,16 +24,24 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 PROMPT = "Once upon a time, in a small village at the foot of the mountains, there lived an old man who"
 
 
-def options(doc: str | None, **defaults: Any) -> argparse.Namespace:
-    """The command line of a benchmark: each default is an option of its type; None is a text that may be left out."""
+def options(doc: str | None, *required: str, **defaults: Any) -> argparse.Namespace:
+    """The command line of a benchmark: texts that must be given, and each default as an option of its type; None is a
+    text that may be left out, False a flag, and of a tuple one may be chosen, in place of the first.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in required:
+        parser.add_argument(name)
     for name, default in defaults.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=str if default is None else type(default), default=default
-        )
+        kind: dict[str, Any] = {"default": default, "type": str if default is None else type(default)}
+        if default is False:
+            kind = {"action": "store_true"}
+        elif isinstance(default, tuple):
+            kind = {"default": default[0], "choices": default[default[0] is None :]}
+        parser.add_argument(f"--{name.replace('_', '-')}", **kind)
     return parser.parse_args()
 
 

@@ -8,11 +8,9 @@ kept. `bf16_gib`: what the experts would be in bfloat16.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
-from common import ROOT, print_report
+from common import ROOT, options, print_report
 
 from expertly.hardware.machine import Effort, available_host_nbytes, examine
 from expertly.lab.forecast import forecast, measured_hardware
@@ -21,9 +19,7 @@ from expertly.store.cache import cache_folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = options(__doc__, out=None)
     profile, _ = examine(cache_folder(), Effort())
     hardware = measured_hardware(profile)
     rows: list[dict[str, Any]] = []
@@ -42,7 +38,7 @@ def main() -> None:
             name = f"{one.share:.0%}"
             row |= {f"low {name}": one.tokens_per_s[0], f"high {name}": one.tokens_per_s[1], f"fits {name}": one.fits}
         rows.append(row)
-    print_report("expected", rows, {"models": "bench/models"}, None if args.out is None else str(args.out))
+    print_report("expected", rows, {"models": "bench/models"}, args.out)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,13 @@ from __future__ import annotations
 import argparse
 import mmap
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-from common import print_report
+from common import CLOCKS, options, print_report
 from transformers.integrations.moe import _default_apply_gate
 
 from expertly.core.geometry import Geometry, LayerGeometry
@@ -34,9 +33,8 @@ from expertly.engine.process import keep_off_trapped_instructions
 from expertly.engine.reading import layer_rows
 from expertly.formats import FORMATS, expert_format
 from expertly.model.dense import use_kernels
-from expertly.native.kernels import ACCEPTED, choose_kernels
+from expertly.native.kernels import choose_kernels
 
-CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 Pass = Callable[[], None]
 SCALES = {"mxfp4": (112, 127)}
 """Bytes that make usual scales where some of them are scales; of formats whose scales are floats, 56 to 62."""
@@ -109,18 +107,10 @@ def linear_pass(rows: torch.Tensor, args: argparse.Namespace, kernels: str, num_
 
 def main() -> None:
     keep_off_trapped_instructions()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--intermediate", type=int, default=1408)
-    parser.add_argument("--top-k", type=int, default=4)
-    parser.add_argument("--mib", type=int, default=512, help="of weights: more than the caches hold")
-    parser.add_argument("--dtypes", default="bfloat16,float16,float32")
-    parser.add_argument("--threads", default="1,2")
-    parser.add_argument("--tokens", default="1")
-    parser.add_argument("--kernels", default="native", help=f"beside torch: {', '.join(ACCEPTED)}")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    args = parser.parse_args()
+    args = options(
+        __doc__, hidden=2048, intermediate=1408, top_k=4, mib=512, dtypes="bfloat16,float16,float32", threads="1,2",
+        tokens="1", kernels="native", rounds=9, clock=tuple(CLOCKS),
+    )  # fmt: skip
     clock = CLOCKS[args.clock]
     found = []
     for stored_as in args.dtypes.split(","):

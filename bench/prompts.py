@@ -11,11 +11,12 @@ and 600 characters of each count.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 from itertools import islice
 from pathlib import Path
+
+from common import options
 
 SETS = {
     "mt_bench": "mt_bench.jsonl.gz",
@@ -28,15 +29,11 @@ MAX_CHARACTERS = 600
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--counts", default="60,60,40,40,40", help="prompts of each set")
-    args = parser.parse_args()
+    args = options(__doc__, "folder", "out", counts="60,60,40,40,40")
     counts = [int(count) for count in args.counts.split(",")]
-    with args.out.open("w", encoding="utf-8") as file:
+    with Path(args.out).open("w", encoding="utf-8") as file:
         for (category, name), count in zip(SETS.items(), counts, strict=True):
-            with gzip.open(args.folder / name, "rt", encoding="utf-8") as lines:
+            with gzip.open(Path(args.folder) / name, "rt", encoding="utf-8") as lines:
                 for line in islice(lines, count):
                     prompt = json.loads(line)["prompt"][:MAX_CHARACTERS]
                     file.write(json.dumps({"prompt": prompt, "category": category}) + "\n")

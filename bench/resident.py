@@ -10,22 +10,19 @@ All models are in one process and take turns, so that the machine's drift meets 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import inflated_model, print_report
+from common import CLOCKS, inflated_model, options, print_report
 from transformers import AutoModelForCausalLM
 
 import expertly
 from expertly.engine.process import keep_off_trapped_instructions
 from expertly.native.kernels import VARIABLE
 
-CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
 
 
@@ -52,16 +49,10 @@ def prefill_seconds(model: Any, ids: torch.Tensor, clock: Callable[[], float]) -
 
 def main() -> None:
     keep_off_trapped_instructions()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--experts-gib", type=float, default=3.0)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--prefill", type=int, default=256)
-    parser.add_argument("--decode", type=int, default=16)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--segments", default="1,4")
-    parser.add_argument("--kernels", default="auto", help="as EXPERTLY_KERNELS: auto,native,torch")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    args = parser.parse_args()
+    args = options(
+        __doc__, experts_gib=3.0, rounds=7, prefill=256, decode=16, threads=torch.get_num_threads(), segments="1,4",
+        kernels="auto", clock=tuple(CLOCKS),
+    )  # fmt: skip
     clock = CLOCKS[args.clock]
     torch.set_num_threads(args.threads)
     folder = inflated_model(args.experts_gib)

@@ -17,14 +17,13 @@ Simulated beside it, with the costs measured on this machine in the same run: th
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from common import child, inflated_model, print_report, run
+from common import child, inflated_model, options, print_report, run
 
 from expertly.lab.papers.moepic import WITHOUT
 from expertly.lab.papers.promoe import TECHNIQUES
@@ -197,18 +196,10 @@ def simulate(arguments: dict[str, Any], trace: Any, schedule: Any, profile: Any)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace")
-    parser.add_argument("--systems", default="lru,lfu,on-demand,fmoe")
-    parser.add_argument("--ablation", choices=list(ABLATIONS), help="instead of --systems, each system with its own P")
-    parser.add_argument("--warm-up", type=int, default=0, help="decode tokens of other requests that are run before")
-    parser.add_argument("--memory", default="25%")
-    parser.add_argument("--segments", type=int, default=1)
-    parser.add_argument("--requests", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--experts-gib", type=float, default=3.0, help="0: the demo model as it is")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = options(
+        __doc__, "trace", systems="lru,lfu,on-demand,fmoe", ablation=(None, *ABLATIONS), warm_up=0, memory="25%",
+        segments=1, requests=6, tokens=48, experts_gib=3.0, seed=0,
+    )  # fmt: skip
     model = str(inflated_model(args.experts_gib)) if args.experts_gib else None
     settings = vars(args) | {"model": model, "systems": args.systems.split(",")}
     settings["trace"] = str(Path(args.trace).resolve())

@@ -1,6 +1,6 @@
 """How far a newcomer walks to follow one token: the files and Python calls of one layer of one decode step.
 
-    python bench/walk.py [--tokens 24]
+    python bench/walk.py [--tokens 24] [--calls]
 
 Counts calls of functions of the package (not transformers', torch's or C) on the thread that runs the model, from one
 layer's experts function to the next one's: attention, norms and router of a layer are in it. Medians over layers and
@@ -9,7 +9,6 @@ tokens. Bounds: 10 files and 40 calls where every expert is resident, 16 and 120
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections import Counter
@@ -18,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from common import print_report
+from common import options, print_report
 
 import expertly
 
@@ -94,10 +93,7 @@ def _of_many_misses(layers: list[Counter[tuple[str, str]]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=24)
-    parser.add_argument("--calls", action="store_true", help="name the calls, and how many of each a layer has")
-    args = parser.parse_args()
+    args = options(__doc__, tokens=24, calls=False)
     rows = [
         run(system, memory, args.tokens, told=args.calls)
         for system, memory in (("resident", "100%"), ("lru", "25%"), ("expertly", "25%"))

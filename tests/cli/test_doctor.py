@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -51,12 +52,14 @@ def test_json_is_the_profile_and_the_problems(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("EXPERTLY_KERNELS", "torch")
     (tmp_path / "disk").mkdir()
     out_path = tmp_path / "profile.json"
+    start = time.monotonic()
     assert main(["doctor", "--json", "--dir", str(tmp_path / "disk"), "--out", str(out_path)]) == 0
+    elapsed = time.monotonic() - start
     printed = json.loads(capsys.readouterr().out)
     written = json.loads(out_path.read_text())
     assert {key: printed[key] for key in written} == written
     assert printed["profile_path"] == str(out_path)
-    assert 0 < printed["seconds"] < 30
+    assert 0 < printed["seconds"] <= elapsed
     assert printed["kernels"] == {"name": "torch", "why": "EXPERTLY_KERNELS=torch"}
     assert printed["codec_auto"]["codec"] in ("none", "planes") and "the disk reads" in printed["codec_auto"]["why"]
     assert all(problem.keys() == {"level", "subject", "text"} for problem in printed["problems"])

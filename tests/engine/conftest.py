@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from expertly.model.packing import pack
+from expertly.scheduler import observations
 from tests.families import HIDDEN_SIZE, generate, load_reference, logits_of, make_checkpoint, make_prompts
 from tests.weights import put_beside
 
@@ -79,6 +80,12 @@ def own(cases: Cases, tmp_path: Path) -> tuple[Case, Path]:
     """A case, and a copy of its store that may be damaged and has nothing beside it."""
     case = cases["qwen3_moe"]
     return case, Path(shutil.copytree(case.store, tmp_path / "store"))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictor threads read all that passes show, however far behind they are."""
+    monkeypatch.setattr(observations, "PASSES_WAITING", 1000)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,7 +37,7 @@ from tests.engine.observe import assert_streamed, loaded, open_files, prediction
 from tests.engine.predictors import Everything, Failing
 from tests.families import NUM_EXPERTS, generate, make_checkpoint, make_prompts
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 TWO = "cpu:0,cpu:1"
 DEVICES = pytest.mark.parametrize("devices", ["cpu", TWO])
@@ -280,19 +280,21 @@ def test_a_device_whose_thread_has_ended_says_so_and_can_be_unloaded(
 
 
 def test_workers_run_side_by_side_and_tell_the_first_failure() -> None:
-    crew, meet = Workers(["a", "b"]), threading.Barrier(2, timeout=10)
+    crew, meet, is_late = Workers(["a", "b"]), threading.Barrier(2, timeout=10), threading.Event()
 
-    def fail(delay: float, what: str) -> Callable[[], None]:
-        def run() -> None:
-            meet.wait()
-            time.sleep(delay)
-            raise ValueError(what)
+    def early() -> None:
+        meet.wait()
+        threading.Timer(0.2, is_late.set).start()
+        raise ValueError("early")
 
-        return run
+    def late() -> None:
+        meet.wait()
+        is_late.wait()
+        raise ValueError("late")
 
     results, failure = crew.run([meet.wait, meet.wait])
     assert sorted(results) == [0, 1] and failure is None, "neither waits for the other"
-    _, failure = crew.run([fail(0.2, "late"), fail(0.0, "early")])
+    _, failure = crew.run([late, early])
     assert failure is not None and failure.thread == 1 and str(failure.error) == "early"
     assert crew.run([threading.current_thread, threading.current_thread])[0][1].name == "b"
     crew.close()

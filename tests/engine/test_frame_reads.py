@@ -19,7 +19,7 @@ from expertly.store.reader import ExpertFile
 from tests.engine.frames import LAYERS, FrameBench, write_store
 from tests.engine.test_transfer import soak
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")

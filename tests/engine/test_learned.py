@@ -38,7 +38,7 @@ from tests.families import NUM_NEW_TOKENS, generate
 from tests.scheduler.drive import geometry, one_token
 from tests.store.mounts import tiny_disk
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("patient")]
 
 KINDS: dict[str, type[LearnedState]] = {"fmoe": MapStore, "moe-infinity": Matrices, "expertly": ReuseModel}
 """What is kept, by system."""
@@ -352,7 +352,7 @@ def test_a_process_that_ends_without_unload_ends_quickly_and_quietly_and_all_is_
     done = run_python(EXIT, str(own[1]))
     ended = time.time()
     assert done.returncode == 0, done.stderr
-    assert ended - float(done.stdout.split()[1]) < 10
+    assert ended - float(done.stdout.split()[1]) < 30
     assert not [line for line in done.stderr.splitlines() if "Loading weights" not in line and line.strip()]
     for system in ("fmoe", "expertly"):
         assert num_in(beside(own[1], system), system) == 4 + 3

@@ -27,6 +27,8 @@ from tests.engine.predictors import Diary
 from tests.engine.test_batching import run_batch
 from tests.families import FAMILIES, generate, logits_of, make_prompts
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 
 def batch(num_sequences: int, length: int, is_prefill: bool) -> IterationInfo:
     """A batch of sequences of one length."""

@@ -49,8 +49,14 @@ def of_phases(model: Any, name: str) -> int:
     return sum(int(phase[name]) for phase in expertly.stats(model).as_dict()["phases"].values())
 
 
-def assert_prefetched(model: Any) -> None:
-    """It predicted, and prefetched something of it, in less memory than the experts take."""
+def assert_prefetched(model: Any, case: Case) -> None:
+    """It predicted, and prefetched something of it, in less memory than the experts take. A predictor thread on a busy
+    machine may be late for all of several short answers: there are more of them then.
+    """
+    for _ in range(200):
+        if of_phases(model, "prefetched"):
+            break
+        assert generate(model, case.prompts[:1]) == case.tokens[:1]
     stats = expertly.stats(model).as_dict()
     assert stats["prediction"]["failed"] is None
     assert of_phases(model, "predicted") > 0 and of_phases(model, "prefetched") > 0
@@ -82,11 +88,7 @@ def test_every_way_to_predict_is_lossless(
         if "gate" in system:
             assert found["gate"]["kind"] == "confidence" and found["gate"]["let"] + found["gate"]["refused"] > 0
         elif memory not in ("least", "100%", "90%"):  # with so much what is predicted is here
-            for _ in range(20):  # a predictor thread on a busy machine may be late for all of a short answer
-                if of_phases(model, "prefetched"):
-                    break
-                assert generate(model, case.prompts[:1]) == case.tokens[:1]
-            assert_prefetched(model)
+            assert_prefetched(model, case)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_predicting_everything_all_the_time_is_lossless(
     with loaded(case.store, system=system, segments=segments, predict=matcher, memory="30%") as model:
         assert generate(model, case.prompts) == case.tokens
         assert generate(model, case.prompts[:1]) == case.tokens[:1]
-        assert_prefetched(model)
+        assert_prefetched(model, case)
 
 
 def test_predictions_for_the_stack_that_does_not_run_are_left_out(
@@ -153,7 +155,7 @@ def test_a_layer_that_runs_by_itself_while_others_are_loaded(
                 assert generate(model, case.prompts, 4) == [tokens[:4] for tokens in case.tokens]
                 for layer, output in zip(model.model.layers, expected, strict=True):
                     torch.testing.assert_close(layer.mlp(inputs), output, rtol=1e-4, atol=1e-5)
-            assert_prefetched(model)
+            assert_prefetched(model, case)
 
 
 # -- late, dropped, failing ------------------------------------------------------------------------------------------
@@ -164,22 +166,22 @@ def test_a_slow_predictor_does_not_slow_the_model(cases: Cases, monkeypatch: pyt
     made: list[Slow] = []
 
     def make(geometry: Any) -> Slow:
-        made.append(Slow(geometry, 0.2))
+        made.append(Slow(geometry, 0.5))
         return made[0]
 
     system = predictors.put(monkeypatch, make)
     with loaded(case.store, system=system) as model:
-        start = time.perf_counter()
         assert generate(model, case.prompts) == case.tokens
-        seconds = time.perf_counter() - start
-        assert seconds < 3 * NUM_NEW_TOKENS * 0.2 / 2, "less than half of what predicting it all would take"
+        assert made[0].num_calls < 3 * NUM_NEW_TOKENS / 2, "in less than half of the time that predicting it all takes"
         stats = prediction(model)
         assert stats["contexts_dropped"] > 0
         assert made[0].num_calls + stats["contexts_dropped"] <= NUM_NEW_TOKENS * 4
         assert generate(model, case.prompts, 4) == [tokens[:4] for tokens in case.tokens]
-        time.sleep(0.3)  # what was predicted meanwhile is of passes that are over
-        generate(model, case.prompts[:1], 2)
-        assert prediction(model)["predictions_late"] > 0
+        end = time.monotonic() + 60
+        while not prediction(model)["predictions_late"]:
+            assert time.monotonic() < end
+            time.sleep(0.1)  # what is predicted meanwhile is of passes that are over
+            generate(model, case.prompts[:1], 2)
 
 
 def test_a_pass_that_is_interrupted_leaves_the_next_one_right(cases: Cases) -> None:
@@ -200,15 +202,22 @@ def test_a_pass_that_is_interrupted_leaves_the_next_one_right(cases: Cases) -> N
         assert generate(model, case.prompts) == case.tokens
 
 
+@pytest.mark.usefixtures("patient")
 def test_unloading_while_it_predicts(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
-    system = predictors.put(monkeypatch, lambda geometry: Slow(geometry, 0.05))
+    made: list[Slow] = []
+
+    def make(geometry: Any) -> Slow:
+        made.append(Slow(geometry, 0.2))
+        return made[0]
+
+    system = predictors.put(monkeypatch, make)
     model, _ = expertly.load(str(case.store), system=system, memory="30%", device="cpu")
     generate(model, case.prompts)
-    start = time.perf_counter()
+    num_waiting = 3 * NUM_NEW_TOKENS - made[0].num_calls
     expertly.unload(model)
-    assert time.perf_counter() - start < 3.0
     assert not reader_threads(), "nor the predictor's"
+    assert 3 * NUM_NEW_TOKENS - made[0].num_calls > num_waiting / 2, "most of what waited was left"
 
 
 # -- the prefetch filter ----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from expertly.engine.observe import PredictorThread
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue, Seen
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 NUM_LAYERS = 4
 
@@ -123,11 +123,10 @@ def test_publishing_never_waits_and_the_oldest_passes_go() -> None:
     with channel_of(diary, max_waiting=2 * (NUM_LAYERS + 1)) as channel:
         publish(channel, 0)
         until(diary.busy.is_set)
-        start = time.perf_counter()
         for iteration in range(1, 11):
             publish(channel, iteration)
             assert channel.take() is None
-        assert time.perf_counter() - start < 1.0
+        assert not diary.told, "it has not moved meanwhile"
         diary.may_go.set()
         until(lambda: diary.told[-1:] == [("end", True)] and ("begin", 10) in diary.told)
         assert diary.told == [*a_pass(0), *a_pass(10)], "what was being read is read to its end"
@@ -172,45 +171,49 @@ def test_closing_does_not_wait_for_all_that_a_slow_predictor_has_to_read() -> No
 
     slow = Slow()
     channel = PredictorThread(slow, ObservationQueue(1000))
-    for iteration in range(50):
+    for iteration in range(100):
         publish(channel, iteration)
-    start = time.perf_counter()
+    until(lambda: slow.told)
     assert channel.close(wait_s=0.2)
-    assert time.perf_counter() - start < 2.0
-    assert 0 < len(slow.told) < 50
+    assert len(slow.told) < 300, "half of them"
 
 
 def test_saving_happens_in_the_thread_when_nothing_waits_and_only_after_work() -> None:
     saved: list[tuple[str, int]] = []
     diary = Diary()
     with channel_of(
-        diary, save=lambda: saved.append((threading.current_thread().name, len(diary.told))), save_every_s=0.05
+        diary, save=lambda: saved.append((threading.current_thread().name, len(diary.told))), save_every_s=0.01
     ) as channel:
-        time.sleep(0.15)
+        time.sleep(0.05)
         assert not saved, "there was nothing to save"
+        channel.save_every(60)
         for iteration in range(2):
             publish(channel, iteration)
+        until(lambda: len(diary.told) == 2 * len(a_pass(0)))
+        channel.save_every(0.01)
         until(lambda: saved)
         assert saved == [("expertly-predictor", 2 * len(a_pass(0)))]
-        time.sleep(0.15)
+        time.sleep(0.05)
         assert len(saved) == 1, "nothing has happened since"
         publish(channel, 2)
         until(lambda: len(saved) == 2)
 
 
 def test_who_is_always_busy_is_saved_too() -> None:
-    saved: list[float] = []
+    saved: list[tuple[float, int]] = []
 
     class Slow(Diary):
         def _note(self, *what: Any) -> None:
             time.sleep(0.005)
+            self.told.append(what)
 
-    with channel_of(Slow(), save=lambda: saved.append(time.monotonic()), save_every_s=0.05) as channel:
+    slow = Slow()
+    with channel_of(slow, save=lambda: saved.append((time.monotonic(), len(slow.told))), save_every_s=0.05) as channel:
         start = time.monotonic()
         for iteration in range(40):  # a second of work, there from the beginning
             publish(channel, iteration)
         until(lambda: len(saved) >= 2)
-        assert 0.1 <= saved[0] - start < 0.6
+        assert saved[0][0] - start >= 0.1 and 0 < saved[0][1] <= 0.1 / 0.005 + 1
         channel.close(wait_s=0.0)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,12 +61,19 @@ def trap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("multiply", "is_off"),
-    [(trap, True), (lambda: None, False), (lambda: 1 / 0, False), (lambda: time.sleep(60), True)],
+    ("multiply", "is_off", "patience_s"),
+    [
+        (trap, True, 60.0),
+        (lambda: None, False, 60.0),
+        (lambda: 1 / 0, False, 60.0),
+        (lambda: time.sleep(60), True, 0.5),
+    ],
     ids=["traps", "works", "fails otherwise", "does not end"],
 )
-def test_what_traps_is_switched_off(with_amx: Path, multiply, is_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instructions, "_PATIENCE_S", 2.0)
+def test_what_traps_is_switched_off(
+    with_amx: Path, multiply, is_off: bool, patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instructions, "_PATIENCE_S", patience_s)
     assert keep_off_trapped_instructions(with_amx, multiply) == is_off
     assert os.environ.pop(VARIABLE, None) == (WITHOUT_AMX if is_off else None)
 
@@ -284,9 +292,8 @@ for budget in ({"memory": "auto"}, {"total_memory": 500 << 20}):
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A memory cgroup (version 1) of our own, of 500 MiB."""
-    folder = CGROUPS / f"expertly-test-{os.getpid()}"
     try:
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(prefix="expertly-test-", dir=CGROUPS))
         (folder / "memory.limit_in_bytes").write_text(str(500 << 20))
     except OSError as error:
         pytest.skip(f"no memory cgroup of version 1 can be made here: {error}")

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from expertly.core.observation import IterationInfo
-from expertly.model.hooks import describe_pass
+from expertly.model.hooks import RoomyLayer, describe_pass
 from tests.families import FAMILIES, generate, logits_of, make_prompts, pad_left
 from tests.model.conftest import Toys
 from tests.model.toy import Iteration, Toy
@@ -98,6 +98,7 @@ def test_inputs_embeds_calls_without_a_cache_and_with_a_given_one(toys: Toys) ->
         ),
     ):
         assert summary(record(toy, run)) == expected
+    assert {type(layer) for layer in cache.layers} == {RoomyLayer}, "a token is written beside the others"
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "glm4_moe", "hunyuan_v1_moe"])

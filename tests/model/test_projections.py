@@ -92,8 +92,9 @@ class Doubled(nn.Linear):
         return super().forward(input) * 2
 
 
+@pytest.mark.parametrize("name", ["k_proj", "o_proj"])
 @pytest.mark.parametrize("how", ["replaced", "watched", "cast"])
-def test_what_a_user_changes_later_is_seen(how: str, calls: list[int]) -> None:
+def test_what_a_user_changes_later_is_seen(how: str, name: str, calls: list[int]) -> None:
     model = make_model("qwen3_moe", dtype=torch.bfloat16)
     ours: Any = changed(model, joins=True)
     theirs: Any = changed(model, joins=False)
@@ -102,12 +103,11 @@ def test_what_a_user_changes_later_is_seen(how: str, calls: list[int]) -> None:
     seen: list[Any] = []
     for one in (ours, theirs):
         for layer in one.model.layers:
-            part = layer.self_attn.k_proj
+            part = getattr(layer.self_attn, name)
             if how == "replaced":
-                layer.self_attn.k_proj = Doubled(
-                    part.in_features, part.out_features, bias=False, dtype=part.weight.dtype
-                )
-                layer.self_attn.k_proj.weight = part.weight
+                doubled = Doubled(part.in_features, part.out_features, bias=False, dtype=part.weight.dtype)
+                doubled.weight = part.weight
+                setattr(layer.self_attn, name, doubled)
             elif how == "watched":
                 part.register_forward_hook(lambda module, given, got: seen.append(got) or got + 1)
         if how == "cast":

@@ -12,6 +12,7 @@ import torch
 from expertly.core.errors import ConfigError
 from expertly.native import kernels as kernels_module
 from expertly.native.kernels import ACCEPTED, VARIABLE, Kernels, choose_kernels, libraries
+from tests.engine.observe import run_python
 
 AVAILABLE, WHY = libraries()
 compiled = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
@@ -75,9 +76,15 @@ def test_threads_are_torchs_and_no_more_than_the_quota(monkeypatch: pytest.Monke
     assert used == [1, 3, 5]
 
 
-@compiled
-def test_they_take_part_in_torchs_threads() -> None:
-    assert AVAILABLE[0].has_threads
+@pytest.mark.parametrize("policy", [None, "ACTIVE"])
+def test_torchs_threads_spin_shortly(policy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user says how they wait."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    result = run_python("import expertly, os; print(os.environ.get('GOMP_SPINCOUNT'))")
+    assert result.stdout.strip() == ("10000" if policy is None else "None"), result.stderr
 
 
 def test_a_folder_with_nothing_or_with_rubbish(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -264,21 +266,72 @@ def test_all_sets_of_a_processor_come_fastest_first() -> None:
     assert names[-1] == "generic" and names == [name for name in ("avx512", "avx2", "generic") if name in names]
 
 
-def test_threads_live_on_whatever_is_multiplied(kernels: Kernels, set_threads: Callable[[int], None]) -> None:
-    """A team of another size than the last would end some and start them again, each time."""
-    if not AVAILABLE[0].has_threads:
-        pytest.skip("no OpenMP that takes other work")
+@pytest.fixture
+def shared_out(kernels: Kernels, set_threads: Callable[[int], None]) -> Callable[[], bool]:
+    """A product on four threads; whether it is that of one."""
+    rows, x = torch.randn(2048, 1, 256).bfloat16(), torch.randn(1, 256).bfloat16()
+    set_threads(1)
+    expected = dots(kernels, rows, x)
     set_threads(4)
-    rows, x = torch.ones(2048, 1, 256, dtype=torch.bfloat16), torch.ones(1, 256, dtype=torch.bfloat16)
-    seen: set[str] = set()
+    return lambda: torch.equal(dots(kernels, rows, x), expected)
 
-    def alternate() -> None:
-        for num_neurons in [2048, 900] * 30:
-            dots(kernels, rows[:num_neurons], x)
-            seen.update(os.listdir("/proc/self/task"))
 
-    before = set(os.listdir("/proc/self/task"))
-    thread = threading.Thread(target=alternate)
-    thread.start()
-    thread.join()
-    assert len(seen - before) == 4, "itself and three that help"
+def team() -> dict[str, int]:
+    """Threads that help, at least three, and the processor's ticks that each has had."""
+    found: dict[str, int] = {}
+    end = time.monotonic() + 60
+    while len(found) < 3 and time.monotonic() < end:  # a thread has no name before it runs
+        found |= _team_by_now()
+    return found
+
+
+def _team_by_now() -> dict[str, int]:
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        name, _, fields = (task / "stat").read_text().rpartition(") ")
+        if name.endswith("(expertly-team"):
+            found[task.name] = int(fields.split()[11])
+    return found
+
+
+def test_a_team_lives_on_and_computes(shared_out: Callable[[], bool], set_threads: Callable[[int], None]) -> None:
+    assert shared_out()
+    before, end = team(), time.monotonic() + 60
+    while not any(ticks > before[task] for task, ticks in team().items()):
+        assert shared_out() and time.monotonic() < end
+        set_threads(2)
+        assert shared_out()
+        set_threads(4)
+    assert team().keys() == before.keys()
+
+
+def test_callers_at_the_same_time(shared_out: Callable[[], bool]) -> None:
+    wrong: list[int] = []
+
+    def call(number: int) -> None:
+        wrong.extend(number for _ in range(200) if not shared_out())
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not wrong
+
+
+def test_a_forked_child_has_a_team_of_its_own(shared_out: Callable[[], bool]) -> None:
+    busy = threading.Thread(target=lambda: [shared_out() for _ in range(300)])  # a job of another thread runs meanwhile
+    busy.start()
+    for _ in range(10):
+        child = os.fork()
+        if not child:
+            os._exit(0 if all(shared_out() for _ in range(20)) and len(team()) == 3 else 1)
+        end = time.monotonic() + 60
+        while (done := os.waitpid(child, os.WNOHANG))[0] == 0:
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.01)
+        assert done[1] == 0
+    busy.join(60)
+    assert not busy.is_alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -78,19 +79,29 @@ def test_the_map_shows_what_is_resident(tab: Tab, serving: Serving) -> None:
 
 
 def test_numbers_are_the_servers(tab: Tab, serving: Serving) -> None:
-    serving.complete("The sea", 30)
-    with serving.http() as client:
-        state = client.get("/v1/state").json()
-    hit_rate = f"{100 * state['recent']['hit_rate']:.1f} %"
-    assert tab.until("document.querySelector('#n-hits').textContent.includes('%')")
-    tab.until(f"document.querySelector('#n-hits').textContent === {json.dumps(hit_rate)}")
-    tab.until("Number(document.querySelector('#n-tokens').textContent) > 0")
+    end = time.monotonic() + 60
+    while not float(shown(tab, "n-tokens").replace("-", "0")):  # of the last seconds
+        assert time.monotonic() < end
+        serving.complete("The sea", 30)
     for name in ("running", "waiting"):
         tab.until(f"document.querySelector('#n-{name}').textContent === '0'")
-    memory = tab.run("document.querySelector('#memory').textContent")
+    with serving.http() as client:
+        while not is_shown(tab, client.get("/v1/state").json()):  # the page asks once a second
+            assert time.monotonic() < end, shown(tab, "memory")
+
+
+def shown(tab: Tab, name: str) -> str:
+    text: str = tab.run(f"document.querySelector('#{name}').textContent")
+    return text
+
+
+def is_shown(tab: Tab, state: dict[str, Any]) -> bool:
+    """Hits and memory."""
+    is_same, memory = shown(tab, "n-hits") == f"{100 * state['recent']['hit_rate']:.1f} %", shown(tab, "memory")
     for name, key in (("MiBexperts", "experts_resident_bytes"), ("all experts, on disk:", "all_experts_bytes")):
-        (shown,) = re.findall(rf"{name} ([\d.]+) MiB", memory)
-        assert float(shown) == pytest.approx(state["memory"][key] / 2**20, abs=0.051)
+        (mebibytes,) = re.findall(rf"{name} ([\d.]+) MiB", memory)
+        is_same &= float(mebibytes) == pytest.approx(state["memory"][key] / 2**20, abs=0.051)
+    return is_same
 
 
 def test_host_memory_is_shown_where_there_is_such_a_tier(
@@ -122,11 +133,13 @@ def test_the_chat_box_chats(tab: Tab, demo: tuple[Any, Any], serving: Serving) -
 def test_stop_frees_the_servers_place(tab: Tab, serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     told = serving.scheduler.sampler._told
 
-    def slowly(choices: Any) -> None:
-        time.sleep(0.03)  # on the thread that computes: the answer outlasts the page's next look at the server
-        told(choices)
+    may_go_on = threading.Event()
 
-    monkeypatch.setattr(serving.scheduler.sampler, "_told", slowly)
+    def first_alone(choices: Any) -> None:
+        told(choices)
+        may_go_on.wait(60)  # on the thread that computes: the answer outlasts the page's next look at the server
+
+    monkeypatch.setattr(serving.scheduler.sampler, "_told", first_alone)
     say(tab, "Write for long", limit="400")
     tab.until("[...document.querySelectorAll('.said[data-who=model]')].pop()?.textContent.length > 0")
     tab.until("document.querySelector('#n-running').textContent === '1'")
@@ -136,6 +149,7 @@ def test_stop_frees_the_servers_place(tab: Tab, serving: Serving, monkeypatch: p
     assert "(stopped)" in tab.run("document.querySelector('#speed').textContent")
     tab.until("document.querySelector('#n-running').textContent === '0'")
     assert not serving.scheduler.running
+    may_go_on.set()
 
 
 def test_what_is_said_is_text(tab: Tab) -> None:

@@ -345,9 +345,12 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    then: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As transformers' attention functions: query [B, H, n, D] over key and value [B, G, S, ...], to [B, n, H, W]."""
+    """As transformers' attention functions: query [B, H, n, D] over key and value [B, G, S, ...], to [B, n, H, W]; or
+    what the linear layer of `then`, weight and bias, makes of it, [B, n, rows], where the kernel computes both.
+    """
     tried: list[Any] | None = module.__dict__.get("_expertly_tried")
     if tried is not None:
         tried.append((query, key, value, {**more, "scaling": scaling}))
@@ -363,6 +366,7 @@ def _attention(
             attention_mask,
             softcap=more.get("softcap") or 0.0,
             sinks=more.get("s_aux"),
+            then=then,
         )
         return out, None
     eager: Any = _eager_of(module)

@@ -2,6 +2,7 @@
 
 - Experts: the function registered in ALL_EXPERTS_FUNCTIONS hands the router's choice to the module's `Runtime`.
 - Passes: a stack of layers tells the runtime when a forward pass begins, what its rows are, and when it ended.
+- Keys and values of a cache that grows are written beside the others.
 
 Modules are changed by giving them a subclass of their class under the same name, so that deep copies are changed too
 and hooks that a user sets stay what they are. Nothing global changes: other models in the process run as before.
@@ -23,6 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertly.core.errors import ModelUseError
@@ -231,9 +233,11 @@ def _announcing(original: Any, role: Role) -> Any:
                 info = describe_pass(role, inputs, layers)
             if info is None:
                 return original.forward(self, *args, **kwargs)
+            cache = inputs.get("past_key_values")
+            give_room(cache)
             if passes.check is not None:
                 num_read = len(info.is_prefill)
-                num_cached = _length(inputs.get("past_key_values"))
+                num_cached = _length(cache)
                 passes.check(num_cached * info.num_requests, num_read)
             passes.runtime.begin_iteration(info)
             passes.is_running, is_ok = True, False
@@ -247,6 +251,72 @@ def _announcing(original: Any, role: Role) -> Any:
                 passes.runtime.end_iteration(is_ok)
 
     return look_alike(original, forward=torch.compiler.disable(forward, reason="experts come and go"))
+
+
+# -- keys and values ---------------------------------------------------------------------------------------------------
+
+ROOM_TOKENS = 64
+"""That a layer's memory has room for whenever it grows."""
+
+
+def give_room(cache: Any) -> None:
+    """To every plain layer of transformers' cache, or of its half that grows; other kinds of layer stay.
+
+    transformers joins keys and values anew for each token: at 4 096 tokens that copies more than attention reads. What
+    was handed out is never written again: a layer that was copied, or cropped, gets memory of its own.
+    """
+    layers: list[Any] = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
+    for layer in layers:
+        if type(layer) is DynamicLayer:
+            layer.__class__ = RoomyLayer
+            vars(layer)["_expertly_rooms"] = _Room(), _Room()
+
+
+class _Room:
+    """Memory [B, heads, more than n, width] whose first tokens are handed out."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+        self._num_written = 0
+
+    def append(self, past: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        """`past` [B, heads, n, width], or nothing, and `more` [B, heads, m, width] side by side."""
+        memory, num_past = self._memory, past.shape[-2] if past.dim() == 4 else 0
+        num_tokens = num_past + more.shape[-2]
+        if (
+            memory is None
+            or num_past != self._num_written
+            or num_tokens > memory.shape[2]
+            or past.data_ptr() != memory.data_ptr()
+            or past.shape[:2] != memory.shape[:2]
+            or past.stride() != memory.stride()
+        ):
+            sizes = (*more.shape[:2], num_tokens + ROOM_TOKENS, more.shape[3])
+            memory = self._memory = more.new_empty(sizes)
+            if num_past:
+                memory[:, :, :num_past] = past
+        memory[:, :, num_past:num_tokens] = more
+        self._num_written = num_tokens
+        return memory[:, :, :num_tokens]
+
+
+class RoomyLayer(DynamicLayer):
+    """A layer that grows in room of its own."""
+
+    _expertly_rooms: tuple[_Room, _Room]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As DynamicLayer's."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self._expertly_rooms
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = keys.append(self.keys, key_states), values.append(self.values, value_states)
+        return self.keys, self.values
 
 
 # -- the rows of a pass ------------------------------------------------------------------------------------------------

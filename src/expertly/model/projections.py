@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook  # type: ignore[attr-defined]
 
 from expertly.model.hooks import look_alike
-from expertly.native.kernels import Kernels
+from expertly.native.kernels import Kernels, Projections
 
 _ARGUMENTS = ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values")
 
@@ -49,21 +49,27 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 class Joined:
     """What a module's own forward was found to do."""
 
-    parts: list[tuple[str, Any, int]]  # name, module and where its weights are, as they were tried
-    norms: list[tuple[float, str] | None]  # epsilon and style of queries' and keys'
-    rotated_width: int
+    parts: list[tuple[str, Any, list[tuple[str, int]]]]  # name, module and where its parameters are, as they were tried
+    projections: Projections
+    then: tuple[torch.Tensor, torch.Tensor | None] | None  # of the layer behind attention, where it can be joined
     own: dict[str, Any]  # what the module tells attention beside what it is given
     named: dict[str, str]  # the same of its tensors, by its names for them
 
     def is_as_tried(self, module: Any) -> bool:
         """Nobody replaced, moved or watches its parts since."""
         modules = module._modules
-        for name, part, address in self.parts:
-            if modules.get(name) is not part:
+        for name, part, addresses in self.parts:
+            if modules.get(name) is not part or part._forward_hooks or part._forward_pre_hooks:
                 return False
-            if part.weight.data_ptr() != address or part._forward_hooks or part._forward_pre_hooks:
-                return False
+            parameters = part._parameters
+            for parameter, address in addresses:
+                if _address_of(parameters.get(parameter)) != address:
+                    return False
         return not _has_any_global_hook()
+
+
+def _address_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def join_projections(module: Any, kernels: Kernels, attention: Attention, linear: type[nn.Linear]) -> None:
@@ -96,14 +102,16 @@ def join_projections(module: Any, kernels: Kernels, attention: Attention, linear
             joined = self._expertly_joined = _try(self, original, hidden_states, position_embeddings, kernels, kwargs)
         if not few or joined is None or not joined.is_as_tried(self):
             return original.forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        query, key, value = _project(self, joined, hidden_states, position_embeddings, kernels)
+        query, key, value = _project(joined.projections, hidden_states, position_embeddings, kernels)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         own = joined.own
         if joined.named:
             own = {**own, **{argument: getattr(self, name) for argument, name in joined.named.items()}}
-        out, weights = attention(self, query, key, value, attention_mask, **own, **kwargs)
-        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+        out, weights = attention(self, query, key, value, attention_mask, then=joined.then, **own, **kwargs)
+        if out.dim() == 4:
+            out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
+        return out, weights
 
     module.__class__ = look_alike(original, forward=forward)
     module._expertly_joined, module._expertly_is_tried = None, False
@@ -126,38 +134,24 @@ def _are_few(module: Any, hidden: torch.Tensor, angles: Any, kernels: Kernels) -
     )
 
 
-def _project(
-    module: Any, joined: Joined, hidden: torch.Tensor, angles: Any, kernels: Kernels
-) -> tuple[torch.Tensor, ...]:
+def _project(projections: Projections, hidden: torch.Tensor, angles: Any, kernels: Kernels) -> list[torch.Tensor]:
     """Queries [B, heads, S, D], keys and values, as transformers has them."""
-    (num_sequences, num_tokens, hidden_size), head_width = hidden.shape, module.head_dim
-    linears = [part for _, part, _ in joined.parts[:3]]
-    norms, of_norms = [], iter(part for _, part, _ in joined.parts[3:])
-    for norm in joined.norms:
-        norms.append(None if norm is None else (next(of_norms).weight, *norm))
-    x = hidden.reshape(-1, hidden_size)
-    found = kernels.projections(
-        x if x.stride(1) == 1 else x.contiguous(),
-        [one.weight for one in linears],
-        [one.bias for one in linears],
-        norms,
-        head_width,
-        angles[0],
-        angles[1],
-        joined.rotated_width,
-    )
-    return tuple(one.view(num_sequences, num_tokens, -1, head_width).transpose(1, 2) for one in found)
+    x = hidden.view(-1, hidden.shape[2]) if hidden.is_contiguous() else hidden.reshape(-1, hidden.shape[2]).contiguous()
+    return kernels.projections(x, projections, angles[0], angles[1], hidden.shape[0])
 
 
 def _try(
     module: Any, original: type, hidden: torch.Tensor, angles: Any, kernels: Kernels, kwargs: dict[str, Any]
 ) -> Joined | None:
     """What its own forward does with these tokens, where one call does the same."""
-    named = [(name, getattr(module, name, None)) for name in (*_LINEARS, *_NORMS)]
-    parts = [(name, one, one.weight.data_ptr()) for name, one in named if one is not None]
-    if any(one.weight.dtype != hidden.dtype or not one.weight.is_contiguous() for _, one, _ in parts):
-        return None
-    norms = [getattr(one, "_expertly_norm", None) for _, one in named[3:]]
+    named = {name: one for name in (*_LINEARS, *_NORMS, "o_proj") if (one := getattr(module, name, None)) is not None}
+    linears, last = [named[name] for name in _LINEARS], named["o_proj"]
+    if type(last) is not type(linears[0]):
+        del named["o_proj"]
+    for one in named.values():
+        if any(it.dtype != hidden.dtype or not it.is_contiguous() for it in one.parameters(recurse=False)):
+            return None
+    norms = [(named[name].weight, *named[name]._expertly_norm) if name in named else None for name in _NORMS]
     tried: list[Any] = []
     module._expertly_tried = tried
     try:
@@ -173,12 +167,18 @@ def _try(
     if not all(id(given) in names for given in tensors.values()):
         return None
     of_tensors = {argument: names[id(given)] for argument, given in tensors.items()}
+    others = {argument: given for argument, given in own.items() if argument not in tensors}
+    parts = [
+        (name, one, [(which, _address_of(parameter)) for which, parameter in one._parameters.items()])
+        for name, one in named.items()
+    ]
+    then = (last.weight, last.bias) if "o_proj" in named else None
     num_angles = angles[0].shape[-1]
     for width in (num_angles, 2 * num_angles):  # of numbers that are rotated
         if width % 2 or width > module.head_dim:
             continue
-        others = {argument: given for argument, given in own.items() if argument not in tensors}
-        joined = Joined(parts, norms, width, others, of_tensors)
-        if all(map(torch.equal, _project(module, joined, hidden, angles, kernels), (query, key, value))):
-            return joined
+        weights, biases = [one.weight for one in linears], [one.bias for one in linears]
+        projections = Projections(weights, biases, norms, module.head_dim, width)
+        if all(map(torch.equal, _project(projections, hidden, angles, kernels), (query, key, value))):
+            return Joined(parts, projections, then, others, of_tensors)
     return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch  # before the library is opened, which takes part in torch's OpenMP
+import torch
 
 from expertly.core.errors import ConfigError
 from expertly.core.resources import granted_cpus
@@ -30,7 +30,7 @@ MAX_TOKENS = 4
 MAX_TILE_TOKENS = 16
 """Most tokens for which quantised weights are read again for every few, and not decoded first."""
 
-VERSION = 16
+VERSION = 18
 """Of the interface that is called here; products.c says the same number."""
 
 NO_DOWN = -1
@@ -55,7 +55,6 @@ class Library:
     level: int
     max_tokens: int  # most tokens of a product for which it is worth while
     dtypes: dict[torch.dtype, int]  # what it multiplies, by its own numbers
-    has_threads: bool  # has found torch's OpenMP
     dots: Callable[..., int]
     sums: Callable[..., int]
     tile_dots: Callable[..., int]
@@ -80,7 +79,6 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
         if version != VERSION:
             return (), f"{found[0].name} is of version {version}, needed is {VERSION}: install expertly again"
         name_of, has_half = library.expertly_products_name, library.expertly_products_has_half
-        has_threads = bool(library.expertly_products_has_threads())
         dots, sums = library.expertly_products_dots, library.expertly_products_sums
         tile_dots, tile_sums = library.expertly_tiles_dots, library.expertly_tiles_sums
         tile_decode = library.expertly_tiles_decode
@@ -114,7 +112,7 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
             dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if has_half(level) else {}), torch.float32: 2}
             max_tokens = 1 if name == "generic" else MAX_TOKENS
             calls = dots, sums, tile_dots, tile_sums, tile_decode, experts, combine, attention, projections, norm
-            made.append(Library(name, level, max_tokens, dtypes, has_threads, *calls))
+            made.append(Library(name, level, max_tokens, dtypes, *calls))
     return tuple(made), ""
 
 
@@ -143,6 +141,34 @@ class ExpertProducts:
         width = inner_bias[0].shape[1] if inner_bias else 0
         addresses = [0 if one is None else one.data_ptr() for one in self._kept]
         self.addresses = (hidden, row_nbytes, matrix_nbytes, *addresses, width)
+
+
+class Projections:
+    """What calls for one attention's queries, keys and values have in common: `weights` [rows, H], `biases` [rows]; of
+    the first two the norm (weight [head_width or rows], epsilon, style), then the rotation of the first `rotated_width`
+    numbers of each head. All in bfloat16 or float16, contiguous.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        norms: Sequence[tuple[torch.Tensor, float, str] | None],
+        head_width: int,
+        rotated_width: int,
+    ) -> None:
+        self._kept = (*weights, *biases, *norms)
+        self.head_width = head_width
+        self.num_rows = [len(weight) for weight in weights]
+        self.epsilons = [0.0 if norm is None else norm[1] for norm in norms]
+        of_norms = [None if norm is None else norm[0] for norm in norms]
+        self.addresses = (
+            *(weights[0].shape[1], head_width, rotated_width),
+            *(0 if one is None else len(one) for one in of_norms),
+            *(0 if norm is None else NORM_STYLES[norm[2]] for norm in norms),
+            *(0 if one is None else one.data_ptr() for one in (*of_norms, *weights, *biases)),
+            *self.num_rows,
+        )
 
 
 class Kernels:
@@ -299,12 +325,14 @@ class Kernels:
         *,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        then: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
         """Attention [B, n, H, W] of queries [B, H, n, D] over keys [B, G, S, D] and values [B, G, S, W], G dividing H.
 
         In bfloat16 or float16. `mask` [B or 1, H or 1, n, S] says what is seen, or is added to the scores; `softcap`
         bounds scores by a tanh; `sinks` [H] are scores that take their share of the softmax and have no value. Widths
-        lie side by side. Raises MemoryError.
+        lie side by side. `then`: what the linear layer of this weight [rows, H * W] and bias [rows], contiguous, makes
+        of it instead, [B, n, rows], of at most max_tokens. Raises MemoryError.
         """
         library = self.library
         assert library is not None
@@ -312,6 +340,12 @@ class Kernels:
         _, num_key_heads, num_keys, value_width = v.shape
         out = q.new_empty(num_batches, num_tokens, num_heads, value_width)
         itemsize = q.element_size()
+        projected, linear = out, (0, 0, 0, 0)
+        if then is not None:
+            weight, bias = then
+            projected = q.new_empty(num_batches, num_tokens, len(weight))
+            address = 0 if bias is None else bias.data_ptr()
+            linear = weight.data_ptr(), address, len(weight), projected.data_ptr()
         mask_strides: tuple[int, ...] = (0, 0, 0)
         mask_dtype = _BOOLEAN
         if mask is not None:
@@ -328,54 +362,46 @@ class Kernels:
                 *(0 if sinks is None else sinks.data_ptr(), out.data_ptr()),
                 *(stride * itemsize for tensor in (q, k, v) for stride in tensor.stride()[:3]),
                 *(*mask_strides, mask_dtype, 0 if sinks is None else self.dtypes[sinks.dtype]),
+                *linear,
             ),
         )
         threads = min(torch.get_num_threads(), self.max_threads)
         dtype = self.dtypes[q.dtype]
         self._check(library.attention(library.level, dtype, threads, call.buffer_info()[0], scale, softcap))
         self.num_attention += 1
-        return out
+        return projected
 
     def projections(
-        self,
-        x: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        biases: Sequence[torch.Tensor | None],
-        norms: Sequence[tuple[torch.Tensor, float, str] | None],
-        head_width: int,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        rotated_width: int,
+        self, x: torch.Tensor, layer: Projections, cos: torch.Tensor, sin: torch.Tensor, num_sequences: int = 1
     ) -> list[torch.Tensor]:
-        """Queries, keys and values [n, rows] of `x` [n, H], n <= max_tokens, by `weights` [rows, H], `biases` [rows];
-        of the first two the norm (weight [head_width or rows], epsilon, style), then the rotation of the first
-        `rotated_width` numbers of each head by `cos` and `sin` [positions, angles]: as many angles as numbers, or one
-        a pair. Position t modulo positions is token t's.
-
-        All in bfloat16 or float16, contiguous but for the rows of `x`. Raises MemoryError.
+        """Queries, keys and values [B, heads, S, D] of `x` [B * S, H], of at most max_tokens, its rows dense. Rotated
+        by `cos` and `sin` [positions, angles], contiguous: as many angles as numbers, or one a pair; position t modulo
+        positions is token t's. All of the layer's dtype. Raises MemoryError.
         """
         library = self.library
         assert library is not None
-        outs = [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
-        norm_weights = [None if norm is None else norm[0] for norm in norms]
+        num, itemsize, width = x.shape[0], x.element_size(), layer.head_width
+        length = num // num_sequences
+        out = x.new_empty(num * sum(layer.num_rows))
+        found, addresses, first = [], [], 0
+        for rows in layer.num_rows:
+            shape = num_sequences, rows // width, length, width
+            found.append(out.as_strided(shape, (length * rows, width, rows, 1), first))
+            addresses.append(out.data_ptr() + first * itemsize)
+            first += num * rows
+        angles = cos.shape[-1]
         call = array(
             "q",
             (
-                *(x.shape[0], x.shape[1], x.stride(0) * x.element_size(), x.data_ptr()),
-                *(head_width, rotated_width, cos.shape[-1], cos.numel() // cos.shape[-1]),
-                *(0 if one is None else one.shape[0] for one in norm_weights),
-                *(0 if norm is None else NORM_STYLES[norm[2]] for norm in norms),
-                *(cos.data_ptr(), sin.data_ptr()),
-                *(0 if one is None else one.data_ptr() for one in (*norm_weights, *weights, *biases)),
-                *(weight.shape[0] for weight in weights),
-                *(out.data_ptr() for out in outs),
+                *(num, x.stride(0) * itemsize, x.data_ptr()),
+                *(angles, cos.numel() // angles, cos.data_ptr(), sin.data_ptr()),
+                *(*addresses, *layer.addresses),
             ),
         )
-        epsilons = (0.0 if norm is None else norm[1] for norm in norms)
         threads = min(torch.get_num_threads(), self.max_threads)
         how = library.level, self.dtypes[x.dtype], threads, call.buffer_info()[0]
-        self._check(library.projections(*how, *epsilons))
-        return outs
+        self._check(library.projections(*how, *layer.epsilons))
+        return found
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, style: str) -> torch.Tensor:
         """`x` [..., D], contiguous, in bfloat16 or float16, over the root of its mean square and `epsilon`; weighed as
@@ -505,8 +531,6 @@ def choose_kernels(wanted: str | None = None, *, runs_on_host: bool = True) -> K
             raise ConfigError(f"{VARIABLE}={wanted!r}: {here}; accepted here: auto, torch")
         return Kernels(None, why)
     library = chosen[0]
-    if wanted == "auto" and not library.has_threads and min(torch.get_num_threads(), granted_cpus()) > 2:
-        return Kernels(None, "torch's threads cannot be shared: it has no OpenMP that takes other work")
     return Kernels(library, "the fastest of this processor" if wanted in ("auto", "native") else f"{VARIABLE}={wanted}")
 
 

@@ -4,6 +4,7 @@
  */
 
 #include "products.h"
+#include "team.h"
 
 #include <stdlib.h>
 
@@ -144,7 +145,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 16; }
+int expertly_products_version(void) { return 18; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -158,21 +159,10 @@ int expertly_products_has_half(int level) {
 
 /* -- threads --------------------------------------------------------------------------------------------------------- */
 
-/* Of the OpenMP that the process has, which is torch's: its threads wait spinning, and a second set would fight them. */
-extern void GOMP_parallel(void (*function)(void *), void *data, unsigned num_threads, unsigned flags)
-    __attribute__((weak));
-
 enum { THREAD_NBYTES = 128 << 10 }; /* for each of two threads: fewer are not worth waking one for */
 
-int expertly_products_has_threads(void) { return GOMP_parallel != NULL; }
-
-/* On all threads or one: libgomp ends the threads that a smaller team than the last has no use for, and a larger one
- * starts them anew.
- */
 static void run(void (*function)(void *), void *job, int num_threads, int64_t num_chunks, int64_t nbytes) {
-    if (num_threads > 1 && num_chunks > 1 && nbytes >= 2 * THREAD_NBYTES && GOMP_parallel != NULL)
-        GOMP_parallel(function, job, (unsigned)num_threads, 0);
-    else function(job);
+    run_on_team(function, job, num_chunks > 1 && nbytes >= 2 * THREAD_NBYTES ? num_threads : 1);
 }
 
 /* -- interface ------------------------------------------------------------------------------------------------------- */
@@ -497,9 +487,13 @@ typedef struct {
     char *out;
     int64_t q_strides[3], k_strides[3], v_strides[3], mask_strides[3];
     int64_t mask_dtype, sinks_dtype;
+    const char *then_weight, *then_bias; /* [then_rows, heads * value_width], [then_rows]: of a linear layer, or NULL */
+    int64_t then_rows;
+    char *then_out; /* [B * n, then_rows] */
 } attention_call;
 
-/* out[B, n, heads, value width], contiguous; values of a token lie side by side in all tensors. */
+/* out[B, n, heads, value width], contiguous, and what a linear layer makes of it; values of a token lie side by side in
+   all tensors. */
 int expertly_attention(int level, int dtype, int num_threads, const attention_call *call, double scale,
                        double softcap) {
     const instruction_set *set = set_at(level);
@@ -546,7 +540,14 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
         jobs * call->num_keys * (call->key_width + call->value_width) * 2);
     free(memory);
     free(left);
-    return 0;
+    if (call->then_weight == NULL) return 0;
+    const int64_t num_tokens = num_batches * call->num_tokens, width = heads * call->value_width;
+    const task all = {call->then_weight, 0, num_tokens, 0};
+    const dots then = {
+        .dtype = dtype, .num_matrices = 1, .num_neurons = call->then_rows, .width = width, .row_nbytes = width * 2,
+        .bias = call->then_bias, .out = call->then_out, .out_rows = num_tokens, .tasks = &all,
+    };
+    return row_dots(set, then, 1, (inputs){call->out, width * 2, num_tokens, NULL}, num_threads);
 }
 
 /* out[num, width]: rows of x over the root of their mean square and `epsilon`; weight [width], or NULL. */

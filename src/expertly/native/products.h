@@ -231,15 +231,16 @@ typedef struct {
 
 /* What attention asks with, asks and is given, of tokens x[n, H]: linear layers, of the first two a norm and rotation. */
 typedef struct {
-    int64_t num_tokens, hidden, x_nbytes;
+    int64_t num_tokens, x_nbytes;
     const char *x;
-    int64_t head_width, rotated_width, num_angles, num_positions, norm_width[2], norm_style[2];
+    int64_t num_angles, num_positions;
     const char *cos, *sin;   /* [positions, angles] in dtype: of each rotated number, or of each pair of them */
+    char *out[3];            /* [n, rows] */
+    int64_t hidden, head_width, rotated_width, norm_width[2], norm_style[2];
     const char *norms[2];    /* [norm_width] each, or NULL */
     const char *weights[3];  /* [rows, H] */
     const char *bias[3];     /* [rows], or NULL */
     int64_t num_rows[3];
-    char *out[3];            /* [n, rows] */
 } projections;
 
 typedef struct {

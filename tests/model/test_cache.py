@@ -1,0 +1,106 @@
+"""Room behind a cache's keys and values: tokens are written beside the others, what was handed out never again."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+
+from expertly.model.hooks import ROOM_TOKENS, RoomyLayer, give_room
+
+Pair = tuple[DynamicLayer, DynamicLayer]
+"""Ours and transformers' own."""
+
+
+def numbers(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of two sequences."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, 2, 3, num_tokens, 8, generator=generator)
+    return keys, values
+
+
+def layers() -> Pair:
+    cache = DynamicCache()
+    cache.layers = [DynamicLayer()]
+    give_room(cache)
+    assert type(cache.layers[0]) is RoomyLayer
+    return cache.layers[0], DynamicLayer()
+
+
+def grow(pair: Pair, num_tokens: int, seed: int) -> None:
+    got, expected = (layer.update(*numbers(num_tokens, seed)) for layer in pair)
+    assert all(map(torch.equal, got, expected))
+    assert torch.equal(pair[0].keys, pair[1].keys) and torch.equal(pair[0].values, pair[1].values)
+
+
+def test_tokens_are_written_beside_the_others() -> None:
+    pair = layers()
+    grow(pair, 5, 0)
+    places = set()
+    for seed in range(1, 2 * ROOM_TOKENS):
+        grow(pair, 1, seed)
+        places.add(pair[0].keys.data_ptr())
+    assert len(places) == 2, "memory is new once in as many tokens as it has room for"
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_and_its_original_go_on_by_themselves(copied: type) -> None:
+    pair = layers()
+    grow(pair, 5, 0)
+    other: Pair = (copied(pair[0]), copied(pair[1]))
+    for seed in range(1, 4):
+        grow(pair, 1, seed)
+        grow(other, 2, 10 + seed)
+    assert not torch.equal(pair[0].keys[:, :, 5], other[0].keys[:, :, 5])
+
+
+def test_what_was_handed_out_stays_as_it_was() -> None:
+    pair = layers()
+    grow(pair, 5, 0)
+    grow(pair, 3, 1)
+    handed_out = pair[0].keys
+    before = handed_out.clone()
+    for layer in pair:
+        layer.crop(-2)
+    grow(pair, 2, 2)
+    assert torch.equal(handed_out, before) and not torch.equal(pair[0].keys, before)
+
+
+@pytest.mark.parametrize("change", ["reorder", "select", "repeat", "reset"])
+def test_changes_of_sequences(change: str) -> None:
+    pair = layers()
+    grow(pair, 5, 0)
+    for layer in pair:
+        if change == "reorder":
+            layer.reorder_cache(torch.tensor([1, 1]))
+        elif change == "select":
+            layer.batch_select_indices(torch.tensor([1, 0]))
+        elif change == "repeat":
+            layer.batch_repeat_interleave(2)
+            layer.batch_select_indices(torch.tensor([0, 3]))
+        else:
+            layer.reset()
+    for seed in range(1, 4):
+        grow(pair, 2, seed)
+
+
+def test_gradients_go_through() -> None:
+    (layer, _), (keys, values) = layers(), numbers(2, 0)
+    layer.update(*numbers(3, 1))
+    found, _ = layer.update(keys.requires_grad_(), values)
+    found.sum().backward()
+    assert keys.grad is not None and torch.equal(keys.grad, torch.ones_like(keys))
+
+
+def test_only_plain_layers_that_grow() -> None:
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    cache.self_attention_cache.layers = [DynamicLayer(), DynamicSlidingWindowLayer(4)]
+    cache.cross_attention_cache.layers = [DynamicLayer()]
+    give_room(cache)
+    assert [type(layer) for layer in cache.self_attention_cache.layers] == [RoomyLayer, DynamicSlidingWindowLayer]
+    assert type(cache.cross_attention_cache.layers[0]) is DynamicLayer
+    for nothing in (None, ((torch.zeros(1), torch.zeros(1)),)):
+        give_room(nothing)
