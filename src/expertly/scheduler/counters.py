@@ -90,12 +90,13 @@ class PhaseCounters:
         self.similarity_trajectory.merge(other.similarity_trajectory)
 
     def count_prediction(
-        self, prediction: Prediction, needed: set[int], is_resident: Sequence[bool], top_k: int
+        self, prediction: Prediction, needed: set[int], is_resident: Sequence[int], top_k: int
     ) -> None:
         """The router of the predicted layer ran: was it right, and was what it named there?
 
         Where it says how sure it is, that is paired with the hit rate of its `top_k` surest (fMoE, figure 8):
-        `semantic` what was said when the iteration began, `trajectory` what was said later. `is_resident` is by expert.
+        `semantic` what was said when the iteration began, `trajectory` what was said later. `is_resident` is by expert,
+        0 or 1.
         """
         experts = prediction.experts
         right = len(needed.intersection(experts))

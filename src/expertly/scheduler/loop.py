@@ -101,11 +101,11 @@ def run_layer(
             arrived = [whole for span in arrived for whole in chunks.arrived(span)]
         ready = arrived + ready
     next_ready = 0  # those before it were computed
+    spans: Sequence[Span]
     while num_coming or next_ready < len(ready):
         span = transport.poll() if num_coming else None
         if span is None and next_ready == len(ready):
             span = transport.wait()
-        spans: Sequence[Span]
         if span is not None:
             if not scheduler.loaded(span):
                 if prefetcher is not None:
@@ -126,11 +126,12 @@ def run_layer(
         else:
             spans = ready[next_ready : next_ready + 1]
             next_ready += 1
-        for each in [spans] if together else [(span,) for span in spans]:
-            compute(each)
+        each: Sequence[Sequence[Span]] = (spans,) if len(spans) == 1 else [(span,) for span in spans]
+        for some in (spans,) if together else each:
+            compute(some)
         # What one span frees may be prefetched into before the next: as where spans are computed one at a time.
-        for computed in [spans] if prefetcher is None else [(span,) for span in spans]:
-            following = scheduler.computed(computed)
+        for some in (spans,) if prefetcher is None else each:
+            following = scheduler.computed(some)
             if prefetcher is not None:
                 prefetcher.advance()
             if following is not None:

@@ -23,7 +23,7 @@ class _Prefetched:
 
     num_segments: int
     is_needed: bool
-    is_in_time: bool
+    is_in_time: int  # 0 or 1
 
 
 _Queued = tuple[float, int, int]  # (-score, order of arrival, expert)
@@ -260,7 +260,9 @@ class PrefetchQueue:
         shape, first = geometry.layers[layer], geometry.first_expert_id(layer)
         end = first + shape.num_experts
         full, phase = self._slots.full, self._phase(layer, is_decoding)
-        is_resident = [mask == full for mask in self._slots.resident[first:end]]
+        is_resident = self._slots.resident[first:end]
+        if full > 1:
+            is_resident = [mask == full for mask in is_resident]
         needed = set(experts)
         for prediction in self._predicted[layer].values():
             phase.count_prediction(prediction, needed, is_resident, shape.top_k)

@@ -113,7 +113,9 @@ class Simulator:
             self._spend("dense", layer, compute.dense_ns(layer, num_tokens))
             if num_tokens > 1:
                 self._tokens = dict(zip(router.experts, router.num_tokens, strict=True))
-            routed = partial(iteration.routed, router, self._wants) if self._wants else only_demand(router)
+            routed: Callable[[], Routed] | None = None
+            if prefetcher is not None:
+                routed = partial(iteration.routed, router, self._wants) if self._wants else only_demand(router)
             run_layer(self.scheduler, self.link, router, self._use, prefetcher, routed)
         if prefetcher is not None:
             prefetcher.end_iteration(True)

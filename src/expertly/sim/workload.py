@@ -220,8 +220,12 @@ class TraceWorkload:
 def _demands_of_token(experts_of_layers: list[list[int]], is_prefill: bool, has_gaps: bool) -> list[RouterRan]:
     """The demands of one token."""
     demands = []
+    ones, decode = [1] * len(experts_of_layers[0]), [not is_prefill] * len(experts_of_layers[0])  # all layers share
     for layer, chosen in enumerate(experts_of_layers):
-        experts = [e for e in chosen if e != NO_EXPERT] if has_gaps else chosen
-        if num := len(experts):
-            demands.append(RouterRan(layer, experts, [1] * num, [not is_prefill] * num, 1))
+        if has_gaps:
+            experts = [e for e in chosen if e != NO_EXPERT]
+            if num := len(experts):
+                demands.append(RouterRan(layer, experts, ones[:num], decode[:num], 1))
+        else:
+            demands.append(RouterRan(layer, chosen, ones, decode, 1))
     return demands
