@@ -36,6 +36,7 @@ class Player:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             preexec_fn=enter,
+            env={name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"},  # which ours sets
             text=True,
         )
         self.loaded = self._answer()

@@ -87,6 +87,17 @@ def test_changes_of_sequences(change: str) -> None:
         grow(pair, 2, seed)
 
 
+def test_other_numbers_than_before() -> None:
+    pair = layers()
+    grow(pair, 5, 0)
+    grow(pair, 1, 1)
+    keys, values = numbers(1, 2)
+    for got, expected in zip(*(layer.update(keys.double(), values.double()) for layer in pair), strict=True):
+        assert got.dtype == expected.dtype == torch.float64 and torch.equal(got, expected)
+    with pytest.raises(RuntimeError, match="Sizes of tensors"):
+        pair[0].update(keys[:1].double(), values[:1].double())
+
+
 def test_gradients_go_through() -> None:
     (layer, _), (keys, values) = layers(), numbers(2, 0)
     layer.update(*numbers(3, 1))

@@ -275,31 +275,26 @@ def give_room(cache: Any) -> None:
 
 
 class _Room:
-    """Memory [B, heads, more than n, width] whose first tokens are handed out."""
+    """Memory [B, heads, more than n, width] whose first n tokens are handed out."""
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
-        self._num_written = 0
+        self._handed_out: torch.Tensor | None = None
 
     def append(self, past: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
         """`past` [B, heads, n, width], or nothing, and `more` [B, heads, m, width] side by side."""
-        memory, num_past = self._memory, past.shape[-2] if past.dim() == 4 else 0
-        num_tokens = num_past + more.shape[-2]
-        if (
-            memory is None
-            or num_past != self._num_written
-            or num_tokens > memory.shape[2]
-            or past.data_ptr() != memory.data_ptr()
-            or past.shape[:2] != memory.shape[:2]
-            or past.stride() != memory.stride()
-        ):
+        memory, num_past = self._memory, past.shape[2] if past.dim() == 4 else 0
+        num_tokens = num_past + more.shape[2]
+        if num_past and (past.dtype != more.dtype or past.shape[:2] != more.shape[:2]):
+            return torch.cat((past, more), dim=2)  # which promotes, or refuses
+        if memory is None or past is not self._handed_out or num_tokens > memory.shape[2]:
             sizes = (*more.shape[:2], num_tokens + ROOM_TOKENS, more.shape[3])
             memory = self._memory = more.new_empty(sizes)
             if num_past:
                 memory[:, :, :num_past] = past
         memory[:, :, num_past:num_tokens] = more
-        self._num_written = num_tokens
-        return memory[:, :, :num_tokens]
+        self._handed_out = memory[:, :, :num_tokens]
+        return self._handed_out
 
 
 class RoomyLayer(DynamicLayer):
