@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from expertly import api
 from expertly.engine.process import keep_off_trapped_instructions
@@ -20,7 +21,8 @@ __all__ = ["forked", "imported", "start"]
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
+torch.set_num_threads(1)  # it is imported: threads of two workers would spin on processors that neither has
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job: tests would wait for interrupts
     signal.signal(signal.SIGINT, signal.default_int_handler)
 keep_off_trapped_instructions()  # before any reference model multiplies
@@ -74,8 +76,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
-    import torch
-
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
