@@ -22,6 +22,7 @@ from dataclasses import replace
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import expertly  # noqa: F401  # isort: skip  (before torch: how its threads wait)
 import torch
 from common import CLOCKS, options, print_report
 from transformers.integrations.moe import _default_apply_gate

@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+import expertly  # isort: skip  (before torch: how its threads wait)
 import torch
 from common import GIB, ROOT, child, drop_page_cache, memory_cgroup, options, print_report, run
 from safetensors.torch import save_file
@@ -145,8 +147,6 @@ class Router:
 
 def play(arguments: dict[str, Any]) -> dict[str, Any]:
     """In a child: the seconds of each decode step, and what was loaded."""
-    import expertly
-
     torch.set_num_threads(arguments["threads"])
     model, _ = expertly.load(
         arguments["store"],

@@ -15,11 +15,11 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import expertly  # isort: skip  (before torch: how its threads wait)
 import torch
 from common import CLOCKS, inflated_model, options, print_report
 from transformers import AutoModelForCausalLM
 
-import expertly
 from expertly.engine.process import keep_off_trapped_instructions
 from expertly.native.kernels import VARIABLE
 

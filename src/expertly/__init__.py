@@ -7,11 +7,12 @@ imports neither torch nor transformers.
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 # How long torch's threads spin before they sleep, read when torch is imported: a millisecond in place of many, in which
 # they take a processor from the kernels' own threads and from whoever else is on the machine (docs/log.md).
-if "OMP_WAIT_POLICY" not in os.environ:
+if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:

@@ -76,15 +76,44 @@ def test_threads_are_torchs_and_no_more_than_the_quota(monkeypatch: pytest.Monke
     assert used == [1, 3, 5]
 
 
-@pytest.mark.parametrize("policy", [None, "ACTIVE"])
-def test_torchs_threads_spin_shortly(policy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the user says how they wait."""
+THREADS = """
+import os, sys, time, {}
+spins = os.environ.get("GOMP_SPINCOUNT")
+import torch
+from pathlib import Path
+from expertly.native.kernels import choose_kernels
+torch.set_num_threads(2)
+kernels, rows, x = choose_kernels(), torch.ones(4096, 256), torch.ones(1, 256)
+kernels.max_threads = 2
+for _ in range(20):
+    kernels.dots((rows.data_ptr(), 0, 1, 0), x, torch.empty(1, 1, 4096), 1024)
+end, tasks = time.monotonic() + float(sys.argv[1]), []
+while "expertly-team" not in tasks and time.monotonic() < end:  # a thread has no name before it runs
+    tasks = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+print(spins, "expertly-team" in tasks)
+"""
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("imports", "policy", "expected"),
+    [
+        ("expertly", None, "10000 True"),
+        ("torch, expertly", None, "None False"),
+        ("expertly", "ACTIVE", "None False"),
+        ("expertly", "PASSIVE", "None True"),
+    ],
+)
+def test_threads_that_would_fight_are_shared(
+    imports: str, policy: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's spin for long, unless it is imported later than expertly or the user says how they wait."""
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     if policy is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-    result = run_python("import expertly, os; print(os.environ.get('GOMP_SPINCOUNT'))")
-    assert result.stdout.strip() == ("10000" if policy is None else "None"), result.stderr
+    result = run_python(THREADS.format(imports), "30" if expected.endswith("True") else "1")
+    assert result.stdout.strip() == expected, result.stderr
 
 
 def test_a_folder_with_nothing_or_with_rubbish(tmp_path: Path) -> None:

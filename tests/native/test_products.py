@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from expertly.native.kernels import MAX_TOKENS, NO_DOWN, Kernels, libraries
+from expertly.native import kernels as kernels_module
+from expertly.native.kernels import MAX_TOKENS, NO_DOWN, Kernels, libraries, spins_shortly
 from tests.native.between import activated, with_biases
 
 AVAILABLE, WHY = libraries()
@@ -267,7 +269,17 @@ def test_all_sets_of_a_processor_come_fastest_first() -> None:
 
 
 @pytest.fixture
-def shared_out(kernels: Kernels, set_threads: Callable[[int], None]) -> Callable[[], bool]:
+def has_team() -> Iterator[None]:
+    """Whatever was imported first."""
+    (path,) = Path(kernels_module.__file__).parent.glob("_products*.so")
+    library = ctypes.CDLL(str(path))
+    library.expertly_products_take_openmp(0)
+    yield
+    library.expertly_products_take_openmp(not spins_shortly())
+
+
+@pytest.fixture
+def shared_out(kernels: Kernels, set_threads: Callable[[int], None], has_team: None) -> Callable[[], bool]:
     """A product on four threads; whether it is that of one."""
     rows, x = torch.randn(2048, 1, 256).bfloat16(), torch.randn(1, 256).bfloat16()
     set_threads(1)

@@ -30,7 +30,7 @@ MAX_TOKENS = 4
 MAX_TILE_TOKENS = 16
 """Most tokens for which quantised weights are read again for every few, and not decoded first."""
 
-VERSION = 18
+VERSION = 19
 """Of the interface that is called here; products.c says the same number."""
 
 NO_DOWN = -1
@@ -78,6 +78,7 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
         version = library.expertly_products_version()
         if version != VERSION:
             return (), f"{found[0].name} is of version {version}, needed is {VERSION}: install expertly again"
+        library.expertly_products_take_openmp(not spins_shortly())
         name_of, has_half = library.expertly_products_name, library.expertly_products_has_half
         dots, sums = library.expertly_products_dots, library.expertly_products_sums
         tile_dots, tile_sums = library.expertly_tiles_dots, library.expertly_tiles_sums
@@ -114,6 +115,11 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
             calls = dots, sums, tile_dots, tile_sums, tile_decode, experts, combine, attention, projections, norm
             made.append(Library(name, level, max_tokens, dtypes, *calls))
     return tuple(made), ""
+
+
+def spins_shortly() -> bool:
+    """Whether torch's threads soon sleep when they wait: as `import expertly` has it, or the user."""
+    return "GOMP_SPINCOUNT" in os.environ or os.environ.get("OMP_WAIT_POLICY", "").strip().lower() == "passive"
 
 
 class ExpertProducts:

@@ -145,7 +145,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 18; }
+int expertly_products_version(void) { return 19; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -159,10 +159,21 @@ int expertly_products_has_half(int level) {
 
 /* -- threads --------------------------------------------------------------------------------------------------------- */
 
+/* Of the OpenMP that the process has, which is torch's. */
+extern void GOMP_parallel(void (*function)(void *), void *data, unsigned num_threads, unsigned flags)
+    __attribute__((weak));
+
 enum { THREAD_NBYTES = 128 << 10 }; /* for each of two threads: fewer are not worth waking one for */
 
+static int takes_openmp;
+
+/* Whether jobs run on OpenMP's threads where there are any: those that spin long would fight the team's. */
+void expertly_products_take_openmp(int takes) { takes_openmp = takes && GOMP_parallel != NULL; }
+
 static void run(void (*function)(void *), void *job, int num_threads, int64_t num_chunks, int64_t nbytes) {
-    run_on_team(function, job, num_chunks > 1 && nbytes >= 2 * THREAD_NBYTES ? num_threads : 1);
+    if (num_chunks < 2 || nbytes < 2 * THREAD_NBYTES || num_threads < 2) function(job);
+    else if (takes_openmp) GOMP_parallel(function, job, (unsigned)num_threads, 0);
+    else run_on_team(function, job, num_threads);
 }
 
 /* -- interface ------------------------------------------------------------------------------------------------------- */

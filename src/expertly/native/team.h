@@ -83,7 +83,7 @@ __attribute__((constructor)) static void team_begins(void) { pthread_atfork(NULL
  * Another's job leaves this one to itself.
  */
 static void run_on_team(void (*function)(void *), void *data, int num_threads) {
-    if (num_threads < 2 || pthread_mutex_trylock(&team.job)) {
+    if (pthread_mutex_trylock(&team.job)) {
         function(data);
         return;
     }
