@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ PROMPTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """What made the model."""
+class Sitting:
+    """One run of tools/train_demo.py; a model's own are in its training.json."""
 
     command: str
     hardware: str
@@ -34,13 +35,21 @@ class Training:
     elapsed_s: float
 
 
-def write_card(folder: Path, tokenizer: PreTrainedTokenizerFast, corpora: list[Corpus], training: Training) -> None:
-    """Measure the model in `folder` (its bfloat16 weights, computed in float32) and write MODEL_CARD.md there."""
+def read_sittings(folder: Path | None) -> list[Sitting]:
+    """What the model in `folder` was trained by, oldest first; nothing of no folder."""
+    return [Sitting(**one) for one in json.loads((folder / "training.json").read_text())] if folder else []
+
+
+def write_card(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, corpora: list[Corpus], sittings: list[Sitting]
+) -> None:
+    """Measure the model in `folder` (bfloat16 weights, computed in float32); write MODEL_CARD.md, training.json there."""
+    (folder / "training.json").write_text(json.dumps([asdict(one) for one in sittings], indent=2) + "\n")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     results = [measure(model, tokenizer, corpus) for corpus in corpora]
     sections = [
         _head(model),
-        _data(corpora, training),
+        _data(corpora, sittings),
         _losses(results),
         _experts(results),
         _samples(model, tokenizer),
@@ -70,12 +79,14 @@ that caches and predictors meet the skew and the locality of a real model. It is
 """
 
 
-def _data(corpora: list[Corpus], training: Training) -> str:
+def _data(corpora: list[Corpus], sittings: list[Sitting]) -> str:
     rows = "\n".join(
         f"| {c.domain.name} | {c.domain.source} | {c.domain.licence} | {c.domain.share:.0%} | {len(c.train):,} |"
         for c in corpora
     )
-    minutes = training.elapsed_s / 60
+    runs = "\n".join(
+        f"| `{s.command}` | {s.steps:,} | {s.tokens:,} | {s.elapsed_s / 60:.0f} | {s.hardware} |" for s in sittings
+    )
     return f"""## Data and training
 
 | domain | text | licence | share of sequences | tokens available |
@@ -85,12 +96,14 @@ def _data(corpora: list[Corpus], training: Training) -> str:
 A sequence comes from one domain. Documents are shuffled and the last 1 % of each domain (at least two) held out; the
 held-out text is used for nothing but the tables below.
 
-{training.tokens:,} tokens in {training.steps:,} steps and {minutes:.0f} minutes on {training.hardware}, by
+{sum(s.tokens for s in sittings):,} tokens, each sitting beginning with the weights of the one before:
 
-    {training.command}
+| command | steps | tokens | minutes | on |
+| --- | --- | --- | --- | --- |
+{runs}
 
 Muon for the matrices, Adam for the rest; load-balancing loss 0.01 a layer over a running mean of the load, router
-z-loss 1e-4; sequences of 256 tokens, then of 1024 for the last 15 % of the time.
+z-loss 1e-4; sequences of 256 tokens, then of 1024 for the last 15 % of a sitting.
 """
 
 

@@ -47,7 +47,9 @@ def demo_config() -> Qwen3MoeConfig:
 def build_model(device: torch.device) -> Qwen3MoeForCausalLM:
     """A float32 model with fresh weights (torch's global seed decides them) that trains with `train_experts`."""
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_FUNCTION, train_experts)
-    model = Qwen3MoeForCausalLM._from_config(demo_config(), experts_implementation=EXPERTS_FUNCTION)
+    model = Qwen3MoeForCausalLM._from_config(
+        demo_config(), experts_implementation=EXPERTS_FUNCTION, attn_implementation="eager"
+    )  # sequences are short: sdpa's backward takes longer
     for name, parameter in model.named_parameters():
         if parameter.dim() == 3:
             nn.init.normal_(parameter, std=0.5 * parameter.shape[-1] ** -0.5)
@@ -65,7 +67,7 @@ def train_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 
 
 class _Experts(torch.autograd.Function):
-    """Tokens sorted by expert, one matrix product an expert and projection, gradients written in place."""
+    """Tokens sorted by expert (N rows), one matrix product an expert and projection, gradients written in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -74,47 +76,61 @@ class _Experts(torch.autograd.Function):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weights, gate_up, down = (t.to(dtype) for t in (x, weights, gate_up, down))
         top_k = index.shape[1]
-        flat = index.reshape(-1)  # [T*K]
-        order = torch.argsort(flat, stable=True)
-        ends = torch.bincount(flat, minlength=gate_up.shape[0]).cumsum(0).tolist()
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.numel(), device=order.device)
-        xs = x[order // top_k]  # [T*K, H]
-        projected = _by_expert(xs, gate_up.transpose(1, 2), ends)  # [T*K, 2I]
+        place, ends = _places(index.reshape(-1), gate_up.shape[0])
+        xs = x.new_zeros(ends[-1], x.shape[1])  # [N, H]
+        xs[place] = x.repeat_interleave(top_k, 0)
+        projected = _by_expert(xs, gate_up.transpose(1, 2), ends)  # [N, 2I]
         gate, up = projected.chunk(2, dim=-1)
-        scale = weights.reshape(-1)[order].unsqueeze(-1)  # [T*K, 1]
-        inner = F.silu(gate) * up * scale  # [T*K, I]
-        ys = _by_expert(inner, down.transpose(1, 2), ends)  # [T*K, H]
-        ctx.save_for_backward(xs, projected, inner, scale, order, inverse, gate_up, down)
+        scale = weights.new_zeros(ends[-1], 1)  # [N, 1]
+        scale[place, 0] = weights.reshape(-1)
+        inner = F.silu(gate) * up * scale  # [N, I]
+        ys = _by_expert(inner, down.transpose(1, 2), ends)  # [N, H]
+        ctx.save_for_backward(xs, projected, inner, scale, place, gate_up, down)
         ctx.ends = ends
-        return ys[inverse].view(-1, top_k, x.shape[1]).sum(1)
+        return ys[place].view(-1, top_k, x.shape[1]).sum(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, Tensor, Tensor]:
-        xs, projected, inner, scale, order, inverse, gate_up, down = ctx.saved_tensors
+        xs, projected, inner, scale, place, gate_up, down = ctx.saved_tensors
         ends = ctx.ends
         grad = grads[0].to(xs.dtype)  # [T, H]
-        top_k = order.numel() // grad.shape[0]
-        grad_ys = grad[order // top_k]  # [T*K, H]
-        grad_inner = _by_expert(grad_ys, down, ends)  # [T*K, I]
+        top_k = place.numel() // grad.shape[0]
+        grad_ys = torch.zeros_like(xs)  # [N, H]
+        grad_ys[place] = grad.repeat_interleave(top_k, 0)
+        grad_inner = _by_expert(grad_ys, down, ends)  # [N, I]
         grad_down = _outer_by_expert(grad_ys, inner, ends, down)
         gate, up = projected.chunk(2, dim=-1)
         sigmoid = torch.sigmoid(gate)
         swish = gate * sigmoid
-        grad_scale = (grad_inner * swish).mul_(up).sum(-1)  # [T*K]
+        grad_scale = (grad_inner * swish).mul_(up).sum(-1)  # [N]
         grad_inner.mul_(scale)
-        grad_projected = torch.empty_like(projected)  # [T*K, 2I]
+        grad_projected = torch.empty_like(projected)  # [N, 2I]
         torch.mul(grad_inner, swish, out=grad_projected[:, gate.shape[1] :])
         slope = (1 - sigmoid).mul_(swish).add_(sigmoid)
         torch.mul(grad_inner.mul_(up), slope, out=grad_projected[:, : gate.shape[1]])
         grad_gate_up = _outer_by_expert(grad_projected, xs, ends, gate_up)
-        grad_xs = _by_expert(grad_projected, gate_up, ends)  # [T*K, H]
-        grad_x = grad_xs[inverse].view(-1, top_k, grad.shape[1]).sum(1)
-        grad_weights = grad_scale[inverse].view(-1, top_k)
+        grad_xs = _by_expert(grad_projected, gate_up, ends)  # [N, H]
+        grad_x = grad_xs[place].view(-1, top_k, grad.shape[1]).sum(1)
+        grad_weights = grad_scale[place].view(-1, top_k)
         grad_x, grad_weights, grad_gate_up, grad_down = (
             t.to(ctx.dtype) for t in (grad_x, grad_weights, grad_gate_up, grad_down)
         )
         return grad_x, None, grad_weights, grad_gate_up, grad_down
+
+
+def _places(experts: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
+    """Rows for assignments [T*K] so that an expert's are neighbours: the row of each, and where each expert's end.
+
+    An expert has a multiple of 32 rows; those left over are zero. Products of few shapes are worth it: oneDNN compiles
+    code for each.
+    """
+    order = torch.argsort(experts, stable=True)
+    counts = torch.bincount(experts, minlength=num_experts)
+    room = (counts + 31) // 32 * 32
+    shift = (room.cumsum(0) - room) - (counts.cumsum(0) - counts)  # [E]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel(), device=order.device) + shift[experts[order]]
+    return place, room.cumsum(0).tolist()
 
 
 def _by_expert(rows: Tensor, weights: Tensor, ends: list[int]) -> Tensor:
@@ -160,7 +176,7 @@ class RouterLoss:
 
     def _collect(self, module: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         if torch.is_grad_enabled():
-            self._logits.append(output[0])
+            self._logits.append(output[0].float())
 
     def take(self) -> Tensor:
         """The loss of the forward pass just made; forgets its logits and updates the running load."""

@@ -92,13 +92,18 @@ def _adam(slot: Slot, second: Tensor, grad: Tensor, step: int, rates: Rates) -> 
     slot.value.addcdiv_(slot.first, scale, value=-rates.adam / (1 - ADAM_BETAS[0] ** step))
 
 
+def has_fast_bfloat16(device: str) -> bool:
+    """Whether products in bfloat16 are faster than in float32 there."""
+    return device == "cuda" or bool(torch.cpu._is_avx512_bf16_supported())
+
+
 def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
     """Nearest semi-orthogonal matrices [N, A, B], roughly: Newton-Schulz quintic (Jordan et al., Muon, 2024)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2).contiguous() if is_tall else matrices
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    if x.is_cuda or torch.cpu._is_avx512_bf16_supported():  # 2.5x faster than float32, as good; else half as fast
+    if has_fast_bfloat16(x.device.type):  # 2.5x faster than float32, as good; else half as fast
         x = x.bfloat16()
     for _ in range(num_iterations):
         gram = torch.bmm(x, x.transpose(1, 2))

@@ -1,10 +1,12 @@
 """Train the demo model that ships in `src/expertly/data/demo`.
 
     python tools/train_demo.py --data DIR --minutes 100
+    python tools/train_demo.py --data DIR --minutes 100 --start src/expertly/data/demo      (a further sitting)
 
-Runs on the CPU with one process a core that share the parameters, or on one GPU. The learning rate follows the share
-of the time (`--minutes`, `--until`) or of the steps (`--steps`, reproducible by `--seed`) that has passed. A run that
-was killed goes on from its last checkpoint when it is started again with the same `--work` folder.
+Runs on the CPU with one process a core that share the parameters, or on one GPU; in bfloat16 where the processor
+multiplies it, with weights and optimizer in float32. The learning rate follows the share of the time (`--minutes`,
+`--until`) or of the steps (`--steps`, reproducible by `--seed`) that has passed. A run that was killed goes on from its
+last checkpoint when it is started again with the same `--work` folder; `--start` begins a new run from a model's weights.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from demo_card import Training, write_card
+from demo_card import Sitting, read_sittings, write_card
 from demo_data import Corpus, Sampler, prepare
 from demo_moe import NUM_EXPERTS, VOCAB, RouterLoss, build_model, demo_config
-from demo_optim import Rates, Slot, attach, make_slots, update
+from demo_optim import Rates, Slot, attach, has_fast_bfloat16, make_slots, update
 from torch import Tensor
 from torch import multiprocessing as mp
 from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
@@ -43,12 +45,14 @@ class Settings:
     data: Path = Path(__file__).parent.parent.parent / "shared" / "data"
     out: Path = PACKAGE_DATA
     work: Path = Path("demo_training")
+    start: Path | None = None
+    """Folder of a demo model whose weights the run begins with, or None: fresh ones."""
     until_s: float | None = None
     """Wall-clock end (seconds since the epoch), or None: the run ends after `steps`."""
     steps: int = 2000
     seed: int = 0
     workers: int = 2
-    rows: int = 4
+    rows: int = 8
     """Sequences of 256 tokens a worker and step; the last 15 % of the run uses rows / 4 of 1024 instead."""
     muon_lr: float = 0.02
     adam_lr: float = 4e-3
@@ -77,7 +81,8 @@ def work(rank: int, settings: Settings, slots: list[Slot], start: Progress, barr
         torch.set_num_threads(1)
     torch.manual_seed(settings.seed)
     tokenizer, corpora = prepare(settings.data, settings.work / "tokens", settings.seed, VOCAB, settings.max_chars)
-    sampler = Sampler(corpora, settings.seed + 1_000_003 * start.step)
+    steps_before = sum(one.steps for one in read_sittings(settings.start)) + start.step
+    sampler = Sampler(corpora, settings.seed + 1_000_003 * steps_before)
     model = build_model(torch.device(settings.device))
     attach(model, slots, rank)
     model.train()
@@ -102,8 +107,9 @@ def work(rank: int, settings: Settings, slots: list[Slot], start: Progress, barr
         batch = batch.to(settings.device)
         for slot in slots:
             slot.grads[rank].zero_()
-        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        with torch.autocast(settings.device, torch.bfloat16, enabled=has_fast_bfloat16(settings.device)):
+            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         (loss + router_loss.take()).backward()
         shared[2 + rank].lerp_(loss.detach().cpu(), 0.1 if state.step > start_step + 5 else 1.0)
         del logits, loss
@@ -202,7 +208,12 @@ def train(settings: Settings, command: str) -> None:
         return describe(settings, tokenizer, corpora)
     (settings.work / "command.txt").write_text(command)
     torch.manual_seed(settings.seed)
-    slots = make_slots(build_model(torch.device(settings.device)), settings.workers)
+    model = build_model(torch.device(settings.device))
+    if settings.start is not None:
+        check_vocabulary(settings.start, tokenizer)
+        trained = Qwen3MoeForCausalLM.from_pretrained(settings.start, dtype=torch.float32)
+        model.load_state_dict(trained.state_dict())
+    slots = make_slots(model, settings.workers)
     state = load_checkpoint(settings.work / "checkpoint.pt", slots)
     shared = torch.zeros(2 + settings.workers).share_memory_()
     print(f"training from step {state.step} on {settings.device} with {settings.workers} workers", flush=True)
@@ -217,6 +228,12 @@ def train(settings: Settings, command: str) -> None:
     describe(settings, tokenizer, corpora)
 
 
+def check_vocabulary(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raise SystemExit if the model in `folder` reads other tokens than this run's data is made of."""
+    if PreTrainedTokenizerFast.from_pretrained(folder).get_vocab() != tokenizer.get_vocab():
+        raise SystemExit(f"--start {folder}: its tokenizer is not the one that this data and seed give")
+
+
 def describe(settings: Settings, tokenizer: PreTrainedTokenizerFast, corpora: list[Corpus]) -> None:
     """Measure the exported model and write its card; what the training cost is in the work folder."""
     command = (settings.work / "command.txt").read_text()
@@ -226,7 +243,8 @@ def describe(settings: Settings, tokenizer: PreTrainedTokenizerFast, corpora: li
         hardware = f"{settings.workers} cores ({_cpu_name()}) shared with other work"
     else:
         hardware = torch.cuda.get_device_name()
-    write_card(settings.out, tokenizer, corpora, Training(command, hardware, step, tokens, elapsed_s))
+    sittings = [*read_sittings(settings.start), Sitting(command, hardware, step, tokens, round(elapsed_s))]
+    write_card(settings.out, tokenizer, corpora, sittings)
 
 
 def _cpu_name() -> str:
@@ -243,6 +261,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--data", type=Path, default=default.data, help="folder that holds text/*.txt.xz")
     parser.add_argument("--out", type=Path, default=default.out, help="model folder to write")
     parser.add_argument("--work", type=Path, default=default.work, help="token cache, checkpoints and early exports")
+    parser.add_argument("--start", type=Path, help="demo model whose weights the run begins with")
     end = parser.add_mutually_exclusive_group()
     end.add_argument("--minutes", type=float, help="length of the run")
     end.add_argument("--until", help="UTC time HH:MM at which the run ends")
