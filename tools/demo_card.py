@@ -43,7 +43,7 @@ def read_sittings(folder: Path | None) -> list[Sitting]:
 def write_card(
     folder: Path, tokenizer: PreTrainedTokenizerFast, corpora: list[Corpus], sittings: list[Sitting]
 ) -> None:
-    """Measure the model in `folder` (bfloat16 weights, computed in float32); write MODEL_CARD.md, training.json there."""
+    """Measure the model in `folder` (bfloat16 computed in float32); write MODEL_CARD.md and training.json there."""
     (folder / "training.json").write_text(json.dumps([asdict(one) for one in sittings], indent=2) + "\n")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     results = [measure(model, tokenizer, corpus) for corpus in corpora]

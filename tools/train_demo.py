@@ -6,7 +6,7 @@
 Runs on the CPU with one process a core that share the parameters, or on one GPU; in bfloat16 where the processor
 multiplies it, with weights and optimizer in float32. The learning rate follows the share of the time (`--minutes`,
 `--until`) or of the steps (`--steps`, reproducible by `--seed`) that has passed. A run that was killed goes on from its
-last checkpoint when it is started again with the same `--work` folder; `--start` begins a new run from a model's weights.
+last checkpoint when it is started again with the same `--work` folder; `--start` begins anew from a model's weights.
 """
 
 from __future__ import annotations
