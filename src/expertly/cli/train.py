@@ -38,6 +38,7 @@ class TrainPredictorOptions:
     )
     seed: Any = option(0, "of the split's shuffle and of training", metavar="N", type=seed)
     epochs: int = option(40, "passes over the training part at most; it ends where no more helps", least=1)
+    plain: bool = option(False, "networks of two layers and nothing past them, as ProMoE's are")
     device: str = option("cpu", "where to train: cpu or cuda:N", metavar="NAME")
     json: bool = json_flag()
 
@@ -46,7 +47,9 @@ def run(args: TrainPredictorOptions) -> int:
     from expertly.engine.process import peak_rss_nbytes
     from expertly.lab.train import TrainOptions, study
 
-    options = TrainOptions(args.distances, args.hidden, args.epochs, seed=args.seed, device=args.device)
+    options = TrainOptions(
+        args.distances, args.hidden, args.epochs, seed=args.seed, device=args.device, plain=args.plain
+    )
     if args.out is None:
         raise ConfigError(f"out: name the file to write; `--predictor auto` looks for {_auto_file(args.model)}")
     check_writable(args.out)

@@ -40,6 +40,7 @@ class TrainOptions:
     weight_decay: float = 1e-2
     seed: int = 0
     device: str = "cpu"
+    plain: bool = False  # without the path past the hidden layer, as ProMoE's networks are
 
     def __post_init__(self) -> None:
         for name in ("hidden", "epochs", "patience", "batch"):
@@ -118,6 +119,8 @@ class _Group:
         self._out = uniform(num, num_experts, width, fan_in=width)
         self._direct = uniform(num, num_experts, hidden_size, fan_in=hidden_size)
         self._bias = uniform(num, num_experts, fan_in=width)
+        if options.plain:
+            self._direct = torch.zeros_like(self._direct)
         self._parameters = [self._hidden, self._hidden_bias, self._out, self._direct, self._bias]
         self._is_expert = torch.zeros(num, num_experts, dtype=torch.bool)  # [M, E]
         for index, target in enumerate(targets):
@@ -135,7 +138,8 @@ class _Group:
                     "record more requests"
                 )
         self._standardise(training)
-        optimiser = torch.optim.AdamW(self._parameters, lr=options.learning_rate, weight_decay=options.weight_decay)
+        learned = [one for one in self._parameters if one.requires_grad]
+        optimiser = torch.optim.AdamW(learned, lr=options.learning_rate, weight_decay=options.weight_decay)
         num_batches = -(-len(training) // options.batch)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, options.epochs * num_batches)
         dice = np.random.default_rng((options.seed, source))
@@ -182,7 +186,9 @@ class _Group:
     def _logits(self, inputs: torch.Tensor) -> torch.Tensor:
         """[M, B, E]; those of experts that a layer does not have are far below all others."""
         hidden = torch.relu(torch.baddbmm(self._hidden_bias[:, None], self._all(inputs), self._hidden.mT))
-        logits = torch.bmm(hidden, self._out.mT) + torch.bmm(self._all(inputs), self._direct.mT) + self._bias[:, None]
+        logits = torch.bmm(hidden, self._out.mT) + self._bias[:, None]
+        if not self._options.plain:
+            logits = logits + torch.bmm(self._all(inputs), self._direct.mT)
         return logits.masked_fill(~self._is_expert[:, None], -1e4)
 
     def _all(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -140,22 +141,41 @@ def verdicts(finding: Finding, *words: str) -> set[str]:
 
 
 def test_fmoe_4_maps_must_hit_more_than_counts_and_fall_with_the_distance(told: Callable[..., Finding]) -> None:
-    def hits(system: str, maps: float, by_distance: float) -> float:
-        distance = int(system.partition("distance=")[2])
-        return (maps if "select=top-k" in system else 0.5) - by_distance * distance
+    def hits(system: str, maps: float, by_distance: float, largest: float = 0.0) -> float:
+        found = re.search("distance=([0-9]+)", system)
+        own = largest if "capacity=8000" in system else maps if system.startswith("fmoe:distance=") else 0.5
+        return own - by_distance * (int(found[1]) if found else 0)
 
     assert verdicts(told("fmoe:4", hits=lambda system: hits(system, 0.6, 0.02))) == {HOLDS}
-    assert verdicts(told("fmoe:4", hits=lambda system: hits(system, 0.4, 0.02)), "counts") == {FAILS}
-    assert verdicts(told("fmoe:4", hits=lambda system: hits(system, 0.3, -0.02))) == {FAILS}, "both rise"
+    assert verdicts(told("fmoe:4", hits=lambda system: hits(system, 0.4, 0.02)), "every distance") == {FAILS}
+    both_rise = told("fmoe:4", hits=lambda system: hits(system, 0.3, -0.02))
+    assert verdicts(both_rise, "falls") == verdicts(both_rise, "every distance") == {FAILS}
+
+
+def test_fmoe_4_names_the_part_that_a_loss_is_due_to(told: Callable[..., Finding]) -> None:
+    def why(largest: float) -> str:
+        def hits(system: str) -> float:
+            if "capacity=8000" in system:
+                return largest
+            return 0.3 if system.startswith("fmoe") else 0.2 if system == "on-demand" else 0.5
+
+        checks = [one for one in told("fmoe:4", hits=hits).checks if "hits at d = 3" in one.claim]
+        assert {one.claim.rpartition(" ")[2]: one.verdict for one in checks}["on-demand"] == HOLDS
+        (lost,) = (one for one in checks if one.claim.endswith("mixtral-offloading"))
+        assert lost.verdict == FAILS and lost.paper == "11.0 % more"
+        return lost.why
+
+    assert "with 8000 maps fMoE hits 60.0 %, which is more: that is the reason" in why(0.6)
+    assert "with 8000 maps fMoE hits 40.0 %, which is less, too" in why(0.4)
 
 
 def test_fmoe_9_a_quarter_of_a_percent_is_no_gain(told: Callable[..., Finding]) -> None:
-    much = told("fmoe:9", lambda system: 1.0 if system == "fmoe" else 2.5)
+    much = told("fmoe:9", lambda system: 1.0 if system.startswith("fmoe") else 2.5)
     assert verdicts(much, "TTFT is less") == verdicts(much, "TPOT is less") == {HOLDS}
-    assert {check.paper for check in much.checks if "TTFT" in check.claim} == {
+    assert {check.paper for check in much.checks if "TTFT is less" in check.claim} == {
         f"{share} % less" for share in ("44.0", "35.0", "33.0", "30.0")
     }
-    little = told("fmoe:9", lambda system: 0.9975 if system == "fmoe" else 1.0)
+    little = told("fmoe:9", lambda system: 0.9975 if system.startswith("fmoe") else 1.0)
     assert verdicts(little, "TTFT is less") == verdicts(little, "TPOT is less") == {FAILS}
 
 

@@ -128,11 +128,13 @@ def test_every_request_of_a_batch_is_counted_and_matched_on_its_own() -> None:
     np.testing.assert_array_equal(eam.learned.decode.matrices[newest], [matrix_of(now[:1]), matrix_of(now[1:])])
 
 
-@pytest.mark.parametrize(("distance", "matches"), [(1, 3), (3, 1), (3, 3), (99, 3)])
-def test_predictions_are_the_papers(distance: int, matches: int) -> None:
+@pytest.mark.parametrize(
+    ("distance", "matches", "proximity"), [(1, 3, True), (3, 1, True), (3, 3, True), (99, 3, True), (3, 3, False)]
+)
+def test_predictions_are_the_papers(distance: int, matches: int, proximity: bool) -> None:
     """Section 4.5: the m nearest by the cosine over rows <= l, summed, rows scaled to sum 1, times 1 - (i - l) / L."""
     dice, naive = np.random.default_rng(4), NaiveCollection(120)
-    eam = EAM(SHAPE, distance, EAMOptions(matches=matches, width=TOP_K))
+    eam = EAM(SHAPE, distance, EAMOptions(matches=matches, width=TOP_K, proximity=proximity))
     for number in range(40):
         chosen = choices(dice, 3)
         one_pass(eam, [number] * 3, chosen)
@@ -157,7 +159,7 @@ def test_predictions_are_the_papers(distance: int, matches: int) -> None:
             ahead = one.layer - layer
             assert one.distance == ahead and len(one.experts) <= TOP_K
             assert one.probabilities == pytest.approx(p[one.layer].tolist())
-            near = 1 - ahead / LAYERS
+            near = 1 - ahead / LAYERS if proximity else 1.0
             assert one.scores == pytest.approx([near * p[one.layer, expert] for expert in one.experts])
             assert one.scores[-1] >= near * np.sort(p[one.layer])[-TOP_K] - 1e-6, "the likeliest"
             assert all(other.outlook is None for other in predictions[1:])

@@ -559,6 +559,8 @@ def query(lab: Lab) -> Finding:
 
 SETTINGS = {"matches": (1, 2, 4, 8, 16), "distance": (1, 2, 3, 4), "width": (1, 2, 3, 4, 6)}
 NEAR = 0.02
+FAR = (2, 4)
+"""Layers ahead: of one alone, as the preset looks, none is nearer than another."""
 
 
 @experiment("moe-infinity:4.7")
@@ -580,9 +582,10 @@ def eviction(lab: Lab) -> Finding:
 
 @experiment("moe-infinity:4.6", most=1)
 def settings(lab: Lab) -> Finding:
-    """How much is prefetched, which the paper leaves open
+    """How much is prefetched, which the paper leaves open, and the nearer layer's experts first
 
-    The next layers' experts first; how many of a layer, how far ahead and how many matrices are summed is open.
+    The next layers' experts first, by the layer proximity 1 - (i - l) / L (section 4.5); how many of a layer, how far
+    ahead and how many matrices are summed is open.
     """
     runs = lab.runs(HARDWARE)
     base = runs.row("moe-infinity")
@@ -597,4 +600,11 @@ def settings(lab: Lab) -> Finding:
     claim = "the preset is near the best of each setting"
     rule = f"TPOT within {NEAR:.0%} of the lowest"
     check = rules.everywhere(claim, cases, rule, lambda: "; ".join(better), unit="ms")
-    return lab.finding(lab.setting(runs, "25%"), tables, [check])
+    ways = {d: {name: f"moe-infinity:distance={d}:proximity={name}" for name in ("yes", "no")} for d in FAR}
+    found = {d: runs.rows(names) for d, names in ways.items()}
+    tables += [table_of(f"By proximity, {d} layers ahead", rows, HITS, RIGHT, TPOT) for d, rows in found.items()]
+    nearer = [
+        TPOT.better(f"layer proximity makes it faster, {d} layers ahead", rows, "yes", "no", paper="no numbers")
+        for d, rows in found.items()
+    ]
+    return lab.finding(lab.setting(runs, "25%"), tables, [check, *nearer])

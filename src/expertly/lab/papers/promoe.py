@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,11 +32,16 @@ from expertly.lab.papers.metrics import (
     table_of,
 )
 from expertly.lab.papers.runs import Lab, Row, Runs, batched, prompts_need
+from expertly.lab.train import STOPPING, TrainOptions, train
+from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.presets import get_system
+from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
-from expertly.sim.study import Memory
+from expertly.sim.study import Memory, Study
 from expertly.sim.training import popularity
+from expertly.sim.workload import RowRange
+from expertly.trace.schema import NO_EXPERT
 
 Ints = npt.NDArray[np.int64]
 
@@ -43,6 +50,105 @@ LRU = "lru:order=id:preemption=late"
 SYSTEMS = {"static": "static:order=id:preemption=late", "lru": LRU, "promoe": "promoe"}
 RATES = ("10%", "25%", "50%", "75%")
 BLOCKED = Metric("of it blocked", "share", lambda row: row.waiting(False))
+
+# -- the two codebases, and what they do without ProMoE ---------------------------------------------------------------
+
+CODEBASES = ("transformers", "llama.cpp")
+OVERHEADS: dict[str, Any] = {"launch_ns": 5_000, "layer_ns": 60_000, "iteration_ns": 200_000}
+"""Of llama.cpp, assumed: some twenty kernels a layer, launched from C++ in 2 to 3 us each; of transformers, the profile
+has what Python takes.
+"""
+PAGE, FAULT_NS = 2 << 20, 20_000
+"""Of unified memory: a driver moves 2 MiB at a time and takes some 20 us for each (assumed; with both it reaches about
+half of a PCIe link, as NVIDIA reports of faulting kernels).
+"""
+PROCESSOR: dict[str, Any] = {
+    "memory_nbytes_per_s": 89.6e9,
+    "flops_per_s": 1.5e12,
+    "launch_ns": 5_000,
+    "layer_ns": 60_000,
+}
+"""An i9-14900K: two channels of DDR5-5600 (Intel's data sheet), its operations assumed."""
+
+
+def on(lab: Lab, codebase: str) -> Hardware:
+    """The paper's machine."""
+    machine = Hardware.read(HARDWARE)
+    return machine if codebase == CODEBASES[0] else replace(machine, name=f"{machine.name}, {codebase}", **OVERHEADS)
+
+
+def runs_on(lab: Lab, codebase: str) -> Runs:
+    return lab.once(("on", codebase), lambda: lab.runs_of(lab.schedules(), on(lab, codebase)))
+
+
+def unified_memory(lab: Lab, codebase: str) -> Runs:
+    """UM: one LRU cache whose link moves whole pages, when they are touched. Matrices begin and end within pages."""
+
+    def make() -> Runs:
+        machine, layer = on(lab, codebase), lab.subject.layers[0]
+        num_pages = layer.expert_nbytes / PAGE + layer.num_matrices
+        link = replace(
+            machine.link,
+            nbytes_per_s=machine.link.nbytes_per_s * layer.expert_nbytes / (num_pages * PAGE),
+            overhead_ns=round(num_pages * FAULT_NS),
+        )
+        return lab.runs_of(lab.schedules(), replace(machine, name=f"{machine.name}, pages", link=link))
+
+    return lab.once(("pages", codebase), make)
+
+
+def whole_layers(lab: Lab, codebase: str, memory: str) -> Row:
+    """Whole layers stay, as many as the memory is of all experts. Of the others TO (transformers) moves what a pass
+    needs, attention too, and waits; LO (llama.cpp) computes all of them on the processor. Nothing is to be decided, so
+    that times are sums over what each pass needs.
+    """
+    runs, machine = runs_on(lab, codebase), on(lab, codebase)
+    geometry, dense = Geometry(lab.subject.layers), lab.subject.dense
+    here = compute_model(machine, geometry, dense)
+    there = compute_model(replace(machine, **PROCESSOR), geometry, dense) if codebase == CODEBASES[1] else here
+    num_here = Memory(memory).budget(geometry).memory_nbytes * geometry.num_layers // geometry.nbytes
+    dense_ns = machine.link.occupies_ns(dense.layer_nbytes if dense else 0)
+    rows = []
+    runs.row(LRU, memory)
+    for study, like in zip(runs.studies, runs.by_seed[LRU], strict=True):
+        passes, waits = [], []
+        for num_tokens, demands in _demands(study):
+            spent = waited = 0
+            for layer, counts in enumerate(demands):
+                model = here if layer < num_here else there
+                spent += model.dense_ns(layer, num_tokens)
+                spent += sum(model.span_ns(layer, num, 1) for num in counts.tolist())
+                if layer >= num_here and codebase == CODEBASES[0]:
+                    nbytes = geometry.layers[layer].expert_nbytes
+                    waited += machine.link.latency_ns + dense_ns + len(counts) * machine.link.occupies_ns(nbytes)
+            passes.append(spent + waited + here.head_ns(num_tokens))
+            waits.append(waited)
+        rows.append(
+            replace(
+                like,
+                system=OFFLOADING[codebase],
+                passes_s=np.array(passes) / 1e9,
+                waiting_s=np.array(waits) / 1e9,
+                loading_s=np.array(waits) / 1e9,
+            )
+        )
+    return Row.of_seeds(rows)
+
+
+OFFLOADING = dict(zip(CODEBASES, ("TO: moves layers", "LO: computes layers on the processor"), strict=True))
+UM, UNIFIED = "UM: pages", "lru:scope=global:order=id:preemption=late"
+
+
+def _demands(study: Study) -> Iterator[tuple[int, list[Ints]]]:
+    """Of each pass: its tokens, and for each layer how many of them each needed expert serves."""
+    for span in study.schedule.test:
+        rows = span.first_row, span.first_row + span.num_rows
+        experts, iteration = study.trace.rows("experts", *rows), study.trace.rows("iteration", *rows)
+        starts = np.flatnonzero(np.diff(iteration, prepend=iteration[0] - 1))
+        for first, stop in zip(starts, [*starts[1:], len(iteration)], strict=True):
+            chosen = experts[first:stop].swapaxes(0, 1).reshape(experts.shape[1], -1)
+            yield int(stop - first), [np.unique(one[one != NO_EXPERT], return_counts=True)[1] for one in chosen]
+
 
 # -- 3 to 5: what an LRU cache leaves to wait for, and how evenly experts are used ----------------------------------
 
@@ -155,6 +261,11 @@ def accuracy(lab: Lab) -> Finding:
     found, num_judged = accuracies(lab.trace, data, training, schedule.test, weights, by_request)
     num = sum(span.num_rows for span in training)
     mean = means(found)
+    alike = {}  # trained here, on the same tokens
+    for name, is_plain in (("two layers alone", True), ("with the path past them", False)):
+        own = trained(lab, data, training, weights, is_plain)
+        judged = means(accuracies(lab.trace, data, training, schedule.test, own, by_request)[0])
+        alike[name] = {k: row["learned"] for k, row in judged.items()}
     at = {(one.layer, one.distance): one for one in found}
 
     def right(layer: int, k: int, name: str) -> float | None:
@@ -162,7 +273,10 @@ def accuracy(lab: Lab) -> Finding:
         return None if one is None else getattr(one, name)
 
     cells: list[tuple[Cell, ...]] = [
-        (k, row["learned"], row["lookahead"], row["token_id"], row["lookahead_below_token_id"])
+        (
+            *(k, row["learned"], *(one[k] for one in alike.values())),
+            *(row["lookahead"], row["token_id"], row["lookahead_below_token_id"]),
+        )
         for k, row in mean.items()
     ]
     by_layer: list[tuple[Cell, ...]] = [
@@ -206,7 +320,25 @@ def accuracy(lab: Lab) -> Finding:
             paper="54.5 and 54 %",
         ),
         keeps_accuracy(learned, skip, first_layer),
+        rules.everywhere(
+            "networks of two layers alone, as the paper's, are better than both others",
+            {
+                f"k={k}": rules.compare(
+                    ("two layers alone", "the better"),
+                    {"two layers alone": alike["two layers alone"][k], "the better": mean[k][other]},
+                    lowest=False,
+                    slack=-NEGLIGIBLE,
+                )
+                for k, other in others.items()
+            },
+            "mean over layers, at k = 2, 4, 8",
+            f"{num} tokens are few for networks that begin from nothing: what is all but linear they learn late",
+            unit="share",
+        ),
     ]
+    runs = lab.runs(HARDWARE)
+    good = {name: {k: goodpred(runs, f"promoe{of}:distance={k}", k) for k in mean} for name, of in PREDICTIONS.items()}
+    checks += good_prediction(good["learned"], good["skip"])
     crossover = next((k for k, row in mean.items() if row["lookahead"] < row["token_id"]), None)
     below = sum(is_below(one) for one in found)
     notes = [
@@ -214,14 +346,69 @@ def accuracy(lab: Lab) -> Finding:
         f"layers; {num_layers} here), and in {below} of {len(found)} pairs of layer and distance",
         "a layer nearer to the first than k is predicted from the first, by skip prediction too",
     ]
-    columns = {"k": "", "learned": "share", "skip": "share", "token id": "share", "layers skip < token id": ""}
+    columns = {"k": "", "learned": "share", **dict.fromkeys(alike, "share")}
+    columns |= {"skip": "share", "token id": "share", "layers skip < token id": ""}
     columns_of = {"layer": "", **{f"{name}, k={k}": "share" for k in mean for name in ("learned", "skip")}}
     tables = [
         FindingTable.of("Mean over layers: right, of the K named", columns, cells),
         FindingTable.of("By layer", columns_of, by_layer),
+        FindingTable.of(
+            "GOODPRED: right, of those named, times there before use, of those named; 25 %",
+            {"k": "", **dict.fromkeys(good, "share")},
+            [(k, *(one[k] for one in good.values())) for k in mean],
+        ),
     ]
     setting = f"{num_judged} decode tokens; token ids counted over {num} tokens; {lab.subject.weights_note}"
     return lab.finding(setting, tables, checks, notes)
+
+
+PREDICTIONS = {"learned": "", "skip": ":prediction=lookahead"}
+
+
+def trained(
+    lab: Lab, data: Dataset, training: Sequence[RowRange], like: LearnedWeights, is_plain: bool
+) -> LearnedWeights:
+    """Networks of as many numbers, which learned from the training part."""
+    (one, *_) = like.mlps.values()
+    num_inputs, num_experts = one.direct.shape[1], len(one.bias)
+    hidden = round((one.num_parameters - num_experts) / (num_inputs + num_experts + 1)) if is_plain else len(one.hidden)
+    stopping = sum(span.num_rows for span in training[: max(1, len(training) // STOPPING)])
+    rows = np.arange(sum(span.num_rows for span in training))
+    options = TrainOptions(like.distances, hidden, 4 if lab.quick else 40, seed=lab.seed, plain=is_plain)
+    return train(data, rows[stopping:], rows[:stopping], options).weights
+
+
+def goodpred(runs: Runs, system: str, k: int) -> float:
+    """Of predictions k layers ahead."""
+    runs.row(system)
+    return Estimate.of_seeds([row["goodpred_by_distance"][str(k)] for row in runs.by_seed[system]])
+
+
+def good_prediction(learned: Mapping[int, float], skip: Mapping[int, float]) -> list[Check]:
+    """GOODPRED by distance: what the learned predictor is for."""
+    best = max(learned, key=lambda k: float(learned[k]))
+    return [
+        rules.everywhere(
+            "the learned predictor's GOODPRED is higher than skip prediction's, beyond k = 1",
+            {
+                f"k={k}": rules.compare(("learned", "skip"), {"learned": learned[k], "skip": skip[k]}, lowest=False)
+                for k in learned
+                if k > 1
+            },
+            "GOODPRED at the same k, where what is there before use is alike",
+            "where both are right as often, both are there as often: it is decided by accuracy, above",
+            unit="share",
+            paper="higher, as it is more accurate (section 4)",
+        ),
+        rules.above(
+            "and highest where it looks farther ahead than one layer",
+            {f"learned, k = {best}": learned[best], "skip, k = 1": skip[1]},
+            "what comes sooner is not there more often: the link is busy either way",
+            slack=-NEGLIGIBLE,
+            unit="share",
+            paper="skip prediction is accurate at k = 1, but too late",
+        ),
+    ]
 
 
 def keeps_accuracy(learned: Mapping[int, float], skip: Mapping[int, float], why: Why) -> Check:
@@ -239,7 +426,7 @@ def keeps_accuracy(learned: Mapping[int, float], skip: Mapping[int, float], why:
 # -- 11 to 17: beside static and LRU caches, technique by technique, and by how much is kept ------------------------
 
 
-def fastest(rows: dict[str, Row], where: str = "", paper: Sequence[str] = ("", "")) -> list[Check | None]:
+def fastest(rows: Mapping[str, Row], where: str = "", paper: Sequence[str] = ("", "")) -> list[Check | None]:
     """ProMoE before static and LRU in prompts and in decode. `paper`: how many times faster, in both."""
     return [
         metric.best(f"ProMoE has the lowest {metric.header}{where}", rows, "promoe", paper=times)
@@ -247,36 +434,60 @@ def fastest(rows: dict[str, Row], where: str = "", paper: Sequence[str] = ("", "
     ]
 
 
+FASTER = {
+    "transformers": ("1.52x and 2.32x faster", "1.52x and 1.33x faster"),
+    "llama.cpp": ("1.36x and 2.12x faster", "1.49x and 1.09x faster"),
+}
+
+
 @experiment("promoe:11", also=("12",))
 def overall(lab: Lab) -> Finding:
-    """Beside static and LRU caches
+    """Beside static and LRU caches, unified memory and whole layers
 
     Prefill 1.52x and 2.32x faster than static and LRU, decode 1.52x and 1.33x (transformers); 1.36x and 2.12x,
-    1.49x and 1.09x (llama.cpp). LRU thrashes in prefill, and is faster than static in decode.
+    1.49x and 1.09x (llama.cpp). LRU thrashes in prefill, and is faster than static in decode. Unified memory is always
+    slower than LRU, layers that transformers moves (TO) than static; layers that llama.cpp computes on the processor
+    (LO) mostly, but not of Mixtral.
     """
-    runs = lab.runs(HARDWARE)
-    rows = runs.rows(SYSTEMS, "50%")
-    checks = [
-        *fastest(rows, paper=("1.52x and 2.32x, 1.36x and 2.12x faster", "1.52x and 1.33x, 1.49x and 1.09x faster")),
-        TPOT.better(
-            "LRU is faster than static in decode",
-            rows,
-            "lru",
-            "static",
-            f"static hits {rows['static'].hit_rate:.1%}, LRU {rows['lru'].hit_rate:.1%}",
-        ),
-        TTFT.better(
-            "and slower in prompts, by thrashing",
-            rows,
-            "static",
-            "lru",
-            lambda: of_prompts(rows["lru"], rows["static"]),
-        ),
+    tables, checks = [], []
+    for codebase in CODEBASES:
+        rows = runs_on(lab, codebase).rows(SYSTEMS, "50%")
+        others = {
+            UM: unified_memory(lab, codebase).row(UNIFIED, "50%"),
+            OFFLOADING[codebase]: whole_layers(lab, codebase, "50%"),
+        }
+        every, ours, where = rows | others, rows["promoe"], f", {codebase}"
+        checks += fastest(rows, where, FASTER[codebase])
+        checks += [
+            TPOT.better(
+                f"LRU is faster than static in decode{where}",
+                rows,
+                "lru",
+                "static",
+                f"static hits {rows['static'].hit_rate:.1%}, LRU {rows['lru'].hit_rate:.1%}",
+            ),
+            TTFT.better(
+                f"and slower in prompts, by thrashing{where}",
+                rows,
+                "static",
+                "lru",
+                partial(of_prompts, rows["lru"], rows["static"]),
+            ),
+        ]
+        for name, better in ((UM, "lru"), (OFFLOADING[codebase], "static")):
+            for metric in (TTFT, TPOT):
+                why = f"{name} does not wait for the link: it computes" if name == OFFLOADING[CODEBASES[1]] else None
+                claim = f"{name}: slower than {better} ({metric.header}{where})"
+                checks.append(metric.better(claim, every, better, name, why))
+        faster, faster_decode = TTFT.times(ours, "of ProMoE's"), TPOT.times(ours, "of ProMoE's, decode")
+        tables.append(table_of(f"{codebase}, half of the experts", every, TTFT, faster, TPOT, faster_decode))
+    notes = [
+        f"{UM}: `{UNIFIED}` over a link that moves {PAGE >> 20} MiB at a time, {FAULT_NS // 1000} us each (assumed)",
+        "TO and LO keep whole layers, and their times are sums: nothing is decided. What attention and norms of layers "
+        "that do not stay would leave free for experts is not counted",
+        f"llama.cpp's overheads are assumed: {', '.join(f'{key} {value}' for key, value in OVERHEADS.items())}",
     ]
-    ours = rows["promoe"]
-    faster, faster_decode = TTFT.times(ours, "ProMoE is faster"), TPOT.times(ours, "ProMoE is faster, decode")
-    table = table_of("At half of the experts", rows, TTFT, faster, TPOT, faster_decode)
-    return lab.finding(lab.setting(runs, "50%"), [table], checks)
+    return lab.finding(lab.setting(runs_on(lab, CODEBASES[0]), "50%"), tables, checks, notes)
 
 
 TECHNIQUES = {
@@ -310,55 +521,62 @@ def techniques(lab: Lab) -> Finding:
     In prefill prefetching alone brings little or costs, early preemption 1.27x and reordered inference 2.29x; in
     decode each technique brings something, 1.37x in all (transformers; llama.cpp alike).
     """
-    runs = lab.runs(HARDWARE)
-    rows = runs.rows(TECHNIQUES)
-    base, whole = rows["LRU, by id, late"], rows["+ reordered"]
+    tables: list[FindingTable] = []
+    checks: list[Check | None] = []
     has_prompts = lab.subject.has_prompts
-    reads = {label: _reads(runs, system, "25%") if has_prompts else None for label, system in TECHNIQUES.items()}
-    columns = {"": "", "TTFT": "ms", "of the first": "x", "read, of absent": "number", "TPOT": "ms"}
-    columns["of the first, decode"] = "x"
-    cells: list[tuple[Cell, ...]] = []
-    for label, row in rows.items():
-        ratio = row.ttft_s / base.ttft_s if has_prompts else None
-        cells.append((label, row.ttft_s, ratio, reads[label], row.tpot_s, row.tpot_s / base.tpot_s))
+    for codebase in CODEBASES:
+        runs, where = runs_on(lab, codebase), f", {codebase}"
+        rows = runs.rows(TECHNIQUES)
+        base, whole = rows["LRU, by id, late"], rows["+ reordered"]
+        reads = {label: _reads(runs, system, "25%") if has_prompts else None for label, system in TECHNIQUES.items()}
+        columns = {"": "", "TTFT": "ms", "of the first": "x", "read, of absent": "number", "TPOT": "ms"}
+        columns["of the first, decode"] = "x"
+        cells: list[tuple[Cell, ...]] = []
+        for label, row in rows.items():
+            ratio = row.ttft_s / base.ttft_s if has_prompts else None
+            cells.append((label, row.ttft_s, ratio, reads[label], row.tpot_s, row.tpot_s / base.tpot_s))
+        tables.append(FindingTable.of(f"One technique after the other{where}", columns, cells))
+        checks.append(
+            TPOT.monotonic(
+                f"in decode each technique makes it faster{where}",
+                rows,
+                partial(_why_slower, rows),
+                rises=False,
+                slack=0.005,
+            )
+        )
+        in_all = f"all of it takes less time in decode than LRU{where}"
+        paper = "1.37x faster" if codebase == CODEBASES[0] else ""
+        checks.append(TPOT.better(in_all, rows, "+ reordered", "LRU, by id, late", paper=paper))
+        if has_prompts:
+            times = [rows[label].ttft_s for label in ("LRU, by id, late", "+ prefetch", "+ chunked", "+ reordered")]
+            checks += in_prompts(times, partial(of_prompts, *rows.values()), where)
+            checks.append(
+                rules.below(
+                    f"reordering ends the thrash: nothing is read twice{where}",
+                    {"read, of absent": reads["+ reordered"] or 0.0, "LRU by id": reads["LRU, by id, late"] or 0.0},
+                    partial(of_prompts, whole, base),
+                )
+            )
+    return lab.finding(lab.setting(runs_on(lab, CODEBASES[0]), "25%"), tables, checks)
 
-    def why_slower() -> str:
-        before, after = next((a, b) for a, b in pairwise(rows.values()) if b.tpot_s > a.tpot_s)
-        is_cut = after["segments"] > before["segments"]
-        return of_time(after, before) + ("; and every piece of an expert takes a launch of its own" if is_cut else "")
 
-    checks: list[Check | None] = [
-        TPOT.monotonic("in decode each technique makes it faster", rows, why_slower, rises=False, slack=0.005),
-        *TPOT.sizes(
-            "all of it takes less time in decode than", rows, "+ reordered", {"LRU, by id, late": 1 - 1 / 1.37}
-        ),
-    ]
-    if has_prompts:
-        checks += [
-            *in_prompts(
-                [rows[label].ttft_s for label in ("LRU, by id, late", "+ prefetch", "+ chunked", "+ reordered")],
-                lambda: of_prompts(*rows.values()),
-            ),
-            rules.below(
-                "reordering ends the thrash: nothing is read twice",
-                {"read, of absent": reads["+ reordered"] or 0.0, "LRU by id": reads["LRU, by id, late"] or 0.0},
-                lambda: of_prompts(whole, base),
-            ),
-        ]
-    table = FindingTable.of("One technique after the other", columns, cells)
-    return lab.finding(lab.setting(runs, "25%"), [table], checks)
+def _why_slower(rows: Mapping[str, Row]) -> str:
+    before, after = next((a, b) for a, b in pairwise(rows.values()) if b.tpot_s > a.tpot_s)
+    is_cut = after["segments"] > before["segments"]
+    return of_time(after, before) + ("; and every piece of an expert takes a launch of its own" if is_cut else "")
 
 
 LITTLE = 0.05
 
 
-def in_prompts(times: Sequence[float], why: Why) -> list[Check]:
+def in_prompts(times: Sequence[float], why: Why, where: str = "") -> list[Check]:
     """Times to the first token, of the first, with prefetching, in chunks, and with all techniques."""
     base, prefetch, chunked, reordered = times
     gains = {"early preemption and reordering": chunked - reordered, "prefetching in chunks": base - chunked}
     return [
         rules.above(
-            "prefetching alone brings a prompt little, or costs",
+            f"prefetching alone brings a prompt little, or costs{where}",
             {"+ prefetch": prefetch, "LRU": base},
             why,
             slack=LITTLE,
@@ -366,14 +584,14 @@ def in_prompts(times: Sequence[float], why: Why) -> list[Check]:
             paper="brings little, and can cost",
         ),
         rules.above(
-            "of what all of it brings a prompt, early preemption and reordering bring most",
+            f"of what all of it brings a prompt, early preemption and reordering bring most{where}",
             gains,
             why,
             unit="ms",
             paper="1.27x with early preemption, 2.29x with both",
         ),
         rules.above(
-            "and with both a prompt is faster by half of what the paper has",
+            f"and with both a prompt is faster by half of what the paper has{where}",
             {"LRU over + reordered": base / reordered, "half of the gain": 1 + HALF * (PAPER_PROMPTS - 1)},
             why,
             unit="x",
@@ -391,17 +609,43 @@ def rates(lab: Lab) -> Finding:
 
     At all cache rates ProMoE is fastest: in prefill 1.72x and 1.75x before LRU, 1.22x and 1.43x before static
     (DS-1, QW-2), in decode 1.58x and 1.34x; loading on the critical path falls to 25.61 and 11.18 % of decode (LRU
-    45.52 and 36.31 %).
+    45.52 and 36.31 %). With llama.cpp (figure 17) it is 1.53x and 1.10x before LRU and static in prefill, 1.14x and
+    1.27x in decode, where computing on the processor (LO) is faster at low cache rates and slower at high ones.
     """
-    runs = lab.runs(HARDWARE)
-    found = {rate: runs.rows(SYSTEMS, rate) for rate in RATES}
-    metrics = [TTFT, BLOCKED] * lab.subject.has_prompts + [TPOT, WAITING]
-    tables = [grid(one.header, found, one, "kept") for one in metrics]
-    paper = ("1.72x and 1.75x, 1.22x and 1.43x faster in the mean", "1.58x and 1.34x faster in the mean")
-    checks = [check for rate, rows in found.items() for check in fastest(rows, f", {rate} kept", paper)]
-    checks.append(WAITING.everywhere("and waits least in decode", found, "promoe"))
-    return lab.finding(lab.setting(runs), tables, checks)
+    tables: list[FindingTable] = []
+    checks: list[Check | None] = []
+    for codebase, (of_prefill, of_decode) in MEANS.items():
+        runs, where = runs_on(lab, codebase), f", {codebase}"
+        found = {rate: runs.rows(SYSTEMS, rate) for rate in RATES}
+        name = OFFLOADING[codebase]
+        shown = {rate: rows | {name: whole_layers(lab, codebase, rate)} for rate, rows in found.items()}
+        metrics = [TTFT, BLOCKED] * lab.subject.has_prompts + [TPOT, WAITING]
+        tables += [grid(f"{one.header}{where}", shown, one, "kept") for one in metrics]
+        for one, paper in ((TTFT, of_prefill), (TPOT, of_decode)):
+            if one is TPOT or lab.subject.has_prompts:
+                claim = f"ProMoE has the lowest {one.header} at all cache rates{where}"
+                checks.append(one.everywhere(claim, found, "promoe", paper=paper))
+        checks.append(WAITING.everywhere(f"and waits least in decode{where}", found, "promoe"))
+        if codebase == CODEBASES[1]:
+            least, most = shown[RATES[0]], shown[RATES[-1]]
+            checks += [
+                TPOT.better(
+                    "with little memory LO decodes faster than ProMoE",
+                    least,
+                    name,
+                    "promoe",
+                    "17: computing "
+                    "on the processor reads every weight from its memory, which is not that much faster than the link",
+                ),
+                TPOT.better("and with much memory slower", most, "promoe", name),
+            ]
+    return lab.finding(lab.setting(runs_on(lab, CODEBASES[0])), tables, checks)
 
+
+MEANS = {
+    "transformers": ("1.72x and 1.75x, 1.22x and 1.43x faster in the mean", "1.58x and 1.34x faster in the mean"),
+    "llama.cpp": ("1.53x and 1.10x faster in the mean", "1.14x and 1.27x faster in the mean"),
+}
 
 # -- 18 to 25: several requests at once, and fewer bits a weight -----------------------------------------------------
 
@@ -462,29 +706,72 @@ def batches(lab: Lab) -> Finding:
     return lab.finding(setting, tables, checks, ["requests of a batch begin together"])
 
 
+SAME_MEMORY = {16: "12.5%", 8: "25%", 4: "50%"}
+"""Of the experts: what fits into the memory that half of them take at 4 bits."""
+OF_BITS = ("2.049x and 1.29x faster", "1.21x and 1.742x faster")
+
+
 @experiment("promoe:23", also=("24", "25"), most=1)
 def bits(lab: Lab) -> Finding:
     """By bits per weight
 
     From 16 to 4 bits at the same cache rate ProMoE stays 2.049x (1.21x) before LRU and 1.29x (1.742x) before static
-    in prefill (decode) of DS-1, stable over bits; in transformers prefetching is hidden completely as bits fall.
+    in prefill (decode) of DS-1, stable over bits (23, llama.cpp). In the same memory, at cache rates that fall as bits
+    rise, its gain over LRU in prefill falls from 2.064x at 4 bits to 1.105x at 16 (24, llama.cpp, QW-2). In
+    transformers prefetching is hidden completely as bits fall (25).
     """
-    machine, schedules = Hardware.read(HARDWARE), lab.schedules()
-    found = {}
-    for num in BITS:
-        link = replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * 16 / num)
-        runs = lab.runs_of(schedules, replace(machine, link=link))
-        found[num] = runs.rows(SYSTEMS, "50%")
-    columns = {"bits": "", **{f"{name}, TPOT": "ms" for name in SYSTEMS}, "ProMoE of LRU": "x", "ProMoE waits": "share"}
-    cells: list[tuple[Cell, ...]] = []
-    for num, rows in found.items():
-        ratio, waits = rows["lru"].tpot_s / rows["promoe"].tpot_s, rows["promoe"].waiting(True)
-        cells.append((num, *(row.tpot_s for row in rows.values()), ratio, waits))
-    ours = {num: rows["promoe"] for num, rows in found.items()}
-    checks = [check for num, rows in found.items() for check in fastest(rows, f", {num} bits")]
-    checks.append(WAITING.monotonic("with fewer bits ProMoE waits less", ours, rises=False))
+    half = dict.fromkeys(BITS, "50%")
+    figures = {
+        "23: half of the experts, llama.cpp": (CODEBASES[1], half),
+        "24: the same memory, llama.cpp": (CODEBASES[1], SAME_MEMORY),
+        "25: half of the experts, transformers": (CODEBASES[0], half),
+    }
+    tables: list[FindingTable] = []
+    checks: list[Check | None] = []
+    has_prompts = lab.subject.has_prompts
+    for title, (codebase, memories) in figures.items():
+        found = {num: _with_bits(lab, codebase, num).rows(SYSTEMS, memories[num]) for num in BITS}
+        cells: list[tuple[Cell, ...]] = []
+        gains: dict[str, float] = {}
+        for num, rows in found.items():
+            lru, ours = rows["lru"], rows["promoe"]
+            gains[f"{num} bits"] = lru.ttft_s / ours.ttft_s if has_prompts else lru.tpot_s / ours.tpot_s
+            times = [one.of(row) for one in (TTFT, TPOT)[not has_prompts :] for row in rows.values()]
+            cells.append((num, memories[num], *times, gains[f"{num} bits"], ours.waiting(True)))
+        names = [f"{name}, {one.header}" for one in (TTFT, TPOT)[not has_prompts :] for name in SYSTEMS]
+        phase = "prompts" if has_prompts else "decode"
+        columns = {"bits": "", "kept": "", **dict.fromkeys(names, "ms"), f"LRU of ProMoE, {phase}": "x"}
+        tables.append(FindingTable.of(title, columns | {"ProMoE waits": "share"}, cells))
+        if title.startswith("24"):
+            extremes = found[16]["promoe"], found[4]["promoe"]
+            checks.append(
+                rules.monotonic(
+                    f"24: in the same memory its gain over LRU in {phase} rises as bits fall",
+                    gains,
+                    partial(of_prompts if has_prompts else of_steps, *extremes),
+                    rises=True,
+                    unit="x",
+                    slack=NEGLIGIBLE,
+                    paper="1.105x at 16 bits, 2.064x at 4",
+                )
+            )
+        elif title.startswith("25"):
+            waits = {num: rows["promoe"] for num, rows in found.items()}
+            checks.append(WAITING.monotonic("25: with fewer bits ProMoE waits less", waits, rises=False))
+        else:
+            for one, paper in zip((TTFT, TPOT), OF_BITS, strict=True):
+                if one is TPOT or has_prompts:
+                    named = {str(num): rows for num, rows in found.items()}
+                    claim = f"23: ProMoE has the lowest {one.header} at all bits"
+                    checks.append(one.everywhere(claim, named, "promoe", paper=paper))
     notes = [
         "bytes to load are scaled by the bits, by a link as many times faster; computing stays as it is, as the paper "
         "says of it; what unpacking takes is not counted"
     ]
-    return lab.finding(lab.setting(runs, "50%"), [FindingTable.of("By bits a weight", columns, cells)], checks, notes)
+    return lab.finding(lab.setting(runs_on(lab, CODEBASES[1])), tables, checks, notes)
+
+
+def _with_bits(lab: Lab, codebase: str, num: int) -> Runs:
+    machine = on(lab, codebase)
+    link = replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * 16 / num)
+    return lab.once(("bits", codebase, num), lambda: lab.runs_of(lab.schedules(), replace(machine, link=link)))

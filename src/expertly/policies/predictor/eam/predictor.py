@@ -35,6 +35,7 @@ class EAMOptions(PolicyOptions):
     threshold: float = option(
         0.0, "share of the tokens of the matched requests below which an expert is not named", least=0, most=1
     )
+    proximity: bool = option(True, "of two layers the nearer one's experts first, where it names several")
     update: bool = option(True, "learn from what runs")
 
 
@@ -56,8 +57,9 @@ class EAM(Predictor):
     """Names the experts of the next `distance` layers, after each router anew: those that most tokens of the `matches`
     nearest requests chose there, of the requests whose matrices, over the layers that this iteration has run, have the
     least cosine distance to its own. When an iteration begins, the most popular ones of its phase. A score is p x
-    (1 - (i - l) / L), the layer i being predicted after layer l; confidence is the (mean) cosine. Every request of a
-    pass is matched on its own; the prediction is the union, by the highest p.
+    (1 - (i - l) / L), the layer i being predicted after layer l (p alone without `proximity`);
+    confidence is the (mean) cosine. Every request of a pass is matched on its own; the prediction is the union, by the
+    highest p.
 
     A request's iterations are summed, those of its prompt and of its decoding apart, and enter the collection when a
     pass comes that it is not part of (or `finish`); one that comes back after that begins anew. An iteration that
@@ -251,7 +253,7 @@ class EAM(Predictor):
             named = best_of_rows(layer, distance, likely, self._options.width or (top_k + 1) // 2)
             if named is None:
                 continue
-            near = 1 - (layer - now) / self._shape.num_layers
+            near = 1 - (layer - now) / self._shape.num_layers if self._options.proximity else 1.0
             scores = [near * score for score in named.scores]
             probabilities = (shares[0] if len(shares) == 1 else np.maximum.reduce(shares)).tolist()
             outlook = self._outlook(sequences, rows) if is_first else None
