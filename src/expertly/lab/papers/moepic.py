@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +35,7 @@ from expertly.lab.synth import write_workload, zipf
 from expertly.policies.allocation.moepic import Timing
 from expertly.scheduler.presets import get_system
 from expertly.sim.compute import compute_model, step_times
-from expertly.sim.hardware import Hardware
+from expertly.sim.hardware import Hardware, read_geometry
 from expertly.sim.schedule import Schedule
 from expertly.sim.study import Memory
 from expertly.sim.workload import RowRange
@@ -42,39 +43,76 @@ from expertly.trace.reader import Trace
 
 HARDWARE = "a6000"
 
-# -- routing made up for Mixtral-8x7B, of which none is at hand: nearly even, with a modelled lookahead ---------------
+# -- routing made up for the paper's models, of which none is at hand: nearly even, with a modelled lookahead ----------
 
-STAND_IN = "mixtral, made up"
-ZIPF, KEEP, LOOKAHEAD = 0.2, 0.15, 0.905
-"""16 % the most popular expert (12.5 would be even); consecutive tokens share one in 62 % of all cases (Jiang et al.,
-2024, table 5, has 62 to 67 % in the middle of the model); lookahead as right as ProMoE, section 4, has it.
-"""
-SIZES = LayerGeometry(8, 2, 4096, 1792, 3, 2)
-"""2 bits a weight, said as an eighth of the neurons at 2 bytes: as the paper serves it (section 4.1)."""
-DENSE = DenseShape(layer_nbytes=21_053_440, head_nbytes=262_160_384)
+STAND_IN, QWEN = "mixtral, made up", "qwen1.5-moe, made up"
+
+
+@dataclass(frozen=True, slots=True)
+class MadeUp:
+    """Routing that has what is known of a model's, and its sizes."""
+
+    title: str
+    num_layers: int
+    layer: LayerGeometry
+    dense: DenseShape | None
+    exponent: float  # of Zipf's law
+    keep: float  # how often an expert of the token before is kept
+    lookahead: float  # how often the next layer's router, asked early, is right
+
+
+def _models() -> dict[str, MadeUp]:
+    """Mixtral: 16 % the most popular expert (12.5 would be even); consecutive tokens share one in 62 % of all cases
+    (Jiang et al., 2024, table 5, has 62 to 67 % in the middle of the model); lookahead as right as ProMoE, section 4,
+    has it. 2 bits a weight, said as an eighth of the neurons at 2 bytes: as the paper serves it (section 4.1).
+
+    Qwen1.5-MoE: with 10, 20 and 40 of 60 experts kept LRU hits 19, 38 and 71 %, LFU 25, 45 and 75 % (table 1: 19, 39,
+    73 and 24, 44, 76); of 4 experts 2.07 to 3.39 are foretold (figure 2c), here 2.9.
+    """
+    qwen = read_geometry("qwen1.5-moe")
+    return {
+        STAND_IN: MadeUp(
+            "Mixtral-8x7B's sizes at 2 bits",
+            32,
+            LayerGeometry(8, 2, 4096, 1792, 3, 2),
+            DenseShape(layer_nbytes=21_053_440, head_nbytes=262_160_384),
+            *(0.2, 0.15, 0.905),
+        ),
+        QWEN: MadeUp("Qwen1.5-MoE's sizes", qwen.num_layers, qwen.layer, qwen.dense, *(0.35, 0.01, 0.72)),
+    }
+
+
 REQUESTS, PROMPT, ANSWER = 54, 64, 192
 TAU = 500
 """Decoded tokens between two configurations, instead of the paper's 5000: with the first, four in each seed's run."""
 
 
-def mixtral(folder: Path, seed: int) -> Subject:
+def made_up(name: str, folder: Path, seed: int) -> Subject:
     """Made in `folder`, which must be new."""
-    num_layers = 32
+    model = _models()[name]
+    num_layers, layer = model.num_layers, model.layer
     num_rows = REQUESTS * (PROMPT + ANSWER)
-    workload = zipf(num_layers, SIZES.num_experts, SIZES.top_k, num_rows, exponent=ZIPF, keep=KEEP, seed=seed)
+    workload = zipf(
+        *(num_layers, layer.num_experts, layer.top_k, num_rows), exponent=model.exponent, keep=model.keep, seed=seed
+    )
     write_workload(
         folder,
         workload,
-        model="mixtral-8x7b",
+        model=name.partition(",")[0],
         num_requests=REQUESTS,
         prefill_tokens=PROMPT,
-        lookahead=LOOKAHEAD,
+        lookahead=model.lookahead,
         seed=seed,
         created="",
         command="",
     )
-    sizes = f"Mixtral-8x7B's sizes at 2 bits, lookahead modelled ({LOOKAHEAD:.1%})"
-    return Subject(STAND_IN, Trace.open(folder), (SIZES,) * num_layers, DENSE, sizes, None, None)
+    sizes = f"{model.title}, lookahead modelled ({model.lookahead:.1%})"
+    return Subject(name, Trace.open(folder), (layer,) * num_layers, model.dense, sizes, None, None)
+
+
+def mixtral(folder: Path, seed: int) -> Subject:
+    """Made in `folder`, which must be new."""
+    return made_up(STAND_IN, folder, seed)
 
 
 def _budget(lab: Lab) -> str:
@@ -315,47 +353,117 @@ def some_are_slow(times: Sequence[float], why: Why) -> Check:
     )
 
 
+MEMORY_OF = {QWEN: "20%", STAND_IN: "37.5%"}
+"""288 of Qwen1.5-MoE's 1440 experts, as figure 4b has it (12 a layer, of 24); 96 of Mixtral's 256, the default."""
+SPLITS = ("0.25", "0.375", "0.5")
+SWEEP: dict[str, tuple[str | None, dict[str, float]]] = {
+    "as it is": (None, {}),
+    "half of the memory": ("half", {}),
+    "twice the memory": ("twice", {}),
+    "link, half as fast": (None, {"link": 0.5}),
+    "link, twice as fast": (None, {"link": 2.0}),
+    "link, 4 times as fast": (None, {"link": 4.0}),
+    "a launch of 10 us": (None, {"launch": 0.25}),
+    "a launch of 2.5 us, layers 8 times as fast": (None, {"launch": 0.0625, "layer": 0.125}),
+}
+"""Of the machine and memory of figure 4b: what is another."""
+
+
 @experiment("moepic:4b", also=("4",), most=1, stand_in=True)
 def ratio(lab: Lab) -> Finding:
-    """TPOT by split ratio
+    """TPOT by split ratio, and where splitting pays
 
-    With 288 experts' worth of memory the optimum is at theta = 0.4, 37.97 to 48.67 % below caching alone (theta =
-    1) and prefetching alone (theta = 0).
+    With 288 of Qwen1.5-MoE's 1440 experts' worth of memory (16 bits, A6000) the optimum is at theta = 0.4, 37.97 to
+    48.67 % below caching alone (theta = 1) and prefetching alone (theta = 0).
     """
-    is_made_up = lab.subject.name == STAND_IN
-    memory = "75%" if is_made_up else "50%"
-    runs = lab.runs("h100-pcie", sizes="mixtral-8x7b") if is_made_up else _runs(lab)
+    if lab.subject.name == STAND_IN:
+        subject = made_up(QWEN, lab.scratch / "qwen", lab.seed)
+        labs = [replace(lab, subject=subject, scratch=lab.scratch / "of qwen", _made={}), lab]
+    else:
+        labs = [lab]
+    tables: list[FindingTable] = []
+    checks: list[Check | None] = []
+    for one in labs:
+        name, memory = one.subject.name, MEMORY_OF.get(one.subject.name, "25%")
+        sweep = _sweep(one, memory)
+        rows = _runs(one).rows(_splits([f"{top / SEGMENTS:g}" for top in range(1, SEGMENTS + 1)]), memory)
+        tables.append(table_of(f"{name}, {memory}: by theta, all layers alike, P = 8", rows, TPOT, WAITING, KEPT))
+        tables.append(
+            FindingTable.of(
+                f"{name}: where splitting pays, best theta of {', '.join(SPLITS)} beside whole experts",
+                {
+                    "": "",
+                    "best split": "ms",
+                    "whole, with prefetching": "ms",
+                    "whole, alone": "ms",
+                    "of the better": "x",
+                },
+                [(where, *times, times[0] / min(times[1:])) for where, times in sweep.items()],
+            )
+        )
+        checks += splitting(name, rows, sweep)
+    settings = [f"{one.setting(_runs(one), MEMORY_OF.get(one.subject.name, '25%'))}" for one in labs]
+    return lab.finding("; ".join(settings), tables, checks, ["where splitting pays: of a tenth of the tokens"])
+
+
+def _splits(thetas: Sequence[str]) -> dict[str, str]:
     cut = f"moepic:allocation=split:segments={SEGMENTS}"
     systems = {"prefetch only": f"moepic:allocation=none:segments={SEGMENTS}"}
-    systems |= {f"{top / SEGMENTS:g}": f"{cut}:theta={top / SEGMENTS:g}" for top in range(1, SEGMENTS + 1)}
-    systems["cache only"] = f"lcp:segments={SEGMENTS}"
-    rows = runs.rows(systems, memory)
+    systems |= {theta: f"{cut}:theta={theta}" for theta in thetas}
+    return systems | {"cache only": f"lcp:segments={SEGMENTS}"}
+
+
+def _sweep(lab: Lab, memory: str) -> dict[str, tuple[float, float, float]]:
+    """By what is another: TPOT of the best split, of whole experts with prefetching and without."""
+    machine, found = Hardware.read(HARDWARE), {}
+    for where, (more, times) in SWEEP.items():
+        share = float(memory.rstrip("%")) * {None: 1.0, "half": 0.5, "twice": 2.0}[more]
+        changed = replace(
+            machine,
+            name=f"{HARDWARE}, {where}",
+            link=replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * times.get("link", 1.0)),
+            launch_ns=round(machine.launch_ns * times.get("launch", 1.0)),
+            layer_ns=round(machine.layer_ns * times.get("layer", 1.0)),
+        )
+        rows = lab.runs_of(lab.schedules(1 / 10), changed).rows(_splits([*SPLITS, "1"]), f"{share:g}%")
+        best = min(SPLITS, key=lambda theta: float(rows[theta].tpot_s))
+        found[where] = rows[best].tpot_s, rows["1"].tpot_s, rows["cache only"].tpot_s
+    return found
+
+
+def splitting(
+    name: str, rows: Mapping[str, Row], sweep: Mapping[str, tuple[float, float, float]]
+) -> list[Check | None]:
+    """Of a model: TPOT by theta, and where the best split is faster than whole experts."""
     own = [theta for theta in rows if theta[0].isdigit()]
-    at = min(own, key=lambda theta: rows[theta].tpot_s)
+    at = min(own, key=lambda theta: float(rows[theta].tpot_s))
     named = {**rows, f"theta = {at}": rows[at]}
+    pays = [where for where, (split, *whole) in sweep.items() if split < min(whole)]
 
     def why() -> str:
         waits = {theta: (row.waiting(True) or 0.0) * row.tpot_s for theta, row in rows.items()}
-        least = min(own, key=lambda theta: waits[theta])
+        least = min(own, key=lambda theta: float(waits[theta]))
         return (
-            f"what is waited for is least at theta = {least} ({waits[least] * 1e3:.2f} ms; whole experts "
-            f"{waits['1'] * 1e3:.2f} ms), but an expert in two pieces takes a launch more, and tops of more experts "
-            "are asked for less often where use is skewed, so that more bytes are loaded"
+            f"what is waited for is least at theta = {least} ({show(waits[least], 'ms')}; whole experts "
+            f"{show(waits['1'], 'ms')}), while computing takes {show(rows[least].tpot_s - waits[least], 'ms')} and "
+            f"{show(rows['1'].tpot_s - waits['1'], 'ms')}; splitting pays with: {'; '.join(pays) or 'nothing tried'}"
         )
 
     inner = {theta: row for theta, row in rows.items() if theta != "cache only"}
-    claim = "the optimum lies strictly between theta = 0 and 1"
-    checks = [
-        rules.between(claim, TPOT.values(inner), why, unit="ms"),
+    return [
+        rules.between(f"{name}: the optimum lies strictly between theta = 0 and 1", TPOT.values(inner), why, unit="ms"),
         *(
             TPOT.better(
-                text, named, f"theta = {at}", other, partial(of_steps, rows[at], rows[other]), paper="38 to 49 % less"
+                f"{name}: {text}",
+                named,
+                f"theta = {at}",
+                other,
+                partial(of_steps, rows[at], rows[other]),
+                paper="38 to 49 % less",
             )
             for text, other in (("it beats caching alone", "cache only"), ("and loading alone", "prefetch only"))
         ),
     ]
-    table = table_of("By theta, all layers alike, P = 8", rows, TPOT, WAITING, KEPT, key="theta")
-    return lab.finding(lab.setting(runs, memory), [table], checks)
 
 
 # -- 6: router inputs of adjacent layers are alike -------------------------------------------------------------------

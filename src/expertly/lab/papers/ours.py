@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from expertly.core.geometry import Geometry
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import Cell, Finding, FindingTable, experiment
+from expertly.lab.papers.findings import Cell, Finding, FindingTable, Told, experiment
 from expertly.lab.papers.measured import Estimate
-from expertly.lab.papers.metrics import of_time
-from expertly.lab.papers.runs import CannotRun, Lab
+from expertly.lab.papers.metrics import TPOT, of_time
+from expertly.lab.papers.runs import CannotRun, Lab, Row, Runs, batched
+from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule, make_schedule, with_answer
 from expertly.sim.workload import RowRange
 
@@ -57,6 +61,94 @@ def prefetch_filter(lab: Lab) -> Finding:
     )
     return lab.finding(lab.setting(lab.runs(MACHINES[0]), "25%"), [FindingTable.of("TPOT", columns, cells)], [check])
 
+
+# -- what the order of systems hangs on --------------------------------------------------------------------------------
+
+OF_EACH = ("expertly", "fmoe:distance=3", "moe-infinity", "promoe", "moepic", "mixtral-offloading")
+MACHINE = "rtx3090"
+ASSUMED = "as assumed"
+CONTEXTS = (4_096, 32_768)
+ASSUMPTIONS: dict[str, dict[str, float]] = {
+    ASSUMED: {},
+    "launches 4 times as fast": {"launch_ns": 1 / 4},
+    "launches 16 times as fast": {"launch_ns": 1 / 16},
+    "launches, layers and steps 8 times as fast": {"launch_ns": 1 / 8, "layer_ns": 1 / 8, "iteration_ns": 1 / 8},
+    "half of the link": {"link": 1 / 2},
+    "twice the link": {"link": 2.0},
+    "6 times the link": {"link": 6.0},
+}
+"""Times of what the profile of the machine assumes, or of its link."""
+BATCHES = (2, 4)
+
+
+@experiment("expertly:assumptions", most=2)
+def assumptions(lab: Lab) -> Finding:
+    """What the order of systems hangs on: launches, the link, the batch, the context
+
+    No paper says which of its results another machine would turn round.
+    """
+    machine, schedules = Hardware.read(MACHINE), lab.schedules(1 / 4)
+    found: dict[str, dict[str, Row]] = {}
+    for where, times in ASSUMPTIONS.items():
+        link = replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * times.get("link", 1.0))
+        fixed = {key: round(getattr(machine, key) * by) for key, by in times.items() if key != "link"}
+        found[where] = _beside_lru(lab.runs_of(schedules, replace(machine, name=where, link=link, **fixed)), "25%")
+    for size in BATCHES:
+        found[f"{size} requests at once"] = _beside_lru(batched(lab, MACHINE, size), "25%")
+    geometry = Geometry(lab.subject.layers)
+    for context in CONTEXTS:
+        nbytes = context * lab.subject.layers[0].hidden_size  # of a layer's keys and values
+        reading_ns = round(nbytes / machine.memory_nbytes_per_s / machine.efficiency * 1e9)
+        changed = replace(machine, name=f"context {context}", layer_ns=machine.layer_ns + reading_ns)
+        share = 100 * (0.25 - nbytes * geometry.num_layers / geometry.nbytes)
+        least = 100 * 2 * geometry.layers[0].top_k * geometry.layers[0].expert_nbytes / geometry.nbytes
+        where = f"after {context} tokens, {max(share, least):.1f}% for experts"
+        found[where] = _beside_lru(lab.runs_of(schedules, changed), f"{max(share, least):.4g}%")
+    order = {where: {name: _faster(rows, name) for name in OF_EACH} for where, rows in found.items()}
+    checks = [
+        rules.everywhere(
+            f"whether {name} is faster than lru hangs on none of it",
+            {where: _as_usual(told[name], order[ASSUMED][name].holds) for where, told in order.items()},
+            "on the same side of lru's TPOT as with what is assumed",
+            partial(_turned, found, order, name),
+            unit="ms",
+        )
+        for name in OF_EACH
+    ]
+    columns = {"": "", "lru": "ms", **{f"{name}, of lru's": "x" for name in OF_EACH}}
+    cells: list[tuple[Cell, ...]] = [
+        (where, rows["lru"].tpot_s, *(rows[name].tpot_s / rows["lru"].tpot_s for name in OF_EACH))
+        for where, rows in found.items()
+    ]
+    notes = [
+        "a context's keys and values take as many bytes a token and layer as the hidden state has numbers (gpt-oss: "
+        "0.7 of it), are read once a step, and leave so much less for experts",
+        "a quarter of the tokens",
+    ]
+    setting = lab.setting(lab.runs_of(schedules, machine), "25%")
+    return lab.finding(setting, [FindingTable.of("TPOT", columns, cells)], checks, notes)
+
+
+def _beside_lru(runs: Runs, memory: str) -> dict[str, Row]:
+    return runs.rows(("lru", *OF_EACH), memory)
+
+
+def _faster(rows: Mapping[str, Row], name: str) -> Told:
+    return rules.compare((name, "lru"), TPOT.values({one: rows[one] for one in (name, "lru")}), lowest=True)
+
+
+def _as_usual(told: Told, usual: bool | None) -> Told:
+    return told._replace(holds=None if None in (told.holds, usual) else told.holds is usual)
+
+
+def _turned(found: Mapping[str, Mapping[str, Row]], order: Mapping[str, Mapping[str, Told]], name: str) -> str:
+    """Where it is the other way round, and what of."""
+    usual = order[ASSUMED][name].holds
+    where = next(where for where, told in order.items() if told[name].holds is (not usual))
+    return f"{where}: {of_time(found[where][name], found[where]['lru'])}"
+
+
+# -- what is kept between runs -----------------------------------------------------------------------------------------
 
 LEARN = (0, 8, 24)
 REQUESTS, TOKENS = 8, 48
