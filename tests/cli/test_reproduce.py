@@ -123,7 +123,7 @@ def test_without_a_trace_the_demo_model_is_recorded_once(
 
 
 SINCE = {"fmoe:link", "fmoe:start", "moe-infinity:4.6", "moe-infinity:4.7", "moepic:3.4", "expertly:filter"}
-SINCE |= {"expertly:saved"}
+SINCE |= {"expertly:saved", "expertly:assumptions"}
 """Experiments that are newer than the page."""
 
 

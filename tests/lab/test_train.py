@@ -51,6 +51,13 @@ def test_it_learns_what_popularity_and_token_ids_do_not_know(found: TrainingStud
     assert found.num_rows == {"training": 16 * 60, "stopping": 60, "test": 7 * 50}, "tested on decode"
 
 
+def test_networks_of_two_layers_alone_have_no_other_path_and_learn_too(trace: Trace, found: TrainingStudy) -> None:
+    plain = study(trace, SPLIT, replace(OPTIONS, plain=True, hidden=48))
+    assert all(not mlp.direct.any() and mlp.hidden.any() for mlp in plain.trained.weights.mlps.values())
+    assert any(mlp.direct.any() for mlp in found.trained.weights.mlps.values())
+    assert all(one.learned > one.token_id + 0.1 for one in plain.accuracies if one.learned and one.token_id)
+
+
 def test_what_is_said_of_it_is_what_the_predictor_does(found: TrainingStudy, trace: Trace) -> None:
     """Recounted with the predictor itself, a row at a time, over the decode rows of the requests kept back."""
     layers = tuple(LayerGeometry(one.num_experts, one.top_k, 2, 4, 2, 1) for one in LAYERS)

@@ -64,6 +64,16 @@ CLAIMS: dict[str, tuple[Callable[[float], Check], float, float]] = {
         0.8,
         0.5,
     ),
+    "promoe:8, GOODPRED at the same k": (
+        lambda good: promoe.good_prediction({1: about(0.3), 4: about(good)}, {1: about(0.3), 4: about(0.2)})[0],
+        0.4,
+        0.1,
+    ),
+    "promoe:8, GOODPRED farther ahead": (
+        lambda good: promoe.good_prediction({1: about(0.3), 4: about(good)}, {1: about(0.35), 4: about(0.2)})[1],
+        0.4,
+        0.3,
+    ),
     "promoe:13, prefetching alone": (lambda time: prompts(1.0, time, 0.9, 0.4)[0], 1.1, 0.8),
     "promoe:13, most of it": (lambda time: prompts(1.0, 1.0, time, 0.4)[1], 0.9, 0.5),
     "promoe:13, size": (lambda time: prompts(1.0, 1.0, 1.0, time)[2], 0.5, 0.7),

@@ -22,7 +22,7 @@ from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Selection, make_schedule
 from tests.lab.papers.small import full_trace, imported_trace
 
-WHOLE = ["fmoe:9", "fmoe:12b", "moe-infinity:2", "promoe:13", "moepic:4a"]
+WHOLE = ["fmoe:9", "fmoe:12b", "moe-infinity:2", "promoe:11", "promoe:13", "promoe:23", "moepic:4a"]
 
 
 @pytest.fixture(scope="module")

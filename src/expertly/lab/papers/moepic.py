@@ -49,7 +49,7 @@ STAND_IN, QWEN = "mixtral, made up", "qwen1.5-moe, made up"
 
 
 @dataclass(frozen=True, slots=True)
-class MadeUp:
+class MadeUpRouting:
     """Routing that has what is known of a model's, and its sizes."""
 
     title: str
@@ -61,7 +61,7 @@ class MadeUp:
     lookahead: float  # how often the next layer's router, asked early, is right
 
 
-def _models() -> dict[str, MadeUp]:
+def _models() -> dict[str, MadeUpRouting]:
     """Mixtral: 16 % the most popular expert (12.5 would be even); consecutive tokens share one in 62 % of all cases
     (Jiang et al., 2024, table 5, has 62 to 67 % in the middle of the model); lookahead as right as ProMoE, section 4,
     has it. 2 bits a weight, said as an eighth of the neurons at 2 bytes: as the paper serves it (section 4.1).
@@ -71,14 +71,14 @@ def _models() -> dict[str, MadeUp]:
     """
     qwen = read_geometry("qwen1.5-moe")
     return {
-        STAND_IN: MadeUp(
+        STAND_IN: MadeUpRouting(
             "Mixtral-8x7B's sizes at 2 bits",
             32,
             LayerGeometry(8, 2, 4096, 1792, 3, 2),
             DenseShape(layer_nbytes=21_053_440, head_nbytes=262_160_384),
             *(0.2, 0.15, 0.905),
         ),
-        QWEN: MadeUp("Qwen1.5-MoE's sizes", qwen.num_layers, qwen.layer, qwen.dense, *(0.35, 0.01, 0.72)),
+        QWEN: MadeUpRouting("Qwen1.5-MoE's sizes", qwen.num_layers, qwen.layer, qwen.dense, *(0.35, 0.01, 0.72)),
     }
 
 
@@ -87,9 +87,9 @@ TAU = 500
 """Decoded tokens between two configurations, instead of the paper's 5000: with the first, four in each seed's run."""
 
 
-def made_up(name: str, folder: Path, seed: int) -> Subject:
-    """Made in `folder`, which must be new."""
-    model = _models()[name]
+def made_up(name: str, folder: Path, seed: int, **changed: float) -> Subject:
+    """Made in `folder`, which must be new. `changed`: what its routing has instead, a field of MadeUpRouting."""
+    model = replace(_models()[name], **changed)  # type: ignore[arg-type]
     num_layers, layer = model.num_layers, model.layer
     num_rows = REQUESTS * (PROMPT + ANSWER)
     workload = zipf(
@@ -355,18 +355,22 @@ def some_are_slow(times: Sequence[float], why: Why) -> Check:
 
 MEMORY_OF = {QWEN: "20%", STAND_IN: "37.5%"}
 """288 of Qwen1.5-MoE's 1440 experts, as figure 4b has it (12 a layer, of 24); 96 of Mixtral's 256, the default."""
-SPLITS = ("0.25", "0.375", "0.5")
-SWEEP: dict[str, tuple[str | None, dict[str, float]]] = {
-    "as it is": (None, {}),
-    "half of the memory": ("half", {}),
-    "twice the memory": ("twice", {}),
-    "link, half as fast": (None, {"link": 0.5}),
-    "link, twice as fast": (None, {"link": 2.0}),
-    "link, 4 times as fast": (None, {"link": 4.0}),
-    "a launch of 10 us": (None, {"launch": 0.25}),
-    "a launch of 2.5 us, layers 8 times as fast": (None, {"launch": 0.0625, "layer": 0.125}),
+SPLITS = ("0.375", "0.625", "0.75", "0.875")
+SWEEP: dict[str, dict[str, float]] = {
+    "as it is": {},
+    "half of the memory": {"memory": 1 / 2},
+    "twice the memory": {"memory": 2},
+    "a link half as fast": {"link": 1 / 2},
+    "a link twice as fast": {"link": 2},
+    "a link 4 times as fast": {"link": 4},
+    "launches 16 times as fast": {"launch_ns": 1 / 16},
+    "launches 16 times, layers 8 times as fast": {"launch_ns": 1 / 16, "layer_ns": 1 / 8},
+    "all experts used alike": {"exponent": 0, "keep": 0},
+    "every guess right": {"lookahead": 1},
+    "all used alike, every guess right": {"exponent": 0, "keep": 0, "lookahead": 1},
+    "the same, a link twice as fast": {"exponent": 0, "keep": 0, "lookahead": 1, "link": 2},
 }
-"""Of the machine and memory of figure 4b: what is another."""
+"""Times of the memory, and of what figure 4b's machine has; or what the routing made up for the model has instead."""
 
 
 @experiment("moepic:4b", also=("4",), most=1, stand_in=True)
@@ -376,11 +380,7 @@ def ratio(lab: Lab) -> Finding:
     With 288 of Qwen1.5-MoE's 1440 experts' worth of memory (16 bits, A6000) the optimum is at theta = 0.4, 37.97 to
     48.67 % below caching alone (theta = 1) and prefetching alone (theta = 0).
     """
-    if lab.subject.name == STAND_IN:
-        subject = made_up(QWEN, lab.scratch / "qwen", lab.seed)
-        labs = [replace(lab, subject=subject, scratch=lab.scratch / "of qwen", _made={}), lab]
-    else:
-        labs = [lab]
+    labs = [_with(lab, "qwen", QWEN), lab] if lab.subject.name == STAND_IN else [lab]
     tables: list[FindingTable] = []
     checks: list[Check | None] = []
     for one in labs:
@@ -416,19 +416,33 @@ def _splits(thetas: Sequence[str]) -> dict[str, str]:
 def _sweep(lab: Lab, memory: str) -> dict[str, tuple[float, float, float]]:
     """By what is another: TPOT of the best split, of whole experts with prefetching and without."""
     machine, found = Hardware.read(HARDWARE), {}
-    for where, (more, times) in SWEEP.items():
-        share = float(memory.rstrip("%")) * {None: 1.0, "half": 0.5, "twice": 2.0}[more]
-        changed = replace(
+    share, of_machine = float(memory.rstrip("%")), ("memory", "link", "launch_ns", "layer_ns")
+    for number, (where, changed) in enumerate(SWEEP.items()):
+        routing = {key: value for key, value in changed.items() if key not in of_machine}
+        one = lab
+        if routing:
+            if lab.subject.name not in _models():
+                continue
+            one = _with(lab, f"sweep-{number}", lab.subject.name, **routing)
+        times = {key: changed.get(key, 1) for key in of_machine}
+        other = replace(
             machine,
             name=f"{HARDWARE}, {where}",
-            link=replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * times.get("link", 1.0)),
-            launch_ns=round(machine.launch_ns * times.get("launch", 1.0)),
-            layer_ns=round(machine.layer_ns * times.get("layer", 1.0)),
+            link=replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * times["link"]),
+            launch_ns=round(machine.launch_ns * times["launch_ns"]),
+            layer_ns=round(machine.layer_ns * times["layer_ns"]),
         )
-        rows = lab.runs_of(lab.schedules(1 / 10), changed).rows(_splits([*SPLITS, "1"]), f"{share:g}%")
+        rows = one.runs_of(one.schedules(1 / 10), other).rows(_splits([*SPLITS, "1"]), f"{share * times['memory']:g}%")
         best = min(SPLITS, key=lambda theta: float(rows[theta].tpot_s))
         found[where] = rows[best].tpot_s, rows["1"].tpot_s, rows["cache only"].tpot_s
     return found
+
+
+def _with(lab: Lab, folder: str, name: str, **routing: float) -> Lab:
+    """The same, on other routing."""
+    scratch = lab.scratch / folder
+    subject = made_up(name, scratch / "trace", lab.seed, **routing)
+    return replace(lab, subject=subject, scratch=scratch, _made={})
 
 
 def splitting(

@@ -558,7 +558,7 @@ def first_decoded(trace: Trace, spans: Sequence[RowRange], num_tokens: int) -> l
 # -- batches -----------------------------------------------------------------------------------------------------
 
 
-def batched(lab: Lab, hardware: str, size: int) -> Runs:
+def batched(lab: Lab, hardware: str | Hardware, size: int) -> Runs:
     """The same requests for every size, of which `size` run together: their prompts in one pass, then a token of each
     a pass, until all have ended. Routing does not depend on who else runs.
     """
@@ -582,7 +582,7 @@ def batched(lab: Lab, hardware: str, size: int) -> Runs:
     return lab.once(("batched", hardware, size), lambda: lab.runs_of(schedules, hardware, traces=traces))
 
 
-def prompts_need(lab: Lab, hardware: str, size: int) -> float:
+def prompts_need(lab: Lab, hardware: str | Hardware, size: int) -> float:
     """Of a layer's experts, the share that the prompts of a batch need together; the mean over batches and layers."""
     shares = []
     for study in batched(lab, hardware, size).studies:
