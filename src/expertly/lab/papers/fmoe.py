@@ -195,7 +195,8 @@ def distance_hits(lab: Lab) -> Finding:
     }
     found = {name: {d: runs.row(of(d)) for d in DISTANCES} for name, of in ways.items()}
     maps = found["maps"]
-    columns = {"d": "", **{f"{name}{what}": "share" for name in ways for what in ("", ", right")}}
+    labels = {name: f"{name} (modelled)" if one[DISTANCE].is_modelled else name for name, one in found.items()}
+    columns = {"d": "", **{f"{name}{what}": "share" for name in labels.values() for what in ("", ", right")}}
     cells = [(d, *(of(one[d]) for one in found.values() for of in (HITS.of, RIGHT.of))) for d in DISTANCES]
     is_finer = {
         name: {d: HITS.told({"maps": maps[d], name: found[name][d]}, "maps") for d in DISTANCES}
@@ -206,15 +207,20 @@ def distance_hits(lab: Lab) -> Finding:
     narrow = lab.runs(HARDWARE)
     one_link = narrow.rows(systems(lab) | {"lru": "lru"} | ABLATIONS)
     compared = [
-        (label, *(of(row) for row in (rows, one_link[label]) for of in (HITS.of, TPOT.of)))
-        for label, rows in (others | without).items()
+        (
+            f"{label} (modelled)" if row.is_modelled else label,
+            *(of(one) for one in (row, one_link[label]) for of in (HITS.of, TPOT.of)),
+        )
+        for label, row in (others | without).items()
     ]
 
     def why(other: str) -> str:
         best = max(without, key=lambda label: float(without[label].hit_rate))
         hits = float(without[best].hit_rate)
-        said = f"{of_hits(others[PAPERS], others[other])}; with {best} fMoE hits {show(hits, 'share')}, which is "
-        return said + ("more: that is the reason" if hits > others[other].hit_rate else "less, too")
+        modelled = f"{other} is modelled; " if others[other].is_modelled else ""
+        verdict = "more: that is the reason" if hits > others[other].hit_rate else "less, too"
+        said = f"{modelled}{of_hits(others[PAPERS], others[other])}"
+        return f"{said}; with {best} fMoE hits {show(hits, 'share')}, which is {verdict}"
 
     checks: list[Check | None] = [
         HITS.monotonic(
