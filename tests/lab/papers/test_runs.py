@@ -159,6 +159,13 @@ def test_moepic_configures_anew_several_times_while_its_stand_in_is_measured(ses
     }
 
 
+def test_what_the_configurator_is_told_changes_what_is_measured(lab: Lab) -> None:
+    """With the first configuration alone every zeta took the same time to the bit."""
+    rows = [lab.runs("a6000").row(f"moepic:tau=16:zeta={zeta}") for zeta in ("0.01", "0.05")]
+    assert all(row["allocation"]["configurations"] > 3 for row in rows)
+    assert rows[0].tpot_s != rows[1].tpot_s
+
+
 def test_means_are_of_the_requests_that_the_simulator_ran(lab: Lab) -> None:
     """What intervals are made of adds up to what is reported."""
     runs = lab.runs("rtx3090")

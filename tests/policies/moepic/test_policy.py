@@ -33,10 +33,13 @@ def one_token(layer: int, experts: list[int]) -> RouterRan:
 
 @pytest.mark.parametrize(
     ("theta", "segments", "top"),
-    [(0.5, 4, 2), (0.25, 4, 1), (0.6, 4, 2), (0.7, 4, 3), (0.01, 4, 1), (0.99, 4, 4), (0.5, 3, 1), (0.5, 1, 1)],
+    [
+        *((0.5, 4, 2), (0.25, 4, 1), (0.6, 4, 2), (0.7, 4, 3), (0.01, 4, 1), (0.99, 4, 4), (0.5, 3, 1), (0.5, 1, 1)),
+        *((0.4, 5, 2), (0.4, 8, 3)),  # the paper's best
+    ],
 )
 def test_theta_is_the_nearest_number_of_segments(theta: float, segments: int, top: int) -> None:
-    shape = geometry(layers=2, experts=8, segments=segments, width=12)
+    shape = geometry(layers=2, experts=8, segments=segments, width=120)
     tops = SplitExperts(shape, SplitOptions(theta)).tops([top, top])
     assert tops == (None if top == segments else [top, top])
 
