@@ -34,7 +34,7 @@ def test_layers_that_all_stay_take_what_the_simulator_says_of_all_experts(lab: L
 def test_layers_that_transformers_moves_take_the_time_of_their_bytes_more(lab: Lab) -> None:
     """Half of 8 layers stay; each of the others waits for attention's weights (none here) and 2 experts."""
     row, resident = promoe.whole_layers(lab, "transformers", "50%"), lab.runs(promoe.HARDWARE).row("resident", "100%")
-    machine, expert = promoe.on(lab, "transformers"), lab.subject.layers[0].expert_nbytes
+    machine, expert = promoe.on("transformers"), lab.subject.layers[0].expert_nbytes
     each_ns = machine.link.latency_ns + machine.link.occupies_ns(0) + 2 * machine.link.occupies_ns(expert)
     assert row.tpot_s - resident.tpot_s == pytest.approx(4 * each_ns / 1e9)
     assert row.waiting(True) == pytest.approx(4 * each_ns / 1e9 / row.tpot_s)
@@ -51,7 +51,7 @@ def test_layers_that_llama_cpp_computes_on_the_processor_wait_for_nothing_and_ar
 def test_pages_are_more_bytes_than_experts_and_each_is_a_fault(lab: Lab) -> None:
     """An expert of 8 MiB in 2 matrices is 4 pages, and one more for each matrix."""
     (link,) = {study.hardware.link for study in promoe.unified_memory(lab, "transformers").studies}
-    own = promoe.on(lab, "transformers").link
+    own = promoe.on("transformers").link
     layer = lab.subject.layers[0]
     num_pages = layer.expert_nbytes / promoe.PAGE + layer.num_matrices
     expected = num_pages * (promoe.PAGE / own.nbytes_per_s * 1e9 + promoe.FAULT_NS)

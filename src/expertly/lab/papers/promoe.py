@@ -71,21 +71,21 @@ PROCESSOR: dict[str, Any] = {
 """An i9-14900K: two channels of DDR5-5600 (Intel's data sheet), its operations assumed."""
 
 
-def on(lab: Lab, codebase: str) -> Hardware:
+def on(codebase: str) -> Hardware:
     """The paper's machine."""
     machine = Hardware.read(HARDWARE)
     return machine if codebase == CODEBASES[0] else replace(machine, name=f"{machine.name}, {codebase}", **OVERHEADS)
 
 
 def runs_on(lab: Lab, codebase: str) -> Runs:
-    return lab.once(("on", codebase), lambda: lab.runs_of(lab.schedules(), on(lab, codebase)))
+    return lab.once(("on", codebase), lambda: lab.runs_of(lab.schedules(), on(codebase)))
 
 
 def unified_memory(lab: Lab, codebase: str) -> Runs:
     """UM: one LRU cache whose link moves whole pages, when they are touched. Matrices begin and end within pages."""
 
     def make() -> Runs:
-        machine, layer = on(lab, codebase), lab.subject.layers[0]
+        machine, layer = on(codebase), lab.subject.layers[0]
         num_pages = layer.expert_nbytes / PAGE + layer.num_matrices
         link = replace(
             machine.link,
@@ -102,7 +102,7 @@ def whole_layers(lab: Lab, codebase: str, memory: str) -> Row:
     needs, attention too, and waits; LO (llama.cpp) computes all of them on the processor. Nothing is to be decided, so
     that times are sums over what each pass needs.
     """
-    runs, machine = runs_on(lab, codebase), on(lab, codebase)
+    runs, machine = runs_on(lab, codebase), on(codebase)
     geometry, dense = Geometry(lab.subject.layers), lab.subject.dense
     here = compute_model(machine, geometry, dense)
     there = compute_model(replace(machine, **PROCESSOR), geometry, dense) if codebase == CODEBASES[1] else here
@@ -668,7 +668,7 @@ def batches(lab: Lab) -> Finding:
     checks: list[Check | None] = []
     has_prompts = lab.subject.has_prompts
     for codebase, (of_prefill, of_decode) in BATCHED.items():
-        machine, where = on(lab, codebase), f", {codebase}"
+        machine, where = on(codebase), f", {codebase}"
         found = {size: batched(lab, machine, size).rows(SYSTEMS, "50%") for size in SIZES}
         gain = {size: rows["lru"].tpot_s / rows["promoe"].tpot_s for size, rows in found.items()}
         columns = {"batch": "", **{f"{name}, decode": "number" for name in SYSTEMS}, "ProMoE of LRU": "x"}
@@ -709,7 +709,7 @@ def batches(lab: Lab) -> Finding:
                 unit="x",
             ),
         ]
-    setting = lab.setting(batched(lab, on(lab, CODEBASES[0]), 1), "50%")
+    setting = lab.setting(batched(lab, on(CODEBASES[0]), 1), "50%")
     return lab.finding(setting, tables, checks, ["requests of a batch begin together"])
 
 
@@ -784,6 +784,6 @@ def bits(lab: Lab) -> Finding:
 
 
 def _with_bits(lab: Lab, codebase: str, num: int) -> Runs:
-    machine = on(lab, codebase)
+    machine = on(codebase)
     link = replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * 16 / num)
     return lab.once(("bits", codebase, num), lambda: lab.runs_of(lab.schedules(), replace(machine, link=link)))
