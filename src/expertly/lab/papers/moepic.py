@@ -20,6 +20,7 @@ from expertly.lab.papers.metrics import (
     HALF,
     HITS,
     KEPT,
+    LOADED,
     TPOT,
     TTFT,
     WAITING,
@@ -387,7 +388,9 @@ def ratio(lab: Lab) -> Finding:
         name, memory = one.subject.name, MEMORY_OF.get(one.subject.name, "25%")
         sweep = _sweep(one, memory)
         rows = _runs(one).rows(_splits([f"{top / SEGMENTS:g}" for top in range(1, SEGMENTS + 1)]), memory)
-        tables.append(table_of(f"{name}, {memory}: by theta, all layers alike, P = 8", rows, TPOT, WAITING, KEPT))
+        tables.append(
+            table_of(f"{name}, {memory}: by theta, all layers alike, P = 8", rows, TPOT, WAITING, LOADED, KEPT)
+        )
         tables.append(
             FindingTable.of(
                 f"{name}: where splitting pays, best theta of {', '.join(SPLITS)} beside whole experts",
@@ -457,11 +460,12 @@ def splitting(
     def why() -> str:
         waits = {theta: (row.waiting(True) or 0.0) * row.tpot_s for theta, row in rows.items()}
         least = min(own, key=lambda theta: float(waits[theta]))
-        return (
-            f"what is waited for is least at theta = {least} ({show(waits[least], 'ms')}; whole experts "
-            f"{show(waits['1'], 'ms')}), while computing takes {show(rows[least].tpot_s - waits[least], 'ms')} and "
-            f"{show(rows['1'].tpot_s - waits['1'], 'ms')}; splitting pays with: {'; '.join(pays) or 'nothing tried'}"
-        )
+        said = [
+            f"at theta = {theta} a pass waits {show(waits[theta], 'ms')}, computes "
+            f"{show(rows[theta].tpot_s - waits[theta], 'ms')} and loads {show(LOADED.of(rows[theta]), 'MB')}"
+            for theta in (least, "1")
+        ]
+        return f"{'; '.join(said)}; splitting pays with: {'; '.join(pays) or 'nothing tried'}"
 
     inner = {theta: row for theta, row in rows.items() if theta != "cache only"}
     return [
