@@ -51,9 +51,9 @@ BESIDE = {name: name for name in ("fmoe", "promoe", "moe-infinity-lfu")}
 """fMoE at our distance, and two baselines as we have them: ProMoE with networks trained on this model."""
 
 
-def moe_infinity(num_experts: int, distance: int = WINDOW) -> str:
+def moe_infinity(num_experts: int, distance: int = WINDOW, width: int | None = None) -> str:
     """As the authors ran it: activation matrices of the training part, synchronous, LFU (section 6.1)."""
-    width = max(1, num_experts // PART)
+    width = width or max(1, num_experts // PART)
     return (
         "moe-infinity:eviction=lfu:transfer=synchronous:"
         f"distance={distance}:matches=1:width={width}:capacity={COLLECTED}"
@@ -202,10 +202,12 @@ def distance_hits(lab: Lab) -> Finding:
         name: {d: HITS.told({"maps": maps[d], name: found[name][d]}, "maps") for d in DISTANCES}
         for name in ("request counts", "activation matrices")
     }
-    others = runs.rows(systems(lab) | {"lru": "lru"})
-    without = runs.rows(ABLATIONS)
-    narrow = lab.runs(HARDWARE)
-    one_link = narrow.rows(systems(lab) | {"lru": "lru"} | ABLATIONS)
+    baselines = systems(lab) | {
+        f"{ARTIFACT}, K experts": moe_infinity(lab.num_experts, width=lab.top_k),
+        "lru": "lru",
+    }
+    others, without = runs.rows(baselines), runs.rows(ABLATIONS)
+    one_link = lab.runs(HARDWARE).rows(baselines | ABLATIONS)
     compared = [
         (
             f"{label} (modelled)" if row.is_modelled else label,
