@@ -13,7 +13,7 @@ from expertly.lab.papers import findings as rules
 from expertly.lab.papers.findings import Cell, Finding, FindingTable, Told, experiment
 from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import TPOT, of_time
-from expertly.lab.papers.runs import CannotRun, Lab, Row, Runs, batched
+from expertly.lab.papers.runs import CannotRun, Lab, Row, Runs, batched, first_decoded
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule, make_schedule, with_answer
 from expertly.sim.workload import RowRange
@@ -79,6 +79,7 @@ ASSUMPTIONS: dict[str, dict[str, float]] = {
 }
 """Times of what the profile of the machine assumes, or of its link."""
 BATCHES = (2, 4)
+ANSWER = 64
 
 
 @experiment("expertly:assumptions", most=2)
@@ -87,7 +88,10 @@ def assumptions(lab: Lab) -> Finding:
 
     No paper says which of its results another machine would turn round.
     """
-    machine, schedules = Hardware.read(MACHINE), lab.schedules(1 / 4)
+    machine, schedules = Hardware.read(MACHINE), []
+    for made, tests in zip(lab.schedules(), lab.requests_to_test(), strict=True):
+        short = [one for span in tests for one in first_decoded(lab.trace, [span], ANSWER)]
+        schedules.append(Schedule(made.training, first_decoded(lab.trace, short, lab.tokens_of_seed // 4)))
     found: dict[str, dict[str, Row]] = {}
     for where, times in ASSUMPTIONS.items():
         link = replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * times.get("link", 1.0))
@@ -123,7 +127,7 @@ def assumptions(lab: Lab) -> Finding:
     notes = [
         "a context's keys and values take as many bytes a token and layer as the hidden state has numbers (gpt-oss: "
         "0.7 of it), are read once a step, and leave so much less for experts",
-        "a quarter of the tokens",
+        f"a quarter of the tokens, of answers of {ANSWER} at most, so that they are of more requests",
     ]
     setting = lab.setting(lab.runs_of(schedules, machine), "25%")
     return lab.finding(setting, [FindingTable.of("TPOT", columns, cells)], checks, notes)
