@@ -182,7 +182,7 @@ def moved(device: Shard) -> dict[str, float]:
         if name.endswith("_ns"):
             told[f"{name.removesuffix('_ns')}_s"] = value / 1e9
         else:
-            told[f"bytes_{name.removesuffix('_nbytes')}"] = value
+            told[f"bytes_{name.removesuffix('_nbytes')}" if name.endswith("_nbytes") else name] = value
     return told
 
 
