@@ -1,4 +1,4 @@
-"""Streams of an accelerator that is not there. Its device is RAM, whose copies run when a test says so, or on a clock."""
+"""Streams of an accelerator that is not there. Its device is RAM; its copies run on a clock, or when a test says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 from expertly.core.costs import Link
 from expertly.core.messages import Span
 from expertly.engine import cpu
-from expertly.engine.cuda import CudaDevice
+from expertly.engine.cuda import CopyThread, CudaDevice
+from expertly.sim.link import Clock
 
 POISON = 0xFF
 """Each byte of a slot that a copy goes to, until it has come: NaN in every format."""
@@ -38,7 +39,7 @@ class Copied(NamedTuple):
     nbytes: int
 
 
-class Accelerator:
+class Accelerator(Clock):
     """CudaStreams on a virtual clock.
 
     `now_ns` is the time of the host, which runs ahead of its kernels; a copy occupies the link for as long as `link`
@@ -52,7 +53,8 @@ class Accelerator:
         """`kernel_ns`: of what was queued before each mark of the compute stream; `host_ns`: of queueing that, or a
         copy.
         """
-        self.now_ns = self.compute_free_ns = 0
+        super().__init__()
+        self.compute_free_ns = 0
         self.num_synchronised = 0
         self.copied: list[Copied] = []
         self._link, self._kernel_ns, self._host_ns, self._wake_ns = link, kernel_ns, host_ns, wake_ns
@@ -271,6 +273,50 @@ class LateStreams:
             self.num_over = max([self.num_over, *(mark.number for mark in after)])
             target.copy_(source)
             self.num_copied += 1
+
+
+class ThreadStreams(CopyThread, LateStreams):
+    """Time passes as it does: a copy runs when somebody waits for its mark, as the copy thread does, and takes
+    `seconds`.
+    """
+
+    class Copy:
+        def __init__(self, before: ThreadStreams.Copy | None, seconds: float, run: Callable[[], object]) -> None:
+            self._before, self._seconds, self._run = before, seconds, run
+            self._lock = threading.Lock()
+            self.is_over = False
+
+        def synchronize(self) -> None:
+            with self._lock:
+                if not self.is_over:
+                    if self._before is not None:
+                        self._before.synchronize()
+                    self._before = None
+                    time.sleep(self._seconds)
+                    self._run()
+                    self.is_over = True
+
+    def __init__(self, seconds: float) -> None:
+        CopyThread.__init__(self)
+        LateStreams.__init__(self)
+        self._seconds = seconds
+        self._last: ThreadStreams.Copy | None = None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> Any:
+        target.view(torch.uint8).fill_(POISON)
+        self._last = self.Copy(self._last, self._seconds, lambda: target.copy_(source))
+        self.notice(self._last)
+        return self._last
+
+    def is_past(self, mark: Any) -> bool:
+        return not isinstance(mark, self.Copy) or mark.is_over
+
+    def hold_compute(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def synchronize(self) -> None:
+        if self._last is not None:
+            self._last.synchronize()
 
 
 class ManualStreams(LateStreams):

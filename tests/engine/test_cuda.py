@@ -125,7 +125,7 @@ class Bench:
         self.poll, self.tier = self.device.poll, self.device.tier
 
     def arrived(self, count: int) -> None:
-        """Wait until the readers have handed over so many more spans, if they still read, and let the device see them."""
+        """Wait until the readers have handed over so many more spans, if they still read; the device sees them."""
         for _ in range(min(count, len(self.device._waiting))):
             self.device._read(self.tier.readers.wait())
         self.device._begin_prefetches()

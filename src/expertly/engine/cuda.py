@@ -31,8 +31,8 @@ from expertly.scheduler.cache import Partition
 from expertly.scheduler.slots import SlotTable
 
 AHEAD_NBYTES = 8 << 20
-"""While no more prefetched bytes are on the copy stream another segment joins them: the link does not wait for the copy
-thread to wake up, and a load finds a third of a millisecond of PCIe 4 before it, or one segment.
+"""While no more prefetched bytes are on the copy stream another segment joins them: the link does not wait for the
+copy thread to wake up, and a load finds a third of a millisecond of PCIe 4 before it, or one segment.
 """
 
 _STAGED_VALUES = 4096
@@ -64,8 +64,8 @@ class CudaDevice:
     only where no load is queued, and more than one segment only while few bytes are there, so that a load finds little
     before it.
 
-    What moves goes on by itself: when a copy or a read has ended, the copy thread (`CudaStreams.watch`) begins what comes
-    next, whatever the forward thread does. Both do so under one lock, which nobody holds while waiting for the device.
+    What moves goes on by itself: when a copy or a read has ended, the copy thread begins what comes next, whatever the
+    forward thread does. Both do so under one lock, which neither holds while it waits for the device.
     """
 
     def __init__(
@@ -203,8 +203,8 @@ class CudaDevice:
             self._failure = None
 
     def stats(self) -> dict[str, int]:
-        """What its readers moved, bytes of weights served from host memory, bytes copied to the device, and how often the
-        forward thread waited for what it had queued.
+        """What its readers moved, bytes of weights served from host memory, bytes copied to the device, and how often
+        the forward thread waited for what it had queued.
         """
         return {
             **self.tier.readers.stats(),
@@ -551,26 +551,17 @@ class HostTier:
 # -- streams -------------------------------------------------------------------------------------------------------
 
 
-class CudaStreams:
-    """One stream that computes, whichever is current where a method is called, and one that copies, with the thread that
-    waits for its copies. Marks and stamps are events: `Any`, made and read only here. The host waits in `block`,
-    `to_host` and `synchronize` alone.
-    """
+class CopyThread:
+    """Waits for marks, one after the other, so that what moves goes on whatever the forward thread does."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.num_synchronised = 0
-        """How often the forward thread waited for what it had queued."""
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
-        self._device = torch.device(device.type, index)
-        self._copy_stream = torch.Stream(self._device)
-        self._staging: dict[tuple[torch.dtype, int], torch.Tensor] = {}  # pinned, by the type and number of values
+    def __init__(self) -> None:
         self._awaited: SimpleQueue[Any] = SimpleQueue()  # marks; _WAKE, or None, which ends the thread
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # what ended it
 
     def watch(self, ended: Callable[[], None]) -> None:
-        """From now on `ended` is called in the copy thread: whenever a copy has ended, what is before a mark of `notice`
-        has run, or `wake` was called.
+        """From now on `ended` is called in this thread: whenever what is before a mark of `notice` has run, or `wake`
+        was called.
         """
         self._thread = threading.Thread(target=self._serve, args=(ended,), name="expertly-copies", daemon=True)
         self._thread.start()
@@ -605,6 +596,22 @@ class CudaStreams:
         except BaseException as error:  # a thread's entry: the waiter raises it
             self._error = error
 
+
+class CudaStreams(CopyThread):
+    """One stream that computes, whichever is current where a method is called, and one that copies, whose marks the
+    thread waits for. Marks and stamps are events: `Any`, made and read only here. The host waits in `block`, `to_host`
+    and `synchronize` alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.num_synchronised = 0
+        """How often the forward thread waited for what it had queued."""
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self._device = torch.device(device.type, index)
+        self._copy_stream = torch.Stream(self._device)
+        self._staging: dict[tuple[torch.dtype, int], torch.Tensor] = {}  # pinned, by the type and number of values
+
     def is_capturing(self) -> bool:
         """Whether what is queued on the compute stream is recorded instead of run."""
         return torch.cuda.is_current_stream_capturing()
@@ -619,7 +626,7 @@ class CudaStreams:
             target.copy_(source, non_blocking=True)
         done = torch.Event(self._device, blocking=True)  # whoever waits for it takes no processor
         done.record(self._copy_stream)
-        self._awaited.put(done)
+        self.notice(done)
         return done
 
     def mark_compute(self) -> Any:
