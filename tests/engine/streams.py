@@ -169,7 +169,7 @@ class Accelerator(Clock):
     def to_host(self, values: torch.Tensor) -> torch.Tensor:
         self.num_synchronised += 1
         self.join()
-        return values
+        return values.as_subclass(torch.Tensor)
 
     def synchronize(self) -> None:
         self._come(self._num_copies)
@@ -183,6 +183,16 @@ class Accelerator(Clock):
 
     def register(self, memory: torch.Tensor) -> Callable[[], None]:
         return lambda: None
+
+
+class OnDevice(torch.Tensor):
+    """Values that a host has only by waiting for them: it may not look."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        looks = {"tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__"}
+        assert func.__name__ not in looks, f"{func.__name__} waits for the device"
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 class WatchedDevice(CudaDevice):

@@ -105,6 +105,7 @@ class Shard:
                 self.device.dtype,
                 None if experts is None else experts[layer],
                 self.kernels,
+                gathers=not self.device.queues_uses,
             )
             for layer, module in enumerate(modules)
         ]
