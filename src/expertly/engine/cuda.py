@@ -589,10 +589,11 @@ class CopyThread:
 
     def _serve(self, ended: Callable[[], None]) -> None:
         try:
-            while (mark := self._awaited.get()) is not None:
-                if mark is not _WAKE:
-                    mark.synchronize()
-                ended()
+            with torch.inference_mode():  # slots may have been made in it
+                while (mark := self._awaited.get()) is not None:
+                    if mark is not _WAKE:
+                        mark.synchronize()
+                    ended()
         except BaseException as error:  # a thread's entry: the waiter raises it
             self._error = error
 
