@@ -3,7 +3,7 @@
     python bench/gpu.py [--experts-gib 8] [--tokens 24] [--seconds 280] [--out FILE]
 
 Two models: an inflated demo model in bfloat16, and gpt-oss-20b's shape in MXFP4 with random weights and as many layers
-as come to those bytes. Every configuration decodes the same tokens, the host has room for all experts. What the time does not
+as come to those bytes. All decode the same tokens; the host has room for all experts. What the time does not
 suffice for is named and left out; so is promoe of the second, which has no predictor. `experts_share`: of the memory's
 bandwidth, what experts reach when all are resident, by the device's clock. `least_copy_s`: a step's bytes over
 the bandwidth of pinned copies. The package `moe_infinity`, if it is installed, decodes the first model, too.
