@@ -40,6 +40,7 @@ class CpuDevice:
         self.poll, self.drain, self.stats = readers.poll, readers.drain, readers.stats
         self.waits: list[tuple[Any, Any]] = []
         self.stamp = time.perf_counter_ns
+        self.to_host = torch.Tensor.detach  # where they are
 
     def begin(self) -> None:
         """Always possible."""
@@ -52,10 +53,6 @@ class CpuDevice:
 
     def between_ns(self, begin: int, end: int) -> int:
         return end - begin
-
-    def to_host(self, values: torch.Tensor) -> torch.Tensor:
-        """Where they are."""
-        return values
 
     def used(self, span: Span) -> None:
         """Nothing to remember."""
