@@ -1,114 +1,118 @@
-"""On a CUDA device: time per token of each system and budget against `resident` and `on-demand`; copy bandwidth.
+"""On an accelerator: time per token of each system and budget against `resident` and `on-demand`; link and kernels.
 
-    python bench/gpu.py [--experts-gib 4] [--tokens 24] [--out FILE]
+    python bench/gpu.py [--experts-gib 8] [--tokens 24] [--seconds 280] [--out FILE]
 
-Every configuration decodes the same tokens; the reference is the unmodified model on the device. The bytes a decode
-step loads over the measured bandwidth of pinned copies is the least time the loads can take.
+Two models: an inflated demo model in bfloat16, and gpt-oss-20b's shape in MXFP4 with random weights and as many layers
+as come to those bytes. All decode the same tokens; the host has room for all experts. What the time does not
+suffice for is named and left out; so is promoe of the second, which has no predictor. `experts_share`: of the memory's
+bandwidth, what experts reach when all are resident, by the device's clock. `least_copy_s`: a step's bytes over
+the bandwidth of pinned copies. The package `moe_infinity`, if it is installed, decodes the first model, too.
 """
 
 from __future__ import annotations
 
-import statistics
+import importlib.util
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import expertly  # isort: skip  (before torch: how its threads wait)
 import torch
-from common import inflated_model, options, print_report
-from transformers import AutoModelForCausalLM
+from common import GIB, inflated_model, options, print_report
+from real_shape import make_checkpoint, work_folder
+from tpot import predictor_of, run_request
 
-import expertly
-
-
-def decode(model: Any, ids: torch.Tensor, num_warm: int) -> tuple[float, float, list[int]]:
-    """(TTFT, median TPOT after `num_warm` tokens, greedy choices), feeding `ids` [1, S], the first 16 as a prompt."""
-    times, choices = [], []
-    with torch.no_grad():
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        out = model(ids[:, :16], use_cache=True)
-        torch.cuda.synchronize()
-        ttft = time.perf_counter() - start
-        for i in range(16, ids.shape[1]):
-            start = time.perf_counter()
-            out = model(ids[:, i : i + 1], past_key_values=out.past_key_values, use_cache=True)
-            choices.append(int(out.logits[0, -1].argmax()))
-            times.append(time.perf_counter() - start)
-    return ttft, statistics.median(times[num_warm:]), choices
+SYSTEMS = ("on-demand", "expertly-ahead", "expertly", "lru", "moe-infinity", "moepic", "fmoe", "promoe")
+NUM_PROMPT = 16
 
 
-def copy_nbytes_per_s(nbytes: int) -> float:
-    """Pinned host memory to the device, `nbytes` a copy."""
-    source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    best = 0.0
+def rate(nbytes: int, work: Callable[[], object], settle: Callable[[], object]) -> float:
+    """Bytes a second, the best of some rounds of 8."""
+    times = []
     for _ in range(5):
-        torch.cuda.synchronize()
+        settle()
         start = time.perf_counter()
         for _ in range(8):
-            target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        best = max(best, 8 * nbytes / (time.perf_counter() - start))
-    return best
+            work()
+        settle()
+        times.append(time.perf_counter() - start)
+    return 8 * nbytes / min(times)
+
+
+def bandwidths(device: str) -> dict[str, float]:
+    """Of the device's memory, reading and writing, and of pinned host memory to it."""
+    settle = (lambda: None) if device == "cpu" else torch.accelerator.synchronize
+    here, there = (torch.ones(256 << 20, dtype=torch.uint8, device=device) for _ in range(2))
+    host = torch.ones(16 << 20, dtype=torch.uint8, pin_memory=device != "cpu")
+    memory = rate(2 * len(here), lambda: here.copy_(there), settle)
+    link = rate(len(host), lambda: here[: len(host)].copy_(host, non_blocking=True), settle)
+    return {"memory_bytes_per_s": memory, "link_bytes_per_s": link}
+
+
+def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str) -> dict[str, Any]:
+    """A row: behind a long prompt of other tokens, which brings most experts into the host's memory."""
+    settings: dict[str, Any] = {"memory": memory, "device": device, "learned": "off"}
+    settings |= {} if device == "cpu" else {"host_memory": "100%"}
+    if system == "promoe":
+        model, _ = expertly.load(str(folder), system="lru", **settings)
+        settings["predictor"] = predictor_of(model, str(folder.parent))
+        expertly.unload(model)
+    model, _ = expertly.load(str(folder), system=system, **settings)
+    ids = torch.arange(NUM_PROMPT + num_tokens).mul(37).add(240).remainder(model.config.vocab_size).tolist()
+    with torch.no_grad():
+        run_request(model, list(range(240 + num_tokens)), 240)
+        row: dict[str, Any] = {"system": system, "memory": memory, **run_request(model, ids, NUM_PROMPT)}
+    stats = expertly.stats(model).as_dict()
+    decode, row["synchronisations"] = stats["phases"]["decode"], stats["synchronisations_per_pass"]
+    expertly.unload(model)
+    return row | {"experts_bytes_per_s": decode["demanded_bytes"] / decode["experts_s"]}
+
+
+def moe_infinity(folder: Path, system: str, memory: str, num_tokens: int, device: str) -> dict[str, Any]:
+    """MoE-Infinity's own package, used as its README has it, with the same share of the device's memory."""
+    config = {"offload_path": f"{folder}-moe-infinity", "device_memory_ratio": int(memory[:-1]) / 100}
+    made = importlib.import_module("moe_infinity").MoE(str(folder), config)
+    ids = torch.arange(NUM_PROMPT, device=device)[None]
+    ends = [time.perf_counter()]
+    for num_new in (2, 2, 2 + num_tokens):
+        made.generate(ids, max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False)
+        ends.append(time.perf_counter())
+    return {"system": system, "memory": memory, "tpot_s": (ends[3] - 2 * ends[2] + ends[1]) / num_tokens}
 
 
 def main() -> None:
-    args = options(__doc__, experts_gib=2.0, tokens=16, out=None)
-    if not torch.cuda.is_available():
-        raise SystemExit("bench/gpu.py: no CUDA device here")
-    folder = inflated_model(args.experts_gib)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda").eval()
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, plain.config.vocab_size, (1, 16 + 2 * args.tokens), generator=generator).cuda()
-    decode(plain, ids, args.tokens)
-    ttft, tpot, expected = decode(plain, ids, args.tokens)
-    rows: list[dict[str, Any]] = [{"system": "transformers", "memory": None, "ttft_s": ttft, "tpot_s": tpot}]
-    del plain
-    configurations = [("resident", "100%", 1), ("resident", "100%", 4)]
-    for memory in ("10%", "25%", "50%"):
-        configurations += [(system, memory, p) for system in ("on-demand", "lru") for p in (1, 4)]
-    configurations += [("lfu", "25%", 1), ("lfu", "25%", 4)]
-    expert_nbytes = None
-    for system, memory, segments in configurations:
-        model, _ = expertly.load(
-            str(folder),
-            system=system,
-            memory=memory,
-            segments=segments,
-            device="cuda",
-            host_memory="100%",
-            learned="off",
-        )
-        decode(model, ids, args.tokens)  # fills the host tier
-        before = expertly.stats(model).as_dict()["phases"]["decode"]
-        ttft, tpot, choices = decode(model, ids, args.tokens)
-        stats = expertly.stats(model).as_dict()
-        after = stats["phases"]["decode"]
-        demands = [sum(one[k] for k in ("hits", "partial_hits", "misses")) for one in (before, after)]
-        expert_nbytes = stats["expert_bytes"] // len(stats["layers"]) // 32
-        rows.append(
-            {
-                "system": system,
-                "memory": memory,
-                "segments": segments,
-                "ttft_s": ttft,
-                "tpot_s": tpot,
-                "hit_rate": (after["hits"] - before["hits"]) / (demands[1] - demands[0]),
-                "bytes_per_token": (after["bytes_loaded"] - before["bytes_loaded"]) / (2 * args.tokens),
-                "choices_equal": sum(a == b for a, b in zip(choices, expected, strict=True)) / len(expected),
-            }
-        )
-        expertly.unload(model)
-        del model
-    assert expert_nbytes is not None
-    bandwidth = copy_nbytes_per_s(expert_nbytes)
-    by_key = {(row["system"], row["memory"], row.get("segments")): row["tpot_s"] for row in rows}
-    for row in rows[1:]:
-        row["against_resident"] = row["tpot_s"] / by_key["resident", "100%", row["segments"]]
-        if row["memory"] != "100%":
-            row["against_on_demand"] = row["tpot_s"] / by_key["on-demand", row["memory"], row["segments"]]
-        row["least_copy_s"] = row["bytes_per_token"] / bandwidth
-    settings = vars(args) | {"device": torch.cuda.get_device_name(), "copy_bytes_per_s": bandwidth}
-    print_report("gpu", rows, settings, args.out)
+    args = options(__doc__, experts_gib=8.0, tokens=24, seconds=280.0, out=None)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = "cpu" if accelerator is None else accelerator.type
+    if accelerator is None:
+        print("bench/gpu.py: no GPU is here; a run on a CPU shows that the benchmark works, and measures none")
+    ends_at, found = time.monotonic() + args.seconds, bandwidths(device)
+    num_layers = max(1, round(args.experts_gib * GIB / (32 * 13.2e6)))
+    mxfp4 = work_folder().parent / f"gpt-oss-{num_layers}-layers"
+    rows, left_out = list[dict[str, Any]](), list[str]()
+    wanted = [("resident", "100%"), *((system, memory) for memory in ("50%", "25%", "75%") for system in SYSTEMS)]
+    if importlib.util.find_spec("moe_infinity") is not None and device == "cuda":
+        wanted[9:9] = [("moe_infinity", memory) for memory in ("25%", "50%", "75%")]
+    for name, folder in (("bfloat16", inflated_model(args.experts_gib)), ("mxfp4", mxfp4)):
+        if name == "mxfp4":
+            make_checkpoint(mxfp4, num_layers)
+        tpot: dict[tuple[str, str], float] = {}
+        for system, memory in wanted:
+            if (tpot and time.monotonic() > ends_at) or (name == "mxfp4" and system in ("promoe", "moe_infinity")):
+                left_out.append(f"{name}, {system}, {memory}")
+                continue
+            row = (moe_infinity if system == "moe_infinity" else measure)(folder, system, memory, args.tokens, device)
+            tpot[system, memory] = row["tpot_s"]
+            row["against_resident"] = row["tpot_s"] / tpot["resident", "100%"]
+            if ("on-demand", memory) in tpot:
+                row["against_on_demand"] = row["tpot_s"] / tpot["on-demand", memory]
+            if system == "resident":
+                row["experts_share"] = row["experts_bytes_per_s"] / found["memory_bytes_per_s"]
+            if "loaded_a_token" in row:
+                row["least_copy_s"] = row["loaded_a_token"] / found["link_bytes_per_s"]
+            rows.append({"model": name} | row)
+    print_report("gpu", rows, vars(args) | found | {"device": device, "left_out": left_out}, args.out)
 
 
 if __name__ == "__main__":

@@ -45,16 +45,17 @@ def work_folder() -> Path:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def make_checkpoint(folder: Path) -> None:
-    """A shard a layer, of random numbers; finished where its index is there."""
+def make_checkpoint(folder: Path, num_layers: int | None = None) -> None:
+    """A shard a layer, of random numbers; finished where its index is there. `num_layers`: of all, so many."""
     from expertly.model.structure import build_meta_model
 
     if (folder / "model.safetensors.index.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((MODEL / "config.json").read_text())
+    config["num_hidden_layers"] = num_layers or config["num_hidden_layers"]
     (folder / "config.json").write_text(json.dumps(config))
-    state = build_meta_model(MODEL, torch.bfloat16).state_dict()
+    state = build_meta_model(folder, torch.bfloat16).state_dict()
     shards: dict[str, list[str]] = {}
     for name in state:
         parts = name.split(".")

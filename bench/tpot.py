@@ -48,7 +48,7 @@ def run_request(model: Any, ids: list[int], num_prompt: int) -> dict[str, float]
 
     import expertly
 
-    tokens, times = torch.tensor([ids]), []
+    tokens, times = torch.tensor([ids], device=model.device), []
     asked = expertly.stats(model).as_dict()["phases"]["prefill"]
     start = time.perf_counter()
     out = model(tokens[:, :num_prompt], use_cache=True, logits_to_keep=1)

@@ -1,16 +1,211 @@
-"""Streams of an accelerator that is not there: its device is RAM, and its copies run when a test says so."""
+"""Streams of an accelerator that is not there. Its device is RAM; its copies run on a clock, or when a test says so."""
 
 from __future__ import annotations
 
 import random
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from expertly.core.costs import Link
+from expertly.core.messages import Span
 from expertly.engine import cpu
-from expertly.engine.cuda import CudaDevice
+from expertly.engine.cuda import CopyThread, CudaDevice
+from expertly.sim.link import Clock
+
+POISON = 0xFF
+"""Each byte of a slot that a copy goes to, until it has come: NaN in every format."""
+
+
+# -- a clock -----------------------------------------------------------------------------------------------------------
+
+
+class Moment(NamedTuple):
+    """A mark: behind so many copies, or behind kernels that have run by then."""
+
+    at_ns: int
+    num_copies: int
+
+
+class Copied(NamedTuple):
+    begin_ns: int
+    end_ns: int
+    nbytes: int
+
+
+class Accelerator(Clock):
+    """CudaStreams on a virtual clock.
+
+    `now_ns` is the time of the host, which runs ahead of its kernels; a copy occupies the link for as long as `link`
+    says, and begins behind the marks that it waits for. What a copy brings is in its slot when the copy's mark has been
+    waited for, or seen to be past: until then there is garbage, as on a device whose kernels come too early. A copy
+    that begins while a kernel reads what it overwrites fails. The copy thread runs `wake_ns` after what it waits for,
+    at that time of the clock, whatever the host does.
+    """
+
+    def __init__(self, link: Link, kernel_ns: int = 0, host_ns: int = 0, wake_ns: int = 0) -> None:
+        """`kernel_ns`: of what was queued before each mark of the compute stream; `host_ns`: of queueing that, or a
+        copy.
+        """
+        super().__init__()
+        self.compute_free_ns = 0
+        self.num_synchronised = 0
+        self.copied: list[Copied] = []
+        self._link, self._kernel_ns, self._host_ns, self._wake_ns = link, kernel_ns, host_ns, wake_ns
+        self._link_free_ns = 0
+        self._at_ns: int | None = None  # the time in the copy thread, while that runs
+        self._coming: deque[tuple[torch.Tensor, torch.Tensor]] = deque()  # copies whose bytes nobody may rely on
+        self._num_copies = self._num_come = 0
+        self._reads: list[tuple[int, int, int]] = []  # (first byte, behind the last, when) of kernels
+        self._events: list[tuple[int, int]] = []  # when the copy thread runs
+        self._ended: Callable[[], None] = lambda: None
+
+    # -- the clock -----------------------------------------------------------------------------------------------------
+
+    def sleep(self, duration_ns: int) -> None:
+        """The forward thread does nothing for so long."""
+        self._run_until(self.now_ns + duration_ns)
+
+    def kernel(self, duration_ns: int) -> None:
+        """Queue what takes so long."""
+        self.compute_free_ns = max(self.compute_free_ns, self.now_ns) + duration_ns
+
+    def join(self) -> None:
+        """The forward thread waits for all that it has queued."""
+        self._run_until(max(self.now_ns, self.compute_free_ns))
+
+    def reads(self, memory: torch.Tensor) -> None:
+        """The kernels queued so far read this last."""
+        begin = memory.data_ptr()
+        self._reads = [one for one in self._reads if one[2] > self.now_ns]
+        self._reads.append((begin, begin + memory.nbytes, self.compute_free_ns))
+
+    def busy_ns(self, begin_ns: int, end_ns: int) -> int:
+        """Time within these that the link moved something."""
+        return sum(max(0, min(one.end_ns, end_ns) - max(one.begin_ns, begin_ns)) for one in self.copied)
+
+    def _run_until(self, then_ns: int) -> None:
+        while self._events and self._events[0][0] <= then_ns:
+            self._at_ns, _ = heappop(self._events)
+            self.now_ns = max(self.now_ns, self._at_ns)
+            self._ended()
+        self._at_ns = None
+        self.now_ns = max(self.now_ns, then_ns)
+
+    def _here_ns(self) -> int:
+        return self.now_ns if self._at_ns is None else self._at_ns
+
+    def _come(self, num_copies: int) -> None:
+        """The bytes of so many copies are where they should be."""
+        while self._num_come < num_copies:
+            target, source = self._coming.popleft()
+            target.copy_(source)
+            self._num_come += 1
+
+    def _at(self, then_ns: int) -> None:
+        heappush(self._events, (then_ns + self._wake_ns, len(self._events)))
+
+    # -- CudaStreams ---------------------------------------------------------------------------------------------------
+
+    def watch(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+
+    def wake(self) -> None:
+        """Whoever waits looks for reads by itself."""
+
+    def notice(self, mark: Moment) -> None:
+        self._at(mark.at_ns)
+
+    def block(self, changed: threading.Condition) -> None:
+        if self._events:
+            self._run_until(max(self.now_ns, self._events[0][0]))
+        else:
+            changed.wait(0.001)  # for a reader
+
+    def close(self) -> None:
+        self._ended = lambda: None
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Moment]) -> Moment:
+        earliest = self._here_ns() + self._link.latency_ns
+        begin = max([earliest, self._link_free_ns, *(mark.at_ns for mark in after)])
+        first, last = target.data_ptr(), target.data_ptr() + target.nbytes
+        assert not any(one < last and first < behind and then > begin for one, behind, then in self._reads), (
+            "a copy overwrites what kernels still read"
+        )
+        self._link_free_ns = end = begin + self._link.occupies_ns(target.nbytes)
+        self.copied.append(Copied(begin, end, target.nbytes))
+        target.view(torch.uint8).fill_(POISON)
+        self._coming.append((target, source))
+        self._num_copies += 1
+        self._at(end)
+        if self._at_ns is None:
+            self.now_ns += self._host_ns
+        return Moment(end, self._num_copies)
+
+    def mark_compute(self) -> Moment:
+        self.kernel(self._kernel_ns)
+        self.now_ns += self._host_ns
+        return Moment(self.compute_free_ns, 0)
+
+    def is_past(self, mark: Moment) -> bool:
+        if mark.at_ns > self._here_ns():
+            return False
+        self._come(mark.num_copies)
+        return True
+
+    def hold_compute(self, mark: Moment) -> None:
+        self.compute_free_ns = max(self.compute_free_ns, self.now_ns, mark.at_ns)
+        self._come(mark.num_copies)
+
+    def to_host(self, values: torch.Tensor) -> torch.Tensor:
+        self.num_synchronised += 1
+        self.join()
+        return values.as_subclass(torch.Tensor)
+
+    def synchronize(self) -> None:
+        self._come(self._num_copies)
+        self.now_ns = max(self.now_ns, self.compute_free_ns, self._link_free_ns)
+
+    def stamp(self) -> int:
+        return max(self.now_ns, self.compute_free_ns)
+
+    def between_ns(self, begin: int, end: int) -> int | None:
+        return end - begin if end <= self.now_ns else None
+
+    def register(self, memory: torch.Tensor) -> Callable[[], None]:
+        return lambda: None
+
+
+class OnDevice(torch.Tensor):
+    """Values that a host has only by waiting for them: it may not look."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        looks = {"tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__"}
+        assert func.__name__ not in looks, f"{func.__name__} waits for the device"
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+class WatchedDevice(CudaDevice):
+    """Says which bytes kernels read."""
+
+    def used(self, span: Span) -> None:
+        super().used(span)
+        streams, blocks = self._streams, self._geometry.blocks_per_segment(span.layer)
+        if isinstance(streams, Accelerator):
+            streams.reads(self.rows(span.layer)[span.slot * blocks : (span.slot + span.num_segments) * blocks])
+
+
+# -- no clock ----------------------------------------------------------------------------------------------------------
 
 
 class Mark(NamedTuple):
@@ -27,15 +222,28 @@ class LateStreams:
         self.queue: list[tuple[torch.Tensor, torch.Tensor, list[Mark]]] = []
         self.num_copies = self.num_copied = 0
         self.num_kernels = self.num_over = 0
+        self.num_synchronised = 0
+
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Who asks gets on."""
+
+    wake = close = lambda self: None
+
+    def notice(self, mark: Mark) -> None:
+        """Who asks gets on."""
+
+    def block(self, changed: threading.Condition) -> None:
+        if self.queue:
+            self.let(1)
+        else:
+            changed.wait(0.001)  # for a reader
 
     def is_capturing(self) -> bool:
         return False
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Mark]) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Mark]) -> Mark:
         self.queue.append((target, source, after))
         self.num_copies += 1
-
-    def mark_copy(self) -> Mark:
         return Mark(True, self.num_copies)
 
     def mark_compute(self) -> Mark:
@@ -51,12 +259,19 @@ class LateStreams:
     def hold_compute(self, mark: Mark) -> None:
         self.let(mark.number - self.num_copied)
 
+    def to_host(self, values: torch.Tensor) -> torch.Tensor:
+        self.num_synchronised += 1
+        return values
+
     def synchronize(self) -> None:
         self.let(len(self.queue))
         self.num_over = self.num_kernels
 
-    def stall_ns(self) -> int:
-        return 0
+    def stamp(self) -> int:
+        return time.perf_counter_ns()
+
+    def between_ns(self, begin: int, end: int) -> int | None:
+        return end - begin
 
     def register(self, memory: torch.Tensor) -> Callable[[], None]:
         return lambda: None
@@ -68,6 +283,50 @@ class LateStreams:
             self.num_over = max([self.num_over, *(mark.number for mark in after)])
             target.copy_(source)
             self.num_copied += 1
+
+
+class ThreadStreams(CopyThread, LateStreams):
+    """Time passes as it does: a copy runs when somebody waits for its mark, as the copy thread does, and takes
+    `seconds`.
+    """
+
+    class Copy:
+        def __init__(self, before: ThreadStreams.Copy | None, seconds: float, run: Callable[[], object]) -> None:
+            self._before, self._seconds, self._run = before, seconds, run
+            self._lock = threading.Lock()
+            self.is_over = False
+
+        def synchronize(self) -> None:
+            with self._lock:
+                if not self.is_over:
+                    if self._before is not None:
+                        self._before.synchronize()
+                    self._before = None
+                    time.sleep(self._seconds)
+                    self._run()
+                    self.is_over = True
+
+    def __init__(self, seconds: float) -> None:
+        CopyThread.__init__(self)
+        LateStreams.__init__(self)
+        self._seconds = seconds
+        self._last: ThreadStreams.Copy | None = None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> Any:
+        target.view(torch.uint8).fill_(POISON)
+        self._last = self.Copy(self._last, self._seconds, lambda: target.copy_(source))
+        self.notice(self._last)
+        return self._last
+
+    def is_past(self, mark: Any) -> bool:
+        return not isinstance(mark, self.Copy) or mark.is_over
+
+    def hold_compute(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def synchronize(self) -> None:
+        if self._last is not None:
+            self._last.synchronize()
 
 
 class ManualStreams(LateStreams):
@@ -94,8 +353,13 @@ class RandomStreams(LateStreams):
         return self.has_run(mark)
 
 
+def usual_accelerator() -> Accelerator:
+    """Whose copies of these models' segments (some kB) take several of its kernels."""
+    return Accelerator(Link(2e8, 3_000, 1_000), kernel_ns=10_000, host_ns=1_000, wake_ns=2_000)
+
+
 def put_in_place(
-    monkeypatch: pytest.MonkeyPatch, host_share: int = 100, make: Callable[[], Any] = LateStreams
+    monkeypatch: pytest.MonkeyPatch, host_share: int = 100, make: Callable[[], Any] = usual_accelerator
 ) -> list[CudaDevice]:
     """Models loaded from now on have such devices instead of the CPU, with host memory for `host_share` percent of the
     experts. The devices that were made.
@@ -104,7 +368,7 @@ def put_in_place(
 
     def make_device(device: Any, store: Any, geometry: Any, slots: Any, dtype: Any, host_nbytes: int) -> CudaDevice:
         nbytes = geometry.nbytes * host_share // 100
-        made.append(CudaDevice(torch.device("cpu"), make(), store, geometry, slots, dtype, nbytes))
+        made.append(WatchedDevice(torch.device("cpu"), make(), store, geometry, slots, dtype, nbytes))
         return made[-1]
 
     monkeypatch.setattr(cpu.KIND, "make", make_device)

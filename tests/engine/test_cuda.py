@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import expertly
 from expertly.api import handle
+from expertly.core.costs import Link
 from expertly.core.errors import ConfigError, TransferError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
-from expertly.engine import reading
+from expertly.engine import cuda, reading
 from expertly.engine.cuda import CudaDevice
 from expertly.engine.reading import MIN_READ_NBYTES
+from expertly.native.kernels import VARIABLE
 from expertly.scheduler.budget import split_budget
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Cases
 from tests.engine.disk import Disk
 from tests.engine.observe import loaded, open_files, reader_threads
-from tests.engine.streams import LateStreams, ManualStreams, put_in_place
-from tests.families import generate
+from tests.engine.streams import Accelerator, LateStreams, ManualStreams, Mark, OnDevice, put_in_place
+from tests.engine.test_compute import TOLERANCE, reference_calls, relative_error, run, scatter, watch_spans
+from tests.families import HIDDEN_SIZE, INTERMEDIATE_SIZE, generate
+from tests.families import NUM_EXPERTS as NUM_OF_FAMILY
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -53,9 +61,9 @@ def test_a_copy_waits_for_the_last_use_of_each_slot_it_overwrites(
     copies: list[tuple[torch.Tensor, list[Any]]] = []
 
     class NotingStreams(LateStreams):
-        def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
+        def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> Mark:
             copies.append((target, after))
-            super().copy(target, source, after)
+            return super().copy(target, source, after)
 
     streams, case, num_reused = NotingStreams(), cases["mixtral"], 0
     put_in_place(monkeypatch, make=lambda: streams)
@@ -91,6 +99,145 @@ def test_a_copy_waits_for_the_last_use_of_each_slot_it_overwrites(
         assert num_reused > 50
 
 
+@pytest.mark.parametrize(
+    ("system", "segments"),
+    [
+        ("moepic:tau=2", 4),
+        ("moe-infinity", 1),
+        ("expertly-ahead", 4),
+        ("fmoe", 4),
+        ("promoe", 1),
+        ("adapmoe", 4),
+        ("pre-gated", 1),
+        ("lru:segments=4:prediction=speculative:transfer=synchronous", 4),
+    ],
+)
+def test_no_system_changes_a_token_on_an_accelerator(
+    system: str, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Garbage is in a slot until its copy was waited for; torch computes, as on a device that is no processor."""
+    monkeypatch.setenv(VARIABLE, "torch")
+    case, made = cases["qwen3_moe"], put_in_place(monkeypatch)
+    with loaded(case.store, memory="45%", system=system, segments=segments, predict="inline") as model:
+        for _ in range(3):
+            assert generate(model, case.prompts) == case.tokens
+        made[0].tier.check()
+        stats = expertly.stats(model).as_dict()
+        if handle(model).engine.prefetching is not None:
+            assert stats["phases"]["decode"]["prefetched"] > 0
+        assert stats["synchronisations_per_pass"] == len(stats["layers"]) + 1, "a layer's choice, and no NaN at the end"
+        configuring = handle(model).engine.executor.shards[0].configuring
+        if configuring is not None:
+            times = {one for of_layer in configuring.times._spans for some in of_layer.values() for one in some}
+            assert times == {10_000}, "a kernel takes so long on the device's clock, whatever the host's says"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_the_host_waits_once_a_layer(
+    num_tokens: int, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the router's choice: of nothing else on the device it wants to know the value."""
+    monkeypatch.setenv(VARIABLE, "torch")
+    made = put_in_place(monkeypatch)
+    with loaded(cases["qwen3_moe"].store, memory="45%", segments=segments) as model:
+        engine, modules = handle(model).engine, [m for m in model.modules() if hasattr(m, "_expertly_layer")]
+        for step in range(6):
+            hidden, weights = torch.randn(num_tokens, HIDDEN_SIZE), torch.rand(num_tokens, 3)
+            ids = torch.rand(num_tokens, NUM_OF_FAMILY).topk(3).indices
+            of_device = [values.as_subclass(OnDevice) for values in (hidden, ids, weights)]
+            result = engine.forward_experts(modules[step % 3], step % 3, *of_device)
+            assert isinstance(result, OnDevice)
+        assert made[0].stats()["synchronisations"] == 6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_split_expert_is_summed_without_its_down_rows_side_by_side(
+    dtype: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "torch")
+    case = cases["qwen3_moe"]
+    put_in_place(monkeypatch)
+    calls = reference_calls(case.folder, case.prompts, getattr(torch, dtype))
+
+    class Shapes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor) and made._base is None and made.ndim == 2:
+                assert made.shape != (INTERMEDIATE_SIZE, HIDDEN_SIZE), func
+            return made
+
+    with loaded(case.folder, dtype=dtype, segments=4, memory="45%") as model:
+        scatter(model)
+        num_spans = watch_spans(model)
+        for call in calls:
+            with Shapes() if len(call.index) < INTERMEDIATE_SIZE else nullcontext():
+                actual = run(model, call)
+            assert call.output is not None
+            assert relative_error(actual, call.output) < TOLERANCE[call.hidden.dtype]
+        assert num_spans["part"] > 2 * num_spans["whole"]
+
+
+def test_the_first_copy_waits_for_what_the_slots_memory_was_used_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(Link(1e9, 0, 0))
+    accelerator.kernel(50_000)  # reads memory that was given back since
+    bench = Bench(24, monkeypatch, accelerator)
+    bench.disk.let_all_end()
+    bench.device.submit([span(0)])
+    bench.device.wait()
+    assert accelerator.copied[0].begin_ns == 50_000
+    bench.device.close()
+
+
+def test_closing_gives_the_host_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+
+    class Pinning(LateStreams):
+        def register(self, memory: torch.Tensor) -> Callable[[], None]:
+            pinned.append(memory.data_ptr())
+            return pinned.clear
+
+    bench = Bench(24, monkeypatch, Pinning())
+    assert pinned
+    bench.disk.let_all_end()
+    bench.device.submit([span(0)])
+    bench.device.wait()
+    region = weakref.ref(bench.tier.pool.regions[0])
+    bench.device.close()
+    assert region() is None and not pinned
+
+
+def test_streams_are_those_of_a_device_with_a_number_and_a_failed_pinning_leaves_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a runtime has it: whoever launches a kernel next is told of an error that nobody asked for."""
+    errors: list[str] = []
+    waited: list[torch.device] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            errors.append("out of memory")
+            return 2
+
+    def launch(size: int, device: torch.device) -> torch.Tensor:
+        if errors:
+            raise RuntimeError(errors.pop())
+        return torch.ones(size)
+
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    monkeypatch.setattr(torch, "Stream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch, "zeros", launch)
+    streams = cuda.CudaStreams(torch.device("cuda"))
+    assert streams._copy_stream.device == torch.device("cuda:1")
+    with pytest.raises(ConfigError, match="cannot be page-locked"):
+        streams.register(torch.ones(8, dtype=torch.uint8))
+    assert not errors
+    streams.synchronize()
+    assert waited == [torch.device("cuda:1")], "all of its streams, whichever thread has queued something"
+
+
 def test_memory_that_cannot_be_pinned_leaves_nothing_behind(cases: Cases) -> None:
     class Unpinnable(LateStreams):
         def register(self, memory: torch.Tensor) -> Callable[[], None]:
@@ -113,18 +260,21 @@ NUM_EXPERTS = 8
 class Bench:
     """A device of 3 layers of 8 experts, one segment each, whose host tier has room for `num_host` of all of them."""
 
-    def __init__(self, num_host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, num_host: int, monkeypatch: pytest.MonkeyPatch, streams: Any = None) -> None:
         nbytes = 4 * MIN_READ_NBYTES  # one prefetched span occupies all readers
         shape = Geometry((LayerGeometry(NUM_EXPERTS, 1, 2048, nbytes // 4096, 2, 1),) * 3)
-        self.disk, self.streams = Disk(shape), ManualStreams()
+        self.disk, self.streams = Disk(shape), ManualStreams() if streams is None else streams
         monkeypatch.setattr(reading, "ExpertFile", self.disk.open)
+        monkeypatch.setattr(cuda, "AHEAD_NBYTES", 1)
         host_nbytes = num_host * nbytes
         self.device = CudaDevice(torch.device("cpu"), self.streams, self.disk, shape, [32], torch.uint8, host_nbytes)
+        if streams is None:
+            self.streams.num_over = self.streams.num_kernels  # what the slots' memory was before
         self.poll, self.tier = self.device.poll, self.device.tier
 
     def arrived(self, count: int) -> None:
-        """Wait until the readers have handed over so many more spans, and let the device see them."""
-        for _ in range(count):
+        """Wait until the readers have handed over so many more spans, if they still read; the device sees them."""
+        for _ in range(min(count, len(self.device._waiting))):
             self.device._read(self.tier.readers.wait())
         self.device._begin_prefetches()
 
@@ -250,11 +400,11 @@ def test_the_spans_of_one_expert_are_cancelled_alone_wherever_they_wait(make: Ma
     bench.disk.until_begun(4)  # 0 is on the stream, 1 in the host tier, 2 being read, 3 and 4 are not
     assert bench.device.cancel(0, [1, 2, 4]) == [again(1), span(4)]
     bench.disk.let_all_end()
+    assert bench.wait(1) == {again(0)}, "it was on the stream"
     assert bench.wait(1) == {span(2)}, "it is a load now, and goes before the others"
     bench.arrived(1)
-    for expected in (again(0), span(3)):
-        bench.streams.let(len(bench.streams.queue))
-        assert bench.check(bench.poll()) == expected
+    bench.streams.let(len(bench.streams.queue))
+    assert bench.check(bench.poll()) == span(3)
     assert bench.poll() is None and not bench.streams.queue
     bench.tier.check()
 
@@ -299,7 +449,7 @@ def test_what_a_load_evicts_from_the_host_before_it_is_copied_is_read_again(make
     bench = make(3)
     bench.in_host(span(0), span(1), span(2))
     bench.streams.num_copies += 1  # something occupies the stream
-    bench.device._load_mark = bench.streams.mark_copy()
+    bench.device._load_mark = Mark(True, bench.streams.num_copies)
     bench.device.prefetch([again(0)])
     assert not bench.streams.queue
     bench.streams.num_copies -= 1

@@ -12,7 +12,7 @@ import torch
 import expertly
 from expertly.api import handle
 from tests.engine.conftest import Case, Cases
-from tests.families import FAMILIES, generate, load_reference, logits_of
+from tests.families import FAMILIES, HIDDEN_SIZE, NUM_EXPERTS, generate, load_reference, logits_of
 
 pytestmark = pytest.mark.gpu
 
@@ -97,6 +97,37 @@ def test_prefetching_changes_no_token(segments: int, memory: str, host_memory: s
         engine = handle(model).engine
         assert sum(counters.decode.prefetched for counters in engine.scheduler.counters) > 0
         assert engine.device.stats()["copied_nbytes"] <= expertly.stats(model).as_dict()["bytes_loaded"]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"])
+@pytest.mark.parametrize(
+    "system",
+    ["expertly-ahead", "moepic:tau=2", "moe-infinity", "fmoe", "promoe", "lru:prediction=speculative:segments=4"],
+)
+def test_no_system_changes_a_token(system: str, family: str, cases: Cases) -> None:
+    case = cases[family]
+    expected = reference_of(case)
+    with loaded(case, memory="45%", system=system, predict="inline") as model:
+        for _ in range(2):
+            assert_same(model, case, expected)
+        stats = expertly.stats(model).as_dict()
+        assert stats["synchronisations_per_pass"] <= len(stats["layers"]) + 1
+        configuring = handle(model).engine.executor.shards[0].configuring
+        assert configuring is None or configuring.times.is_known, "by the device's clock"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_nothing_but_the_routers_choice_makes_the_host_wait(num_tokens: int, cases: Cases) -> None:
+    with loaded(cases["qwen3_moe"], segments=4) as model:
+        engine, modules = handle(model).engine, [m for m in model.modules() if hasattr(m, "_expertly_layer")]
+        for step in range(6):
+            hidden, weights = (torch.randn(num_tokens, n, device="cuda") for n in (HIDDEN_SIZE, 3))
+            ids = torch.rand(num_tokens, NUM_EXPERTS, device="cuda").topk(3).indices
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                engine.forward_experts(modules[step % 3], step % 3, hidden, ids, weights)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("segments", [1, 4])

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from expertly.core.costs import Link
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.observation import Routed
-from expertly.engine import reading
+from expertly.engine import cuda, reading
 from expertly.engine.cpu import CpuDevice
 from expertly.engine.cuda import CudaDevice
 from expertly.engine.device import Device
@@ -26,8 +27,9 @@ from expertly.scheduler.budget import split_budget
 from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
 from expertly.testing.made_up import ListFuture
+from tests.engine import streams
 from tests.engine.disk import Disk
-from tests.engine.streams import Mark, RandomStreams
+from tests.engine.streams import Accelerator, Mark, RandomStreams
 from tests.scheduler.checked import CheckedScheduler
 from tests.scheduler.soak import LAYERS, RandomGuesses, nothing_seen, random_routers
 
@@ -47,18 +49,20 @@ class WatchedDevice(CudaDevice):
 
     _streams: RandomStreams
 
-    def watch(self) -> WatchedDevice:
+    def watch(self, most: int) -> WatchedDevice:
+        """`most`: prefetched segments on the stream at a time."""
+        self.most = most
         self.loads: list[Mark] = []
         self.prefetches: list[Mark] = []
         return self
 
     def _copy(self, transfer: Any, source: Span) -> None:
-        streams = self._streams
-        before = [mark for mark in self.prefetches if not streams.has_run(mark)]
-        assert len(before) <= 1, "one prefetched segment is on the stream at a time"
+        has_run = self._streams.has_run
+        num_before = sum(not has_run(mark) for mark in self.prefetches)
+        assert num_before <= self.most, "so many prefetched segments are on the stream at a time"
         if transfer.is_prefetch:
-            assert not before and all(map(streams.has_run, self.loads)), "nothing begins beside a load"
-            assert all(map(streams.has_run, self._uses_of(transfer.span))), "it would wait for kernels"
+            assert num_before < self.most and all(map(has_run, self.loads)), "nothing begins beside a load"
+            assert all(map(has_run, self._uses_of(transfer.span))), "it would wait for kernels"
         super()._copy(transfer, source)
         (self.prefetches if transfer.is_prefetch else self.loads).append(transfer.mark)
 
@@ -66,9 +70,17 @@ class WatchedDevice(CudaDevice):
 def make(kind: str, disk: Any, shape: Geometry, slots: list[int], dice: random.Random) -> Device:
     if kind == "cpu":
         return CpuDevice(disk, shape, slots, torch.bfloat16)
-    nbytes = shape.nbytes if kind == "cuda" else int(shape.nbytes * 0.45)
+    nbytes = int(shape.nbytes * 0.45) if "little" in kind else shape.nbytes
     device = torch.device("cpu")
-    return WatchedDevice(device, RandomStreams(dice), disk, shape, slots, torch.bfloat16, nbytes).watch()
+    if kind.startswith("accelerator"):
+        link = Link(dice.choice([1e8, 1e9, 1e10]), dice.choice([0, 2000]), dice.choice([0, 500]))
+        times = {name: dice.choice([0, 300, 20_000]) for name in ("kernel_ns", "host_ns", "wake_ns")}
+        return streams.WatchedDevice(device, Accelerator(link, **times), disk, shape, slots, torch.bfloat16, nbytes)
+    if kind.startswith("threads"):
+        made = streams.ThreadStreams(dice.choice([0, 1e-4]))
+        return CudaDevice(device, made, disk, shape, slots, torch.bfloat16, nbytes)
+    most = -(-cuda.AHEAD_NBYTES // min(shape.segment_nbytes(layer) for layer in range(shape.num_layers)))
+    return WatchedDevice(device, RandomStreams(dice), disk, shape, slots, torch.bfloat16, nbytes).watch(most)
 
 
 class Counted:
@@ -92,7 +104,10 @@ class Counted:
 @pytest.mark.parametrize(
     ("segments", "ahead", "failures"), [(1, "cache", 0.0), (1, "ring", 0.04), (4, "cache", 0.04), (4, "ring", 0.0)]
 )
-@pytest.mark.parametrize("kind", ["cpu", "cuda", "cuda with little host memory"])
+@pytest.mark.parametrize(
+    "kind",
+    ["cpu"] + [f"{kind}{host}" for kind in ("cuda", "accelerator", "threads") for host in ("", ", little host memory")],
+)
 def test_whatever_is_predicted_every_byte_is_right(
     kind: str, segments: int, ahead: str, failures: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +137,7 @@ def soak(
     disk = Disk(shape, random.Random(seed))
     disk.fails = lambda layer, expert: bad_luck.random() < failures
     monkeypatch.setattr(reading, "ExpertFile", disk.open)
+    monkeypatch.setattr(cuda, "AHEAD_NBYTES", dice.choice([1, 2 * shape.segment_nbytes(0)]))
     device = make(kind, disk, shape, budget.pool_slots(), dice)
     transport, guesses = Counted(device, happened), RandomGuesses(dice, shape, routers)
     prefetcher = Prefetcher(control, transport, InlineChannel(guesses))

@@ -1,8 +1,9 @@
 """The arithmetic of one layer's experts on slot views, in the order and precision of the reference.
 
-An expert in several spans is activated span by span. Its output is summed in float32 by the compiled products; else
-its down rows are gathered side by side, and one product makes it. Either way it is rounded once, as that of the whole
-expert, whatever the slots (docs/conventions.md, Segments).
+An expert in several spans is activated span by span. Its output is summed in float32, by the compiled products and on
+an accelerator; else its down rows are gathered side by side, and one product makes it: a processor multiplies 16-bit
+numbers 4 times as fast as float32. Either way it is rounded once, as that of the whole expert, whatever the slots
+(docs/conventions.md, Segments).
 Shapes: T tokens, K top-k, H hidden, I intermediate, n tokens of one expert, r neurons of one span.
 """
 
@@ -65,7 +66,7 @@ class LayerCompute:
     """Computes spans of one layer. `rows` are the layer's slots [S * r1, M, H], r1 neurons a segment; in a format
     blocks of bytes [S * r1 / G, nbytes], whose weights are decoded for what the kernels do not take. `experts` are the
     module's experts that these slots may hold, by their numbers there; None: all. `kernels` multiply few tokens where
-    they take such matrices, else torch does.
+    they take such matrices, else torch does. `gathers`: torch has all down rows of a split expert side by side.
     """
 
     def __init__(
@@ -77,8 +78,11 @@ class LayerCompute:
         dtype: torch.dtype,
         experts: Sequence[int] | None,
         kernels: Kernels,
+        *,
+        gathers: bool = True,
     ) -> None:
         self.dtype = dtype
+        self.gathers = gathers
         self.num_segments = num_segments
         self.intermediate_size = geometry.intermediate_size
         self._rows = rows
@@ -343,8 +347,9 @@ class PartialExpert:
         self._x, self.out = x, out
         self._segments_left = compute.num_segments
         self._sum: torch.Tensor | None = None
-        if compute.is_native(x):
-            self._sum = torch.zeros(out.shape, dtype=torch.float32)
+        self._is_native = compute.is_native(x)
+        if self._is_native or not compute.gathers:
+            self._sum = torch.zeros(out.shape, dtype=torch.float32, device=x.device)
             return
         width = compute.intermediate_size
         self._inner = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
@@ -353,9 +358,12 @@ class PartialExpert:
     def add(self, span: Span) -> bool:
         """Use a span's bytes; its slots may be used again afterwards."""
         compute = self._compute
-        if self._sum is not None:
+        if self._is_native:
+            assert self._sum is not None
             rows = range(len(self._x))
             compute.multiply(self._x, ((span, rows, rows),), self._sum, adds=True)
+        elif self._sum is not None:
+            _add_product(self._sum, *compute.inner(self._x, span))
         else:
             inner, down = compute.inner(self._x, span)
             first = span.segment * down.shape[0] // span.num_segments
@@ -371,6 +379,16 @@ class PartialExpert:
         if compute.down_bias is not None:
             self.out += compute.down_bias[span.expert]
         return True
+
+
+def _add_product(total: torch.Tensor, inner: torch.Tensor, down: torch.Tensor) -> None:
+    """total [n, H] += inner [n, r] @ down [r, H], in float32."""
+    if inner.dtype == total.dtype:
+        total.addmm_(inner, down)
+    elif inner.is_cpu:  # an accelerator that is simulated: torch has the product below on real ones alone
+        total.addmm_(inner.float(), down.float())
+    else:
+        total += torch.mm(inner, down, out_dtype=total.dtype)
 
 
 def _activation(module: Any, is_gated: bool, dtype: torch.dtype) -> Callable[..., torch.Tensor]:

@@ -5,7 +5,6 @@ parts of a decode step take, which it goes by (MoEpic, section 3.4.1).
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from statistics import median
 
@@ -37,8 +36,7 @@ class Configuring:
         self._error: BaseException | None = None
 
     def begin_iteration(self) -> None:
-        """A pass begins: nothing runs yet."""
-        self.times.begin(time.perf_counter_ns())
+        """A pass begins, which the times have been told: nothing runs yet."""
         if self._thread is None:
             if self.times.is_known and (job := self._scheduler.configuration_due()) is not None:
                 self._thread = threading.Thread(
@@ -74,7 +72,7 @@ class StepTimes:
     what they waited for. Loading is timed where a layer waited for it: a segment, from asking to the last arrival. What
     a span costs whatever its size is what a straight line through the times of spans of several sizes leaves at 0.
 
-    Host times: where a device works behind the host, attention and experts are what asking for them takes.
+    Times are the device's own (`Moments`): where it works behind the host, they come later, in their order.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -90,7 +88,7 @@ class StepTimes:
         self._last_ns: int | None = None  # when the experts before ended, or the pass began
         self._head_ns: int | None = None  # before this pass, if it decodes
 
-    def begin(self, now_ns: int) -> None:
+    def begin(self, now_ns: int, *_: int) -> None:
         """A pass begins."""
         self._head_ns = None if self._last_ns is None else now_ns - self._last_ns
         self._last_ns = now_ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -37,16 +38,21 @@ class CpuDevice:
         self._readers = readers = Readers(store, geometry, self._pool.buffer, node=node)
         self.submit, self.prefetch, self.cancel = readers.submit, readers.prefetch, readers.cancel
         self.poll, self.drain, self.stats = readers.poll, readers.drain, readers.stats
-        self.waited_ns = 0
+        self.waits: list[tuple[Any, Any]] = []
+        self.stamp = time.perf_counter_ns
+        self.to_host = torch.Tensor.detach  # where they are
 
     def begin(self) -> None:
         """Always possible."""
 
     def wait(self) -> Span:
-        start = time.perf_counter_ns()
+        begin = time.perf_counter_ns()
         span = self._readers.wait()
-        self.waited_ns += time.perf_counter_ns() - start
+        self.waits.append((begin, time.perf_counter_ns()))
         return span
+
+    def between_ns(self, begin: int, end: int) -> int:
+        return end - begin
 
     def used(self, span: Span) -> None:
         """Nothing to remember."""

@@ -1,21 +1,22 @@
-"""CUDA: slots on an accelerator, filled from host memory over a copy stream, which is filled from disk.
+"""CUDA and ROCm: slots on an accelerator, filled from host memory over a copy stream, which is filled from disk.
 
-The only file of the engine that uses torch.cuda. CudaDevice and HostTier do so through CudaStreams alone, so that they
-run without an accelerator, too, on streams that tests make up.
+The only file of the engine that uses torch.cuda, for what torch.accelerator lacks. CudaDevice and HostTier use both
+through CudaStreams alone, so that they run without an accelerator, too, on one that tests simulate.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from expertly.core.errors import BudgetError, ConfigError, ModelUseError
+from expertly.core.errors import BudgetError, ConfigError, ModelUseError, TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import parse_memory
@@ -28,6 +29,19 @@ from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import class_segment_nbytes, split_budget
 from expertly.scheduler.cache import Partition
 from expertly.scheduler.slots import SlotTable
+
+AHEAD_NBYTES = 8 << 20
+"""While no more prefetched bytes are on the copy stream another segment joins them: the link does not wait for the
+copy thread to wake up, and a load finds a third of a millisecond of PCIe 4 before it, or one segment.
+"""
+
+_STAGED_VALUES = 4096
+"""Values of a tensor for which pinned memory is kept: a router's choices of a few tokens."""
+
+_LOOK_EVERY_S = 1.0
+"""Whoever waits looks so often whether the threads still run."""
+
+_WAKE = object()
 
 # -- the device ----------------------------------------------------------------------------------------------------
 
@@ -46,9 +60,12 @@ class _Transfer:
 class CudaDevice:
     """disk -> host tier -> device.
 
-    Disk and copy stream each serve loads first. A copy that is queued cannot be recalled: one prefetched segment is on
-    the stream at a time, and only behind kernels and loads that have run, so that a load finds one segment before it at
-    most. Prefetches move on when `poll` or `wait` is called.
+    Disk and copy stream each serve loads first. A copy that is queued cannot be recalled: prefetches are on the stream
+    only where no load is queued, and more than one segment only while few bytes are there, so that a load finds little
+    before it.
+
+    What moves goes on by itself: when a copy or a read has ended, the copy thread begins what comes next, whatever the
+    forward thread does. Both do so under one lock, which neither holds while it waits for the device.
     """
 
     def __init__(
@@ -67,7 +84,8 @@ class CudaDevice:
         self.dtype = dtype
         self.queues_uses = True
         self.node = node
-        self._waited_ns = 0
+        self.waits: list[tuple[Any, Any]] = []
+        self.stamp, self.between_ns, self.to_host = streams.stamp, streams.between_ns, streams.to_host
         self._streams = streams
         self._geometry = geometry
         sizes = class_segment_nbytes(geometry)
@@ -76,17 +94,24 @@ class CudaDevice:
             for num_slots, nbytes in zip(slots_per_class, sizes, strict=True)
         ]
         self._rows = [layer_rows(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
-        self._last_use: list[dict[int, Any]] = [{} for _ in sizes]  # slot -> mark of the last kernels that read it
-        self.tier = HostTier(streams, store, geometry, host_nbytes, dtype, node)
+        made = streams.mark_compute()  # their memory may be what kernels that are still queued read last
+        self._last_use: list[dict[int, Any]] = [dict.fromkeys(range(count), made) for count in slots_per_class]
+        self._lock = threading.RLock()  # re-entrant: a garbage collection may close another model's device
+        self._changed = threading.Condition(self._lock)  # never entered itself: see PredictorThread
         self._waiting: dict[Span, _Transfer] = {}  # by host span being read
         self._copying: deque[_Transfer] = deque()  # loads whose last copy is queued
         self._needed: deque[_Transfer] = deque()  # loads for which the host tier has no room yet
         self._load_mark: Any = None  # behind the last copy of a load
         self._prefetches: deque[_Transfer] = deque()  # not asked of the host tier, or it had no room
         self._in_host: deque[_Transfer] = deque()  # prefetches that the host tier has, and may yet evict for a load
-        self._prefetch_copy: _Transfer | None = None  # the one on the stream
+        self._on_stream: deque[_Transfer] = deque()  # prefetches that are being copied
+        self._landed: deque[Span] = deque()  # prefetches that have been
+        self._watched: Any = None  # the mark of kernels behind which the next prefetch begins
+        self._failure: Exception | None = None  # of what went on by itself
         self._copied_nbytes = 0
         self._hit_nbytes = 0
+        self.tier = HostTier(streams, store, geometry, host_nbytes, dtype, node)
+        streams.watch(self._ended)
 
     def rows(self, layer: int) -> torch.Tensor:
         return self._rows[layer]
@@ -97,14 +122,16 @@ class CudaDevice:
 
     def submit(self, spans: Sequence[Span]) -> None:
         """Copy what the host has at once; the rest when it has been read."""
-        self._needed.extend([_Transfer(span) for span in spans])
-        self._start()
+        with self._lock:
+            self._needed.extend([_Transfer(span) for span in spans])
+            self._start()
 
     def prefetch(self, spans: Sequence[Span]) -> None:
-        for span in spans:
-            assert span.num_segments == 1, "a load never waits for more than a segment"
-            self._prefetches.append(_Transfer(span, is_prefetch=True))
-        self._begin_prefetches()
+        with self._lock:
+            for span in spans:
+                assert span.num_segments == 1, "a load never waits for more than a segment"
+                self._prefetches.append(_Transfer(span, is_prefetch=True))
+            self._begin_prefetches()
 
     def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """What is neither being read nor copied has not begun."""
@@ -112,77 +139,112 @@ class CudaDevice:
         def is_meant(transfer: _Transfer) -> bool:
             return transfer.span.layer == layer and (experts is None or transfer.span.expert in experts)
 
-        cancelled: list[Span] = []
-        for queue in (self._in_host, self._prefetches):
-            cancelled += [transfer.span for transfer in queue if is_meant(transfer)]
-            left = [transfer for transfer in queue if not is_meant(transfer)]
-            queue.clear()
-            queue.extend(left)
-        cancelled += [self._waiting.pop(host_span).span for host_span in self.tier.cancel(layer, experts)]
-        for transfer in self._waiting.values():
-            if is_meant(transfer):
-                transfer.is_prefetch = False
-        if self._prefetch_copy is not None and is_meant(self._prefetch_copy):
-            self._promote_copy()
+        with self._lock:
+            cancelled: list[Span] = []
+            for queue in (self._in_host, self._prefetches):
+                cancelled += [transfer.span for transfer in queue if is_meant(transfer)]
+                left = [transfer for transfer in queue if not is_meant(transfer)]
+                queue.clear()
+                queue.extend(left)
+            cancelled += [self._waiting.pop(host_span).span for host_span in self.tier.cancel(layer, experts)]
+            for transfer in self._waiting.values():
+                if is_meant(transfer):
+                    transfer.is_prefetch = False
+            self._promote([transfer for transfer in self._on_stream if is_meant(transfer)])
         return cancelled
 
     def poll(self) -> Span | None:
-        while self._waiting and (host_span := self.tier.readers.poll()) is not None:
-            self._read(host_span)
-        span = None
-        if self._copying and self._streams.is_past(self._copying[0].mark):
-            span = self._take()
-        elif self._prefetch_copy is not None and self._streams.is_past(self._prefetch_copy.mark):
-            self._streams.hold_compute(self._prefetch_copy.mark)
-            span, self._prefetch_copy = self._prefetch_copy.span, None
-        self._begin_prefetches()
-        return span
+        with self._lock:
+            self._advance()
+            if self._landed:
+                return self._landed.popleft()
+            if self._copying and self._streams.is_past(self._copying[0].mark):
+                return self._copying.popleft().span
+        return None
 
     def wait(self) -> Span:
         """The next span whose copy has been queued: the compute stream waits for it, the host does not."""
-        start = time.perf_counter_ns()
-        while not self._copying:
-            is_awaited = bool(self._needed) or not all(transfer.is_prefetch for transfer in self._waiting.values())
-            if not is_awaited and self._promote_next():
-                continue
-            if self._waiting:
-                self._read(self.tier.readers.wait())
-            else:
-                self._start()
-        span = self._take()
-        self._begin_prefetches()
-        self._waited_ns += time.perf_counter_ns() - start
+        begin: Any = None
+        with self._lock:
+            while True:
+                self._advance()
+                if self._landed:
+                    span, mark = self._landed.popleft(), None
+                    break
+                if self._copying:
+                    transfer = self._copying.popleft()
+                    span, mark = transfer.span, transfer.mark
+                    break
+                is_awaited = bool(self._needed) or not all(transfer.is_prefetch for transfer in self._waiting.values())
+                if is_awaited or not self._promote_next():
+                    begin = self._streams.stamp() if begin is None else begin
+                    self._streams.block(self._changed)
+                    self.tier.readers.look()
+        if mark is not None and not self._streams.is_past(mark):
+            begin = self._streams.stamp() if begin is None else begin
+            self._streams.hold_compute(mark)
+        if begin is not None:
+            self.waits.append((begin, self._streams.stamp()))
         return span
 
     def used(self, span: Span) -> None:
         mark = self._streams.mark_compute()
         uses = self._last_use[self._geometry.size_classes[span.layer]]
-        uses.update(dict.fromkeys(range(span.slot, span.slot + span.num_segments), mark))
+        with self._lock:
+            uses.update(dict.fromkeys(range(span.slot, span.slot + span.num_segments), mark))
 
     def drain(self) -> None:
-        for queue in (self._copying, self._needed, self._prefetches, self._in_host):
-            queue.clear()
-        self._waiting.clear()
-        self._prefetch_copy = self._load_mark = None
-        self.tier.abandon()
-
-    @property
-    def waited_ns(self) -> int:
-        """Of the host, and while the compute stream was held for copies."""
-        self._waited_ns += self._streams.stall_ns()
-        return self._waited_ns
+        with self._lock:
+            for queue in (self._copying, self._needed, self._prefetches, self._in_host, self._on_stream, self._landed):
+                queue.clear()
+            self._waiting.clear()
+            self._load_mark = self._watched = None
+            self.tier.abandon()
+            self._failure = None
 
     def stats(self) -> dict[str, int]:
-        """What its readers moved, bytes of weights served from host memory, and bytes copied to the device."""
+        """What its readers moved, bytes of weights served from host memory, bytes copied to the device, and how often
+        the forward thread waited for what it had queued.
+        """
         return {
             **self.tier.readers.stats(),
             "host_hit_nbytes": self._hit_nbytes,
             "copied_nbytes": self._copied_nbytes,
+            "synchronisations": self._streams.num_synchronised,
         }
 
     def close(self) -> None:
         self._rows = []
+        self.waits = []
+        self._streams.close()
         self.tier.close()
+
+    # -- what goes on by itself, under the lock ------------------------------------------------------------------------
+
+    def _ended(self) -> None:
+        """In the copy thread: a copy or a read has ended."""
+        with self._lock:
+            if self._failure is None:
+                try:
+                    self._go_on()
+                except Exception as error:  # a thread's entry: the forward thread raises it
+                    self._failure = error
+            self._changed.notify_all()
+
+    def _advance(self) -> None:
+        """Raises what a read or a copy raised."""
+        if self._failure is not None:
+            raise self._failure
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._waiting and (host_span := self.tier.readers.poll()) is not None:
+            self._read(host_span)
+        if self._needed:
+            self._start()
+        while self._on_stream and self._streams.is_past(self._on_stream[0].mark):
+            self._landed.append(self._on_stream.popleft().span)
+        self._begin_prefetches()
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
@@ -228,7 +290,7 @@ class CudaDevice:
     # -- prefetches ----------------------------------------------------------------------------------------------------
 
     def _begin_prefetches(self) -> None:
-        """Ask the host tier for prefetches, and copy a segment of one if the stream is free."""
+        """Ask the host tier for prefetches, and copy what it has while the stream is free."""
         if self._prefetches and not self._needed:
             spared = {self._geometry.expert_id(one.span.layer, one.span.expert) for one in self._in_host}
             while self._prefetches:
@@ -242,42 +304,47 @@ class CudaDevice:
                 else:
                     spared.add(self._geometry.expert_id(transfer.span.layer, transfer.span.expert))
                     self._in_host.append(transfer)
-        if self._in_host and self._prefetch_copy is None and self._is_stream_free():
-            self._begin_copy()
+        while self._in_host and self._is_stream_free() and self._begin_copy():
+            pass
 
-    def _begin_copy(self) -> None:
-        """Queue the next copy of a prefetch, unless kernels still read the slots it goes to."""
-        while self._in_host:
-            transfer = self._in_host[0]
-            found = self.tier.find(transfer.span)
-            if not found:  # a load has taken its room
-                transfer.was_read = False
-                self._prefetches.appendleft(self._in_host.popleft())
-                continue
-            if all(self._streams.is_past(mark) for mark in self._uses_of(transfer.span)):
-                self._prefetch_copy = self._in_host.popleft()
-                self._copy_found(transfer, found)
-            return
+    def _begin_copy(self) -> bool:
+        """Queue the next copy of a prefetch, unless kernels still read the slots it goes to; whether to go on."""
+        transfer = self._in_host[0]
+        found = self.tier.find(transfer.span)
+        if not found:  # a load has taken its room
+            transfer.was_read = False
+            self._prefetches.appendleft(self._in_host.popleft())
+            return True
+        for mark in self._uses_of(transfer.span):
+            if not self._streams.is_past(mark):
+                if self._watched is not mark:
+                    self._watched = mark
+                    self._streams.notice(mark)
+                return False
+        self._on_stream.append(self._in_host.popleft())
+        self._copy_found(transfer, found)
+        return True
 
     def _is_stream_free(self) -> bool:
-        """No load is queued on the copy stream or being copied."""
-        if self._load_mark is not None and self._streams.is_past(self._load_mark):
+        """No load is queued on the copy stream or being copied, and not many prefetches are."""
+        if self._load_mark is not None:
+            if not self._streams.is_past(self._load_mark):
+                return False
             self._load_mark = None
-        return self._load_mark is None
+        return not self._on_stream or sum(self._nbytes(one.span) for one in self._on_stream) < AHEAD_NBYTES
 
-    def _promote_copy(self) -> None:
-        """Somebody waits for the prefetch that is on the stream."""
-        transfer = self._prefetch_copy
-        assert transfer is not None
-        self._prefetch_copy = None
-        self._copying.appendleft(transfer)  # it was queued before all loads that have not run
-        if self._load_mark is None:
-            self._load_mark = transfer.mark
+    def _promote(self, transfers: Sequence[_Transfer]) -> None:
+        """Somebody waits for these prefetches, which are on the stream."""
+        for transfer in transfers:
+            self._on_stream.remove(transfer)
+        self._copying.extendleft(reversed(transfers))  # they were queued before all loads that have not run
+        if transfers and self._load_mark is None:
+            self._load_mark = transfers[-1].mark
 
     def _promote_next(self) -> bool:
         """Go on with the next prefetch as with a load; False where it is being read."""
-        if self._prefetch_copy is not None:
-            self._promote_copy()
+        if self._on_stream:
+            self._promote([self._on_stream[0]])
             return True
         queue = self._in_host or (None if self._waiting else self._prefetches)
         if not queue:
@@ -299,9 +366,8 @@ class CudaDevice:
         after = list({id(mark): mark for s in slots if (mark := uses.pop(s, None)) is not None}.values())
         target = self._rows[layer][slot * blocks : (slot + source.num_segments) * blocks]
         rows = self.tier.pool.rows(layer)[source.slot * blocks : (source.slot + source.num_segments) * blocks]
-        self._streams.copy(target, rows, after)
         self._copied_nbytes += self._nbytes(source)
-        transfer.mark = self._streams.mark_copy()
+        transfer.mark = self._streams.copy(target, rows, after)
         self.tier.copied(source, transfer.mark)
         if not transfer.is_prefetch:
             self._load_mark = transfer.mark
@@ -320,11 +386,6 @@ class CudaDevice:
 
     def _nbytes(self, span: Span) -> int:
         return span.num_segments * self._geometry.segment_nbytes(span.layer)
-
-    def _take(self) -> Span:
-        transfer = self._copying.popleft()
-        self._streams.hold_compute(transfer.mark)
-        return transfer.span
 
 
 # -- the RAM behind it ---------------------------------------------------------------------------------------------
@@ -363,14 +424,15 @@ class HostTier:
             for memory in self.pool.regions:
                 opened.callback(streams.register(memory))
             opened.callback(streams.synchronize)
-            self.readers = Readers(store, geometry, self.pool.buffer, node=node)
+            self.readers = Readers(store, geometry, self.pool.buffer, node=node, arrived=streams.wake)
             opened.callback(self.readers.close)
             self._opened = opened.pop_all()
 
     def request(
         self, wanted: Span, is_prefetch: bool = False, spared: Collection[int] = ()
     ) -> tuple[list[Span], list[Span]] | None:
-        """(host spans that are here, host spans now to be read) of a device span; None: no room until reads end.
+        """(host spans that are here, host spans now to be read) of a device span; None: no room until reads or copies
+        end.
 
         `is_prefetch`: read behind all others, and have room only where nothing must be waited for and no expert of
         `spared` (ids) goes.
@@ -478,12 +540,9 @@ class HostTier:
         loading = (self._geometry.expert_id(span.layer, span.expert) for span in self._loading)
         victims = cache.evict(short, {wanted, *spared, *self._copied, *loading})
         if victims is None:
-            if is_prefetch or self._loading:
-                return False
-            self._streams.synchronize()
-            self._copied.clear()
-            victims = cache.evict(short, {wanted})
-        assert victims is not None, "the host tier holds at least one token's experts"
+            is_full = is_prefetch or self._loading or self._copied
+            assert is_full, "the host tier holds at least one token's experts"
+            return False
         for eid, mask in victims:
             self._slots.release(eid, mask)
         return True
@@ -492,80 +551,140 @@ class HostTier:
 # -- streams -------------------------------------------------------------------------------------------------------
 
 
-class CudaStreams:
-    """One stream that computes and one that copies. Marks are events: `Any`, made and read only here. No call but
-    `synchronize` makes the host wait.
+class CopyThread:
+    """Waits for marks, one after the other, so that what moves goes on whatever the forward thread does."""
+
+    def __init__(self) -> None:
+        self._awaited: SimpleQueue[Any] = SimpleQueue()  # marks; _WAKE, or None, which ends the thread
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None  # what ended it
+
+    def watch(self, ended: Callable[[], None]) -> None:
+        """From now on `ended` is called in this thread: whenever what is before a mark of `notice` has run, or `wake`
+        was called.
+        """
+        self._thread = threading.Thread(target=self._serve, args=(ended,), name="expertly-copies", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Any thread may call it."""
+        self._awaited.put(_WAKE)
+
+    def notice(self, mark: Any) -> None:
+        self._awaited.put(mark)
+
+    def block(self, changed: threading.Condition) -> None:
+        """Wait, a second at most, until `ended` has been called. Raises TransferError where its thread has ended."""
+        changed.wait(_LOOK_EVERY_S)
+        if self._error is not None:
+            raise TransferError(f"the thread that copies experts has ended: {self._error}") from self._error
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._awaited.put(None)
+            if thread is not threading.current_thread():  # a garbage collection in the thread itself
+                thread.join()
+
+    def _serve(self, ended: Callable[[], None]) -> None:
+        try:
+            with torch.inference_mode():  # slots may have been made in it
+                while (mark := self._awaited.get()) is not None:
+                    if mark is not _WAKE:
+                        mark.synchronize()
+                    ended()
+        except BaseException as error:  # a thread's entry: the waiter raises it
+            self._error = error
+
+
+class CudaStreams(CopyThread):
+    """One stream that computes, whichever is current where a method is called, and one that copies, whose marks the
+    thread waits for. Marks and stamps are events: `Any`, made and read only here. The host waits in `block`, `to_host`
+    and `synchronize` alone.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._copy_stream = torch.cuda.Stream(device)
-        self._holds: deque[tuple[Any, Any]] = deque()  # (before, after) each hold of the compute stream
-        self._spare: list[Any] = []
+        super().__init__()
+        self.num_synchronised = 0
+        """How often the forward thread waited for what it had queued."""
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self._device = torch.device(device.type, index)
+        self._copy_stream = torch.Stream(self._device)
+        self._staging: dict[tuple[torch.dtype, int], torch.Tensor] = {}  # pinned, by the type and number of values
 
     def is_capturing(self) -> bool:
         """Whether what is queued on the compute stream is recorded instead of run."""
         return torch.cuda.is_current_stream_capturing()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> None:
-        """Queue a copy on the copy stream, after these marks of the compute stream. The source must be pinned."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> Any:
+        """Queue a copy on the copy stream, after these marks of the compute stream. The mark behind it. The source must
+        be pinned.
+        """
         for mark in after:
             self._copy_stream.wait_event(mark)
-        with torch.cuda.stream(self._copy_stream):
+        with self._copy_stream:
             target.copy_(source, non_blocking=True)
-
-    def mark_copy(self) -> Any:
-        """A mark behind everything queued on the copy stream."""
-        return self._copy_stream.record_event()
+        done = torch.Event(self._device, blocking=True)  # whoever waits for it takes no processor
+        done.record(self._copy_stream)
+        self.notice(done)
+        return done
 
     def mark_compute(self) -> Any:
         """A mark behind everything queued on the compute stream."""
-        return torch.cuda.current_stream(self._device).record_event()
+        return torch.accelerator.current_stream(self._device).record_event()
 
     def is_past(self, mark: Any) -> bool:
         """Whether everything before the mark has run."""
         return bool(mark.query())
 
     def hold_compute(self, mark: Any) -> None:
-        """The compute stream goes on only when the mark is past; how long that takes is timed."""
-        if mark.query():
-            return
-        stream = torch.cuda.current_stream(self._device)
-        before, after = self._timer(), self._timer()
-        before.record(stream)
-        stream.wait_event(mark)
-        after.record(stream)
-        self._holds.append((before, after))
+        """The compute stream goes on only when the mark is past."""
+        torch.accelerator.current_stream(self._device).wait_event(mark)
+
+    def to_host(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory, until the next call. The host waits for nothing but what makes these values."""
+        key = values.dtype, values.numel()
+        staging = self._staging.get(key)
+        if staging is None:
+            staging = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True)
+            if values.numel() <= _STAGED_VALUES:
+                self._staging[key] = staging
+        here = staging.view(values.shape)
+        here.copy_(values, non_blocking=True)
+        done = self.mark_compute()
+        done.synchronize()
+        self.num_synchronised += 1
+        return here
 
     def synchronize(self) -> None:
-        """Wait for everything queued on both streams."""
-        self._copy_stream.synchronize()
-        torch.cuda.current_stream(self._device).synchronize()
+        """Wait for everything queued on any stream of the device: the forward pass may have had others."""
+        torch.accelerator.synchronize(self._device)
 
-    def stall_ns(self) -> int:
-        """Time the compute stream was held, of holds that have ended since the last call."""
-        total = 0
-        while self._holds and self._holds[0][1].query():
-            before, after = self._holds.popleft()
-            total += int(before.elapsed_time(after) * 1e6)  # milliseconds
-            self._spare += (before, after)
-        return total
+    def stamp(self) -> Any:
+        """A moment of the compute stream: when it comes here."""
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def between_ns(self, begin: Any, end: Any) -> int | None:
+        """From one stamp to another; None where the stream has not come there."""
+        return int(begin.elapsed_time(end) * 1e6) if end.query() else None  # of milliseconds
 
     def register(self, memory: torch.Tensor) -> Callable[[], object]:
         """Pin host memory; call the result to undo. The caching allocator would round a large region up to a power of
         two. Raises ConfigError.
         """
-        runtime = torch.cuda.cudart()
+        runtime = torch.cuda.cudart()  # HIP's, where torch is built for it
         address, nbytes = memory.data_ptr(), memory.numel()
         error = runtime.cudaHostRegister(address, nbytes, 0)
         if int(error) != 0:
+            with contextlib.suppress(RuntimeError):  # else whoever launches the next kernel is told of this error
+                torch.zeros(1, device=self._device).add_(1)
             raise ConfigError(
                 f"host_memory={nbytes} bytes: cannot be page-locked ({error}); state less, or raise ulimit -l"
             )
         return lambda: runtime.cudaHostUnregister(address)
-
-    def _timer(self) -> Any:
-        return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
 
 
 class CudaHandover(Handover):
@@ -575,15 +694,15 @@ class CudaHandover(Handover):
         self._home = home
 
     def give(self) -> Any:
-        return torch.cuda.current_stream(self._home).record_event()
+        return torch.accelerator.current_stream(self._home).record_event()
 
     def take(self, mark: Any, device: torch.device) -> None:
         for one in dict.fromkeys((self._home, device)):
-            torch.cuda.current_stream(one).wait_event(mark)  # whichever device it is of
+            torch.accelerator.current_stream(one).wait_event(mark)  # whichever device it is of
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Its memory is used again only behind what this thread's stream has queued until it is freed."""
-        tensor.record_stream(torch.cuda.current_stream(self._home))
+        tensor.record_stream(torch.accelerator.current_stream(self._home))
 
 
 # -- the kind --------------------------------------------------------------------------------------------------------
@@ -610,8 +729,8 @@ class _Cuda(DeviceKind):
 
     def available_nbytes(self, device: torch.device) -> int:
         """What is free now, what torch caches and does not use included."""
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, _ = torch.accelerator.get_memory_info(device)
+        return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
 
     def memory_node(self, device: torch.device) -> MemoryNode | None:
         """By the PCI address, as sysfs spells it: domain:bus:device.function; None where torch does not say."""

@@ -33,6 +33,8 @@ class Device(Protocol):
     """Where its host memory lies, on a machine with several places for it."""
     queues_uses: bool
     """Whether computing goes on behind the host, so that it must be told of `used` spans."""
+    waits: list[tuple[Any, Any]]
+    """Stamps around each time that computing, or the host before it, waited for a transfer. Who reads empties it."""
 
     def rows(self, layer: int) -> torch.Tensor:
         """The slots as rows of this layer's shape, on the device: see `layer_rows`."""
@@ -65,9 +67,16 @@ class Device(Protocol):
     def drain(self) -> None:
         """Drop prefetches that have not begun, wait until nothing moves; forget results and errors."""
 
-    @property
-    def waited_ns(self) -> int:
-        """Time that the host, and the device behind it, have waited for transfers so far."""
+    def stamp(self) -> Any:
+        """A moment of the computing: it has come there when what was asked for before has been computed."""
+
+    def between_ns(self, begin: Any, end: Any, /) -> int | None:
+        """From one stamp to another; None where computing has not come there yet. Never waits."""
+
+    def to_host(self, values: torch.Tensor, /) -> torch.Tensor:
+        """Values of the device in host memory, valid until the next call. The host waits for what makes them, which
+        counts as a synchronisation.
+        """
 
     def stats(self) -> dict[str, int]:
         """Bytes read from disk, of these through the page cache, and other counts of this device."""

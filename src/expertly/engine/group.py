@@ -27,8 +27,8 @@ from expertly.engine.device import Handover, kind_of
 from expertly.engine.memory import shares_of
 from expertly.engine.reading import ExtentSource
 from expertly.engine.runtime import Executor
-from expertly.engine.shard import Shard
-from expertly.scheduler.counters import LayerCounters
+from expertly.engine.shard import Moments, Shard, Waits
+from expertly.scheduler.counters import LayerCounters, PhaseCounters
 from expertly.scheduler.observations import Channel, Seen
 from expertly.scheduler.scheduler import Scheduler
 from expertly.store.frames import FrameIndex
@@ -91,7 +91,7 @@ class _Ran(NamedTuple):
 
     outputs: torch.Tensor
     mark: Any
-    stall_ns: int
+    waits: Waits
     end_ns: int
 
 
@@ -107,6 +107,8 @@ class ShardGroup:
         self.geometry = placement.geometry
         self.shards = shards
         self._handover = handover
+        self.stamp, self.to_host = shards[0].stamp, shards[0].to_host
+        self._moments = Moments(shards[0].device)
         self._times = [LayerCounters() for _ in placement.geometry.layers]  # only times are counted here
         self._workers = Workers([f"expertly-device-{number}" for number in range(len(shards))])
 
@@ -138,7 +140,7 @@ class ShardGroup:
 
     def run_layer(
         self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None
-    ) -> tuple[torch.Tensor, int]:
+    ) -> tuple[torch.Tensor, Waits]:
         parts = [part_of(work, share, hidden.device) for share in self.placement.shares]
         mark, both = self._handover.give(), zip(self.shards, parts, strict=True)
         ran = self._run([partial(self._run_part, shard, part, hidden, routed, mark) for shard, part in both])
@@ -149,12 +151,19 @@ class ShardGroup:
             self._handover.take(one.mark, hidden.device)
             self._handover.keep(one.outputs)
             outputs.index_copy_(0, part.rows, one.outputs)
-        return outputs, max(ran, key=lambda one: one.end_ns).stall_ns
+        return outputs, max(ran, key=lambda one: one.end_ns).waits
 
-    def note_times(self, layer: int, phase: Phase, stall_ns: int, expert_ns: int) -> None:
-        counters = self._times[layer].of(phase)
-        counters.stall_ns += stall_ns
-        counters.expert_ns += expert_ns
+    def settle(self) -> None:
+        self._moments.settle()
+        for shard in self.shards:  # whose threads do nothing between layers
+            shard.settle()
+
+    def note_times(self, layer: int, phase: Phase, begin: Any, end: Any, waits: Waits) -> None:
+        self._moments.note(begin, end, waits, partial(self._ran, self._times[layer].of(phase)))
+
+    def _ran(self, counters: PhaseCounters, begin_ns: int, end_ns: int, waited_ns: int) -> None:
+        counters.stall_ns += waited_ns
+        counters.expert_ns += end_ns - begin_ns
 
     def layer_counters(self, layer: int) -> LayerCounters:
         total = LayerCounters()
@@ -187,15 +196,14 @@ class ShardGroup:
         self, shard: Shard, part: Part, hidden: torch.Tensor, routed: Callable[[], Routed] | None, mark: Any
     ) -> _Ran:
         """In the device's thread: its part of a layer."""
-        start = time.perf_counter_ns()
         target, router = shard.device.torch_device, part.work.router
         self._handover.take(mark, target)
-        outputs, stall_ns = shard.run_layer(part.to(target), hidden.to(target, non_blocking=True), routed)
+        begin = shard.stamp()
+        outputs, waits = shard.run_layer(part.to(target), hidden.to(target, non_blocking=True), routed)
         outputs = outputs.to(hidden.device, non_blocking=True)
-        end = time.perf_counter_ns()
         phase = Phase.DECODE if router.serves_decode else Phase.PREFILL
-        shard.note_times(router.layer, phase, stall_ns, end - start)
-        return _Ran(outputs, self._handover.give(), stall_ns, end)
+        shard.note_times(router.layer, phase, begin, shard.stamp(), waits)
+        return _Ran(outputs, self._handover.give(), waits, time.perf_counter_ns())
 
 
 @dataclass(slots=True)
@@ -221,7 +229,7 @@ def part_of(work: Dispatch, share: Share, device: torch.device) -> Part:
         where = [work.positions[held[number]] for number in router.experts]
         positions = {number: i for i, number in enumerate(router.experts)}
         part = Dispatch(router, work.top_k, len(where), True, None, positions)
-        return Part(part, torch.tensor(where, dtype=torch.int64, device=device))
+        return Part(part, torch.tensor(where, dtype=torch.int64).to(device, non_blocking=True))
     assert work.rows is not None
     rows = [work.rows[held[number]] for number in router.experts]
     places, end = {}, 0

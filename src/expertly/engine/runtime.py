@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -140,7 +139,7 @@ class Engine:
 
     def check_output(self, hidden_states: torch.Tensor) -> None:
         """Raises NanError naming the layer that gave the first NaN, where a row that is no padding has one."""
-        if not math.isnan(hidden_states.sum()):
+        if not math.isnan(self.executor.to_host(hidden_states.sum())):
             return
         is_nan = hidden_states.isnan().any(dim=-1).reshape(-1).cpu()
         is_pad = None if self._info is None else self._info.is_pad
@@ -152,6 +151,7 @@ class Engine:
     def end_iteration(self, ok: bool) -> None:
         if self.threads is not None:
             self.threads.end()
+        self.executor.settle()
         info, self._info = self._info, None
         if self.observer is not None:
             self.observer.end_iteration(ok)
@@ -190,15 +190,16 @@ class Engine:
             raise ModelUseError("the experts' weights come and go: gradients cannot be computed; use torch.no_grad()")
         if self.observer is not None:
             self.observer.router_ran(layer, hidden_states, top_k_index, top_k_weights)
-        start = time.perf_counter_ns()
         executor, prefetching = self.executor, self.prefetching
+        begin = executor.stamp()
         with torch.no_grad():
-            work = dispatch(layer, top_k_index, executor.geometry.layers[layer].num_experts, self._info)
+            ids, num_experts = executor.to_host(top_k_index), executor.geometry.layers[layer].num_experts
+            work = dispatch(layer, ids, num_experts, self._info, top_k_index.device)
             try:
                 routed = None
                 if prefetching is not None:
                     routed = prefetching.router_ran(work.router, top_k_index, top_k_weights)
-                outputs, stall_ns = executor.run_layer(work, hidden_states, routed)
+                outputs, waits = executor.run_layer(work, hidden_states, routed)
             except BaseException as error:
                 self._abandon(error)
                 if isinstance(error, OSError):
@@ -207,7 +208,7 @@ class Engine:
             result = combine(outputs, top_k_weights, hidden_states, executor.shards[0].kernels)
             self._trail.add(layer, hidden_states, result)
         phase = Phase.DECODE if True in work.router.is_decode else Phase.PREFILL
-        executor.note_times(layer, phase, stall_ns, time.perf_counter_ns() - start)
+        executor.note_times(layer, phase, begin, executor.stamp(), waits)
         return result
 
     def stop(self) -> None:
@@ -296,8 +297,16 @@ def _has_nan(values: torch.Tensor, rows: torch.Tensor) -> bool:
     return bool((is_nan & rows if len(is_nan) == len(rows) else is_nan).any())
 
 
-def dispatch(layer: int, top_k_index: torch.Tensor, num_experts: int, info: IterationInfo | None) -> Dispatch:
-    """Group the choices [T, K] by expert. Ids outside 0..E-1 are dropped: their rows stay zero."""
+def dispatch(
+    layer: int,
+    top_k_index: torch.Tensor,
+    num_experts: int,
+    info: IterationInfo | None,
+    device: torch.device | None = None,
+) -> Dispatch:
+    """Group the choices [T, K], which the host has, by expert. Ids outside 0..E-1 are dropped: their rows stay zero.
+    `device` is where the rows go; None: they stay on the host.
+    """
     num_tokens, top_k = top_k_index.shape
     if num_tokens == 1:
         ids = top_k_index[0].tolist()
@@ -309,18 +318,22 @@ def dispatch(layer: int, top_k_index: torch.Tensor, num_experts: int, info: Iter
                 num_real = int(info.is_pad is None or not info.is_pad[0])
             router = RouterRan(layer, ids, [num_real] * top_k, [is_decode] * top_k, num_real)
             return Dispatch(router, top_k, top_k, True, None, positions)
-    return _dispatch_many(layer, top_k_index, num_experts, info)
+    return _dispatch_many(layer, top_k_index, num_experts, info, device)
 
 
-def _dispatch_many(layer: int, top_k_index: torch.Tensor, num_experts: int, info: IterationInfo | None) -> Dispatch:
+def _dispatch_many(
+    layer: int, top_k_index: torch.Tensor, num_experts: int, info: IterationInfo | None, device: torch.device | None
+) -> Dispatch:
     num_tokens, top_k = top_k_index.shape
     if info is None or len(info.is_prefill) != num_tokens:
         is_prefill = np.full(num_tokens, num_tokens > 1)
         is_real = None
     else:
         is_prefill, is_real = info.is_prefill, None if info.is_pad is None else ~info.is_pad
-    router, grouped = group_by_expert(layer, top_k_index.cpu().numpy(), num_experts, is_prefill, is_real)
-    order, bounds = torch.from_numpy(grouped.order).to(top_k_index.device), grouped.bounds
+    router, grouped = group_by_expert(layer, top_k_index.numpy(), num_experts, is_prefill, is_real)
+    order, bounds = torch.from_numpy(grouped.order), grouped.bounds
+    if device is not None:
+        order = order.to(device, non_blocking=True)
     rows = {e: order[bounds[e] : bounds[e + 1]] for e in router.experts}
     num_rows = num_tokens * top_k
     return Dispatch(router, top_k, num_rows, int(bounds[-1] - bounds[0]) == num_rows, rows, None)

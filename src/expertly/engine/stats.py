@@ -46,6 +46,12 @@ class Stats:
             total.add(executor.layer_counters(number).of(Phase(phase)))
         return total
 
+    def _synchronisations(self) -> float | None:
+        """How often the forward thread waited for what it had queued; None where it computes itself."""
+        told = [device.device.stats().get("synchronisations") for device in self._engine.executor.shards]
+        num_passes = self._engine.num_prefill_iterations + self._engine.num_decode_iterations
+        return sum(one for one in told if one is not None) / num_passes if num_passes and told != [None] else None
+
     def _dense(self) -> dict[str, Any]:
         """Bytes beside experts that are in memory, and in which formats or dtypes."""
         is_decoded = self._engine.executor.shards[0].kernels.library is None
@@ -79,6 +85,7 @@ class Stats:
             else _of_prediction(prefetching, executor.num_late, devices[0]["gate"]),
             "reuse": None if engine.reuse is None else engine.reuse.facts(),
             **{name: sum(one.get(name, 0) for one in devices) for name in counts},
+            "synchronisations_per_pass": self._synchronisations(),
             "devices": devices,
             "phases": {
                 "prefill": {
@@ -182,7 +189,7 @@ def moved(device: Shard) -> dict[str, float]:
         if name.endswith("_ns"):
             told[f"{name.removesuffix('_ns')}_s"] = value / 1e9
         else:
-            told[f"bytes_{name.removesuffix('_nbytes')}"] = value
+            told[f"bytes_{name.removesuffix('_nbytes')}" if name.endswith("_nbytes") else name] = value
     return told
 
 

@@ -56,8 +56,12 @@ class Readers:
         buffer_of: Callable[[Span], memoryview],
         num_readers: int = NUM_READERS,
         node: MemoryNode | None = None,
+        arrived: Callable[[], None] | None = None,
     ) -> None:
-        """`buffer_of` gives the bytes of a span's slots; `node`: where the threads run."""
+        """`buffer_of` gives the bytes of a span's slots; `node`: where the threads run. `arrived` is called by a reader
+        when there is something for `poll`.
+        """
+        self._arrived = arrived
         self._source = make_source(store, geometry, num_readers)
         self._buffer_of = buffer_of
         self._num_readers = num_readers
@@ -151,8 +155,12 @@ class Readers:
             try:
                 return self._take(self._done.get(timeout=_LOOK_EVERY_S))
             except Empty:
-                if not all(thread.is_alive() for thread in self._threads):
-                    self._done.put(None)
+                self.look()
+
+    def look(self) -> None:
+        """Have `poll` tell of a reader that has ended without a word."""
+        if not all(thread.is_alive() for thread in self._threads):
+            self._done.put(None)
 
     def drain(self) -> None:
         """Cancel all prefetches that have not begun, and wait for the rest; results and errors are dropped, and readers
@@ -241,6 +249,8 @@ class Readers:
         except BaseException as error:  # a thread's entry: the waiter raises it
             self._ended_by = error
             self._done.put(None)
+            if self._arrived is not None:
+                self._arrived()
 
     def _run_one(self, job: _Job) -> None:
         error: Exception | None = None
@@ -264,6 +274,8 @@ class Readers:
                 self._num_loads_read += 1
         if is_last:
             self._done.put(ticket)
+            if self._arrived is not None:
+                self._arrived()
 
     def _begin_prefetches(self) -> None:
         """Begin what may begin. What has begun goes before loads that come later, so that it ends soon."""
