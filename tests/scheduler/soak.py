@@ -311,7 +311,8 @@ def soak(
         assert one.decode == other.decode and one.prefill == other.prefill
     assert again.cache.quotas == control.cache.quotas and again.cache.tops == control.cache.tops
     if control.gate is not None:
-        assert again.gate is not None and (facts := again.gate.facts()) == control.gate.facts()
+        facts = control.gate.facts()
+        assert again.gate is not None and again.gate.facts() == facts
         happened += Counter({name: facts[name] for name in ("steps_with", "steps_without")})
     return Soaked(control, link, happened)
 

@@ -222,8 +222,8 @@ def _problems(system: System) -> Iterator[str]:
         yield f"transfer={system.transfer!r:.80}: of a system that {what}; accepted: {', '.join(transfers)}"
     if system.gate != "none" and system.transfer == "synchronous":
         yield (
-            f"gate={system.gate!r}: times steps with what nobody waits for, and transfer='synchronous' waits for all that is "
-            f"predicted; accepted: gate=none, or transfer=asynchronous"
+            f"gate={system.gate!r}: times steps with what nobody waits for, and transfer='synchronous' waits for "
+            f"all that is predicted; accepted: gate=none, or transfer=asynchronous"
         )
     if system.preemption == "late" and is_best:
         yield (
