@@ -21,7 +21,7 @@ from expertly.engine.device import choose_devices, kind_of
 from expertly.engine.group import make_executor
 from expertly.engine.learned import LearnedFiles, find_files, find_weights, save_of_eviction
 from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
-from expertly.engine.observe import Matcher, choose_matcher, make_prefetching
+from expertly.engine.observe import CannotLookAheadError, Matcher, choose_matcher, make_prefetching
 from expertly.engine.process import (
     give_back_code,
     give_back_heap,
@@ -44,7 +44,7 @@ from expertly.policies.known import Known
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.decisions import DecisionsFile, header_of, record
-from expertly.scheduler.presets import AUTO_SYSTEM, get_runnable
+from expertly.scheduler.presets import AUTO_SYSTEM, get_runnable, without_prediction
 from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
 
@@ -101,9 +101,17 @@ def open_model(
         use_kernels(loaded, home.kernels)
         if chosen.division.room is not None:
             check_passes(loaded, chosen.division.room.check)
-        engine.prefetching = make_prefetching(
-            parts, loaded, store, engine, chosen.matcher, chosen.files, weights=chosen.weights
-        )
+        why_system = chosen.why_system
+        try:
+            engine.prefetching = make_prefetching(
+                parts, loaded, store, engine, chosen.matcher, chosen.files, weights=chosen.weights
+            )
+        except CannotLookAheadError as error:
+            if parts.gate == "none":
+                raise
+            parts = without_prediction(parts)  # as if the gate never opened
+            fallback = f"system {chosen.parts.name} runs as {parts.name}: {error}"
+            why_system = fallback if why_system is None else f"{why_system}; {fallback}"
         tokenizer = load_tokenizer(store.folder)
         if kind_of(targets[0]).runs_on_host:
             give_back_heap()
@@ -112,7 +120,7 @@ def open_model(
             engine.preload(_labelled(progress, "loading"))
         close = opened.pop_all().close
     finalizer = weakref.finalize(loaded, close)
-    view = Stats(engine, parts, store, chosen.division.reason, chosen.why_system)
+    view = Stats(engine, parts, store, chosen.division.reason, why_system)
     loaded._expertly_handle = Handle(store, engine, view, chosen.division, finalizer)
     return loaded, tokenizer
 

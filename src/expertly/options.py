@@ -139,7 +139,7 @@ class LoadOptions:
     system: str = option(
         AUTO_SYSTEM,
         "what decides which experts stay, as `expertly lab systems` lists; auto: what `expertly tune` chose at the "
-        "nearest memory, else expertly, or lru where experts are tiny",
+        "nearest memory, else expertly-ahead, or lru where experts are tiny",
         metavar="NAME",
         choices=lambda: [AUTO_SYSTEM, *systems_that_run()],
     )

@@ -122,7 +122,7 @@ def test_without_a_trace_the_demo_model_is_recorded_once(
     assert "recording" not in capsys.readouterr().err
 
 
-SINCE = {"fmoe:link", "fmoe:start", "moe-infinity:4.6", "moe-infinity:4.7", "moepic:3.4", "expertly:filter"}
+SINCE = {"fmoe:link", "fmoe:start", "moe-infinity:4.6", "moe-infinity:4.7", "moepic:3.4", "expertly:gate"}
 SINCE |= {"expertly:saved", "expertly:assumptions"}
 """Experiments that are newer than the page."""
 

@@ -105,7 +105,7 @@ def test_without_a_choice_the_size_of_experts_decides(
     size = format_nbytes(store.experts_nbytes / sum(layer.num_experts for layer in store.manifest.layers))
     monkeypatch.setattr(systems, "LEAST_NBYTES", 1)
     large = loaded(model)
-    assert large["system"] == "expertly" and f"the default for experts of {size}" in large["system_reason"]
+    assert large["system"] == "expertly-ahead" and f"the default for experts of {size}" in large["system_reason"]
 
 
 def test_all_of_the_choice_is_used_but_what_is_given(model: Path, store: PackedStore) -> None:

@@ -277,6 +277,32 @@ def test_a_model_that_cannot_look_ahead_says_so(cases: Cases, monkeypatch: pytes
     assert not reader_threads()
 
 
+@pytest.mark.parametrize(
+    ("system", "without"),
+    [("expertly-ahead", "expertly"), ("lfu:prediction=lookahead:gate=measured", "lfu"), ("auto", "expertly")],
+)
+def test_where_nothing_can_look_ahead_a_system_with_a_gate_runs_without(
+    system: str, without: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = cases["qwen3_moe"]
+    monkeypatch.setattr("expertly.engine.observe.find_routers", lambda model, layers: [None] * len(layers))
+    monkeypatch.setattr("expertly.scheduler.presets.LEAST_NBYTES", 1)
+    with (
+        loaded(case.store, system=system, memory="50%") as model,
+        loaded(case.store, system=without, memory="50%") as same,
+    ):
+        assert generate(model, case.prompts) == generate(same, case.prompts) == case.tokens
+        found, expected = expertly.stats(model).as_dict(), expertly.stats(same).as_dict()
+        assert found["system"] == without and found["prediction"] is None
+        assert (
+            f"runs as {without}: " in found["system_reason"] and "routers of layers [0, 1, 2]" in found["system_reason"]
+        )
+        counts = ("hits", "misses", "bytes_loaded", "evicted_bytes", "prefetched")
+        assert [found["phases"]["decode"][one] for one in counts] == [
+            expected["phases"]["decode"][one] for one in counts
+        ]
+
+
 def test_continuous_batching_keeps_requests_apart(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of several lengths, begun and ended at different passes, some in parts: a number for each."""
     case = cases["qwen3_moe"]

@@ -29,7 +29,7 @@ LOSSLESS = [  # system, family, memory ("least": one segment), segments, where i
     ("fmoe", "switch_transformers", "50%", 4, "thread"),
     ("fmoe:semantic=no:select=top-k:eviction=lru:scope=layer", "qwen3_moe", "50%", 1, "thread"),
     ("fmoe:trajectory=no:distance=1", "qwen3_moe", "least", 1, "inline"),
-    ("fmoe:gate=confidence", "mixtral", "50%", 1, "thread"),
+    ("fmoe:gate=measured", "mixtral", "50%", 1, "thread"),
     ("moe-infinity", "qwen3_moe", "least", 4, "inline"),
     ("moe-infinity", "switch_transformers", "90%", 4, "inline"),
     ("moe-infinity:distance=2:width=3:admission=best:eviction=fmoe", "qwen3_moe", "50%", 1, "thread"),
@@ -39,7 +39,7 @@ LOSSLESS = [  # system, family, memory ("least": one segment), segments, where i
     ("lcp:prediction=speculative:ahead=ring:distance=2:window=9", "qwen3_moe", "50%", 1, "thread"),
     ("lfu:prediction=counts:distance=2", "qwen3_moe", "50%", 4, "inline"),
     ("lru:allocation=none:prediction=lookahead:ahead=ring", "switch_transformers", "60%", 2, "thread"),
-    ("moepic:gate=confidence", "mixtral", "50%", 1, "inline"),
+    ("moepic:gate=measured", "mixtral", "50%", 1, "inline"),
     ("expertly:prediction=fmoe:distance=1", "qwen3_moe", "50%", 4, "thread"),
 ]
 
@@ -86,7 +86,7 @@ def test_every_way_to_predict_is_lossless(
         found = prediction(model)
         assert found["failed"] is None and of_phases(model, "predicted") > 0
         if "gate" in system:
-            assert found["gate"]["kind"] == "confidence" and found["gate"]["let"] + found["gate"]["refused"] > 0
+            assert found["gate"]["steps_with"] and found["gate"]["steps_without"]
         elif memory not in ("least", "100%", "90%"):  # with so much what is predicted is here
             assert_prefetched(model, case)
 
@@ -220,18 +220,18 @@ def test_unloading_while_it_predicts(cases: Cases, monkeypatch: pytest.MonkeyPat
     assert 3 * NUM_NEW_TOKENS - made[0].num_calls > num_waiting / 2, "most of what waited was left"
 
 
-# -- the prefetch filter ----------------------------------------------------------------------------------------------
+# -- the prefetch gate ------------------------------------------------------------------------------------------------
 
 
-def test_each_device_has_a_prefetch_filter(cases: Cases) -> None:
+def test_each_device_has_a_prefetch_gate(cases: Cases) -> None:
     case = cases["mixtral"]
-    with loaded(case.store, system=f"{LOOKAHEAD}:gate=confidence", memory="60%", devices="cpu:0,cpu:1") as model:
+    with loaded(case.store, system=f"{LOOKAHEAD}:gate=measured", memory="60%", devices="cpu:0,cpu:1") as model:
         for _ in range(2):
             assert generate(model, case.prompts) == case.tokens
-        filters = [device.scheduler.filter for device in handle(model).engine.executor.shards]
-        assert len(set(map(id, filters))) == 2 and None not in filters
+        gates = [device.scheduler.gate for device in handle(model).engine.executor.shards]
+        assert len(set(map(id, gates))) == 2 and None not in gates
         devices = expertly.stats(model).as_dict()["devices"]
-        assert [one["gate"]["kind"] for one in devices] == ["confidence"] * 2
+        assert [one["gate"]["kind"] for one in devices] == ["measured"] * 2
         assert prediction(model)["gate"] == devices[0]["gate"]
 
 
@@ -271,9 +271,9 @@ def test_stats_tell_accuracy_by_distance(cases: Cases) -> None:
             {"system": f"{LOOKAHEAD}:transfer=synchronous", "predict": "thread"},
             r"predict='thread': .*transfer=synchronous.*accepted: auto, inline",
         ),
-        ({"system": "lru:gate=confidence"}, "of no use where nothing is predicted"),
-        ({"system": f"{LOOKAHEAD}:transfer=synchronous:gate=confidence"}, "accepted: gate=none"),
-        ({"system": f"{LOOKAHEAD}:gate=often"}, "accepted: none, confidence"),
+        ({"system": "lru:gate=measured"}, "of no use where nothing is predicted"),
+        ({"system": f"{LOOKAHEAD}:transfer=synchronous:gate=measured"}, "accepted: gate=none"),
+        ({"system": f"{LOOKAHEAD}:gate=often"}, "accepted: none, measured"),
     ],
 )
 def test_what_cannot_be_asked_for(settings: dict[str, Any], problem: str, cases: Cases) -> None:

@@ -31,6 +31,8 @@ COUNTS = (
     *("bytes_loaded", "prefetched_bytes", "wasted_bytes", "predicted", "predicted_needed"),
     *("predicted_resident", "predicted_of", "prefetched", "prefetched_needed", "prefetched_in_time"),
 )
+WITHOUT_PREDICTIONS = TIMELESS[:4]
+"""The same of a system with a gate: which steps are predicted hangs on what steps take."""
 TIMED = {"expertly-ahead": "expertly-ahead:gate=none", "moepic": "moepic:start=half"}
 """Presets that decide by times that they measure, and what stands in for them."""
 AS_IT_IS = " as it is"
@@ -115,7 +117,9 @@ def run(name: str) -> Case:
     finally:
         expertly.unload(model)
         torch.set_num_threads(num_threads)
-    fields = TIMELESS if name.endswith(AS_IT_IS) else COUNTS
+    fields = COUNTS
+    if name.endswith(AS_IT_IS):
+        fields = WITHOUT_PREDICTIONS if name.startswith("expertly-ahead ") else TIMELESS
     for counts in phases.values():
         counts["demands"] = counts["hits"] + counts["partial_hits"] + counts["misses"]
     of_phases = {f"{phase}_{field}": counts[field] for phase, counts in phases.items() for field in fields}

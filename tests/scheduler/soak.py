@@ -25,7 +25,7 @@ from expertly.scheduler.budget import check_shares, split_budget
 from expertly.scheduler.decisions import record, replay
 from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
-from expertly.scheduler.prefetch_filter import PrefetchFilter
+from expertly.scheduler.prefetch_gate import PrefetchGate
 from expertly.scheduler.scheduler import Scheduler
 from expertly.testing.made_up import ListFuture
 from tests.scheduler.checked import CheckedScheduler
@@ -228,7 +228,7 @@ def soak(
     *,
     eviction: str = "lru",
     prefetch: str = "score",
-    has_filter: bool = False,
+    has_gate: bool = False,
     allocation: Callable[[Geometry, random.Random], Allocation] | None = None,
     plans: bool = False,
     failures: float = 0.0,
@@ -250,7 +250,7 @@ def soak(
             budget,
             lambda capacity, layers: EVICTIONS[eviction].make(shape, capacity, Known(future=future)),
             prefetch=PREFETCHES[prefetch].make(),
-            prefetch_filter=PrefetchFilter(shape, budget.layer_shares) if has_filter else None,
+            gate=PrefetchGate() if has_gate else None,
             allocation=allocation and allocation(shape, random.Random(seed)),
             **way,
             **more,
@@ -310,9 +310,10 @@ def soak(
     for one, other in zip(control.counters, again.counters, strict=True):
         assert one.decode == other.decode and one.prefill == other.prefill
     assert again.cache.quotas == control.cache.quotas and again.cache.tops == control.cache.tops
-    if control.filter is not None:
-        assert again.filter is not None and again.filter.facts() == control.filter.facts()
-        happened += Counter(let=control.filter.num_let, refused=control.filter.num_refused)
+    if control.gate is not None:
+        facts = control.gate.facts()
+        assert again.gate is not None and again.gate.facts() == facts
+        happened += Counter({name: facts[name] for name in ("steps_with", "steps_without")})
     return Soaked(control, link, happened)
 
 

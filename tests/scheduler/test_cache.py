@@ -15,7 +15,7 @@ from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.cache import Partition
 from expertly.scheduler.decisions import record, replay
-from expertly.scheduler.prefetch_filter import PrefetchFilter
+from expertly.scheduler.prefetch_gate import PrefetchGate
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.slots import bits
@@ -212,12 +212,12 @@ def test_late_predictions_name_nothing() -> None:
     assert listening.heard[-1] == 0.5
 
 
-@pytest.mark.parametrize(("has_filter", "expected"), [(False, 0.8), (True, 0.25)])
-def test_what_a_filter_refused_spared_nothing(has_filter: bool, expected: float) -> None:
+@pytest.mark.parametrize(("has_gate", "expected"), [(False, 0.8), (True, 0.25)])
+def test_what_a_gate_did_not_prefetch_spared_nothing(has_gate: bool, expected: float) -> None:
     """8 of 10 needed were predicted; 2 were prefetched in time, 6 missed."""
     listening = Listening()
-    prefetch_filter = PrefetchFilter(geometry(), (4, 4)) if has_filter else None
-    control = made(geometry(), [4, 4], 2, allocation=listening, prefetch_filter=prefetch_filter)
+    gate = PrefetchGate() if has_gate else None
+    control = made(geometry(), [4, 4], 2, allocation=listening, gate=gate)
     of_layer = control.counters[1].decode
     of_layer.predicted_needed, of_layer.predicted_of, of_layer.misses = 8, 10, 6
     of_layer.prefetched = of_layer.prefetched_needed = of_layer.prefetched_in_time = 2

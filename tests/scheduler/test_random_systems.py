@@ -78,15 +78,15 @@ def test_however_a_layer_runs(way: tuple[str, str], transfer: str, ahead: str, s
     ("order", "preemption", "ahead", "segments"),
     [(*way, *more) for way, more in zip(WAYS, [("cache", 1), ("ring", 4)] * 2, strict=True)],
 )
-def test_whatever_a_filter_lets_through(order: str, preemption: str, ahead: str, segments: int) -> None:
+def test_whatever_steps_a_gate_opens(order: str, preemption: str, ahead: str, segments: int) -> None:
     """Its times are random."""
     happened: Counter[str] = Counter()
     way: dict[str, Any] = {"order": order, "preemption": preemption, "ahead": ahead, "num_iterations": 25}
     for share, staging in ((0.1, 1), (0.5, 3)):
         for scope, failures in (("layer", 0.0), ("global", 0.002)):
-            named = way | {"scope": scope, "failures": failures, "has_filter": True}
+            named = way | {"scope": scope, "failures": failures, "has_gate": True}
             happened += soak(f"{share} {scope}", segments, share, staging, **named).happened
-    assert happened["let"] and happened["refused"]
+    assert happened["steps_with"] and happened["steps_without"]
 
 
 @pytest.mark.parametrize(

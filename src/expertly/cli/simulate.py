@@ -265,7 +265,7 @@ _BY_DISTANCE: dict[str, Column] = {  # ACCURACY x FETCHRATE = GOODPRED of ProMoE
     "goodpred": ("goodpred_by_distance", format_share),
 }
 _MATCHING: dict[str, Column] = {  # what came too late, and whether similar maps were right (fMoE, figure 8)
-    "filter": ("filter", str),
+    "prefetching": ("prefetching", str),
     "late": ("predictions_late", str),
     "dropped": ("contexts_dropped", str),
     "r semantic": ("similarity_correlation_semantic", "{:.2f}".format),
@@ -311,7 +311,7 @@ def _derived(row: Mapping[str, Any]) -> dict[str, Any]:
         "of_floor": tpot_s / floor_s if floor_s and tpot_s is not None else None,
         "p50": latency.get("p50"),
         "p99": latency.get("p99"),
-        "filter": None if row["gate"] is None else row["gate"]["state"],
+        "prefetching": None if row["gate"] is None else row["gate"]["state"],
     }
 
 

@@ -95,7 +95,7 @@ def _prediction(prediction: dict[str, Any], phases: list[dict[str, Any]]) -> str
         },
     }
     if prediction["gate"] is not None:
-        facts["prefetch filter"] = prediction["gate"]["says"]
+        facts["prefetching"] = prediction["gate"]["says"]
     if prediction["maps_file"] is not None:
         facts["learned"] = f"{prediction['maps_file']} ({prediction['maps_read']} maps at the start)"
     line = in_brackets(*(f"{name} {value}" for name, value in facts.items()))

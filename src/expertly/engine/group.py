@@ -134,6 +134,10 @@ class ShardGroup:
     def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
         self._run([partial(shard.begin_iteration, began, layers) for shard in self.shards])
 
+    @property
+    def observes(self) -> bool:
+        return any(shard.observes for shard in self.shards)
+
     def end_iteration(self, ok: bool) -> None:
         for shard in self.shards:
             shard.end_iteration(ok)

@@ -93,6 +93,10 @@ class RequestNumbers:
         return numbers[sequences]
 
 
+class CannotLookAheadError(ConfigError):
+    """Nothing can ask a model's routers early."""
+
+
 class Collector:
     """Notes what a forward pass shows; watches the routers from `attach` to `detach`.
 
@@ -109,8 +113,8 @@ class Collector:
         embed: Embed,
         distance: int,
     ) -> None:
-        """`taps` of all layers, where OF_ROUTERS are wanted. Raises ConfigError where a router cannot look
-        ahead as it should.
+        """`taps` of all layers, where OF_ROUTERS are wanted. Raises CannotLookAheadError where a router cannot look
+        ahead as it should, ConfigError where it does not show its inputs.
         """
         self.collect_ns = 0
         """Time that the forward pass spent here."""
@@ -119,13 +123,17 @@ class Collector:
         self._taps = taps if self._wants & OF_ROUTERS else ()
         self._embed = embed
         self._distance = min(distance, len(layers) - 1)
+        self.is_watching = True
+        """Whether routers are looked at in this pass; they are not where nobody is to predict it."""
         self._requests = RequestNumbers()
         self._info: IterationInfo | None = None
         self._is_real: Mask | None = None  # None: all rows are
         self._seen: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # router input [T, H], logits [T, E]
         deaf = [layer for layer, tap in enumerate(taps) if tap is None or not tap.can_look_ahead]
         if "lookahead" in self._wants and deaf:
-            raise ConfigError(f"prediction: it looks ahead, but nothing can ask the routers of layers {deaf} to do so")
+            raise CannotLookAheadError(
+                f"prediction: it looks ahead, but nothing can ask the routers of layers {deaf} to do so"
+            )
         unseen = [layer for layer, tap in enumerate(taps) if tap is None]
         if "inputs" in self._wants and unseen:
             raise ConfigError(f"prediction: it needs the routers' inputs, which layers {unseen} do not show")
@@ -162,7 +170,7 @@ class Collector:
         """A router has chosen [T, K] with weights [T, K]; None where these are not the rows of the pass."""
         start = perf_counter_ns()
         seen = self._seen.pop(demand.layer, None)
-        if self._info is None or len(top_k_index) != len(self._info.is_prefill):
+        if self._info is None or not self.is_watching or len(top_k_index) != len(self._info.is_prefill):
             return None
         if seen is not None and len(seen[1]) != len(top_k_index):
             seen = None
@@ -176,6 +184,8 @@ class Collector:
         self._seen = {}
 
     def _router_ran(self, layer: int, inputs: torch.Tensor, logits: torch.Tensor) -> None:
+        if not self.is_watching:
+            return
         start = perf_counter_ns()
         kept = inputs.detach().clone() if self._wants & {"lookahead", "inputs"} else None
         self._seen[layer] = kept, logits.detach()
@@ -486,6 +496,7 @@ class Prefetching:
         began = self.collector.begin(info)
         if began is not None:
             self._executor.begin_iteration(began, info.layers)
+            self.collector.is_watching = self._executor.observes
 
     def end_iteration(self, ok: bool) -> None:
         if self.collector.is_open:
@@ -523,8 +534,8 @@ def make_prefetching(
     """What predicts for a loaded model; None where the system does not. `weights`: of a learned predictor.
 
     Where router scores are wanted, one forward pass shows where the routers are; the engine is not told of it. Raises
-    ConfigError where the model cannot show what the predictor must see, or the weights are of another; StoreError as
-    SavedState.read.
+    CannotLookAheadError where nothing can ask these early, ConfigError where the model cannot otherwise show what the
+    predictor must see, or the weights are of another; StoreError as SavedState.read.
     """
     geometry = engine.executor.geometry
     predictor = system.predictor(geometry, Known(learned=weights))

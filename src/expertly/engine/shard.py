@@ -135,6 +135,11 @@ class Shard:
         assert self.prefetcher is not None
         self.prefetcher.begin_iteration(began, layers)
 
+    @property
+    def observes(self) -> bool:
+        """Whether the predictor is to see the pass that began."""
+        return self.scheduler.gate is None or self.scheduler.gate.observes
+
     def end_iteration(self, ok: bool) -> None:
         assert self.prefetcher is not None
         self.prefetcher.end_iteration(ok)

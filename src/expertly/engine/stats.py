@@ -11,7 +11,6 @@ from expertly.engine.observe import Prefetching
 from expertly.engine.runtime import Engine
 from expertly.engine.shard import Shard
 from expertly.native.kernels import kernels_over
-from expertly.policies.predictor import Predictor
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
@@ -108,7 +107,7 @@ class Stats:
 
 def _of_prediction(prefetching: Prefetching, num_late: int, gate: dict[str, Any] | None) -> dict[str, Any]:
     """What the predictor says of itself, what came of it in time, and where what it learned is kept. `gate`: of the
-    first device's prefetch filter.
+    first device's prefetch gate.
     """
     maps, error = prefetching.maps, prefetching.error
     return {
@@ -129,7 +128,7 @@ def _of_prediction(prefetching: Prefetching, num_late: int, gate: dict[str, Any]
 
 def _history_of(prefetching: Prefetching) -> str | None:
     """Whether it began with what earlier runs had learned; None where it learns nothing."""
-    if type(prefetching.predictor).learn is Predictor.learn:
+    if not prefetching.predictor.is_taught():
         return None
     return "warm" if prefetching.maps is not None and prefetching.maps.num_read else "cold"
 
@@ -177,7 +176,7 @@ def of_device(device: Shard, system: System) -> dict[str, Any]:
         **{phase.value: {name: _as_dict(one)[name] for name in _OF_DEVICE} for phase, one in phases.items()},
         "predictions_late": device.num_late,
         "allocation": system.sharing(scheduler),
-        "gate": None if scheduler.filter is None else scheduler.filter.facts(),
+        "gate": None if scheduler.gate is None else scheduler.gate.facts(),
         "numa": None if node is None else node.facts(),
     }
 

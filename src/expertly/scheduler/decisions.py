@@ -23,7 +23,7 @@ from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
 from expertly.policies.known import Known
 from expertly.scheduler.budget import Budget
-from expertly.scheduler.prefetch_filter import Moment
+from expertly.scheduler.prefetch_gate import Moment
 from expertly.scheduler.presets import get_system, paths_in
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.system import System

@@ -11,7 +11,7 @@ from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.core.observation import Began, Routed
 from expertly.scheduler.observations import Channel, Seen
 from expertly.scheduler.prefetch import PrefetchQueue
-from expertly.scheduler.prefetch_filter import Moment, PrefetchFilter
+from expertly.scheduler.prefetch_gate import Moment, PrefetchGate
 
 
 class Decisions(Protocol):
@@ -22,7 +22,7 @@ class Decisions(Protocol):
     @property
     def queue(self) -> PrefetchQueue: ...
     @property
-    def filter(self) -> PrefetchFilter | None: ...
+    def gate(self) -> PrefetchGate | None: ...
     @property
     def is_synchronous(self) -> bool: ...
     @property
@@ -112,8 +112,6 @@ def run_layer(
                     prefetcher.arrived()
                 continue
             num_coming -= span.num_segments
-            if not num_coming and prefetcher is not None:
-                prefetcher.all_came()
             spans = (span,) if chunks is None else chunks.arrived(span)
             if together and not num_coming:
                 spans = [*spans, *ready[next_ready:]]
@@ -214,7 +212,7 @@ class Prefetcher:
     Where the scheduler is synchronous, experts do not begin before all that was published has been read and what was
     predicted of it is there; what had no room by then is waited for when the layer has been computed. `catch_up`
     returns when all has been read; None: the channel reads at once. `now` is the time in nanoseconds, for a scheduler
-    with a filter.
+    with a gate.
     """
 
     def __init__(
@@ -231,8 +229,8 @@ class Prefetcher:
         self._transport = transport
         self._channel = channel
         self._catch_up = catch_up
-        assert scheduler.filter is None or now is not None, "a filter goes by the time"
-        self._now = None if scheduler.filter is None else now
+        assert scheduler.gate is None or now is not None, "a gate goes by the time"
+        self._now = None if scheduler.gate is None else now
         self._num_layers = scheduler.geometry.num_layers
         self._layers = range(self._num_layers)  # of the stack that runs
         self._iteration = -1
@@ -253,6 +251,8 @@ class Prefetcher:
     def end_iteration(self, ok: bool) -> None:
         """The pass ended."""
         self._channel.end_iteration(ok)
+        if ok:
+            self._tell(Moment.PASS_ENDED)
 
     # -- one layer, in this order ------------------------------------------------------------------------------
 
@@ -265,12 +265,12 @@ class Prefetcher:
             assert not is_awaited, "between layers nobody waits"
         self._take()
         self._step = self._iteration * self._num_layers + layer
-        self._tell(Moment.NOW)
         return () if self._scheduler.finds_late else self._transport.cancel(layer)
 
     def router_ran(self, routed: Callable[[], Routed] | None) -> None:
         """A router ran and its loads are on their way."""
-        if routed is not None:
+        gate = self._scheduler.gate
+        if routed is not None and (gate is None or gate.observes):
             self._channel.router_ran(self._step, routed)
         self._take()
         self.refill()
@@ -309,10 +309,6 @@ class Prefetcher:
         if not self._scheduler.is_synchronous:
             self.refill()
 
-    def all_came(self) -> None:
-        """What the running layer waited for is here."""
-        self._tell(Moment.ALL_CAME)
-
     def advance(self) -> None:
         """Something was computed. Take the predictions that are ready; if there are, or slots were lacking, prefetch
         more where there is room.
@@ -334,7 +330,6 @@ class Prefetcher:
 
     def refill(self) -> None:
         """Prefetch more where there is room."""
-        self._tell(Moment.NOW)
         spans = self._scheduler.prefetch()
         if spans:
             self._transport.prefetch(spans)

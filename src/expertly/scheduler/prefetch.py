@@ -11,7 +11,6 @@ from expertly.core.messages import Prediction, RouterRan, Span
 from expertly.policies.prefetch import PrefetchOrder
 from expertly.scheduler.cache import Cache
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
-from expertly.scheduler.prefetch_filter import PredictedExpert, PrefetchFilter
 
 _FEW = 64
 """Heads of the queue among which void ones are not looked for."""
@@ -44,7 +43,6 @@ class PrefetchQueue:
         counters: Sequence[LayerCounters],
         window: int,
         order: PrefetchOrder,
-        prefetch_filter: PrefetchFilter | None,
         *,
         evicts: bool,
     ) -> None:
@@ -61,12 +59,10 @@ class PrefetchQueue:
         self._cache = cache
         self._slots = cache.slots
         self._counters = counters
-        self._filter = prefetch_filter
         self._evicts = evicts
         self._priority = order.priority
         self._is_steady = not order.follows_distance  # the same whatever runs
         self._queued: dict[int, list[_Queued]] = {}  # layer -> in the order of need, the first at the end
-        self._queued_of: dict[int, tuple[int, int]] = {}  # layer -> the order of its first arrival, its distance
         self._heads: list[_Head] = []  # a heap with the first of each layer, and some that were
         self._heads_of = self.now  # the layer that had run when their priorities were taken
         self._order = 0
@@ -88,7 +84,6 @@ class PrefetchQueue:
         self._predicted[layer][prediction.distance] = prediction
         first = self._geometry.first_expert_id(layer)
         num_likely = self._geometry.layers[layer].top_k if self._evicts else 0
-        self._queued_of[layer] = order, prediction.distance
         self._likely[layer] = dict.fromkeys([first + expert for expert in experts[:num_likely]])
         self._order += len(experts)
         arrivals = range(order, self._order)
@@ -141,7 +136,7 @@ class PrefetchQueue:
     def begin(
         self, router: RouterRan | None, protected: Callable[[RouterRan | None], set[int]], *, waits: bool
     ) -> list[Span]:
-        """What to load next behind every load, as places and the filter allow: single segments, so that a load never
+        """What to load next behind every load, as places allow: single segments, so that a load never
         waits for more. `router`: of the layer that runs, if one does; `waits`: what is predicted of it is not begun
         before it has run. `protected`: what must not be evicted.
         """
@@ -162,9 +157,6 @@ class PrefetchQueue:
                 count = mask.bit_count()
                 if count > room and num_in_flight:
                     break
-                if self._filter is not None and not self._pays(self._filter, layer, eid, count, num_in_flight):
-                    self._pop()
-                    continue
                 if self._evicts and safe is None:
                     safe = protected(router)
                 has_room = cache.make_prefetch_room(layer, eid, mask, safe, is_next=layer == following)
@@ -187,15 +179,6 @@ class PrefetchQueue:
             if safe is not None:
                 safe.add(eid)
         return begun
-
-    def _pays(self, prefetch_filter: PrefetchFilter, layer: int, eid: int, count: int, num_in_flight: int) -> bool:
-        """Is the first expert, of which `count` segments are absent, worth prefetching?"""
-        cache = self._cache
-        evicts = self._evicts and cache.may_evict and cache.partitions[layer].room < count
-        lowered, arrival, _ = self._queued[layer][-1]
-        order, distance = self._queued_of[layer]
-        predicted = PredictedExpert(arrival - order, -lowered, distance)
-        return prefetch_filter.lets(layer, eid, predicted, self.now, count, num_in_flight, evicts=evicts)
 
     # -- in flight ---------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ BOUNDS = ("belady", "belady-global", "oracle", "resident")
 """Simulated beside what is compared: what no system can beat, and every expert kept."""
 
 LEAST_NBYTES = 1 << 20
-"""Of an expert, for `expertly` to be the default: to decide takes it some 30 us a layer more than the base system."""
+"""Of an expert, for `expertly-ahead` to be the default: asking routers early takes longer than loading tiny ones."""
 
 _PRESETS = f"""
 on-demand:eviction=lru:scope=global:prefill=evict
@@ -55,8 +55,8 @@ static:eviction=static:scope=layer
     pins each layer's most popular experts, with two spare places
 expertly:eviction=reuse:scope=global:admission=best
     keeps what nearby layers' choices, learned while it runs, say is used again soon; the rest passes (ours)
-expertly-ahead:eviction=reuse:scope=global:prediction=lookahead:admission=best:ahead=ring:gate=confidence
-    the same, and what the next router, asked early, is sure of is loaded into the free ring (ours)
+expertly-ahead:eviction=reuse:scope=global:prediction=lookahead:admission=best:ahead=ring:gate=measured
+    the same, and what the next router, asked early, names is loaded ahead where that is faster (ours)
 resident:eviction=none:scope=global:transfer=at load
     keeps every expert: the speed of enough memory
 deepspeed-index:eviction=lru:scope=global:prediction=index:prefill=evict
@@ -118,10 +118,20 @@ SYSTEMS: Registry[System] = Registry(
 
 def default_system(layers: Sequence[LayerGeometry]) -> tuple[str, float]:
     """The system for a model that nothing has been tuned for, and the mean MiB of its experts, by which it is: of tiny
-    ones, loading what `expertly` spares takes less time than finding out what that is.
+    ones, loading what ours spare takes less time than finding out what that is.
     """
     nbytes = sum(layer.nbytes for layer in layers) / sum(layer.num_experts for layer in layers)
-    return "expertly" if nbytes >= LEAST_NBYTES else BASE_SYSTEM, nbytes / (1 << 20)
+    return "expertly-ahead" if nbytes >= LEAST_NBYTES else BASE_SYSTEM, nbytes / (1 << 20)
+
+
+def without_prediction(system: System) -> System:
+    """The same system where nothing can be predicted: the preset that it then is, else one named for what it was."""
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(System) if field.name in OF_PREDICTION}
+    options = tuple((key, value) for key, value in system.options if key not in system.options_of("prediction"))
+    name = f"{system.name} without prediction"
+    made = replace(system, **defaults, name=name, prediction="none", options=options, needs=())
+    same = (one for one in SYSTEMS.built_in.values() if replace(made, name=one.name, summary=one.summary) == one)
+    return next(same, made)
 
 
 def get_system(spec: str) -> System:

@@ -15,7 +15,7 @@ from expertly.scheduler.budget import Budget
 from expertly.scheduler.cache import Cache, whole_tops
 from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.prefetch import PrefetchQueue
-from expertly.scheduler.prefetch_filter import Moment, PrefetchFilter
+from expertly.scheduler.prefetch_gate import Moment, PrefetchGate
 from expertly.scheduler.running import RunningLayer, TurnByTurn
 
 
@@ -55,13 +55,13 @@ class Scheduler:
         prefetch: PrefetchOrder = ByScore(),  # noqa: B008 - holds nothing
         window: int | None = None,
         allocation: Allocation | None = None,
-        prefetch_filter: PrefetchFilter | None = None,
+        gate: PrefetchGate | None = None,
     ) -> None:
         self.geometry = geometry
         self.budget = budget
         self.counters = [LayerCounters() for _ in geometry.layers]
         self.allocation = allocation or Uniform(geometry)
-        self.filter = prefetch_filter
+        self.gate = gate
         self.is_synchronous = transfer == "synchronous"
         """Experts wait for what was predicted: whoever drives this waits."""
         self.finds_late = preemption == "late"
@@ -79,7 +79,6 @@ class Scheduler:
             self.counters,
             window,
             prefetch,
-            prefetch_filter,
             evicts=ahead == "cache",
         )
         self._prefetches_always = prefetching == "always"
@@ -113,11 +112,10 @@ class Scheduler:
         layer, cache, slots, queue = router.layer, self.cache, self.slots, self.queue
         first = self._first_of[layer]
         queue.now = layer
-        if self.filter is not None:
-            self.filter.router_ran(router)
+        num_spared = 0  # experts that are here because they were prefetched
         if queue.is_used:
             cache.begin(router.is_part_of_decode or True in router.is_decode)
-            self._settle_predictions(router, cancelled)
+            num_spared = self._settle_predictions(router, cancelled)
         whole = slots.whole
         ready: list[Span] = []
         partial: list[Span] = []
@@ -139,10 +137,9 @@ class Scheduler:
             cache.begin(router.is_part_of_decode or True in router.is_decode)
         num_segments = self.geometry.segments_per_expert
         self.counters[layer].count_demand(router, missing, here, self._expert_nbytes[layer], num_segments)
-        plan = self._running.begin(router, ready, missing)
-        if self.filter is not None:
-            self.filter.asked(layer, sum(mask.bit_count() for mask in slots.awaited.values()))
-        return plan
+        if self.gate is not None:
+            self.gate.router_ran(router, (len(missing) + num_spared) * self._expert_nbytes[layer])
+        return self._running.begin(router, ready, missing)
 
     def promote(self, spans: Sequence[Span]) -> None:
         """Of what a plan says is joined: these prefetches had not been begun, and are loads now."""
@@ -202,8 +199,8 @@ class Scheduler:
 
     def abandon(self) -> None:
         """The layer failed. No transfer may be running: what was in flight is dropped, its slots are free again."""
-        if self.filter is not None:
-            self.filter.abandon()
+        if self.gate is not None:
+            self.gate.abandon()
         left = list(self.queue.waiting)
         router = self._running.router
         for eid, mask in enumerate(self.slots.in_flight):
@@ -232,7 +229,8 @@ class Scheduler:
 
     def prefetch(self) -> list[Span]:
         """What to load behind every load, in this order; single segments, so that a load never waits for more."""
-        if self._running.holds_prefetching or not (self._prefetches_always or self.cache.is_decoding):
+        is_held = self._running.holds_prefetching or (self.gate is not None and not self.gate.is_open)
+        if is_held or not (self._prefetches_always or self.cache.is_decoding):
             self.queue.needs_slots = False
             return []
         return self.queue.begin(self._running.router, self._running.protected, waits=self._takes_turns)
@@ -245,9 +243,9 @@ class Scheduler:
         return self.queue.cancellable(self._running.router.layer)
 
     def at(self, moment: Moment, now_ns: int) -> None:
-        """Where there is a filter: it is that late. Between layers, or while one runs, as the moment is."""
-        assert self.filter is not None
-        self.filter.at(moment, now_ns)
+        """Where there is a gate: it is that late."""
+        assert self.gate is not None
+        self.gate.at(moment, now_ns)
 
     def _tell_policies(self, prediction: Prediction) -> None:
         layer, probabilities = prediction.layer, prediction.probabilities
@@ -257,16 +255,22 @@ class Scheduler:
             for partition in self.cache.distinct_partitions:
                 partition.policy.expected(prediction.outlook)
 
-    def _settle_predictions(self, router: RouterRan, cancelled: Sequence[Span]) -> None:
-        """Count what was predicted of the layer whose router ran, and take back what was not begun."""
+    def _settle_predictions(self, router: RouterRan, cancelled: Sequence[Span]) -> int:
+        """Count what was predicted of the layer whose router ran, and take back what was not begun. The experts that
+        it need not load because they were prefetched.
+        """
         layer, first, queue = router.layer, self._first_of[router.layer], self.queue
         self._cancel(layer, cancelled)
         self._needed = frozenset([first + expert for expert in router.experts])
+        num_spared = 0
         for eid in queue.router_ran(router, self.cache.is_decoding):
-            if eid not in self._needed:  # what is still in flight is freed when it has arrived
+            if eid in self._needed:
+                num_spared += self.slots.resident[eid] == self.slots.full
+            else:  # what is still in flight is freed when it has arrived
                 self.cache.free_staged(layer, eid, self.slots.resident[eid])
         if not self.finds_late:
             queue.settle()  # nothing of it is cancelled any more
+        return num_spared
 
     def _cancel(self, layer: int, spans: Sequence[Span]) -> None:
         for span in spans:
@@ -305,11 +309,11 @@ class Scheduler:
         return self.cache.allocate(layer, eid, self.slots.full, self.slots.awaited)
 
     def _recall(self, layer: int) -> float:
-        """The share of what a layer's decode needed that predictions named in time; with a filter, that prefetching
+        """The share of what a layer's decode needed that predictions named in time; with a gate, that prefetching
         spared.
         """
         decode = self.counters[layer].decode
-        if self.filter is not None:
+        if self.gate is not None:
             return decode.coverage or 0.0
         return decode.predicted_needed / max(1, decode.predicted_of, decode.demands)
 

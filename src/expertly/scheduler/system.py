@@ -19,7 +19,7 @@ from expertly.policies.predictor import PREDICTORS, Predictor
 from expertly.policies.prefetch import PREFETCHES
 from expertly.policies.registry import OrNone, Registry
 from expertly.scheduler.budget import Budget, allocate
-from expertly.scheduler.prefetch_filter import FILTERS, PrefetchFilter
+from expertly.scheduler.prefetch_gate import GATES, PrefetchGate
 from expertly.scheduler.scheduler import Scheduler
 
 _NOTHING = Known()
@@ -43,7 +43,7 @@ class System:
     prefill: str = "stream"  # see Scheduler
     ahead: str = "cache"  # see Scheduler
     prefetching: str = "always"  # see Scheduler
-    gate: str = "none"  # see PrefetchFilter
+    gate: str = "none"  # see PrefetchGate
     distance: int = 1  # layers that the predictor looks ahead
     window: int | None = None  # see Scheduler
     segments: int = 1  # P, where nobody asks for another (core.geometry.fitting_segments)
@@ -113,7 +113,6 @@ class System:
         """
         order = self.ordered(order)
         eviction = self._eviction or EVICTIONS["lru"]  # where everything is kept none is asked
-        has_filter = self.gate != "none" and self.prediction != "none"
         return Scheduler(
             geometry,
             budget,
@@ -129,7 +128,7 @@ class System:
             prefetch=PREFETCHES[self.prefetch].make(self.options_of("prefetch")),
             window=self.window,
             allocation=self._allocation(geometry, known),
-            prefetch_filter=PrefetchFilter(geometry, budget.layer_shares) if has_filter else None,
+            gate=self._gate(),
         )
 
     def budget(self, geometry: Geometry, budget: Budget, known: Known = _NOTHING) -> Budget:
@@ -183,6 +182,12 @@ class System:
         names = names_of_options(part, getattr(self, part))
         return {key: value for key, value in self.options if key in names}
 
+    def _gate(self) -> PrefetchGate | None:
+        if self.gate == "none" or self._predictor is None:
+            return None
+        is_told = self._eviction is not None and self._eviction.needs_probabilities
+        return PrefetchGate(always_observes=is_told or self._predictor.is_taught())
+
     def _allocation(self, geometry: Geometry, known: Known) -> Allocation:
         if self.gate != "none":  # what a training part's predictions would spare says nothing of what the gate lets in
             known = replace(known, usage=None)
@@ -217,8 +222,8 @@ def _problems(system: System) -> Iterator[str]:
         yield f"transfer={system.transfer!r:.80}: of a system that {what}; accepted: {', '.join(transfers)}"
     if system.gate != "none" and system.transfer == "synchronous":
         yield (
-            f"gate={system.gate!r}: weighs what nobody waits for, and transfer='synchronous' waits for all that is "
-            f"predicted; accepted: gate=none, or transfer=asynchronous"
+            f"gate={system.gate!r}: times steps with what nobody waits for, and transfer='synchronous' waits for "
+            f"all that is predicted; accepted: gate=none, or transfer=asynchronous"
         )
     if system.preemption == "late" and is_best:
         yield (
@@ -306,9 +311,9 @@ def names_of_options(part: str, name: str) -> list[str]:
 def unknown(where: str, key: str, value: str) -> ConfigError:
     """For a part that does not exist."""
     accepted = ", ".join(ACCEPTED[key])
-    if (key, value) == ("gate", "measured"):
+    if (key, value) == ("gate", "confidence"):
         return ConfigError(
-            f"{where}: gate='measured': no gate any more, use 'confidence' or 'none'; accepted: {accepted}"
+            f"{where}: gate='confidence': no gate any more, use 'measured' or 'none'; accepted: {accepted}"
         )
     path = ", or the dotted path of one" if key in REGISTRIES else ""
     return ConfigError(f"{where}: {key}={value!r:.80}: unknown; accepted: {accepted}{path}")
@@ -329,7 +334,7 @@ ACCEPTED: dict[str, Collection[str]] = {
     "prefill": ("stream", "evict"),
     "ahead": ("cache", "ring"),
     "prefetching": ("always", "decode"),
-    "gate": FILTERS,
+    "gate": GATES,
 }
 """Of each part that is chosen by name, what it may be."""
 

@@ -285,7 +285,7 @@ class Study:
             row |= {
                 "history": self._training.history_of(simulator.predictor),
                 "predictor": simulator.predictor.facts(),
-                "gate": None if scheduler.filter is None else scheduler.filter.facts(),
+                "gate": None if scheduler.gate is None else scheduler.gate.facts(),
                 "predictions_late": simulator.num_late,
                 "contexts_dropped": simulator.num_dropped,
                 "layers": [{"layer": i, **one.decode.goodpred()} for i, one in enumerate(scheduler.counters)],

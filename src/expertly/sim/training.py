@@ -49,7 +49,7 @@ class TrainingPart:
         all)`.
         """
         predictor = system.predictor(geometry, known)
-        if predictor is None or not self._spans or not _learns(predictor):
+        if predictor is None or not self._spans or not predictor.is_taught():
             return predictor
         key = _prediction_key(system)
         if key not in self._filled:
@@ -66,7 +66,7 @@ class TrainingPart:
 
     def history_of(self, predictor: Predictor | None) -> str | None:
         """What a predictor begins with, in words; None where a training part makes no difference to it."""
-        if predictor is None or not _learns(predictor):
+        if predictor is None or not predictor.is_taught():
             return None
         return f"filled from {self.num_requests} requests" if self._spans else "empty"
 
@@ -155,11 +155,6 @@ def teach(model: ReuseModel, trace: Trace, spans: Sequence[RowRange]) -> None:
         for iteration in TraceWorkload(trace, first).iterations():
             for router in iteration.layers:
                 model.observe(router)
-
-
-def _learns(predictor: Predictor) -> bool:
-    """Whether it makes anything of a training part."""
-    return type(predictor).learn is not Predictor.learn
 
 
 def _prediction_key(system: System) -> _Key:

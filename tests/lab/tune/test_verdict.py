@@ -256,10 +256,8 @@ def test_with_little_time_it_is_the_predictor_that_is_measured() -> None:
     assert found.overhead_s(LCP_AHEAD) == pytest.approx(0.14) == found.overhead_s(AHEAD)
     assert found.unmeasured(AHEAD) == [] == found.unmeasured(LRU)
     assert found.unmeasured(LCP_AHEAD) == [("eviction", "lcp")] == found.unmeasured(LCP)
-    gated = candidate("lru:prediction=lookahead:gate=confidence")
-    assert found.unmeasured(gated) == [("prediction", "lookahead, gate confidence")], (
-        "a gate may spare it: nobody knows"
-    )
+    gated = candidate("lru:prediction=lookahead:gate=measured")
+    assert found.unmeasured(gated) == [("prediction", "lookahead, gate measured")], "a gate may spare it: nobody knows"
 
 
 def test_a_request_without_a_step_tells_nothing() -> None:

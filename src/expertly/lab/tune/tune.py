@@ -32,7 +32,7 @@ from expertly.lab.tune.verdict import (
 )
 from expertly.model.packing import pack_cached
 from expertly.policies.predictor.learned import LearnedWeights
-from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS, default_system, get_system
+from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS, default_system, get_system, without_prediction
 from expertly.sim.hardware import Hardware
 from expertly.store.cache import learned_beside
 from expertly.store.packed import PackedStore, is_packed_store
@@ -140,6 +140,8 @@ def tune(
         simulation = Simulation(seen.workload.trace, seen.workload.schedule, seen.hardware, weights, wishes.seed)
         base = space.named(BASE_SYSTEM)
         usual, _ = default_system(store.manifest.layers)
+        if not space.can_run(get_system(usual)):  # it would run so
+            usual = without_prediction(get_system(usual)).name
         default = space.named(usual) if space.can_run(get_system(usual)) else base
         requests = seen.workload.requests
         with EnginePlayer(seen.workload, simulation.plan, partial(_load, load, wishes.predictor), scratch) as player:

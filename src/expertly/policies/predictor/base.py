@@ -78,6 +78,11 @@ class Predictor(Policy, ABC):
     def end_iteration(self, ok: bool) -> None:
         """The pass ended; what it showed may be learned from, unless it failed. All predictions have been read."""
 
+    @classmethod
+    def is_taught(cls) -> bool:
+        """Whether passes teach it anything: then it must see them all."""
+        return cls.learn is not Predictor.learn
+
     def finish(self) -> None:
         """Nothing runs any more: what waited for more of a request is learned."""
 
