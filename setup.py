@@ -11,7 +11,7 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError
 
-SCHEDULER = "cache counters loop observations prefetch prefetch_filter running scheduler slots"
+SCHEDULER = "cache counters loop observations prefetch prefetch_gate running scheduler slots"
 COMPILED = [
     *(f"src/expertly/scheduler/{name}.py" for name in SCHEDULER.split()),
     *(f"src/expertly/sim/{name}.py" for name in ("compute", "link", "metrics", "simulator")),
@@ -23,6 +23,8 @@ def compiled_modules():
     """Extensions of these modules; none where mypyc is missing or refuses them."""
     if "bdist_wheel" not in sys.argv:
         return []
+    if missing := [path for path in COMPILED if not os.path.exists(path)]:
+        raise FileNotFoundError(f"setup.py compiles modules that do not exist: {', '.join(missing)}")
     try:
         from mypyc.build import mypycify
 
