@@ -456,13 +456,13 @@ def test_the_demo_model_loads_less_when_it_begins_with_what_it_learned(
         finally:
             expertly.unload(model)
 
-    run(TEXTS, 20, path)
+    run(TEXTS, 80, path)
     num_learned = num_in(path)
     cold_tokens, cold = run(TEXTS[:2], 12, "off")
     warm_tokens, warm = run(TEXTS[:2], 12, path)
     assert warm_tokens == cold_tokens
     assert (cold["reuse"]["history"], warm["reuse"]["history"]) == ("cold", "warm")
-    assert warm["reuse"]["tokens_read"] == num_learned > 120
+    assert warm["reuse"]["tokens_read"] == num_learned > 360
     assert warm["reuse"]["says"] == f"began with what {num_learned} tokens had taught: {path}"
     before, after = (one["phases"]["decode"] for one in (cold, warm))
     assert after["bytes_loaded"] < 0.9 * before["bytes_loaded"]

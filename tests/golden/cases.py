@@ -63,7 +63,7 @@ def run_command(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 def all_systems() -> list[str]:
     """The presets, as `expertly lab systems` lists them."""
-    status, printed = run_command("systems")
+    status, printed = run_command("lab", "systems")
     assert status == 0
     return [system["name"] for system in printed["systems"]]
 
