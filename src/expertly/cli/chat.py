@@ -24,6 +24,7 @@ from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.engine.runtime import Observer
 from expertly.lab.prompts import chat_tokens, has_template
 from expertly.model.generation import generate, generation_config, max_positions
+from expertly.model.hooks import CACHE
 from expertly.model.text import TextStreamer
 from expertly.sim.future import belady_hits
 
@@ -220,14 +221,14 @@ class Chat:
                 model,
                 tokens,
                 config,
-                past_key_values=cache,
+                **{CACHE: cache},
                 streamer=streamer,
                 stopping_criteria=[lambda ids, scores: torch.full(ids.shape[:1], stop.is_set(), device=ids.device)],
             )
         if not model.config.is_encoder_decoder:  # an encoder reads the whole conversation anew
             # A recurrent state goes on by one token at a time, or begins anew: not by a message of several.
-            is_recurrent = any(hasattr(one, "conv_states") for one in getattr(made.past_key_values, "layers", ()))
-            self._cache = None if is_recurrent else made.past_key_values
+            is_recurrent = any(hasattr(one, "conv_states") for one in getattr(getattr(made, CACHE), "layers", ()))
+            self._cache = None if is_recurrent else getattr(made, CACHE)
             self._said = made.sequences[0].tolist()
             self._cached = self._said[:-1]  # the last token was not computed with
         return self._measured(streamer, tokens, num_cached, before, start_ns, demands, stop.is_set())

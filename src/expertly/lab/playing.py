@@ -15,6 +15,7 @@ import torch
 
 from expertly.api import handle
 from expertly.engine.learned import reuse_models
+from expertly.model.hooks import CACHE
 from expertly.sim.schedule import Schedule, num_prompt_rows
 from expertly.sim.training import histories, teach
 from expertly.trace.reader import Trace
@@ -118,8 +119,8 @@ def learn(model: Any, trace: Trace, schedule: Schedule) -> None:
 def forward(model: Any, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
     """Logits [requests, V] behind the last of the `ids` [requests, T], and the KV cache with them."""
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    out = model(ids.to(model.device), past_key_values=cache, use_cache=True, **last)
-    return out.logits[:, -1], out.past_key_values
+    out = model(ids.to(model.device), **{CACHE: cache}, use_cache=True, **last)
+    return out.logits[:, -1], getattr(out, CACHE)
 
 
 def chooser(temperature: float, seed: int) -> Choose:

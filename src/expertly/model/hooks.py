@@ -26,12 +26,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from expertly.core.errors import ModelUseError
 from expertly.core.observation import IterationInfo
 
 if TYPE_CHECKING:
     from expertly.model.structure import ExpertsSite
+
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""What models and their outputs call the KV cache: `past_key_values` before transformers 5.24, which takes both."""
 
 
 class Runtime(Protocol):
@@ -235,7 +239,7 @@ def _announcing(original: Any, role: Role) -> Any:
                 info = describe_pass(role, inputs, layers)
             if info is None:
                 return original.forward(self, *args, **kwargs)
-            cache = inputs.get("past_key_values")
+            cache = _cache_in(inputs)
             give_room(cache)
             if passes.check is not None:
                 num_read = len(info.is_prefill)
@@ -343,7 +347,7 @@ def describe_pass(role: Role, inputs: Mapping[str, Any], layers: range | None) -
         # prefill (the next turn of a chat, a chunk of a prompt). A decoder's single token is decode: its prompt went
         # to the encoder.
         is_prefill = length > _MAX_VERIFIED or (
-            not (role == "decoder" and length == 1) and not _is_filled(inputs.get("past_key_values"))
+            not (role == "decoder" and length == 1) and not _is_filled(_cache_in(inputs))
         )
         info = _describe_alike(batch, length, is_prefill)
         if length > 1 or is_prefill:
@@ -383,6 +387,10 @@ def _describe_packed(num_rows: int, inputs: Mapping[str, Any]) -> IterationInfo:
     is_prefill[first_rows[has_past]] = False
     phase: Literal["prefill", "decode"] = "prefill" if is_prefill.any() else "decode"
     return IterationInfo(_frozen(is_prefill), is_pad, int(np.count_nonzero(lengths)), phase)
+
+
+def _cache_in(inputs: Mapping[str, Any]) -> Any:
+    return inputs.get(CACHE, inputs.get("past_key_values"))
 
 
 def _length(cache: Any) -> int:

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook  # type: ignore[attr-defined]
 
-from expertly.model.hooks import look_alike
+from expertly.model.hooks import CACHE, look_alike
 from expertly.native.kernels import Kernels, Projections
 
-_ARGUMENTS = ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values")
+_ARGUMENTS = ("self", "hidden_states", "position_embeddings", "attention_mask", CACHE)
 
 _NAMES = {
     "shape",
@@ -92,19 +92,22 @@ def join_projections(module: Any, kernels: Kernels, attention: Attention, linear
         hidden_states: torch.Tensor,
         position_embeddings: Any = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Any:
+        if cache is None:
+            cache = kwargs.pop("past_key_values", None)
         joined: Joined | None = self._expertly_joined
         few = isinstance(position_embeddings, tuple) and _are_few(self, hidden_states, position_embeddings, kernels)
         if few and joined is None and not self._expertly_is_tried:
             self._expertly_is_tried = True
             joined = self._expertly_joined = _try(self, original, hidden_states, position_embeddings, kernels, kwargs)
         if not few or joined is None or not joined.is_as_tried(self):
-            return original.forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+            return original.forward(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
         query, key, value = _project(joined.projections, hidden_states, position_embeddings, kernels)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            told = {"kwargs": kwargs} if CACHE == "cache" else {}  # which a paged cache fills
+            key, value = cache.update(key, value, self.layer_idx, **told)
         own = joined.own
         if joined.named:
             own = {**own, **{argument: getattr(self, name) for argument, name in joined.named.items()}}
