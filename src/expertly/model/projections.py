@@ -128,8 +128,6 @@ def _are_few(module: Any, hidden: torch.Tensor, angles: Any, kernels: Kernels) -
         and 1 <= hidden.shape[0] * hidden.shape[1] <= kernels.max_tokens
         and hidden.dtype == weight.dtype == cos.dtype == sin.dtype
         and hidden.is_cpu
-        and cos.is_contiguous()
-        and sin.is_contiguous()
         and not module.training
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
@@ -140,7 +138,8 @@ def _are_few(module: Any, hidden: torch.Tensor, angles: Any, kernels: Kernels) -
 def _project(projections: Projections, hidden: torch.Tensor, angles: Any, kernels: Kernels) -> list[torch.Tensor]:
     """Queries [B, heads, S, D], keys and values, as transformers has them."""
     x = hidden.view(-1, hidden.shape[2]) if hidden.is_contiguous() else hidden.reshape(-1, hidden.shape[2]).contiguous()
-    return kernels.projections(x, projections, angles[0], angles[1], hidden.shape[0])
+    cos, sin = angles
+    return kernels.projections(x, projections, cos.contiguous(), sin.contiguous(), hidden.shape[0])
 
 
 def _try(
