@@ -285,7 +285,10 @@ INLINE void NAME(dots_typed)(int dtype, dots *d) {
         const int64_t begin = c % d->num_chunks * d->chunk;
         const int64_t num = begin + d->chunk > d->num_neurons ? d->num_neurons - begin : d->chunk;
         const int64_t first = begin * d->num_matrices, end = (begin + num) * d->num_matrices;
-        int64_t fours = first + (end - first) / 4 * 4, twos = first + (end - first) / 2 * 2;
+        /* Memory gives most to one row after the other, which vectors this long keep up with; shorter ones need four
+         * rows side by side, which hide each other's latency. */
+        const int in_turn = V >= 16 && d->num_matrices == 1;
+        int64_t fours = in_turn ? first : first + (end - first) / 4 * 4, twos = first + (end - first) / 2 * 2;
         switch (one->num_tokens) {
 #define CASE(N, R, whole)                                         \
     case N:                                                       \
