@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import errno
+import linecache
 import os
 import signal
 import sys
@@ -54,12 +56,20 @@ class InterruptAt:
         return self._line if is_ours else None
 
     def _line(self, frame: Any, event: str, arg: Any) -> Any:
-        if event == "line":
+        if event == "line" and not _leaves_with(frame):
             self.left -= 1
             if self.left == 0:
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self._line
+
+
+def _leaves_with(frame: Any) -> bool:
+    """The line of a `with` comes again where its block has ended, before `__exit__` is called. No signal is handled
+    between the two: CPython looks for one after calls, not where it loads the three None that `__exit__` is given.
+    """
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+    return line.startswith("with ") and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "LOAD_CONST"
 
 
 def interrupt_at_lines(case: Case, lines: Sequence[int], check: Callable[[Any], None], **settings: Any) -> None:
