@@ -196,17 +196,17 @@ class Bench:
             chosen = [a == b for x, y in zip(row["greedy"], reference, strict=False) for a, b in zip(x, y, strict=True)]
             row["greedy_agreement"] = sum(chosen) / len(chosen)
             for peer in ("llama.cpp", "accelerate"):
-                theirs = [one for one in rows if one["size"] == row["size"] and one["peer"] == peer and "tpots" in one]
+                theirs = [one for one in rows if one["peer"] == peer and _is_like(one, row) and "tpots" in one]
                 if theirs and row["peer"] != peer:
-                    best = max(theirs, key=lambda one: one["tokens_per_s"])
-                    pairs = zip(best["tpots"], row["tpots"], strict=False)
+                    pairs = zip(theirs[0]["tpots"], row["tpots"], strict=False)
                     row[f"to_{peer}"] = statistics.median(a / b for a, b in pairs)
+                    row[f"ttft_to_{peer}"] = row["ttft_s"] / theirs[0]["ttft_s"]
             if row["peer"] != "expertly":
                 continue
             row["beside_bytes"] = row["peak_rss_bytes"] - row["memory_bytes"] - row["dense_bytes"]
             if row["kind"] == "resident" or not resident:
                 continue
-            compute = min(one["tpot_s"] for one in resident)
+            compute = min(one["tpot_s"] for one in resident if one["threads"] == row["threads"])
             row["floor_bytes_a_token"] = self._floor.nbytes_a_token(row["memory_bytes"])
             row["to_bound"] = row["tpot_s"] / max(compute, row["bytes_read_a_token"] / disk)
             row["to_floor"] = row["tpot_s"] / max(compute, row["floor_bytes_a_token"] / disk)
@@ -219,6 +219,10 @@ class Bench:
         from expertly.store.codec_choice import disk_rate_of
 
         return disk_rate_of(path for path, _ in self._stores["none"].extents)
+
+
+def _is_like(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one["size"] == other["size"] and one["threads"] == other["threads"]
 
 
 def _ours(system: str, codec: str, memory: str) -> dict[str, Any]:
