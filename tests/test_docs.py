@@ -146,16 +146,14 @@ def test_results_that_are_kept_can_be_measured_again(file: str) -> None:
     assert read_results(file)["results"]
 
 
-def num_words(page: Path) -> int:
-    """Of prose: without code, generated tables and what is between pipes."""
-    text = OPTIONS.sub("", ASKED.sub("", without_blocks(page.read_text(encoding="utf-8"))))
-    return len(re.sub(r"^\|.*$", "", text, flags=re.MULTILINE).split())
-
-
 def test_pages_are_as_short_as_contributing_says() -> None:
-    words = {page: num_words(page) for page in PAGES if page.name not in ("log.md", "results.md")}
-    assert {page.name: num for page, num in words.items() if num >= 1500} == {}
-    assert sum(words.values()) <= 25_000
+    total = 0
+    for page in (page for page in PAGES if page.name not in ("log.md", "results.md")):
+        written = OPTIONS.sub("", ASKED.sub("", page.read_text(encoding="utf-8")))  # all but generated tables
+        prose = re.sub(r"^\|.*$", "", without_blocks(written), flags=re.MULTILINE)
+        assert len(prose.split()) < 1500, page
+        total += len(written.split())
+    assert total <= 25_000
     readme = re.sub(r"<!--.*?-->\n", "", (REPOSITORY / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     assert len(readme.splitlines()) <= 80
 
