@@ -206,7 +206,8 @@ def test_rows_stand_side_by_side_under_names_that_the_page_gives(tmp_path: Path)
     (tmp_path / "one.json").write_text(json.dumps(report), encoding="utf-8")
     page = (
         "<!-- results: one.json\nwhere: {size: {4x: a quarter, ram: all}}\nside_by_side: [size, peer]\n"
-        'columns: {memory: "{size}", ours: "{ours.rate:.1f}", llama.cpp: "{llama.cpp.rate:.1f}"}\n-->\n<!-- /results -->\n'
+        'columns: {memory: "{size}", ours: "{ours.rate:.1f}", llama.cpp: "{llama.cpp.rate:.1f}"}\n'
+        "-->\n<!-- /results -->\n"
     )
     assert "| a quarter | 8.4 | 0.8 |\n| all | - | 26.4 |\n\n" in render_page(page, tmp_path)
 

@@ -1,4 +1,4 @@
-"""The generated tables of README.md and docs/: measurements from bench/results/*.json, and the options of `expertly.load`.
+"""The generated tables of README.md and docs/: measurements from bench/results/*.json, and the options of `load`.
 
     python tools/docs_tables.py            rewrite the tables of every page
     python tools/docs_tables.py --check    change nothing; exit 1 if a page differs from its files
