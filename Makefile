@@ -29,7 +29,7 @@ help:
 	@echo "make test    set up, lint, check types, run the tests"
 	@echo "make setup   make $(VENV) with expertly and its development tools in it"
 	@echo "make format  rewrite the code as 'make lint' wants it"
-	@echo "make docs    write the tables of docs/ from bench/results, and the site into site/"
+	@echo "make docs    write the tables of README and docs/ from bench/results, and the site into site/"
 	@echo "make dist    the wheel and the source distribution, in dist/"
 	@echo "make test-dist      install that wheel in an environment of its own; run the demo, and a test, from it"
 	@echo "make test-versions  the tests of the engine with the oldest and the newest transformers that pyproject.toml names"

@@ -16,7 +16,7 @@ from expertly.policies.predictor import PREDICTORS
 from expertly.scheduler.presets import AUTO_SYSTEM, SYSTEMS, get_system
 from expertly.scheduler.system import PARTS
 from tests.command_lines import command_of, flags_of, parse
-from tools.docs_tables import TableError, render_page
+from tools.docs_tables import ASKED, OPTIONS, RESULTS, TableError, read_results, render_page
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -141,21 +141,41 @@ def test_tables_are_what_their_files_say(page: Path) -> None:
     assert render_page(text) == text, "python tools/docs_tables.py"
 
 
+@pytest.mark.parametrize("file", sorted(path.name for path in RESULTS.glob("*.json")))
+def test_results_that_are_kept_can_be_measured_again(file: str) -> None:
+    assert read_results(file)["results"]
+
+
+def test_pages_are_as_short_as_contributing_says() -> None:
+    total = 0
+    for page in (page for page in PAGES if page.name not in ("log.md", "results.md")):
+        written = OPTIONS.sub("", ASKED.sub("", page.read_text(encoding="utf-8")))  # all but generated tables
+        prose = re.sub(r"^\|.*$", "", without_blocks(written), flags=re.MULTILINE)
+        assert len(prose.split()) < 1500, page
+        total += len(written.split())
+    assert total <= 25_000
+    readme = re.sub(r"<!--.*?-->\n", "", (REPOSITORY / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(readme.splitlines()) <= 80
+
+
 @pytest.mark.parametrize(
-    ("column", "commit", "expected"),
+    ("column", "commit", "script", "expected"),
     [
-        ("{tpot_s:ms}", "393c126", "| TPOT |\n| --- |\n| 117 ms |\n| - |\n"),
-        ("{tpot_s:ms}", "393c126+changes", "accepted: a commit without changes"),
-        ("{tpot_s:ms}", None, "accepted: a commit without changes"),
-        ("{ttft_s:ms}", "393c126", r"'TPOT' asks for \['ttft_s'\]"),
+        ("{tpot_s:ms}", "393c126", "tpot", "| TPOT |\n| --- |\n| 117 ms |\n| - |\n"),
+        ("{tpot_s:ms}", "393c126+changes", "tpot", "accepted: a commit without changes"),
+        ("{tpot_s:ms}", None, "tpot", "accepted: a commit without changes"),
+        ("{tpot_s:ms}", "393c126", "offload", "accepted: a script of this repository"),
+        ("{ttft_s:ms}", "393c126", "tpot", r"'TPOT' asks for \['ttft_s'\]"),
     ],
 )
-def test_a_table_is_of_a_file_from_a_commit(tmp_path: Path, column: str, commit: str | None, expected: str) -> None:
+def test_a_table_is_of_a_file_from_a_commit_whose_script_exists(
+    tmp_path: Path, column: str, commit: str | None, script: str, expected: str
+) -> None:
     page = f'<!-- results: one.json\ncolumns:\n  TPOT: "{column}"\n-->\n<!-- /results -->\n'
     with pytest.raises(TableError, match="no such file"):
         render_page(page, tmp_path)
     report = {
-        "command": "python bench/one.py",
+        "command": f"python bench/{script}.py",
         "date": "2026-11-22T10:00:00",
         "commit": commit,
         "machine": {"cores": 2, "cpu": "a Xeon"},
@@ -168,6 +188,28 @@ def test_a_table_is_of_a_file_from_a_commit(tmp_path: Path, column: str, commit:
     else:
         with pytest.raises(TableError, match=expected):
             render_page(page, tmp_path)
+
+
+def test_rows_stand_side_by_side_under_names_that_the_page_gives(tmp_path: Path) -> None:
+    report = {
+        "command": "python bench/peers/run.py",
+        "date": "2026-11-22T10:00:00",
+        "commit": "393c126",
+        "machine": {"cores": 2, "cpu": "a Xeon"},
+        "results": [
+            {"size": "4x", "peer": "ours", "rate": 8.41},
+            {"size": "4x", "peer": "llama.cpp", "rate": 0.82},
+            {"size": "ram", "peer": "llama.cpp", "rate": 26.38},
+            {"size": "2x", "peer": "ours", "rate": 12.05},
+        ],
+    }
+    (tmp_path / "one.json").write_text(json.dumps(report), encoding="utf-8")
+    page = (
+        "<!-- results: one.json\nwhere: {size: {4x: a quarter, ram: all}}\nside_by_side: [size, peer]\n"
+        'columns: {memory: "{size}", ours: "{ours.rate:.1f}", llama.cpp: "{llama.cpp.rate:.1f}"}\n'
+        "-->\n<!-- /results -->\n"
+    )
+    assert "| a quarter | 8.4 | 0.8 |\n| all | - | 26.4 |\n\n" in render_page(page, tmp_path)
 
 
 def test_a_page_that_says_what_is_not_there_is_noticed(tmp_path: Path) -> None:

@@ -1,25 +1,29 @@
-"""The tables of docs/ that are generated: measurements from bench/results/*.json, and the options of `expertly.load`.
+"""The generated tables of README.md and docs/: measurements from bench/results/*.json, and the options of `load`.
 
-    python tools/docs_tables.py            rewrite what stands between the marks of every page
-    python tools/docs_tables.py --check    change nothing; exit 1 where a page is not what its files say
+    python tools/docs_tables.py            rewrite the tables of every page
+    python tools/docs_tables.py --check    change nothing; exit 1 if a page differs from its files
 
-A page asks for a table with a comment, in YAML; what follows it up to the closing mark is generated:
+A page asks for a table with a comment, in YAML; the table is written between it and the closing mark:
 
     <!-- results: tpot.json
-    where: {system: [lru, fmoe]}
+    where: {system: [lru, fmoe], memory: {0.25: a quarter}}
     columns:
       system: "`{system}`"
       TPOT: "{tpot_s:ms}"
     -->
     <!-- /results -->
 
-`where` keeps the rows whose field is one of the values, in the order of the file. A column's text is a Python format
-string over a row's fields; beside Python's own formats there are those of UNITS. A field that a row lacks makes its
-cell "-".
+`where` keeps the rows whose field has one of these values, in the order of the file; with a mapping, the table shows
+the text on the right in place of the value. A column is a Python format string over the fields of a row, with the
+formats of UNITS added. A field that a row lacks makes its cell "-".
+
+`side_by_side: [size, peer]` joins the rows of one `size`: the field `tokens_per_s` of the row whose `peer` is
+`llama.cpp` becomes `llama.cpp.tokens_per_s`.
 
 Between `<!-- options -->` and `<!-- /options -->` stand the options of `expertly.load`, from expertly.options.
 
-Refused: a file that is missing, one that was measured from a tree with uncommitted changes, a field that no row has.
+Refused: a file that is missing; one measured from a tree with uncommitted changes; one whose command names no script
+of this repository, so that nobody can run it again; a field that no row has; a table without rows.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ from expertly.options import LoadOptions
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "bench" / "results"
 ASKED = re.compile(r"<!-- results: (?P<file>\S+)\n(?P<spec>.*?)\n-->\n(?P<table>.*?)<!-- /results -->", re.DOTALL)
+SCRIPT = re.compile(r"\bpython (?P<path>\S+\.py)\b")
 OPTIONS = re.compile(r"<!-- options -->\n.*?<!-- /options -->", re.DOTALL)
 
 UNITS: Mapping[str, Callable[[float], str]] = {
@@ -52,6 +57,7 @@ UNITS: Mapping[str, Callable[[float], str]] = {
     "GB/s": lambda nbytes_per_s: f"{nbytes_per_s / 1e9:.2f} GB/s",
     "us": lambda microseconds: f"{microseconds:,.0f} us",
     "x": lambda ratio: f"{ratio:.2f}x",
+    "fits": lambda fits: "" if fits else " (does not fit)",
 }
 
 
@@ -68,7 +74,7 @@ class _Cells(string.Formatter):
 
 
 def read_results(file: str, folder: Path = RESULTS) -> dict[str, Any]:
-    """A benchmark's report. Raises TableError where it is missing or was not measured from a commit."""
+    """A benchmark's report. Raises TableError if it is missing, from no commit, or its script is gone."""
     path = folder / file
     if not path.is_file():
         raise TableError(f"bench/results/{file}: there is no such file; run its benchmark and keep what it writes")
@@ -78,6 +84,12 @@ def read_results(file: str, folder: Path = RESULTS) -> dict[str, Any]:
         raise TableError(
             f"bench/results/{file}: measured at commit {commit}; accepted: a commit without changes. Run it again"
         )
+    script = SCRIPT.search(report.get("command") or "")
+    if script is None or not (REPOSITORY / script["path"]).is_file():
+        raise TableError(
+            f"bench/results/{file}: command={report.get('command')!r}; accepted: a script of this repository. "
+            "Nobody can run it again: delete the file and its tables"
+        )
     return report
 
 
@@ -86,9 +98,15 @@ def render_table(file: str, spec: dict[str, Any], folder: Path = RESULTS) -> str
     report = read_results(file, folder)
     rows: list[dict[str, Any]] = report["results"]
     for field, values in spec.get("where", {}).items():
-        rows = [row for row in rows if row.get(field) in (values if isinstance(values, list) else [values])]
+        rows = [row for row in rows if row.get(field) in (values if isinstance(values, list | dict) else [values])]
+        if isinstance(values, dict):
+            rows = [row | {field: values[row[field]]} for row in rows]
+    if not rows:
+        raise TableError(f"bench/results/{file}: where={spec['where']}: no row of the file")
+    if "side_by_side" in spec:
+        rows = side_by_side(rows, *spec["side_by_side"])
     columns: dict[str, str] = spec["columns"]
-    known = {name for row in report["results"] for name in row}
+    known = {name for row in [*report["results"], *rows] for name in row}
     for title, cell in columns.items():
         asked = {name for _, name, _, _ in string.Formatter().parse(cell) if name}
         if not asked <= known:
@@ -102,6 +120,15 @@ def render_table(file: str, spec: dict[str, Any], folder: Path = RESULTS) -> str
         f"{machine['cpu']}; `{report['command']}`"
     )
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n<small>{as_html(source)}</small>\n"
+
+
+def side_by_side(rows: list[dict[str, Any]], same: str, each: str) -> list[dict[str, Any]]:
+    """A row for each value of `same`, whose fields are those of its rows behind their value of `each` and a dot."""
+    joined: dict[Any, dict[str, Any]] = {}
+    for row in rows:
+        fields_of_row = {f"{row[each]}.{name}": value for name, value in row.items()}
+        joined.setdefault(row[same], {same: row[same]}).update(fields_of_row)
+    return list(joined.values())
 
 
 def as_html(text: str) -> str:
@@ -144,7 +171,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     failed = False
-    for page in sorted((REPOSITORY / "docs").rglob("*.md")):
+    for page in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         try:
             made = with_options(render_page(text))
