@@ -22,7 +22,7 @@ from expertly.native.activations import Activation
 VARIABLE = "EXPERTLY_KERNELS"
 """The environment's choice: "auto", "native", "torch", or an instruction set of the compiled products."""
 
-ACCEPTED = ("auto", "native", "torch", "avx512", "avx2", "generic")
+ACCEPTED = ("auto", "native", "torch", "avx512_bf16", "avx512", "avx2", "generic")
 
 MAX_TOKENS = 4
 """Most tokens of one product; of the `generic` one, whose vectors are short, 1 (docs/log.md)."""
@@ -107,7 +107,7 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
     projections.argtypes = (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,))
     norm.argtypes = (*3 * (_INT,), *2 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, ctypes.c_double, _ADDRESS)
     made = []
-    for level in (2, 1, 0):
+    for level in (3, 2, 1, 0):
         if name_of(level) is not None:
             name = name_of(level).decode()
             dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if has_half(level) else {}), torch.float32: 2}

@@ -90,11 +90,11 @@ INLINE void put_half(float value, char *p) {
 #include "products_body.h"
 #ifdef __clang__
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
 #endif
 #define V 16
 #define NAME(f) NAME_(f, avx512)
@@ -117,7 +117,8 @@ INLINE void put_half(float value, char *p) {
 #define BYTES(p) ((vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p))))
 #define LOOKUP_IN(a, codes) ((vf)_mm512_permutexvar_ps((__m512i)(codes), (__m512)(a)))
 #define HAS_ZERO(bytes) _mm512_testn_epi8_mask((__m512i)(bytes), (__m512i)(bytes))
-#define LABEL "avx512"
+#define LABEL "avx512" /* which uses nothing of bf16 itself */
+#define PAIRS_LABEL "avx512_bf16"
 #define HAS_HALF 1
 #define LOAD_HALF(p, v) ((v) = (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p))))
 #define HALF_VALUE(p) HALF_VALUE_X86(p)
@@ -137,9 +138,10 @@ static const instruction_set *set_at(int level) {
     __builtin_cpu_init();
     int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (level == 1 && has_avx2) return &set_avx2;
-    if (level == 2 && has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
-        return &set_avx512;
+    int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    if (level == 2 && has_avx512) return &set_avx512;
+    if (level == 3 && has_avx512 && __builtin_cpu_supports("avx512bf16")) return &pairs_set_avx512;
 #endif
     return NULL;
 }
@@ -178,10 +180,10 @@ static void run(void (*function)(void *), void *job, int num_threads, int64_t nu
 
 /* -- interface ------------------------------------------------------------------------------------------------------- */
 
-enum { CHUNK_NBYTES = 128 << 10 };
+enum { CHUNK_NBYTES = 128 << 10, EXPERTS_CHUNK_NBYTES = 256 << 10 };
 
-static int64_t chunk_of(int64_t num_neurons, int64_t neuron_nbytes, int64_t least) {
-    int64_t chunk = (CHUNK_NBYTES / neuron_nbytes + 7) / 8 * 8;
+static int64_t chunk_of(int64_t chunk_nbytes, int64_t num_neurons, int64_t neuron_nbytes, int64_t least) {
+    int64_t chunk = (chunk_nbytes / neuron_nbytes + 7) / 8 * 8;
     if (chunk < least) chunk = least;
     return chunk > num_neurons ? num_neurons : chunk;
 }
@@ -212,23 +214,29 @@ static const char *input_at(const inputs *from, int64_t t) {
     return from->x + (from->rows == NULL ? t : from->rows[t]) * from->nbytes;
 }
 
+/* `job` with its inputs, in memory to be freed, and `chunk` neurons a chunk: whether it can be done. */
+static int begin_dots(const instruction_set *set, dots *job, int64_t num_tasks, inputs from, int64_t chunk) {
+    if (!can_do(set, job->dtype, job->tasks, num_tasks, job->num_neurons, job->width)) return 0;
+    if (job->num_matrices < 1 || job->num_matrices > 2 || (job->bias != NULL && job->num_matrices != 1)) return 0;
+    if (job->dtype == BFLOAT16 && set->has_pairs) job->dtype = PAIRS;
+    job->padded_width = (job->width + set->block - 1) / set->block * set->block;
+    job->chunk = chunk;
+    job->num_chunks = (job->num_neurons + chunk - 1) / chunk;
+    job->end = num_tasks * job->num_chunks;
+    float *prepared = allocate(from.num * job->padded_width);
+    if (prepared == NULL) return 0;
+    for (int64_t t = 0; t < from.num; t++)
+        set->prepare(job->dtype, input_at(&from, t), job->width, prepared + t * job->padded_width);
+    job->x = prepared;
+    return 1;
+}
+
 /* The products of `job` but for its inputs and chunks. */
 static int row_dots(const instruction_set *set, dots job, int64_t num_tasks, inputs from, int num_threads) {
-    if (!can_do(set, job.dtype, job.tasks, num_tasks, job.num_neurons, job.width)) return -1;
-    if (job.num_matrices < 1 || job.num_matrices > 2 || (job.bias != NULL && job.num_matrices != 1)) return -1;
-    const int64_t padded = (job.width + set->block - 1) / set->block * set->block;
-    float *prepared = allocate(from.num * padded);
-    if (prepared == NULL) return -1;
-    for (int64_t t = 0; t < from.num; t++)
-        set->prepare(job.dtype, input_at(&from, t), job.width, prepared + t * padded);
     const int64_t neuron_nbytes = job.num_matrices * job.width * itemsize_of(job.dtype);
-    job.x = prepared;
-    job.padded_width = padded;
-    job.chunk = chunk_of(job.num_neurons, neuron_nbytes, 8);
-    job.num_chunks = (job.num_neurons + job.chunk - 1) / job.chunk;
-    job.end = num_tasks * job.num_chunks;
+    if (!begin_dots(set, &job, num_tasks, from, chunk_of(CHUNK_NBYTES, job.num_neurons, neuron_nbytes, 8))) return -1;
     run(set->dots, &job, num_threads, job.end, num_tasks * job.num_neurons * neuron_nbytes);
-    free(prepared);
+    free((void *)job.x);
     return 0;
 }
 
@@ -245,26 +253,46 @@ int expertly_products_dots(int level, int dtype, int num_threads, const task *ta
     return row_dots(set_at(level), job, num_tasks, (inputs){x, x_nbytes, num_x, NULL}, num_threads);
 }
 
+/* `job` with memory to be freed, and `chunk` neurons a chunk: whether it can be done. */
+static int begin_sums(const instruction_set *set, sums *job, int64_t num_tasks, int64_t chunk) {
+    if (!can_do(set, job->dtype, job->tasks, num_tasks, job->num_neurons, job->width)) return 0;
+    if (job->dtype == BFLOAT16 && set->has_pairs) job->dtype = PAIRS;
+    job->padded_width = (job->width + set->block - 1) / set->block * set->block;
+    job->chunk = chunk;
+    job->num_chunks = (job->num_neurons + chunk - 1) / chunk;
+    int64_t most = 1;
+    for (int64_t i = 0; i < num_tasks; i++) most = job->tasks[i].num_tokens > most ? job->tasks[i].num_tokens : most;
+    job->partial_stride = most * job->padded_width;
+    job->end = num_tasks * job->num_chunks;
+    job->partial = allocate(job->end * job->partial_stride);
+    job->left = malloc((size_t)num_tasks * sizeof(int64_t));
+    for (int64_t i = 0; job->left != NULL && i < num_tasks; i++) job->left[i] = job->num_chunks;
+    return job->partial != NULL && job->left != NULL;
+}
+
+static void end_sums(const sums *job) {
+    free(job->partial);
+    free(job->left);
+}
+
 /* The sums of `job` but for its chunks. */
 static int row_sums(const instruction_set *set, sums job, int64_t num_tasks, int num_threads) {
-    if (!can_do(set, job.dtype, job.tasks, num_tasks, job.num_neurons, job.width)) return -1;
-    job.padded_width = (job.width + set->block - 1) / set->block * set->block;
-    job.chunk = chunk_of(job.num_neurons, job.width * itemsize_of(job.dtype), 64);
-    job.num_chunks = (job.num_neurons + job.chunk - 1) / job.chunk;
-    int64_t most = 1;
-    for (int64_t i = 0; i < num_tasks; i++) most = job.tasks[i].num_tokens > most ? job.tasks[i].num_tokens : most;
-    job.partial_stride = most * job.padded_width;
-    job.end = num_tasks * job.num_chunks;
-    job.partial = allocate(job.end * job.partial_stride);
-    job.left = malloc((size_t)num_tasks * sizeof(int64_t));
-    if (job.partial != NULL && job.left != NULL) {
-        for (int64_t i = 0; i < num_tasks; i++) job.left[i] = job.num_chunks;
-        run(set->sums, &job, num_threads, job.end, num_tasks * job.num_neurons * job.width * itemsize_of(job.dtype));
-    }
-    const int failed = job.partial == NULL || job.left == NULL ? -1 : 0;
-    free(job.partial);
-    free(job.left);
-    return failed;
+    const int64_t row_nbytes = job.width * itemsize_of(job.dtype);
+    const int can = begin_sums(set, &job, num_tasks, chunk_of(CHUNK_NBYTES, job.num_neurons, row_nbytes, 64));
+    if (can) run(set->sums, &job, num_threads, job.end, num_tasks * job.num_neurons * row_nbytes);
+    end_sums(&job);
+    return can ? 0 : -1;
+}
+
+/* Both, chunk by chunk. */
+static int row_experts(const instruction_set *set, expert_rows job, int64_t num_tasks, inputs from, int num_threads) {
+    const int64_t nbytes = (job.inner.num_matrices + 1) * job.inner.width * itemsize_of(job.inner.dtype);
+    const int64_t chunk = chunk_of(EXPERTS_CHUNK_NBYTES, job.inner.num_neurons, nbytes, 32);
+    const int can = begin_dots(set, &job.inner, num_tasks, from, chunk) && begin_sums(set, &job.down, num_tasks, chunk);
+    if (can) run(set->rows, &job, num_threads, job.inner.end, num_tasks * job.inner.num_neurons * nbytes);
+    free((void *)job.inner.x);
+    end_sums(&job.down);
+    return can ? 0 : -1;
 }
 
 /* out[*, H] from activations h[num_h, r]; with `is_added`, added to out, which is float32. */
@@ -445,18 +473,17 @@ int expertly_experts(int level, int dtype, int num_threads, const experts_call *
         failed = block_dots(set, down, first, from, num_threads);
         if (!failed) failed = block_sums(set, inner, num_inner, second, num_tasks, num_threads);
     } else if (!failed) {
-        const dots first = {
+        const dots inner_rows = {
             .then = &then, .dtype = dtype, .num_matrices = (int32_t)num_inner, .num_neurons = r, .width = call->hidden,
             .row_nbytes = call->row_nbytes, .matrix_nbytes = call->matrix_nbytes, .out = memory + h_nbytes,
             .out_rows = num_rows, .tasks = tasks,
         };
-        const sums second = {
+        const sums down_rows = {
             .out_rows = call->out_rows, .experts = experts, .bias = down_bias, .dtype = dtype, .is_added = (int32_t)call->is_added,
             .num_neurons = r, .width = call->hidden, .row_nbytes = call->row_nbytes, .h = (const float *)memory,
             .out = call->out, .tasks = of_sums,
         };
-        failed = row_dots(set, first, num_tasks, from, num_threads);
-        if (!failed) failed = row_sums(set, second, num_tasks, num_threads);
+        failed = row_experts(set, (expert_rows){inner_rows, down_rows}, num_tasks, from, num_threads);
     }
     free(memory);
     free(tasks);

@@ -12,6 +12,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum { BFLOAT16, FLOAT16, FLOAT32 };
+enum { PAIRS = 3 }; /* bfloat16 where the processor multiplies it by pairs (pairs_body.h): within the library */
 enum { MAX_TOKENS = 4 }; /* of one task: more have enough arithmetic for other methods */
 enum { NO_DOWN = -1 };   /* in place of down's format: blocks of one matrix alone, 16 outputs by all inputs */
 
@@ -68,6 +69,12 @@ typedef struct {
     int64_t num_chunks, chunk;
     int64_t next, end;
 } sums;
+
+/* Experts of a layer: `inner` with `then`, whose h is `down`'s, both in the same chunks of the same tasks. */
+typedef struct {
+    dots inner;
+    sums down;
+} expert_rows;
 
 /* -- quantised matrices, which lie in tiles (tiles_body.h) -------------------------------------------------------------- */
 
@@ -246,7 +253,7 @@ typedef struct {
 typedef struct {
     const char *name;
     int64_t block; /* rows are taken so many elements at a time */
-    int has_half, max_tile_tokens; /* of a task with tiles */
+    int has_half, has_pairs, max_tile_tokens; /* of a task with tiles */
     void (*prepare)(int dtype, const char *x, int64_t width, float *out); /* one row, padded with zeros */
     void (*widen)(int dtype, const char *values, int64_t num, float *out);
     void (*tile_prepare)(int format, int dtype, const char *x, int64_t width, char *out); /* one row */
@@ -254,6 +261,7 @@ typedef struct {
                     const char *weights, char *out);
     void (*dots)(void *);
     void (*sums)(void *);
+    void (*rows)(void *);
     void (*tile_dots)(void *);
     void (*tile_sums)(void *);
     void (*tile_decode)(void *);

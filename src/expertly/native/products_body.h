@@ -4,6 +4,7 @@
  *   LABEL         its name as users read it
  *   LOOKUP or SHUFFLE, BYTES: see tiles_body.h
  *   HAS_HALF      1 with LOAD_HALF(p, v), HALF_VALUE(p) and PUT_HALF(value, p), which convert float16
+ *   PAIRS_LABEL   where it has AVX512-BF16, too: the name of the set that multiplies bfloat16 with it
  *
  * Weights are used as they lie. A block is 2 V elements: of bfloat16, those at even places (shifted up) and those at odd
  * places (masked) are a vector each, so inputs and sums of bfloat16 lie in that order, too. Products and sums are
@@ -35,7 +36,7 @@ INLINE void NAME(load)(int dtype, const char *p, vf *a, vf *b) {
 }
 
 INLINE float NAME(value)(int dtype, const char *p) {
-    if (dtype == BFLOAT16) return bfloat16_value(p);
+    if (dtype == BFLOAT16 || dtype == PAIRS) return bfloat16_value(p);
     if (dtype == FLOAT16) return HALF_VALUE(p);
     float value;
     memcpy(&value, p, 4);
@@ -43,7 +44,7 @@ INLINE float NAME(value)(int dtype, const char *p) {
 }
 
 INLINE void NAME(put)(int dtype, float value, char *p) {
-    if (dtype == BFLOAT16) put_bfloat16(value, p);
+    if (dtype == BFLOAT16 || dtype == PAIRS) put_bfloat16(value, p);
     else if (dtype == FLOAT16) PUT_HALF(value, p);
     else memcpy(p, &value, 4);
 }
@@ -58,12 +59,18 @@ INLINE void NAME(put_all)(int dtype, const float *values, int64_t num, char *out
 
 /* Where element j of a row is in a row of vectors. */
 INLINE int64_t NAME(place)(int dtype, int64_t j) {
+    if (dtype == PAIRS) return j / BLOCK * BLOCK + j / 4 % 2 * V + j % BLOCK / 8 * 4 + j % 4; /* see sum_pairs */
     if (dtype != BFLOAT16) return j;
     return j / BLOCK * BLOCK + j % 2 * V + j % BLOCK / 2;
 }
 
 static void NAME(prepare)(int dtype, const char *x, int64_t width, float *out) {
     int64_t padded = (width + BLOCK - 1) / BLOCK * BLOCK;
+    if (dtype == PAIRS) { /* as they are */
+        memcpy(out, x, (size_t)width * 2);
+        memset((char *)out + width * 2, 0, (size_t)(padded - width) * 2);
+        return;
+    }
     memset(out + padded - BLOCK, 0, BLOCK * sizeof(float));
     for (int64_t j = 0; j < width; j++)
         out[NAME(place)(dtype, j)] = NAME(value)(dtype, x + j * NAME(itemsize)(dtype));
@@ -119,6 +126,13 @@ INLINE void NAME(fetch)(const char *p, int64_t nbytes) {
 
 static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t width, char *out);
 
+#ifdef PAIRS_LABEL
+#include "pairs_body.h"
+#else
+#define dot_pairs(d, one, first, end) ((void)0)
+#define sum_pairs(s, one, first, end, sum) ((void)0)
+#endif
+
 /* -- between two products ----------------------------------------------------------------------------------------- */
 
 /* To the `num` rounded numbers at `out`, those of a bias. */
@@ -154,6 +168,11 @@ INLINE void NAME(activate_typed)(int dtype, const activation *a, int64_t number,
                 x = last ? x * sigmoid * y : x * sigmoid;
                 memcpy(h + i, &x, nbytes);
             }
+#ifdef PAIRS_LABEL
+        } else if (dtype == BFLOAT16 && a->format == NO_DOWN) {
+            NAME(activate_pairs)(a->f, a->g, values[0], values[1], num, (float *)(a->h + row * a->h_row_nbytes) + first);
+            continue;
+#endif
         } else {
             uint16_t *h = (uint16_t *)values[0];
             const uint16_t *up = (const uint16_t *)values[1];
@@ -259,61 +278,69 @@ INLINE void NAME(dot_rows)(int dtype, int R, int N, const char *const *rows, int
 
 /* Rows `first` to `end` of a task, counted over its matrices in the order in which they lie. */
 INLINE void NAME(dot_range)(int dtype, int R, int N, const dots *d, const task *one, int64_t first, int64_t end) {
-    const int64_t itemsize = NAME(itemsize)(dtype), M = d->num_matrices;
+    const int64_t itemsize = NAME(itemsize)(dtype), mask = d->num_matrices - 1; /* of one matrix or two */
     const float *x[MAX_TOKENS];
     for (int t = 0; t < N; t++) x[t] = d->x + (one->x_row + t) * d->padded_width;
-    const int64_t ahead = NAME(rows_ahead)(R < 2 ? 2 : R, d->width * itemsize) / M * d->row_nbytes;
+    const int64_t ahead = NAME(rows_ahead)(R < 2 ? 2 : R, d->width * itemsize) / (mask + 1) * d->row_nbytes;
     for (int64_t i = first; i < end; i += R) {
         const char *rows[4];
         float result[4 * MAX_TOKENS];
         for (int k = 0; k < R; k++)
-            rows[k] = one->weights + (i + k) / M * d->row_nbytes + (i + k) % M * d->matrix_nbytes;
+            rows[k] = one->weights + ((i + k) >> mask) * d->row_nbytes + ((i + k) & mask) * d->matrix_nbytes;
         NAME(dot_rows)(dtype, R, N, rows, ahead, x, d->width, result);
         for (int k = 0; k < R; k++) {
             const float bias = d->bias == NULL ? 0 : NAME(value)(dtype, d->bias + (i + k) * itemsize);
             for (int t = 0; t < N; t++) {
-                int64_t place = ((i + k) % M * d->out_rows + one->out_row + t) * d->num_neurons + (i + k) / M;
+                int64_t place = (((i + k) & mask) * d->out_rows + one->out_row + t) * d->num_neurons + ((i + k) >> mask);
                 NAME(put)(dtype, result[k * N + t] + bias, d->out + place * itemsize);
             }
         }
     }
 }
 
-INLINE void NAME(dots_typed)(int dtype, dots *d) {
-    for (int64_t c; (c = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED)) < d->end;) {
-        const task *one = d->tasks + c / d->num_chunks;
-        const int64_t begin = c % d->num_chunks * d->chunk;
-        const int64_t num = begin + d->chunk > d->num_neurons ? d->num_neurons - begin : d->chunk;
-        const int64_t first = begin * d->num_matrices, end = (begin + num) * d->num_matrices;
-        /* Memory gives most to one row after the other, which vectors this long keep up with; shorter ones need four
-         * rows side by side, which hide each other's latency. */
-        const int in_turn = V >= 16 && d->num_matrices == 1;
-        int64_t fours = in_turn ? first : first + (end - first) / 4 * 4, twos = first + (end - first) / 2 * 2;
-        switch (one->num_tokens) {
-#define CASE(N, R, whole)                                         \
-    case N:                                                       \
-        NAME(dot_range)(dtype, R, N, d, one, first, whole);       \
-        NAME(dot_range)(dtype, 1, N, d, one, whole, end);         \
+/* Chunk c. */
+INLINE void NAME(dots_typed)(int dtype, const dots *d, int64_t c) {
+    const task *one = d->tasks + c / d->num_chunks;
+    const int64_t begin = c % d->num_chunks * d->chunk;
+    const int64_t num = begin + d->chunk > d->num_neurons ? d->num_neurons - begin : d->chunk;
+    const int64_t first = begin * d->num_matrices, end = (begin + num) * d->num_matrices;
+    /* Memory gives most to one row after the other, which vectors this long keep up with; shorter ones need four
+     * rows side by side, which hide each other's latency. */
+    const int in_turn = V >= 16 && d->num_matrices == 1;
+    int64_t fours = in_turn ? first : first + (end - first) / 4 * 4, twos = first + (end - first) / 2 * 2;
+    if (dtype == PAIRS) dot_pairs(d, one, first, end);
+    else switch (one->num_tokens) {
+#define CASE(N, R, whole)                                   \
+    case N:                                                 \
+        NAME(dot_range)(dtype, R, N, d, one, first, whole); \
+        NAME(dot_range)(dtype, 1, N, d, one, whole, end);   \
         break;
-            CASE(1, 4, fours)
-            CASE(2, 4, fours)
-            CASE(3, 2, twos)
-            CASE(4, 2, twos)
+        CASE(1, 4, fours)
+        CASE(2, 4, fours)
+        CASE(3, 2, twos)
+        CASE(4, 2, twos)
 #undef CASE
-        }
-        if (d->then != NULL)
-            NAME(activate)(dtype, d->then, one - d->tasks, one, d->num_matrices, d->out, d->out_rows, d->num_neurons,
-                           begin, num);
     }
+    if (d->then != NULL)
+        NAME(activate)(dtype == PAIRS ? BFLOAT16 : dtype, d->then, one - d->tasks, one, d->num_matrices, d->out,
+                       d->out_rows, d->num_neurons, begin, num);
+}
+
+static void NAME(dots_chunk)(const dots *d, int64_t c) {
+#ifdef PAIRS_LABEL
+    if (d->dtype == PAIRS) NAME(dots_typed)(PAIRS, d, c);
+    else
+#endif
+    if (d->dtype == BFLOAT16) NAME(dots_typed)(BFLOAT16, d, c);
+    else if (d->dtype == FLOAT32) NAME(dots_typed)(FLOAT32, d, c);
+#if HAS_HALF
+    else NAME(dots_typed)(FLOAT16, d, c);
+#endif
 }
 
 static void NAME(run_dots)(void *argument) {
     dots *d = argument;
-    if (d->dtype == BFLOAT16) NAME(dots_typed)(BFLOAT16, d);
-    else if (d->dtype == FLOAT32) NAME(dots_typed)(FLOAT32, d);
-#if HAS_HALF
-    else NAME(dots_typed)(FLOAT16, d);
-#endif
+    for (int64_t c; (c = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED)) < d->end;) NAME(dots_chunk)(d, c);
 }
 
 /* -- rows weighed and summed -------------------------------------------------------------------------------------- */
@@ -374,48 +401,73 @@ INLINE void NAME(finish)(int dtype, const sums *s, int64_t number) {
     }
 }
 
-INLINE void NAME(sums_typed)(int dtype, sums *s) {
-    for (int64_t c; (c = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->end;) {
-        const int64_t number = c / s->num_chunks;
-        const task *one = s->tasks + number;
-        int64_t first = c % s->num_chunks * s->chunk, end = first + s->chunk;
-        if (end > s->num_neurons) end = s->num_neurons;
-        int64_t eights = first + (end - first) / 8 * 8, fours = first + (end - first) / 4 * 4;
-        float *sum = s->partial + c * s->partial_stride;
-        memset(sum, 0, (size_t)(one->num_tokens * s->padded_width) * sizeof(float));
-        switch (one->num_tokens) {
-#define CASE(N, R, whole)                                              \
-    case N:                                                            \
-        NAME(sum_range)(dtype, R, N, s, one, first, whole, sum);       \
-        NAME(sum_range)(dtype, 1, N, s, one, whole, end, sum);         \
+INLINE void NAME(sums_typed)(int dtype, const sums *s, int64_t c) {
+    const int64_t number = c / s->num_chunks;
+    const task *one = s->tasks + number;
+    int64_t first = c % s->num_chunks * s->chunk, end = first + s->chunk;
+    if (end > s->num_neurons) end = s->num_neurons;
+    int64_t eights = first + (end - first) / 8 * 8, fours = first + (end - first) / 4 * 4;
+    float *sum = s->partial + c * s->partial_stride;
+    memset(sum, 0, (size_t)(one->num_tokens * s->padded_width) * sizeof(float));
+    if (dtype == PAIRS) sum_pairs(s, one, first, end, sum);
+    else switch (one->num_tokens) {
+#define CASE(N, R, whole)                                        \
+    case N:                                                      \
+        NAME(sum_range)(dtype, R, N, s, one, first, whole, sum); \
+        NAME(sum_range)(dtype, 1, N, s, one, whole, end, sum);   \
         break;
-            CASE(1, 8, eights)
-            CASE(2, 4, fours)
-            CASE(3, 4, fours)
-            CASE(4, 4, fours)
+        CASE(1, 8, eights)
+        CASE(2, 4, fours)
+        CASE(3, 4, fours)
+        CASE(4, 4, fours)
 #undef CASE
-        }
-        if (__atomic_sub_fetch(s->left + number, 1, __ATOMIC_ACQ_REL) == 0) NAME(finish)(dtype, s, number);
     }
+    if (__atomic_sub_fetch(s->left + number, 1, __ATOMIC_ACQ_REL) == 0) NAME(finish)(dtype, s, number);
+}
+
+static void NAME(sums_chunk)(const sums *s, int64_t c) {
+#ifdef PAIRS_LABEL
+    if (s->dtype == PAIRS) NAME(sums_typed)(PAIRS, s, c);
+    else
+#endif
+    if (s->dtype == BFLOAT16) NAME(sums_typed)(BFLOAT16, s, c);
+    else if (s->dtype == FLOAT32) NAME(sums_typed)(FLOAT32, s, c);
+#if HAS_HALF
+    else NAME(sums_typed)(FLOAT16, s, c);
+#endif
 }
 
 static void NAME(run_sums)(void *argument) {
     sums *s = argument;
-    if (s->dtype == BFLOAT16) NAME(sums_typed)(BFLOAT16, s);
-    else if (s->dtype == FLOAT32) NAME(sums_typed)(FLOAT32, s);
-#if HAS_HALF
-    else NAME(sums_typed)(FLOAT16, s);
-#endif
+    for (int64_t c; (c = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->end;) NAME(sums_chunk)(s, c);
+}
+
+/* A chunk's down rows follow its gate and up rows, beside which they lie. */
+static void NAME(run_rows)(void *argument) {
+    expert_rows *e = argument;
+    for (int64_t c; (c = __atomic_fetch_add(&e->inner.next, 1, __ATOMIC_RELAXED)) < e->inner.end;) {
+        NAME(dots_chunk)(&e->inner, c);
+        NAME(sums_chunk)(&e->down, c);
+    }
 }
 
 #include "tiles_body.h"
 #include "attention_body.h"
 
-static const instruction_set NAME(set) = {
-    LABEL,           BLOCK,          HAS_HALF,           MOST_TILE_TOKENS,    NAME(prepare),       NAME(widen), NAME(tile_prepare), NAME(combine),
-    NAME(run_dots),  NAME(run_sums), NAME(run_tile_dots), NAME(run_tile_sums), NAME(run_tile_decode),
-    NAME(run_attention), NAME(rotate), NAME(norm),
-};
+#define SET(label, has_pairs)                                                                                       \
+    {                                                                                                               \
+        label, BLOCK, HAS_HALF, has_pairs, MOST_TILE_TOKENS, NAME(prepare), NAME(widen), NAME(tile_prepare),        \
+            NAME(combine), NAME(run_dots), NAME(run_sums), NAME(run_rows), NAME(run_tile_dots), NAME(run_tile_sums),                \
+            NAME(run_tile_decode), NAME(run_attention), NAME(rotate), NAME(norm),                                   \
+    }
+static const instruction_set NAME(set) = SET(LABEL, 0);
+#ifdef PAIRS_LABEL
+static const instruction_set NAME(pairs_set) = SET(PAIRS_LABEL, 1);
+#undef PAIRS_LABEL
+#endif
+#undef SET
+#undef dot_pairs
+#undef sum_pairs
 
 #undef vf
 #undef vu
