@@ -204,7 +204,7 @@ def test_a_trace_that_networks_learned_from_is_parted_as_it_was_for_them(session
 
 
 def test_moepic_configures_anew_several_times_while_its_stand_in_is_measured(session: Session) -> None:
-    lab = Lab(moepic.mixtral(session._scratch / "made up", 0), session._scratch)
+    lab = Lab(moepic.made_up(moepic.STAND_IN, session._scratch / "mixtral", 0), session._scratch)
     for schedule in lab.schedules():
         spans = [(one.first_row, one.first_row + one.num_rows) for one in schedule.test]
         assert sum(int((~lab.trace.rows("is_prefill", *span)).sum()) for span in spans) >= 3 * moepic.TAU

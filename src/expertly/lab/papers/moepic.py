@@ -31,7 +31,7 @@ from expertly.lab.papers.metrics import (
     of_time,
     table_of,
 )
-from expertly.lab.papers.runs import CannotRun, Lab, Row, Runs, Subject, first_decoded
+from expertly.lab.papers.runs import CannotRun, Lab, Row, Subject, first_decoded
 from expertly.lab.synth import write_workload, zipf
 from expertly.policies.allocation.moepic import Timing
 from expertly.scheduler.presets import get_system
@@ -113,11 +113,6 @@ def made_up(name: str, folder: Path, seed: int, **changed: float) -> Subject:
     return Subject(name, Trace.open(folder), (layer,) * num_layers, model.dense, sizes)
 
 
-def mixtral(folder: Path, seed: int) -> Subject:
-    """Made in `folder`, which must be new."""
-    return made_up(STAND_IN, folder, seed)
-
-
 def _budget(lab: Lab) -> str:
     """The paper's default: 96 of Mixtral's 256 experts, 240 and more of Qwen1.5-MoE's 1440."""
     return lab.memory("37.5%" if lab.subject.name == STAND_IN else "25%")
@@ -129,10 +124,6 @@ def _systems(names: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
     return {
         label: f"{name}:tau={TAU}" if get_system(name).allocation == "moepic" else name for label, name in named.items()
     }
-
-
-def _runs(lab: Lab) -> Runs:
-    return lab.runs(HARDWARE)
 
 
 # -- table 1: what caches hit --------------------------------------------------------------------------------------
@@ -220,7 +211,7 @@ def preliminary(lab: Lab) -> Finding:
     Caching 20 of 60 experts hits 33.02 to 43.74 %; a hit rate of 40 % means 3.81x the latency of all in VRAM; 2.07
     to 3.39 of 4 experts are foretold; 34.55 to 49.45 % of loading can be hidden (RTX 3090, A6000, A100).
     """
-    runs = _runs(lab)
+    runs = lab.runs(HARDWARE)
     rows = {memory: runs.row("lfu", memory) for memory in ("10%", "25%", "33.3%", "50%", "75%")}
     resident = runs.row("resident", "100%")
     nbytes = Metric("memory", "GiB", lambda row: row["memory_bytes"])
@@ -314,7 +305,7 @@ def layers(lab: Lab) -> Finding:
     With halves of 30 of 60 experts kept in every layer (LFU), layers 3, 10 and 21 take significantly longer than
     others; hit rates differ by up to 5.55 points.
     """
-    runs = _runs(lab)
+    runs = lab.runs(HARDWARE)
     row = runs.row(HALVES)
     times = [row.layer_s(layer) for layer in range(row.layers_s.shape[1])]
     median = joined(np.median, times[1:])
@@ -388,7 +379,7 @@ def ratio(lab: Lab) -> Finding:
     for one in labs:
         name, memory = one.subject.name, _memory_of(one)
         sweep = _sweep(one, memory)
-        rows = _runs(one).rows(_splits([f"{top / SEGMENTS:g}" for top in range(1, SEGMENTS + 1)]), memory)
+        rows = one.runs(HARDWARE).rows(_splits([f"{top / SEGMENTS:g}" for top in range(1, SEGMENTS + 1)]), memory)
         tables.append(
             table_of(f"{name}, {memory}: by theta, all layers alike, P = 8", rows, TPOT, WAITING, LOADED, KEPT)
         )
@@ -406,7 +397,7 @@ def ratio(lab: Lab) -> Finding:
             )
         )
         checks += splitting(name, rows, sweep)
-    settings = [one.setting(_runs(one), _memory_of(one)) for one in labs]
+    settings = [one.setting(one.runs(HARDWARE), _memory_of(one)) for one in labs]
     return lab.finding("; ".join(settings), tables, checks, ["where splitting pays: of a tenth of the tokens"])
 
 
@@ -554,7 +545,7 @@ def latency(lab: Lab) -> Finding:
     At every budget MoEpic has the lowest TTFT (1.21x to 1.80x faster) and TPOT (37.51 to 65.73 % less), beside
     Mixtral-Offloading, AdapMoE, MoE-Infinity and Pre-gated MoE, which is slowest.
     """
-    runs = _runs(lab)
+    runs = lab.runs(HARDWARE)
     budgets = OF_MIXTRAL if lab.subject.name == STAND_IN else BUDGETS
     found = {memory: runs.rows(_systems(SYSTEMS), memory) for memory in budgets}
     metrics = [TTFT] * lab.subject.has_prompts + [TPOT]
@@ -585,7 +576,7 @@ def memory(lab: Lab) -> Finding:
     For the same TPOT MoEpic needs 37.45 to 50.04 % less VRAM than Mixtral-Offloading, AdapMoE and MoE-Infinity (80
     to 160 ms Qwen1.5-MoE, 100 to 220 ms Mixtral-8x7B).
     """
-    runs, search = _runs(lab), lab.runs(HARDWARE, times=1 / 5)
+    runs, search = lab.runs(HARDWARE), lab.runs(HARDWARE, times=1 / 5)
     specs = {name: name for name in runs.added} | _systems(IN_MEMORY)
     geometry = runs.study.geometry
     ring = -(-100 * geometry.layers[0].top_k * geometry.layers[0].expert_nbytes // geometry.nbytes)
@@ -653,7 +644,7 @@ def ablation(lab: Lab) -> Finding:
     Mixtral-8x7B, TTFT and TPOT: without SP 1.05x and 1.32x, without LCP 1.09x and 1.19x, without CCA 1.21x and
     1.46x, which matters most.
     """
-    runs, has_prompts = _runs(lab), lab.subject.has_prompts
+    runs, has_prompts = lab.runs(HARDWARE), lab.subject.has_prompts
     rows = runs.rows(_systems(WITHOUT), _budget(lab))
     whole = rows["nothing"]
     prompts = {name: row.ttft_s / whole.ttft_s if has_prompts else None for name, row in rows.items()}
@@ -725,7 +716,7 @@ def sensitivity(lab: Lab) -> Finding:
     TPOT varies by at most 8 ms over five settings of rho and omega; with zeta = 0.05 it is 12.12 % longer than with
     0.01 (Mixtral-8x7B).
     """
-    runs = _runs(lab)
+    runs = lab.runs(HARDWARE)
     priorities = runs.rows(_systems(PRIORITIES), _budget(lab))
     zetas = runs.rows(_systems({f"zeta {zeta}": f"moepic:zeta={zeta}" for zeta in ZETAS}), _budget(lab))
     printed = runs.rows(

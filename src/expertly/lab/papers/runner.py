@@ -201,7 +201,7 @@ class Session:
         self._scratch.mkdir(parents=True, exist_ok=True)
         if name == recorded.SWITCH:
             return self.lab(recorded.switch(self._seed, self._say))
-        return self.lab(moepic.mixtral(self._scratch / "mixtral", self._seed))
+        return self.lab(moepic.made_up(name, self._scratch / "made up", self._seed))
 
     def earlier(self, path: Path) -> dict[str, Result]:
         """Results that `facts` wrote to a file, by experiment. Raises ConfigError where it is no such file, or one of
