@@ -95,7 +95,7 @@ def installed(folder: Path) -> Path:
     for name in files():
         (folder / name).rename(found / name)
     groups: dict[str, str] = dict(re.findall(r'entry-points\."([\w.]+)"\]\n((?:[\w-]+ = ".*"\n)+)', PAGE))
-    assert len(groups) == 3
+    assert len(groups) == 4
     install(found, "mine", {group: lines.replace('"', "") for group, lines in groups.items()})
     return found
 
@@ -110,12 +110,15 @@ def install(path: Path, name: str, groups: dict[str, str]) -> None:
 
 
 def test_what_the_page_says_to_run_runs(folder: Path, here: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [command[1] for command in commands()] == ["lab", "run", "lab", "run", "-m"]
-    *ours, checks = commands()
+    assert [command[1] for command in commands()] == ["lab", "run", "lab", "run", "-m", "lab"]
+    *ours, checks, experiment = commands()
     for _, *command in ours:
         assert main(command) == 0, command
         (system,) = [one for one in command[command.index("--system") + 1].split(",") if "my_" in one]
         assert system in capsys.readouterr().out
+    assert main(experiment[1:]) == 0
+    out = capsys.readouterr().out
+    assert "my_paper.PAPER:1  Fading beside LRU (figure 1)" in out and "] it hits more: fading " in out
     assert (folder / "mine.png").stat().st_size > 1000
     assert "2 passed" in call(folder, *checks).stdout
 
@@ -131,6 +134,32 @@ def test_the_policies_of_the_page_decide(folder: Path) -> None:
     hits = [found[system]["hit_rate"] for system in systems]
     assert hits[0] != hits[1]
     assert found[again]["recall"] > found[f"{again}:width=1"]["recall"] > 0
+
+
+def test_a_predictor_that_was_trained_runs_in_simulator_reproduce_and_engine(
+    folder: Path, here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [f'{{"prompt": "Once upon a time there was {who}"}}\n' for who in ("a fox", "a king", "a ship", "the sea")]
+    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    record, train, *runs = commands("sh trained")
+    assert main(record[1:]) == 0
+    assert call(folder, *train).returncode == 0
+    capsys.readouterr()
+    found = []
+    for _, *command in runs:
+        assert main([*command, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    simulated, reproduced, run = found
+    rows = {row["system"]: row for row in simulated["results"]}
+    assert rows["lru:prediction=my_trained.Follow"]["recall"] > 0.3, "by chance it is an eighth"
+    assert any("predictor" in note for note in simulated["notes"])
+    (finding,) = reproduced["results"][0]["findings"]
+    (table,) = finding["tables"]
+    assert table["rows"][-1][0] == "lru:prediction=my_trained.Follow (added)" and table["rows"][-1][1] is not None
+    assert run["phases"]["decode"]["predicted"] > 0
+    without = runs[-1][1 : runs[-1].index("--predictor")]
+    assert main(without) == 2
+    assert "my_trained.Follow: no weights; name their file" in capsys.readouterr().err
 
 
 def test_a_recorded_run_of_them_is_replayed_where_they_can_be_imported(folder: Path, here: None) -> None:
@@ -166,7 +195,15 @@ def test_a_package_that_is_broken_is_named_and_the_others_work(expertly: Expertl
     (installed / "quits.py").write_text("import sys\n\nsys.exit(3)\n", encoding="utf-8")
     names = {"lru": "my_policies:Fading", "out": "broken:X", "quits": "quits:X", "lost": "my_policies:X"}
     lines = "\n".join(f"{name} = {value}" for name, value in (names | {"wrong": "my_predictor:Again"}).items())
-    install(installed, "acme", {"expertly.evictions": lines, "expertly.systems": "sick = my_policies:Fading"})
+    install(
+        installed,
+        "acme",
+        {
+            "expertly.evictions": lines,
+            "expertly.systems": "sick = my_policies:Fading",
+            "expertly.papers": "ill = broken:X",
+        },
+    )
     install(installed, "zeta", {"expertly.evictions": "fading = my_policies:Fading"})
     done = expertly("lab", "systems")
     assert done.code == 0 and "fading-again" in done.out and "eviction: lru, lfu" in done.out
@@ -187,11 +224,14 @@ def test_a_package_that_is_broken_is_named_and_the_others_work(expertly: Expertl
     done = expertly(*simulate, "lfu:eviction=out")
     assert done.code == 2 and "(broken:X of acme): cannot be loaded (RuntimeError: out of order)" in done.err
     assert "lfu:eviction=fading" in expertly(*simulate, "lfu:eviction=fading").rows()
+    done = expertly("lab", "reproduce", "--list")
+    assert "fading-paper:1" in done.out and "promoe:8" in done.out
+    assert "note: paper='ill' (broken:X of acme): cannot be loaded (RuntimeError: out of order)" in done.err
 
 
 def test_nothing_outside_is_read_before_it_is_asked_for(expertly: Expertly, folder: Path, installed: Path) -> None:
     (installed / "loud.py").write_text('print("loud was read")\n', encoding="utf-8")
-    groups = ("evictions", "predictors", "prefetches", "allocations", "systems")
+    groups = ("evictions", "predictors", "prefetches", "allocations", "systems", "papers")
     install(installed, "loud", {f"expertly.{group}": "loud = loud:X" for group in groups})
     assert "loud was read" not in expertly("lab", "simulate", "--help").out
     done = expertly("lab", "simulate", "TRACE", "--memory", "40%", "--system", "fmoe,lru:prediction=counts")

@@ -41,7 +41,7 @@ from expertly.native.kernels import choose_kernels
 from expertly.options import LoadOptions, described, names_of_today
 from expertly.policies.allocation.moepic import SplitPlan, read_plan
 from expertly.policies.known import Known
-from expertly.policies.predictor.learned import LearnedWeights
+from expertly.policies.learned import LearnedState
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.decisions import DecisionsFile, header_of, record
 from expertly.scheduler.presets import AUTO_SYSTEM, get_runnable, without_prediction
@@ -136,7 +136,7 @@ class _Chosen:
     matcher: Matcher
     order: str
     files: LearnedFiles
-    weights: LearnedWeights | None
+    weights: LearnedState | None
     placement: Placement
     division: Division
     budgets: list[Budget]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from expertly.cli.main import main
-from expertly.lab.papers.runner import EXPERIMENTS
+from expertly.lab.papers.runner import experiments, find_experiment
 from tests.cli.asking import Captured, answer
 from tests.lab.papers.small import full_trace, imported_trace
 
@@ -31,7 +31,7 @@ def reproduce(capsys: Captured, *words: object) -> dict[str, Any]:
 
 def test_the_list_names_every_experiment_and_what_it_needs(capsys: Captured) -> None:
     found = reproduce(capsys, "--list")["experiments"]
-    assert [one["name"] for one in found] == list(EXPERIMENTS)
+    assert [one["name"] for one in found] == [one.name for one in experiments()]
     needs = {one["name"]: one["needs"] for one in found}
     assert "weights" in needs["promoe:8"] and needs["fmoe:16"] == "any trace"
     assert main(["lab", "reproduce", "--list"]) == 0
@@ -41,7 +41,7 @@ def test_the_list_names_every_experiment_and_what_it_needs(capsys: Captured) -> 
 def test_an_experiment_is_printed_with_the_papers_words_and_a_verdict(capsys: Captured, traces: list[str]) -> None:
     assert main(["lab", "reproduce", "moe-infinity:2", "--quick", *traces]) == 0
     out = capsys.readouterr().out
-    assert EXPERIMENTS["moe-infinity:2"].shows in out
+    assert find_experiment("moe-infinity:2").shows in out
     assert re.search(r"^\[(holds|does not hold|cannot be told)\] .*: .*%", out, re.MULTILINE)
     assert out.index("full: ") < out.index("bare: "), "full traces come first"
 
@@ -67,6 +67,19 @@ def test_page_and_numbers_are_written_and_can_be_used_again(
     assert "tokens was 5000, now it is 40" in capsys.readouterr().err
 
 
+def test_systems_machine_and_memory_are_asked_for(capsys: Captured, traces: list[str], tmp_path: Path) -> None:
+    asked = ("--system", "lfu", "--hardware", "a100", "--memory", "30%")
+    found = reproduce(capsys, "fmoe:12b,fmoe:16", "--quick", *traces, *asked, "--out", tmp_path / "page.md")
+    of_eviction, of_memory = found["results"]
+    setting, (table,) = (of_eviction["findings"][0][key] for key in ("setting", "tables"))
+    assert setting.startswith("a100; ") and "memory 30%" in setting
+    assert [row[0] for row in table["rows"]] == ["lru", "lfu", "fmoe", "lfu (added)"]
+    assert of_memory["left_out"] == ["any trace: it takes no --system, --hardware, --memory; accepted: none of these"]
+    assert " ".join(asked) in (tmp_path / "page.md").read_text("utf-8")
+    assert main(["lab", "reproduce", "fmoe:16", *traces, *asked]) == 2
+    assert "means nothing to fmoe:16" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -77,6 +90,11 @@ def test_page_and_numbers_are_written_and_can_be_used_again(
         (["fmoe:16", "--trace", "nowhere"], "nowhere"),
         (["fmoe:16", "--out", "nowhere/page.md"], "not a folder"),
         (["fmoe:16", "--arrivals", "nowhere.csv"], "nowhere.csv"),
+        (["fmoe:9", "--system", "lru,nothing"], "system='nothing'"),
+        (["fmoe:9", "--hardware", "nothing"], "hardware='nothing'"),
+        (["fmoe:9", "--memory", "nothing"], "memory='nothing'"),
+        (["fmoe:start"], "fmoe:10 begins with empty stores"),
+        (["my_module.PAPER"], "'my_module' cannot be imported"),
     ],
 )
 def test_bad_input_is_refused(arguments: list[str], message: str, capsys: Captured) -> None:
@@ -108,11 +126,11 @@ def test_results_with_another_file_of_the_same_name_are_not_used_again(
 def test_without_a_trace_the_demo_model_is_recorded_once(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from expertly.lab.papers import runner
+    from expertly.lab.papers import recorded
 
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path))
-    monkeypatch.setitem(runner.PROMPTS, True, 2)
-    monkeypatch.setitem(runner.NEW_TOKENS, True, 12)
+    monkeypatch.setitem(recorded.PROMPTS, True, 2)
+    monkeypatch.setitem(recorded.NEW_TOKENS, True, 12)
     assert main(["lab", "reproduce", "moepic:6", "--quick", "--json"]) == 0
     out, err = capsys.readouterr()
     assert "recording the demo model's answers" in err
@@ -122,14 +140,14 @@ def test_without_a_trace_the_demo_model_is_recorded_once(
     assert "recording" not in capsys.readouterr().err
 
 
-SINCE = {"fmoe:link", "fmoe:start", "moe-infinity:4.6", "moe-infinity:4.7", "moepic:3.4", "expertly:gate"}
+SINCE = {"moe-infinity:4.6", "moe-infinity:4.7", "moepic:3.4", "expertly:gate"}
 SINCE |= {"expertly:saved", "expertly:assumptions"}
 """Experiments that are newer than the page."""
 
 
 def test_the_page_has_every_experiment_of_the_list() -> None:
     page = PAGE.read_text("utf-8")
-    known = {name: one for name, one in EXPERIMENTS.items() if name not in SINCE}
+    known = {one.name: one for one in experiments() if one.name not in SINCE}
     assert re.findall(r"^\| `([\w:.-]+)` \|", page, re.MULTILINE) == list(known)
     for one in known.values():
         assert f"### {one.name}: {one.title}\n" in page and one.shows in page

@@ -14,8 +14,7 @@ from expertly.core.errors import ConfigError, TraceError
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.options import LoadOptions, load_arguments
 from expertly.policies.allocation.moepic import SplitPlan, read_plan
-from expertly.policies.learned import OF_A_TRACE, LearnedFile, read_learned
-from expertly.policies.predictor.learned import LearnedWeights
+from expertly.policies.learned import OF_A_TRACE, LearnedFile, LearnedState, read_learned
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import read_geometry
 from expertly.trace.reader import Trace
@@ -114,13 +113,14 @@ def _check_layers(where: str, layers: Sequence[LayerGeometry], trace: Trace) -> 
                 raise ConfigError(f"{where}: layer {index} has {name}={own}, but {found} in {trace.folder}")
 
 
-def predictor_for(systems: Sequence[str], path: Path | None) -> LearnedFile[LearnedWeights] | None:
+def predictor_for(systems: Sequence[str], path: Path | None) -> LearnedFile[LearnedState] | None:
     """What the file holds. Raises ConfigError where none of the systems takes it, and what reading it raises."""
     if path is None:
         return None
-    if not any(get_system(name).takes_weights for name in systems):
+    kinds = [kind for kind in (get_system(name).weights for name in systems) if kind is not None]
+    if not kinds:
         raise ConfigError(f"predictor={str(path)!r}: no system of {', '.join(systems)} takes trained weights")
-    return read_learned(path, LearnedWeights)
+    return read_learned(path, *kinds)
 
 
 def plan_for(systems: Sequence[str], path: Path | None) -> SplitPlan | None:

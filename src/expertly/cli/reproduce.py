@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import seed
+from expertly.cli.arguments import names, seed
 from expertly.cli.output import message, print_json, progress_bar, table
 from expertly.core.errors import ConfigError
 from expertly.lab.papers import SEEDS, TOKENS
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 class ReproduceOptions:
     paper: str | None = argument(
         None,
-        "fmoe, moe-infinity, promoe, moepic, one figure or table of one (moepic:table-1), or all; several with "
-        "commas between them",
+        "fmoe, moe-infinity, promoe, moepic, expertly (ours) or one of your own (docs/extending.md); one figure or "
+        "table of one (moepic:table-1); or all; several with commas between them",
         metavar="PAPER[:FIGURE]",
     )
     trace: list[Path] | None = path_option(
@@ -34,8 +35,19 @@ class ReproduceOptions:
         "DIR",
         is_several=True,
     )
+    system: str | None = option(
+        None, "systems of yours beside the paper's, in the tables of comparisons: no claim counts them", metavar="A,B"
+    )
+    hardware: str | None = option(
+        None, "a shipped profile or a TOML file, instead of the paper's machine", metavar="NAME"
+    )
+    memory: str | None = option(
+        None, "a share of the experts or an amount, instead of the one budget of an experiment", metavar="SIZE"
+    )
+    predictor: list[Path] | None = path_option(
+        None, "trained weights, for ProMoE or a predictor of yours; may be given several times", is_several=True
+    )
     list: bool = option(False, "list the experiments and what they need, and do nothing else")
-    predictor: Path | None = path_option(None, "trained weights for ProMoE")
     arrivals: Path | None = path_option(None, "CSV of arrivals and lengths, for fmoe:10")
     quick: bool = option(False, "few tokens of one seed: under a minute an experiment, and little can be told")
     tokens: int = option(TOKENS, "decoded tokens of a trace that are simulated, over all seeds", least=1)
@@ -51,6 +63,7 @@ class ReproduceOptions:
 
 def run(args: ReproduceOptions) -> int:
     from expertly.lab.papers import runner
+    from expertly.lab.papers.runs import Asked
 
     if args.list:
         if args.paper is not None:
@@ -60,17 +73,20 @@ def run(args: ReproduceOptions) -> int:
     if args.paper is None:
         raise ConfigError("paper: which? PAPER, PAPER:FIGURE or all; `expertly lab reproduce --list` names them")
     experiments = runner.select(args.paper)
+    asked = Asked(() if args.system is None else tuple(names("system", args.system)), args.hardware, args.memory)
+    asked.check(experiments)
     _check_out(args.out)
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="expertly-") as scratch, progress_bar(unit="row") as progress:
         session = runner.Session(
             args.trace,
             Path(scratch),
+            asked=asked,
             quick=args.quick,
             seed=args.seed,
             seeds=args.seeds,
             tokens=args.tokens,
-            predictor=args.predictor,
+            predictors=args.predictor or (),
             arrivals=args.arrivals,
             progress=progress,
             say=message,
@@ -116,30 +132,31 @@ def _write(args: ReproduceOptions, session: Session, results: list[Result]) -> N
 
 
 def _command(args: ReproduceOptions) -> str:
-    """What was typed, but files and folders by their names alone, and without --reuse, which changes no result."""
+    """What was typed, but files and folders by their names alone, and without what changes no result."""
     assert args.out is not None
     parts = ["expertly", "lab", "reproduce", str(args.paper)]
-    for path in args.trace or []:
-        parts += ["--trace", path.resolve().name]
-    for flag, file in (("--predictor", args.predictor), ("--arrivals", args.arrivals)):
-        parts += [flag, file.name] if file is not None else []
-    parts += ["--quick"] * args.quick
-    for name, default in (("tokens", TOKENS), ("seeds", SEEDS), ("seed", 0)):
-        value = getattr(args, name)
-        parts += [f"--{name}", str(value)] if value != default else []
+    for option_of in fields(args):
+        name, value = option_of.name, getattr(args, option_of.name)
+        if name in ("paper", "list", "jobs", "out", "reuse", "json") or value == option_of.default:
+            continue
+        for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+            is_file = isinstance(one, Path) or name == "hardware"
+            parts += [f"--{name}"] if one is True else [f"--{name}", Path(one).resolve().name if is_file else str(one)]
     return shlex.join([*parts, "--out", args.out.name if args.out.is_absolute() else str(args.out)])
 
 
 def _list(is_json: bool) -> None:
-    from expertly.lab.papers.runner import EXPERIMENTS
+    from expertly.lab.papers.runner import PAPERS, experiments
 
+    for problem in PAPERS.problems():
+        message(f"expertly: note: {problem}")
     rows = []
-    for one in EXPERIMENTS.values():
-        needs = ", ".join(one.needs) or "any trace"
-        rows.append((one.name, one.where, one.title, needs + (", a quiet machine" if one.is_timed else "")))
-    names = ("name", "where", "title", "needs")
+    for one in experiments():
+        needs = (", ".join(one.needs) or "any trace") + (", a quiet machine" if one.is_timed else "")
+        rows.append((one.name, one.where, one.title, needs, " ".join(f"--{name}" for name in one.takes)))
+    keys = ("name", "where", "title", "needs", "takes")
     if is_json:
-        print_json({"experiments": [dict(zip(names, row, strict=True)) for row in rows]})
+        print_json({"experiments": [dict(zip(keys, row, strict=True)) for row in rows]})
         return
-    print(table(("experiment", "in the paper", "what", "needs"), rows))
+    print(table(("experiment", "in the paper", "what", "needs", "takes"), rows))
     message("every one of them runs on what the demo model routes; --trace takes other traces")

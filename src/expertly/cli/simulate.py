@@ -18,8 +18,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_rate, format_ratio, format_seconds, format_share
 from expertly.lab.compare.simulated import notes_on
 from expertly.options import REQUIRED, argument, json_flag, option, path_option
-from expertly.policies.learned import LearnedFile
-from expertly.policies.predictor.learned import LearnedWeights
+from expertly.policies.learned import LearnedFile, LearnedState
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Selection, make_schedule, read_arrivals
@@ -147,7 +146,7 @@ def about(
     study: Study,
     systems: Sequence[str],
     geometry_name: str | None,
-    predictor: LearnedFile[LearnedWeights] | None,
+    predictor: LearnedFile[LearnedState] | None,
 ) -> dict[str, Any]:
     """Everything but the results."""
     manifest = study.trace.manifest
@@ -208,7 +207,7 @@ def _notes_on_codec(study: Study) -> Iterator[str]:
 
 
 def _notes_on_weights(
-    args: SimulateOptions, study: Study, predictor: LearnedFile[LearnedWeights] | None
+    args: SimulateOptions, study: Study, predictor: LearnedFile[LearnedState] | None
 ) -> Iterator[str]:
     """What the weights of a learned predictor learned from, and whether they have seen what is simulated."""
     if predictor is None:

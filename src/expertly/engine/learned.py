@@ -89,24 +89,26 @@ def find_files(
     return LearnedFiles(None, path, "", False)
 
 
-def find_weights(predictor: str | Path | None, system: System, store: PackedStore) -> LearnedWeights | None:
+def find_weights(predictor: str | Path | None, system: System, store: PackedStore) -> LearnedState | None:
     """The trained weights that the system's predictor takes; None where there are none. "auto" is the file beside the
-    packed store, or else, for the demo model, the one that ships with it.
+    packed store, or else, for the demo model, the one that ships with it; weights of a class from outside have a name.
 
     Raises ConfigError for a file that the system has no use for or that is not there, StoreError for one that cannot be
     read, is damaged or of another model.
     """
     if predictor is None or predictor == OFF:
         return None
-    identity = store.manifest.identity
-    if not system.takes_weights:
+    identity, kind = store.manifest.identity, system.weights
+    if kind is None:
         if predictor == AUTO:
             return None
         raise ConfigError(
             f"predictor={str(predictor)!r}: system {system.name!r} takes no trained weights; accepted: {AUTO}, {OFF}"
         )
     if predictor == AUTO:
-        path = learned_beside(store.folder, LearnedWeights.kind)
+        if kind is not LearnedWeights:
+            return None
+        path = learned_beside(store.folder, kind.kind)
         if not path.exists():
             shipped = demo_predictor()
             found = read_learned(shipped, LearnedWeights) if shipped.is_file() else None
@@ -119,7 +121,7 @@ def find_weights(predictor: str | Path | None, system: System, store: PackedStor
         if not is_file:
             accepted = f"one made by `expertly lab train`, {AUTO}, {OFF}"
             raise ConfigError(f"predictor={str(predictor)!r}: no such file; accepted: {accepted}")
-    return read_learned(path, LearnedWeights, identity=identity).learned
+    return read_learned(path, kind, identity=identity).learned
 
 
 def _possible(maps: str | Path) -> Path:

@@ -30,8 +30,8 @@ from expertly.engine.runtime import Engine, Executor
 from expertly.model.hooks import saturated_half
 from expertly.model.routers import RouterTap, attach_all, detach_all, find_routers
 from expertly.policies.known import Known
+from expertly.policies.learned import LearnedState
 from expertly.policies.predictor import Predictor
-from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue, Seen, Work
 from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
@@ -529,7 +529,7 @@ def make_prefetching(
     matcher: Matcher,
     files: LearnedFiles,
     *,
-    weights: LearnedWeights | None = None,
+    weights: LearnedState | None = None,
 ) -> Prefetching | None:
     """What predicts for a loaded model; None where the system does not. `weights`: of a learned predictor.
 
@@ -542,7 +542,7 @@ def make_prefetching(
     if predictor is None:
         return None
     taps: Sequence[RouterTap | None] = find_routers(model, geometry.layers) if predictor.wants & OF_ROUTERS else ()
-    if weights is not None and weights.mlps:
+    if weights is not None and weights.hidden_size:
         width = max((tap.hidden_size for tap in taps if tap is not None), default=0)
         if width != weights.hidden_size:
             found = f"for router inputs of {weights.hidden_size} numbers; this model's have {width}"

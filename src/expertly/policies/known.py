@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from expertly.policies.allocation.moepic import SplitPlan
     from expertly.policies.eviction.lcp import LCPOptions
     from expertly.policies.eviction.reuse import ReuseModel
-    from expertly.policies.predictor.learned import LearnedWeights
+    from expertly.policies.learned import LearnedState
 
 NEVER = 1 << 62
 """The step of a next use that does not come."""
@@ -49,7 +49,7 @@ class Known:
     popularity: Mapping[int, int] = field(default_factory=dict)  # tokens that each expert served in a training part
     seed: int = 0
     future: Future | None = None
-    learned: LearnedWeights | None = None  # of the predictor that was trained on a trace
+    learned: LearnedState | None = None  # of the predictor's own class (Predictor.weights), if it was trained before
     usage: Usage | None = None  # of the layers in a training part; None: there is none
     reuse: ReuseModel | None = None  # what a training part taught about reuse
     priority: LCPOptions | None = None  # of the caches, where they go by it: an allocation ranks experts as they do

@@ -183,7 +183,8 @@ class LearnedState(ABC):
     has_plain_facts: ClassVar[bool] = True  # whatever else a file says of itself is texts and numbers
 
     shape: ModelShape
-    generation: int  # another one when it has changed
+    generation: int = 0  # another one when it has changed
+    hidden_size: int = 0  # most numbers of a router input that it is made for; 0: it looks at none
 
     @property
     @abstractmethod

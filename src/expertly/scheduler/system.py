@@ -15,6 +15,7 @@ from expertly.policies.base import option_names
 from expertly.policies.eviction import EVICTIONS, EvictionPolicy
 from expertly.policies.eviction.lcp import LCPOptions
 from expertly.policies.known import Known
+from expertly.policies.learned import LearnedState
 from expertly.policies.predictor import PREDICTORS, Predictor
 from expertly.policies.prefetch import PREFETCHES
 from expertly.policies.registry import OrNone, Registry
@@ -81,9 +82,13 @@ class System:
         return self.prediction_learns or self.eviction_learns
 
     @property
+    def weights(self) -> type[LearnedState] | None:
+        """Of a predictor that must be trained before: the class of its weights."""
+        return None if self._predictor is None else self._predictor.weights
+
+    @property
     def takes_weights(self) -> bool:
-        """Whether its predictor must be trained before: `expertly lab train`."""
-        return self._predictor is not None and self._predictor.takes_weights
+        return self.weights is not None
 
     @property
     def takes_plan(self) -> bool:

@@ -15,7 +15,7 @@ from expertly.core.resources import parse_memory
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.eviction.reuse import ReuseModel
 from expertly.policies.known import Known
-from expertly.policies.predictor.learned import LearnedWeights
+from expertly.policies.learned import LearnedState
 from expertly.scheduler.budget import Budget, class_segment_nbytes, default_ring, split_budget
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.presets import BOUNDS, SYSTEMS, get_system
@@ -124,7 +124,7 @@ class Study:
     is_queued: bool = False
     order: str | None = None  # instead of the systems' own; what is run beside them for comparison keeps its own
     matcher: str = "virtual"  # of MATCHERS; predictors that are told the future take no time in any case
-    learned: LearnedWeights | None = None  # of a predictor that was trained before
+    learned: LearnedState | None = None  # of a predictor that was trained before
     reuse: ReuseModel | None = None  # what evictions learned before, in place of what the training part teaches them
     plan: SplitPlan | None = None  # of the systems that take one
     chrome: Timelines | None = None
@@ -318,8 +318,8 @@ class Study:
             return f"system {system.name!r} needs {', '.join(lacking)}, which this trace lacks (it has {has})"
         if made_up:
             return f"system {system.name!r} needs what this trace does not really have: {', '.join(made_up)}"
-        if system.takes_weights and self.learned is None:
-            return f"system {system.name!r} needs --predictor FILE, which `expertly lab train` makes"
+        if system.weights is not None and not isinstance(self.learned, system.weights):
+            return f"system {system.name!r} needs --predictor FILE{_made_by(system.weights)}"
         return None
 
     def simulate(self, system: System, budget: Budget, label: str = "", geometry: Geometry | None = None) -> Simulator:
@@ -377,6 +377,10 @@ class Study:
         if codec is not None and not has_host_tier(self.hardware, self.geometry):
             seconds = max(codec.ratio * seconds, belady.decode_nbytes / codec.all_nbytes_per_s)
         return float(max(tpot_s, seconds / num_iterations))
+
+
+def _made_by(weights: type[LearnedState]) -> str:
+    return f", which `expertly {weights.made_by}` makes" if weights.made_by else f" of {weights.holds}"
 
 
 def _distribution(rising: list[float]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from expertly.core.geometry import Geometry
 from expertly.lab.papers import fmoe, moe_infinity, moepic, ours, promoe
 from expertly.lab.papers.findings import FAILS, HOLDS, Finding
-from expertly.lab.papers.runner import EXPERIMENTS, Session
+from expertly.lab.papers.runner import Session, find_experiment
 from expertly.lab.papers.runs import Lab, Row, Runs
 from expertly.scheduler.presets import get_system
 from expertly.sim.study import Memory
@@ -34,7 +34,7 @@ def test_layers_that_all_stay_take_what_the_simulator_says_of_all_experts(lab: L
 def test_layers_that_transformers_moves_take_the_time_of_their_bytes_more(lab: Lab) -> None:
     """Half of 8 layers stay; each of the others waits for attention's weights (none here) and 2 experts."""
     row, resident = promoe.whole_layers(lab, "transformers", "50%"), lab.runs(promoe.HARDWARE).row("resident", "100%")
-    machine, expert = promoe.on("transformers"), lab.subject.layers[0].expert_nbytes
+    machine, expert = promoe.on(lab, "transformers"), lab.subject.layers[0].expert_nbytes
     each_ns = machine.link.latency_ns + machine.link.occupies_ns(0) + 2 * machine.link.occupies_ns(expert)
     assert row.tpot_s - resident.tpot_s == pytest.approx(4 * each_ns / 1e9)
     assert row.waiting(True) == pytest.approx(4 * each_ns / 1e9 / row.tpot_s)
@@ -51,7 +51,7 @@ def test_layers_that_llama_cpp_computes_on_the_processor_wait_for_nothing_and_ar
 def test_pages_are_more_bytes_than_experts_and_each_is_a_fault(lab: Lab) -> None:
     """An expert of 8 MiB in 2 matrices is 4 pages, and one more for each matrix."""
     (link,) = {study.hardware.link for study in promoe.unified_memory(lab, "transformers").studies}
-    own = promoe.on("transformers").link
+    own = promoe.on(lab, "transformers").link
     layer = lab.subject.layers[0]
     num_pages = layer.expert_nbytes / promoe.PAGE + layer.num_matrices
     expected = num_pages * (promoe.PAGE / own.nbytes_per_s * 1e9 + promoe.FAULT_NS)
@@ -60,7 +60,7 @@ def test_pages_are_more_bytes_than_experts_and_each_is_a_fault(lab: Lab) -> None
 
 def test_fmoes_baselines_are_as_its_authors_ran_them(lab: Lab) -> None:
     named = {label: get_system(name) for label, name in fmoe.systems(lab).items()}
-    assert named[fmoe.PAPERS].distance == 3
+    assert named[fmoe.AT_3].distance == 3
     artifact, stride = named[fmoe.ARTIFACT], named[fmoe.STRIDE]
     assert (artifact.prediction, artifact.eviction, artifact.transfer) == ("eam", "lfu", "synchronous")
     assert dict(artifact.options) == {"matches": "1", "width": "4", "capacity": "1000"} and artifact.distance == 6
@@ -82,7 +82,7 @@ def test_a_p99_needs_as_many_tokens_as_make_ten_of_a_hundredth(
 ) -> None:
     assert moe_infinity.LEAST_FOR_P99 == 1000
     monkeypatch.setattr(moe_infinity, "LEAST_FOR_P99", least)
-    headers = {name for table in EXPERIMENTS["moe-infinity:7"].run(lab).tables for name in table.headers}
+    headers = {name for table in find_experiment("moe-infinity:7").run(lab).tables for name in table.headers}
     assert headers & {"p90", "p99"} == {tail}
 
 
@@ -101,7 +101,7 @@ def told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[
             return replace(base, system=system, facts=facts, passes_s=base.passes_s * times)
 
         monkeypatch.setattr(Runs, "row", row)
-        return EXPERIMENTS[name].run(lab)
+        return find_experiment(name).run(lab)
 
     return find
 

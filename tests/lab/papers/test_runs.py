@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.lab.papers import findings, moepic
+from expertly.lab.papers import findings, moepic, recorded
 from expertly.lab.papers.findings import FAILS, Check, Experiment, Finding, Result, Told, Why
 from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import HITS, TPOT, TTFT
-from expertly.lab.papers.runner import EXPERIMENTS, Session
-from expertly.lab.papers.runs import CannotRun, Lab, batched, prompts_need
+from expertly.lab.papers.runner import Session, find_experiment
+from expertly.lab.papers.runs import Asked, CannotRun, Lab, batched, prompts_need
 from expertly.scheduler.presets import get_system
-from expertly.sim.schedule import Selection, make_schedule
+from expertly.sim.schedule import Schedule, Selection, make_schedule
+from expertly.trace.schema import NO_EXPERT
 from tests.lab.papers.small import full_trace, imported_trace
 
 WHOLE = ["fmoe:9", "fmoe:12b", "moe-infinity:2", "promoe:11", "promoe:13", "promoe:23", "moepic:4a"]
@@ -42,7 +43,7 @@ def lab(session: Session) -> Lab:
 
 
 def run(session: Session, name: str) -> Result:
-    return session.result(EXPERIMENTS[name])
+    return session.result(find_experiment(name))
 
 
 def test_small_experts_are_taken_for_larger_ones(session: Session) -> None:
@@ -52,7 +53,7 @@ def test_small_experts_are_taken_for_larger_ones(session: Session) -> None:
     assert not bare.is_full and not bare.has_prompts
 
 
-@pytest.mark.parametrize("name", [*WHOLE, "moe-infinity:4.7", "moepic:3.4", "fmoe:start"])
+@pytest.mark.parametrize("name", [*WHOLE, "moe-infinity:4.7", "moepic:3.4"])
 def test_an_experiment_whole(session: Session, name: str) -> None:
     result = run(session, name)
     assert result.findings, result.left_out
@@ -71,13 +72,67 @@ def test_a_claim_that_does_not_hold_is_explained_by_what_ran(session: Session, m
         claim: str, rule: str, measured: str, told: Sequence[Told], unit: str, why: Why, paper: str = ""
     ) -> Check:
         with contextlib.suppress(StopIteration):  # it asks for the first case that is wrong, and none is
-            return Check(claim, rule, measured, FAILS, why if isinstance(why, str) else why())
+            return Check(claim, rule, measured, FAILS, findings.reason_of(why, told))
         return Check(claim, rule, measured, "holds")
 
     monkeypatch.setattr(findings, "judged", refused)
     for name in WHOLE:  # as above: their runs are there
         for finding in run(session, name).findings:
             assert all(len(check.why) > 20 for check in finding.checks if check.verdict == FAILS)
+
+
+def test_what_a_user_asks_for_is_done_and_no_claim_counts_it(
+    traces: list[Path], session: Session, tmp_path: Path
+) -> None:
+    changed = Session(traces[:1], tmp_path, quick=True, asked=Asked(("lcp:scope=global",), "laptop-nvme", "40%"))
+    for name in ["fmoe:9", "moe-infinity:7", "moe-infinity:4.7", "promoe:11", "promoe:13"]:
+        (finding,) = run(changed, name).findings
+        assert "laptop-nvme" in finding.setting
+        assert "40%" in finding.setting + finding.tables[0].title and "25%" not in finding.setting
+        assert any("lcp:scope=global (added)" in row for table in finding.tables for row in table.rows)
+        assert "lcp:scope=global" not in str(finding.checks)
+    swept = Session(traces[:1], tmp_path / "swept", quick=True, asked=Asked(("lcp:scope=global",)))
+    for name in ("fmoe:11", "moepic:table-1", "promoe:23"):
+        for finding in run(swept, name).findings:
+            assert any("lcp:scope=global" in header for table in finding.tables for header in table.headers)
+            assert finding.checks == run(session, name).findings[0].checks
+
+
+@pytest.mark.parametrize("name", ["moe-infinity:9", "promoe:3"])
+def test_an_encoder_decoder_is_run_too_and_labelled(
+    session: Session, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a prompt the encoder's layers run, of a step the decoder's."""
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path))
+    monkeypatch.setattr(recorded, "SWITCH_REQUESTS", 8)
+    monkeypatch.setattr(recorded, "SWITCH_ANSWER", 12)
+    finding = run(session, name).findings[-1]
+    assert finding.trace == "switch, random weights" and "nobody trained it" in finding.setting
+    assert finding.checks and finding.tables[0].rows
+    trace = session.lab(recorded.switch(0, str)).trace
+    experts, is_prompt = (trace.rows(key, 0, trace.num_rows) for key in ("experts", "is_prefill"))
+    runs = experts[..., 0] != NO_EXPERT
+    assert runs[is_prompt][:, :4].all() and not runs[is_prompt][:, 4:].any()
+    assert runs[~is_prompt][:, 4:].all() and not runs[~is_prompt][:, :4].any()
+    assert len(np.unique(experts[..., 0])) > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "said"),
+    [
+        ("fmoe:3", Asked(("lru",), "a100", "40%"), "it takes no --system, --hardware, --memory; accepted: none"),
+        ("fmoe:11", Asked(memory="40%"), "it takes no --memory; accepted: --system, --hardware"),
+        ("fmoe:13", Asked(("lru",)), "it takes no --system; accepted: --hardware, --memory"),
+    ],
+)
+def test_what_means_nothing_to_an_experiment_is_refused(
+    traces: list[Path], tmp_path: Path, name: str, asked: Asked, said: str
+) -> None:
+    result = run(Session(traces[:1], tmp_path, quick=True, asked=asked), name)
+    assert result.verdict == "not run" and said in result.left_out[0]
+    with pytest.raises(ConfigError, match=f"means nothing to {name}"):
+        asked.check([find_experiment(name)])
+    asked.check([find_experiment(name), find_experiment("fmoe:9")])
 
 
 def test_what_a_trace_lacks_is_modelled_and_all_else_stays(session: Session) -> None:
@@ -102,7 +157,8 @@ def test_the_table_of_hit_rates_decides_the_claim(traces: list[Path], tmp_path: 
 
 
 def test_what_learns_has_learned_from_other_requests_unless_it_is_online(lab: Lab) -> None:
-    offline, online = lab.runs("rtx3090"), lab.runs("rtx3090", online=True)
+    offline = lab.runs("rtx3090")
+    online = lab.runs_of([Schedule([], one.test) for one in lab.schedules()], "rtx3090")
     tested = {span.request for span in offline.study.schedule.test}
     training = {span.request for span in offline.study.schedule.training}
     assert tested and training and not tested & training
@@ -148,7 +204,7 @@ def test_a_trace_that_networks_learned_from_is_parted_as_it_was_for_them(session
 
 
 def test_moepic_configures_anew_several_times_while_its_stand_in_is_measured(session: Session) -> None:
-    lab = Lab(moepic.mixtral(session._scratch / "made up", 0), session._scratch)
+    lab = Lab(moepic.made_up(moepic.STAND_IN, session._scratch / "mixtral", 0), session._scratch)
     for schedule in lab.schedules():
         spans = [(one.first_row, one.first_row + one.num_rows) for one in schedule.test]
         assert sum(int((~lab.trace.rows("is_prefill", *span)).sum()) for span in spans) >= 3 * moepic.TAU
@@ -233,7 +289,7 @@ def test_one_that_fails_does_not_stop_the_others(session: Session) -> None:
 
 
 def test_several_at_once_find_the_same(traces: list[Path], session: Session, tmp_path: Path) -> None:
-    experiments = [EXPERIMENTS[name] for name in ("fmoe:3", "fmoe:16", "moe-infinity:2")]
+    experiments = [find_experiment(name) for name in ("fmoe:3", "fmoe:16", "moe-infinity:2")]
     found = [*Session(traces, tmp_path, quick=True).results(experiments, jobs=2)]
     assert [replace(one, seconds=0) for one in found] == [replace(run(session, one.name), seconds=0) for one in found]
 

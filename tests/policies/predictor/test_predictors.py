@@ -76,7 +76,7 @@ def test_what_it_is_made_of_is_checked(name: str) -> None:
         return
     with pytest.raises(ConfigError, match="distance=0: must be at least 1"):
         one.make(SHAPE, Known(), 0)
-    if one.takes_weights:
+    if one.weights:
         with pytest.raises(ConfigError, match=r"no weights.*expertly lab train"):
             one.make(SHAPE, Known(), 1)
     else:

@@ -42,8 +42,7 @@ from expertly.lab.compare.simulated import (
 from expertly.lab.playing import recorded_requests
 from expertly.lab.prompts import Prompt
 from expertly.policies.allocation.moepic import read_plan
-from expertly.policies.learned import read_learned
-from expertly.policies.predictor.learned import LearnedWeights
+from expertly.policies.learned import LearnedState, read_learned
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule, Selection
@@ -154,7 +153,8 @@ def compare_trace(
     comparison.hardware, comparison.measured_on = Hardware.read(name), f"profile {name}"
     selection = selection_of(settings, trace, NUM_TRACE_REQUESTS)
     schedule = pick(trace, selection, settings.tokens)
-    learned = None if settings.predictor is None else read_learned(settings.predictor, LearnedWeights).learned
+    kinds = [kind for kind in (get_system(one).weights for one in settings.systems) if kind is not None]
+    learned = None if settings.predictor is None else read_learned(settings.predictor, *kinds).learned
     study = _study(settings, trace, schedule, comparison.hardware, geometry[0], geometry[1], learned)
     check_budgets(study, settings)
     comparison.source |= _about_trace(trace, schedule)
@@ -295,7 +295,7 @@ def _study(
     hardware: Hardware,
     layers: Any,
     dense: DenseShape | None,
-    learned: LearnedWeights | None,
+    learned: LearnedState | None,
 ) -> Study:
     """Raises ConfigError for what cannot be simulated."""
     return Study(

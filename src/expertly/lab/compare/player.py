@@ -20,7 +20,7 @@ from expertly.lab.playing import RecordedRequest, answer, chooser, feed, learn
 from expertly.lab.prompts import AskedPrompt, Prompt, asked, has_template
 from expertly.lab.recording import record
 from expertly.model.generation import max_positions
-from expertly.policies.predictor.learned import LearnedWeights
+from expertly.policies.learned import LearnedState
 from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.trace.reader import Trace
@@ -86,7 +86,7 @@ class Player:
         trace = Trace.open(Path(folder))
         learn(self._model, trace, make_schedule(trace, selection))
 
-    def weights(self, predictor: str, systems: list[str]) -> LearnedWeights | None:
+    def weights(self, predictor: str, systems: list[str]) -> LearnedState | None:
         """Of the systems with a learned predictor, if there are any; see `expertly.load`."""
         taking = [system for system in map(get_system, systems) if system.takes_weights]
         return find_weights(predictor, taking[0], handle(self._model).store) if taking else None

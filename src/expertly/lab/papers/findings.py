@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from expertly.core.units import format_nbytes, format_ratio, format_seconds, format_share
 from expertly.lab.papers.measured import Estimate
 
 if TYPE_CHECKING:
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
 HOLDS, FAILS, UNTOLD = "holds", "does not hold", "cannot be told"
 """Of a claim. The last: the 95 % interval of the difference, requests drawn anew, has equality in it, or there are too
 few requests for one.
+"""
+TAKEN = ("system", "hardware", "memory")
+"""Options by which an experiment is changed: systems beside the paper's, which no claim counts; one machine and one
+budget instead of its own.
 """
 NEGLIGIBLE = 0.01
 """Relative: a difference counts from there on."""
@@ -25,16 +31,13 @@ Cell = float | int | str | tuple[float, float, float] | None
 
 FORMATS: dict[str, Callable[[Any], str]] = {
     "": str,
-    "share": lambda x: f"{100 * x:.1f} %",
-    "ms": lambda x: f"{1e3 * x:.2f} ms" if abs(x) < 0.1 else f"{1e3 * x:.0f} ms",
-    "us": lambda x: f"{1e6 * x:.1f} us",
-    "s": lambda x: f"{x:.2f} s",
-    "GiB": lambda x: f"{x / (1 << 30):.2f} GiB",
-    "MB": lambda x: f"{x / 1e6:.1f} MB",
-    "x": lambda x: f"{x:.2f}x",
-    "bits": lambda x: f"{x:.2f}",
+    "share": format_share,
+    **dict.fromkeys(("us", "ms", "s"), format_seconds),
+    **dict.fromkeys(("MB", "GiB"), format_nbytes),
+    "x": format_ratio,
+    "bits": "{:.2f}".format,
     "points": lambda x: f"{100 * x:+.2f}",
-    "number": lambda x: f"{x:.3g}",
+    "number": "{:.3g}".format,
 }
 """By unit: shares are of one and shown in percent, times are in seconds, sizes in bytes."""
 
@@ -105,14 +108,15 @@ class Finding:
 class Experiment:
     """One figure or table of a paper, or a group of them that shares its runs."""
 
-    paper: str  # of `runner.PAPERS`
+    paper: str  # its name
     figures: tuple[str, ...]  # "4", "table-3", "B.1"; the first names it
     title: str
     shows: str  # what the paper shows, with its numbers as printed
     run: Callable[[Lab], Finding]
+    takes: tuple[str, ...] = ()  # of TAKEN: what it honours of what a user asks for instead of the paper's
     needs: tuple[str, ...] = ()  # fields that the trace must really have; "prompts", "weights"
     most: int = 2  # traces that it runs on
-    stand_in: bool = False  # also runs on routing made up for the paper's model
+    stand_in: str = ""  # made-up routing that it also runs on: `moepic.STAND_IN` or `recorded.SWITCH`
     is_timed: bool = False  # reads a real clock
 
     @property
@@ -131,19 +135,30 @@ class Experiment:
         return ", ".join(filter(None, [label, *named])) or "not in the paper"
 
 
-def experiment(
-    name: str, *, also: tuple[str, ...] = (), **options: Any
-) -> Callable[[Callable[[Lab], Finding]], Experiment]:
-    """Makes an Experiment of the function below it, whose docstring is the title and what the paper shows. `name`:
-    paper and figure, "fmoe:4"; `also`: further figures; `options`: of Experiment.
-    """
-    paper, _, figure = name.partition(":")
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """A paper's experiments, in its order. `name` is what users call it."""
 
-    def make(run: Callable[[Lab], Finding]) -> Experiment:
-        title, _, shows = (run.__doc__ or "").partition("\n")
-        return Experiment(paper, (figure, *also), title, " ".join(shows.split()), run, **options)
+    name: str
+    title: str
+    experiments: list[Experiment] = field(default_factory=list)
 
-    return make
+    def experiment(self, *figures: str, **options: Any) -> Callable[[Callable[[Lab], Finding]], Experiment]:
+        """Makes an Experiment of the function below it, whose docstring is the title and what the paper shows.
+        `options`: of Experiment.
+        """
+
+        def make(run: Callable[[Lab], Finding]) -> Experiment:
+            title, _, shows = (run.__doc__ or "").partition("\n")
+            made = Experiment(self.name, figures, title, " ".join(shows.split()), run, **options)
+            self.experiments.append(made)
+            return made
+
+        return make
+
+    def called(self, name: str) -> Paper:
+        """The same under another name."""
+        return Paper(name, self.title, [replace(one, paper=name) for one in self.experiments])
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +206,15 @@ class Result:
 
 # -- the rules ---------------------------------------------------------------------------------------------------
 
-Why = str | Callable[[], str]
+
+@dataclass(frozen=True, slots=True)
+class OfPair:
+    """A reason that is of the two, by their names, that differ most of those that decide."""
+
+    tell: Callable[[str, str], str]
+
+
+Why = str | Callable[[], str] | OfPair
 """The reason where it does not hold; a function is asked only then."""
 Values = Mapping[str, float]
 
@@ -242,10 +265,12 @@ def judged(claim: str, rule: str, measured: str, told: Sequence[Told], unit: str
         measured += f"; {'against it' if verdict == FAILS else 'not told apart'}: {said}"
     elif told:
         measured += min(told, key=lambda one: abs(one.values[0] - one.values[1])).size(unit)
-    return Check(claim, rule, measured, verdict, _reason(why) if verdict == FAILS else "", paper)
+    return Check(claim, rule, measured, verdict, reason_of(why, pairs) if verdict == FAILS else "", paper)
 
 
-def _reason(why: Why) -> str:
+def reason_of(why: Why, told: Sequence[Told] = ()) -> str:
+    if isinstance(why, OfPair):
+        return why.tell(*max(told, key=lambda one: abs(float(one.values[0]) - float(one.values[1]))).names)
     return why if isinstance(why, str) else why()
 
 
@@ -309,18 +334,8 @@ def above(
     return judged(claim, rule, listed(pair, unit), [told], unit, why, paper)
 
 
-def below(
-    claim: str,
-    pair: Values,
-    why: Why,
-    *,
-    unit: str = "number",
-    by: float = 0.0,
-    slack: float = 0.0,
-    paper: str = "",
-) -> Check:
-    """As `above`, the other way round."""
-    return above(claim, pair, why, unit=unit, by=by, slack=slack, lowest=True, paper=paper)
+below = partial(above, lowest=True)
+"""As `above`, the other way round."""
 
 
 def same(claim: str, pair: Values, why: Why, *, margin: float, unit: str = "number", paper: str = "") -> Check:
@@ -383,7 +398,7 @@ def everywhere(
     allowed = (len(cases) - 1) // 2 if mostly else 0
     is_wrong = len(parts[False]) > allowed
     verdict = FAILS if is_wrong else UNTOLD if len(parts[False]) + len(parts[None]) > allowed else HOLDS
-    return Check(claim, rule, measured, verdict, _reason(why) if is_wrong else "", paper)
+    return Check(claim, rule, measured, verdict, reason_of(why) if is_wrong else "", paper)
 
 
 def _within(slack: float) -> str:

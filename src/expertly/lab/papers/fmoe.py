@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -11,8 +11,8 @@ import numpy as np
 
 from expertly.core.geometry import Geometry
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import NEGLIGIBLE, Cell, Check, Finding, FindingTable, Told, experiment, show
-from expertly.lab.papers.measured import Estimate, Floats
+from expertly.lab.papers.findings import NEGLIGIBLE, TAKEN, Cell, Check, Finding, FindingTable, OfPair, Paper, show
+from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import (
     HITS,
     LOADED,
@@ -21,6 +21,7 @@ from expertly.lab.papers.metrics import (
     TTFT,
     Metric,
     grid,
+    labelled,
     of_hits,
     of_steps,
     of_time,
@@ -30,9 +31,11 @@ from expertly.lab.papers.runs import CannotRun, Lab, Row, batched
 from expertly.lab.trace_analysis import EntropyMeter
 from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe.store import MapStore
-from expertly.sim.hardware import Hardware, read_geometry
+from expertly.sim.hardware import read_geometry
 from expertly.sim.schedule import Arrivals, Schedule, make_schedule
 from expertly.trace.schema import max_experts
+
+PAPER = Paper("fmoe", "fMoE: Taming Latency-Memory Trade-Off in MoE-Based LLM Serving")
 
 HARDWARE = "rtx3090"
 COUNTS = "fmoe:prediction=counts:eviction=lfu"
@@ -46,7 +49,7 @@ nearest matrix of so many it names a quarter of the experts of each of the next 
 LATE = Metric("late predictions", "", lambda row: row["predictions_late"])
 IN_TIME = Metric("there in time", "share", lambda row: row["timeliness"], lowest=False)
 
-PAPERS, STRIDE, ARTIFACT = f"fmoe (d = {DISTANCE})", "promoe (stride)", "moe-infinity (artifact)"
+AT_3, STRIDE, ARTIFACT = f"fmoe (d = {DISTANCE})", "promoe (stride)", "moe-infinity (artifact)"
 BESIDE = {name: name for name in ("fmoe", "promoe", "moe-infinity-lfu")}
 """fMoE at our distance, and two baselines as we have them: ProMoE with networks trained on this model."""
 
@@ -68,7 +71,7 @@ def stride(distance: int = DISTANCE) -> str:
 def systems(lab: Lab) -> dict[str, str]:
     """fMoE at the paper's distance, and its four baselines as its authors had them, by label."""
     return {
-        PAPERS: FMOE,
+        AT_3: FMOE,
         "mixtral-offloading": "mixtral-offloading",
         STRIDE: stride(),
         ARTIFACT: moe_infinity(lab.num_experts),
@@ -91,7 +94,7 @@ GROWTH_TOKENS = 64
 """Of a request, at least; growth is shown up to there, so that each point is of the same requests."""
 
 
-@experiment("fmoe:3", also=("3a", "3b", "3c"), most=4)
+@PAPER.experiment("3", "3a", "3b", "3c", most=4)
 def entropy(lab: Lab) -> Finding:
     """Entropy of expert patterns, of iterations and of requests
 
@@ -176,7 +179,7 @@ ABLATIONS = {
 }
 
 
-@experiment("fmoe:4", most=3)
+@PAPER.experiment("4", takes=TAKEN, most=3)
 def distance_hits(lab: Lab) -> Finding:
     """Hit rate by prefetch distance, maps against request counts and the other baselines
 
@@ -184,7 +187,7 @@ def distance_hits(lab: Lab) -> Finding:
     significantly more than coarse-grained at every distance, for Mixtral-8x7B, Qwen1.5-MoE and Phi-3.5-MoE. Hits are
     147, 11, 34, 63 % more than those of DeepSpeed, Mixtral-Offloading, ProMoE and MoE-Infinity (figure 9).
     """
-    machine = Hardware.read(HARDWARE)
+    machine = lab.machine(HARDWARE)
     link = replace(machine.link, nbytes_per_s=LINKS * machine.link.nbytes_per_s)
     runs = lab.runs_of(lab.schedules(), replace(machine, name=f"{LINKS} x {machine.name}", link=link))
     ways: dict[str, Callable[[int], str]] = {
@@ -193,92 +196,57 @@ def distance_hits(lab: Lab) -> Finding:
         "activation matrices": lambda d: moe_infinity(lab.num_experts, d),
         "the router, asked early": stride,
     }
-    found = {name: {d: runs.row(of(d)) for d in DISTANCES} for name, of in ways.items()}
-    maps = found["maps"]
-    labels = {name: f"{name} (modelled)" if one[DISTANCE].is_modelled else name for name, one in found.items()}
-    columns = {"d": "", **{f"{name}{what}": "share" for name in labels.values() for what in ("", ", right")}}
-    cells = [(d, *(of(one[d]) for one in found.values() for of in (HITS.of, RIGHT.of))) for d in DISTANCES]
-    is_finer = {
-        name: {d: HITS.told({"maps": maps[d], name: found[name][d]}, "maps") for d in DISTANCES}
-        for name in ("request counts", "activation matrices")
-    }
+    found = {d: runs.rows({name: of(d) for name, of in ways.items()}) for d in DISTANCES}
+    maps = {f"d={d}": rows["maps"] for d, rows in found.items()}
     baselines = systems(lab) | {
         f"{ARTIFACT}, K experts": moe_infinity(lab.num_experts, width=lab.top_k),
         "lru": "lru",
     }
     others, without = runs.rows(baselines), runs.rows(ABLATIONS)
-    one_link = lab.runs(HARDWARE).rows(baselines | ABLATIONS)
-    compared = [
-        (
-            f"{label} (modelled)" if row.is_modelled else label,
-            *(of(one) for one in (row, one_link[label]) for of in (HITS.of, TPOT.of)),
-        )
-        for label, row in (others | without).items()
-    ]
+    one_link = lab.runs(HARDWARE).rows(baselines | ABLATIONS) | lab.runs(HARDWARE).beside()
+    compared = {
+        labelled(label, row): {f"{LINKS} links": row, "one link": one_link[label]}
+        for label, row in (others | without | runs.beside()).items()
+    }
 
-    def why(other: str) -> str:
+    def why(_: str, other: str) -> str:
         best = max(without, key=lambda label: float(without[label].hit_rate))
         hits = float(without[best].hit_rate)
         modelled = f"{other} is modelled; " if others[other].is_modelled else ""
         verdict = "more: that is the reason" if hits > others[other].hit_rate else "less, too"
-        said = f"{modelled}{of_hits(others[PAPERS], others[other])}"
+        said = f"{modelled}{of_hits(others[AT_3], others[other])}"
         return f"{said}; with {best} fMoE hits {show(hits, 'share')}, which is {verdict}"
 
     checks: list[Check | None] = [
         HITS.monotonic(
             "hit rate falls with the distance, with maps",
-            {f"d={d}": row for d, row in maps.items()},
+            maps,
             lambda: (
                 "of what is needed of the prefetched "
-                + ", ".join(f"{maps[d]['timeliness']:.1%} (d = {d})" for d in DISTANCES)
+                + ", ".join(f"{show(row['timeliness'], 'share')} ({at})" for at, row in maps.items())
                 + " is there in time, while what is named gets less right"
             ),
             rises=False,
-            slack=0.01,
         ),
         *(
-            rules.everywhere(
+            HITS.everywhere(
                 f"maps (fine-grained) hit more than {name} (coarse-grained) at every distance",
-                {f"d={d}": one[d] for d in DISTANCES},
-                f"hit rate of maps > of {name}, by 1 % and more",
-                partial(_of_distances, maps, found[name], one),
-                unit="share",
+                {f"d={d}": {one: rows[one] for one in ("maps", name)} for d, rows in found.items()},
+                "maps",
                 paper="significantly more, from d = 1 on (a figure without numbers)",
             )
-            for name, one in is_finer.items()
+            for name in ("request counts", "activation matrices")
         ),
-        *(
-            HITS.better(
-                f"hits at d = {DISTANCE} are more than those of {other}",
-                others,
-                PAPERS,
-                other,
-                partial(why, other),
-                paper=f"{show(share, 'share')} more",
-            )
-            for other, share in MORE_HITS.items()
-        ),
-        HITS.better("and more than those of a cache alone (LRU)", others, PAPERS, "lru", partial(why, "lru")),
+        *HITS.sizes(f"hits at d = {DISTANCE} are more than those of", others, AT_3, MORE_HITS, OfPair(why)),
+        HITS.better("and more than those of a cache alone (LRU)", others, AT_3, "lru", OfPair(why)),
     ]
     title = f"At d = {DISTANCE}, {LINKS} links and one: beside others, and fMoE with one part changed"
-    units = {
-        "": "",
-        **{
-            f"{what}, {num}": unit
-            for num in (f"{LINKS} links", "one link")
-            for what, unit in (("hits", "share"), ("TPOT", "ms"))
-        },
-    }
-    tables = [FindingTable.of("Hit rate of decode", columns, cells), FindingTable.of(title, units, compared)]
+    tables = [grid("Decode", found, (HITS, RIGHT), "d"), grid(title, compared, (HITS, TPOT))]
     notes = [
         f"{LINKS} links side by side are simulated as one that is {LINKS} times as fast: kind to one load alone",
         AS_THEY_RAN,
     ]
-    return lab.finding(lab.setting(runs, "25%"), tables, checks, notes)
-
-
-def _of_distances(maps: Mapping[int, Row], other: Mapping[int, Row], told: Mapping[int, Told]) -> str:
-    return of_hits(*next((maps[d], other[d]) for d in maps if told[d].holds is False))
+    return lab.finding(lab.setting(runs), tables, checks, notes)
 
 
 # -- 8: does a similar map mean that what it names is needed? --------------------------------------------------------
@@ -286,7 +254,7 @@ def _of_distances(maps: Mapping[int, Row], other: Mapping[int, Row], told: Mappi
 PAPER_R = (0.74, 0.97)
 
 
-@experiment("fmoe:8")
+@PAPER.experiment("8", takes=("hardware", "memory"))
 def similarity(lab: Lab) -> Finding:
     """Correlation of similarity and hit rate
 
@@ -307,7 +275,7 @@ def similarity(lab: Lab) -> Finding:
     known = {name: value for name, value in found.items() if value is not None and is_real[name]}
     checks = [correlates(name, value, means[name], row["recall"]) for name, value in known.items()]
     notes = [] if len(known) == 2 else ["embeddings were not recorded, so that semantic similarity tells nothing"]
-    return lab.finding(lab.setting(runs, "25%"), [table], checks, notes)
+    return lab.finding(lab.setting(runs), [table], checks, notes)
 
 
 def correlates(name: str, r: float, score: float | None, recall: float | None) -> Check:
@@ -326,7 +294,7 @@ def correlates(name: str, r: float, score: float | None, recall: float | None) -
 # -- 9, 10, 11: beside four others ---------------------------------------------------------------------------------
 
 
-@experiment("fmoe:9")
+@PAPER.experiment("9", takes=TAKEN)
 def overall(lab: Lab) -> Finding:
     """TTFT, TPOT and hit rate beside four systems
 
@@ -337,11 +305,11 @@ def overall(lab: Lab) -> Finding:
     runs = lab.runs(HARDWARE)
     others = runs.rows(systems(lab))
     beside = runs.rows(BESIDE | {name: name for name in ("lru", "oracle")})
-    baselines = {label: row for label, row in others.items() if label != PAPERS}
+    baselines = {label: row for label, row in others.items() if label != AT_3}
     checks = [
-        *TTFT.sizes("TTFT is less than that of", others, PAPERS, LESS_TTFT),
-        *TPOT.sizes("TPOT is less than that of", others, PAPERS, LESS_TPOT),
-        *HITS.sizes("hits are more than those of", others, PAPERS, MORE_HITS),
+        *TTFT.sizes("TTFT is less than that of", others, AT_3, LESS_TTFT),
+        *TPOT.sizes("TPOT is less than that of", others, AT_3, LESS_TPOT),
+        *HITS.sizes("hits are more than those of", others, AT_3, MORE_HITS),
         *(
             one.best(
                 f"at our distance, too, fMoE has the best {one.header}", baselines | {"fmoe": beside["fmoe"]}, "fmoe"
@@ -354,8 +322,8 @@ def overall(lab: Lab) -> Finding:
             "mixtral-offloading",
         ),
     ]
-    table = table_of("At 25 % of the experts", others | beside, TTFT, TPOT, HITS, LOADED)
-    return lab.finding(lab.setting(runs, "25%"), [table], checks, [AS_THEY_RAN])
+    table = table_of("Beside others", others | beside | runs.beside(), TTFT, TPOT, HITS, LOADED)
+    return lab.finding(lab.setting(runs), [table], checks, [AS_THEY_RAN])
 
 
 REQUESTS = 64
@@ -364,7 +332,7 @@ MEAN_GAP_S = 2.0
 LATENCIES = {"mean": None, "median": 50, "p90": 90}
 
 
-@experiment("fmoe:10", needs=("prompts",), most=1)
+@PAPER.experiment("10", takes=TAKEN, needs=("prompts",), most=1)
 def online(lab: Lab) -> Finding:
     """Latency of requests, online
 
@@ -380,15 +348,15 @@ def online(lab: Lab) -> Finding:
     rows = runs.rows(systems(lab) | BESIDE)
     times = [Metric(header, "s", partial(Row.latency_s, percent=percent)) for header, percent in LATENCIES.items()]
     judged = {label: row for label, row in rows.items() if label not in BESIDE}
-    checks = [one.best(f"fMoE has the lowest latency ({one.header})", judged, PAPERS) for one in times]
+    checks = [one.best(f"fMoE has the lowest latency ({one.header})", judged, AT_3) for one in times]
     num_cut = sum(one.num_cut for one in schedules)
-    num = rows[PAPERS]["requests"]
+    num = rows[AT_3]["requests"]
     note = f"{num} requests; {num_cut} of them are shorter than their arrivals say: the trace holds no more"
     if lab.arrivals is None:
         note = f"{num} requests; arrivals are made up: {MEAN_GAP_S} s apart in the mean, exponential; --arrivals takes "
         note += "recorded ones"
-    table = table_of("Latency of requests", rows, *times, HITS)
-    return lab.finding(f"{lab.setting(runs, '25%')}; online", [table], checks, [note])
+    table = table_of("Latency of requests", rows | runs.beside(), *times, HITS)
+    return lab.finding(f"{lab.setting(runs)}; online", [table], checks, [note])
 
 
 def _sample(lab: Lab, seed: int) -> Arrivals:
@@ -409,7 +377,7 @@ BUDGETS = ("10%", "25%", "50%", "75%")
 LESS_AT_LEAST = {"on-demand": 0.32, "mixtral-offloading": 0.24, STRIDE: 0.18, ARTIFACT: 0.18}
 
 
-@experiment("fmoe:11", most=1)
+@PAPER.experiment("11", takes=("system", "hardware"), most=1)
 def budgets(lab: Lab) -> Finding:
     """TPOT by memory for experts
 
@@ -427,11 +395,11 @@ def budgets(lab: Lab) -> Finding:
         for (a, b), (smaller, larger) in zip(pairwise(BUDGETS), own, strict=True)
     }
     checks = [
-        TPOT.everywhere("fMoE is fastest at every budget", found, PAPERS),
+        TPOT.everywhere("fMoE is fastest at every budget", found, AT_3),
         TPOT.everywhere(
             "and at our distance",
             {
-                memory: {"fmoe": ours[memory]} | {k: row for k, row in rows.items() if k != PAPERS}
+                memory: {"fmoe": ours[memory]} | {k: row for k, row in rows.items() if k != AT_3}
                 for memory, rows in found.items()
             },
             "fmoe",
@@ -443,11 +411,16 @@ def budgets(lab: Lab) -> Finding:
             lambda: of_steps(*next(s for own in steps.values() for s in own if s[1].tpot_s > s[0].tpot_s * 1.01)),
             unit="ms",
         ),
-        *TPOT.sizes("at the least memory TPOT is less than that of", found[BUDGETS[0]], PAPERS, LESS_AT_LEAST),
+        *TPOT.sizes("at the least memory TPOT is less than that of", found[BUDGETS[0]], AT_3, LESS_AT_LEAST),
         TPOT.worst("at the least memory DeepSpeed is slowest", found[BUDGETS[0]], "on-demand"),
     ]
-    table = grid("TPOT", {memory: rows | {"fmoe": ours[memory]} for memory, rows in found.items()}, TPOT, "memory")
-    return lab.finding(lab.setting(runs), [table], checks, [AS_THEY_RAN])
+    table = grid(
+        "TPOT",
+        {memory: rows | {"fmoe": ours[memory]} | runs.beside(memory) for memory, rows in found.items()},
+        TPOT,
+        "memory",
+    )
+    return lab.finding(lab.setting(runs, ""), [table], checks, [AS_THEY_RAN])
 
 
 # -- 12: what predicts, and what goes ------------------------------------------------------------------------------
@@ -462,9 +435,9 @@ TRACKING = {
 NAMED = Metric("named, of needed", "share", lambda row: row["recall"], lowest=False)
 
 
-@experiment("fmoe:12a", also=("12",), most=1)
+@PAPER.experiment("12a", "12", takes=TAKEN, most=1)
 def tracking(lab: Lab) -> Finding:
-    """Hit rate by what predicts
+    """Hit rate by predictor
 
     Hit count is worst; Map (T) < Map (T+S) < Map (T+S+delta), which is best; speculation lies between at d = 3.
     """
@@ -480,12 +453,14 @@ def tracking(lab: Lab) -> Finding:
         HITS.ranked("T < T+S < T+S+delta", maps, why, slack=0.0005),
         HITS.better("full maps hit more than speculation", rows, "map (T+S+delta)", "speculate"),
     ]
-    return lab.finding(lab.setting(runs, "25%"), [table_of(f"12a, d = {DISTANCE}", rows, HITS, NAMED, RIGHT)], checks)
+    return lab.finding(
+        lab.setting(runs), [table_of(f"12a, d = {DISTANCE}", rows | runs.beside(), HITS, NAMED, RIGHT)], checks
+    )
 
 
-@experiment("fmoe:12b")
+@PAPER.experiment("12b", takes=TAKEN)
 def eviction(lab: Lab) -> Finding:
-    """Hit rate by what goes
+    """Hit rate by eviction policy
 
     LRU performs poorly, LFU hits more, fMoE's 1/(p x freq) most, for all three models.
     """
@@ -504,15 +479,20 @@ def eviction(lab: Lab) -> Finding:
         return "; ".join(said) or "differences are a fraction of a point of hits; bytes are in the order of the paper"
 
     ordered = {name: rows[name] for name in ("fmoe", "lfu", "lru")}
-    checks = [HITS.ranked("fMoE > LFU > LRU", ordered, why), LOADED.ranked("and so much is loaded", ordered, why)]
+    checks = [
+        HITS.ranked("fMoE > LFU > LRU", ordered, why),
+        LOADED.ranked("bytes loaded: fMoE < LFU < LRU", ordered, why),
+    ]
     title = f"12b, one cache over all layers, the same prediction, d = {DISTANCE}"
-    return lab.finding(lab.setting(runs, "25%"), [table_of(title, rows, HITS, TPOT, LOADED, key="what goes")], checks)
+    return lab.finding(
+        lab.setting(runs), [table_of(title, rows | runs.beside(), HITS, TPOT, LOADED, key="what goes")], checks
+    )
 
 
 # -- 13: by prefetch distance ----------------------------------------------------------------------------------------
 
 
-@experiment("fmoe:13", most=1)
+@PAPER.experiment("13", takes=("hardware", "memory"), most=1)
 def distance_times(lab: Lab) -> Finding:
     """TTFT and TPOT by prefetch distance
 
@@ -545,7 +525,7 @@ def distance_times(lab: Lab) -> Finding:
         ),
     ]
     table = table_of("fMoE by prefetch distance", found, TTFT, TPOT, HITS, LATE, IN_TIME, key="d")
-    return lab.finding(lab.setting(runs, "25%"), [table], checks)
+    return lab.finding(lab.setting(runs), [table], checks)
 
 
 # -- 14a: how many maps are kept, and what that is worth --------------------------------------------------------------
@@ -558,7 +538,7 @@ def _score(kind: str, row: Row) -> float | None:
     return found
 
 
-@experiment("fmoe:14a", also=("14",), most=1)
+@PAPER.experiment("14a", "14", takes=("hardware", "memory"), most=1)
 def capacity(lab: Lab) -> Finding:
     """Similarity by capacity of the map store
 
@@ -584,7 +564,7 @@ def capacity(lab: Lab) -> Finding:
         claim = f"{kind}: beyond 1000 maps twice as many win less than below it"
         checks.append(rules.below(claim, {"1000 to 2000": late, "500 to 1000": early}, why))
     table = table_of("By capacity of the store", found, *metrics, HITS, TPOT, key="maps")
-    return lab.finding(lab.setting(runs, "25%"), [table], checks)
+    return lab.finding(lab.setting(runs), [table], checks)
 
 
 # -- 14b: several requests at once ---------------------------------------------------------------------------------
@@ -592,7 +572,7 @@ def capacity(lab: Lab) -> Finding:
 SIZES = (1, 2, 3, 4)
 
 
-@experiment("fmoe:14b", most=1)
+@PAPER.experiment("14b", takes=TAKEN, most=1)
 def batches(lab: Lab) -> Finding:
     """TTFT and TPOT by batch size
 
@@ -600,18 +580,20 @@ def batches(lab: Lab) -> Finding:
     ProMoE and MoE-Infinity.
     """
     named = {label: name for label, name in systems(lab).items() if label != "on-demand"}
-    found = {size: batched(lab, HARDWARE, size).rows(named) for size in SIZES}
-    tables, cases = [grid("Time of a decode pass", found, TPOT, "batch")], {}
+    runs = {size: batched(lab, HARDWARE, size) for size in SIZES}
+    found = {size: one.rows(named) for size, one in runs.items()}
+    shown = {size: rows | runs[size].beside() for size, rows in found.items()}
+    tables, cases = [grid("Time of a decode pass", shown, TPOT, "batch")], {}
     for metric in (TPOT, *[TTFT] * lab.subject.has_prompts):
         for size, rows in found.items():
-            cases[f"{metric.header}, {size}"] = metric.told(rows, PAPERS)
+            cases[f"{metric.header}, {size}"] = metric.told(rows, AT_3)
     if lab.subject.has_prompts:
-        tables.append(grid("Prompts", found, TTFT, "batch"))
+        tables.append(grid("Prompts", shown, TTFT, "batch"))
     last = found[SIZES[-1]]
 
     def why() -> str:
-        fastest = min((row for label, row in last.items() if label != PAPERS), key=lambda row: row.tpot_s)
-        return f"at batch {SIZES[-1]}: {of_time(last[PAPERS], fastest)}"
+        fastest = min((row for label, row in last.items() if label != AT_3), key=lambda row: row.tpot_s)
+        return f"at batch {SIZES[-1]}: {of_time(last[AT_3], fastest)}"
 
     rule = "lowest TTFT or TPOT in more than half of the cases"
     checks = [
@@ -626,8 +608,7 @@ def batches(lab: Lab) -> Finding:
             lambda: of_steps(*(found[size][name] for name in named for size in (1, 4))),
         ),
     ]
-    setting = lab.setting(batched(lab, HARDWARE, 1), "25%")
-    return lab.finding(setting, tables, checks, ["requests of a batch begin together"])
+    return lab.finding(lab.setting(runs[1]), tables, checks, ["requests of a batch begin together"])
 
 
 # -- 15: what an iteration's time goes to --------------------------------------------------------------------------
@@ -647,7 +628,7 @@ def adds_little(waiting: float, asking: float) -> Check:
     )
 
 
-@experiment("fmoe:15")
+@PAPER.experiment("15", takes=("hardware", "memory"))
 def breakdown(lab: Lab) -> Finding:
     """Latency breakdown of an iteration
 
@@ -684,9 +665,9 @@ def breakdown(lab: Lab) -> Finding:
         "simulated: matching is charged what it was measured to read and compute; collecting context is not modelled "
         "(the engine keeps references in the pass, and copies them in the matcher's thread)"
     )
-    note += "" if asking else f", nor what asking for experts takes: the profile {HARDWARE} has no time for it"
+    note += "" if asking else f", nor what asking for experts takes: the profile {runs.hardware} has no time for it"
     columns = {"": "", "where": "", "an iteration": "ms", "of its time": "share"}
-    return lab.finding(lab.setting(runs, "25%"), [FindingTable.of("Of all iterations", columns, rows)], checks, [note])
+    return lab.finding(lab.setting(runs), [FindingTable.of("Of all iterations", columns, rows)], checks, [note])
 
 
 # -- 16: what the maps take -------------------------------------------------------------------------------------------
@@ -696,7 +677,7 @@ STORES = (1000, 2000, 4000, 8000, 16000, 32000)
 MOST_NBYTES = 200e6
 
 
-@experiment("fmoe:16", most=1)
+@PAPER.experiment("16", most=1)
 def memory(lab: Lab) -> Finding:
     """Memory of the map store
 
@@ -723,77 +704,3 @@ def memory(lab: Lab) -> Finding:
     table = FindingTable.of("Memory of a full store", {"": "", **{f"{num} maps": "MB" for num in STORES}}, cells)
     notes = ["maps alone, as in the paper; the embeddings beside them are on a line of their own"]
     return lab.finding("no trace: sizes of the papers' models", [table], checks, notes)
-
-
-# -- not in the paper: where prefetching pays, and when an empty store is worth having -------------------------------
-
-LINK_RATES = (0.5e9, 2e9, 8e9, 16e9, 32e9, 64e9)  # bytes a second
-
-
-@experiment("fmoe:link", most=1)
-def link(lab: Lab) -> Finding:
-    """TPOT by the rate of the link, beside a cache alone
-
-    Not shown: the paper's machines have one link each. What is loaded ahead costs time of the link that demand
-    loads need; where that pays depends on its rate.
-    """
-    machine = Hardware.read(HARDWARE)
-    cells: list[tuple[Cell, ...]] = []
-    cases, slower = {}, []
-    for rate in LINK_RATES:
-        runs = lab.runs_of(lab.schedules(), replace(machine, link=replace(machine.link, nbytes_per_s=rate)))
-        rows = runs.rows(("fmoe", "lru", "oracle", "resident"))
-        lru, gap = rows["lru"].tpot_s, rows["lru"].tpot_s - rows["oracle"].tpot_s
-        closed = (lru - rows["fmoe"].tpot_s) / gap if gap > 0 else None
-        label = f"{rate / 1e9:g} GB/s"
-        cells.append((label, *TPOT.values(rows).values(), closed, rows["fmoe"]["predictions_late"]))
-        cases[label] = rules.compare(("fmoe", "lru"), TPOT.values(rows), lowest=True)
-        slower += [f"{label}: {of_time(rows['fmoe'], rows['lru'])}"] * (rows["fmoe"].tpot_s > lru)
-    columns = {
-        "link": "",
-        **dict.fromkeys(("fmoe", "lru", "oracle", "resident"), "ms"),
-        "of lru's gap to oracle": "share",
-    }
-    table = FindingTable.of("TPOT by the rate of the link", columns | {"late predictions": ""}, cells)
-    claim = "fMoE is no slower than a cache alone"
-    check = rules.everywhere(claim, cases, "TPOT <= lru's", lambda: "; ".join(slower), unit="ms")
-    return lab.finding(lab.setting(runs, "25%"), [table], [check])
-
-
-@experiment("fmoe:start")
-def start(lab: Lab) -> Finding:
-    """Requests until an empty store is worth having
-
-    Figure 10 begins with empty stores, but does not say after how many requests they help.
-    """
-    runs = lab.runs(HARDWARE, online=True)
-    rows = runs.rows(("fmoe", "lru"))
-    so_far = [{name: hits_so_far(runs.by_seed[name][number]) for name in rows} for number in range(len(runs.studies))]
-    num = min(len(one["lru"]) for one in so_far)
-    shown = [count for count in (1, 2, 3, 5, 10, 20, 50, 100) if count < num] + [num]
-    cells = [(count, *(float(np.mean([one[name][count - 1] for one in so_far])) for name in rows)) for count in shown]
-    check = soon([requests_behind(one["fmoe"], one["lru"]) for one in so_far], num, partial(of_hits, *rows.values()))
-    table = FindingTable.of("Hit rate so far, from nothing", {"requests": "", "fmoe": "share", "lru": "share"}, cells)
-    return lab.finding(lab.setting(runs, "25%"), [table], [check])
-
-
-def hits_so_far(row: Row) -> Floats:
-    """Of decode, after each request of one seed."""
-    rates = np.array([rate or 0.0 for rate in row["hit_rate_by_request"]])
-    found: Floats = np.cumsum(rates * row.decode_passes) / np.maximum(np.cumsum(row.decode_passes), 1)
-    return found
-
-
-def requests_behind(ours: Floats, other: Floats) -> int:
-    """How many requests are served before the hit rate so far stays above the other's."""
-    behind = np.flatnonzero(ours <= other)
-    return int(behind[-1]) + 1 if len(behind) else 0
-
-
-def soon(behind: Sequence[int], num: int, why: Callable[[], str]) -> Check:
-    """By seed, of `num` requests."""
-    return rules.below(
-        "maps of its own requests are soon worth more than recency",
-        {"requests until fMoE's hit rate so far stays above lru's": Estimate.of_seeds(behind), "half of them": num / 2},
-        why,
-    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
+from expertly.core.units import format_nbytes
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import NEGLIGIBLE, Check, FindingTable, Told, Why, show
+from expertly.lab.papers.findings import NEGLIGIBLE, Check, FindingTable, OfPair, Told, Why, show
 from expertly.lab.papers.runs import Lab, Row
 
 # -- why a claim does not hold, worked out from the runs that decided ----------------------------------------------
@@ -20,24 +20,24 @@ def of_time(ours: Row, other: Row) -> str:
     said = [f"{ours.system} loads {ratio:.2f}x the bytes of {other.system}"]
     if ours["prefetched_bytes"]:
         wasted = ours["wasted_bytes"] / ours["prefetched_bytes"]
-        said.append(f"{show(wasted, 'share')} of what it loads ahead is not needed")
+        said.append(f"{show(wasted, 'share')} of what it prefetches is not used")
     if ours["timeliness"] is not None:
-        said.append(f"of what is, {show(ours['timeliness'], 'share')} comes in time")
+        said.append(f"of what is, {show(ours['timeliness'], 'share')} arrives in time")
     said.append(f"the link is busy {show(other.link_share, 'share')} of {other.system}'s time already")
     return "; ".join(said)
 
 
 def of_hits(ours: Row, other: Row) -> str:
-    """Why `ours` does not hit more: what it foretells, and what of it is there."""
+    """Why `ours` does not hit more: what it predicts, and what of it is resident in time."""
     said = []
     for row in (ours, other):
         if row["prediction_accuracy"] is None:
-            said.append(f"{row.system} foretells nothing")
+            said.append(f"{row.system} predicts nothing")
             continue
         named, right, there = (show(row[key], "share") for key in ("recall", "prediction_accuracy", "fetch_rate"))
         said.append(
-            f"{row.system} names {named} of what is needed, {right} of what it names is right, {there} of it is there "
-            "when the router speaks"
+            f"{row.system} predicts {named} of what is needed, {right} of what it predicts is right, {there} of it is "
+            "resident when the router runs"
         )
     return "; ".join(said)
 
@@ -58,10 +58,10 @@ def of_steps(*rows: Row) -> str:
     said = []
     for row in rows:
         waiting = (row.waiting(True) or 0.0) * row.tpot_s
-        nbytes = row["bytes_loaded"] / max(1, len(row.passes_s)) / 1e6
+        nbytes = row["bytes_loaded"] / max(1, len(row.passes_s))
         said.append(
             f"{row.system} ({row['memory']}) computes {show(row.tpot_s - waiting, 'ms')}, waits {show(waiting, 'ms')}, "
-            f"loads {nbytes:.1f} MB a pass and hits {show(row['hit_rate'], 'share')}"
+            f"loads {format_nbytes(nbytes)} a pass and hits {show(row['hit_rate'], 'share')}"
         )
     return "; ".join(said)
 
@@ -99,77 +99,41 @@ class Metric:
         rows: Mapping[str, Row],
         name: str,
         why: Why | None = None,
-        *,
         slack: float = -NEGLIGIBLE,
-        paper: str = "",
+        **told: Any,
     ) -> Check | None:
         """`name` has the best value."""
-        return self._extreme(claim, rows, name, why, self.lowest, slack, paper)
+        return self._judged(rules.best, claim, rows, name, why=why, lowest=self.lowest, slack=slack, **told)
 
-    def worst(
-        self, claim: str, rows: Mapping[str, Row], name: str, why: Why | None = None, *, paper: str = ""
-    ) -> Check | None:
-        return self._extreme(claim, rows, name, why, not self.lowest, 0.0, paper)
+    def worst(self, claim: str, rows: Mapping[str, Row], name: str) -> Check | None:
+        why = OfPair(lambda one, other: self.reason(rows[other], rows[one]))
+        return self._judged(rules.best, claim, rows, name, why=why, lowest=not self.lowest)
 
-    def _extreme(
-        self, claim: str, rows: Mapping[str, Row], name: str, why: Why | None, lowest: bool, slack: float, paper: str
-    ) -> Check | None:
-        values = self.values(rows)
-        if None in values.values():
-            return None
-        winner = (min if lowest else max)(
-            (key for key in values if key != name), key=lambda key: values[key], default=name
-        )
-        pair = (rows[name], rows[winner]) if lowest == self.lowest else (rows[winner], rows[name])
-        reason = why or (lambda: self.reason(*pair))
-        return rules.best(claim, values, name, reason, lowest=lowest, unit=self.unit, slack=slack, paper=paper)
-
-    def ranked(
-        self,
-        claim: str,
-        rows: Mapping[str, Row],
-        why: Why | None = None,
-        *,
-        slack: float = 0.0,
-        paper: str = "",
-    ) -> Check:
+    def ranked(self, claim: str, rows: Mapping[str, Row], why: Why, **told: Any) -> Check | None:
         """From the best to the worst."""
-        values, labels = self.values(rows), list(rows)
+        return self._judged(rules.ranked, claim, rows, why=why, lowest=self.lowest, **told)
 
-        def reason() -> str:
-            told = [rules.compare(pair, values, lowest=self.lowest, slack=slack) for pair in pairwise(labels)]
-            one, other = next(one.names for one in told if one.holds is False)
-            return self.reason(rows[one], rows[other])
-
-        return rules.ranked(claim, values, why or reason, lowest=self.lowest, unit=self.unit, slack=slack, paper=paper)
-
-    def monotonic(
-        self, claim: str, rows: Mapping[Any, Row], why: Why | None = None, *, rises: bool, slack: float = NEGLIGIBLE
-    ) -> Check:
+    def monotonic(self, claim: str, rows: Mapping[Any, Row], why: Why | None = None, **told: Any) -> Check | None:
         """From row to row; the reason is what a decode pass of each goes to, where none is given."""
-        reason = why or (lambda: of_steps(*rows.values()))
-        return rules.monotonic(claim, self.values(rows), reason, rises=rises, unit=self.unit, slack=slack)
+        why = why or (lambda: of_steps(*rows.values()))
+        return self._judged(rules.monotonic, claim, rows, why=why, **{"slack": NEGLIGIBLE, **told})
 
     def better(
-        self,
-        claim: str,
-        rows: Mapping[str, Row],
-        name: str,
-        other: str,
-        why: Why | None = None,
-        *,
-        by: float = 0.0,
-        slack: float = -NEGLIGIBLE,
-        paper: str = "",
+        self, claim: str, rows: Mapping[str, Row], name: str, other: str, why: Why | None = None, **told: Any
     ) -> Check | None:
-        """`name` is better than `other`, and not by next to nothing; or not worse by more than `slack`, relative."""
-        values = self.values({one: rows[one] for one in (name, other)})
+        """`name` is better than `other`, and not by next to nothing."""
+        pair = {one: rows[one] for one in (name, other)}
+        return self._judged(rules.above, claim, pair, why=why, lowest=self.lowest, slack=-NEGLIGIBLE, **told)
+
+    def _judged(
+        self, rule: Callable[..., Check], claim: str, rows: Mapping[Any, Row], *names: str, why: Why | None, **told: Any
+    ) -> Check | None:
+        """What a rule finds of the values; without a reason, it is that of the two rows that decide."""
+        values, by_label = self.values(rows), {str(label): row for label, row in rows.items()}
         if None in values.values():
             return None
-        reason = why or (lambda: self.reason(rows[name], rows[other]))
-        return rules.above(
-            claim, values, reason, lowest=self.lowest, unit=self.unit, by=by, slack=0.0 if by else slack, paper=paper
-        )
+        why = why or OfPair(lambda one, other: self.reason(by_label[one], by_label[other]))
+        return rule(claim, values, *names, why, unit=self.unit, **told)
 
     def sizes(
         self, claim: str, rows: Mapping[str, Row], name: str, less: Mapping[str, float], why: Why | None = None
@@ -212,19 +176,25 @@ WAITING = Metric("waiting", "share", lambda row: row.waiting(True), reason=of_st
 RIGHT = Metric("right, of named", "share", lambda row: row["prediction_accuracy"], lowest=False, reason=of_hits)
 
 
+def labelled(label: Any, row: Row) -> Any:
+    return f"{label} (modelled)" if row.is_modelled and isinstance(label, str) else label
+
+
 def table_of(title: str, rows: Mapping[Any, Row], *metrics: Metric, key: str = "") -> FindingTable:
     """A line a row: its label, then each metric."""
     columns = {key: ""} | {metric.header: metric.unit for metric in metrics}
-    cells = [
-        (f"{label} (modelled)" if row.is_modelled and isinstance(label, str) else label, *(m.of(row) for m in metrics))
-        for label, row in rows.items()
-    ]
+    cells = [(labelled(label, row), *(metric.of(row) for metric in metrics)) for label, row in rows.items()]
     return FindingTable.of(title, columns, cells)
 
 
-def grid(title: str, found: Mapping[Any, Mapping[str, Row]], metric: Metric, key: str) -> FindingTable:
-    """A line for each of `found`, a column a system."""
-    first = next(iter(found.values()))
-    labels = [f"{label} (modelled)" if row.is_modelled else label for label, row in first.items()]
-    cells = [(label, *(metric.of(row) for row in rows.values())) for label, rows in found.items()]
-    return FindingTable.of(title, {key: "", **dict.fromkeys(labels, metric.unit)}, cells)
+def grid(
+    title: str, found: Mapping[Any, Mapping[str, Row]], metrics: Metric | Sequence[Metric], key: str = ""
+) -> FindingTable:
+    """A line for each of `found`, a column a system, or one for each metric of it."""
+    several = [metrics] if isinstance(metrics, Metric) else metrics
+    columns = {key: ""}
+    for label, row in next(iter(found.values())).items():
+        name = labelled(label, row)
+        columns |= {name if len(several) == 1 else f"{name}, {one.header}": one.unit for one in several}
+    cells = [(label, *(one.of(row) for row in rows.values() for one in several)) for label, rows in found.items()]
+    return FindingTable.of(title, columns, cells)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import Cell, Check, Finding, FindingTable, experiment, show
+from expertly.lab.papers.findings import TAKEN, Cell, Check, Finding, FindingTable, Paper, show
 from expertly.lab.papers.measured import Estimate, Floats, redrawn
 from expertly.lab.papers.metrics import (
     HITS,
@@ -28,6 +28,7 @@ from expertly.lab.papers.metrics import (
     of_time,
     table_of,
 )
+from expertly.lab.papers.recorded import SWITCH
 from expertly.lab.papers.runs import CannotRun, Lab, Runs, first_decoded
 from expertly.lab.trace_analysis import entropy
 from expertly.policies.learned import ModelShape
@@ -36,6 +37,10 @@ from expertly.sim.schedule import Schedule, with_answer
 from expertly.sim.workload import RowRange
 from expertly.trace.reader import TraceRequest
 from expertly.trace.schema import NO_EXPERT, max_experts
+
+PAPER = Paper(
+    "moe-infinity", "MoE-Infinity: Efficient MoE Inference on Personal Machines with Sparsity-Aware Expert Cache"
+)
 
 HARDWARE = "a5000"
 Ints = npt.NDArray[np.int64]
@@ -65,7 +70,7 @@ def _counts(lab: Lab) -> Floats:
     return np.stack(found)
 
 
-@experiment("moe-infinity:2", most=4)
+@PAPER.experiment("2", most=4)
 def skew(lab: Lab) -> Finding:
     """Use of experts by one request, and by many
 
@@ -126,7 +131,7 @@ LARGEST = (0.06, 0.48)
 ROUNDS, STARTS = 25, 4
 
 
-@experiment("moe-infinity:4", also=("3", "table-2"))
+@PAPER.experiment("4", "3", "table-2")
 def groups(lab: Lab) -> Finding:
     """Groups of requests and transitions between them
 
@@ -298,7 +303,7 @@ def _short(lab: Lab) -> Runs:
     return lab.once(("short answers",), make)
 
 
-@experiment("moe-infinity:7", also=("table-1",), most=3)
+@PAPER.experiment("7", "table-1", takes=TAKEN, most=3)
 def mean_and_tail(lab: Lab) -> Finding:
     """Mean and tail TPOT, 32 tokens out
 
@@ -308,20 +313,20 @@ def mean_and_tail(lab: Lab) -> Finding:
     """
     runs = _short(lab)
     tables, checks = [], []
-    for memory in ("25%", "70%"):
+    for memory in dict.fromkeys(map(lab.memory, ("25%", "70%"))):
         rows = runs.rows(SYSTEMS, memory)
         num = min(int(row.is_decode.sum()) for row in rows.values())
         tail = P99 if num >= LEAST_FOR_P99 else P90
-        tables.append(table_of(f"{memory} of the experts", rows, TPOT, tail, WAITING, HITS))
+        tables.append(table_of(f"{memory} of the experts", rows | runs.beside(memory), TPOT, tail, WAITING, HITS))
         for what, metric in {"mean": TPOT, f"tail ({tail.header}, {num} tokens)": tail}.items():
             claim = f"MoE-Infinity has the lowest {what} TPOT, {memory}"
             checks.append(metric.best(claim, rows, "moe-infinity", paper="4.8x and 8.1x faster than the last two (7)"))
     notes = [f"answers of {OUTPUT} tokens; prompts as long as the trace has them (the paper: 512)"]
     notes.append("vLLM and llama.cpp (Ollama), also in the paper's figure, are other programs and not simulated")
-    return lab.finding(lab.setting(runs), tables, checks, notes)
+    return lab.finding(lab.setting(runs, ""), tables, checks, notes)
 
 
-@experiment("moe-infinity:8", most=3)
+@PAPER.experiment("8", takes=("system", "hardware"), most=3)
 def context(lab: Lab) -> Finding:
     """TPOT while the context takes the experts' memory
 
@@ -358,10 +363,13 @@ def context(lab: Lab) -> Finding:
         "the budgets are the paper's buffers as shares of DeepSeek-V2-Lite's experts; that attention takes longer with "
         "the context is not simulated"
     ]
-    return lab.finding(lab.setting(runs), [grid("TPOT by context", found, TPOT, "context (experts)")], checks, notes)
+    shown = {label: rows | runs.beside(CONTEXTS[label.partition(" (")[0]]) for label, rows in found.items()}
+    return lab.finding(
+        lab.setting(runs, ""), [grid("TPOT by context", shown, TPOT, "context (experts)")], checks, notes
+    )
 
 
-@experiment("moe-infinity:9", most=1)
+@PAPER.experiment("9", takes=("hardware", "memory"), most=1, stand_in=SWITCH)
 def capacity(lab: Lab) -> Finding:
     """Latency by capacity of the collection
 
@@ -375,7 +383,7 @@ def capacity(lab: Lab) -> Finding:
         TPOT.best("at 120 latency is lowest, to 1 %", rows, "120", slack=0.01),
     ]
     table = table_of("By capacity of the collection", found, TPOT, HITS, RIGHT, key="matrices")
-    return lab.finding(lab.setting(runs, "25%"), [table], checks)
+    return lab.finding(lab.setting(runs), [table], checks)
 
 
 # -- table 3: how many requests a change of workload costs -----------------------------------------------------------
@@ -398,9 +406,9 @@ def requests_back(misses: Sequence[float]) -> int | None:
     return None if behind[-1] == len(means) - 1 else behind[-1] + 1
 
 
-@experiment("moe-infinity:table-3")
+@PAPER.experiment("table-3", takes=TAKEN)
 def recovery(lab: Lab) -> Finding:
-    """Requests until a change of workload is over
+    """Requests until the hit rate recovers from a change of workload
 
     Requests until latency is low again, least-mean-most: within MMLU 0-14-43 (NLLB), 0-9-49 (Mixtral), 28-43-45
     (Arctic); MMLU to BIGBench 0-6-17, 0-27-42, 2-28-41: about 50 at most within a data set, about 30 in the mean
@@ -421,7 +429,7 @@ def recovery(lab: Lab) -> Finding:
     backs: dict[str, list[int | None]] = {}
     missed: dict[str, list[list[float]]] = {}
     notes = []
-    for system in CHANGED:
+    for system in dict.fromkeys((*CHANGED, *lab.asked.system)):
         try:
             missed[system] = [_missed(lab, system, domains, before, after, draw) for draw in range(draws)]
         except CannotRun as error:
@@ -455,8 +463,8 @@ def recovery(lab: Lab) -> Finding:
         ),
     ]
     names = " to ".join(str(category) for category, _ in counted)
-    setting = f"{HARDWARE}; 25%; {names}; {before} requests, then {after}, of {MOST_ROWS} rows at most; {draws} draws; "
-    setting += "caches and stores begin empty"
+    setting = f"{lab.machine(HARDWARE).name}; {lab.memory()}; {names}; {before} requests, then {after}, of {MOST_ROWS} "
+    setting += f"rows at most; {draws} draws; caches and stores begin empty"
     return lab.finding(setting, [FindingTable.of("Requests until the hit rate is back", columns, cells)], checks, notes)
 
 
@@ -484,7 +492,8 @@ def _hits(lab: Lab, system: str, requests: Sequence[TraceRequest]) -> list[float
 # -- B.1: what finding the nearest activation matrix costs, on this machine's clock ----------------------------------
 
 LAYERS, EXPERTS, TOP_K = 26, 64, 6
-WARM_UP = 8
+WARM_UP, QUERIED = 8, 48
+"""Tokens; of the first nothing is measured."""
 BOUNDS_S = {1000: 21e-6, 10000: 226e-6}
 """As the paper measured."""
 TOKEN_S = 0.120
@@ -499,7 +508,7 @@ def _choices(dice: np.random.Generator, num_rows: int) -> Ints:
     return chosen
 
 
-def _query_s(capacity: int, dice: np.random.Generator, num_tokens: int = 48) -> Estimate:
+def _query_s(capacity: int, dice: np.random.Generator) -> Estimate:
     """Median seconds of one layer, with a full collection of requests of 20 tokens."""
     sizes = Geometry(tuple(LayerGeometry(EXPERTS, TOP_K, 64, 64, 3, 2) for _ in range(LAYERS)))
     collection = Collection(ModelShape.of(sizes), capacity)
@@ -508,7 +517,7 @@ def _query_s(capacity: int, dice: np.random.Generator, num_tokens: int = 48) -> 
         counts = np.bincount((_choices(dice, 20) + places).ravel(), minlength=LAYERS * EXPERTS)
         collection.add(counts.reshape(LAYERS, EXPERTS))
     times = []
-    for token in range(WARM_UP + num_tokens):
+    for token in range(WARM_UP + QUERIED):
         match = Match(collection)
         for layer, experts in enumerate(_choices(dice, 1)[0].tolist()):
             start = time.perf_counter_ns()
@@ -516,10 +525,10 @@ def _query_s(capacity: int, dice: np.random.Generator, num_tokens: int = 48) -> 
             match.nearest(1)
             if token >= WARM_UP:
                 times.append(time.perf_counter_ns() - start)
-    return Estimate.percentile(np.array(times) / 1e9, 50, np.repeat(np.arange(num_tokens), LAYERS))
+    return Estimate.percentile(np.array(times) / 1e9, 50, np.repeat(np.arange(QUERIED), LAYERS))
 
 
-@experiment("moe-infinity:B.1", most=1, is_timed=True)
+@PAPER.experiment("B.1", most=1, is_timed=True)
 def query(lab: Lab) -> Finding:
     """What a query costs
 
@@ -543,7 +552,7 @@ def query(lab: Lab) -> Finding:
     checks.append(
         rules.below(
             "all queries of a token take less than 1 % of it",
-            {f"{LAYERS} layers": max(found.values()) * LAYERS, f"1 % of {TOKEN_S * 1e3:.0f} ms": TOKEN_S / 100},
+            {f"{LAYERS} layers": max(found.values()) * LAYERS, f"1% of {show(TOKEN_S, 'ms')}": TOKEN_S / 100},
             "the paper queries at most once a layer, and counts one query; here all layers of a token are counted",
             unit="ms",
         )
@@ -563,9 +572,9 @@ FAR = (2, 4)
 """Layers ahead: of one alone, as the preset looks, none is nearer than another."""
 
 
-@experiment("moe-infinity:4.7")
+@PAPER.experiment("4.7", takes=TAKEN)
 def eviction(lab: Lab) -> Finding:
-    """What goes: algorithm 1 beside LRU and LFU
+    """Eviction: algorithm 1 beside LRU and LFU
 
     The cache evicts by the predicted activation matrix and the layer (algorithm 1); LRU and LFU, which know
     neither, hit less.
@@ -576,13 +585,13 @@ def eviction(lab: Lab) -> Finding:
         HITS.best("algorithm 1 hits more than LRU and LFU", rows, "its own"),
         TPOT.best("and is faster", rows, "its own"),
     ]
-    table = table_of("The same prediction, what goes varied", rows, HITS, TPOT, key="what goes")
-    return lab.finding(lab.setting(runs, "25%"), [table], checks)
+    table = table_of("The same prediction, what goes varied", rows | runs.beside(), HITS, TPOT, key="what goes")
+    return lab.finding(lab.setting(runs), [table], checks)
 
 
-@experiment("moe-infinity:4.6", most=1)
+@PAPER.experiment("4.6", takes=("hardware", "memory"), most=1)
 def settings(lab: Lab) -> Finding:
-    """How much is prefetched, which the paper leaves open, and the nearer layer's experts first
+    """How much to prefetch, which the paper leaves open, and layer proximity
 
     The next layers' experts first, by the layer proximity 1 - (i - l) / L (section 4.5); how many of a layer, how far
     ahead and how many matrices are summed is open.
@@ -607,4 +616,4 @@ def settings(lab: Lab) -> Finding:
         TPOT.better(f"layer proximity makes it faster, {d} layers ahead", rows, "yes", "no", paper="no numbers")
         for d, rows in found.items()
     ]
-    return lab.finding(lab.setting(runs, "25%"), tables, [check, *nearer])
+    return lab.finding(lab.setting(runs), tables, [check, *nearer])

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from expertly.core.geometry import Geometry
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import Cell, Finding, FindingTable, Told, experiment
+from expertly.lab.papers.findings import TAKEN, Cell, Finding, FindingTable, Paper, Told
 from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import TPOT, of_time
 from expertly.lab.papers.runs import CannotRun, Lab, Row, Runs, batched, first_decoded
-from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule, make_schedule, with_answer
 from expertly.sim.workload import RowRange
+
+PAPER = Paper("expertly", "Ours: what no paper shows")
 
 FAMILIES = {
     "lookahead": ("lru", "lru:prediction=lookahead"),
@@ -30,15 +31,15 @@ MACHINES = ("rtx3090", "a100", "laptop-nvme")
 NEAR = 1.05
 
 
-@experiment("expertly:gate")
+@PAPER.experiment("gate", takes=("hardware", "memory"))
 def prefetch_gate(lab: Lab) -> Finding:
-    """Prefetching behind the gate, beside all of it and none
+    """The prefetch gate beside prefetching all and nothing
 
     No paper measures whether its prefetches pay while it runs.
     """
     cells: list[tuple[Cell, ...]] = []
     cases, slower = {}, []
-    for machine in MACHINES:
+    for machine in lab.machines(MACHINES):
         runs = lab.runs(machine)
         for family, (off, on) in FAMILIES.items():
             if lab.subject.fitted(on)[1]:  # its prediction would be modelled
@@ -59,10 +60,10 @@ def prefetch_gate(lab: Lab) -> Finding:
         lambda: "; ".join(slower),
         unit="ms",
     )
-    return lab.finding(lab.setting(lab.runs(MACHINES[0]), "25%"), [FindingTable.of("TPOT", columns, cells)], [check])
+    return lab.finding(lab.setting(lab.runs(MACHINES[0])), [FindingTable.of("TPOT", columns, cells)], [check])
 
 
-# -- what the order of systems hangs on --------------------------------------------------------------------------------
+# -- what the order of systems depends on ------------------------------------------------------------------------------
 
 OF_EACH = ("expertly", "fmoe:distance=3", "moe-infinity", "promoe", "moepic", "mixtral-offloading")
 MACHINE = "rtx3090"
@@ -82,13 +83,13 @@ BATCHES = (2, 4)
 ANSWER = 64
 
 
-@experiment("expertly:assumptions", most=2)
+@PAPER.experiment("assumptions", takes=TAKEN, most=2)
 def assumptions(lab: Lab) -> Finding:
-    """What the order of systems hangs on: launches, the link, the batch, the context
+    """Sensitivity of the order of systems to launches, link, batch and context
 
     No paper says which of its results another machine would turn round.
     """
-    machine, schedules = Hardware.read(MACHINE), []
+    machine, schedules = lab.machine(MACHINE), []
     for made, tests in zip(lab.schedules(), lab.requests_to_test(), strict=True):
         short = [one for span in tests for one in first_decoded(lab.trace, [span], ANSWER)]
         schedules.append(Schedule(made.training, first_decoded(lab.trace, short, lab.tokens_of_seed // 4)))
@@ -96,22 +97,22 @@ def assumptions(lab: Lab) -> Finding:
     for where, times in ASSUMPTIONS.items():
         link = replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * times.get("link", 1.0))
         fixed = {key: round(getattr(machine, key) * by) for key, by in times.items() if key != "link"}
-        found[where] = _beside_lru(lab.runs_of(schedules, replace(machine, name=where, link=link, **fixed)), "25%")
+        found[where] = _beside_lru(lab.runs_of(schedules, replace(machine, name=where, link=link, **fixed)))
     for size in BATCHES:
-        found[f"{size} requests at once"] = _beside_lru(batched(lab, MACHINE, size), "25%")
+        found[f"{size} requests at once"] = _beside_lru(batched(lab, MACHINE, size))
     geometry = Geometry(lab.subject.layers)
     for context in CONTEXTS:
         nbytes = context * lab.subject.layers[0].hidden_size  # of a layer's keys and values
         reading_ns = round(nbytes / machine.memory_nbytes_per_s / machine.efficiency * 1e9)
         changed = replace(machine, name=f"context {context}", layer_ns=machine.layer_ns + reading_ns)
-        share = 100 * (0.25 - nbytes * geometry.num_layers / geometry.nbytes)
+        share = lab.share() - 100 * nbytes * geometry.num_layers / geometry.nbytes
         least = 100 * 2 * geometry.layers[0].top_k * geometry.layers[0].expert_nbytes / geometry.nbytes
         where = f"after {context} tokens, {max(share, least):.1f}% for experts"
         found[where] = _beside_lru(lab.runs_of(schedules, changed), f"{max(share, least):.4g}%")
     order = {where: {name: _faster(rows, name) for name in OF_EACH} for where, rows in found.items()}
     checks = [
         rules.everywhere(
-            f"whether {name} is faster than lru hangs on none of it",
+            f"whether {name} is faster than lru depends on none of these assumptions",
             {where: _as_usual(told[name], order[ASSUMED][name].holds) for where, told in order.items()},
             "on the same side of lru's TPOT as with what is assumed",
             partial(_turned, found, order, name),
@@ -119,9 +120,10 @@ def assumptions(lab: Lab) -> Finding:
         )
         for name in OF_EACH
     ]
-    columns = {"": "", "lru": "ms", **{f"{name}, of lru's": "x" for name in OF_EACH}}
+    others = [name for name in found[ASSUMED] if name != "lru"]
+    columns = {"": "", "lru": "ms", **{f"{name}, of lru's": "x" for name in others}}
     cells: list[tuple[Cell, ...]] = [
-        (where, rows["lru"].tpot_s, *(rows[name].tpot_s / rows["lru"].tpot_s for name in OF_EACH))
+        (where, rows["lru"].tpot_s, *(rows[name].tpot_s / rows["lru"].tpot_s for name in others))
         for where, rows in found.items()
     ]
     notes = [
@@ -129,12 +131,12 @@ def assumptions(lab: Lab) -> Finding:
         "0.7 of it), are read once a step, and leave so much less for experts",
         f"a quarter of the tokens, of answers of {ANSWER} at most, so that they are of more requests",
     ]
-    setting = lab.setting(lab.runs_of(schedules, machine), "25%")
+    setting = lab.setting(lab.runs_of(schedules, machine))
     return lab.finding(setting, [FindingTable.of("TPOT", columns, cells)], checks, notes)
 
 
-def _beside_lru(runs: Runs, memory: str) -> dict[str, Row]:
-    return runs.rows(("lru", *OF_EACH), memory)
+def _beside_lru(runs: Runs, memory: str | None = None) -> dict[str, Row]:
+    return runs.rows(("lru", *OF_EACH), memory) | runs.beside(memory)
 
 
 def _faster(rows: Mapping[str, Row], name: str) -> Told:
@@ -158,7 +160,7 @@ LEARN = (0, 8, 24)
 REQUESTS, TOKENS = 8, 48
 
 
-@experiment("expertly:saved", needs=("token", "prompts"), most=1)
+@PAPER.experiment("saved", takes=("memory",), needs=("token", "prompts"), most=1)
 def saved_reuse(lab: Lab) -> Finding:
     """What is kept between runs
 
@@ -190,7 +192,9 @@ def saved_reuse(lab: Lab) -> Finding:
     )
     cells = [(name, nbytes, nbytes / plain[0], hits) for name, (nbytes, hits) in rows.items()]
     columns = {"": "", "loaded a decode step": "MB", "of lru": "x", "hit rate": "share"}
-    setting = f"the engine, demo model, 25 %; {num} requests of {TOKENS} tokens at most, {len(lab.seeds)} seeds"
+    setting = (
+        f"the engine, demo model, {lab.memory()}; {num} requests of {TOKENS} tokens at most, {len(lab.seeds)} seeds"
+    )
     return lab.finding(setting, [FindingTable.of("With a file that earlier processes left", columns, cells)], [check])
 
 
@@ -201,7 +205,7 @@ def _loaded(lab: Lab, spans: Sequence[RowRange], system: str, maps: str) -> tupl
 
     cut = Schedule([], [with_answer(lab.trace, span, TOKENS) for span in spans])
 
-    model, _ = api.load(None, memory="25%", codec="none", device="cpu", system=system, learned=maps)
+    model, _ = api.load(None, memory=lab.memory(), codec="none", device="cpu", system=system, learned=maps)
     try:
         for one in recorded_requests(lab.trace, cut):
             feed(model, one.tokens, one.num_prompt)

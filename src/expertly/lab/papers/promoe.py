@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.geometry import Geometry
-from expertly.lab.accuracy import Accuracy, accuracies, is_below, means
+from expertly.lab.accuracy import accuracies, is_below, means
 from expertly.lab.dataset import Dataset
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import NEGLIGIBLE, Cell, Check, Finding, FindingTable, Why, experiment, show
+from expertly.lab.papers.findings import NEGLIGIBLE, TAKEN, Cell, Check, Finding, FindingTable, Paper, Why, show
 from expertly.lab.papers.measured import Estimate, Floats, redrawn
 from expertly.lab.papers.metrics import (
     HALF,
@@ -31,6 +31,7 @@ from expertly.lab.papers.metrics import (
     of_time,
     table_of,
 )
+from expertly.lab.papers.recorded import SWITCH
 from expertly.lab.papers.runs import Lab, Row, Runs, batched, prompts_need
 from expertly.lab.train import STOPPING, TrainOptions, train
 from expertly.policies.predictor.learned import LearnedWeights
@@ -42,6 +43,8 @@ from expertly.sim.study import Memory, Study
 from expertly.sim.training import popularity
 from expertly.sim.workload import RowRange
 from expertly.trace.schema import NO_EXPERT
+
+PAPER = Paper("promoe", "ProMoE: Fast MoE-based LLM Serving using Proactive Caching")
 
 Ints = npt.NDArray[np.int64]
 
@@ -71,21 +74,21 @@ PROCESSOR: dict[str, Any] = {
 """An i9-14900K: two channels of DDR5-5600 (Intel's data sheet), its operations assumed."""
 
 
-def on(codebase: str) -> Hardware:
+def on(lab: Lab, codebase: str) -> Hardware:
     """The paper's machine."""
-    machine = Hardware.read(HARDWARE)
+    machine = lab.machine(HARDWARE)
     return machine if codebase == CODEBASES[0] else replace(machine, name=f"{machine.name}, {codebase}", **OVERHEADS)
 
 
 def runs_on(lab: Lab, codebase: str) -> Runs:
-    return lab.once(("on", codebase), lambda: lab.runs_of(lab.schedules(), on(codebase)))
+    return lab.once(("on", codebase), lambda: lab.runs_of(lab.schedules(), on(lab, codebase)))
 
 
 def unified_memory(lab: Lab, codebase: str) -> Runs:
     """UM: one LRU cache whose link moves whole pages, when they are touched. Matrices begin and end within pages."""
 
     def make() -> Runs:
-        machine, layer = on(codebase), lab.subject.layers[0]
+        machine, layer = on(lab, codebase), lab.subject.layers[0]
         num_pages = layer.expert_nbytes / PAGE + layer.num_matrices
         link = replace(
             machine.link,
@@ -102,7 +105,7 @@ def whole_layers(lab: Lab, codebase: str, memory: str) -> Row:
     needs, attention too, and waits; LO (llama.cpp) computes all of them on the processor. Nothing is to be decided, so
     that times are sums over what each pass needs.
     """
-    runs, machine = runs_on(lab, codebase), on(codebase)
+    runs, machine = runs_on(lab, codebase), on(lab, codebase)
     geometry, dense = Geometry(lab.subject.layers), lab.subject.dense
     here = compute_model(machine, geometry, dense)
     there = compute_model(replace(machine, **PROCESSOR), geometry, dense) if codebase == CODEBASES[1] else here
@@ -160,7 +163,7 @@ LARGE = 0.5
 """Of decode, blocked at half of the experts: most of it, where the paper has 60.4 and 79.0 %."""
 
 
-@experiment("promoe:3", also=("4", "5"))
+@PAPER.experiment("3", "4", "5", takes=("hardware",), stand_in=SWITCH)
 def baseline(lab: Lab) -> Finding:
     """LRU: latency, blocking share and access by popularity
 
@@ -187,13 +190,19 @@ def baseline(lab: Lab) -> Finding:
                 paper="82.7 % of prompts, 60.4 % of decode; 94.2 and 79.0 %",
             )
         )
-    why = f"the requests are of {of_categories(lab)}; the popular half serves {show(cdf[0.5], 'share')}"
-    checks.append(evenly(cdf[0.25], lab.num_experts, why))
+    notes = []
+    if lab.subject.name == SWITCH:
+        notes = [
+            "5: no check: Switch is of the older models, which use experts by a power law, and this one is untrained"
+        ]
+    else:
+        why = f"the requests are of {of_categories(lab)}; the popular half serves {show(cdf[0.5], 'share')}"
+        checks.append(evenly(cdf[0.25], lab.num_experts, why))
     tables = [
         table_of(f"3, 4: `{LRU}`", found, TTFT, BLOCKED, TPOT, WAITING, HITS, key="kept"),
         FindingTable.of("5: access by popularity", {"most popular": "share", "serve": "share"}, [*cdf.items()]),
     ]
-    return lab.finding(lab.setting(runs), tables, checks)
+    return lab.finding(lab.setting(runs, ""), tables, checks, notes)
 
 
 def mostly_blocked(share: float, why: Why) -> Check:
@@ -245,7 +254,7 @@ def _served(lab: Lab, runs: Runs) -> dict[float, float]:
 LEARNED_AT = (2, 4, 8)
 
 
-@experiment("promoe:8", also=("9",), needs=("router_inputs", "lookahead", "weights"), most=1)
+@PAPER.experiment("8", "9", takes=("hardware", "memory"), needs=("router_inputs", "lookahead", "weights"), most=1)
 def accuracy(lab: Lab) -> Finding:
     """Accuracy of predictors by layer and distance
 
@@ -253,8 +262,8 @@ def accuracy(lab: Lab) -> Finding:
     the learned predictor stays highest at k = 2, 4, 8, in QW-2's layers 16 and 27, too.
     """
     (schedule, *_) = lab.schedules(len(lab.seeds))  # the networks learned from one part: other seeds test no others
-    training, weights = schedule.training, lab.subject.weights
-    assert weights is not None, "an experiment's needs are met"
+    training, weights = schedule.training, lab.subject.weights[LearnedWeights]
+    assert isinstance(weights, LearnedWeights)
     spans = [*training, *schedule.test]
     data = Dataset(lab.trace, spans)
     owner = np.repeat(np.arange(-len(training), len(schedule.test)), [one.num_rows for one in spans])
@@ -265,47 +274,29 @@ def accuracy(lab: Lab) -> Finding:
     found, num_judged = accuracies(lab.trace, data, training, schedule.test, weights, by_request)
     num = sum(span.num_rows for span in training)
     mean = means(found)
-    alike = {}  # trained here, on the same tokens
-    for name, is_plain in (("two layers alone", True), ("with the path past them", False)):
+    right = {name: {k: row[key] for k, row in mean.items()} for name, key in SHOWN.items()}
+    for name, is_plain in (("two layers alone", True), ("with the path past them", False)):  # trained here
         own = trained(lab, data, training, weights, is_plain)
         judged = means(accuracies(lab.trace, data, training, schedule.test, own, by_request)[0])
-        alike[name] = {k: row["learned"] for k, row in judged.items()}
-    at = {(one.layer, one.distance): one for one in found}
-
-    def right(layer: int, k: int, name: str) -> float | None:
-        one: Accuracy | None = at.get((layer, k))
-        return None if one is None else getattr(one, name)
-
-    cells: list[tuple[Cell, ...]] = [
-        (
-            *(k, row["learned"], *(one[k] for one in alike.values())),
-            *(row["lookahead"], row["token_id"], row["lookahead_below_token_id"]),
-        )
-        for k, row in mean.items()
-    ]
-    by_layer: list[tuple[Cell, ...]] = [
-        (layer, *(right(layer, k, name) for k in mean for name in ("learned", "lookahead")))
-        for layer in sorted({one.layer for one in found})
-    ]
+        right[name] = {k: row["learned"] for k, row in judged.items()}
+    skip, learned, token_id, last = right["skip"], right["learned"], right["token id"], max(mean)
     num_layers = len(lab.subject.layers)
     from_first = ", ".join(f"{min(k, num_layers)} at k = {k}" for k in mean)
     first_layer = f"layers nearer to the first than k are predicted from it, {from_first} of {num_layers}"
-    others = {
-        k: max(("lookahead", "token_id"), key=lambda name: -1.0 if mean[k][name] is None else mean[k][name])
-        for k in LEARNED_AT
-        if k in mean
-    }
-    last, skip, learned = max(mean), *({k: row[name] for k, row in mean.items()} for name in ("lookahead", "learned"))
+
+    def above_both(claim: str, name: str, why: str) -> Check:
+        cases = {}
+        for k in (k for k in LEARNED_AT if k in mean):
+            other = max(("skip", "token id"), key=lambda one: float(right[one][k]))
+            values = {one: right[one][k] for one in (name, other)}
+            cases[f"k={k}"] = rules.compare((name, other), values, lowest=False, slack=-NEGLIGIBLE)
+        return rules.everywhere(claim, cases, "mean over layers, at k = 2, 4, 8", why, unit="share")
+
     checks = [
-        rules.everywhere(
+        above_both(
             "the learned predictor is better than both others",
-            {
-                f"k={k}": rules.compare(("learned", other), mean[k], lowest=False, slack=-NEGLIGIBLE)
-                for k, other in others.items()
-            },
-            "mean over layers, at k = 2, 4, 8",
+            "learned",
             f"{lab.subject.weights_note}; {num} tokens of it count token ids",
-            unit="share",
         ),
         rules.monotonic(
             "skip prediction gets worse with k",
@@ -317,55 +308,54 @@ def accuracy(lab: Lab) -> Finding:
         ),
         rules.below(
             "from k = 8 on skip prediction is about as good as the token id, or worse",
-            {"skip at the largest k": skip[last], "token id": mean[last]["token_id"]},
+            {"skip at the largest k": skip[last], "token id": token_id[last]},
             first_layer,
             unit="share",
             by=-0.02,
             paper="54.5 and 54 %",
         ),
         keeps_accuracy(learned, skip, first_layer),
-        rules.everywhere(
+        above_both(
             "networks of two layers alone, as the paper's, are better than both others",
-            {
-                f"k={k}": rules.compare(
-                    ("two layers alone", "the better"),
-                    {"two layers alone": alike["two layers alone"][k], "the better": mean[k][other]},
-                    lowest=False,
-                    slack=-NEGLIGIBLE,
-                )
-                for k, other in others.items()
-            },
-            "mean over layers, at k = 2, 4, 8",
+            "two layers alone",
             f"{num} tokens are few for networks that begin from nothing: what is all but linear they learn late",
-            unit="share",
         ),
     ]
     runs = lab.runs(HARDWARE)
     good = {name: {k: goodpred(runs, f"promoe{of}:distance={k}", k) for k in mean} for name, of in PREDICTIONS.items()}
     checks += good_prediction(good["learned"], good["skip"])
-    crossover = next((k for k, row in mean.items() if row["lookahead"] < row["token_id"]), None)
-    below = sum(is_below(one) for one in found)
+    crossover = next((k for k in mean if skip[k] < token_id[k]), None)
     notes = [
         f"skip prediction falls below the token id from k = {crossover} on in the mean (the paper: past 8, with 26 "
-        f"layers; {num_layers} here), and in {below} of {len(found)} pairs of layer and distance",
+        f"layers; {num_layers} here), and in {sum(map(is_below, found))} of {len(found)} pairs of layer and distance",
         "a layer nearer to the first than k is predicted from the first, by skip prediction too",
     ]
-    columns = {"k": "", "learned": "share", **dict.fromkeys(alike, "share")}
-    columns |= {"skip": "share", "token id": "share", "layers skip < token id": ""}
-    columns_of = {"layer": "", **{f"{name}, k={k}": "share" for k in mean for name in ("learned", "skip")}}
+    below = {"layers skip < token id": {k: row["lookahead_below_token_id"] for k, row in mean.items()}}
+    of_pair = {(one.layer, one.distance): one for one in found}
+    by_layer = {
+        f"{name}, k={k}": {layer: getattr(of_pair.get((layer, k)), key, None) for layer, _ in sorted(of_pair)}
+        for k in mean
+        for name, key in (("learned", "learned"), ("skip", "lookahead"))
+    }
+    what = f"GOODPRED: right, of those named, times there before use, of those named; {runs.hardware}, {runs.memory}"
     tables = [
-        FindingTable.of("Mean over layers: right, of the K named", columns, cells),
-        FindingTable.of("By layer", columns_of, by_layer),
-        FindingTable.of(
-            "GOODPRED: right, of those named, times there before use, of those named; 25 %",
-            {"k": "", **dict.fromkeys(good, "share")},
-            [(k, *(one[k] for one in good.values())) for k in mean],
-        ),
+        _columns("Mean over layers: right, of the K named", "k", right | below, dict.fromkeys(below, "")),
+        _columns("By layer", "layer", by_layer),
+        _columns(what, "k", good),
     ]
     setting = f"{num_judged} decode tokens; token ids counted over {num} tokens; {lab.subject.weights_note}"
     return lab.finding(setting, tables, checks, notes)
 
 
+def _columns(
+    title: str, key: str, columns: Mapping[str, Mapping[int, Cell]], units: Mapping[str, str] | None = None
+) -> FindingTable:
+    """A line for each key of `columns`; they are shares, but for `units`."""
+    lines = [(at, *(one[at] for one in columns.values())) for at in next(iter(columns.values()))]
+    return FindingTable.of(title, {key: "", **dict.fromkeys(columns, "share"), **(units or {})}, lines)
+
+
+SHOWN = {"learned": "learned", "skip": "lookahead", "token id": "token_id"}
 PREDICTIONS = {"learned": "", "skip": ":prediction=lookahead"}
 
 
@@ -430,39 +420,35 @@ def keeps_accuracy(learned: Mapping[int, float], skip: Mapping[int, float], why:
 # -- 11 to 17: beside static and LRU caches, technique by technique, and by how much is kept ------------------------
 
 
-def fastest(rows: Mapping[str, Row], where: str = "", paper: Sequence[str] = ("", "")) -> list[Check | None]:
-    """ProMoE before static and LRU in prompts and in decode. `paper`: how many times faster, in both."""
-    return [
-        metric.best(f"ProMoE has the lowest {metric.header}{where}", rows, "promoe", paper=times)
-        for metric, times in zip((TTFT, TPOT), paper, strict=True)
-    ]
-
-
 FASTER = {
     "transformers": ("1.52x and 2.32x faster", "1.52x and 1.33x faster"),
     "llama.cpp": ("1.36x and 2.12x faster", "1.49x and 1.09x faster"),
 }
 
 
-@experiment("promoe:11", also=("12",))
+@PAPER.experiment("11", "12", takes=TAKEN)
 def overall(lab: Lab) -> Finding:
-    """Beside static and LRU caches, unified memory and whole layers
+    """Latency beside static and LRU caches, unified memory and whole layers
 
     Prefill 1.52x and 2.32x faster than static and LRU, decode 1.52x and 1.33x (transformers); 1.36x and 2.12x,
     1.49x and 1.09x (llama.cpp). LRU thrashes in prefill, and is faster than static in decode. Unified memory is always
     slower than LRU, layers that transformers moves (TO) than static; layers that llama.cpp computes on the processor
     (LO) mostly, but not of Mixtral.
     """
-    tables, checks = [], []
+    tables, checks, memory = [], [], lab.memory("50%")
     for codebase in CODEBASES:
-        rows = runs_on(lab, codebase).rows(SYSTEMS, "50%")
+        runs = runs_on(lab, codebase)
+        rows = runs.rows(SYSTEMS, memory)
         others = {
-            UM: unified_memory(lab, codebase).row(UNIFIED, "50%"),
-            OFFLOADING[codebase]: whole_layers(lab, codebase, "50%"),
+            UM: unified_memory(lab, codebase).row(UNIFIED, memory),
+            OFFLOADING[codebase]: whole_layers(lab, codebase, memory),
         }
         every, ours, where = rows | others, rows["promoe"], f", {codebase}"
-        checks += fastest(rows, where, FASTER[codebase])
         checks += [
+            *(
+                one.best(f"ProMoE has the lowest {one.header}{where}", rows, "promoe", paper=times)
+                for one, times in zip((TTFT, TPOT), FASTER[codebase], strict=True)
+            ),
             TPOT.better(
                 f"LRU is faster than static in decode{where}",
                 rows,
@@ -484,14 +470,18 @@ def overall(lab: Lab) -> Finding:
                 claim = f"{name}: slower than {better} ({metric.header}{where})"
                 checks.append(metric.better(claim, every, better, name, why))
         faster, faster_decode = TTFT.times(ours, "of ProMoE's"), TPOT.times(ours, "of ProMoE's, decode")
-        tables.append(table_of(f"{codebase}, half of the experts", every, TTFT, faster, TPOT, faster_decode))
+        tables.append(
+            table_of(
+                f"{codebase}, {memory} of the experts", every | runs.beside(memory), TTFT, faster, TPOT, faster_decode
+            )
+        )
     notes = [
         f"{UM}: `{UNIFIED}` over a link that moves {PAGE >> 20} MiB at a time, {FAULT_NS // 1000} us each (assumed)",
         "TO and LO keep whole layers, and their times are sums: nothing is decided. What attention and norms of layers "
         "that do not stay would leave free for experts is not counted",
         f"llama.cpp's overheads are assumed: {', '.join(f'{key} {value}' for key, value in OVERHEADS.items())}",
     ]
-    return lab.finding(lab.setting(runs_on(lab, CODEBASES[0]), "50%"), tables, checks, notes)
+    return lab.finding(lab.setting(runs_on(lab, CODEBASES[0]), memory), tables, checks, notes)
 
 
 TECHNIQUES = {
@@ -503,13 +493,13 @@ TECHNIQUES = {
 }
 
 
-def _reads(runs: Runs, system: str, memory: str) -> float | None:
+def _reads(runs: Runs, system: str) -> float | None:
     """What prompts demanded, in units of what was absent when their routers spoke: above 1 something was read twice."""
     parts = get_system(runs.subject.fitted(system)[0])
     found = []
     for study in runs.studies:
         prompts = PhaseCounters()
-        simulator = study.simulate(parts, Memory(memory).budget(study.geometry_of(parts)))
+        simulator = study.simulate(parts, Memory(runs.memory).budget(study.geometry_of(parts)))
         for counters in simulator.scheduler.counters:
             prompts.add(counters.prefill)
         absent = prompts.demanded_nbytes - prompts.hit_nbytes
@@ -518,9 +508,9 @@ def _reads(runs: Runs, system: str, memory: str) -> float | None:
     return Estimate.of_seeds(found) if found else None
 
 
-@experiment("promoe:13", also=("14",))
+@PAPER.experiment("13", "14", takes=TAKEN)
 def techniques(lab: Lab) -> Finding:
-    """Technique by technique
+    """Latency as each technique is added
 
     In prefill prefetching alone brings little or costs, early preemption 1.27x and reordered inference 2.29x; in
     decode each technique brings something, 1.37x in all (transformers; llama.cpp alike).
@@ -532,14 +522,12 @@ def techniques(lab: Lab) -> Finding:
         runs, where = runs_on(lab, codebase), f", {codebase}"
         rows = runs.rows(TECHNIQUES)
         base, whole = rows["LRU, by id, late"], rows["+ reordered"]
-        reads = {label: _reads(runs, system, "25%") if has_prompts else None for label, system in TECHNIQUES.items()}
-        columns = {"": "", "TTFT": "ms", "of the first": "x", "read, of absent": "number", "TPOT": "ms"}
-        columns["of the first, decode"] = "x"
-        cells: list[tuple[Cell, ...]] = []
-        for label, row in rows.items():
-            ratio = row.ttft_s / base.ttft_s if has_prompts else None
-            cells.append((label, row.ttft_s, ratio, reads[label], row.tpot_s, row.tpot_s / base.tpot_s))
-        tables.append(FindingTable.of(f"One technique after the other{where}", columns, cells))
+        every = rows | runs.beside()
+        reads = {row.system: _reads(runs, row.system) if has_prompts else None for row in every.values()}
+        read = Metric("read, of absent", "number", lambda row: reads[row.system])  # noqa: B023 - used at once
+        faster, faster_decode = TTFT.times(base, "of the first"), TPOT.times(base, "of the first, decode")
+        title = f"One technique after the other{where}"
+        tables.append(table_of(title, every, TTFT, faster, read, TPOT, faster_decode))
         checks.append(
             TPOT.monotonic(
                 f"in decode each technique makes it faster{where}",
@@ -558,11 +546,11 @@ def techniques(lab: Lab) -> Finding:
             checks.append(
                 rules.below(
                     f"reordering ends the thrash: nothing is read twice{where}",
-                    {"read, of absent": reads["+ reordered"] or 0.0, "LRU by id": reads["LRU, by id, late"] or 0.0},
+                    {"read, of absent": reads[whole.system] or 0.0, "LRU by id": reads[base.system] or 0.0},
                     partial(of_prompts, whole, base),
                 )
             )
-    return lab.finding(lab.setting(runs_on(lab, CODEBASES[0]), "25%"), tables, checks)
+    return lab.finding(lab.setting(runs_on(lab, CODEBASES[0])), tables, checks)
 
 
 def _why_slower(rows: Mapping[str, Row]) -> str:
@@ -607,9 +595,9 @@ def in_prompts(times: Sequence[float], why: Why, where: str = "") -> list[Check]
 PAPER_PROMPTS = 2.29
 
 
-@experiment("promoe:15", also=("16", "17"))
+@PAPER.experiment("15", "16", "17", takes=("system", "hardware"))
 def rates(lab: Lab) -> Finding:
-    """By cache rate, and what is waited for
+    """Latency and waiting by cache rate
 
     At all cache rates ProMoE is fastest: in prefill 1.72x and 1.75x before LRU, 1.22x and 1.43x before static
     (DS-1, QW-2), in decode 1.58x and 1.34x; loading on the critical path falls to 25.61 and 11.18 % of decode (LRU
@@ -622,7 +610,9 @@ def rates(lab: Lab) -> Finding:
         runs, where = runs_on(lab, codebase), f", {codebase}"
         found = {rate: runs.rows(SYSTEMS, rate) for rate in RATES}
         name = OFFLOADING[codebase]
-        shown = {rate: rows | {name: whole_layers(lab, codebase, rate)} for rate, rows in found.items()}
+        shown = {
+            rate: rows | {name: whole_layers(lab, codebase, rate)} | runs.beside(rate) for rate, rows in found.items()
+        }
         metrics = [TTFT, BLOCKED] * lab.subject.has_prompts + [TPOT, WAITING]
         tables += [grid(f"{one.header}{where}", shown, one, "kept") for one in metrics]
         for one, paper in ((TTFT, of_prefill), (TPOT, of_decode)):
@@ -636,7 +626,7 @@ def rates(lab: Lab) -> Finding:
                 TPOT.better("17: with little memory LO decodes faster than ProMoE", least, name, "promoe"),
                 TPOT.better("17: and with much memory slower", most, "promoe", name, OF_PROCESSOR),
             ]
-    return lab.finding(lab.setting(runs_on(lab, CODEBASES[0])), tables, checks)
+    return lab.finding(lab.setting(runs_on(lab, CODEBASES[0]), ""), tables, checks)
 
 
 MEANS = {
@@ -656,7 +646,7 @@ BATCHED = {
 }
 
 
-@experiment("promoe:18", also=("19", "20", "21", "22"), most=1)
+@PAPER.experiment("18", "19", "20", "21", "22", takes=TAKEN, most=1)
 def batches(lab: Lab) -> Finding:
     """Throughput and latency by batch size
 
@@ -666,21 +656,23 @@ def batches(lab: Lab) -> Finding:
     """
     tables: list[FindingTable] = []
     checks: list[Check | None] = []
-    has_prompts = lab.subject.has_prompts
+    has_prompts, memory = lab.subject.has_prompts, lab.memory("50%")
     for codebase, (of_prefill, of_decode) in BATCHED.items():
-        machine, where = on(codebase), f", {codebase}"
-        found = {size: batched(lab, machine, size).rows(SYSTEMS, "50%") for size in SIZES}
+        machine, where = on(lab, codebase), f", {codebase}"
+        runs = {size: batched(lab, machine, size) for size in SIZES}
+        found = {size: one.rows(SYSTEMS, memory) for size, one in runs.items()}
+        shown = {size: rows | runs[size].beside(memory) for size, rows in found.items()}
         gain = {size: rows["lru"].tpot_s / rows["promoe"].tpot_s for size, rows in found.items()}
-        columns = {"batch": "", **{f"{name}, decode": "number" for name in SYSTEMS}, "ProMoE of LRU": "x"}
+        columns = {"batch": "", **{f"{name}, decode": "number" for name in shown[1]}, "ProMoE of LRU": "x"}
         cells: list[tuple[Cell, ...]] = [
-            (size, *(size / row.tpot_s for row in rows.values()), gain[size]) for size, rows in found.items()
+            (size, *(size / row.tpot_s for row in rows.values()), gain[size]) for size, rows in shown.items()
         ]
         title = f"Tokens a second of decode, about: batch over the time of a pass{where}"
         tables.append(FindingTable.of(title, columns, cells))
         one, four = (found[size]["promoe"] for size in (1, 4))
         by_size = {f"batch {size}": rows for size, rows in found.items()}
         if has_prompts:
-            tables.append(grid(f"Time of a batch's prompts{where}", found, TTFT, "batch"))
+            tables.append(grid(f"Time of a batch's prompts{where}", shown, TTFT, "batch"))
             checks += [
                 rules.below(
                     f"four prompts together take much less than four times one{where}",
@@ -705,11 +697,11 @@ def batches(lab: Lab) -> Finding:
             rules.above(
                 f"throughput of decode hardly grows: a pass of four takes most of four times as long{where}",
                 {"4 of 1": four.tpot_s / one.tpot_s, "half of the way to 4": 2.5},
-                f"with half of the experts kept {four.hit_rate:.1%} are hits at batch 4: requests share experts",
+                f"with {memory} of the experts kept {four.hit_rate:.1%} are hits at batch 4: requests share experts",
                 unit="x",
             ),
         ]
-    setting = lab.setting(batched(lab, on(CODEBASES[0]), 1), "50%")
+    setting = lab.setting(batched(lab, on(lab, CODEBASES[0]), 1), memory)
     return lab.finding(setting, tables, checks, ["requests of a batch begin together"])
 
 
@@ -723,9 +715,9 @@ SAME_MEMORY = {16: "12.5%", 8: "25%", 4: "50%"}
 OF_BITS = ("2.049x and 1.29x faster", "1.21x and 1.742x faster")
 
 
-@experiment("promoe:23", also=("24", "25"), most=1)
+@PAPER.experiment("23", "24", "25", takes=("system", "hardware"), most=1)
 def bits(lab: Lab) -> Finding:
-    """By bits per weight
+    """Latency by bits per weight
 
     From 16 to 4 bits at the same cache rate ProMoE stays 2.049x (1.21x) before LRU and 1.29x (1.742x) before static
     in prefill (decode) of DS-1, stable over bits (23, llama.cpp). In the same memory, at cache rates that fall as bits
@@ -742,15 +734,17 @@ def bits(lab: Lab) -> Finding:
     checks: list[Check | None] = []
     has_prompts = lab.subject.has_prompts
     for title, (codebase, memories) in figures.items():
-        found = {num: _with_bits(lab, codebase, num).rows(SYSTEMS, memories[num]) for num in BITS}
+        runs = {num: _with_bits(lab, codebase, num) for num in BITS}
+        found = {num: one.rows(SYSTEMS, memories[num]) for num, one in runs.items()}
+        added = {num: one.beside(memories[num]) for num, one in runs.items()}
         cells: list[tuple[Cell, ...]] = []
         gains: dict[str, float] = {}
         for num, rows in found.items():
             lru, ours = rows["lru"], rows["promoe"]
             gains[f"{num} bits"] = lru.ttft_s / ours.ttft_s if has_prompts else lru.tpot_s / ours.tpot_s
-            times = [one.of(row) for one in (TTFT, TPOT)[not has_prompts :] for row in rows.values()]
+            times = [one.of(row) for one in (TTFT, TPOT)[not has_prompts :] for row in (rows | added[num]).values()]
             cells.append((num, memories[num], *times, gains[f"{num} bits"], ours.waiting(True)))
-        names = [f"{name}, {one.header}" for one in (TTFT, TPOT)[not has_prompts :] for name in SYSTEMS]
+        names = [f"{name}, {one.header}" for one in (TTFT, TPOT)[not has_prompts :] for name in SYSTEMS | added[16]]
         phase = "prompts" if has_prompts else "decode"
         columns = {"bits": "", "kept": "", **dict.fromkeys(names, "ms"), f"LRU of ProMoE, {phase}": "x"}
         tables.append(FindingTable.of(title, columns | {"ProMoE waits": "share"}, cells))
@@ -780,10 +774,10 @@ def bits(lab: Lab) -> Finding:
         "bytes to load are scaled by the bits, by a link as many times faster; computing stays as it is, as the paper "
         "says of it; what unpacking takes is not counted"
     ]
-    return lab.finding(lab.setting(runs_on(lab, CODEBASES[1])), tables, checks, notes)
+    return lab.finding(lab.setting(runs_on(lab, CODEBASES[1]), ""), tables, checks, notes)
 
 
 def _with_bits(lab: Lab, codebase: str, num: int) -> Runs:
-    machine = on(codebase)
+    machine = on(lab, codebase)
     link = replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * 16 / num)
     return lab.once(("bits", codebase, num), lambda: lab.runs_of(lab.schedules(), replace(machine, link=link)))

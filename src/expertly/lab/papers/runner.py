@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,52 +18,71 @@ import jinja2
 
 from expertly import __version__
 from expertly.core.errors import ConfigError, ExpertlyError
-from expertly.lab.papers import SEEDS, TOKENS, fmoe, moe_infinity, moepic, ours, promoe
-from expertly.lab.papers.findings import Experiment, Finding, Result
-from expertly.lab.papers.runs import LEARNED_TOKENS, Lab, Subject
+from expertly.core.geometry import Geometry
+from expertly.lab.papers import SEEDS, TOKENS, fmoe, moe_infinity, moepic, ours, promoe, recorded
+from expertly.lab.papers.findings import TAKEN, Experiment, Finding, Paper, Result
+from expertly.lab.papers.runs import LEARNED_TOKENS, Asked, Lab, Subject
+from expertly.policies.predictor import PREDICTORS
+from expertly.policies.registry import Registry
+from expertly.scheduler.presets import get_system
+from expertly.sim.hardware import HARDWARE_NAMES
 from expertly.sim.schedule import read_arrivals
-from expertly.store.cache import cache_folder
+from expertly.sim.study import Memory
 
-PAPERS = {
-    "fmoe": "fMoE: Taming Latency-Memory Trade-Off in MoE-Based LLM Serving",
-    "moe-infinity": "MoE-Infinity: Efficient MoE Inference on Personal Machines with Sparsity-Aware Expert Cache",
-    "promoe": "ProMoE: Fast MoE-based LLM Serving using Proactive Caching",
-    "moepic": "MoEpic: Accelerating Mixture-of-Expert Inference with Adaptive Expert Split Mechanism",
-    "expertly": "Ours: what no paper shows",
-}
-EXPERIMENTS: dict[str, Experiment] = {
-    one.name: one
-    for paper in (fmoe, moe_infinity, promoe, moepic, ours)
-    for one in vars(paper).values()
-    if isinstance(one, Experiment)
-}
+PAPERS: Registry[Paper] = Registry(
+    "paper",
+    "expertly.papers",
+    {one.name: one for one in (fmoe.PAPER, moe_infinity.PAPER, promoe.PAPER, moepic.PAPER, ours.PAPER)},
+    lambda one: isinstance(one, Paper),
+    "a Paper",
+    adopt=Paper.called,
+)
 ALL = "all"
 COMMANDS = {
     "prompts": "`expertly lab trace record` records them; imported routing has none",
     "weights": "`expertly lab train TRACE --out FILE` makes them, --predictor FILE takes them",
 }
 RECORD = "`expertly lab trace record --full` records it"
+REMOVED = {
+    "fmoe:link": "expertly:assumptions varies the link of six systems",
+    "fmoe:start": "fmoe:10 begins with empty stores",
+}
+"""Experiments that no paper has, and what to run instead."""
+
+
+def experiments() -> list[Experiment]:
+    """Those that ship, then those of installed packages."""
+    return [one for paper in PAPERS.values() for one in paper.experiments]
+
+
+def find_experiment(name: str) -> Experiment:
+    """By the name that it has itself."""
+    return next(one for one in PAPERS[name.partition(":")[0]].experiments if one.name == name)
 
 
 def select(names: str) -> list[Experiment]:
-    """Those of `all`, `PAPER` or `PAPER:FIGURE`, several with commas between them, in the order of EXPERIMENTS.
+    """Those of `all`, `PAPER` or `PAPER:FIGURE`, several with commas between them, in the order of the papers that
+    ship; others come behind. A paper is one of PAPERS, or the dotted path of one.
 
     Raises ConfigError naming what is accepted.
     """
-    chosen: set[str] = set()
+    chosen: dict[str, Experiment] = {}
     for name in names.split(","):
         name = name.strip()
         paper, colon, figure = name.partition(":")
+        if name in REMOVED:
+            raise ConfigError(f"figure={figure!r}: no experiment any more; use instead: {REMOVED[name]}")
         if name != ALL and paper not in PAPERS:
             accepted = ", ".join((ALL, *PAPERS, *(f"{paper}:FIGURE" for paper in PAPERS)))
-            raise ConfigError(f"paper={name!r:.80}: unknown; accepted: {accepted}")
-        own = [one for one in EXPERIMENTS.values() if name == ALL or one.paper == paper]
+            raise ConfigError(f"paper={name!r:.80}: unknown; accepted: {accepted}, or the dotted path of a Paper")
+        own = experiments() if name == ALL else PAPERS[paper].experiments
         found = [one for one in own if not colon or figure in one.figures]
         if not found:
             accepted = ", ".join(figure for one in own for figure in one.figures)
             raise ConfigError(f"figure={figure!r:.80}: none of {paper}'s; accepted: {accepted}")
-        chosen |= {one.name for one in found}
-    return [one for name, one in EXPERIMENTS.items() if name in chosen]
+        chosen |= {one.name: one for one in found}
+    order = [one.name for paper in PAPERS.built_in.values() for one in paper.experiments]
+    return sorted(chosen.values(), key=lambda one: order.index(one.name) if one.name in order else len(order))
 
 
 class Session:
@@ -84,41 +101,51 @@ class Session:
         seed: int = 0,
         seeds: int = SEEDS,
         tokens: int = TOKENS,
-        predictor: Path | None = None,
+        predictors: Sequence[Path] = (),
         arrivals: Path | None = None,
+        asked: Asked | None = None,
         progress: Callable[[str, int, int], None] | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._scratch = scratch
+        self._scratch, self._say, self._asked = scratch, say, asked or Asked()
         self._quick, self._seed = quick, seed
-        self._again = partial(
-            Session, paths, quick=quick, seed=seed, seeds=seeds, tokens=tokens, predictor=predictor, arrivals=arrivals
-        )
-        recorded = None if arrivals is None else read_arrivals(arrivals)
+        given: dict[str, Any] = {"quick": quick, "seed": seed, "seeds": seeds, "tokens": tokens, "asked": asked}
+        self._again = partial(Session, paths, predictors=predictors, arrivals=arrivals, **given)
+        known_arrivals = None if arrivals is None else read_arrivals(arrivals)
         self._make_lab = partial(
             Lab,
             quick=quick,
             seed=seed,
             num_seeds=seeds,
             num_tokens=tokens,
-            arrivals=recorded,
+            asked=self._asked,
+            arrivals=known_arrivals,
             progress=progress,
         )
-        subjects = [Subject.open(path, predictor) for path in (paths or [demo_trace(quick, say)])]
+        named = [get_system(name).weights for name in self._asked.system]
+        kinds = [kind for kind in (*named, *(one.weights for one in PREDICTORS.values())) if kind is not None]
+        subjects = [Subject.open(path, predictors, kinds) for path in (paths or [recorded.demo_trace(quick, say)])]
         names = [subject.name for subject in subjects]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise ConfigError(f"trace: two of the name {twice[0]!r}; rename a folder, results are told apart by it")
         self.subjects = sorted(subjects, key=lambda subject: not subject.is_full)
+        memory, machine = self._asked.memory, self._asked.hardware
+        if memory is not None:
+            for subject in subjects:
+                Memory(memory).budget(Geometry(subject.layers))
         self.settings = {
             "version": __version__,
             "traces": {subject.name: subject.trace.fingerprint for subject in self.subjects},
-            "predictor": _digest(predictor),
-            "arrivals": _digest(arrivals),
+            "predictor": " ".join(map(_digest, predictors)) or None,
+            "arrivals": None if arrivals is None else _digest(arrivals),
             "quick": quick,
             "seed": seed,
             "seeds": seeds,
             "tokens": tokens,
+            "system": list(self._asked.system) or None,
+            "hardware": machine if machine in HARDWARE_NAMES or machine is None else _digest(Path(machine)),
+            "memory": memory,
         }
         self._labs: dict[str, Lab] = {}
 
@@ -136,6 +163,11 @@ class Session:
 
     def result(self, experiment: Experiment) -> Result:
         """On the traces that have what it needs; what cannot run on one is said."""
+        refused = self._asked.refused_by(experiment)
+        if refused:
+            said = ", ".join(f"--{name}" for name in refused)
+            taken = ", ".join(f"--{name}" for name in TAKEN if name in experiment.takes) or "none of these"
+            return Result(experiment.name, (), (f"any trace: it takes no {said}; accepted: {taken}",), 0.0)
         start = time.monotonic()
         findings: list[Finding] = []
         left_out: list[str] = []
@@ -148,7 +180,7 @@ class Session:
             else:
                 able.append(subject)
         labs = [self.lab(subject) for subject in able[: experiment.most]]
-        for lab in [*labs, *([self._stand_in()] if experiment.stand_in else [])]:
+        for lab in [*labs, *([self._stand_in(experiment.stand_in)] if experiment.stand_in else [])]:
             try:
                 findings.append(experiment.run(lab))
             except ExpertlyError as error:
@@ -162,12 +194,14 @@ class Session:
             self._labs[subject.name] = self._make_lab(subject, scratch)
         return self._labs[subject.name]
 
-    def _stand_in(self) -> Lab:
-        known = self._labs.get(moepic.STAND_IN)
+    def _stand_in(self, name: str) -> Lab:
+        known = self._labs.get(name)
         if known is not None:
             return known
         self._scratch.mkdir(parents=True, exist_ok=True)
-        return self.lab(moepic.mixtral(self._scratch / "mixtral", self._seed))
+        if name == recorded.SWITCH:
+            return self.lab(recorded.switch(self._seed, self._say))
+        return self.lab(moepic.made_up(name, self._scratch / "made up", self._seed))
 
     def earlier(self, path: Path) -> dict[str, Result]:
         """Results that `facts` wrote to a file, by experiment. Raises ConfigError where it is no such file, or one of
@@ -175,11 +209,11 @@ class Session:
         """
         try:
             given = json.loads(path.read_text(encoding="utf-8"))
-            found = {key: given["settings"][key] for key in self.settings}
+            found = {key: given["settings"].get(key) for key in self.settings}
             results = [Result.of_dict(one) for one in given["results"]]
         except OSError as error:
             raise ConfigError(f"reuse={str(path)!r}: cannot be read ({error.strerror or error})") from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(f"reuse={str(path)!r}: not what `expertly lab reproduce --out DIR` writes") from None
         for key, value in self.settings.items():
             if found[key] != value:
@@ -190,7 +224,7 @@ class Session:
         """Settings and results, for JSON."""
         return {
             "settings": self.settings,
-            "results": [_about(EXPERIMENTS[one.name]) | one.as_dict() for one in results],
+            "results": [_about(find_experiment(one.name)) | one.as_dict() for one in results],
         }
 
     def about(self) -> list[str]:
@@ -226,16 +260,16 @@ def _open_session(make: Callable[[Path], Session], scratch: Path) -> None:
 
 
 def _result(name: str) -> Result:
-    return _sessions[0].result(EXPERIMENTS[name])
+    return _sessions[0].result(find_experiment(name))
 
 
 def _about(one: Experiment) -> dict[str, Any]:
     return {"paper": one.paper, "figures": list(one.figures), "title": one.title, "shows": one.shows}
 
 
-def _digest(path: Path | None) -> str | None:
+def _digest(path: Path) -> str:
     """Of what a file holds, which has been read before."""
-    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 # -- the report --------------------------------------------------------------------------------------------------
@@ -251,8 +285,8 @@ def markdown(command: str, about: Sequence[str], results: Sequence[Result]) -> s
     page = environment.from_string(source).render(
         command=command,
         about=about,
-        pairs=[(EXPERIMENTS[one.name], one) for one in results],
-        papers=PAPERS,
+        pairs=[(find_experiment(one.name), one) for one in results],
+        papers={find_experiment(one.name).paper: PAPERS[find_experiment(one.name).paper].title for one in results},
         count=lambda verdict=None: sum(one.count(verdict) for one in results),
     )
     return page.rstrip() + "\n"
@@ -260,7 +294,7 @@ def markdown(command: str, about: Sequence[str], results: Sequence[Result]) -> s
 
 def text(result: Result, grid: Grid) -> str:
     """For a terminal; `grid` lays out a table of headers and rows."""
-    one = EXPERIMENTS[result.name]
+    one = find_experiment(result.name)
     lines = [f"{one.name}  {one.title} ({one.where})", f"the paper: {one.shows}"]
     for finding in result.findings:
         lines += ["", f"{finding.trace}: {finding.setting}"]
@@ -277,66 +311,3 @@ def text(result: Result, grid: Grid) -> str:
         lines += [f"note: {note}" for note in finding.notes]
     lines += [f"not run on {reason}" for reason in result.left_out]
     return "\n".join([*lines, f"direction: {result.verdict} ({result.seconds:.0f} s)", ""])
-
-
-# -- a trace of the demo model -------------------------------------------------------------------------------------
-
-PROMPTS = {False: 90, True: 30}
-"""By --quick."""
-NEW_TOKENS = {False: 48, True: 32}
-TEMPLATES = {
-    "story": "Once upon a time there was {} who wanted to see {}. One morning",
-    "question": "Question: what is {} good for, and why do people compare it with {}? Answer:",
-    "sums": "{} costs 12 coins and {} costs 7 coins. How many coins do 3 of each cost? Let us think step by step.",
-    "code": "def find(items):\n    # returns {} that comes before {} in the list\n",
-    "instruction": "Instruction: write a short letter about {} to a friend who likes {}.\nResponse:",
-}
-FIRST = ("an old fisherman", "a clock", "the smallest boat", "a wooden bridge", "a grey cat", "the last train")
-SECOND = ("the sea", "a garden", "the mountains", "music")
-
-
-def made_up(num: int) -> list[tuple[str, str]]:
-    """So many prompts of five categories in turn, no two alike: (category, prompt)."""
-    pairs = [(first, second) for first in FIRST for second in SECOND]
-    every = [
-        (category, template.format(*pairs[(5 * at + which) % len(pairs)]))
-        for at in range(len(pairs))
-        for which, (category, template) in enumerate(TEMPLATES.items())
-    ]
-    return every[:num]
-
-
-def demo_trace(quick: bool, say: Callable[[str], None]) -> Path:
-    """The demo model's answers to prompts made up here, recorded in full once; kept in the cache folder."""
-    folder = cache_folder() / "reproduce" / f"demo-{PROMPTS[quick]}"
-    if (folder / "manifest.json").is_file():
-        return folder
-    say(f"expertly: recording the demo model's answers to {PROMPTS[quick]} prompts, once")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        made = Path(scratch) / folder.name
-        _record(made_up(PROMPTS[quick]), made, NEW_TOKENS[quick])
-        shutil.rmtree(folder, ignore_errors=True)  # what another version left
-        try:
-            made.replace(folder)
-        except OSError as error:
-            if not (folder / "manifest.json").is_file():  # else another process was first
-                raise ExpertlyError(f"{folder}: the recording could not be kept ({error}); give --trace") from None
-    return folder
-
-
-def _record(prompts: Sequence[tuple[str, str]], out: Path, num_tokens: int) -> None:
-    from expertly import api
-    from expertly.lab.playing import answer, chooser
-    from expertly.lab.recording import record
-
-    model, tokenizer = api.load(None, system="resident", learned="off", device="cpu")
-    try:
-        choose = chooser(0.8, 0)
-        with record(model, out, full=True, name="demo") as recording:
-            for category, prompt in prompts:
-                ids = tokenizer(prompt, return_token_type_ids=False)["input_ids"]
-                recording.begin_request(category, prompt, len(ids))
-                answer(model, ids, num_tokens, choose)
-    finally:
-        api.unload(model)

@@ -12,24 +12,28 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from expertly.core.errors import ExpertlyError
-from expertly.core.geometry import DenseShape, LayerGeometry
+from expertly.core.errors import ConfigError, ExpertlyError
+from expertly.core.geometry import DenseShape, Geometry, LayerGeometry
 from expertly.core.messages import Span
+from expertly.core.resources import parse_memory
+from expertly.core.units import format_nbytes
 from expertly.data import demo_predictor
 from expertly.lab.papers import SEEDS, TOKENS
-from expertly.lab.papers.findings import Check, Finding, FindingTable
+from expertly.lab.papers.findings import TAKEN, Check, Experiment, Finding, FindingTable
 from expertly.lab.papers.measured import Estimate, Floats
-from expertly.policies.learned import read_learned
+from expertly.policies.learned import LearnedState, ModelShape, read_learned
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.system import names_of_options
-from expertly.sim.hardware import Hardware, read_geometry
+from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Arrivals, Schedule, Selection, decode_passes, first_rows, make_schedule
 from expertly.sim.study import RATES, Memory, Study
 from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 from expertly.trace.writer import TraceWriter
 
+MEMORY = "25%"
+"""Where an experiment has no budget of its own."""
 SMALL_NBYTES, SCALED_NBYTES = 1 << 20, 8 << 20
 """Experts smaller than the first are taken for experts of the second: they would be loaded in no time."""
 SPLIT = (7, 3)
@@ -59,14 +63,16 @@ class Subject:
     layers: tuple[LayerGeometry, ...]
     dense: DenseShape | None
     sizes: str
-    weights: LearnedWeights | None  # of a learned predictor
-    weights_note: str | None  # what they learned from
+    weights: Mapping[type[LearnedState], LearnedState] = field(default_factory=dict)  # of trained predictors
+    weights_note: str = ""  # what they learned from
     learned_from: Selection | None = None  # of this trace, by the weights
 
     @classmethod
-    def open(cls, path: Path, predictor: Path | None = None) -> Subject:
-        """Raises TraceError or StoreError where a file is not what it must be, and ExpertlyError for a trace that does
-        not know the sizes of its experts.
+    def open(
+        cls, path: Path, predictors: Sequence[Path] = (), kinds: Sequence[type[LearnedState]] = (LearnedWeights,)
+    ) -> Subject:
+        """`predictors`: files of trained weights, of these `kinds`. Raises TraceError or StoreError where a file is not
+        what it must be, and ExpertlyError for a trace that does not know the sizes of its experts.
         """
         trace = Trace.open(path)
         layers = trace.manifest.geometries
@@ -79,10 +85,9 @@ class Subject:
         if layers[0].expert_nbytes < SMALL_NBYTES:
             factor = math.ceil(SCALED_NBYTES / layers[0].expert_nbytes)
             layers = tuple(replace(one, intermediate_size=one.intermediate_size * factor) for one in layers)
-            sizes = f"experts taken for {factor} times theirs, {layers[0].expert_nbytes / (1 << 20):.1f} MiB"
-        weights, note, learned_from = _weights(trace, predictor)
+            sizes = f"experts taken for {factor} times theirs, {format_nbytes(layers[0].expert_nbytes)}"
         name, dense = path.resolve().name, trace.manifest.dense
-        return cls(name, trace, layers, dense, sizes, weights, note, learned_from=learned_from)
+        return cls(name, trace, layers, dense, sizes, *_weights(trace, predictors, kinds))
 
     @property
     def is_full(self) -> bool:
@@ -96,7 +101,7 @@ class Subject:
 
     def lacks(self, needs: tuple[str, ...]) -> list[str]:
         """Of what an experiment needs, what the trace does not have."""
-        there = {"prompts": self.has_prompts, "weights": self.weights is not None}
+        there = {"prompts": self.has_prompts, "weights": LearnedWeights in self.weights}
         return [name for name in needs if not (there[name] if name in there else self.trace.is_real(name))]
 
     def fitted(self, system: str) -> tuple[str, bool]:
@@ -105,7 +110,8 @@ class Subject:
         """
         parts = get_system(system)
         lacking = (parts.prediction in ("lookahead", "speculative") and not self.trace.has("lookahead")) or (
-            parts.prediction == "learned" and (self.weights is None or not self.trace.has("router_inputs"))
+            parts.prediction == "learned"
+            and (LearnedWeights not in self.weights or not self.trace.has("router_inputs"))
         )
         if not lacking:
             return system, False
@@ -116,23 +122,33 @@ class Subject:
         return ":".join([name, "prediction=modelled", *own, *distance]), True
 
 
-def _weights(trace: Trace, predictor: Path | None) -> tuple[LearnedWeights | None, str | None, Selection | None]:
-    """Given ones, or those that ship, for a trace of the demo model; what they learned from, and how this trace was
-    parted, if that is it.
+def _weights(
+    trace: Trace, files: Sequence[Path], kinds: Sequence[type[LearnedState]]
+) -> tuple[dict[type[LearnedState], LearnedState], str, Selection | None]:
+    """Given ones of the trace's model, and those that ship, for a trace of the demo model; what they learned from, and
+    how this trace was parted, if that is it.
     """
-    if predictor is None:
-        if trace.manifest.model != "demo" or not demo_predictor().is_file():
-            return None, None, None
-        predictor = demo_predictor()
-    file = read_learned(predictor, LearnedWeights)
-    shapes = [(layer.num_experts, layer.top_k) for layer in trace.manifest.layers]
-    if shapes != list(zip(file.learned.num_experts, file.learned.top_k, strict=True)):
-        return None, None, None
-    about, parted, source = file.header.about, None, "requests that are not of this trace"
-    if about.get("trace") == trace.fingerprint:
-        first, rest = map(int, str(about.get("split", "7:3")).split(":"))
-        parted, source = Selection(split=(first, rest), seed=int(about.get("seed", 0))), "its training part"
-    return file.learned, f"trained networks (`promoe`) learned from {source}", parted
+    found: dict[type[LearnedState], LearnedState] = {}
+    notes, parted = [], None
+    shape = ModelShape(*zip(*((layer.num_experts, layer.top_k) for layer in trace.manifest.layers), strict=True))
+    shipped = [demo_predictor()] if trace.manifest.model == "demo" and demo_predictor().is_file() else []
+    for path in (*files, *shipped):
+        file = read_learned(path, *kinds)
+        kind, about = type(file.learned), file.header.about
+        if file.header.shape != shape or kind in found:
+            continue
+        found[kind], source = file.learned, "requests that are not of this trace"
+        if "trace" not in about:
+            source = "what its file does not say"
+        elif about["trace"] == trace.fingerprint:
+            first, rest = map(int, str(about.get("split", "7:3")).split(":"))
+            parted, source = (
+                parted or Selection(split=(first, rest), seed=int(about.get("seed", 0))),
+                "its training part",
+            )
+        whose = "`promoe`" if kind is LearnedWeights else path.name
+        notes.append(f"trained {kind.unit} ({whose}) learned from {source}")
+    return found, "; ".join(notes), parted
 
 
 class Watch:
@@ -241,10 +257,6 @@ class Row:
     def __getitem__(self, key: str) -> Any:
         return self.facts[key]
 
-    @property
-    def label(self) -> str:
-        return f"{self.system} (modelled)" if self.is_modelled else self.system
-
     def mean(self, each: Floats, where: Bools | None = None, weights: Floats | None = None) -> float:
         """Of passes, or what they add up to in units of what `weights` do."""
         chosen = np.ones(len(each), bool) if where is None else where
@@ -333,12 +345,13 @@ class Row:
 
 @dataclass
 class Runs:
-    """One schedule a seed, of one trace, on one machine; rows are made once."""
+    """One schedule a seed, of one trace, on one machine; rows are made once. `memory`: where a row says no other."""
 
     studies: Sequence[Study]
     subject: Subject
     hardware: str
-    sizes: str
+    memory: str = MEMORY
+    added: Sequence[str] = ()  # systems that a user wants to see beside those of the experiment
     shared: dict[tuple[str, str], Row] = field(default_factory=dict)
     by_seed: dict[str, list[Row]] = field(default_factory=dict)  # of the last run of each system
 
@@ -347,9 +360,9 @@ class Runs:
         """Of the first seed."""
         return self.studies[0]
 
-    def row(self, system: str, memory: str | Memory = "25%") -> Row:
+    def row(self, system: str, memory: str | Memory | None = None) -> Row:
         """Raises ConfigError for what cannot run; what a trace lacks is modelled, and the row says so."""
-        memory = Memory(memory) if isinstance(memory, str) else memory
+        memory = memory if isinstance(memory, Memory) else Memory(memory or self.memory)
         key = (system, memory.label)
         if key not in self.shared:
             rows = [self._run(number, system, memory) for number in range(len(self.studies))]
@@ -357,16 +370,21 @@ class Runs:
             self.by_seed[system] = rows
         return self.shared[key]
 
-    def rows(self, systems: Mapping[Any, str] | Sequence[str], memory: str = "25%") -> dict[str, Row]:
+    def rows(self, systems: Mapping[Any, str] | Sequence[str], memory: str | Memory | None = None) -> dict[str, Row]:
         """By label, or by the name of the system."""
         named = systems if isinstance(systems, Mapping) else {name: name for name in systems}
         return {str(label): self.row(name, memory) for label, name in named.items()}
 
+    def beside(self, memory: str | Memory | None = None) -> dict[str, Row]:
+        """Rows of the systems that a user added: for tables, never for claims."""
+        return self.rows({f"{name} (added)": name for name in self.added}, memory)
+
     def _run(self, number: int, system: str, memory: Memory) -> Row:
         study = self.studies[number]
         name, is_modelled = self.subject.fitted(system)
-        last = study.chrome = LastRun()
-        facts = study.row(get_system(name), memory)
+        parts, last = get_system(name), LastRun()
+        study.chrome, study.learned = last, None if parts.weights is None else self.subject.weights.get(parts.weights)
+        facts = study.row(parts, memory)
         watch = last.watch
         if facts["skipped"] is not None:
             raise CannotRun(facts["skipped"])
@@ -398,6 +416,35 @@ class Runs:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a user asks for beside or instead of the paper's, see TAKEN."""
+
+    system: tuple[str, ...] = ()
+    hardware: str | None = None
+    memory: str | None = None
+
+    def refused_by(self, experiment: Experiment) -> list[str]:
+        """Of what is asked for, what an experiment does not take."""
+        return [name for name in TAKEN if getattr(self, name) and name not in experiment.takes]
+
+    def check(self, experiments: Sequence[Experiment]) -> None:
+        """Raises ConfigError for what there is not, and where none of these experiments takes what is asked for."""
+        for name in self.system:
+            get_system(name)
+        if self.hardware is not None:
+            Hardware.read(self.hardware)
+        if self.memory is not None:
+            parse_memory(self.memory, 1 << 60)  # of any model
+        refused = [self.refused_by(one) for one in experiments]
+        if all(refused):
+            names = ", ".join(one.name for one in experiments)
+            raise ConfigError(
+                f"{', '.join(refused[0])}: means nothing to {names:.200}; `expertly lab reproduce --list` says what "
+                "each experiment takes"
+            )
+
+
 @dataclass
 class Lab:
     """What an experiment is given: one trace. `quick`: few tokens, of one seed."""
@@ -408,6 +455,7 @@ class Lab:
     seed: int = 0  # the first
     num_seeds: int = SEEDS
     num_tokens: int = TOKENS  # of decode, over all seeds
+    asked: Asked = Asked()
     arrivals: Arrivals | None = None  # of requests, recorded; None: they are made up
     progress: Callable[[str, int, int], None] | None = None
     _made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -426,6 +474,22 @@ class Lab:
     @property
     def trace(self) -> Trace:
         return self.subject.trace
+
+    def machine(self, name: str) -> Hardware:
+        """The one that was asked for, else the paper's."""
+        return Hardware.read(self.asked.hardware or name)
+
+    def machines(self, names: Sequence[str]) -> Sequence[str]:
+        return names if self.asked.hardware is None else [self.asked.hardware]
+
+    def memory(self, label: str = MEMORY) -> str:
+        """The budget that was asked for, else the paper's."""
+        return self.asked.memory or label
+
+    def share(self, label: str = MEMORY) -> float:
+        """The same in percent of the experts."""
+        geometry = Geometry(self.subject.layers)
+        return 100 * Memory(self.memory(label)).budget(geometry).memory_nbytes / geometry.nbytes
 
     @property
     def tokens_of_seed(self) -> int:
@@ -468,16 +532,10 @@ class Lab:
         dice.shuffle(made.test)
         return made
 
-    def runs(self, hardware: str, *, times: float = 1.0, online: bool = False, sizes: str | None = None) -> Runs:
-        """Of `schedules`; `online`: nothing was learned beforehand; `sizes`: a shipped description's."""
+    def runs(self, hardware: str, *, times: float = 1.0) -> Runs:
+        """Of `schedules`."""
 
-        def make() -> Runs:
-            schedules = self.schedules(times)
-            if online:
-                schedules = [Schedule([], one.test) for one in schedules]
-            return self.runs_of(schedules, hardware, sizes=sizes)
-
-        return self.once(("runs", hardware, times, online, sizes), make)
+        return self.once(("runs", hardware, times), lambda: self.runs_of(self.schedules(times), hardware))
 
     def runs_of(
         self,
@@ -485,33 +543,27 @@ class Lab:
         hardware: str | Hardware,
         *,
         traces: Sequence[Trace] | None = None,
-        sizes: str | None = None,
         is_queued: bool = False,
         matcher: str = "virtual",
     ) -> Runs:
         """Of other schedules, or other traces of the same model, one a seed."""
         subject = self.subject
-        machine = Hardware.read(hardware) if isinstance(hardware, str) else hardware
-        layers, dense = subject.layers, subject.dense
-        if sizes is not None:
-            given = read_geometry(sizes)
-            layers, dense = given.layers, given.dense
+        machine = self.machine(hardware) if isinstance(hardware, str) else hardware
         studies = [
             Study(
                 traces[number] if traces else subject.trace,
                 schedule,
                 machine,
-                layers,
-                dense,
+                subject.layers,
+                subject.dense,
                 seed=self.seed + number,
                 is_queued=is_queued,
                 matcher=matcher,
-                learned=subject.weights,
                 progress=self.progress,
             )
             for number, schedule in enumerate(schedules)
         ]
-        return Runs(studies, subject, machine.name, sizes or subject.sizes)
+        return Runs(studies, subject, machine.name, self.memory(), self.asked.system)
 
     def finding(
         self,
@@ -525,12 +577,13 @@ class Lab:
         made = tuple(check for check in checks if check is not None)
         return Finding(self.subject.name, setting, tuple(tables), made, tuple(notes), measured_on)
 
-    def setting(self, runs: Runs, memory: str = "") -> str:
-        """In words: machine, sizes, memory, tokens, requests and seeds."""
+    def setting(self, runs: Runs, memory: str | None = None) -> str:
+        """In words: machine, sizes, memory ("": several), tokens, requests and seeds."""
+        memory = runs.memory if memory is None else memory
         tests = [span for study in runs.studies for span in study.schedule.test]
         num = sum(int(decode_passes(study.trace, span).sum()) for study in runs.studies for span in study.schedule.test)
         learned = min(len({span.request for span in study.schedule.training}) for study in runs.studies)
-        parts = [runs.hardware, runs.sizes, *([f"memory {memory}"] if memory else [])]
+        parts = [runs.hardware, runs.subject.sizes, *([f"memory {memory}"] if memory else [])]
         requests = len({span.request for span in tests})
         parts.append(
             f"{sum(span.num_rows for span in tests)} tokens"

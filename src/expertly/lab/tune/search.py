@@ -15,8 +15,8 @@ from expertly.lab.routing_rates import rates_of_trace
 from expertly.policies.allocation.moepic import SplitPlan, configure
 from expertly.policies.base import option_text
 from expertly.policies.eviction import EVICTIONS
+from expertly.policies.learned import LearnedState
 from expertly.policies.predictor import PREDICTORS
-from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.scheduler.system import ACCEPTED, OF_PREDICTION, PARTS, REGISTRIES, System, names_of_options
 from expertly.sim.compute import compute_model, step_times
@@ -232,7 +232,7 @@ class Simulation:
     trace: Trace
     schedule: Schedule
     hardware: Hardware
-    weights: LearnedWeights | None = None
+    weights: LearnedState | None = None
     seed: int = 0
     _studies: dict[tuple[int, str, SplitPlan | None], Study] = field(init=False, default_factory=dict)
     _plans: dict[tuple[int, int], SplitPlan] = field(init=False, default_factory=dict)

@@ -31,7 +31,7 @@ from expertly.lab.tune.verdict import (
     representatives,
 )
 from expertly.model.packing import pack_cached
-from expertly.policies.predictor.learned import LearnedWeights
+from expertly.policies.learned import LearnedState
 from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS, default_system, get_system, without_prediction
 from expertly.sim.hardware import Hardware
 from expertly.store.cache import learned_beside
@@ -225,7 +225,7 @@ def _packed(store: PackedStore, codec: str) -> dict[str, PackedStore]:
     return {store.codec: store} | there
 
 
-def _weights(predictor: str, store: PackedStore) -> LearnedWeights | None:
+def _weights(predictor: str, store: PackedStore) -> LearnedState | None:
     """Trained ones, as the first system that takes some would find them."""
     taker = next((system for system in SYSTEMS.values() if system.takes_weights), None)
     return None if taker is None else find_weights(predictor, taker, store)

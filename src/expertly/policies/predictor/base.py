@@ -17,6 +17,7 @@ from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Floats, History, Routed, Want
 from expertly.policies.base import NO_OPTIONS, Policy, PolicyOptions, option
 from expertly.policies.known import NOTHING, Known
+from expertly.policies.learned import LearnedState
 
 ALL_LAYERS = 1 << 30
 """A distance that no model has."""
@@ -46,8 +47,8 @@ class Predictor(Policy, ABC):
     """Of every expert of a layer: prefetch=proximity weighs its scores, and the eviction policy is told."""
     default_distance: ClassVar[int | None] = None
     """Where a system takes it and does not say a distance; None: the system's own stays."""
-    takes_weights: ClassVar[bool] = False
-    """It was trained before, on a trace (Known.learned)."""
+    weights: ClassVar[type[LearnedState] | None] = None
+    """Where it was trained before: the class of what it was taught, which a file holds (Known.learned)."""
 
     wants: frozenset[Want] = frozenset()
     """What it needs to see; of the rest it may be told, too. An instance may set its own."""

@@ -86,8 +86,7 @@ class LearnedWeights(LearnedState):
         return all(pair in self.mlps for pair in pairs(self.starts, distance))
 
     @property
-    def hidden_size(self) -> int:
-        """Most numbers of a router input; 0 where there is nothing to predict."""
+    def hidden_size(self) -> int:  # type: ignore[override]
         return max((mlp.hidden.shape[1] for mlp in self.mlps.values()), default=0)
 
     # -- as a file keeps it ------------------------------------------------------------------------------------
@@ -99,10 +98,6 @@ class LearnedWeights(LearnedState):
     @property
     def num_learned(self) -> int:
         return len(self.mlps)
-
-    @property
-    def generation(self) -> int:  # type: ignore[override]
-        return 0
 
     def lists(self) -> dict[str, Sequence[int]]:
         return {**super().lists(), "starts": self.starts, "distances": self.distances}
@@ -211,7 +206,7 @@ class Learned(RankingPredictor):
 
     name = "learned"
     needs = ("router_inputs",)
-    takes_weights = True
+    weights = LearnedWeights
     wants: frozenset[Want] = frozenset({"inputs"})
 
     def __init__(
@@ -247,8 +242,8 @@ class Learned(RankingPredictor):
                 yield prediction
 
 
-def _checked(geometry: Geometry, weights: LearnedWeights | None, distance: int) -> LearnedWeights:
-    if weights is None:
+def _checked(geometry: Geometry, weights: LearnedState | None, distance: int) -> LearnedWeights:
+    if not isinstance(weights, LearnedWeights):
         raise ConfigError(
             "prediction 'learned': no weights of a predictor; make them with `expertly lab train TRACE --out "
             "FILE` and name the file: predictor=FILE (--predictor FILE)"
