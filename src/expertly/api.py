@@ -21,7 +21,7 @@ from expertly.engine.device import choose_devices, kind_of
 from expertly.engine.group import make_executor
 from expertly.engine.learned import LearnedFiles, find_files, find_weights, save_of_eviction
 from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
-from expertly.engine.observe import CannotLookAheadError, Matcher, choose_matcher, make_prefetching
+from expertly.engine.observe import CannotLookAheadError, choose_predict, make_prefetching
 from expertly.engine.process import (
     give_back_code,
     give_back_heap,
@@ -104,7 +104,7 @@ def open_model(
         why_system = chosen.why_system
         try:
             engine.prefetching = make_prefetching(
-                parts, loaded, store, engine, chosen.matcher, chosen.files, weights=chosen.weights
+                parts, loaded, store, engine, chosen.predict, chosen.files, weights=chosen.weights
             )
         except CannotLookAheadError as error:
             if parts.gate == "none":
@@ -133,7 +133,7 @@ class _Chosen:
     parts: System
     why_system: str | None  # where it was chosen
     store: PackedStore
-    matcher: Matcher
+    predict: str  # thread or inline
     order: str
     files: LearnedFiles
     weights: LearnedWeights | None
@@ -171,7 +171,7 @@ def _choose(
             request = replace(request, at_most=settled.memory)
         asked = replace(asked, system=system, **{**settled._asdict(), "memory": asked.memory})
     parts = get_runnable(asked.system)
-    order, matcher = parts.ordered(asked.order), choose_matcher(parts, asked.predict)
+    order, predict = parts.ordered(asked.order), choose_predict(parts, asked.predict)
     if len(targets) > 1 and asked.decisions is not None:
         raise ConfigError(
             f"decisions={str(asked.decisions)!r}: {len(targets)} devices decide apart; accepted: one device"
@@ -193,7 +193,7 @@ def _choose(
     division = divide(store, geometries, parts, request, targets)
     known = Known() if asked.plan is None else _known_of(asked.plan, parts, geometries, division.budgets)
     budgets = [parts.budget(one, budget, known) for one, budget in zip(geometries, division.budgets, strict=True)]
-    return _Chosen(asked, parts, why_system, store, matcher, order, files, weights, placement, division, budgets, known)
+    return _Chosen(asked, parts, why_system, store, predict, order, files, weights, placement, division, budgets, known)
 
 
 def _memory_request(

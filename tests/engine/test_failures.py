@@ -238,7 +238,7 @@ def end_readers(model: Any, number: int, how_many: int) -> None:
 def test_transfer_threads_that_have_ended_fail_the_request_and_are_replaced(
     devices: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(transfer, "LOOK_EVERY_S", 0.05)
     case, named = cases["qwen3_moe"], "^a thread" if devices == "cpu" else "^cpu:1: a thread"
     with loaded_on(devices, case.store) as model:
         last = len(handle(model).engine.executor.shards) - 1
@@ -266,7 +266,7 @@ def test_a_transfer_thread_that_breaks_tells_why(cases: Cases) -> None:
 def test_a_device_whose_thread_has_ended_says_so_and_can_be_unloaded(
     cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(groups, "LOOK_EVERY_S", 0.05)
     case = cases["qwen3_moe"]
     model, _ = expertly.load(str(case.store), devices=TWO, memory="60%")
     assert generate(model, case.prompts) == case.tokens

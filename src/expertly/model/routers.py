@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -89,19 +89,6 @@ class RouterTap:
     def scores(self, router_input: torch.Tensor) -> torch.Tensor:
         """Normalised routing scores [T, E] of hidden states [T, H]."""
         return self.normalised(self.logits(router_input))
-
-
-def attach_all(taps: Iterable[RouterTap | None], ran: Ran) -> None:
-    """Watch the routers of these layers; None: a layer without one."""
-    for tap in taps:
-        if tap is not None:
-            tap.attach(ran)
-
-
-def detach_all(taps: Iterable[RouterTap | None]) -> None:
-    for tap in taps:
-        if tap is not None:
-            tap.detach()
 
 
 def find_routers(model: PreTrainedModel, layers: Sequence[LayerGeometry]) -> list[RouterTap | None]:
