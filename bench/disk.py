@@ -46,8 +46,8 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     import expertly
+    from expertly.core.resources import NUM_READERS
     from expertly.engine.reading import MIN_READ_NBYTES
-    from expertly.engine.transfer import NUM_READERS
     from expertly.hardware.measure import measure_disk
     from expertly.model.packing import pack_cached
 

@@ -205,7 +205,7 @@ def main() -> None:
         dtype=None,
         out=None,
     )
-    from expertly.engine.transfer import NUM_READERS
+    from expertly.core.resources import NUM_READERS
     from expertly.hardware.measure import measure_disk
     from expertly.store.packed import PackedStore
 

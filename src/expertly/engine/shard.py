@@ -122,7 +122,9 @@ class Shard:
                 self.scheduler.loaded(self.device.wait())
 
     def begin(self) -> None:
-        """A forward pass begins. Raises ModelUseError where the device cannot run one now (a CUDA graph is captured)."""
+        """A forward pass begins. Raises ModelUseError where the device cannot run one now (a CUDA
+        graph is captured).
+        """
         self.device.begin()
         if self.configuring is not None:
             now = self.device.stamp()

@@ -13,11 +13,9 @@ from typing import NamedTuple
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
+from expertly.core.resources import NUM_READERS
 from expertly.engine.numa import MemoryNode
 from expertly.engine.reading import ExtentSource, Moved, Read, make_source
-
-NUM_READERS = 4
-"""Reads in flight. Disks and page-cache copies here are at their best from 4 on (`expertly doctor`)."""
 
 LOOK_EVERY_S = 1.0
 """A thread that waits for another checks this often whether that one still runs."""

@@ -15,11 +15,10 @@ from time import monotonic
 import torch
 
 from expertly.core.errors import ConfigError
-from expertly.core.resources import allowed_cpus, cpu_name
+from expertly.core.resources import NUM_READERS, allowed_cpus, cpu_name
 from expertly.core.units import format_nbytes
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.process import keep_off_trapped_instructions
-from expertly.engine.transfer import NUM_READERS
 from expertly.hardware import measure
 from expertly.hardware.measure_cuda import measure_devices
 from expertly.hardware.profile import DeviceProfile, DiskProfile, DiskRate, MachineProfile, MatvecRate

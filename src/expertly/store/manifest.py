@@ -1,4 +1,4 @@
-"""What a packed store says of itself: its dtype, and `manifest.json`, written last and read as hostile input."""
+"""`manifest.json`, which describes a packed store. It is written last and read as hostile input."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 
 STORE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""What experts may be stored as: torch's name to safetensors' name."""
+"""Dtypes of stored experts: torch's name to safetensors' name."""
 
 ITEMSIZE = {name: BITS[code] // 8 for name, code in STORE_DTYPES.items()}
 
 IS_FLOAT = frozenset({"F16", "BF16", "F32", "F64"})
-"""Dtypes of tensors that loading casts to the model's dtype."""
+"""Dtypes that loading casts to the model's dtype."""
 
 
 def check_store_dtype(name: object, field: str = "dtype") -> str:
-    """`name` where it is one that experts may be stored as. Raises ConfigError naming what is accepted."""
+    """`name`, if experts can be stored in this dtype. Raises ConfigError naming what is accepted."""
     if not isinstance(name, str) or name not in STORE_DTYPES:
         raise ConfigError(f"{field}={name!r}: not a dtype that experts can have; accepted: {', '.join(STORE_DTYPES)}")
     return name
@@ -37,37 +37,36 @@ def check_store_dtype(name: object, field: str = "dtype") -> str:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """Size and checksum (CRC-32 of zlib) of one file of the store; of a large one also its xxh3_64, which takes a
-    tenth of the time.
+    """Size and checksum (zlib's CRC-32) of a file of the store; of a large one also xxh3_64, which is ten times as
+    fast.
     """
 
     nbytes: int
     checksum: int
-    xxh3: int | None = None  # stores of before have none
+    xxh3: int | None = None  # None in older stores
 
 
 @dataclass(frozen=True, slots=True)
 class RoundingCost:
-    """Next-token predictions after every token of a text, beside those of the model whose experts are not rounded."""
+    """How next-token predictions on a text differ from those of the model without rounding."""
 
-    kl: float  # mean of KL(not rounded || rounded), nats
-    top1: float  # share of those whose likeliest token is the same
+    kl: float  # mean KL(not rounded || rounded), nats
+    top1: float  # share of positions with the same likeliest token
     tokens: int
-    text: str  # which
+    text: str  # its name
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Experts were rounded by us: tokens are not those of the checkpoint."""
+    """expertly rounded the experts: generated tokens may differ from the checkpoint's."""
 
     to: str  # the weight format, as --quantize calls it
-    cost: RoundingCost | None = None  # None: nobody measured it
+    cost: RoundingCost | None = None  # None: not measured
 
     def as_dict(self) -> dict[str, Any]:
         return {"to": self.to, "cost": None if self.cost is None else dataclasses.asdict(self.cost)}
 
     def __str__(self) -> str:
-        """For people."""
         if self.cost is None:
             return f"rounded to {self.to}, at a cost that nobody measured"
         kl, top1, tokens, text = dataclasses.astuple(self.cost)
@@ -79,30 +78,29 @@ class Rounding:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything but the bytes. `layers` and `sites` run over the MoE layers in model order."""
+    """The contents of `manifest.json`. `layers` and `sites` run over the MoE layers in model order."""
 
     identity: str  # of the source checkpoint
-    source: str  # where it was
+    source: str  # its path or hub id
     model_type: str
-    dtype: str  # that experts are computed in: bfloat16, float16 or float32; stored in where they have no format
+    dtype: str  # of computing with experts, and of storing them without a weight format: bfloat16, float16 or float32
     layers: tuple[LayerGeometry, ...]
     sites: tuple[str, ...]  # module path of each layer's experts
     files: Mapping[str, FileEntry]
     codec: str = "none"  # how the experts are stored
     rounding: Rounding | None = None
-    dense_formats: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # formats that linear layers keep, by path
+    dense_formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Weight formats of linear layers, by module path."""
     format_version: int = FORMAT_VERSION
 
     @property
     def stored_as(self) -> str:
-        """The format of the experts' weights where they are quantised, else their dtype."""
+        """The weight format of quantised experts, else their dtype."""
         return stored_as(self.layers, self.dtype)
 
     @property
     def told_as(self) -> str:
-        """The same, and whether they were rounded to it, for people."""
+        """`stored_as` for people, with a note if experts were rounded."""
         return self.stored_as if self.rounding is None else f"{self.stored_as}, rounded"
 
     def write(self, folder: Path) -> None:
@@ -131,9 +129,7 @@ class Manifest:
 
     @staticmethod
     def is_of_this_version(folder: Path) -> bool:
-        """Whether the manifest says that this version of expertly reads the store. Raises StoreError where it says
-        nothing.
-        """
+        """Whether the store has the format version of this expertly. Raises StoreError for an unreadable manifest."""
         return read_json_object(folder / MANIFEST_NAME, StoreError).get("format_version") == FORMAT_VERSION
 
     @classmethod
