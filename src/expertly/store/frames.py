@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,7 +27,7 @@ from expertly.core.errors import StoreError, TransferError
 from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
 from expertly.core.headers import TensorSpec, parse_safetensors_header, safetensors_header
 from expertly.store.checkpoint import Bytes
-from expertly.store.manifest import MANIFEST_NAME, FileEntry
+from expertly.store.manifest import FileEntry
 from expertly.store.reader import ExpertFile
 
 MAX_FRAMES = 16
@@ -106,15 +105,8 @@ def index_bytes(
 def open_index(folder: Path, number: int, layer: LayerGeometry, entry: FileEntry) -> FrameIndex:
     """The index of layer `number`; `entry` is the manifest's. Raises StoreError naming the damage."""
     path, frames_path = folder / index_name(number), folder / planes_name(number)
+    raw = entry.read(path, MAX_INDEX_NBYTES)
     try:
-        if entry.nbytes > MAX_INDEX_NBYTES:
-            raise StoreError(f"{path}: {entry.nbytes} bytes, more than the {MAX_INDEX_NBYTES} accepted")
-        try:
-            raw = path.read_bytes()
-        except OSError as error:
-            raise StoreError(f"{path}: cannot be read ({error.strerror})") from None
-        if len(raw) != entry.nbytes or zlib.crc32(raw) != entry.checksum:
-            raise StoreError(f"{path}: checksum {zlib.crc32(raw):08x}, but {MANIFEST_NAME} says {entry.checksum:08x}")
         found = parse_index(path, raw, frames_path, layer)
         if frames_path.stat().st_size != found.file_nbytes:
             raise StoreError(f"{path}: describes {found.file_nbytes} bytes, but {frames_path.name} has another length")

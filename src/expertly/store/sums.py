@@ -7,7 +7,6 @@ each block. Older stores have none; `pack --verify` adds them. xxhash releases t
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from expertly.core.errors import StoreError, TransferError
 from expertly.core.geometry import LayerGeometry
 from expertly.core.headers import TensorSpec, parse_safetensors_header, safetensors_header
 from expertly.store.frames import frames_per_expert
-from expertly.store.manifest import MANIFEST_NAME, FileEntry
+from expertly.store.manifest import FileEntry
 from expertly.store.reader import ExpertFile
 
 Sums = tuple[tuple[int, ...], ...]
@@ -62,20 +61,12 @@ class BlockSummer:
 def open_sums(folder: Path, number: int, layer: LayerGeometry, entry: FileEntry) -> Sums:
     """The sums of layer `number`; `entry` is the manifest's. Raises StoreError naming the damage."""
     path, spec = folder / sums_name(number), _spec(layer)
-    again = "remove the store and pack again"
-    if entry.nbytes > len(safetensors_header([spec])) + spec.nbytes:
-        raise StoreError(f"{path}: {entry.nbytes} bytes, too many for the sums of its layer: {again}")
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read ({error.strerror}): {again}") from None
-    if zlib.crc32(raw) != entry.checksum:
-        found = f"checksum {zlib.crc32(raw):08x}, but {MANIFEST_NAME} says {entry.checksum:08x}"
-        raise StoreError(f"{path}: {found}: {again}")
+    raw = entry.read(path, len(safetensors_header([spec])) + spec.nbytes)
     header = raw[8 : 8 + int.from_bytes(raw[:8], "little")]
     info = parse_safetensors_header(path, header, StoreError, len(raw)).get(spec.name)
     if info is None or (info.dtype, info.shape) != (spec.dtype, spec.shape):
-        raise StoreError(f"{path}: no tensor {spec.name!r} of {spec.dtype} {list(spec.shape)}: {again}")
+        wanted = f"no tensor {spec.name!r} of {spec.dtype} {list(spec.shape)}"
+        raise StoreError(f"{path}: {wanted}: remove the store and pack again")
     checksums = np.frombuffer(raw, "<u8", info.nbytes // 8, info.begin).reshape(spec.shape)
     return tuple(map(tuple, checksums.tolist()))
 
