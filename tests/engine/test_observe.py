@@ -252,9 +252,9 @@ def test_a_layer_whose_router_is_not_found_shows_what_it_chose(cases: Cases, mon
     case = cases["qwen3_moe"]
 
     def partly(*args: Any) -> Any:
-        taps = find_routers(*args)
-        taps[1] = None
-        return taps
+        routers = find_routers(*args)
+        routers[1] = None
+        return routers
 
     monkeypatch.setattr("expertly.engine.observe.find_routers", partly)
     system = predictors.put(monkeypatch, lambda geometry: Diary("experts", "scores"))

@@ -109,7 +109,7 @@ class StepTimes:
         self._asking[layer].append(elapsed_ns)
 
     def computed(self, layer: int, num_segments: int, elapsed_ns: int) -> None:
-        """A span of so many segments of an expert was computed, for one token."""
+        """A span of `num_segments` of an expert was computed, for one token."""
         self._spans[layer].setdefault(num_segments, deque(maxlen=_RECENT)).append(elapsed_ns)
 
     def ran(self, layer: int, is_decode: bool, stall_ns: int, expert_ns: int, end_ns: int) -> None:

@@ -51,7 +51,7 @@ def make_executor(
     host_nbytes = kind.host_nbytes(targets[0], host_memory, geometry.nbytes)
     amounts = shares_of(host_nbytes, [share.geometry for share in placement.shares])
     shards: list[Shard] = []
-    with ExitStack() as opened:  # closed again where what comes next raises
+    with ExitStack() as opened:  # closed again if a later step raises
         for target, share, scheduler, amount in zip(targets, placement.shares, schedulers, amounts, strict=True):
             source: ExtentSource = store if len(targets) == 1 else StoreOfShare(store, share)
             slots = scheduler.budget.pool_slots()

@@ -28,7 +28,7 @@ from expertly.engine.device import kind_of
 from expertly.engine.learned import SAVE_EVERY_S, LearnedExchange, LearnedFiles, SavedState
 from expertly.engine.runtime import Engine, Executor
 from expertly.model.hooks import saturated_half
-from expertly.model.routers import RouterTap, find_routers
+from expertly.model.routers import HookedRouter, find_routers
 from expertly.policies.known import Known
 from expertly.policies.predictor import Predictor
 from expertly.policies.predictor.learned import LearnedWeights
@@ -109,18 +109,18 @@ class Collector:
         self,
         wants: Collection[Want],
         layers: Sequence[LayerGeometry],
-        taps: Sequence[RouterTap | None],
+        routers: Sequence[HookedRouter | None],
         embed: Embed,
         distance: int,
     ) -> None:
-        """`taps`: the routers of all layers, where one of OF_ROUTERS is wanted; `distance`: layers to look ahead.
+        """`routers`: the routers of all layers, where one of OF_ROUTERS is wanted; `distance`: layers to look ahead.
         Raises CannotLookAheadError where a router cannot look ahead, ConfigError where one does not show its inputs.
         """
         self.collect_ns = 0
         """Time that the forward pass has spent in this class."""
         self._wants = frozenset(wants)
         self._layers = layers
-        self._taps = taps if self._wants & OF_ROUTERS else ()
+        self._routers = routers if self._wants & OF_ROUTERS else ()
         self._embed = embed
         self._distance = min(distance, len(layers) - 1)
         self.is_watching = True
@@ -129,12 +129,12 @@ class Collector:
         self._info: IterationInfo | None = None
         self._is_real: Mask | None = None  # None: all rows are
         self._seen: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # router input [T, H], logits [T, E]
-        deaf = [layer for layer, tap in enumerate(taps) if tap is None or not tap.can_look_ahead]
+        deaf = [layer for layer, router in enumerate(routers) if router is None or not router.can_look_ahead]
         if "lookahead" in self._wants and deaf:
             raise CannotLookAheadError(
                 f"prediction: it looks ahead, but nothing can ask the routers of layers {deaf} to do so"
             )
-        unseen = [layer for layer, tap in enumerate(taps) if tap is None]
+        unseen = [layer for layer, router in enumerate(routers) if router is None]
         if "inputs" in self._wants and unseen:
             raise ConfigError(f"prediction: it needs the routers' inputs, which layers {unseen} do not show")
 
@@ -144,14 +144,14 @@ class Collector:
         return self._info is not None
 
     def attach(self) -> None:
-        for tap in self._taps:
-            if tap is not None:
-                tap.attach(self._router_ran)
+        for router in self._routers:
+            if router is not None:
+                router.attach(self._router_ran)
 
     def detach(self) -> None:
-        for tap in self._taps:
-            if tap is not None:
-                tap.detach()
+        for router in self._routers:
+            if router is not None:
+                router.detach()
 
     # -- in the forward pass -----------------------------------------------------------------------------------
 
@@ -169,18 +169,18 @@ class Collector:
         return began
 
     def routed(
-        self, demand: RouterRan, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self, ran: RouterRan, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> Callable[[], Routed] | None:
         """A router has chosen experts [T, K] with weights [T, K]. None where nobody observes the pass, or the layer has
         other rows than it.
         """
         start = perf_counter_ns()
-        seen = self._seen.pop(demand.layer, None)
+        seen = self._seen.pop(ran.layer, None)
         if self._info is None or not self.is_watching or len(top_k_index) != len(self._info.is_prefill):
             return None
         if seen is not None and len(seen[1]) != len(top_k_index):
             seen = None
-        routed = partial(self._routed, demand, top_k_index, top_k_weights, seen, self._is_real, self._info)
+        routed = partial(self._routed, ran, top_k_index, top_k_weights, seen, self._is_real, self._info)
         self.collect_ns += perf_counter_ns() - start
         return routed
 
@@ -217,26 +217,26 @@ class Collector:
 
     def _routed(
         self,
-        demand: RouterRan,
+        ran: RouterRan,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
         seen: tuple[torch.Tensor | None, torch.Tensor] | None,
         is_real: Mask | None,
         info: IterationInfo,
     ) -> Routed:
-        wants, layer = self._wants, demand.layer
+        wants, layer = self._wants, ran.layer
         inputs, logits = (None, None) if seen is None else seen
         experts = scores = given = lookahead = None
         if wants & {"experts", "scores"}:
             experts = _read_only(_cut(top_k_index.cpu().numpy(), is_real))
         if "scores" in wants:
             assert experts is not None
-            tap = self._taps[layer]
-            if logits is None or tap is None:  # only the router's choice is known
+            router = self._routers[layer]
+            if logits is None or router is None:  # only the router's choice is known
                 weights = _cut(saturated_half(top_k_weights.detach()), is_real).astype(np.float32)
                 scores = scores_of_choices(experts, weights, self._layers[layer].num_experts)
             else:
-                scores = _cut(tap.normalised(logits).half().cpu().numpy(), is_real).astype(np.float32)
+                scores = _cut(router.normalised(logits).half().cpu().numpy(), is_real).astype(np.float32)
             _read_only(scores)
         if inputs is not None:
             if is_real is not None:
@@ -245,7 +245,7 @@ class Collector:
                 given = _read_only(saturated_half(inputs).astype(np.float32))
             if "lookahead" in wants:
                 lookahead = _read_only(self._look_ahead(layer, inputs, info))
-        return Routed(demand, experts, scores, lookahead, given)
+        return Routed(ran, experts, scores, lookahead, given)
 
     def _look_ahead(self, layer: int, inputs: torch.Tensor, info: IterationInfo) -> Floats:
         """Scores [T, D, E] of the routers of the next D layers for this layer's inputs. 0 behind the last layer, and
@@ -258,9 +258,9 @@ class Collector:
             ahead = layer_ahead(layer, distance, stack, info.decodes)
             if ahead is None:
                 break
-            tap = self._taps[ahead]
-            if tap is not None and tap.hidden_size == inputs.shape[-1]:
-                scores = tap.scores(inputs).half().cpu().numpy()
+            router = self._routers[ahead]
+            if router is not None and router.hidden_size == inputs.shape[-1]:
+                scores = router.scores(inputs).half().cpu().numpy()
                 lookahead[:, distance - 1, : scores.shape[-1]] = scores
         return lookahead
 
@@ -541,13 +541,15 @@ def make_prefetching(
     predictor = system.predictor(geometry, Known(learned=weights))
     if predictor is None:
         return None
-    taps: Sequence[RouterTap | None] = find_routers(model, geometry.layers) if predictor.wants & OF_ROUTERS else ()
+    routers: Sequence[HookedRouter | None] = (
+        find_routers(model, geometry.layers) if predictor.wants & OF_ROUTERS else ()
+    )
     if weights is not None and weights.mlps:
-        width = max((tap.hidden_size for tap in taps if tap is not None), default=0)
+        width = max((router.hidden_size for router in routers if router is not None), default=0)
         if width != weights.hidden_size:
             found = f"for router inputs of {weights.hidden_size} numbers; this model's have {width}"
             raise ConfigError(f"predictor: its weights are {found}")
-    collector = Collector(predictor.wants, geometry.layers, taps, embedder(model), system.distance)
+    collector = Collector(predictor.wants, geometry.layers, routers, embedder(model), system.distance)
     saved = None
     if files.of_prediction is not None and predictor.learned is not None:
         saved = SavedState(predictor, files.of_prediction, store.manifest, is_auto=files.is_auto)

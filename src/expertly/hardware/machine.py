@@ -1,4 +1,4 @@
-"""Examines the machine for `expertly doctor`: measures it, and says what is missing."""
+"""Examines the machine for `expertly doctor`: measures it and reports problems."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DISTRIBUTIONS = ("torch", "transformers", "numpy", "safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is missing. An error keeps expertly from working here, a warning makes it slower or smaller."""
+    """An error keeps expertly from working here; a warning means that it is slower, or runs smaller models."""
 
     level: str  # "error", "warning" or "note"
     subject: str
@@ -170,7 +170,7 @@ def _examine_devices(seconds: float, problems: list[Problem]) -> tuple[DevicePro
 
 
 def version_problems(requirements: Iterable[str], installed: Callable[[str], str | None]) -> list[Problem]:
-    """Requirements (as in package metadata, those of extras left out) that what is installed does not meet."""
+    """Requirements of package metadata, without those of extras, that the installed versions do not meet."""
     from packaging.requirements import Requirement
 
     problems = []

@@ -17,7 +17,7 @@ from expertly.core.errors import ModelUseError, TraceError
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, IterationInfo, Routed, Want
 from expertly.engine.observe import Collector, embedder
-from expertly.model.routers import RouterTap, find_routers
+from expertly.model.routers import HookedRouter, find_routers
 from expertly.model.structure import dense_shape
 from expertly.trace.schema import NO_EXPERT, Array, FieldInfo, TraceLayer, trace_field
 from expertly.trace.writer import TraceWriter
@@ -185,8 +185,8 @@ def record(
         raise ModelUseError("this model is being recorded already: one recording at a time")
     geometry = loaded.store.manifest.layers
     layers = tuple(TraceLayer.of(layer) for layer in geometry)
-    taps = find_routers(model, geometry)
-    fields, absent = _optional_fields(model, layers, taps) if full else ({}, {})
+    routers = find_routers(model, geometry)
+    fields, absent = _optional_fields(model, layers, routers) if full else ({}, {})
     note = "; ".join(f"no {field}: {reason}" for field, reason in absent.items())
     writer = TraceWriter(
         folder,
@@ -194,12 +194,12 @@ def record(
         layers=layers,
         fields=[trace_field("experts", layers, note=note), *fields.values()],
         dense=dense_shape(model),
-        scoring=_scoring(taps),
+        scoring=_scoring(routers),
         created=created,
         command=command,
     )
     wants = {COLLECTED[name] for name in fields}
-    collector = Collector(wants, geometry, taps, embedder(model), MAX_DISTANCE) if fields else None
+    collector = Collector(wants, geometry, routers, embedder(model), MAX_DISTANCE) if fields else None
     recorder = Recorder(layers, writer.append, collector, fields)
     with writer:
         if collector is not None:
@@ -214,12 +214,12 @@ def record(
 
 
 def _optional_fields(
-    model: Any, layers: Sequence[TraceLayer], taps: Sequence[RouterTap | None]
+    model: Any, layers: Sequence[TraceLayer], routers: Sequence[HookedRouter | None]
 ) -> tuple[dict[str, FieldInfo], dict[str, str]]:
     """The fields of a full recording, and why the others cannot be there."""
-    unseen = [layer for layer, tap in enumerate(taps) if tap is None]
-    deaf = [layer for layer, tap in enumerate(taps) if tap is not None and not tap.can_look_ahead]
-    width = max((tap.hidden_size for tap in taps if tap is not None), default=1)
+    unseen = [layer for layer, router in enumerate(routers) if router is None]
+    deaf = [layer for layer, router in enumerate(routers) if router is not None and not router.can_look_ahead]
+    width = max((router.hidden_size for router in routers if router is not None), default=1)
     fields = {"embedding": trace_field("embedding", layers, hidden_size=model.get_input_embeddings().weight.shape[1])}
     absent = {}
     if unseen:
@@ -239,7 +239,7 @@ def _listed(layers: Sequence[int], limit: int = 5) -> str:
     return ", ".join(map(str, layers[:limit])) + (f" and {len(layers) - limit} more" if len(layers) > limit else "")
 
 
-def _scoring(taps: Sequence[RouterTap | None]) -> str:
-    found = {None if tap is None else tap.scoring for tap in taps}
+def _scoring(routers: Sequence[HookedRouter | None]) -> str:
+    found = {None if router is None else router.scoring for router in routers}
     scoring = found.pop()
     return scoring if scoring is not None and not found else "unknown"

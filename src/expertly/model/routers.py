@@ -40,7 +40,7 @@ class _RouterCall:
     parts: list[Any]  # of its output
 
 
-class RouterTap:
+class HookedRouter:
     """One layer's router: hook it, or call it with other hidden states."""
 
     def __init__(self, layer: int, call: _RouterCall, position: int, scoring: Scoring, is_normalised: bool) -> None:
@@ -93,7 +93,7 @@ class RouterTap:
         return self.normalised(self.logits(router_input))
 
 
-def find_routers(model: PreTrainedModel, layers: Sequence[LayerGeometry]) -> list[RouterTap | None]:
+def find_routers(model: PreTrainedModel, layers: Sequence[LayerGeometry]) -> list[HookedRouter | None]:
     """The router of each MoE layer of a loaded model; None where no module beside the experts is one.
 
     A router is the module whose output contains the choice that the experts received; its logits are the [T, E] in the
@@ -104,7 +104,7 @@ def find_routers(model: PreTrainedModel, layers: Sequence[LayerGeometry]) -> lis
     return [_find(layer, blocks[layer], one.num_experts) for layer, one in enumerate(layers)]
 
 
-def _find(layer: int, block: _Block, num_experts: int) -> RouterTap | None:
+def _find(layer: int, block: _Block, num_experts: int) -> HookedRouter | None:
     if not block.has_run:
         return None
     found = [call for call in block.calls.values() if any(_is_same(part, block.choice) for part in call.parts)]
@@ -117,9 +117,9 @@ def _find(layer: int, block: _Block, num_experts: int) -> RouterTap | None:
             logits = _rows(call.parts[position]).float()
             is_normalised = bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < _TOLERANCE).all())
             scoring: Scoring = "softmax" if is_normalised else _scoring(logits, block.index, block.weights)
-            tap = RouterTap(layer, call, position, scoring, is_normalised)
-            tap.can_look_ahead = _can_look_ahead(tap, _rows(call.inputs), logits)
-            return tap
+            router = HookedRouter(layer, call, position, scoring, is_normalised)
+            router.can_look_ahead = _can_look_ahead(router, _rows(call.inputs), logits)
+            return router
     return None
 
 
@@ -155,10 +155,10 @@ def _scoring(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -
     return "sigmoid" if of_sigmoid < tolerance and of_sigmoid < error(logits.softmax(-1)) else "softmax"
 
 
-def _can_look_ahead(tap: RouterTap, inputs: torch.Tensor, logits: torch.Tensor) -> bool:
+def _can_look_ahead(router: HookedRouter, inputs: torch.Tensor, logits: torch.Tensor) -> bool:
     """Whether it gives the same logits again for some of its rows."""
     try:
-        answer = tap.logits(inputs[:_NUM_COMPARED]).float()
+        answer = router.logits(inputs[:_NUM_COMPARED]).float()
     except _CANNOT:
         return False
     expected = logits[:_NUM_COMPARED]
