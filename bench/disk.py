@@ -52,7 +52,7 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     from expertly.model.packing import pack_cached
 
     store = pack_cached(arguments["model"], None, codec="none")
-    files = [store.layer_extent(layer)[0] for layer in range(len(store.manifest.layers))]
+    files = [store.extents[layer][0] for layer in range(len(store.manifest.layers))]
     cached_before = sum(map(cached_pages, files))  # the files' headers
     model, _ = expertly.load(
         arguments["model"],

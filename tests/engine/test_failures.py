@@ -381,7 +381,7 @@ def test_a_byte_that_flipped_in_an_expert_fails_the_requests_that_need_it(
 ) -> None:
     """Until the file is whole again. With verify=never nobody is told."""
     case, store = own
-    path, offset = PackedStore.open(store).layer_extent(1)
+    path, offset = PackedStore.open(store).extents[1]
     whole = path.read_bytes()
     nbytes = (len(whole) - offset) // NUM_EXPERTS
     damaged = bytearray(whole)

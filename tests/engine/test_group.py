@@ -154,7 +154,7 @@ def test_experts_are_apart_and_both_devices_read(cases: Cases, monkeypatch: pyte
     case, original = cases["qwen3_moe"], ExpertFile.read_into
     with loaded(case.store, devices=TWO, memory="60%") as model:
         placement, owners = group_of(model).placement, owners_of_files(model)
-        extents = [handle(model).store.layer_extent(layer) for layer in range(3)]
+        extents = [handle(model).store.extents[layer] for layer in range(3)]
         nbytes = placement.geometry.layers[0].expert_nbytes
         seen = []
 

@@ -287,7 +287,7 @@ def test_a_file_that_is_gone_leaves_no_other_open(own: tuple[Case, Path]) -> Non
     _, folder = own
     store = PackedStore.open(folder)
     geometry = store.geometry()
-    store.layer_extent(geometry.num_layers - 1)[0].unlink()
+    store.extents[geometry.num_layers - 1][0].unlink()
     with pytest.raises(StoreError, match="cannot be opened"):
         make_source(store, geometry, 4)
     assert not open_files(folder)

@@ -194,7 +194,7 @@ def refused(source: Path, error: type[ExpertlyError], message: str, dtype: str |
 
 def read_experts(store: PackedStore, layer: int) -> torch.Tensor:
     """[E, I, M, H]; those in a weight format as they are computed with."""
-    with safe_open(store.layer_extent(layer)[0], "pt") as file:
+    with safe_open(store.extents[layer][0], "pt") as file:
         experts = file.get_tensor("experts")
     shape = store.manifest.layers[layer]
     if not shape.format:

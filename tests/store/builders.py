@@ -102,7 +102,7 @@ def encoded(layer: LayerGeometry, raw: NDArray[np.uint8], folder: Path) -> tuple
 def stored_experts(store: PackedStore) -> Iterator[bytes]:
     """The bytes of all experts of a store, decoded, in order."""
     for layer, geometry in enumerate(store.manifest.layers):
-        (path, offset), index = store.layer_extent(layer), store.frame_index(layer)
+        (path, offset), index = store.extents[layer], store.layer_file(layer).frames
         if index is None:
             raw, nbytes = path.read_bytes()[offset:], geometry.expert_nbytes
             yield from (raw[e * nbytes : (e + 1) * nbytes] for e in range(geometry.num_experts))

@@ -32,7 +32,7 @@ def test_every_expert_is_where_geometry_or_index_says(tmp_path: Path, codec: str
     experts = [(layer, expert) for layer, shape in enumerate(plan.layers) for expert in range(shape.num_experts)]
     assert list(stored_experts(store)) == [expert_bytes(*one, plan).tobytes() for one in experts]
     for layer in range(len(plan.layers)):
-        (path, offset), index = store.layer_extent(layer), store.frame_index(layer)
+        (path, offset), index = store.extents[layer], store.layer_file(layer).frames
         assert offset % 4096 == 0 and (index is None) == (codec == "none")
         if index is not None:  # an aligned read may cover the last frame
             assert (index.path, offset) == (path, 0) and path.stat().st_size == index.file_nbytes
@@ -44,7 +44,7 @@ def test_the_library_reads_what_was_written(store: PackedStore) -> None:
         assert set(file.keys()) == {spec.name for spec in DENSE}
         tensor = file.get_tensor("embed.weight")
     assert tensor.shape == (10, 8) and tensor.view(np.uint8).min() == len("embed.weight")
-    with safe_open(store.layer_extent(0)[0], "np") as file:
+    with safe_open(store.extents[0][0], "np") as file:
         assert file.get_slice("experts").get_shape() == [4, 32, 3, 64]
     index = json.loads((store.folder / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == {spec.name: "dense.safetensors" for spec in DENSE}

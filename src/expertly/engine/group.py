@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -32,8 +31,7 @@ from expertly.engine.transfer import LOOK_EVERY_S
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
 from expertly.scheduler.observations import Channel, Seen
 from expertly.scheduler.scheduler import Scheduler
-from expertly.store.frames import FrameIndex
-from expertly.store.sums import Sums
+from expertly.store.packed import LayerFile
 
 # -- making the devices of a model -----------------------------------------------------------------------------------
 
@@ -70,17 +68,9 @@ class StoreOfShare:
         self._store = store
         self._share = share
 
-    def layer_extent(self, layer: int) -> tuple[Path, int]:
-        return self._store.layer_extent(layer)
-
-    def expert_in_file(self, layer: int, expert: int) -> int:
-        return self._store.expert_in_file(layer, self._share.experts[layer][expert])
-
-    def frame_index(self, layer: int) -> FrameIndex | None:
-        return self._store.frame_index(layer)
-
-    def block_sums(self, layer: int) -> Sums | None:
-        return self._store.block_sums(layer)
+    def layer_file(self, layer: int) -> LayerFile:
+        whole = self._store.layer_file(layer)
+        return whole._replace(places=[whole.places[expert] for expert in self._share.experts[layer]])
 
 
 class _Ran(NamedTuple):

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,8 +21,9 @@ from expertly.core.messages import Span
 from expertly.core.resources import MIN_DECODE_NBYTES
 from expertly.engine.numa import MemoryNode
 from expertly.store.frames import FrameDecoder, FrameIndex, padded
+from expertly.store.packed import LayerFile
 from expertly.store.reader import ExpertFile
-from expertly.store.sums import FirstReads, Sums
+from expertly.store.sums import FirstReads
 
 MIN_READ_NBYTES = 1 << 20
 """The smallest read of plain experts: splitting further is slowed by the interpreter lock. (Of compressed ones it is
@@ -35,19 +35,10 @@ MAX_SCRATCH_NBYTES = 2 << 20
 
 
 class ExtentSource(Protocol):
-    """The part of a PackedStore that reading needs. A device's share of the experts may have numbers of its own."""
+    """The part of a PackedStore that reading needs."""
 
-    def layer_extent(self, layer: int) -> tuple[Path, int]:
-        """The file of a layer's experts and the offset of the first of them."""
-
-    def expert_in_file(self, layer: int, expert: int) -> int:
-        """The place in that file, from 0, of the expert with this number."""
-
-    def frame_index(self, layer: int) -> FrameIndex | None:
-        """Where the layer's frames lie, by place in the file; None where experts are not compressed."""
-
-    def block_sums(self, layer: int) -> Sums | None:
-        """Checksums of plain experts by place in the file, compared when they are first read; None: not compared."""
+    def layer_file(self, layer: int) -> LayerFile:
+        """Where the experts of a layer lie."""
 
 
 class Moved(NamedTuple):
@@ -78,14 +69,14 @@ class Source(Protocol):
 
 def make_source(store: ExtentSource, geometry: Geometry, num_readers: int) -> Source:
     """The Source for a store's codec. Raises StoreError where a file cannot be opened, and leaves none open."""
-    files: list[ExpertFile] = []
+    layers, files = [store.layer_file(layer) for layer in range(geometry.num_layers)], list[ExpertFile]()
     with contextlib.ExitStack() as undo:
-        for layer in range(geometry.num_layers):
-            files.append(ExpertFile(store.layer_extent(layer)[0]))
+        for one in layers:
+            files.append(ExpertFile(one.path))
             undo.callback(files[-1].close)
         undo.pop_all()
-    make = PlainSource if store.frame_index(0) is None else FrameSource
-    return make(files, store, geometry, num_readers)
+    make = PlainSource if layers[0].frames is None else FrameSource
+    return make(files, layers, geometry, num_readers)
 
 
 class PlainSource:
@@ -95,26 +86,22 @@ class PlainSource:
 
     batch_nbytes = MIN_READ_NBYTES
 
-    def __init__(self, files: list[ExpertFile], store: ExtentSource, geometry: Geometry, num_readers: int) -> None:
+    def __init__(self, files: list[ExpertFile], layers: list[LayerFile], geometry: Geometry, num_readers: int) -> None:
         self._files = files
-        self._places: list[list[int]] = []  # by layer and expert: its place in the file
-        self._begins: list[int] = []  # by layer: the offset of the first expert
+        self._layers = layers
         self._first_reads: list[FirstReads | None] = []
         self._expert_nbytes = [shape.expert_nbytes for shape in geometry.layers]
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self._num_readers = num_readers
-        for layer, shape in enumerate(geometry.layers):
-            begin, sums = store.layer_extent(layer)[1], store.block_sums(layer)
-            nbytes = shape.expert_nbytes, self._segment_nbytes[layer]
-            self._begins.append(begin)
-            self._places.append([store.expert_in_file(layer, expert) for expert in range(shape.num_experts)])
+        for layer, (_, begin, _, sums, _) in enumerate(layers):
+            nbytes = self._expert_nbytes[layer], self._segment_nbytes[layer]
             self._first_reads.append(None if sums is None else FirstReads(layer, files[layer], begin, *nbytes, sums))
 
     def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
         layer, nbytes = span.layer, len(buffer)
-        file, place = self._files[layer], self._places[layer][span.expert]
-        first = span.segment * self._segment_nbytes[layer]
-        offset = self._begins[layer] + place * self._expert_nbytes[layer] + first
+        file, (_, begin, _, _, places) = self._files[layer], self._layers[layer]
+        place, first = places[span.expert], span.segment * self._segment_nbytes[layer]
+        offset = begin + place * self._expert_nbytes[layer] + first
         first_reads = self._first_reads[layer]
         if first_reads is not None and first_reads.are_over(place, first, nbytes):
             first_reads = None
@@ -161,14 +148,10 @@ class FrameSource:
 
     batch_nbytes = MIN_DECODE_NBYTES
 
-    def __init__(self, files: list[ExpertFile], store: ExtentSource, geometry: Geometry, num_readers: int) -> None:
+    def __init__(self, files: list[ExpertFile], layers: list[LayerFile], geometry: Geometry, num_readers: int) -> None:
         self._files = files
-        self._indexes: list[FrameIndex] = []
-        for layer in range(geometry.num_layers):
-            index = store.frame_index(layer)
-            assert index is not None, "all layers of a store have one codec"
-            self._indexes.append(index)
-        self._store = store
+        self._indexes = [one.frames for one in layers if one.frames is not None]  # all: a store has one codec
+        self._places = [one.places for one in layers]
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self._num_readers = num_readers
         longest = max(padded(index.frame_nbytes) + PAGE_NBYTES for index in self._indexes)  # the pages of one frame
@@ -178,7 +161,7 @@ class FrameSource:
     def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
         """One read for each reader, but of at least MIN_DECODE_NBYTES of weights, and no more than scratch holds."""
         layer, index = span.layer, self._indexes[span.layer]
-        place, size = self._store.expert_in_file(layer, span.expert), index.frame_nbytes
+        place, size = self._places[layer][span.expert], index.frame_nbytes
         begin = span.segment * self._segment_nbytes[layer]
         end = begin + len(buffer)
         frame, last = begin // size, -(-end // size)

@@ -118,7 +118,7 @@ def _compare(
         progress(done, total)
 
     with ExitStack() as opened:
-        files = [ExpertFile(store.layer_extent(layer)[0]) for layer in range(len(manifest.layers))]
+        files = [ExpertFile(store.extents[layer][0]) for layer in range(len(manifest.layers))]
         for file in files:
             opened.callback(file.close)
         runtime = OneAtOnce(dtype, ran)
@@ -152,7 +152,7 @@ def _logits(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def _stored(store: PackedStore, files: Sequence[ExpertFile], layer: int, experts: Sequence[int]) -> Iterator[Bytes]:
-    nbytes, begin = store.manifest.layers[layer].expert_nbytes, store.layer_extent(layer)[1]
+    nbytes, begin = store.manifest.layers[layer].expert_nbytes, store.extents[layer][1]
     expert_bytes = np.empty(nbytes, np.uint8)
     for expert in experts:
         files[layer].read_into(begin + expert * nbytes, [expert_bytes.data])

@@ -39,7 +39,7 @@ from expertly.store.codec_choice import (
     read_sample,
     write_scratch,
 )
-from expertly.store.packed import PackedStore
+from expertly.store.packed import LayerFile, PackedStore
 
 READ_SIZES = tuple(k << 10 for k in (64, 256, 1024, 4096, 16384))
 DEPTHS = (1, 2, 4, 8)
@@ -79,18 +79,10 @@ class _OneExtent:
     """An ExtentSource of one layer, which is the whole file."""
 
     path: Path
+    num_experts: int
 
-    def layer_extent(self, layer: int) -> tuple[Path, int]:
-        return self.path, 0
-
-    def expert_in_file(self, layer: int, expert: int) -> int:
-        return expert
-
-    def block_sums(self, layer: int) -> None:
-        return None
-
-    def frame_index(self, layer: int) -> None:
-        return None
+    def layer_file(self, layer: int) -> LayerFile:
+        return LayerFile(self.path, 0, None, None, range(self.num_experts))
 
 
 def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> DiskRate:
@@ -112,7 +104,7 @@ def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> Di
 
     places = np.random.default_rng(read_nbytes + depth).permutation(num_places).tolist()
     num_reads = 0
-    readers = Readers(_OneExtent(path), geometry, buffer_of, num_readers=depth)
+    readers = Readers(_OneExtent(path, num_places), geometry, buffer_of, num_readers=depth)
     try:
         for slot in range(in_flight):
             readers.submit([Span(0, places[slot % num_places], 0, 1, slot)])

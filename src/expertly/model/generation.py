@@ -19,41 +19,17 @@ FILE_NAME = "generation_config.json"
 
 _FLAGS = ("do_sample", "use_cache", "token_healing", "remove_invalid_values")
 _NUMBERS = (
-    "temperature",
-    "top_p",
-    "top_h",
-    "min_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "repetition_penalty",
-    "encoder_repetition_penalty",
-    "diversity_penalty",
-    "length_penalty",
-    "guidance_scale",
-    "penalty_alpha",
+    *("temperature", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"),
+    *("encoder_repetition_penalty", "diversity_penalty", "length_penalty", "guidance_scale", "penalty_alpha"),
     "max_time",
 )
 _COUNTS = (
-    "top_k",
-    "max_length",
-    "max_new_tokens",
-    "min_length",
-    "min_new_tokens",
-    "num_beams",
-    "num_return_sequences",
-    "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size",
+    *("top_k", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
 )
 _TOKENS = (
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "decoder_start_token_id",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "suppress_tokens",
-    "begin_suppress_tokens",
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
+    *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
 )
 
 

@@ -101,10 +101,10 @@ class Manifest:
     dtype: str  # of computing with experts, and of storing them without a weight format: bfloat16, float16 or float32
     layers: tuple[LayerGeometry, ...]
     sites: tuple[str, ...]  # module path of each layer's experts
-    files: dict[str, FileEntry]
+    files: Mapping[str, FileEntry]
     codec: str = "none"  # how the experts are stored
     rounding: Rounding | None = None
-    dense_formats: dict[str, str] = dataclasses.field(default_factory=dict)
+    dense_formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Weight formats of linear layers, by module path."""
     format_version: int = FORMAT_VERSION
 
@@ -162,14 +162,15 @@ class Manifest:
             found["files"] = {
                 name: {"xxh3": None, **one} if isinstance(one, dict) else one for name, one in files.items()
             }
-        kinds = {name: kind for name, kind in get_type_hints(cls).items() if name != "layers"}
+        kinds = get_type_hints(cls) | {"files": dict[str, FileEntry], "dense_formats": dict[str, str]}
+        del kinds["layers"]
         read = {name: from_json(kind, found.get(name), f"{path}: {name}", StoreError) for name, kind in kinds.items()}
         for field, accepted in (("dtype", tuple(STORE_DTYPES)), ("codec", CODECS)):
             if read[field] not in accepted:
                 raise StoreError(f"{path}: {field}={read[field]!r:.80}: accepted: {', '.join(accepted)}; pack again")
         if not set(read["dense_formats"].values()) <= set(FORMATS):
-            accepted = f"must be an object of formats; accepted: {', '.join(FORMATS)}"
-            raise StoreError(f"{path}: dense_formats={read['dense_formats']!r:.80}: {accepted}")
+            only = f"must be an object of formats; accepted: {', '.join(FORMATS)}"
+            raise StoreError(f"{path}: dense_formats={read['dense_formats']!r:.80}: {only}")
         if len(read["sites"]) != len(layers):
             raise StoreError(f"{path}: sites={read['sites']!r:.80}: must be {len(layers)} strings, one a layer")
         for name, entry in read["files"].items():

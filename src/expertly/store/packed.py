@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -97,6 +97,24 @@ def is_packed_store(folder: Path) -> bool:
     return (folder / MANIFEST_NAME).is_file()
 
 
+class LayerFile(NamedTuple):
+    """Where the experts of a layer lie."""
+
+    path: Path
+    begin: int
+    """The offset of the file's first expert, a multiple of 4096. The next is `expert_nbytes` further, unless
+    compressed.
+    """
+    frames: FrameIndex | None
+    """Where frames lie; None where experts are not compressed."""
+    sums: Sums | None
+    """Checksums with which experts that are not compressed are compared when first read; None: they
+    are not compared.
+    """
+    places: Sequence[int]
+    """Of each expert its place in the file, from 0."""
+
+
 @dataclass(frozen=True)
 class PackedStore:
     """An opened store. Sizes, headers and indices have been checked. Only indices are in memory; no file is open."""
@@ -150,21 +168,11 @@ class PackedStore:
         """Raises ConfigError where `segments` does not divide an intermediate size."""
         return Geometry(self.manifest.layers, segments)
 
-    def layer_extent(self, layer: int) -> tuple[Path, int]:
-        """The file, and the offset of expert 0 in it (a multiple of 4096). Expert e is e * expert_nbytes further, or
-        where `frame_index` has it.
-        """
-        return self.extents[layer]
-
-    def frame_index(self, layer: int) -> FrameIndex | None:
-        """Where the layer's frames lie in the file of `layer_extent`; None where experts are not compressed."""
-        return self.frames[layer] if self.frames else None
-
-    def block_sums(self, layer: int) -> Sums | None:
-        """Checksums with which the layer's experts are compared when they are first read; None: not compared. Frames
-        have checksums of their own, compared at every read.
-        """
-        return self.sums[layer] if self.sums else None
+    def layer_file(self, layer: int) -> LayerFile:
+        """Where the experts of a layer lie."""
+        frames = self.frames[layer] if self.frames else None
+        sums = self.sums[layer] if self.sums else None
+        return LayerFile(*self.extents[layer], frames, sums, range(self.manifest.layers[layer].num_experts))
 
     @property
     def codec(self) -> str:
@@ -183,10 +191,6 @@ class PackedStore:
     def ratio(self) -> float:
         """Stored bytes of experts / decoded bytes."""
         return self.experts_stored_nbytes / self.experts_nbytes
-
-    def expert_in_file(self, layer: int, expert: int) -> int:
-        """The whole store has all experts, in order."""
-        return expert
 
     @cached_property
     def config(self) -> dict[str, Any]:
