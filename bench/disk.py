@@ -46,13 +46,13 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     import expertly
+    from expertly.core.resources import NUM_READERS
     from expertly.engine.reading import MIN_READ_NBYTES
-    from expertly.engine.transfer import NUM_READERS
     from expertly.hardware.measure import measure_disk
     from expertly.model.packing import pack_cached
 
     store = pack_cached(arguments["model"], None, codec="none")
-    files = [store.layer_extent(layer)[0] for layer in range(len(store.manifest.layers))]
+    files = [store.extents[layer][0] for layer in range(len(store.manifest.layers))]
     cached_before = sum(map(cached_pages, files))  # the files' headers
     model, _ = expertly.load(
         arguments["model"],

@@ -205,7 +205,7 @@ def main() -> None:
         dtype=None,
         out=None,
     )
-    from expertly.engine.transfer import NUM_READERS
+    from expertly.core.resources import NUM_READERS
     from expertly.hardware.measure import measure_disk
     from expertly.store.packed import PackedStore
 
@@ -217,7 +217,7 @@ def main() -> None:
     requests, origin = recorded(Path(args.routing), args.requests + 1, args.tokens)
     layer = store.manifest.layers[0]
     rows: list[dict[str, Any]] = [] if packed is None else [packed]
-    path, read_nbytes = store.layer_extent(0)[0], layer.expert_nbytes // 4096 * 4096
+    path, read_nbytes = store.extents[0][0], layer.expert_nbytes // 4096 * 4096
     disk = measure_disk(path, read_nbytes, NUM_READERS, 3.0).nbytes_per_s
     common = {"store": str(folder), "routing": args.routing}
     common |= {"requests": args.requests, "tokens": args.tokens, "threads": args.threads}

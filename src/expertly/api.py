@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from expertly.core.errors import ConfigError, ModelUseError
-from expertly.core.geometry import Geometry, fitting_segments
+from expertly.core.geometry import fitting_segments
 from expertly.core.placement import Placement
 from expertly.engine.choice import LoadSettings, find_choice
 from expertly.engine.device import choose_devices, kind_of
 from expertly.engine.group import make_executor
 from expertly.engine.learned import LearnedFiles, find_files, find_weights, save_of_eviction
 from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
-from expertly.engine.observe import CannotLookAheadError, Matcher, choose_matcher, make_prefetching
+from expertly.engine.observe import CannotLookAheadError, choose_predict, make_prefetching
 from expertly.engine.process import (
     give_back_code,
     give_back_heap,
@@ -30,7 +30,7 @@ from expertly.engine.process import (
     keep_off_trapped_instructions,
 )
 from expertly.engine.rounding import measured
-from expertly.engine.runtime import ComputeThreads, Engine, Executor
+from expertly.engine.runtime import ComputeThreads, Engine
 from expertly.engine.stats import Stats
 from expertly.model.dense import use_kernels
 from expertly.model.hooks import between_passes, check_passes, experts_modules
@@ -42,7 +42,6 @@ from expertly.options import LoadOptions, described, names_of_today
 from expertly.policies.allocation.moepic import SplitPlan, read_plan
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
-from expertly.scheduler.budget import Budget
 from expertly.scheduler.decisions import DecisionsFile, header_of, record
 from expertly.scheduler.presets import AUTO_SYSTEM, get_runnable, without_prediction
 from expertly.scheduler.system import System
@@ -61,7 +60,7 @@ class Handle:
 
 
 Progress = Callable[[str, int, int], None]
-"""`progress(what, done_nbytes, total_nbytes)`: what is "packing", "measuring" (what rounding costs) or "loading"."""
+"""`progress(what, done_nbytes, total_nbytes)`: what is "packing", "measuring" (the cost of rounding) or "loading"."""
 
 
 def load(model: str | None = None, *, progress: Progress | None = None, **options: Any) -> tuple[Any, Any]:
@@ -69,7 +68,7 @@ def load(model: str | None = None, *, progress: Progress | None = None, **option
     has none). `model`: a folder, a GGUF file, a packed store or a hub id; None is the demo model. `progress`: see
     Progress.
 
-    Raises ExpertlyError subclasses that name the option and what is accepted; TypeError for one that there is not.
+    Raises ExpertlyError subclasses that name the option and what is accepted; TypeError for an unknown option.
     """
     return open_model(model, LoadOptions(**names_of_today(options)), progress)
 
@@ -80,48 +79,27 @@ def open_model(
     progress: Progress | None = None,
     cache: Callable[[PackedStore], SharedCache] | None = None,
 ) -> tuple[Any, Any]:
-    """See `load`. `cache`: for a server, what the KV cache of its requests may be; its division of the memory is in the
-    model's handle.
+    """`load` with options that are checked. `cache`: the bounds of a server's KV cache; the handle's `division` says
+    what it gets.
     """
     targets = choose_devices(asked.device, asked.devices)
-    with ExitStack() as opened:  # closed again where what comes next raises
+    on_host = kind_of(targets[0]).runs_on_host
+    with ExitStack() as opened:  # closed again if a later step raises
         chosen = _choose(model, asked, targets, progress, cache)
-        parts, store = chosen.parts, chosen.store
-        if kind_of(targets[0]).runs_on_host:
-            give_back_code()  # of imports, before weights come
-        executor = _open_executor(chosen, targets, opened)
-        engine = Engine(executor, _threads_beside_decoders(store, executor))
-        opened.callback(engine.close)
-        engine.reuse = save_of_eviction(executor, store, chosen.files)
-        home = executor.shards[0]
-        dtype = getattr(torch, store.manifest.dtype)
-        loaded = load_dense(store.folder, store.manifest, dtype, home.device.torch_device, engine)
-        executor.bind(experts_modules(loaded))
-        use_tiles(loaded, home.kernels)
-        use_kernels(loaded, home.kernels)
-        if chosen.division.room is not None:
-            check_passes(loaded, chosen.division.room.check)
-        why_system = chosen.why_system
-        try:
-            engine.prefetching = make_prefetching(
-                parts, loaded, store, engine, chosen.matcher, chosen.files, weights=chosen.weights
-            )
-        except CannotLookAheadError as error:
-            if parts.gate == "none":
-                raise
-            parts = without_prediction(parts)  # as if the gate never opened
-            fallback = f"system {chosen.parts.name} runs as {parts.name}: {error}"
-            why_system = fallback if why_system is None else f"{why_system}; {fallback}"
-        tokenizer = load_tokenizer(store.folder)
-        if kind_of(targets[0]).runs_on_host:
+        if on_host:
+            give_back_code()  # that only imports ran, before weights take the memory
+        engine = _open_engine(chosen, targets, opened)
+        loaded = _open_dense(chosen, engine)
+        system, why_system = _begin_prediction(chosen, loaded, engine)
+        tokenizer = load_tokenizer(chosen.store.folder)
+        if on_host:
             give_back_heap()
             give_back_code()
-        if parts.keeps_everything:
+        if system.keeps_everything:
             engine.preload(_labelled(progress, "loading"))
-        close = opened.pop_all().close
-    finalizer = weakref.finalize(loaded, close)
-    view = Stats(engine, parts, store, chosen.division.reason, why_system)
-    loaded._expertly_handle = Handle(store, engine, view, chosen.division, finalizer)
+        finalizer = weakref.finalize(loaded, opened.pop_all().close)
+    view = Stats(engine, system, chosen.store, chosen.division.reason, why_system)
+    loaded._expertly_handle = Handle(chosen.store, engine, view, chosen.division, finalizer)
     return loaded, tokenizer
 
 
@@ -130,16 +108,15 @@ class _Chosen:
     """What the options of `load` come to for a model."""
 
     options: LoadOptions
-    parts: System
-    why_system: str | None  # where it was chosen
+    system: System
+    why_system: str | None  # None: the user named it
     store: PackedStore
-    matcher: Matcher
+    predict: str  # thread or inline
     order: str
     files: LearnedFiles
     weights: LearnedState | None
     placement: Placement
     division: Division
-    budgets: list[Budget]
     known: Known
 
 
@@ -150,50 +127,62 @@ def _choose(
     progress: Progress | None,
     cache: Callable[[PackedStore], SharedCache] | None,
 ) -> _Chosen:
-    """Look at everything that can be refused before anything is opened; packs the model at its first use."""
-
-    def pack(codec: str) -> PackedStore:
-        packing = _labelled(progress, "packing")
-        store = pack_cached(model, asked.dtype, progress=packing, codec=codec, quantize=asked.quantize)
-        store = _checked(store, asked.verify)
-        return store if asked.quantize is None else measured(store, progress=_labelled(progress, "measuring"))
-
+    """Check everything that can be refused before anything is opened. Packs the model at its first use."""
     why_system = store = request = None
     if asked.system == AUTO_SYSTEM:
-        store = pack(asked.codec)
+        store = _packed(model, asked, progress)
         request = _memory_request(asked, store, cache)
         settled = LoadSettings(asked.segments, asked.memory, asked.codec, asked.plan, asked.predictor)
-        system, settled, why_system = find_choice(store, settled, request, targets)
+        name, settled, why_system = find_choice(store, settled, request, targets)
         if settled.codec != asked.codec:
             store = None
         if settled.memory != asked.memory:
             assert isinstance(settled.memory, int)
             request = replace(request, at_most=settled.memory)
-        asked = replace(asked, system=system, **{**settled._asdict(), "memory": asked.memory})
-    parts = get_runnable(asked.system)
-    order, matcher = parts.ordered(asked.order), choose_matcher(parts, asked.predict)
+        asked = replace(asked, system=name, **{**settled._asdict(), "memory": asked.memory})
+    system = get_runnable(asked.system)
+    order, predict = system.ordered(asked.order), choose_predict(system, asked.predict)
     if len(targets) > 1 and asked.decisions is not None:
         raise ConfigError(
             f"decisions={str(asked.decisions)!r}: {len(targets)} devices decide apart; accepted: one device"
         )
-    if kind_of(targets[0]).runs_on_host:
+    on_host = kind_of(targets[0]).runs_on_host
+    if on_host:
         keep_few_primitives()
         give_back_large_blocks()
         keep_off_trapped_instructions()
-    choose_kernels(runs_on_host=kind_of(targets[0]).runs_on_host)  # refused before the model is packed
-    store = store or pack(asked.codec)
+    choose_kernels(runs_on_host=on_host)  # refused before the model is packed
+    store = store or _packed(model, asked, progress)
     is_replayed = asked.decisions is not None
-    files = find_files(asked.learned, parts, store, num_devices=len(targets), is_replayed=is_replayed)
-    weights = find_weights(asked.predictor, parts, store)
-    fitting = fitting_segments(store.manifest.layers, parts.segments)
+    files = find_files(asked.learned, system, store, num_devices=len(targets), is_replayed=is_replayed)
+    weights = find_weights(asked.predictor, system, store)
+    fitting = fitting_segments(store.manifest.layers, system.segments)
     placement = Placement(store.geometry(asked.segments or fitting), len(targets))
-    geometries = [share.geometry for share in placement.shares]
     request = request or _memory_request(asked, store, cache)
-    give_back_heap()  # before what is left is counted
-    division = divide(store, geometries, parts, request, targets)
-    known = Known() if asked.plan is None else _known_of(asked.plan, parts, geometries, division.budgets)
-    budgets = [parts.budget(one, budget, known) for one, budget in zip(geometries, division.budgets, strict=True)]
-    return _Chosen(asked, parts, why_system, store, matcher, order, files, weights, placement, division, budgets, known)
+    give_back_heap()  # before free memory is counted
+    division = divide(store, [share.geometry for share in placement.shares], system, request, targets)
+    known = Known() if asked.plan is None else Known(plan=_read_plan(asked.plan, system, placement, division))
+    return _Chosen(asked, system, why_system, store, predict, order, files, weights, placement, division, known)
+
+
+def _packed(model: str | None, asked: LoadOptions, progress: Progress | None) -> PackedStore:
+    """The model's store, checked as the option `verify` says. Raises StoreError where the dense part is damaged, or the
+    config claims more than there is.
+    """
+    packing = _labelled(progress, "packing")
+    store = pack_cached(model, asked.dtype, progress=packing, codec=asked.codec, quantize=asked.quantize)
+    if asked.verify != "never":
+        store.check_dense()
+        if store.codec == "none" and not store.sums:
+            logging.getLogger("expertly").warning(
+                "%s was packed before experts had checksums: a damaged one is not noticed; `expertly pack --verify` of "
+                "it reads it once and adds them (verify=never: this is not said)",
+                store.folder,
+            )
+    store.check_claims()
+    if asked.verify == "never":
+        store = store.unchecked()
+    return store if asked.quantize is None else measured(store, progress=_labelled(progress, "measuring"))
 
 
 def _memory_request(
@@ -207,31 +196,70 @@ def _memory_request(
     return MemoryRequest(asked.memory, asked.staging_slots, context, asked.total_memory, cache=shared)
 
 
-def _open_executor(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitStack) -> Executor:
-    """The devices with their slots, readers and schedulers; `opened` closes what `Engine.close` does not."""
-    parts, store, host_memory = chosen.parts, chosen.store, chosen.options.host_memory
+def _read_plan(plan: str | Path | SplitPlan, system: System, placement: Placement, division: Division) -> SplitPlan:
+    """The option `plan`. Raises ConfigError where it cannot be read, or does not fit system, model and memory."""
+    if len(placement.shares) > 1:
+        num = len(placement.shares)
+        raise ConfigError(f"plan={str(plan)!r}: {num} devices share experts out; accepted: one device")
+    read = plan if isinstance(plan, SplitPlan) else read_plan(plan)
+    system.check_plan(read, placement.geometry, division.budgets[0])
+    return read
+
+
+def _open_engine(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitStack) -> Engine:
+    """The engine with its devices, slots, readers and schedulers; `opened` closes them."""
+    system, store, known, options = chosen.system, chosen.store, chosen.known, chosen.options
     dtype = getattr(torch, store.manifest.dtype)
-    schedulers = [
-        parts.scheduler(share.geometry, budget, chosen.known, chosen.order)
-        for share, budget in zip(chosen.placement.shares, chosen.budgets, strict=True)
+    shares = [
+        (share.geometry, system.budget(share.geometry, budget, known))
+        for share, budget in zip(chosen.placement.shares, chosen.division.budgets, strict=True)
     ]
-    if chosen.options.decisions is not None:
-        (scheduler,), (budget,) = schedulers, chosen.budgets
-        header = header_of(parts, chosen.placement.geometry, budget, chosen.order, chosen.known.plan)
-        file = DecisionsFile(Path(chosen.options.decisions), header)
+    schedulers = [system.scheduler(geometry, budget, known, chosen.order) for geometry, budget in shares]
+    if options.decisions is not None:
+        ((geometry, budget),) = shares
+        file = DecisionsFile(Path(options.decisions), header_of(system, geometry, budget, chosen.order, known.plan))
         opened.callback(file.close)
-        schedulers = [record(scheduler, file.write)]
-    executor = make_executor(chosen.placement, targets, schedulers, store, dtype, host_memory)
+        schedulers = [record(schedulers[0], file.write)]
+    executor = make_executor(chosen.placement, targets, schedulers, store, dtype, options.host_memory)
     opened.callback(executor.close)
-    return executor
+    threads = None
+    if store.codec != "none" and len(targets) == 1 and kind_of(targets[0]).runs_on_host:  # readers decode beside it
+        threads = ComputeThreads(shares[0][0], shares[0][1].memory_nbytes)
+    engine = Engine(executor, threads)
+    opened.callback(engine.close)
+    engine.reuse = save_of_eviction(executor, store, chosen.files)
+    return engine
 
 
-def _threads_beside_decoders(store: PackedStore, executor: Executor) -> ComputeThreads | None:
-    """Where readers decode on the processors that compute."""
-    (shard, *others) = executor.shards
-    if store.codec == "none" or others or not kind_of(shard.device.torch_device).runs_on_host:
-        return None
-    return ComputeThreads(shard.geometry, shard.scheduler.budget.memory_nbytes)
+def _open_dense(chosen: _Chosen, engine: Engine) -> Any:
+    """The model with its dense part, whose experts `engine` computes."""
+    store, home = chosen.store, engine.executor.shards[0]
+    dtype = getattr(torch, store.manifest.dtype)
+    loaded = load_dense(store.folder, store.manifest, dtype, home.device.torch_device, engine)
+    engine.executor.bind(experts_modules(loaded))
+    use_tiles(loaded, home.kernels)
+    use_kernels(loaded, home.kernels)
+    if chosen.division.room is not None:
+        check_passes(loaded, chosen.division.room.check)
+    return loaded
+
+
+def _begin_prediction(chosen: _Chosen, loaded: Any, engine: Engine) -> tuple[System, str | None]:
+    """Connect the system's predictor, if it has one. The system that runs, and the reason where the user did not name
+    it: a system with a prefetch gate runs without prediction if the model's routers cannot look ahead.
+    """
+    system, why = chosen.system, chosen.why_system
+    try:
+        engine.prefetching = make_prefetching(
+            system, loaded, chosen.store, engine, chosen.predict, chosen.files, weights=chosen.weights
+        )
+    except CannotLookAheadError as error:
+        if system.gate == "none":
+            raise
+        without = without_prediction(system)
+        fallback = f"system {system.name} runs as {without.name}: {error}"
+        return without, fallback if why is None else f"{why}; {fallback}"
+    return system, why
 
 
 def stats(model: Any) -> Stats:
@@ -250,38 +278,11 @@ def unload(model: Any) -> None:
 
 
 def handle(model: Any) -> Handle:
-    """What stands behind a loaded model. Raises ModelUseError for any other model."""
+    """The store, engine and statistics of a loaded model. Raises ModelUseError for any other model."""
     found = getattr(model, "_expertly_handle", None)
     if not isinstance(found, Handle):
         raise ModelUseError(f"{type(model).__name__} was not loaded by expertly.load: there is nothing behind it")
     return found
-
-
-def _checked(store: PackedStore, verify: str) -> PackedStore:
-    """What `verify` says of it. Raises StoreError where the dense part is damaged, or the config claims too much."""
-    if verify == "never":
-        store.check_claims()
-        return store.unchecked()
-    store.check_dense()
-    store.check_claims()
-    if store.codec == "none" and not store.sums:
-        logging.getLogger("expertly").warning(
-            "%s was packed before experts had checksums: a damaged one is not noticed; `expertly pack --verify` of it "
-            "reads it once and adds them (verify=never: this is not said)",
-            store.folder,
-        )
-    return store
-
-
-def _known_of(
-    plan: str | Path | SplitPlan, system: System, geometries: Sequence[Geometry], budgets: Sequence[Budget]
-) -> Known:
-    """With the plan in the file. Raises ConfigError where it cannot be read, or kept."""
-    if len(geometries) > 1:
-        raise ConfigError(f"plan={str(plan)!r}: {len(geometries)} devices share experts out; accepted: one device")
-    read = plan if isinstance(plan, SplitPlan) else read_plan(plan)
-    system.check_plan(read, geometries[0], budgets[0])
-    return Known(plan=read)
 
 
 def _labelled(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:
@@ -289,7 +290,7 @@ def _labelled(progress: Progress | None, what: str) -> Callable[[int, int], None
 
 
 def _show_options() -> None:
-    """`help(expertly.load)` and editors show the options as if they stood in its signature."""
+    """Add the options to `load`'s signature and docstring, for `help(expertly.load)` and editors."""
     signature = inspect.signature(load)
     *named, _ = signature.parameters.values()
     each = [

@@ -10,10 +10,11 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from expertly.core.costs import refuse_compressed
+from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError
 from expertly.formats import ROUNDED_TO, rounding_format
 from expertly.scheduler.presets import AUTO_SYSTEM, SYSTEMS
+from expertly.scheduler.system import ORDERS
 
 if TYPE_CHECKING:
     from expertly.policies.allocation.moepic import SplitPlan
@@ -29,24 +30,24 @@ ADVANCED, RESEARCH = "Advanced", "Research"
 
 @dataclass(frozen=True)
 class OptionInfo:
-    """What a field tells of itself as an option, or an argument, of a command."""
+    """A field as an option, or an argument, of a command."""
 
     help: str
     metavar: str | None
     type: Any  # bool, int, float, str, Path, or a function of the text whose ValueError says what is accepted
     least: int | None
     panel: str | None
-    choices: Sequence[str] | Callable[[], Sequence[str]] | None  # all there are, or those that are known of
+    choices: Sequence[str] | Callable[[], Sequence[str]] | None  # all that is accepted, or a function: the known ones
     is_argument: bool
     is_several: bool
-    was: str | None  # its name before, which is still taken
+    was: str | None  # its old name, which is still accepted
 
     @property
     def is_parsed(self) -> bool:
         return self.type not in (bool, str, Path) or (self.choices is not None and not callable(self.choices))
 
     def known(self) -> Sequence[str]:
-        """What the shell completes."""
+        """The values that the shell completes."""
         return self.choices() if callable(self.choices) else self.choices or ()
 
     def parse(self, text: str) -> Any:
@@ -69,7 +70,7 @@ class OptionInfo:
 
 MODEL_HELP = "a folder, a GGUF file, a packed store or a hub id (default: the demo model)"
 REQUIRED = MISSING
-"""As a default: there is none, and the command line must say it."""
+"""The default of an option that the command line must give."""
 
 
 def option(
@@ -87,9 +88,9 @@ def option(
 ) -> Any:
     """A field of a dataclass of options: an option of the command line, --name-of-the-field.
 
-    `type`: the default's, else str; or a function of the text whose ValueError says what is accepted. `least`: it is
-    a whole number from there. `panel`: where --help-all shows it. `choices`: all that is accepted; or a function of
-    what the shell completes, where more is. `was`: what it was called before.
+    `type`: the default's, else str; or a function of the text whose ValueError says what is accepted. `least`: it is a
+    whole number from there. `panel`: the group under which --help-all shows it. `choices`: all accepted values; or a
+    function that gives those to complete, where others are accepted, too. `was`: its old name.
     """
     usual = int if least is not None else str if default is None or default is REQUIRED else default.__class__
     kind = type or usual
@@ -102,8 +103,8 @@ def option(
 def argument(
     default: Any, help: str, *, metavar: str, type: Any = None, is_several: bool = False, was: str | None = None
 ) -> Any:
-    """A field that the command line takes by its place; `is_several`: one or more, as a list; `was`: the option that it
-    was before.
+    """A field that the command line takes by its place. `is_several`: one or more, as a list. `was`: the name of the
+    option that it used to be.
     """
     return option(default, help, metavar=metavar, type=type, is_argument=True, is_several=is_several, was=was)
 
@@ -121,7 +122,7 @@ def json_flag() -> Any:
 @dataclass(frozen=True)
 class LoadOptions:
     """The options of `expertly.load` beside the model. Raises ConfigError naming the option, its value and what is
-    accepted, as far as that depends on nothing else.
+    accepted, where that does not depend on model or machine.
     """
 
     memory: str | int | None = option(
@@ -176,7 +177,7 @@ class LoadOptions:
         "or auto, as they are stored already, else what is faster by measuring",
         metavar="NAME",
         panel=ADVANCED,
-        choices=lambda: (AUTO, "none", "planes"),
+        choices=lambda: (AUTO, *CODECS),
     )
     context: int | Callable[[Any], int] | None = option(
         None,
@@ -247,7 +248,7 @@ class LoadOptions:
         "instead of the system's: resident computes what is here first, id by rising number",
         metavar="NAME",
         panel=RESEARCH,
-        choices=lambda: ("resident", "id"),
+        choices=lambda: ORDERS,
     )
     decisions: str | Path | None = option(
         None,
@@ -277,7 +278,9 @@ class LoadOptions:
 
 
 def dtype_name(dtype: Any) -> str | None:
-    """ "float32" of torch.float32, numpy.float32 or its name; what else a text says is looked at where it is used."""
+    """ "float32" for torch.float32, numpy.float32 or the text. Whether the name is a dtype is
+    checked where it is used.
+    """
     if dtype is None or isinstance(dtype, str):
         return None if dtype is None else dtype.removeprefix("torch.")
     name = getattr(dtype, "__name__", None) or str(dtype)
@@ -287,13 +290,21 @@ def dtype_name(dtype: Any) -> str | None:
 LOAD_OPTIONS: dict[str, Field[Any]] = {one.name: one for one in fields(LoadOptions) if "option" in one.metadata}
 
 
-GONE: dict[str, Callable[[object], None]] = {"compressed": refuse_compressed}
-"""Options that there are no more: what raises ConfigError where such a one asks for something."""
+def _refuse_compressed(value: object) -> None:
+    if value not in (None, 0, "0", AUTO):
+        raise ConfigError(
+            f"compressed={value!r:.80}: experts do not stay compressed in memory any more, and no device decodes them; "
+            "accepted: codec='planes', by which they are compressed on disk, and memory=, to give them more of it"
+        )
+
+
+GONE: dict[str, Callable[[object], None]] = {"compressed": _refuse_compressed}
+"""Options that no longer exist, each with a function that raises ConfigError if its value asks for something."""
 
 
 def names_of_today(told: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `load`, where some are under the names that they had before. Raises ConfigError for one that has
-    gone, or that is given twice.
+    """Options of `load` with old names replaced. Raises ConfigError for an option that no longer exists, or that is
+    given under both names.
     """
     was = {one.metadata["option"].was: name for name, one in LOAD_OPTIONS.items()}
     found: dict[str, Any] = {}
@@ -309,9 +320,7 @@ def names_of_today(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def words_of_today(words: Sequence[str], options: Mapping[str, OptionInfo]) -> list[str]:
-    """A command line of these options, where some are under the names that they had before. Raises ConfigError for one
-    that has gone.
-    """
+    """A command line of these options with old names replaced. Raises ConfigError for one that no longer exists."""
     now = {flag_of(told.was): "" if told.is_argument else flag_of(name) for name, told in options.items() if told.was}
     gone = {flag_of(name): refuse for name, refuse in GONE.items()}
     found: list[str] = []
@@ -337,7 +346,7 @@ def flag_of(name: str) -> str:
 
 
 def load_arguments(options: LoadOptions) -> dict[str, Any]:
-    """What a command's options say to `expertly.load`."""
+    """The arguments of `expertly.load` in a command's options."""
     return {name: getattr(options, name) for name in LOAD_OPTIONS}
 
 
@@ -347,5 +356,5 @@ def systems_that_run() -> list[str]:
 
 
 def described() -> str:
-    """The options as a docstring has them."""
+    """The options for a docstring."""
     return "\n".join(f"    {name}: {one.metadata['option'].help}." for name, one in LOAD_OPTIONS.items())

@@ -142,6 +142,13 @@ def test_a_command_of_the_first_edition_that_moved_says_where(typed, instead, ca
     command_of(instead.split()[1:])
 
 
+@pytest.mark.parametrize("typed", ["lab trace synth out --workload=cyclic", "lab configure x --plot out.png"])
+def test_an_option_of_the_first_edition_that_has_gone_says_what_to_do(typed, capsys):
+    assert main(typed.split()) == 2
+    err = capsys.readouterr().err
+    assert "has gone: " in err and err.count("\n") == 1
+
+
 LOADING = "memory system segments dtype codec compressed device devices maps predictor plan matcher"
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
+from expertly.store.packed import LayerFile
 
 Read = tuple[int, int]
 """(layer, expert) of one read."""
@@ -32,17 +33,8 @@ class Disk:
         self._may_end: list[Read] = []
         self._changed = threading.Condition()
 
-    def layer_extent(self, layer: int) -> tuple[Path, int]:
-        return Path(str(layer)), 0
-
-    def expert_in_file(self, layer: int, expert: int) -> int:
-        return expert
-
-    def block_sums(self, layer: int) -> None:
-        return None
-
-    def frame_index(self, layer: int) -> None:
-        return None
+    def layer_file(self, layer: int) -> LayerFile:
+        return LayerFile(Path(str(layer)), 0, None, None, range(self.geometry.layers[layer].num_experts))
 
     def open(self, path: Path) -> SimpleNamespace:
         def read_into(offset: int, buffers: Sequence[memoryview]) -> bool:

@@ -69,10 +69,10 @@ def test_a_prompt_that_needs_many_more_experts_than_the_pool_holds(family: str, 
     needed = recorder.num_demands(lambda call: len(call.index) == 120)
     num_layers = FAMILIES[family].num_moe_layers
     assert needed >= 7 * num_layers
-    for segments, ring in ((1, 1), (4, 1), (4, 3)):
+    for segments, staging in ((1, 1), (4, 1), (4, 3)):
         nbytes = PackedStore.open(case.store).geometry().nbytes
-        slots = nbytes * ring // (8 * num_layers * segments)
-        with loaded(case.store, memory=slots, staging_slots=ring, segments=segments) as model:
+        slots = nbytes * staging // (8 * num_layers * segments)
+        with loaded(case.store, memory=slots, staging_slots=staging, segments=segments) as model:
             assert generate(model, prompt, 3) == expected
             stats = expertly.stats(model).as_dict()
             assert stats["kept_bytes"] == 0

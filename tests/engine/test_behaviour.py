@@ -137,13 +137,13 @@ def test_order_id_gives_the_same_tokens_and_loads_no_less(family: str, segments:
     assert prefill[1] >= prefill[0] > 0
 
 
-@pytest.mark.parametrize(("ring", "memory"), [(1, "40%"), (5, "40%"), (80, "90%")])  # of 96 segments
-def test_any_number_of_staging_slots(ring: int, memory: str, cases: Cases) -> None:
+@pytest.mark.parametrize(("staging", "memory"), [(1, "40%"), (5, "40%"), (80, "90%")])  # of 96 segments
+def test_any_number_of_staging_slots(staging: int, memory: str, cases: Cases) -> None:
     case = cases["qwen3_moe"]
-    with loaded(case.store, memory=memory, segments=4, staging_slots=ring) as model:
+    with loaded(case.store, memory=memory, segments=4, staging_slots=staging) as model:
         assert generate(model, case.prompts) == case.tokens
         stats = expertly.stats(model).as_dict()
-        assert stats["ring_bytes"] == ring * stats["expert_bytes"] // 96
+        assert stats["ring_bytes"] == staging * stats["expert_bytes"] // 96
         assert_streamed(model)
 
 

@@ -10,13 +10,11 @@ import torch
 
 import expertly
 from expertly.api import handle
-from expertly.core.errors import ConfigError, TransferError
+from expertly.core.errors import TransferError
 from expertly.model.packing import pack
 from expertly.store.codec_choice import CodecChoice
 from expertly.store.frames import planes_name
-from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
-from tests.engine.failing import FailOnce
 from tests.engine.observe import loaded, prediction
 from tests.engine.streams import put_in_place
 from tests.families import generate
@@ -109,13 +107,6 @@ def test_load_packs_as_it_is_told(cases: Cases, tmp_path: Path, monkeypatch: pyt
         assert stats_of(model)["codec"] | {"ratio": 0} == {"name": "planes", "why": "it is the faster one", "ratio": 0}
 
 
-def test_a_codec_that_is_none_and_one_that_the_store_is_not_in(planes: Case) -> None:
-    with pytest.raises(ConfigError, match="codec='zip': unknown; accepted: none, planes, auto"):
-        expertly.load(str(planes.store), device="cpu", codec="zip")
-    with pytest.raises(ConfigError, match=r"codec='none': the packed store .* is in planes"):
-        expertly.load(str(planes.store), device="cpu", codec="none")
-
-
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
 
@@ -132,14 +123,3 @@ def test_damage_fails_the_request_and_the_next_one_works(own_planes: Case) -> No
         path.write_bytes(whole)
         for _ in range(2):
             assert generate(model, case.prompts) == case.tokens
-
-
-@pytest.mark.parametrize("at", [1, 20])
-def test_a_read_that_fails_once(at: int, planes: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    with loaded(planes.store, memory="75%", segments=4) as model:
-        fail = FailOnce(at)
-        monkeypatch.setattr(ExpertFile, "read_into", lambda *args: fail(*args))
-        with pytest.raises(TransferError):
-            generate(model, planes.prompts)
-        for _ in range(2):
-            assert generate(model, planes.prompts) == planes.tokens

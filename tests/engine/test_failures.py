@@ -98,14 +98,19 @@ def test_a_deleted_file_goes_on_working(own: tuple[Case, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "system", "segments"),
-    [(1, "on-demand", 1), (40, "lru", 4), (5, "static", 1)],
+    ("codec", "at", "system", "segments"),
+    [
+        *(("none", 1, "on-demand", 1), ("none", 40, "lru", 4), ("none", 5, "static", 1)),
+        *(("planes", 1, "lru", 4), ("planes", 20, "lru", 4)),
+    ],
 )
-def test_one_read_error(at: int, system: str, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, fail = cases["qwen3_moe"], FailOnce(at)
-    with loaded(case.store, system=system, segments=segments, memory="30%") as model:
+def test_one_read_error(
+    codec: str, at: int, system: str, segments: int, cases: Cases, planes: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, fail = planes if codec == "planes" else cases["qwen3_moe"], FailOnce(at)
+    with loaded(case.store, system=system, segments=segments, memory="30%" if codec == "none" else "75%") as model:
         monkeypatch.setattr(ExpertFile, "read_into", lambda *args: fail(*args))
-        with pytest.raises(TransferError, match=r"experts-\d+\.safetensors.*Input/output error"):
+        with pytest.raises(TransferError, match=r"experts-\d+\..*Input/output error"):
             generate(model, case.prompts)
         assert fail.path is not None
         assert_works(model, case)
@@ -206,16 +211,16 @@ def test_a_kernel_that_raises(devices: str, cases: Cases, monkeypatch: pytest.Mo
         assert_works(model, case)
 
 
-@pytest.mark.parametrize("matcher", ["thread", "inline"])
-def test_a_predictor_that_fails_fails_one_pass(matcher: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["thread", "inline"])
+def test_a_predictor_that_fails_fails_one_pass(where: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
     system = predictors.put(monkeypatch, lambda geometry: Failing(geometry, after=4))
-    with loaded_on(TWO, case.store, system=system, predict=matcher) as model:
+    with loaded_on(TWO, case.store, system=system, predict=where) as model:
         with pytest.raises(ValueError, match="the predictor gave up"):
             for _ in range(5):
                 generate(model, case.prompts)
         check_nothing_moves(model)
-        if matcher == "thread":
+        if where == "thread":
             assert generate(model, case.prompts) == case.tokens, "it goes on without predictions"
             assert prediction(model)["failed"] == "ValueError: the predictor gave up"
 
@@ -238,7 +243,7 @@ def end_readers(model: Any, number: int, how_many: int) -> None:
 def test_transfer_threads_that_have_ended_fail_the_request_and_are_replaced(
     devices: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(transfer, "LOOK_EVERY_S", 0.05)
     case, named = cases["qwen3_moe"], "^a thread" if devices == "cpu" else "^cpu:1: a thread"
     with loaded_on(devices, case.store) as model:
         last = len(handle(model).engine.executor.shards) - 1
@@ -266,7 +271,7 @@ def test_a_transfer_thread_that_breaks_tells_why(cases: Cases) -> None:
 def test_a_device_whose_thread_has_ended_says_so_and_can_be_unloaded(
     cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(groups, "LOOK_EVERY_S", 0.05)
     case = cases["qwen3_moe"]
     model, _ = expertly.load(str(case.store), devices=TWO, memory="60%")
     assert generate(model, case.prompts) == case.tokens
@@ -376,7 +381,7 @@ def test_a_byte_that_flipped_in_an_expert_fails_the_requests_that_need_it(
 ) -> None:
     """Until the file is whole again. With verify=never nobody is told."""
     case, store = own
-    path, offset = PackedStore.open(store).layer_extent(1)
+    path, offset = PackedStore.open(store).extents[1]
     whole = path.read_bytes()
     nbytes = (len(whole) - offset) // NUM_EXPERTS
     damaged = bytearray(whole)

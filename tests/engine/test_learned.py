@@ -32,6 +32,7 @@ from expertly.policies.predictor.eam.matrices import Matrices
 from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.scheduler.decisions import replay_file
 from expertly.store.cache import list_entries, remove_entry
+from expertly.store.manifest import Manifest
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded, reader_threads, run_python
 from tests.families import NUM_NEW_TOKENS, generate
@@ -363,7 +364,7 @@ def on_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SavedState,
     monkeypatch.setattr(learned_module, "SAVE_EVERY_S", 0.0)
     policy = EVICTIONS["reuse"].make(geometry(), 4)
     assert isinstance(policy, Reuse)
-    saved = SavedState(policy, path, "4" * 64)
+    saved = SavedState(policy, path, Manifest("4" * 64, "", "toy", "float32", (), (), {}))
     policy.model.observe(one_token(0, [1, 2]))
     return saved, policy.model
 

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from tests.engine.observe import assert_streamed, loaded, open_files, reader_thr
 from tests.families import generate, logits_of
 
 pytestmark = pytest.mark.timeout(120)
+
+TWO, LOOKAHEAD = "cpu:0,cpu:1", "lru:prediction=lookahead"
 
 # -- several at once -------------------------------------------------------------------------------------------------
 
@@ -100,11 +103,21 @@ def test_a_deepcopy_shares_slots_and_statistics(cases: Cases) -> None:
 # -- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_unload_frees_threads_and_files_and_is_idempotent(cases: Cases) -> None:
+@pytest.mark.parametrize(
+    ("devices", "system", "threads"),
+    [
+        ("cpu", "lru", {"reader": 4}),
+        ("cpu:0,cpu:1", "fmoe", {"reader": 8, "device": 2, "predictor": 1}),
+    ],
+)
+def test_unload_frees_threads_and_files_and_is_idempotent(
+    devices: str, system: str, threads: dict[str, int], cases: Cases
+) -> None:
     case = cases["qwen3_moe"]
     assert not reader_threads() and not open_files(case.store)
-    model, _ = expertly.load(str(case.store), memory="25%", device="cpu")
-    assert len(reader_threads()) == 4 and len(open_files(case.store)) >= 3
+    model, _ = expertly.load(str(case.store), memory="60%", devices=devices, system=system, learned="off")
+    assert Counter(thread.name.split("-")[1] for thread in reader_threads()) == threads
+    assert len(open_files(case.store)) >= 3
     generate(model, case.prompts)
     before = expertly.stats(model).as_dict()
     for _ in range(3):
@@ -187,6 +200,51 @@ BAD = {
         r"memory 50%: takes .* are free.* KV cache of \d+ tokens",
     ),
     "host memory of a CPU": ({"host_memory": "1GiB"}, ConfigError, r"host_memory='1GiB': there is no host tier"),
+    "a codec that is none": ({"codec": "zip"}, ConfigError, "codec='zip': unknown; accepted: none, planes, auto"),
+    "another codec than the store's": ({"codec": "planes"}, ConfigError, "codec='planes': the packed store .* in none"),
+    "where to predict": ({"predict": "fast"}, ConfigError, "predict='fast': unknown; accepted: auto, thread, inline"),
+    "where nothing is predicted": (
+        {"predict": "inline", "system": "lru"},
+        ConfigError,
+        "predict='inline': system 'lru' predicts nothing",
+    ),
+    "beside a pass that waits": (
+        {"system": f"{LOOKAHEAD}:transfer=synchronous", "predict": "thread"},
+        ConfigError,
+        r"predict='thread': .*transfer=synchronous.*accepted: auto, inline",
+    ),
+    "a gate without prediction": ({"system": "lru:gate=measured"}, ConfigError, "of no use where nothing is predicted"),
+    "a gate of a pass that waits": (
+        {"system": f"{LOOKAHEAD}:transfer=synchronous:gate=measured"},
+        ConfigError,
+        "accepted: gate=none",
+    ),
+    "gate": ({"system": f"{LOOKAHEAD}:gate=often"}, ConfigError, "accepted: none, measured"),
+    "device and devices": (
+        {"device": "cpu", "devices": TWO},
+        ConfigError,
+        "device='cpu' and devices='cpu:0,cpu:1': accepted: one of the two",
+    ),
+    "no devices": ({"devices": []}, ConfigError, r"devices=\[\]: accepted: cpu:0,cpu:1"),
+    "devices": ({"devices": "cpu:0,abacus"}, ConfigError, "devices='abacus': unknown; accepted: cpu, cuda"),
+    "an empty device": ({"devices": "cpu:0,"}, ConfigError, "devices='': unknown; accepted: cpu, cuda"),
+    "devices without backend": ({"devices": "meta"}, ConfigError, "devices='meta': no backend for it; accepted: cpu"),
+    "a device without number": (
+        {"devices": "cpu,cpu:1"},
+        ConfigError,
+        r"devices='cpu': which one\? accepted: cpu:N, as in cpu:0,cpu:1",
+    ),
+    "too many devices": (
+        {"devices": [f"cpu:{i}" for i in range(9)]},
+        ConfigError,
+        "devices: 9 of them.*only 8 experts; accepted: 1 to 8",
+    ),
+    "decisions of two devices": (
+        {"devices": TWO, "decisions": "x.jsonl"},
+        ConfigError,
+        "decisions='x.jsonl': 2 devices decide apart; accepted",
+    ),
+    "host memory of CPUs": ({"devices": TWO, "host_memory": "1GiB"}, ConfigError, "host_memory='1GiB': there is no"),
 }
 
 
@@ -194,12 +252,13 @@ BAD = {
 def test_a_load_that_cannot_work_says_what_is_accepted_and_leaves_nothing(what: str, cases: Cases) -> None:
     arguments, error, message = BAD[what]
     store = cases["qwen3_moe"].store
+    where = {} if "devices" in arguments else {"device": "cpu"}
     before = set(threading.enumerate())
     with pytest.raises(error, match=message) as caught:
-        expertly.load(str(store), **({"memory": "25%", "device": "cpu"} | arguments))
+        expertly.load(str(store), **({"memory": "60%" if "devices" in arguments else "25%"} | where | arguments))
     del caught
     gc.collect()
-    assert set(threading.enumerate()) <= before and not open_files(store)
+    assert set(threading.enumerate()) <= before and not open_files(store) and not os.path.exists("x.jsonl")
 
 
 def test_no_cuda_device_is_said(cases: Cases) -> None:
@@ -228,7 +287,7 @@ def test_a_file_that_is_gone_leaves_no_other_open(own: tuple[Case, Path]) -> Non
     _, folder = own
     store = PackedStore.open(folder)
     geometry = store.geometry()
-    store.layer_extent(geometry.num_layers - 1)[0].unlink()
+    store.extents[geometry.num_layers - 1][0].unlink()
     with pytest.raises(StoreError, match="cannot be opened"):
         make_source(store, geometry, 4)
     assert not open_files(folder)

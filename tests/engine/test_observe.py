@@ -131,9 +131,9 @@ def told(model: Any) -> Diary:
     """What the predictor of a model was told, when it has been told all."""
     prefetching = handle(model).engine.prefetching
     assert prefetching is not None and isinstance(prefetching.predictor, Diary)
-    if prefetching._thread is not None:
-        assert prefetching._thread.close(30)
-    assert prefetching.error is None and prefetching.num_dropped == 0
+    if prefetching.thread is not None:
+        assert prefetching.thread.close(30) and prefetching.thread.num_dropped == 0
+    assert prefetching.error is None
     return prefetching.predictor
 
 
@@ -252,9 +252,9 @@ def test_a_layer_whose_router_is_not_found_shows_what_it_chose(cases: Cases, mon
     case = cases["qwen3_moe"]
 
     def partly(*args: Any) -> Any:
-        taps = find_routers(*args)
-        taps[1] = None
-        return taps
+        routers = find_routers(*args)
+        routers[1] = None
+        return routers
 
     monkeypatch.setattr("expertly.engine.observe.find_routers", partly)
     system = predictors.put(monkeypatch, lambda geometry: Diary("experts", "scores"))

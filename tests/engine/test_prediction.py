@@ -10,7 +10,6 @@ import torch
 
 import expertly
 from expertly.api import handle
-from expertly.core.errors import ConfigError
 from expertly.store.packed import PackedStore
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
@@ -73,13 +72,13 @@ def least_memory(case: Case, segments: int) -> dict[str, int]:
     return {"memory": layer.expert_nbytes // segments, "staging_slots": 1}
 
 
-@pytest.mark.parametrize(("system", "family", "memory", "segments", "matcher"), LOSSLESS)
+@pytest.mark.parametrize(("system", "family", "memory", "segments", "where"), LOSSLESS)
 def test_every_way_to_predict_is_lossless(
-    system: str, family: str, memory: str, segments: int, matcher: str, cases: Cases
+    system: str, family: str, memory: str, segments: int, where: str, cases: Cases
 ) -> None:
     case = cases[family]
     settings: dict[str, Any] = least_memory(case, segments) if memory == "least" else {"memory": memory}
-    with loaded(case.store, system=system, segments=segments, predict=matcher, **settings) as model:
+    with loaded(case.store, system=system, segments=segments, predict=where, **settings) as model:
         for _ in range(2):  # the second finds what the first has taught
             assert generate(model, case.prompts) == case.tokens
         torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
@@ -92,7 +91,7 @@ def test_every_way_to_predict_is_lossless(
 
 
 @pytest.mark.parametrize(
-    ("family", "matcher", "segments"),
+    ("family", "where", "segments"),
     [
         ("qwen3_moe", "thread", 1),
         ("qwen3_moe", "inline", 4),
@@ -102,11 +101,11 @@ def test_every_way_to_predict_is_lossless(
     ],
 )
 def test_predicting_everything_all_the_time_is_lossless(
-    family: str, matcher: str, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
+    family: str, where: str, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = cases[family]
     system = predictors.put(monkeypatch, Everything)
-    with loaded(case.store, system=system, segments=segments, predict=matcher, memory="30%") as model:
+    with loaded(case.store, system=system, segments=segments, predict=where, memory="30%") as model:
         assert generate(model, case.prompts) == case.tokens
         assert generate(model, case.prompts[:1]) == case.tokens[:1]
         assert_prefetched(model, case)
@@ -141,16 +140,16 @@ def test_fmoe_predicts_both_stacks_from_their_first_layers(cases: Cases) -> None
                 assert one["predicted"] > 0 and one["prediction_accuracy"] > 0.3, (phase, layer)
 
 
-@pytest.mark.parametrize("matcher", ["thread", "inline"])
+@pytest.mark.parametrize("where", ["thread", "inline"])
 def test_a_layer_that_runs_by_itself_while_others_are_loaded(
-    matcher: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
+    where: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = cases["qwen3_moe"]
     system = predictors.put(monkeypatch, Everything)
     inputs = torch.ones(1, 3, 32)
     with torch.no_grad():
         expected = [layer.mlp(inputs) for layer in load_reference(case.folder).model.layers]
-        with loaded(case.store, system=system, predict=matcher, segments=4, memory="40%") as model:
+        with loaded(case.store, system=system, predict=where, segments=4, memory="40%") as model:
             for _ in range(3):
                 assert generate(model, case.prompts, 4) == [tokens[:4] for tokens in case.tokens]
                 for layer, output in zip(model.model.layers, expected, strict=True):
@@ -260,22 +259,3 @@ def test_stats_tell_accuracy_by_distance(cases: Cases) -> None:
         for k, goodpred in last["goodpred_by_distance"].items():
             assert goodpred == last["accuracy_by_distance"][k] * last["fetch_rate_by_distance"][k]
         assert last["goodpred"] == last["prediction_accuracy"] * last["fetch_rate"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"predict": "fast"}, "predict='fast': unknown; accepted: auto, thread, inline"),
-        ({"predict": "inline"}, "predict='inline': system 'lru' predicts nothing"),
-        (
-            {"system": f"{LOOKAHEAD}:transfer=synchronous", "predict": "thread"},
-            r"predict='thread': .*transfer=synchronous.*accepted: auto, inline",
-        ),
-        ({"system": "lru:gate=measured"}, "of no use where nothing is predicted"),
-        ({"system": f"{LOOKAHEAD}:transfer=synchronous:gate=measured"}, "accepted: gate=none"),
-        ({"system": f"{LOOKAHEAD}:gate=often"}, "accepted: none, measured"),
-    ],
-)
-def test_what_cannot_be_asked_for(settings: dict[str, Any], problem: str, cases: Cases) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        expertly.load(str(cases["mixtral"].store), **({"system": "lru", "device": "cpu"} | settings))

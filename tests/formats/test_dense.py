@@ -37,6 +37,7 @@ from tests.model.checkpoints import (
     make_fp8_checkpoint,
     make_int4_checkpoint,
     read_tensors,
+    refused,
     write_checkpoint,
 )
 
@@ -290,6 +291,4 @@ def test_a_damaged_layer_is_refused(tmp_path: Path) -> None:
         return tensor.fill_(torch.inf) if name.endswith("1.self_attn.k_proj.weight_scale_inv") else tensor
 
     change(source, spoil)
-    with pytest.raises(ExpertlyError, match=r"layers\.1\.self_attn\.k_proj\.weight.*: a scale is inf"):
-        pack(source, tmp_path / "store")
-    assert not (tmp_path / "store").exists()
+    refused(source, ExpertlyError, r"layers\.1\.self_attn\.k_proj\.weight.*: a scale is inf")

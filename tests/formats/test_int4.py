@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.model.packing import pack
-from expertly.store.manifest import MANIFEST_NAME
 from tests.engine.observe import loaded
 from tests.families import generate, make_prompts
 from tests.model.checkpoints import (
@@ -22,6 +21,7 @@ from tests.model.checkpoints import (
     load_dequantised,
     make_int4_checkpoint,
     read_tensors,
+    refused,
     set_config,
 )
 
@@ -83,9 +83,7 @@ def spoiled(ending: str, spoil: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def test_a_damaged_int4_checkpoint_is_refused(damage: Any, message: str, tmp_path: Path) -> None:
     source = make_int4_checkpoint(tmp_path / "source")
     change(source, damage)
-    with pytest.raises(CheckpointError, match=message):
-        pack(source, tmp_path / "store")
-    assert not (tmp_path / "store" / MANIFEST_NAME).exists()
+    refused(source, CheckpointError, message)
 
 
 def test_other_tensors_of_an_int4_matrix_are_refused(tmp_path: Path) -> None:
@@ -98,9 +96,7 @@ def test_other_tensors_of_an_int4_matrix_are_refused(tmp_path: Path) -> None:
         tensors = read_tensors(source)
         tensors[f"model.layers.0.mlp.experts.0.down_proj.{ending}"] = torch.zeros(4)
         save_file(tensors, source / "model.safetensors", {"format": "pt"})
-        with pytest.raises(CheckpointError, match=rf"down_proj\.{ending}': {message}.*accepted .*weight_scale"):
-            pack(source, tmp_path / "store")
-        assert not (tmp_path / "store").exists()
+        refused(source, CheckpointError, rf"down_proj\.{ending}': {message}.*accepted .*weight_scale")
 
 
 @pytest.mark.parametrize(
@@ -130,6 +126,4 @@ def test_other_schemes_of_compressed_tensors_are_refused(field: str, value: Any,
     fields[last] = value
     set_config(source, quantization_config=quantization)
     for dtype in (None, "bfloat16"):
-        with pytest.raises(UnsupportedModelError, match=rf"{last}.*must be {accepted}|group_0=.*must be {accepted}"):
-            pack(source, tmp_path / "store", dtype)
-    assert not (tmp_path / "store").exists()
+        refused(source, UnsupportedModelError, rf"{last}.*must be {accepted}|group_0=.*must be {accepted}", dtype)

@@ -36,18 +36,11 @@ def test_scratch_file_is_real_and_removed(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_scratch_file_is_removed_after_an_error(tmp_path: Path):
-    with pytest.raises(ZeroDivisionError), measure.scratch_file(tmp_path, MIB, seconds=30):
+def test_scratch_file_stops_when_time_is_up_and_is_removed_after_an_error(tmp_path: Path):
+    with pytest.raises(ZeroDivisionError), measure.scratch_file(tmp_path, 1 << 40, seconds=0) as file:
+        assert file.nbytes == 16 * MIB
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
-
-
-def test_scratch_file_stops_when_time_is_up(tmp_path: Path):
-    with measure.scratch_file(tmp_path, 1 << 40, seconds=0) as file:
-        assert file.nbytes == 16 * MIB
-
-
-def test_a_folder_that_takes_no_file(tmp_path: Path):
     with pytest.raises(ConfigError, match="nowhere"), measure.scratch_file(tmp_path / "nowhere", MIB, seconds=1):
         pass
 

@@ -15,8 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import CompressedTensorsConfig, PreTrainedModel
 
+from expertly.core.errors import ExpertlyError
 from expertly.formats import FORMATS, expert_format
 from expertly.model.conversion import Conversion
+from expertly.model.packing import pack
 from expertly.model.structure import ExpertsSite, build_meta_model, find_experts
 from expertly.store.packed import PackedStore, tiles_name
 from tests.families import FAMILIES, NUM_EXPERTS, Family, load_reference, made_once, make_checkpoint, make_model
@@ -181,9 +183,18 @@ def canonical(site: ExpertsSite, state: Mapping[str, torch.Tensor]) -> torch.Ten
     return torch.stack([*rows, down.transpose(1, 2)], dim=2)
 
 
+def refused(source: Path, error: type[ExpertlyError], message: str, dtype: str | None = None) -> str:
+    """Packing it fails with this message, which is returned, and makes no store."""
+    store = source.with_name("refused")
+    with pytest.raises(error, match=message) as raised:
+        pack(source, store, dtype)
+    assert not store.exists()
+    return str(raised.value)
+
+
 def read_experts(store: PackedStore, layer: int) -> torch.Tensor:
     """[E, I, M, H]; those in a weight format as they are computed with."""
-    with safe_open(store.layer_extent(layer)[0], "pt") as file:
+    with safe_open(store.extents[layer][0], "pt") as file:
         experts = file.get_tensor("experts")
     shape = store.manifest.layers[layer]
     if not shape.format:

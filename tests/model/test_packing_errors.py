@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from expertly.core.errors import CheckpointError, ConfigError, ExpertlyError, UnsupportedModelError
 from expertly.model.packing import default_dtype, pack
 from expertly.store.checkpoint import Checkpoint
-from expertly.store.writer import partial_folder
 from tests.families import NUM_EXPERTS, make_checkpoint
 from tests.model.checkpoints import (
     assert_holds_what_transformers_loads,
     change,
     make_fused_checkpoint,
     read_tensors,
+    refused,
     set_config,
     write_checkpoint,
 )
@@ -40,16 +40,16 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_begun(tmp_path: Path) -> Iterator[None]:
+    """All of this is found before anything is written."""
+    yield
+    assert not list(tmp_path.glob("*.partial"))
+
+
 @pytest.fixture
 def source(tmp_path: Path, layouts: dict[str, Path]) -> Path:
     return Path(shutil.copytree(layouts["per expert"], tmp_path / "source"))
-
-
-def refused(source: Path, error: type[ExpertlyError], message: str) -> None:
-    store = source.with_name("refused")
-    with pytest.raises(error, match=message):
-        pack(source, store)
-    assert not store.exists() and not partial_folder(store).exists()
 
 
 @pytest.mark.parametrize("value", ["NaN", "int8", "float64", 3])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,12 @@ from expertly.model import packing as packing_module
 from expertly.model.packing import pack, pack_cached
 from expertly.store.cache import learned_beside
 from expertly.store.codec_choice import CodecChoice
-from expertly.store.frames import FrameDecoder
 from expertly.store.manifest import FORMAT_VERSION, MANIFEST_NAME
 from expertly.store.packed import PackedStore
 from expertly.store.writer import partial_folder
 from tests.families import make_checkpoint
 from tests.model.checkpoints import change, make_fused_checkpoint, make_mxfp4_checkpoint, read_experts
-from tests.store.builders import files_of
+from tests.store.builders import files_of, stored_experts
 
 
 def pack_slowly(source: Path, folder: Path) -> None:
@@ -118,31 +116,12 @@ def test_what_is_no_model_is_named(model: str) -> None:
 # -- codecs ----------------------------------------------------------------------------------------------------------
 
 
-def experts_of(store: PackedStore) -> Iterator[bytes]:
-    """The bytes of all experts, as they are computed with."""
-    decoder = FrameDecoder()
-    for layer, geometry in enumerate(store.manifest.layers):
-        path, offset = store.layer_extent(layer)
-        raw, index = memoryview(path.read_bytes()), store.frame_index(layer)
-        for expert in range(geometry.num_experts):
-            if index is None:
-                start = offset + expert * geometry.expert_nbytes
-                yield bytes(raw[start : start + geometry.expert_nbytes])
-                continue
-            whole = bytearray(geometry.expert_nbytes)
-            for frame in range(index.num_frames):
-                begin, nbytes = index.extent(expert, frame)
-                out = memoryview(whole)[frame * index.frame_nbytes :][: index.frame_nbytes]
-                decoder.decode(index, expert, frame, raw[begin : begin + nbytes], out)
-            yield bytes(whole)
-
-
 def test_the_demo_model_loses_no_bit_and_more_than_a_quarter_of_its_size(tmp_path: Path) -> None:
     store = pack_cached("demo", "bfloat16", tmp_path, codec="planes")
     assert store.codec == "planes" and store.ratio <= 0.72
     assert store.folder.name.endswith("-bfloat16-planes")
     plain = pack_cached("demo", "bfloat16", tmp_path, codec="none")
-    assert list(experts_of(store)) == list(experts_of(plain))
+    assert list(stored_experts(store)) == list(stored_experts(plain))
     assert (store.folder / "dense.safetensors").read_bytes() == (plain.folder / "dense.safetensors").read_bytes()
 
 
@@ -157,7 +136,7 @@ def test_every_layout_of_a_checkpoint_can_be_packed_in_planes(tmp_path: Path, ki
         source = make_checkpoint("deepseek_v3", tmp_path / "source")
     store = pack(source, tmp_path / "store", dtype, codec="planes")
     plain = pack(source, tmp_path / "plain", dtype, codec="none")
-    assert list(experts_of(store)) == list(experts_of(plain))
+    assert list(stored_experts(store)) == list(stored_experts(plain))
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +144,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("mixtral", tmp_path_factory.mktemp("model") / "source", tokenizer=True)
 
 
-def test_what_is_packed_is_used_again(tmp_path: Path, source: Path) -> None:
+def test_what_is_packed_is_used_again(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model this small is not measured."""
+    monkeypatch.setattr(packing_module, "disk_rate_at", lambda folder: pytest.fail("measured"))
+    assert "too few for measuring to pay" in pack(source, tmp_path / "first").why_codec
     store = pack_cached(source, cache_dir=tmp_path, codec="planes")
     assert store.why_codec == "it was asked for"
     again = pack_cached(source, cache_dir=tmp_path, progress=lambda *now: pytest.fail("packed again"))
@@ -176,15 +158,6 @@ def test_what_is_packed_is_used_again(tmp_path: Path, source: Path) -> None:
     assert plain.codec == "none" and plain.folder != store.folder
     both = pack_cached(source, cache_dir=tmp_path, progress=lambda *now: pytest.fail("packed again"))
     assert both.codec == "none" and "too few for measuring" in both.why_codec
-
-
-def test_a_small_model_is_packed_without_measuring(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packing_module, "disk_rate_at", lambda folder: pytest.fail("measured"))
-    store = pack(source, tmp_path / "store")
-    assert store.codec == "none" and "too few for measuring to pay" in store.why_codec
-    assert pack(source, tmp_path / "store").why_codec == "the model is packed in it"
 
 
 @pytest.mark.parametrize("codec", ["none", "planes"])

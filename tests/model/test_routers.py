@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from expertly.model.hooks import experts_modules
-from expertly.model.routers import RouterTap, find_routers
+from expertly.model.routers import HookedRouter, find_routers
 from tests.families import FAMILIES, generate, logits_of, make_prompts
 from tests.model.conftest import Toys
 from tests.model.toy import Toy
@@ -18,10 +18,10 @@ SIGMOID = {"deepseek_v3", "glm4_moe", "dots1", "lfm2_moe"}
 CHOICE_IS_NOT_TOP_K = SIGMOID | {"ernie4_5_moe"}  # a bias takes part in the choice
 
 
-def taps_of(toy: Toy) -> list[RouterTap]:
-    taps = [tap for tap in find_routers(toy.model, toy.manifest.layers) if tap is not None]
-    assert len(taps) == len(toy.manifest.layers), "a router of each layer"
-    return taps
+def routers_of(toy: Toy) -> list[HookedRouter]:
+    routers = [router for router in find_routers(toy.model, toy.manifest.layers) if router is not None]
+    assert len(routers) == len(toy.manifest.layers), "a router of each layer"
+    return routers
 
 
 def block_of(toy: Toy, layer: int) -> Any:
@@ -29,8 +29,8 @@ def block_of(toy: Toy, layer: int) -> Any:
     return toy.model.get_submodule(toy.manifest.sites[layer].rpartition(".")[0])
 
 
-def watched(toy: Toy, taps: list[RouterTap]) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Of one pass: what the taps saw, and what the experts modules were called with, by layer."""
+def watched(toy: Toy, routers: list[HookedRouter]) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Of one pass: what the routers saw, and what the experts modules were called with, by layer."""
     seen: dict[int, Any] = {}
     received: dict[int, Any] = {}
     handles = []
@@ -40,32 +40,32 @@ def watched(toy: Toy, taps: list[RouterTap]) -> tuple[dict[int, Any], dict[int, 
             received[layer] = args
 
         handles.append(module.register_forward_pre_hook(before))
-    for tap in taps:
-        tap.attach(lambda layer, inputs, logits: seen.__setitem__(layer, (inputs, logits)))
+    for router in routers:
+        router.attach(lambda layer, inputs, logits: seen.__setitem__(layer, (inputs, logits)))
     logits_of(toy.model, make_prompts(1, length=48))
-    for tap in taps:
-        tap.detach()
+    for router in routers:
+        router.detach()
     for handle in handles:
         handle.remove()
-    assert seen.keys() == received.keys() == set(range(len(taps)))
+    assert seen.keys() == received.keys() == set(range(len(routers)))
     return seen, received
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_routers_that_explain_what_the_experts_received(family: str, toys: Toys) -> None:
     toy = toys[family]
-    taps = taps_of(toy)
-    seen, received = watched(toy, taps)
+    routers = routers_of(toy)
+    seen, received = watched(toy, routers)
     for _, choice, _ in received.values():
         assert len({tuple(row) for row in choice.reshape(len(choice), -1).tolist()}) >= 3, "else this proves little"
-    for layer, tap in enumerate(taps):
+    for layer, router in enumerate(routers):
         inputs, logits = seen[layer]
         hidden, choice, weights = received[layer]
         num_experts, top_k = toy.manifest.layers[layer].num_experts, toy.manifest.layers[layer].top_k
-        assert tap.layer == layer and tap.can_look_ahead
-        assert tap.scoring == ("sigmoid" if family in SIGMOID else "softmax")
+        assert router.layer == layer and router.can_look_ahead
+        assert router.scoring == ("sigmoid" if family in SIGMOID else "softmax")
         torch.testing.assert_close(inputs, hidden)
-        scores = tap.normalised(logits)
+        scores = router.normalised(logits)
         assert scores.shape == (len(hidden), num_experts) and scores.dtype == torch.float32
         assert scores.min() >= 0
         torch.testing.assert_close(scores.sum(-1), torch.ones(len(hidden)))
@@ -85,15 +85,15 @@ def test_every_family_has_routers_that_explain_what_the_experts_received(family:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_router_asked_answers_as_its_weights_say(family: str, toys: Toys) -> None:
     toy = toys[family]
-    for layer, tap in enumerate(taps_of(toy)):
+    for layer, router in enumerate(routers_of(toy)):
         geometry = toy.manifest.layers[layer]
         hidden = torch.randn(5, geometry.hidden_size, generator=torch.Generator().manual_seed(layer))
         expected = linear_of(block_of(toy, layer), geometry.num_experts, hidden)
-        torch.testing.assert_close(tap.logits(hidden), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(router.logits(hidden), expected, rtol=1e-4, atol=1e-4)
         normalised = expected.softmax(-1)
         if family in SIGMOID:
             normalised = expected.sigmoid() / expected.sigmoid().sum(-1, keepdim=True)
-        torch.testing.assert_close(tap.scores(hidden), normalised, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(router.scores(hidden), normalised, rtol=1e-4, atol=1e-4)
 
 
 def linear_of(block: Any, num_experts: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def test_finding_tells_the_runtime_nothing_and_changes_nothing(toys: Toys) -> No
     toy, prompts = toys["qwen3_moe"], make_prompts(1, length=9)
     before = generate(toy.model, prompts)
     num_iterations, num_calls = len(toy.runtime.iterations), toy.runtime.num_calls
-    taps_of(toy)
+    routers_of(toy)
     assert (len(toy.runtime.iterations), toy.runtime.num_calls) == (num_iterations, num_calls)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in toy.model.modules())
     assert generate(toy.model, prompts) == before
@@ -122,15 +122,15 @@ def test_finding_tells_the_runtime_nothing_and_changes_nothing(toys: Toys) -> No
 
 def test_watchers_see_what_the_model_runs_and_not_what_is_asked(toys: Toys) -> None:
     toy = toys["qwen3_moe"]
-    tap = taps_of(toy)[1]
+    router = routers_of(toy)[1]
     seen: list[int] = []
-    tap.attach(lambda layer, inputs, logits: seen.append(len(inputs)))
-    tap.scores(torch.zeros(4, 32))
+    router.attach(lambda layer, inputs, logits: seen.append(len(inputs)))
+    router.scores(torch.zeros(4, 32))
     assert seen == []
     logits_of(toy.model, make_prompts(1, length=9))
     assert seen == [9]
-    tap.detach()
-    tap.detach()
+    router.detach()
+    router.detach()
     logits_of(toy.model, make_prompts(1, length=9))
     assert seen == [9]
     assert not block_of(toy, 1).gate._forward_hooks
@@ -142,7 +142,7 @@ def test_a_router_that_is_no_module_is_not_found(toys: Toys) -> None:
     gate = block.gate
     del block.gate
     block.__dict__["gate"] = gate.forward
-    assert [tap is None for tap in find_routers(toy.model, toy.manifest.layers)] == [False, True, False]
+    assert [router is None for router in find_routers(toy.model, toy.manifest.layers)] == [False, True, False]
 
 
 def test_a_router_that_needs_more_than_hidden_states_cannot_look_ahead(toys: Toys) -> None:
@@ -159,7 +159,7 @@ def test_a_router_that_needs_more_than_hidden_states_cannot_look_ahead(toys: Toy
             return super().forward(hidden_states)
 
     gate.__class__ = Stateful
-    assert [tap.can_look_ahead for tap in taps_of(toy)] == [True, True, False]
+    assert [router.can_look_ahead for router in routers_of(toy)] == [True, True, False]
 
 
 @pytest.mark.parametrize("is_linear", [True, False])
@@ -192,6 +192,6 @@ def test_routers_as_other_versions_write_them(is_linear: bool, toys: Toys) -> No
 
             block.gate.__class__ = Router
     hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-    for layer, tap in enumerate(taps_of(toy)):
-        assert tap.scoring == "softmax" and tap.can_look_ahead
-        torch.testing.assert_close(tap.logits(hidden), linear_of(block_of(toy, layer), 8, hidden))
+    for layer, router in enumerate(routers_of(toy)):
+        assert router.scoring == "softmax" and router.can_look_ahead
+        torch.testing.assert_close(router.logits(hidden), linear_of(block_of(toy, layer), 8, hidden))

@@ -83,6 +83,8 @@ class ToyRuntime:
         assert not self.iterations or self.iterations[-1].ok is not None
         self.iterations.append(Iteration(info))
 
+    def check_logits(self, logits: torch.Tensor) -> None: ...
+
     def check_output(self, hidden_states: torch.Tensor) -> None:
         assert hidden_states.dim() == 3
 
@@ -120,10 +122,10 @@ class ToyRuntime:
         if not site.has_gate:
             return linear(module.act_fn(inner[0]), rows[-1].T)
         fused = torch.cat(inner, -1) if site.is_concatenated else torch.stack(inner, -1).flatten(-2)
-        if site.has_bias:
+        if getattr(module, "has_bias", False):
             fused = fused + module.gate_up_proj_bias[expert]
         output = linear(module._apply_gate(fused), rows[-1].T)
-        return output + module.down_proj_bias[expert] if site.has_bias else output
+        return output + module.down_proj_bias[expert] if getattr(module, "has_bias", False) else output
 
 
 @dataclass

@@ -11,7 +11,8 @@ import pytest
 from expertly.core.costs import CodecCosts
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.sim.decoding import MIN_JOB_NBYTES, NEVER_NS, DecodingDisk
+from expertly.core.resources import MIN_DECODE_NBYTES
+from expertly.sim.decoding import NEVER_NS, DecodingDisk
 from expertly.sim.hardware import Hardware, Link
 from expertly.sim.link import Clock, VirtualLink
 from tests.sim.drive import INFINITE, sized, toy
@@ -233,13 +234,13 @@ def test_reading_and_decoding_overlap() -> None:
 
 def test_a_large_span_is_decoded_by_several_threads_as_its_bytes_come() -> None:
     """Four parts, there at quarters of the read; one thread would take four times as long for each."""
-    width = MIN_JOB_NBYTES
+    width = MIN_DECODE_NBYTES
     geometry = Geometry(sized(1, 2, 1, width=width), 1)  # 4 parts of 256 KiB
-    per_part = MIN_JOB_NBYTES * 4
+    per_part = MIN_DECODE_NBYTES * 4
     clock, link, _ = make_coded(CodecCosts(0.5, 0.25e9, 4), geometry=geometry, link=Link(0.5e9, 0, 0))
     link.submit([span(0)])
     link.wait()
-    assert clock.now_ns == MIN_JOB_NBYTES * 4 + per_part, "read at 0.5 bytes/ns, then the last quarter decoded"
+    assert clock.now_ns == MIN_DECODE_NBYTES * 4 + per_part, "read at 0.5 bytes/ns, then the last quarter decoded"
 
 
 def test_what_no_reader_has_is_cancelled() -> None:
@@ -256,10 +257,10 @@ def test_what_no_reader_has_is_cancelled() -> None:
 
 def test_a_prefetch_in_several_parts_begins_alone() -> None:
     """Spans of four parts: the second one waits until the first one is there, and is cancelled before."""
-    geometry = Geometry(sized(1, 4, 1, width=MIN_JOB_NBYTES), 1)
+    geometry = Geometry(sized(1, 4, 1, width=MIN_DECODE_NBYTES), 1)
     clock, link, _ = make_coded(CodecCosts(0.5, 0.25e9, 4), geometry=geometry, link=Link(0.5e9, 0, 0))
     link.prefetch([span(0), span(1)])
-    clock.now_ns = MIN_JOB_NBYTES * 4  # the first has been read
+    clock.now_ns = MIN_DECODE_NBYTES * 4  # the first has been read
     assert link.cancel(0) == [span(1)]
     assert link.wait() == span(0) and decoder(link).next_ns == NEVER_NS
 

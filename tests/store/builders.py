@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,9 +15,10 @@ from numpy.typing import NDArray
 from expertly.core.geometry import LayerGeometry
 from expertly.core.headers import TensorSpec
 from expertly.store.checkpoint import Bytes
-from expertly.store.frames import FrameEncoder, FrameIndex, frames_per_expert, index_bytes, parse_index
+from expertly.store.frames import FrameEncoder, FrameIndex, frames_per_expert, index_bytes, parse_index, read_frames
 from expertly.store.manifest import Manifest
 from expertly.store.packed import PackedStore
+from expertly.store.reader import ExpertFile
 from expertly.store.writer import Progress, StoreWriter
 
 LAYER = LayerGeometry(
@@ -95,6 +97,19 @@ def encoded(layer: LayerGeometry, raw: NDArray[np.uint8], folder: Path) -> tuple
     frames = list(FrameEncoder(layer.expert_nbytes // num_frames, layer.itemsize).encode([raw]))
     index = index_bytes(layer, num_frames, [f.plane_nbytes for f in frames], [f.checksum for f in frames])
     return parse_index(folder / "index", index, folder / "frames", layer), [f.stored for f in frames]
+
+
+def stored_experts(store: PackedStore) -> Iterator[bytes]:
+    """The bytes of all experts of a store, decoded, in order."""
+    for layer, geometry in enumerate(store.manifest.layers):
+        (path, offset), index = store.extents[layer], store.layer_file(layer).frames
+        if index is None:
+            raw, nbytes = path.read_bytes()[offset:], geometry.expert_nbytes
+            yield from (raw[e * nbytes : (e + 1) * nbytes] for e in range(geometry.num_experts))
+            continue
+        with contextlib.closing(ExpertFile(path)) as file:
+            for expert in range(geometry.num_experts):
+                yield b"".join(bytes(decoded) for _, decoded in read_frames(file, index, [expert]))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

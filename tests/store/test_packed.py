@@ -12,9 +12,8 @@ import pytest
 from safetensors import safe_open
 
 from expertly.core.errors import ConfigError, StoreError
-from expertly.store.frames import FrameDecoder
 from expertly.store.packed import PackedStore
-from tests.store.builders import DENSE, LAYER, PLAN, PLANES, PLANS, expert_bytes, write_store
+from tests.store.builders import DENSE, LAYER, PLAN, PLANES, PLANS, expert_bytes, stored_experts, write_store
 
 
 @pytest.fixture
@@ -27,14 +26,17 @@ def planes(tmp_path: Path) -> PackedStore:
     return write_store(tmp_path / "planes", PLANES)
 
 
-def test_every_expert_is_where_the_geometry_says(store: PackedStore) -> None:
-    for layer, geometry in enumerate(PLAN.layers):
-        path, offset = store.layer_extent(layer)
-        assert offset % 4096 == 0
-        raw = path.read_bytes()
-        for expert in range(geometry.num_experts):
-            start = offset + expert * geometry.expert_nbytes
-            assert raw[start : start + geometry.expert_nbytes] == expert_bytes(layer, expert).tobytes()
+@pytest.mark.parametrize("codec", PLANS)
+def test_every_expert_is_where_geometry_or_index_says(tmp_path: Path, codec: str) -> None:
+    plan, store = PLANS[codec], write_store(tmp_path / "store", PLANS[codec])
+    experts = [(layer, expert) for layer, shape in enumerate(plan.layers) for expert in range(shape.num_experts)]
+    assert list(stored_experts(store)) == [expert_bytes(*one, plan).tobytes() for one in experts]
+    for layer in range(len(plan.layers)):
+        (path, offset), index = store.extents[layer], store.layer_file(layer).frames
+        assert offset % 4096 == 0 and (index is None) == (codec == "none")
+        if index is not None:  # an aligned read may cover the last frame
+            assert (index.path, offset) == (path, 0) and path.stat().st_size == index.file_nbytes
+            assert index.file_nbytes % 4096 == 0
 
 
 def test_the_library_reads_what_was_written(store: PackedStore) -> None:
@@ -42,7 +44,7 @@ def test_the_library_reads_what_was_written(store: PackedStore) -> None:
         assert set(file.keys()) == {spec.name for spec in DENSE}
         tensor = file.get_tensor("embed.weight")
     assert tensor.shape == (10, 8) and tensor.view(np.uint8).min() == len("embed.weight")
-    with safe_open(store.layer_extent(0)[0], "np") as file:
+    with safe_open(store.extents[0][0], "np") as file:
         assert file.get_slice("experts").get_shape() == [4, 32, 3, 64]
     index = json.loads((store.folder / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == {spec.name: "dense.safetensors" for spec in DENSE}
@@ -148,24 +150,6 @@ def test_a_folder_that_is_no_store_is_named(tmp_path: Path) -> None:
         PackedStore.open(tmp_path)
     with pytest.raises(StoreError, match="no such folder"):
         PackedStore.open(tmp_path / "absent")
-
-
-def test_every_expert_comes_back_from_where_the_index_says(planes: PackedStore) -> None:
-    decoder = FrameDecoder()
-    for layer, geometry in enumerate(PLANES.layers):
-        path, offset = planes.layer_extent(layer)
-        index = planes.frame_index(layer)
-        assert index is not None and (index.path, offset) == (path, 0)
-        raw = memoryview(path.read_bytes())
-        assert len(raw) == index.file_nbytes and len(raw) % 4096 == 0  # an aligned read may cover the last frame
-        for expert in range(geometry.num_experts):
-            whole = b""
-            for frame in range(index.num_frames):
-                begin, nbytes = index.extent(expert, frame)
-                out = bytearray(index.frame_nbytes)
-                decoder.decode(index, expert, frame, raw[begin : begin + nbytes], memoryview(out))
-                whole += out
-            assert whole == expert_bytes(layer, expert, PLANES).tobytes()
 
 
 def test_one_flipped_bit_in_an_index_is_found_at_opening(planes: PackedStore) -> None:

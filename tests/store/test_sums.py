@@ -41,12 +41,12 @@ def flip(path: Path, at: int) -> None:
 def test_each_block_is_compared_once(
     store: PackedStore, segments: int, num_read_again: int, told: str, is_damaged: bool
 ) -> None:
-    path, begin = store.layer_extent(0)
+    path, begin = store.extents[0]
     expert = 1
     nbytes = LAYER.expert_nbytes // segments
     if is_damaged:
         flip(path, begin + (expert + 1) * LAYER.expert_nbytes - 1)
-    sums = store.block_sums(0)
+    sums = store.layer_file(0).sums
     assert sums is not None
     with closing(ExpertFile(path)) as file:
         first_reads = FirstReads(0, file, begin, LAYER.expert_nbytes, nbytes, sums)
@@ -78,14 +78,14 @@ def test_a_store_of_before_there_were_sums_opens_and_verifying_adds_them(store: 
     (store.folder / "experts-00000.sums.safetensors").unlink()
     opened = PackedStore.open(store.folder)
     opened.check_dense()
-    assert opened.sums == () and opened.block_sums(0) is None
+    assert opened.sums == () and opened.layer_file(0).sums is None
     opened.verify(full=True)
     again = PackedStore.open(store.folder)
     assert again.sums == sums
     again.verify(full=True)
     expert = expert_bytes(0, 2, PLAN_OF_BLOCKS)
-    with closing(ExpertFile(again.layer_extent(0)[0])) as file:
-        FirstReads(0, file, again.layer_extent(0)[1], len(expert), len(expert), sums[0]).check(2, 0, expert.data)
+    with closing(ExpertFile(again.extents[0][0])) as file:
+        FirstReads(0, file, again.extents[0][1], len(expert), len(expert), sums[0]).check(2, 0, expert.data)
 
 
 @pytest.mark.parametrize("is_old", [False, True])
@@ -116,5 +116,5 @@ def test_a_file_of_sums_is_read_as_hostile_input(store: PackedStore) -> None:
         file.write(b"more")
     manifest["files"][path.name]["nbytes"] += 4
     manifest_path.write_text(json.dumps(manifest))
-    with pytest.raises(StoreError, match="too many"):
+    with pytest.raises(StoreError, match="bytes, more than the 4192 accepted"):
         PackedStore.open(store.folder)

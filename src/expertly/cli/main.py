@@ -77,6 +77,12 @@ MOVED = {
 }
 """What stood elsewhere in the first edition, and what to type now."""
 
+GONE = {
+    "lab trace synth --workload": "has gone: made-up routing is Zipf's only; leave it out",
+    "lab configure --plot": "has gone: the table has the same numbers, and --json prints them",
+}
+"""Options that commands had, and what to do now."""
+
 
 def make_app() -> typer.Typer:
     app = group("Run Mixture-of-Experts models in the memory you give them.", MAIN)
@@ -143,6 +149,10 @@ def _refuse_moved(argv: Sequence[str]) -> None:
     for name in (" ".join(argv[:2]), *argv[:1]):
         if name in MOVED:
             raise ConfigError(f"{name}: {MOVED[name]}")
+    for gone, what_now in GONE.items():
+        *command, option = gone.split()
+        if [*argv[: len(command)]] == command and any(word.partition("=")[0] == option for word in argv):
+            raise ConfigError(f"{option}: {what_now}")
 
 
 def _of_usage(error: typer.TyperException) -> ConfigError | None:

@@ -14,19 +14,10 @@ that helps.
 
 
 def check_codec(name: object) -> str:
-    """`name` where it is a codec or "auto". Raises ConfigError naming what is accepted."""
+    """`name`, if it is a codec or "auto". Raises ConfigError naming what is accepted."""
     if not isinstance(name, str) or name not in (*CODECS, "auto"):
         raise ConfigError(f"codec={name!r}: unknown; accepted: {', '.join(CODECS)}, auto")
     return name
-
-
-def refuse_compressed(value: object) -> None:
-    """Nothing stays compressed in memory any more. Raises ConfigError where `value` asks for it."""
-    if value not in (None, 0, "0", "auto"):
-        raise ConfigError(
-            f"compressed={value!r:.80}: experts do not stay compressed in memory any more, and no device decodes them; "
-            "accepted: codec='planes', by which they are compressed on disk, and memory=, to give them more of it"
-        )
 
 
 @dataclass(frozen=True, slots=True)

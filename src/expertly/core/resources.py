@@ -10,6 +10,12 @@ from pathlib import Path
 
 from expertly.core.errors import BudgetError, ConfigError
 
+NUM_READERS = 4
+"""Reader threads of an engine, and so reads in flight. Disks are at their best from 4 on (`expertly doctor`)."""
+
+MIN_DECODE_NBYTES = 256 << 10
+"""The smallest read of compressed experts, in bytes of weights: a span is split over the readers, but not further."""
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _CGROUP = Path("/sys/fs/cgroup")

@@ -1,8 +1,7 @@
-"""System `auto`: the file of what `expertly tune` chose for a model, one choice a memory, and the choice in it for the
-memory and machine that the model loads on.
+"""System `auto`: the file of choices that `expertly tune` made for a model, one for each amount of memory, and how a
+load finds its choice there.
 
-The file is read as hostile input: nothing that it says is imported, and nothing of it is used before all of it has been
-checked.
+The file is read as hostile input: all of it is checked before any of it is used, and no code that it names is imported.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from expertly.store.packed import PackedStore, is_packed_store
 FORMAT = "expertly-choices"
 FORMAT_VERSION = 1
 MAX_CHOICES = 64
-"""Of one model; the oldest goes."""
+"""For one model. The oldest is dropped."""
 
 MAX_FILE_NBYTES = 16 << 20
 
 MAX_GAINS = 16
 
 _MOST = 1 << 60
-"""Of whole numbers."""
+"""The largest whole number that is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class TunedOn:
-    """What a choice was made on. `kind` is cpu or cuda."""
+    """The machine of a choice. `kind` is cpu or cuda."""
 
     kind: str
     device: str  # the accelerator's name; without one, the processor's
@@ -53,18 +52,18 @@ class TunedOn:
     num_threads: int  # that compute
 
     def differences(self, other: TunedOn) -> list[str]:
-        """In words, what is not the same there."""
+        """Sentences for the fields that differ."""
         mine, theirs = asdict(self), asdict(other)
         return [f"{name} {mine[name]} there, {theirs[name]} here" for name in mine if mine[name] != theirs[name]]
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What was measured over another system, of the same requests in turn: time with the choice / time with it."""
+    """Time with the choice / time with another system, measured on the same requests in turn."""
 
-    over: str
-    ratio: float  # of a request, prompt and answer
-    low: float  # of the median of the turns' ratios, each end at 95 %
+    over: str  # the other system
+    ratio: float  # of whole requests, prompt and answer
+    low: float  # 95 % interval of the median ratio
     high: float
     tpot_ratio: float
     num_turns: int
@@ -72,16 +71,16 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class TunedChoice:
-    """A system for one model on one machine at one memory, and what it gained there."""
+    """The system chosen for one model on one machine and memory, and its gains."""
 
     system: str  # as `get_system` takes it
     segments: int  # P
-    memory_nbytes: int  # that it was chosen for
-    budget_nbytes: int  # of that, what is used: less where memory was `auto` and more brought nothing
+    memory_nbytes: int  # the memory it was chosen for
+    budget_nbytes: int  # the part that is used: less where memory was `auto` and more brought nothing
     codec: str
     machine: TunedOn
-    plan: SplitPlan | None = None  # that it begins with
-    predictor: str | None = None  # the file of trained weights; None: as `auto` finds them
+    plan: SplitPlan | None = None  # of split caching, to begin with
+    predictor: str | None = None  # the file of trained weights; None: the option's `auto`
     gains: tuple[Gain, ...] = ()
     about: dict[str, str | int | float | None] = field(default_factory=dict)  # for people
 
@@ -90,15 +89,14 @@ class TunedChoice:
         return get_system(self.system)
 
     def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
         return asdict(self) | {"plan": None if self.plan is None else self.plan.to_dict()}
 
 
 def read_choices(path: Path, identity: str, dtype: str) -> list[TunedChoice]:
     """The choices for a model, the oldest first; none where there is no file.
 
-    Raises StoreError naming the file, the field, its value and what is accepted: a file that is damaged, of another
-    version, or of another model or dtype.
+    Raises StoreError naming the file, the field, its value and what is accepted where the file is damaged, or of
+    another version, model or dtype.
     """
     try:
         nbytes = path.stat().st_size
@@ -121,9 +119,8 @@ def read_choices(path: Path, identity: str, dtype: str) -> list[TunedChoice]:
 
 
 def save_choice(path: Path, identity: str, dtype: str, choice: TunedChoice) -> None:
-    """Add a choice to the file at `path`; it takes the place of one for the same memory on the same kind of device. A
-    file that cannot be read is replaced. After a crash it is what it was before. Raises StoreError where it cannot be
-    written.
+    """Add a choice to the file at `path`, instead of one for the same memory and kind of device. A file that cannot be
+    read is replaced. A crash leaves the old file. Raises StoreError where it cannot be written.
     """
     try:
         others = read_choices(path, identity, dtype)
@@ -181,7 +178,7 @@ def _choice(where: str, raw: Any) -> TunedChoice:
 
 
 class LoadSettings(NamedTuple):
-    """Arguments of `expertly.load` that a choice may settle, where they were not given."""
+    """Options of `expertly.load` that a choice fills in where the user gave none."""
 
     segments: int | None
     memory: str | int | None
@@ -191,7 +188,7 @@ class LoadSettings(NamedTuple):
 
 
 class FoundChoice(NamedTuple):
-    """What system `auto` is; `why` is a sentence."""
+    """The system that `auto` stands for; `why` is a sentence."""
 
     system: str
     settings: LoadSettings
@@ -199,23 +196,22 @@ class FoundChoice(NamedTuple):
 
 
 def this_machine(device: torch.device) -> TunedOn:
-    """The one that a model runs on."""
+    """This machine, with the device that a model runs on."""
     cpu = cpu_name() or "unknown"
     name = kind_of(device).name(device) or cpu
     return TunedOn(device.type, name, cpu, allowed_cpus(), torch.get_num_threads())
 
 
 def choices_path(store: PackedStore) -> Path:
-    """Where the choices for a model go: beside its stores, one file for all codecs."""
+    """The file of choices for a model: beside its stores, one for all codecs."""
     return learned_beside(store.folder, "choices")
 
 
 def find_choice(
     store: PackedStore, asked: LoadSettings, request: MemoryRequest, targets: Sequence[torch.device]
 ) -> FoundChoice:
-    """The choice for the memory nearest to what is asked for, in which it can run; the default system, and why, where
-    there is none, or none that is of this kind of device. `asked` stands where it says something. Raises what dividing
-    the memory raises.
+    """The choice whose memory is nearest to the available memory, among those that can run here; the default system,
+    with the reason, where there is none. Options in `asked` that the user gave stay. Raises as `divide`.
     """
 
     def default(why: str) -> FoundChoice:
@@ -236,7 +232,7 @@ def find_choice(
         what = f"{len(targets)} devices" if of_kind else f"a device of kind {here.kind}"
         return default(f"what was tuned was tuned on {choices[-1].machine.kind}, alone, and this is {what}")
     division = divide(store, [store.geometry()], get_system(BASE_SYSTEM), request, targets)
-    nbytes = division.budgets[0].memory_nbytes  # all that is asked for, or that is free
+    nbytes = division.budgets[0].memory_nbytes  # the stated amount, or all that is free
     possible = [one for one in of_kind if _is_possible(one, store, nbytes, asked.predictor)]
     if not possible:
         return default(f"what was tuned ({of_kind[-1].system}) cannot run in {nbytes} bytes with what is there")
@@ -245,7 +241,7 @@ def find_choice(
 
 
 def _is_possible(choice: TunedChoice, store: PackedStore, nbytes: int, predictor: str | Path | None) -> bool:
-    """Whether its system can run: resident in memory for all, a trained one with its weights."""
+    """Whether its system can run here: `resident` needs memory for all experts, a trained one its weights."""
     parts = choice.parts
     if parts.keeps_everything and nbytes < store.experts_nbytes:
         return False
@@ -276,7 +272,7 @@ def _found(
         said.append(f"of which {_amount(memory, store)} are used, as more brought nothing")
     segments, plan = choice.segments if asked.segments is None else asked.segments, asked.plan
     if plan is None and choice.plan is not None:
-        if segments == choice.segments and _fits(choice, store, min(nbytes, choice.budget_nbytes), request.ring):
+        if segments == choice.segments and _fits(choice, store, min(nbytes, choice.budget_nbytes), request.staging):
             plan = choice.plan
         else:
             said.append("its plan does not fit here and is left out")
@@ -287,12 +283,12 @@ def _found(
     return FoundChoice(choice.system, settings, "; ".join(said))
 
 
-def _fits(choice: TunedChoice, store: PackedStore, nbytes: int, ring: int | None) -> bool:
-    """Whether its system can begin with its plan in so much memory."""
+def _fits(choice: TunedChoice, store: PackedStore, nbytes: int, staging: int | None) -> bool:
+    """Whether the choice's plan fits into `nbytes`."""
     assert choice.plan is not None
     try:
         geometry = store.geometry(choice.plan.geometry.segments_per_expert)
-        division = divide(store, [geometry], choice.parts, MemoryRequest(nbytes, ring), [torch.device("cpu")])
+        division = divide(store, [geometry], choice.parts, MemoryRequest(nbytes, staging), [torch.device("cpu")])
         choice.parts.check_plan(choice.plan, geometry, division.budgets[0])
     except ConfigError:
         return False
@@ -300,7 +296,7 @@ def _fits(choice: TunedChoice, store: PackedStore, nbytes: int, ring: int | None
 
 
 def in_codec(store: PackedStore, codec: str) -> Path:
-    """Where the cache has, or would have, the model of a store in another codec."""
+    """The cache's folder for the same model in another codec; it may not exist."""
     manifest, cache = store.manifest, store.folder.parent.parent
     return entry_folder(manifest.model_type, manifest.identity, manifest.stored_as, cache, codec)
 

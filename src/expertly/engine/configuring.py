@@ -1,5 +1,5 @@
-"""What layers should keep, worked out by a thread beside the forward passes, which never wait for it; and how long the
-parts of a decode step take, which it goes by (MoEpic, section 3.4.1).
+"""Works out, in a thread beside the forward passes, how much of the cache each layer should have, from measured times
+of the parts of a decode step (MoEpic, section 3.4.1). The forward passes never wait for it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from expertly.scheduler.scheduler import Scheduler
 _CLOSE_S = 10.0
 
 _RECENT = 64
-"""Steps of which the median is taken: a few that something else held up do not move it."""
+"""Steps of which the median is taken, so that a few slow ones do not move it."""
 
 _ENOUGH = 8
-"""Spans of one size whose median counts."""
+"""Spans of one size before their median is used."""
 
 
 class Configuring:
-    """Of one device: when its scheduler says that something is due, and times are known, the job gets a thread; what
-    comes of it is kept from the beginning of a pass on. What the job raises is raised there, once; then nothing is
-    worked out any more.
+    """The configurator of one device. When the scheduler says that a configuration is due, and times are known, a
+    thread works out a plan; the next pass that begins applies it. An exception of the thread is raised there, once.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -36,7 +35,7 @@ class Configuring:
         self._error: BaseException | None = None
 
     def begin_iteration(self) -> None:
-        """A pass begins, which the times have been told: nothing runs yet."""
+        """A pass begins, and no layer runs yet. Call it after `times.begin`."""
         if self._thread is None:
             if self.times.is_known and (job := self._scheduler.configuration_due()) is not None:
                 self._thread = threading.Thread(
@@ -54,7 +53,9 @@ class Configuring:
         self._scheduler.configure(self._plan)
 
     def close(self) -> None:
-        """Forget what is worked out. Idempotent. The job holds nothing of the model: it may end later."""
+        """Drop the plan that is being worked out. Idempotent. The thread may end later: it holds
+        nothing of the model.
+        """
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(_CLOSE_S)
@@ -67,12 +68,15 @@ class Configuring:
 
 
 class StepTimes:
-    """Of one device. Attention is what lies between a layer's experts and those before it, or the beginning of a pass,
-    the head what lies between the last experts and the next pass where that decodes, too. Experts are timed without
-    what they waited for. Loading is timed where a layer waited for it: a segment, from asking to the last arrival. What
-    a span costs whatever its size is what a straight line through the times of spans of several sizes leaves at 0.
+    """Times of the parts of a decode step on one device:
 
-    Times are the device's own (`Moments`): where it works behind the host, they come later, in their order.
+    - attention: from the end of a layer's experts (or the beginning of the pass) to the next layer's experts;
+    - head: from the end of the last experts to the beginning of the next decode step;
+    - experts: a layer's experts, without waits for transfers;
+    - loads, a segment: from the request to the last arrival, in layers that waited;
+    - a span's cost at size 0: by a straight line through the times of spans of several sizes.
+
+    They are device times (`Moments`), told in order, on an accelerator some time after the host was there.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -85,8 +89,8 @@ class StepTimes:
         self._asking: list[deque[int]] = [deque(maxlen=_RECENT) for _ in layers]
         self._spans: list[dict[int, deque[int]]] = [{} for _ in layers]  # by their number of segments
         self._head: deque[int] = deque(maxlen=_RECENT)
-        self._last_ns: int | None = None  # when the experts before ended, or the pass began
-        self._head_ns: int | None = None  # before this pass, if it decodes
+        self._last_ns: int | None = None  # the end of the experts before, or the beginning of the pass
+        self._head_ns: int | None = None  # of the step before this pass
 
     def begin(self, now_ns: int, *_: int) -> None:
         """A pass begins."""
@@ -94,25 +98,22 @@ class StepTimes:
         self._last_ns = now_ns
 
     def loaded(self, layer: int, num_segments: int, elapsed_ns: int, *, has_waited: bool) -> None:
-        """A layer asked for segments or found them under way, and took the last of so many after this time: when it
-        came, if it `has_waited` for that, else no earlier than it came.
+        """A layer needed `num_segments` that were not resident: `elapsed_ns` is the time from the request to the last
+        arrival. Without a wait (`has_waited` False) that is an upper bound: it may have arrived earlier.
         """
         times = self._segment if has_waited else self._segment_at_most
         times[layer].append(elapsed_ns / num_segments)
 
     def asked(self, layer: int, elapsed_ns: int) -> None:
-        """A layer asked for what it lacked, which took its thread so long."""
+        """Submitting a layer's loads took its thread this long."""
         self._asking[layer].append(elapsed_ns)
 
     def computed(self, layer: int, num_segments: int, elapsed_ns: int) -> None:
-        """A span of so many segments of an expert was computed, for one token."""
-        times = self._spans[layer].get(num_segments)
-        if times is None:
-            times = self._spans[layer][num_segments] = deque(maxlen=_RECENT)
-        times.append(elapsed_ns)
+        """A span of `num_segments` of an expert was computed, for one token."""
+        self._spans[layer].setdefault(num_segments, deque(maxlen=_RECENT)).append(elapsed_ns)
 
     def ran(self, layer: int, is_decode: bool, stall_ns: int, expert_ns: int, end_ns: int) -> None:
-        """A layer's experts took so long, stalls included."""
+        """A layer's experts ended at `end_ns` after `expert_ns`, of which `stall_ns` were waits for transfers."""
         if is_decode:
             if self._last_ns is not None:
                 self._attention[layer].append(max(0, end_ns - expert_ns - self._last_ns))
@@ -124,12 +125,12 @@ class StepTimes:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is something to go by of each part."""
+        """Whether each part has been measured in some layer."""
         return bool(self._head and any(self._experts) and (any(self._segment) or any(self._segment_at_most)))
 
     def timing(self) -> Timing:
-        """Of a step; what is not known of a layer (one that never waited, one of an encoder) is as in the others. Where
-        none ever waited, loads took no longer than until they were noticed.
+        """Times of a decode step. A layer without measurements (of an encoder, or one that never waited) takes the
+        median of the others. Where no layer ever waited, loads have their upper bounds.
         """
         geometry, layers = self._geometry, range(self._geometry.num_layers)
         nbytes = [geometry.segment_nbytes(layer) for layer in layers]
@@ -148,14 +149,14 @@ class StepTimes:
 
 
 def _medians(of_layers: list[deque[int]]) -> list[int]:
-    """Of each layer; of those without times what the others have."""
+    """Each layer's median; a layer without times has the median of the others'."""
     known = [median(times) if times else None for times in of_layers]
     usual = median(one for one in known if one is not None)
     return [round(usual if one is None else one) for one in known]
 
 
 def _at_no_size(spans: dict[int, deque[int]]) -> int:
-    """What of a span's time does not depend on its size; 0 where not enough sizes are known."""
+    """The part of a span's time that does not depend on its size; 0 where fewer than two sizes are known."""
     known = [(num, median(times), len(times)) for num, times in sorted(spans.items()) if len(times) >= _ENOUGH]
     if len(known) < 2:
         return 0

@@ -19,7 +19,7 @@ from expertly.scheduler.budget import class_segment_nbytes
 
 
 class CpuDevice:
-    """Computing is synchronous: when a span has been read it can be used, and afterwards its slots are free."""
+    """Computing is synchronous: a span can be used once it is read, and its slots are free once `compute` returns."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class CpuDevice:
         self.poll, self.drain, self.stats = readers.poll, readers.drain, readers.stats
         self.waits: list[tuple[Any, Any]] = []
         self.stamp = time.perf_counter_ns
-        self.to_host = torch.Tensor.detach  # where they are
+        self.to_host = torch.Tensor.detach  # they are in host memory
 
     def begin(self) -> None:
-        """Always possible."""
+        """A CPU can always run a pass."""
 
     def wait(self) -> Span:
         begin = time.perf_counter_ns()
@@ -55,7 +55,7 @@ class CpuDevice:
         return end - begin
 
     def used(self, span: Span) -> None:
-        """Nothing to remember."""
+        """Nothing is queued, so no later load has to wait for the use."""
 
     def close(self) -> None:
         self._readers.close()

@@ -1,6 +1,6 @@
-"""Devices: what the engine asks of one, and what it asks of a kind of device. A kind is one file, `cpu.py`, `cuda.py`.
+"""What the engine needs of a device, and of a kind of device. A kind is one file: `cpu.py`, `cuda.py`.
 
-A device has the slots of its experts' segments, brings spans into them, and says when they may be used.
+A device holds the slots of its experts' segments, loads spans into them, and says when they may be used.
 """
 
 from __future__ import annotations
@@ -22,60 +22,60 @@ from expertly.engine.reading import ExtentSource
 class Device(Protocol):
     """One device. Not thread-safe: one forward pass at a time.
 
-    A slot may be given to `submit` while kernels that read its old content are still queued: the device orders the new
-    content after every use it was told of by `used`.
+    `submit` may get a slot that queued kernels still read: the device loads the new content after every use that `used`
+    has reported.
     """
 
     torch_device: torch.device
     dtype: torch.dtype
-    """What is computed in."""
+    """Of the experts' outputs."""
     node: MemoryNode | None
-    """Where its host memory lies, on a machine with several places for it."""
+    """The NUMA node of its host memory, on a machine with several."""
     queues_uses: bool
-    """Whether computing goes on behind the host, so that it must be told of `used` spans."""
+    """Whether kernels run behind the host, so that `used` must be called."""
     waits: list[tuple[Any, Any]]
-    """Stamps around each time that computing, or the host before it, waited for a transfer. Who reads empties it."""
+    """Stamps before and after each time that the device, or the host, waited for a transfer. The reader empties it."""
 
     def rows(self, layer: int) -> torch.Tensor:
         """The slots as rows of this layer's shape, on the device: see `layer_rows`."""
 
     def begin(self) -> None:
-        """A forward pass begins. Raises ModelUseError where the device is in a state in which none can run."""
+        """A forward pass begins. Raises ModelUseError where the device cannot run one now."""
 
     def submit(self, spans: Sequence[Span]) -> None:
-        """Start loading the spans into their slots, before all prefetches that have not begun."""
+        """Start loading spans into their slots, before all prefetches that have not begun."""
 
     def prefetch(self, spans: Sequence[Span]) -> None:
-        """Prefetch these, single segments, in this order, when no load waits or moves. They come out of `poll` and
-        `wait` like others, and so do their errors.
+        """Load these single segments, in this order, while no load waits or moves. `poll` and `wait` return them, and
+        raise their errors, as they do for loads.
         """
 
     def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
-        """Cancel prefetches of `layer`, or of these experts of it, that have not begun: they will not come. Those that
-        have are moved like loads from now on. `layer` is about to run, or runs.
+        """Cancel prefetches of `layer`, or of these experts of it, that have not begun, and return them. Those that
+        have begun are moved like loads from now on. `layer` runs, or is about to.
         """
 
     def poll(self) -> Span | None:
-        """A span that may be computed with from now on, or None. Raises the TransferError of a failed one."""
+        """A span that has arrived and may be computed with, or None. Raises the TransferError of one that failed."""
 
     def wait(self) -> Span:
-        """The next such span; returns at once when computing with it can be queued. Raises as `poll`."""
+        """The next span to arrive; returns as soon as kernels that use it may be queued. Raises as `poll`."""
 
     def used(self, span: Span) -> None:
-        """Everything that reads the span's slots has been queued."""
+        """All kernels that read the span's slots have been queued."""
 
     def drain(self) -> None:
         """Drop prefetches that have not begun, wait until nothing moves; forget results and errors."""
 
     def stamp(self) -> Any:
-        """A moment of the computing: it has come there when what was asked for before has been computed."""
+        """A point in the device's work: it is reached when everything queued before has been computed."""
 
     def between_ns(self, begin: Any, end: Any, /) -> int | None:
-        """From one stamp to another; None where computing has not come there yet. Never waits."""
+        """Time from one stamp to another; None where the device has not reached them. Never waits."""
 
     def to_host(self, values: torch.Tensor, /) -> torch.Tensor:
-        """Values of the device in host memory, valid until the next call. The host waits for what makes them, which
-        counts as a synchronisation.
+        """A copy in host memory, valid until the next call. The host waits for the values; counts
+        as a synchronisation.
         """
 
     def stats(self) -> dict[str, int]:
@@ -86,50 +86,47 @@ class Device(Protocol):
 
 
 class Handover:
-    """Orders what the threads of several devices queue. No call makes the host wait. Marks are made and read here.
+    """Orders the kernels that the threads of several devices queue. No call makes the host wait.
 
-    As it is, for devices that queue nothing: what has been called has been done.
+    This base class is for devices without queues, where a call returns when its work is done.
     """
 
     def give(self) -> Any:
-        """A mark behind all that this thread has queued on the first device."""
+        """A mark behind everything that this thread has queued on the first device."""
         return None
 
     def take(self, mark: Any, device: torch.device) -> None:
-        """What this thread queues on the first device and on `device` comes after the mark."""
+        """Whatever this thread queues later, on the first device and on `device`, runs after the mark."""
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """What this thread has queued on the first device may read the tensor, which another thread has made there."""
+        """Keep a tensor that another thread has made on the first device until this thread's kernels have read it."""
 
 
 class DeviceKind(Protocol):
-    """What is asked of a kind of device, before there is a Device of it.
-
-    Where a method says what it returns, that is so for a device which every machine has.
-    """
+    """What the engine asks of a kind of device. Methods with a body are defaults that suit a CPU."""
 
     runs_on_host: bool
-    """Whether computing takes the host's memory and processors."""
+    """Whether it computes with the host's memory and processors."""
 
     def check(self, device: torch.device, field: str) -> None:
         """Raises ConfigError naming `field` where this machine does not have the device."""
         return None
 
     def name(self, device: torch.device) -> str | None:
-        """As its driver has it; None: that of the processor."""
+        """The driver's name for it; None: the device is the processor."""
         return None
 
     def memory_of(self, device: torch.device) -> str:
-        """Whose memory it takes: devices with equal answers share it."""
+        """A name of the memory that it uses: devices with equal names share one memory."""
 
     def available_nbytes(self, device: torch.device) -> int:
         """Memory the device may still give this process."""
 
     def memory_node(self, device: torch.device) -> MemoryNode | None:
-        """The node that a device's host memory belongs on; None where that makes no difference."""
+        """The NUMA node nearest to the device; None on a machine with a single node."""
 
     def host_nbytes(self, device: torch.device, host_memory: str | int, expert_nbytes: int) -> int:
-        """RAM for experts behind devices of this kind, of what the user states. Raises ConfigError."""
+        """RAM for experts behind devices of this kind, from the option `host_memory`. Raises ConfigError."""
 
     def make(
         self,
@@ -143,11 +140,11 @@ class DeviceKind(Protocol):
         """A device with empty slots, and `host_nbytes` of RAM behind it."""
 
     def handover(self, home: torch.device) -> Handover:
-        """Between the threads of several devices, the first of which is `home`."""
+        """For the threads of several devices, the first of which is `home`."""
         return Handover()
 
     def beside(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Where a thread computes that does not wait for what the model has queued since."""
+        """A context in which a thread's kernels do not queue behind the model's."""
         return nullcontext()
 
 
@@ -163,8 +160,9 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 def choose_devices(device: str | None, devices: str | Sequence[str] | None) -> list[torch.device]:
-    """One device, or several with a number each; the first is where the dense part goes. None of both: the accelerator,
-    where there is one. The same device may be named twice. Raises ConfigError naming what is accepted.
+    """The devices of the options `device` and `devices`; the first gets the dense part. Without either it is the
+    accelerator, where there is one. Several must have a number each, and may name one device twice. Raises ConfigError
+    naming what is accepted.
     """
     if devices is None:
         return [_device(device, "device")]

@@ -1,4 +1,4 @@
-"""Several devices as one: experts are placed by hash, hidden states go to where they are, what comes back is gathered
+"""Several devices as one: experts are placed by hash, hidden states are sent to their devices and outputs gathered
 (MoE-Infinity, appendix B.2). Each device is a Shard with a thread of its own.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -28,15 +27,11 @@ from expertly.engine.memory import shares_of
 from expertly.engine.reading import ExtentSource
 from expertly.engine.runtime import Executor
 from expertly.engine.shard import Moments, Shard, Waits
+from expertly.engine.transfer import LOOK_EVERY_S
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
 from expertly.scheduler.observations import Channel, Seen
 from expertly.scheduler.scheduler import Scheduler
-from expertly.store.frames import FrameIndex
-from expertly.store.sums import Sums
-
-_LOOK_EVERY_S = 1.0
-"""Whoever waits for threads looks so often whether they still run."""
-
+from expertly.store.packed import LayerFile
 
 # -- making the devices of a model -----------------------------------------------------------------------------------
 
@@ -54,7 +49,7 @@ def make_executor(
     host_nbytes = kind.host_nbytes(targets[0], host_memory, geometry.nbytes)
     amounts = shares_of(host_nbytes, [share.geometry for share in placement.shares])
     shards: list[Shard] = []
-    with ExitStack() as opened:  # closed again where what comes next raises
+    with ExitStack() as opened:  # closed again if a later step raises
         for target, share, scheduler, amount in zip(targets, placement.shares, schedulers, amounts, strict=True):
             source: ExtentSource = store if len(targets) == 1 else StoreOfShare(store, share)
             slots = scheduler.budget.pool_slots()
@@ -67,27 +62,19 @@ def make_executor(
 
 
 class StoreOfShare:
-    """The experts of one device, by their numbers there, in the files of the whole store."""
+    """The packed store as one device sees it: only its experts, by their numbers on that device."""
 
     def __init__(self, store: ExtentSource, share: Share) -> None:
         self._store = store
         self._share = share
 
-    def layer_extent(self, layer: int) -> tuple[Path, int]:
-        return self._store.layer_extent(layer)
-
-    def expert_in_file(self, layer: int, expert: int) -> int:
-        return self._store.expert_in_file(layer, self._share.experts[layer][expert])
-
-    def frame_index(self, layer: int) -> FrameIndex | None:
-        return self._store.frame_index(layer)
-
-    def block_sums(self, layer: int) -> Sums | None:
-        return self._store.block_sums(layer)
+    def layer_file(self, layer: int) -> LayerFile:
+        whole = self._store.layer_file(layer)
+        return whole._replace(places=[whole.places[expert] for expert in self._share.experts[layer]])
 
 
 class _Ran(NamedTuple):
-    """What a device has made of its part of a layer, on the first device and behind `mark`."""
+    """A device's part of a layer: its outputs, which are on the first device once it has reached `mark`."""
 
     outputs: torch.Tensor
     mark: Any
@@ -96,8 +83,8 @@ class _Ran(NamedTuple):
 
 
 class ShardGroup:
-    """The Executor of several devices. Each has a thread, which does all that its scheduler and device are asked for
-    while the model runs; a layer ends when all devices have ended theirs, however they did.
+    """The Executor of several devices. While the model runs, only a device's own thread calls its scheduler and device.
+    A layer ends when all devices have ended their parts, also where one has failed.
 
     The time a layer waits for transfers is that of the device that ended last.
     """
@@ -109,12 +96,8 @@ class ShardGroup:
         self._handover = handover
         self.stamp, self.to_host = shards[0].stamp, shards[0].to_host
         self._moments = Moments(shards[0].device)
-        self._times = [LayerCounters() for _ in placement.geometry.layers]  # only times are counted here
+        self._times = [LayerCounters() for _ in placement.geometry.layers]  # stall_ns and expert_ns alone
         self._workers = Workers([f"expertly-device-{number}" for number in range(len(shards))])
-
-    @property
-    def num_late(self) -> int:
-        return sum(shard.num_late for shard in self.shards)
 
     def bind(self, modules: Sequence[nn.Module]) -> None:
         for shard, share in zip(self.shards, self.placement.shares, strict=True):
@@ -128,19 +111,11 @@ class ShardGroup:
         self._run([partial(shard.preload, layer) for shard in self.shards])
 
     def begin(self) -> None:
-        for shard in self.shards:  # asked of the streams of the thread that runs the model
+        for shard in self.shards:  # in this thread: a CUDA graph is captured from its streams
             shard.begin()
 
     def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
         self._run([partial(shard.begin_iteration, began, layers) for shard in self.shards])
-
-    @property
-    def observes(self) -> bool:
-        return any(shard.observes for shard in self.shards)
-
-    def end_iteration(self, ok: bool) -> None:
-        for shard in self.shards:
-            shard.end_iteration(ok)
 
     def run_layer(
         self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None
@@ -159,7 +134,7 @@ class ShardGroup:
 
     def settle(self) -> None:
         self._moments.settle()
-        for shard in self.shards:  # whose threads do nothing between layers
+        for shard in self.shards:  # their threads are idle between layers
             shard.settle()
 
     def note_times(self, layer: int, phase: Phase, begin: Any, end: Any, waits: Waits) -> None:
@@ -179,7 +154,7 @@ class ShardGroup:
         return total
 
     def abandon(self, is_in_doubt: bool) -> None:
-        """Comes after what the threads are still doing for a pass that was interrupted."""
+        """Queued behind what the threads still do for a pass that was interrupted."""
         self._run([partial(shard.abandon, is_in_doubt) for shard in self.shards])
 
     def close(self) -> None:
@@ -188,7 +163,7 @@ class ShardGroup:
             shard.close()
 
     def _run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run one call on each device's thread; raise what failed first, when all have ended."""
+        """Run one call on each device's thread, wait for all, and raise the exception that came first."""
         results, failure = self._workers.run(calls)
         if failure is None:
             return results
@@ -199,7 +174,7 @@ class ShardGroup:
     def _run_part(
         self, shard: Shard, part: Part, hidden: torch.Tensor, routed: Callable[[], Routed] | None, mark: Any
     ) -> _Ran:
-        """In the device's thread: its part of a layer."""
+        """Run a device's part of a layer, in the device's thread."""
         target, router = shard.device.torch_device, part.work.router
         self._handover.take(mark, target)
         begin = shard.stamp()
@@ -212,13 +187,13 @@ class ShardGroup:
 
 @dataclass(slots=True)
 class Part:
-    """What one device has to do of a layer: its outputs have only its own rows, side by side."""
+    """One device's part of a layer. Its n output rows lie side by side."""
 
     work: Dispatch
-    rows: torch.Tensor  # [n] where they go in the outputs of the layer
+    rows: torch.Tensor  # [n] their places in the outputs of the layer
 
     def to(self, device: torch.device) -> Dispatch:
-        """With its rows on the device that reads them; the host does not wait."""
+        """The work with its rows on `device`; the host does not wait for the copy."""
         if self.work.places is None:
             return self.work
         rows = self.rows.to(device, non_blocking=True)
@@ -226,7 +201,7 @@ class Part:
 
 
 def part_of(work: Dispatch, share: Share, device: torch.device) -> Part:
-    """The part of the experts of `share`, with their numbers there; `device` is where the outputs are gathered."""
+    """The part of a layer that the experts of `share` compute. `device`: where the outputs are gathered."""
     router = share.router(work.router)
     held = share.experts[router.layer]
     if work.positions is not None:
@@ -244,23 +219,23 @@ def part_of(work: Dispatch, share: Share, device: torch.device) -> Part:
     return Part(Dispatch(router, work.top_k, end, True, {}, None, places), every)
 
 
-# -- one observation queue for all of them ---------------------------------------------------------------------------
+# -- one predictor for all devices -------------------------------------------------------------------------------------
 
 
 class SharedChannel:
-    """A Channel for each device of a placement, by number in `of_shards`. Each may have a thread of its own.
+    """Connects the devices of a placement to one predictor: `of_shards` has a Channel for each device.
 
-    What the devices say that a pass shows is the same; whoever says it first publishes it, and what predicting inline
-    takes the others wait for. Each prediction is cut to the experts of each device.
+    All devices publish the same observations; the first one's is passed on (an inline predictor makes the others wait).
+    Each prediction is cut to the experts of each device. Devices may call from threads of their own.
     """
 
     def __init__(self, channel: Channel, placement: Placement) -> None:
         self.of_shards = [_ShardChannel(self, share) for share in placement.shares]
         self._channel = channel
-        self._lock = threading.RLock()  # re-entrant: a garbage collection may close what predicts
+        self._lock = threading.RLock()  # re-entrant: a garbage collection may close the predictor
         self._begun_at = -2  # the step at which the last pass began; the first begins at -1
         self._step = -1  # of the last router that was published
-        self._is_open = False  # a pass has begun and its end was not published
+        self._is_open = False  # a pass has begun whose end was not published
 
     def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
         with self._lock:
@@ -282,7 +257,7 @@ class SharedChannel:
                 self._channel.end_iteration(ok)
 
     def hand_out(self) -> None:
-        """Give each device its part of what is ready."""
+        """Give each device its part of the predictions that are ready."""
         with self._lock:
             while (seen := self._channel.take()) is not None:
                 for one in self.of_shards:
@@ -290,8 +265,8 @@ class SharedChannel:
 
 
 class _ShardChannel:
-    """A device takes nothing of a step before it has come there itself, however far others are: so a run can be
-    repeated exactly where its predictions can.
+    """A device gets the predictions of a step only once it has reached that step itself, however far the others are.
+    So an inline predictor's predictions come at the same moments in every run.
     """
 
     def __init__(self, shared: SharedChannel, share: Share) -> None:
@@ -322,7 +297,7 @@ class _ShardChannel:
 
 
 class CallFailure(NamedTuple):
-    """What a thread's call raised."""
+    """The exception of one thread's call."""
 
     thread: int
     error: BaseException
@@ -335,9 +310,9 @@ class _WorkerCall(NamedTuple):
 
 
 class Workers:
-    """A thread a name. Calls given to one run in order. Used by one thread at a time.
+    """One thread for each name; a thread runs its calls in order. Used by one caller at a time.
 
-    An interrupt may come while the caller waits: what it has given runs on, and what it gives next comes after it.
+    An interrupt may end the caller's wait: the calls run on, and its next calls run after them.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -350,8 +325,8 @@ class Workers:
             thread.start()
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> tuple[list[Any], CallFailure | None]:
-        """Run one call on each thread, all at once, and wait until all have ended: their results, and the failure that
-        came first. Raises EngineClosedError where a thread has ended.
+        """Run one call on each thread, in parallel, and wait for all. Returns their results and the failure that came
+        first. Raises EngineClosedError where a thread has ended.
         """
         done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
         calls = [_WorkerCall(function, number, done) for number, function in enumerate(functions)]
@@ -365,7 +340,7 @@ class Workers:
         return results, first
 
     def close(self) -> None:
-        """End the threads, when they have done what they were given. Idempotent."""
+        """End the threads once they have run their calls. Idempotent."""
         for queue in self._queues:
             queue.put(None)
         for thread in self._threads:
@@ -375,7 +350,7 @@ class Workers:
     def _next(self, done: SimpleQueue[Any]) -> Any:
         while True:
             try:
-                return done.get(timeout=_LOOK_EVERY_S)
+                return done.get(timeout=LOOK_EVERY_S)
             except Empty:
                 for thread in self._threads:
                     if not thread.is_alive() and done.empty():
@@ -391,7 +366,7 @@ def _serve(queue: SimpleQueue[_WorkerCall | None]) -> None:
             error: BaseException | None = None
             try:
                 result = call.function()
-            except BaseException as e:  # a thread's entry: whoever waits raises it
+            except BaseException as e:  # a thread's entry: the caller raises it
                 error = e
             call.done.put((call.number, result, error))
-            del call, result, error  # nothing is held on to while nothing is to be done
+            del call, result, error  # an idle thread keeps no tensors alive

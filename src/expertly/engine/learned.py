@@ -1,5 +1,5 @@
-"""What a loaded model has learned, or was trained to know, kept in files beside its packed store: the one place of an
-engine that finds and reads them, writes them back as they change, and exchanges them with replicas of the model.
+"""The files of what a model's policies learn, and of trained predictors, beside the packed store: found and read here,
+written as they change, and exchanged with replicas of the model.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from expertly.data import demo_predictor
 from expertly.engine.runtime import Executor
 from expertly.policies.base import Policy
 from expertly.policies.eviction import EvictionPolicy
-from expertly.policies.eviction.reuse import Reuse, ReuseModel
 from expertly.policies.learned import Array, Arrays, LearnedState, LearnedStore, Snapshot, read_learned, save_learned
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.system import System
 from expertly.store.cache import learned_beside
+from expertly.store.manifest import Manifest
 from expertly.store.packed import PackedStore
 
 AUTO, OFF = "auto", "off"
 
 SAVE_EVERY_S = 60.0
-"""What changes is written about so often."""
+"""How often a file is written whose contents have changed, about."""
 
 MAX_TAKEN = 256
-"""Of one replica at a time, where the store is full: each thing is compared with all that is there, and predictions
-wait for it.
+"""Entries that a full store takes from one replica in one exchange. Each is compared with all entries, and predictions
+wait meanwhile.
 """
 
 _REMEMBERED = 16
-"""Times the capacity of a store: so many things of it are not taken again when they have gone from it."""
+"""Digests of so many times a store's capacity are kept: an entry that was evicted is not taken from a replica again."""
 
 _NO_PATH = (TypeError, ValueError, RuntimeError, OSError)
-"""What `pathlib` raises of what is no path, or of a user that is not there."""
+"""Exceptions of `pathlib` for a value that is no path, or names a user that does not exist."""
 
 _INTERRUPTED = "a pass was interrupted while it learned: what it has learned since is not saved"
 
@@ -50,23 +50,23 @@ _INTERRUPTED = "a pass was interrupted while it learned: what it has learned sin
 
 
 class LearnedFiles(NamedTuple):
-    """Where a system keeps what it learns while it runs; None: nowhere."""
+    """The files of what a system learns while it runs; None: it is not saved."""
 
     of_prediction: Path | None
     of_eviction: Path | None
-    why_nowhere: str  # of eviction, where that is so
-    is_auto: bool  # nobody named a file, so that it must not fail what was asked for
+    why_nowhere: str  # why `of_eviction` is None
+    is_auto: bool  # the user named no file: a damaged one is a warning, not an error
 
 
 def find_files(
-    maps: str | Path | None, system: System, store: PackedStore, *, num_devices: int = 1, is_replayed: bool = False
+    asked: str | Path | None, system: System, store: PackedStore, *, num_devices: int = 1, is_replayed: bool = False
 ) -> LearnedFiles:
-    """`maps`: a file, "auto" (beside the packed store), or "off". A file that is named is that of what the system's
-    predictor learns, where it learns, else of what its eviction policy does.
+    """The files for the option `learned`: a file, "auto" (beside the packed store), or "off". A named file is the
+    predictor's, or the eviction policy's where the predictor learns nothing.
 
-    Raises ConfigError for a file that the system has no use for, or in a folder that is not there.
+    Raises ConfigError for a file that the system has no use for, or in a folder that does not exist.
     """
-    if maps is None or maps == OFF:
+    if asked is None or asked == OFF:
         return LearnedFiles(None, None, f"learned={OFF}", False)
     why = ""
     if num_devices > 1:
@@ -74,27 +74,27 @@ def find_files(
     elif is_replayed:
         why = "decisions are written down, and a replay begins with nothing learned"
     of_prediction, of_eviction = system.prediction_learns, system.eviction_learns
-    if maps == AUTO:
+    if asked == AUTO:
         beside = [None if kind is None else learned_beside(store.folder, kind) for kind in (of_prediction, of_eviction)]
         return LearnedFiles(beside[0], None if why else beside[1], why, True)
     if system.learns is None:
         raise ConfigError(
-            f"learned={str(maps)!r}: system {system.name!r} learns nothing that is kept; accepted: {AUTO}, {OFF}"
+            f"learned={str(asked)!r}: system {system.name!r} learns nothing that is kept; accepted: {AUTO}, {OFF}"
         )
-    path = _possible(maps)
+    path = _writable(asked)
     if of_prediction is not None:
         return LearnedFiles(path, None, f"{path} is of what it predicts by", False)
     if why:
-        raise ConfigError(f"learned={str(maps)!r}: {why}; accepted: {AUTO}, {OFF}")
+        raise ConfigError(f"learned={str(asked)!r}: {why}; accepted: {AUTO}, {OFF}")
     return LearnedFiles(None, path, "", False)
 
 
 def find_weights(predictor: str | Path | None, system: System, store: PackedStore) -> LearnedState | None:
-    """The trained weights that the system's predictor takes; None where there are none. "auto" is the file beside the
-    packed store, or else, for the demo model, the one that ships with it; weights of a class from outside have a name.
+    """The trained weights of the system's predictor; None where there are none. "auto" is the file beside the packed
+    store, and for the demo model otherwise the file that ships with expertly; a class from outside needs a path.
 
-    Raises ConfigError for a file that the system has no use for or that is not there, StoreError for one that cannot be
-    read, is damaged or of another model.
+    Raises ConfigError for a file that the system has no use for or that does not exist, StoreError for one that cannot
+    be read, is damaged or another model's.
     """
     if predictor is None or predictor == OFF:
         return None
@@ -124,59 +124,56 @@ def find_weights(predictor: str | Path | None, system: System, store: PackedStor
     return read_learned(path, kind, identity=identity).learned
 
 
-def _possible(maps: str | Path) -> Path:
-    """Where a file can be written. Raises ConfigError."""
+def _writable(asked: str | Path) -> Path:
+    """A path where a file can be written. Raises ConfigError."""
     with contextlib.suppress(*_NO_PATH):
-        path = Path(maps).expanduser()
+        path = Path(asked).expanduser()
         try:
             is_possible = stat.S_ISREG(path.stat().st_mode)
         except FileNotFoundError:
             is_possible = path.parent.is_dir()
-        if is_possible and not os.access(path.resolve().parent, os.W_OK):  # now, not when all else is done
-            raise ConfigError(f"learned={str(maps)!r}: its folder is not writable; accepted: another file, or {OFF}")
+        if is_possible and not os.access(path.resolve().parent, os.W_OK):
+            raise ConfigError(f"learned={str(asked)!r}: its folder is not writable; accepted: another file, or {OFF}")
         if is_possible:
             return path
-    raise ConfigError(f"learned={str(maps)!r}: must be a file, in a folder that exists, or {AUTO} or {OFF}")
+    raise ConfigError(f"learned={str(asked)!r}: must be a file, in a folder that exists, or {AUTO} or {OFF}")
 
 
 # -- one file ----------------------------------------------------------------------------------------------------------
 
 
 class SavedState:
-    """The file of what `policy` learns; `path` None: there is none. `identity` and `source` are the model's. A thread
-    that runs the policy calls `save` or `pass_ended`, whoever ends it `close`.
+    """The file of what `policy` learns; `path` None: it is not saved. The
+    thread that runs the policy calls `save` or `pass_ended`; `close` comes after it.
     """
 
-    def __init__(
-        self, policy: Policy, path: Path | None, identity: str, source: str = "", *, is_auto: bool = False
-    ) -> None:
+    def __init__(self, policy: Policy, path: Path | None, manifest: Manifest, *, is_auto: bool = False) -> None:
         self.path = path
         self.num_read = 0
-        """Of what the file had: maps, matrices, or tokens that taught it."""
+        """Entries that were read from the file: maps, matrices, or tokens learned from."""
         self.num_failed_writes = 0
         self.problem: str | None = None
-        """Why the file was not read, until it is replaced, or was not written the last time."""
+        """Why the file could not be read, until it is replaced, or why the last write failed."""
         self.why_nothing = ""
-        """Why it began with nothing learned, where it did."""
+        """Why the policy began with nothing learned."""
         self._policy = policy
-        self._identity = identity
-        self._source = source
+        self._manifest = manifest
         self._is_auto = is_auto
         self._unit = self._learned.unit
         self._saved = self._learned.generation
-        self._is_kept = False  # the file has more than the policy can hold, and stays as it is
-        self._has_failed = False  # the last write
+        self._is_kept = False  # the file holds more than the policy can, and is not overwritten
+        self._has_failed = False  # the last write failed
         self._exchange: LearnedExchange | None = None
         self._due_s = time.monotonic() + SAVE_EVERY_S
         self._waiting: Snapshot | None = None  # to be written by `_writer`
         self._writer: threading.Thread | None = None
-        self._failure: BaseException | None = None  # what ended it
+        self._failure: BaseException | None = None  # that ended the writer
 
     def read(self, embedding_size: int | None = None) -> None:
-        """Let the policy go on from what the file has, if there is one. `embedding_size`: of the model's inputs.
+        """Load the file, if there is one, into the policy. `embedding_size`: of the model's inputs.
 
-        Raises StoreError where it is damaged or another model's; a file that nobody named is then left to be replaced,
-        with a warning.
+        Raises StoreError where the file is damaged or another model's. Where the user did not name it, this is a
+        warning, and the file is replaced later.
         """
         if self.path is None:
             return
@@ -185,7 +182,7 @@ class SavedState:
             return
         mine = self._learned
         try:
-            theirs = read_learned(self.path, type(mine), identity=self._identity, shape=mine.shape).learned
+            theirs = read_learned(self.path, type(mine), identity=self._manifest.identity, shape=mine.shape).learned
             if embedding_size is not None:
                 theirs.check_model(self.path, embedding_size)
         except StoreError as error:
@@ -204,7 +201,7 @@ class SavedState:
         self._saved = self._learned.generation
 
     def share(self) -> LearnedExchange:
-        """Whenever the file may be written, replicas of the model are told what is in it, and theirs is added."""
+        """Exchange with replicas of the model at each `save`."""
         self._exchange = LearnedExchange(self._policy)
         return self._exchange
 
@@ -218,7 +215,7 @@ class SavedState:
         return shot is None or self._write(shot)
 
     def pass_ended(self) -> None:
-        """About once a minute, copy what has changed, which another thread then writes."""
+        """About once a minute, copy what has changed, for another thread to write."""
         now_s = time.monotonic()
         if now_s < self._due_s or self.path is None:
             return
@@ -226,16 +223,16 @@ class SavedState:
         if (self._writer is None or not self._writer.is_alive()) and (shot := self._changed(copy=True)) is not None:
             self._waiting = shot
             self._writer = threading.Thread(target=self._serve, name="expertly-learned", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no thread can be had: it is written later
+            with contextlib.suppress(RuntimeError):  # the system gives no thread: written later
                 self._writer.start()
 
     def close(self) -> None:
-        """Write what has changed. Nothing runs any more. Raises StoreError where a file that somebody named could not
+        """Write what has changed. The policy runs no more. Raises StoreError where a file that the user named could not
         be written.
         """
         if self.path is None:
             return
-        if self._writer is threading.current_thread():  # a garbage collection in it: it goes on with what waits
+        if self._writer is threading.current_thread():  # a garbage collection in the writer, which writes it next
             self._waiting = self._changed(copy=True) or self._waiting
             return
         if self._writer is not None and self._writer.is_alive():
@@ -248,7 +245,7 @@ class SavedState:
             raise StoreError(f"learned={str(self.path)!r}: not saved: {self.problem}")
 
     def facts(self) -> dict[str, Any]:
-        """For results: what it began with and why, and where that is kept."""
+        """For results: what the policy began with and why, and its file."""
         origin = f"what {self.num_read} {self._unit} had taught" if self.num_read else "nothing learned"
         why = str(self.path) if self.num_read else self.why_nothing
         return {
@@ -267,7 +264,7 @@ class SavedState:
         return self._policy.learned
 
     def _changed(self, *, copy: bool) -> Snapshot | None:
-        """What is to be written; None where that is in the file, or half done."""
+        """What is to be written; None where the file has it, or an interrupt left the policy's state half updated."""
         if self._is_kept or self._learned.generation == self._saved:
             return None
         shot = Snapshot.of(self._learned, copy=copy)
@@ -278,9 +275,9 @@ class SavedState:
 
     def _write(self, shot: Snapshot) -> bool:
         assert self.path is not None
-        about = {"source": self._source, "created": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+        about = {"source": self._manifest.source, "created": datetime.now(timezone.utc).isoformat(timespec="seconds")}
         try:
-            save_learned(self.path, shot, self._identity, about)
+            save_learned(self.path, shot, self._manifest.identity, about)
         except StoreError as error:
             self._has_failed = True
             self.num_failed_writes += 1
@@ -296,7 +293,7 @@ class SavedState:
         try:
             while self._waiting is not None:
                 self._write_waiting()
-        except BaseException as error:  # handed to who closes
+        except BaseException as error:  # a thread's entry: `close` raises it
             self._failure = error
 
     def _write_waiting(self) -> None:
@@ -305,16 +302,11 @@ class SavedState:
             self._write(shot)
 
 
-def reuse_models(executor: Executor) -> list[ReuseModel]:
-    """What each device's eviction learns by; none where it is another policy."""
-    return [policy.model for policy in _evictions(executor) if isinstance(policy, Reuse)]
-
-
 def save_of_eviction(executor: Executor, store: PackedStore, files: LearnedFiles) -> SavedState | None:
-    """The file of what the first device's eviction learns, which it goes on from; None where it learns nothing. Raises
-    as SavedState.read, and ConfigError for a file that was named for an eviction that shows nobody what it learns.
+    """The file of what the first device's eviction policy learns, loaded into it; None where it learns nothing. Raises
+    as SavedState.read, and ConfigError where the user named a file for a policy whose state is not saved.
     """
-    policy = _evictions(executor)[0]
+    policy = eviction_policies(executor)[0]
     if policy.learned is None:
         if files.of_eviction is not None and not files.is_auto:
             raise ConfigError(
@@ -322,15 +314,14 @@ def save_of_eviction(executor: Executor, store: PackedStore, files: LearnedFiles
                 f"{AUTO}, {OFF}"
             )
         return None
-    manifest = store.manifest
-    saved = SavedState(policy, files.of_eviction, manifest.identity, manifest.source, is_auto=files.is_auto)
+    saved = SavedState(policy, files.of_eviction, store.manifest, is_auto=files.is_auto)
     saved.why_nothing = files.why_nowhere
     saved.read()
     return saved
 
 
-def _evictions(executor: Executor) -> Sequence[EvictionPolicy]:
-    """A policy of each device; those of one device learn together."""
+def eviction_policies(executor: Executor) -> Sequence[EvictionPolicy]:
+    """One of each device; what a device's policies learn they share."""
     return [device.scheduler.cache.partitions[0].policy for device in executor.shards]
 
 
@@ -338,40 +329,41 @@ def _evictions(executor: Executor) -> Sequence[EvictionPolicy]:
 
 
 class LearnedExchange:
-    """Between a policy that learns and replicas of the model: what it has learned goes out, theirs comes in. Whoever
-    carries it between machines is not known here, and never waited for.
+    """Exchanges what a policy has learned with replicas of the model. The server carries it between machines; nothing
+    here waits for that.
 
-    `exchange` is called where the policy runs, the rest by any thread.
+    The thread that runs the policy calls `exchange`; any thread may call `give` and `take`.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.num_taken = 0
-        """Maps or matrices of others."""
+        """Entries taken from replicas."""
         self._policy = policy
         self._lock = threading.Lock()
         self._given: dict[str, LearnedStore] = {}
         self._told: dict[str, Array] | None = None
         self._told_generation: int | None = None
-        self._seen: dict[bytes, None] = {}  # ever here, or told by others; the newest are last
+        self._seen: dict[bytes, None] = {}  # digests of entries of this replica and of others; the newest are last
 
     def give(self, other: str, arrays: Arrays) -> None:
-        """What another has learned, its `state`, to be taken by the next `exchange`. Raises StoreError where it is of
-        another model, or kind.
+        """The `state` of another replica, for the next `exchange`. Raises StoreError where it is another model's, or of
+        another kind.
         """
         made = self._store().of_another(arrays)
         with self._lock:
             self._given[other] = made
 
     def take(self) -> dict[str, Array] | None:
-        """What this one has learned, where that has changed since it was taken last."""
+        """What this replica has learned; None where nothing has changed since the last call."""
         with self._lock:
             told, self._told = self._told, None
         return told
 
     def exchange(self) -> None:
-        """Take what was given, tell what is known. What others have had from here does not come back.
+        """Add the entries of other replicas, and publish those of this one. An entry that replicas have from here is
+        not taken back.
 
-        A pass that runs is not learned from: what was found for it is of the store as it was.
+        If entries are added, the policy does not learn from the running pass: what it found was of the old store.
         """
         store = self._store()
         with self._lock:
@@ -388,7 +380,7 @@ class LearnedExchange:
 
     def _store(self) -> LearnedStore:
         learned = self._policy.learned
-        assert isinstance(learned, LearnedStore), "only what collects is exchanged"
+        assert isinstance(learned, LearnedStore), "only a store of entries is exchanged"
         return learned
 
     def _absorb(self, store: LearnedStore, given: dict[str, LearnedStore]) -> int:

@@ -1,7 +1,7 @@
-"""What a stated budget is divided into, over devices and into slots, and what is chosen when none is stated.
+"""Divides memory: how much experts get, on each device, and the slots that makes.
 
-`memory` means experts, `total_memory` everything. Where experts get what is left, that is counted: beside them lie the
-dense part, the KV cache and activations of `context` tokens, and on a host what the process itself takes.
+The option `memory` is for experts alone, `total_memory` for everything. Where neither states an amount for experts,
+they get what the dense part, the KV cache and activations of `context` tokens, and on a host the process itself, leave.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
 
 WORKING_NBYTES = 600 << 20
-"""What Python, torch and the activations of a forward pass take beside weights and cache, of any model."""
+"""On an accelerator: memory of Python, torch and activations beside weights and KV cache, for any model."""
 
 BESIDE_NBYTES = 48 << 20
-"""What a process that has imported torch and transformers still comes to take beside weights, KV cache, activations and
-the expert that is computed: 6 to 15 MiB were measured, and with 28 a model with wide experts was killed (docs/log.md).
-Code of libraries is not in it: it is resident by now, or can be read again.
+"""On a host: memory that a process with torch and transformers imported takes later, beside weights, KV cache,
+activations and the expert being computed. 6 to 15 MiB were measured; with 28 a model with wide experts was killed
+(docs/log.md). Code of libraries is not in it: it is resident already, or can be read again.
 """
 
 DEFAULT_CONTEXT = 4096
-"""Tokens that experts leave room for where nobody says how many."""
+"""The option `context`, where it is not given."""
 
 CACHE_SHARE = 4
-"""A server's KV cache is at most a quarter of what experts could have, unless they do not need it."""
+"""A server's KV cache takes at most a quarter of the memory that experts could have, or what they do not need."""
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequest:
-    """What a user says of memory; see `expertly.load`. `at_most`: bytes beyond which more experts bring nothing.
-    `cache`: of a server, in place of one context.
+    """The options about memory; see `expertly.load`. `at_most`: experts gain nothing from more bytes than this.
+    `cache`: a server's KV cache, instead of `context`.
     """
 
     memory: str | int | None = None
-    ring: int | None = None
+    staging: int | None = None
     context: int | None = None
     total: str | int | None = None
     at_most: int | None = None
@@ -58,25 +58,25 @@ class MemoryRequest:
 
     @property
     def is_stated(self) -> bool:
-        """Whether experts get what was said, and not what is left."""
+        """Whether the user states the experts' amount; else they get what is left."""
         return self.total is None and self.memory not in (None, "auto")
 
 
 @dataclass(frozen=True, slots=True)
 class BesideExperts:
-    """What a model takes on the device of its dense part beside experts."""
+    """Memory beside experts, on the device of the dense part."""
 
     dense_nbytes: int
     fixed_nbytes: int  # of any forward pass
-    cache_nbytes: int  # of the KV cache, a token
-    pass_nbytes: int = 0  # of activations, a token of those that one forward pass reads
+    cache_nbytes: int  # KV cache of a token
+    pass_nbytes: int = 0  # activations of each token that a forward pass reads
 
     def of_tokens(self, num_cached: int, num_read: int) -> int:
-        """KV cache and activations of a pass that reads so many tokens behind so many."""
+        """KV cache and activations of a pass that reads `num_read` tokens with `num_cached` in the KV cache."""
         return (num_cached + num_read) * self.cache_nbytes + num_read * self.pass_nbytes
 
     def sentence(self, context: int) -> str:
-        """With room for a prompt of `context` tokens."""
+        """For people: what a prompt of `context` tokens needs."""
         working = self.fixed_nbytes + context * self.pass_nbytes
         return (
             f"dense weights take {format_nbytes(self.dense_nbytes)}, the KV cache of {context} tokens "
@@ -86,8 +86,8 @@ class BesideExperts:
 
 @dataclass(frozen=True, slots=True)
 class SharedCache:
-    """The KV cache that the requests of a server share, of `least` to `most` tokens. A forward pass reads at most
-    `num_read` tokens, and is told by `num_masks` masks which of the cached ones each sees.
+    """The KV cache that a server's requests share, `least` to `most` tokens. A forward pass reads at most `num_read`
+    tokens and has `num_masks` attention masks, [num_read, cached tokens] each.
     """
 
     least: int
@@ -96,25 +96,25 @@ class SharedCache:
     num_masks: int = 1
 
     def beside(self, one: BesideExperts, itemsize: int) -> BesideExperts:
-        """Of a server: activations are of a whole pass, and a cached token takes its column of the masks, too."""
+        """A server's needs: activations of the longest pass, and for each cached token its column of the masks, too."""
         mask_nbytes = self.num_masks * self.num_read * itemsize
         of_pass = self.num_read * (one.pass_nbytes + mask_nbytes)
         return BesideExperts(one.dense_nbytes, one.fixed_nbytes + of_pass, one.cache_nbytes + mask_nbytes)
 
     def tokens_in(self, nbytes: int, beside: BesideExperts) -> int:
-        """As many as fit, within the bounds."""
+        """The tokens that fit into `nbytes`, from `least` to `most`."""
         return max(self.least, min(self.most, nbytes // max(1, beside.cache_nbytes)))
 
 
 @dataclass(frozen=True, slots=True)
 class RoomBeside:
-    """What experts leave for KV cache and activations."""
+    """Memory that experts leave for KV cache and activations."""
 
     nbytes: int
     beside: BesideExperts
 
     def check(self, num_cached: int, num_read: int) -> None:
-        """Raises BudgetError with the numbers where a pass that reads so many tokens behind so many does not fit."""
+        """Raises BudgetError where a pass that reads `num_read` tokens with `num_cached` in the cache does not fit."""
         needed = self.beside.of_tokens(num_cached, num_read)
         if needed > self.nbytes:
             raise BudgetError(
@@ -126,8 +126,8 @@ class RoomBeside:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The slots of each device, and why so many; what is beside experts, with room for `context` tokens. `room` is
-    None where nobody counted what is left.
+    """The slots of each device and the reason for their number; memory beside experts, for `context` tokens. `room` is
+    None where the experts' amount was stated and the rest not counted.
     """
 
     budgets: list[Budget]
@@ -144,9 +144,8 @@ def divide(
     request: MemoryRequest,
     targets: Sequence[torch.device],
 ) -> Division:
-    """Of each device's share of the experts. `resident` takes everything and accepts no less.
-
-    Raises ConfigError (BudgetError) naming the setting that cannot be.
+    """Divide memory over devices, each with its share of the experts. System `resident` takes all experts and accepts
+    no less. Raises ConfigError (BudgetError) naming the option that cannot be met.
     """
     if request.context is not None and request.context < 1:
         raise ConfigError(f"context={request.context}: must be at least 1 token")
@@ -172,7 +171,7 @@ def divide(
         room += sum(max(0, a - b) for a, b, owner in zip(amounts, most, owners, strict=True) if owner == owners[0])
         amounts = [min(one, other) for one, other in zip(amounts, most, strict=True)]
     try:
-        budgets = _split_over(geometries, amounts, request.ring)
+        budgets = _split_over(geometries, amounts, request.staging)
         return Division(budgets, reason, beside, context, RoomBeside(room, beside))
     except BudgetError as error:
         raise BudgetError(f"{error}; {reason}") from None
@@ -186,8 +185,8 @@ def _divide_stated(
     beside: BesideExperts,
     context: int,
 ) -> Division:
-    """Where experts get what was said, or all keep their places: `total_memory`, and the host's free memory where a
-    context was stated, must hold that; for a server the memory of any device.
+    """The division where the user states the experts' amount, or the system keeps all. Memory must hold that and the
+    rest: checked against `total_memory`, for a stated context on a host, and for a server on any device.
     """
     total_nbytes = sum(one.nbytes for one in geometries)
     nbytes = total_nbytes
@@ -217,29 +216,28 @@ def _divide_stated(
             )
         if request.total is not None or request.cache is not None:
             reason = f"{reason}: {format_nbytes(kept)}; {what}; {beside.sentence(context)}"
-    budgets = _split_over(geometries, amounts, None if system.keeps_everything else request.ring)
+    budgets = _split_over(geometries, amounts, None if system.keeps_everything else request.staging)
     return Division(budgets, reason, beside, context, room)
 
 
 def _on_first(values: Sequence[Value], targets: Sequence[torch.device]) -> list[Value]:
-    """Those of the devices that share the memory of the first one."""
+    """The values of the devices that share the first one's memory."""
     owners = [kind_of(target).memory_of(target) for target in targets]
     return [value for value, owner in zip(values, owners, strict=True) if owner == owners[0]]
 
 
 def shares_of(nbytes: int, geometries: Sequence[Geometry]) -> list[int]:
-    """An amount divided over devices in proportion to their experts; what is left over goes to nobody."""
+    """An amount divided over devices in proportion to their experts, rounded down."""
     total = sum(one.nbytes for one in geometries)
     return [nbytes * one.nbytes // total for one in geometries]
 
 
-def _split_over(geometries: Sequence[Geometry], amounts: Sequence[int], ring: int | None) -> list[Budget]:
-    """The slots of each device from its amount; `ring`: the staging slots of each. Raises BudgetError naming the least
-    that all need together.
-    """
+def _split_over(geometries: Sequence[Geometry], amounts: Sequence[int], staging: int | None) -> list[Budget]:
+    """The slots of each device. Raises BudgetError naming the least memory for all of them together."""
     if len(geometries) == 1:
-        return [split_budget(geometries[0], amounts[0], ring)]
-    least = [least_nbytes(one, ring) if ring is None or ring > 0 else 0 for one in geometries]
+        return [split_budget(geometries[0], amounts[0], staging)]
+    is_possible = staging is None or staging > 0  # else `split_budget` refuses it
+    least = [least_nbytes(one, staging) if is_possible else 0 for one in geometries]
     if any(amount < need for amount, need in zip(amounts, least, strict=True)):
         total = sum(one.nbytes for one in geometries)
         enough = max(-(-need * total // one.nbytes) for need, one in zip(least, geometries, strict=True))
@@ -247,7 +245,7 @@ def _split_over(geometries: Sequence[Geometry], amounts: Sequence[int], ring: in
             f"memory={sum(amounts)} bytes over {len(geometries)} devices: below the staging slots through which each "
             f"streams its experts; the least that works is {enough} bytes"
         )
-    return [split_budget(one, amount, ring) for one, amount in zip(geometries, amounts, strict=True)]
+    return [split_budget(one, amount, staging) for one, amount in zip(geometries, amounts, strict=True)]
 
 
 # -- what is chosen where experts get what is left ---------------------------------------------------------------------
@@ -260,9 +258,9 @@ def choose_amounts(
     context: int,
     total: str | int | None = None,
 ) -> tuple[list[int], str, int]:
-    """What each device can give to experts, and why: of `total`, or of the memory that is free, which logical devices
-    share; the first device also holds what is `beside` them, for `context` tokens. Last, the bytes that are left on the
-    first for KV cache and activations.
+    """The experts' amount on each device, the reason, and the bytes left on the first device for KV cache and
+    activations. It comes from `total`, or from the free memory, which logical devices share. The first device also
+    holds what is `beside` experts, for `context` tokens.
     """
     amounts = [0] * len(targets)
     reasons = []
@@ -290,8 +288,8 @@ def choose_amounts(
 
 
 def _available(target: torch.device, total: str | int | None) -> tuple[int, str]:
-    """Bytes for weights, KV cache and activations, and how many that are: of `total` what this process, where it takes
-    the same memory, does not take by now.
+    """Bytes for weights, KV cache and activations, and words for their amount: the free memory, or `total` less what
+    this process takes of the same memory already.
     """
     kind = kind_of(target)
     free = kind.available_nbytes(target)
@@ -305,7 +303,7 @@ def _available(target: torch.device, total: str | int | None) -> tuple[int, str]
 
 
 def beside_experts(store: PackedStore, itemsize: int, target: torch.device) -> BesideExperts:
-    """Of a packed model on a device."""
+    """What a packed model needs beside experts on a device."""
     config = store.config
     cache, runs_on_host = kv_cache_nbytes(config, 1, itemsize), kind_of(target).runs_on_host
     dense = store.dense_nbytes
@@ -323,7 +321,7 @@ def _text_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def pass_nbytes(config: dict[str, Any], itemsize: int) -> int:
-    """Activations of a token of those that a model on a CPU reads in one forward pass."""
+    """Activations of each token that a forward pass on a CPU reads."""
     text = _text_of(config)
     hidden = text.get("hidden_size", text.get("d_model", 0))
     top_k = next(
@@ -334,7 +332,7 @@ def pass_nbytes(config: dict[str, Any], itemsize: int) -> int:
 
 
 def kv_cache_nbytes(config: dict[str, Any], context: int, itemsize: int) -> int:
-    """Keys and values of `context` tokens of one request; an upper bound where layers slide, share or compress."""
+    """Keys and values of `context` tokens of one request; an upper bound for sliding, shared or compressed layers."""
     text = _text_of(config)
     heads = text.get("num_attention_heads", text.get("num_heads", 1))
     hidden = text.get("hidden_size", text.get("d_model", 0))
@@ -349,7 +347,7 @@ def kv_cache_nbytes(config: dict[str, Any], context: int, itemsize: int) -> int:
 
 
 def available_host_nbytes() -> int:
-    """Host memory this process may still take: what the system has free, within every cgroup limit above us."""
+    """Host memory this process may still take: the system's free memory, within all limits of its cgroups."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     free = next((int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"), 0)
     for limit, usage, cache in _cgroup_limits():

@@ -1,7 +1,5 @@
-"""Machines with several memory nodes: a device's host memory lies on the node that it is attached to (MoE-Infinity,
-appendix B.2), and the threads that fill it run there.
-
-Best effort: what the system does not allow is noted, and everything works as on other machines.
+"""NUMA: a device's host memory lies on the node that the device is attached to, and the threads that fill it run there
+(MoE-Infinity, appendix B.2). Best effort: where the system does not allow it, that is noted, and all works without.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ _MBIND = {"x86_64": 237, "aarch64": 235}
 """The number of the system call, which the C library has no function for."""
 
 _MPOL_PREFERRED = 1
-"""Other nodes where this one is full: bound strictly, the kernel would end the process instead."""
+"""Uses other nodes when this one is full; a strict binding would have the kernel kill the process."""
 
 
 class MemoryNode:
-    """One node of a machine with several. `mbind(address, nbytes, node)` and `pin(cpus)` raise OSError."""
+    """One NUMA node. `mbind(address, nbytes, node)` and `pin(cpus)` raise OSError."""
 
     def __init__(
         self,
@@ -36,7 +34,7 @@ class MemoryNode:
         self.cpus = cpus
         self.bound_nbytes = 0
         self.problem: str | None = None
-        """The first thing that the system did not allow."""
+        """The first call that the system refused."""
         self._mbind = mbind or _mbind
         self._pin = pin or _pin
 
@@ -56,7 +54,6 @@ class MemoryNode:
             self._note("its readers cannot be pinned", error)
 
     def facts(self) -> dict[str, Any]:
-        """For the statistics."""
         return {"node": self.number, "bound_bytes": self.bound_nbytes, "problem": self.problem}
 
     def _note(self, what: str, error: OSError) -> None:
@@ -64,7 +61,7 @@ class MemoryNode:
 
 
 def node_of_cpu_device(index: int, sysfs: Path = SYSFS, **calls: Any) -> MemoryNode | None:
-    """The node of the logical device cpu:i, i modulo the nodes; None where the machine has one node. `calls`: see
+    """The node of logical device cpu:i: number i modulo the nodes. None on a machine with one node. `calls`: see
     MemoryNode.
     """
     numbers = _nodes(sysfs)
@@ -72,7 +69,7 @@ def node_of_cpu_device(index: int, sysfs: Path = SYSFS, **calls: Any) -> MemoryN
 
 
 def node_of_pci_device(address: str, sysfs: Path = SYSFS, **calls: Any) -> MemoryNode | None:
-    """The node that a PCI device is attached to; None where the machine has one, or does not say."""
+    """The node of a PCI device; None on a machine with one node, or where the system does not tell."""
     numbers = _nodes(sysfs)
     text = _read(sysfs / "bus/pci/devices" / address.lower() / "numa_node")
     number = int(text) if text.lstrip("-").isdigit() else -1
@@ -80,7 +77,7 @@ def node_of_pci_device(address: str, sysfs: Path = SYSFS, **calls: Any) -> Memor
 
 
 def _nodes(sysfs: Path) -> list[int]:
-    """Those that have memory."""
+    """Numbers of the nodes with memory."""
     return _ranges(_read(sysfs / "devices/system/node/has_memory"))
 
 
@@ -97,7 +94,7 @@ def _read(path: Path) -> str:
 
 
 def _ranges(text: str) -> list[int]:
-    """Numbers as the kernel lists them: `0-3,8`; none where it is no such list."""
+    """Numbers of a kernel list such as `0-3,8`; none where the text is not one."""
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

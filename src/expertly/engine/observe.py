@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter_ns
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from expertly.engine.device import kind_of
 from expertly.engine.learned import SAVE_EVERY_S, LearnedExchange, LearnedFiles, SavedState
 from expertly.engine.runtime import Engine, Executor
 from expertly.model.hooks import saturated_half
-from expertly.model.routers import RouterTap, attach_all, detach_all, find_routers
+from expertly.model.routers import HookedRouter, find_routers
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
 from expertly.policies.predictor import Predictor
@@ -40,21 +40,21 @@ Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 Embed = Callable[[npt.NDArray[np.int32]], torch.Tensor]
-"""Token ids [T] to what the model's input embedding makes of them, [T, H]."""
+"""From token ids [T] to the model's input embeddings [T, H]."""
 
 OF_ROUTERS: frozenset[Want] = frozenset({"scores", "inputs", "lookahead"})
-"""What only the routers themselves can show."""
+"""Observations that need hooks on the routers."""
 
 
 # -- what a forward pass shows -----------------------------------------------------------------------------------------
 
 
 class RequestNumbers:
-    """Numbers requests as they come; no two have the same.
+    """Gives each request a number of its own.
 
-    A sequence in prefill is a new request. One that decodes goes on with the number it had in the pass before: it has
-    the same place in a batch of as many, or, where sequences lie side by side (continuous batching), the next position;
-    a prompt that comes in parts is known by it, too. Where neither says, it has a new number.
+    A sequence in prefill is a new request. A sequence that decodes keeps the number it had in the pass before. It is
+    recognised by its place in a batch of the same size, or in continuous batching, where sequences lie side by side, by
+    its position: the one after its last. So is the next part of a prompt. A sequence that is not recognised is new.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class RequestNumbers:
         self._following: dict[int, list[int]] = {}  # position that would come next -> requests, in order
 
     def of_rows(self, info: IterationInfo) -> Ids:
-        """[T], pads included: theirs mean nothing. Needs the `sequences` of the pass; to be called once a pass."""
+        """The request of each row, [T]; those of pads mean nothing. Needs `info.sequences`. Call it once a pass."""
         assert info.sequences is not None, "the engine asks for them"
         sequences = info.sequences
         if info.starts is not None:
@@ -94,65 +94,69 @@ class RequestNumbers:
 
 
 class CannotLookAheadError(ConfigError):
-    """Nothing can ask a model's routers early."""
+    """A predictor looks ahead, and a router of the model cannot be called with an earlier layer's hidden states."""
 
 
 class Collector:
-    """Notes what a forward pass shows; watches the routers from `attach` to `detach`.
+    """Collects what a predictor, or a recording, sees of a forward pass. Routers are hooked from `attach` to `detach`.
 
-    `begin` and `routed` note references, and copies of what the model may overwrite. The functions that they return do
-    the arithmetic, once and in any thread, and round through float16 as a trace does: who predicts from a recorded
-    trace sees the same.
+    `begin` and `routed` keep references, and copies of what the model may overwrite. The functions that they return
+    compute the observation: call each once, in any thread. Values are rounded to float16, as in a trace, so that a
+    predictor sees the same whether the model runs or its trace is replayed.
     """
 
     def __init__(
         self,
         wants: Collection[Want],
         layers: Sequence[LayerGeometry],
-        taps: Sequence[RouterTap | None],
+        routers: Sequence[HookedRouter | None],
         embed: Embed,
         distance: int,
     ) -> None:
-        """`taps` of all layers, where OF_ROUTERS are wanted. Raises CannotLookAheadError where a router cannot look
-        ahead as it should, ConfigError where it does not show its inputs.
+        """`routers`: the routers of all layers, where one of OF_ROUTERS is wanted; `distance`: layers to look ahead.
+        Raises CannotLookAheadError where a router cannot look ahead, ConfigError where one does not show its inputs.
         """
         self.collect_ns = 0
-        """Time that the forward pass spent here."""
+        """Time that the forward pass has spent in this class."""
         self._wants = frozenset(wants)
         self._layers = layers
-        self._taps = taps if self._wants & OF_ROUTERS else ()
+        self._routers = routers if self._wants & OF_ROUTERS else ()
         self._embed = embed
         self._distance = min(distance, len(layers) - 1)
         self.is_watching = True
-        """Whether routers are looked at in this pass; they are not where nobody is to predict it."""
+        """Whether this pass is observed. A prefetch gate may skip a pass."""
         self._requests = RequestNumbers()
         self._info: IterationInfo | None = None
         self._is_real: Mask | None = None  # None: all rows are
         self._seen: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # router input [T, H], logits [T, E]
-        deaf = [layer for layer, tap in enumerate(taps) if tap is None or not tap.can_look_ahead]
+        deaf = [layer for layer, router in enumerate(routers) if router is None or not router.can_look_ahead]
         if "lookahead" in self._wants and deaf:
             raise CannotLookAheadError(
                 f"prediction: it looks ahead, but nothing can ask the routers of layers {deaf} to do so"
             )
-        unseen = [layer for layer, tap in enumerate(taps) if tap is None]
+        unseen = [layer for layer, router in enumerate(routers) if router is None]
         if "inputs" in self._wants and unseen:
             raise ConfigError(f"prediction: it needs the routers' inputs, which layers {unseen} do not show")
 
     @property
     def is_open(self) -> bool:
-        """Is a pass under way that has rows to speak of?"""
+        """Whether a pass runs that has rows other than pads."""
         return self._info is not None
 
     def attach(self) -> None:
-        attach_all(self._taps, self._router_ran)
+        for router in self._routers:
+            if router is not None:
+                router.attach(self._router_ran)
 
     def detach(self) -> None:
-        detach_all(self._taps)
+        for router in self._routers:
+            if router is not None:
+                router.detach()
 
     # -- in the forward pass -----------------------------------------------------------------------------------
 
     def begin(self, info: IterationInfo) -> Callable[[], Began] | None:
-        """A pass begins; None where it has only pads."""
+        """A pass begins. None where all rows are pads."""
         start = perf_counter_ns()
         self._seen = {}
         self._info = None
@@ -165,21 +169,22 @@ class Collector:
         return began
 
     def routed(
-        self, demand: RouterRan, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self, ran: RouterRan, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> Callable[[], Routed] | None:
-        """A router has chosen [T, K] with weights [T, K]; None where these are not the rows of the pass."""
+        """A router has chosen experts [T, K] with weights [T, K]. None where nobody observes the pass, or the layer has
+        other rows than it.
+        """
         start = perf_counter_ns()
-        seen = self._seen.pop(demand.layer, None)
+        seen = self._seen.pop(ran.layer, None)
         if self._info is None or not self.is_watching or len(top_k_index) != len(self._info.is_prefill):
             return None
         if seen is not None and len(seen[1]) != len(top_k_index):
             seen = None
-        routed = partial(self._routed, demand, top_k_index, top_k_weights, seen, self._is_real, self._info)
+        routed = partial(self._routed, ran, top_k_index, top_k_weights, seen, self._is_real, self._info)
         self.collect_ns += perf_counter_ns() - start
         return routed
 
     def end(self) -> None:
-        """The pass has ended."""
         self._info = None
         self._seen = {}
 
@@ -191,7 +196,7 @@ class Collector:
         self._seen[layer] = kept, logits.detach()
         self.collect_ns += perf_counter_ns() - start
 
-    # -- where it is asked for ---------------------------------------------------------------------------------
+    # -- where the observation is used, perhaps in another thread --------------------------------------------------
 
     def _began(self, info: IterationInfo, requests: npt.NDArray[np.int64], is_real: Mask | None) -> Began:
         embedding = None
@@ -212,26 +217,26 @@ class Collector:
 
     def _routed(
         self,
-        demand: RouterRan,
+        ran: RouterRan,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
         seen: tuple[torch.Tensor | None, torch.Tensor] | None,
         is_real: Mask | None,
         info: IterationInfo,
     ) -> Routed:
-        wants, layer = self._wants, demand.layer
+        wants, layer = self._wants, ran.layer
         inputs, logits = (None, None) if seen is None else seen
         experts = scores = given = lookahead = None
         if wants & {"experts", "scores"}:
             experts = _read_only(_cut(top_k_index.cpu().numpy(), is_real))
         if "scores" in wants:
             assert experts is not None
-            tap = self._taps[layer]
-            if logits is None or tap is None:  # what is known of the router is what it chose
+            router = self._routers[layer]
+            if logits is None or router is None:  # only the router's choice is known
                 weights = _cut(saturated_half(top_k_weights.detach()), is_real).astype(np.float32)
                 scores = scores_of_choices(experts, weights, self._layers[layer].num_experts)
             else:
-                scores = _cut(tap.normalised(logits).half().cpu().numpy(), is_real).astype(np.float32)
+                scores = _cut(router.normalised(logits).half().cpu().numpy(), is_real).astype(np.float32)
             _read_only(scores)
         if inputs is not None:
             if is_real is not None:
@@ -240,10 +245,12 @@ class Collector:
                 given = _read_only(saturated_half(inputs).astype(np.float32))
             if "lookahead" in wants:
                 lookahead = _read_only(self._look_ahead(layer, inputs, info))
-        return Routed(demand, experts, scores, lookahead, given)
+        return Routed(ran, experts, scores, lookahead, given)
 
     def _look_ahead(self, layer: int, inputs: torch.Tensor, info: IterationInfo) -> Floats:
-        """[T, D, E], 0 where no layer is so far ahead, and for layers of another width."""
+        """Scores [T, D, E] of the routers of the next D layers for this layer's inputs. 0 behind the last layer, and
+        for layers of another hidden size.
+        """
         stack = range(len(self._layers)) if info.layers is None else info.layers
         num_experts = max(one.num_experts for one in self._layers)
         lookahead = np.zeros((len(inputs), self._distance, num_experts), np.float32)
@@ -251,9 +258,9 @@ class Collector:
             ahead = layer_ahead(layer, distance, stack, info.decodes)
             if ahead is None:
                 break
-            tap = self._taps[ahead]
-            if tap is not None and tap.hidden_size == inputs.shape[-1]:
-                scores = tap.scores(inputs).half().cpu().numpy()
+            router = self._routers[ahead]
+            if router is not None and router.hidden_size == inputs.shape[-1]:
+                scores = router.scores(inputs).half().cpu().numpy()
                 lookahead[:, distance - 1, : scores.shape[-1]] = scores
         return lookahead
 
@@ -271,11 +278,11 @@ def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class PredictorThread:
-    """A Channel whose predictor has a thread of its own.
+    """A Channel whose predictor runs in a thread of its own.
 
-    `queue` decides which observations wait and which are dropped. What predicting raises is raised by the next `take`,
-    once; from then on nothing is predicted. The thread enters `context`. It calls `save` about `save_every_s` after it
-    had something to do: when nothing waits, or after twice that time between two observations.
+    `queue` decides which observations wait and which are dropped. An exception of the predictor ends the thread; the
+    next `take` raises it, once. The thread runs within `context`. It calls `save` when there is something new to save:
+    after `save_every_s` if nothing waits to be read, else after twice that time, between two observations.
     """
 
     def __init__(
@@ -287,7 +294,7 @@ class PredictorThread:
         context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.error: BaseException | None = None
-        """What ended predicting, once it was raised by `take`, too."""
+        """The exception that ended the thread."""
         self._predictor = predictor
         self._queue = queue
         self._save = save
@@ -295,22 +302,22 @@ class PredictorThread:
         self._context = context
         self._ready: deque[Seen] = deque()
         self._untold: BaseException | None = None
-        self._busy_since: float | None = None  # when it first had something to do after `save`
+        self._busy_since: float | None = None  # when it read its first observation after the last `save`
         self._is_open = True
-        self._ends_at: float | None = None  # when the thread ends, whatever waits
-        self._saves_last = False  # nobody waits for its end
+        self._ends_at: float | None = None  # the thread ends then, even if observations wait
+        self._saves_last = False  # the thread closed itself: nobody else can save after it
         self._lock = threading.RLock()  # re-entrant: a garbage collection may close another model's channel
         self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._serve, name="expertly-predictor", daemon=True)
         self._thread.start()
 
     # -- the forward pass's side -------------------------------------------------------------------------------
-    # An interrupt may come anywhere; it cannot come between taking the lock itself and the block that gives it back, as
-    # it could within the condition's own code.
+    # These methods take the lock, not the condition: `with lock` is atomic for an interrupt (Ctrl-C), while one within
+    # the condition's own Python code could leave the lock held.
 
     @property
     def num_dropped(self) -> int:
-        """Observations that nobody read, because of too many."""
+        """Observations that were dropped unread because too many waited."""
         return self._queue.num_dropped
 
     def save_every(self, seconds: float) -> None:
@@ -337,15 +344,15 @@ class PredictorThread:
                 self._changed.notify()
 
     def take(self) -> Seen | None:
-        """The next prediction that is ready. Raises what making one raised, once."""
+        """The next prediction that is ready. Raises the exception that ended the predictor, once."""
         if self._untold is not None:
             error, self._untold = self._untold, None
             raise error
         return self._ready.popleft() if self._ready else None  # nobody else takes
 
     def close(self, wait_s: float = 1.0) -> bool:
-        """Read what still waits, for so long at most, and end the thread. Idempotent; True when it has ended. Called by
-        the thread itself it cannot have: then it calls `save` at its end.
+        """Read what still waits, for `wait_s` at most, and end the thread. Idempotent. True when the thread has ended;
+        False if it calls this itself, in which case it calls `save` as its last step.
         """
         with self._lock:
             self._is_open = False
@@ -355,7 +362,7 @@ class PredictorThread:
         if self._thread is threading.current_thread():  # a garbage collection in the thread itself
             self._saves_last = True
             return False
-        with contextlib.suppress(RuntimeError):  # until it is not ours: an interrupt may have come as it was given back
+        with contextlib.suppress(RuntimeError):  # an interrupt during an earlier call may have left the lock held
             while True:
                 self._lock.release()
         self._thread.join(wait_s + 10.0)
@@ -377,7 +384,7 @@ class PredictorThread:
                 self._untold = self.error = error
 
     def _next(self) -> Callable[[], None] | None:
-        """What to do next, when there is something; None: end."""
+        """Wait for the next thing to do; None: the thread is to end."""
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -412,34 +419,28 @@ class PredictorThread:
 # -- an engine that predicts -------------------------------------------------------------------------------------------
 
 
-Matcher = Literal["auto", "thread", "inline"]
-MATCHERS: tuple[Matcher, ...] = ("auto", "thread", "inline")
-
-
-def choose_matcher(system: System, matcher: Matcher) -> Matcher:
-    """Where a system predicts; "auto" is beside the forward pass, unless that waits for what is predicted in any case.
-    Raises ConfigError naming what is accepted.
+def choose_predict(system: System, predict: str) -> str:
+    """Where a system predicts, "thread" or "inline". "auto" is the thread, unless the forward pass waits for
+    predictions in any case. Raises ConfigError naming what the system accepts.
     """
-    if matcher not in MATCHERS:
-        raise ConfigError(f"predict={matcher!r}: unknown; accepted: {', '.join(MATCHERS)}")
     is_synchronous = system.transfer == "synchronous"
-    if matcher == "auto":
+    if predict == "auto":
         return "inline" if is_synchronous else "thread"
     if system.prediction == "none":
-        raise ConfigError(f"predict={matcher!r}: system {system.name!r} predicts nothing; accepted: auto")
-    if matcher == "thread" and is_synchronous:
+        raise ConfigError(f"predict={predict!r}: system {system.name!r} predicts nothing; accepted: auto")
+    if predict == "thread" and is_synchronous:
         raise ConfigError(
             f"predict='thread': system {system.name!r} waits for what it predicts (transfer=synchronous); accepted: "
             f"auto, inline"
         )
-    return matcher
+    return predict
 
 
 class Prefetching:
-    """Watches a model's forward passes, which the engine announces, and loads what is predicted.
+    """Shows a model's forward passes to a predictor, and has the executor prefetch what it predicts.
 
-    `matcher`: "thread" predicts beside the forward pass, which never waits for it; "inline" within it. `maps`: where
-    what was learned is read from and written to.
+    `predict`: "thread" predicts beside the forward pass, which never waits for it; "inline" within the pass. `saved`:
+    the file of what the predictor learns.
     """
 
     def __init__(
@@ -447,76 +448,74 @@ class Prefetching:
         executor: Executor,
         predictor: Predictor,
         collector: Collector,
-        matcher: Matcher = "thread",
-        maps: SavedState | None = None,
+        predict: str = "thread",
+        saved: SavedState | None = None,
     ) -> None:
         self.predictor = predictor
-        self.maps = maps
-        self.matcher = matcher
+        self.saved = saved
+        self.predict = predict
         self.collector = collector
         self.router_ran = collector.routed
-        """What the predictor may see of a layer that is about to run; None where it is no part of the pass."""
+        self.thread: PredictorThread | None = None
         self._executor = executor
-        self._thread: PredictorThread | None = None
         channel: Channel
-        if matcher == "inline":
+        if predict == "inline":
             channel = InlineChannel(predictor)
         else:
             queue = ObservationQueue.of_layers(executor.geometry.num_layers)
-            save = None if maps is None else maps.save
+            save = None if saved is None else saved.save
             device = executor.shards[0].device.torch_device
-            channel = self._thread = PredictorThread(
-                predictor, queue, save, SAVE_EVERY_S, context=lambda: _thread_of(device)
+            channel = self.thread = PredictorThread(
+                predictor, queue, save, SAVE_EVERY_S, context=lambda: _beside_model(device)
             )
         executor.predict_from(channel)
         collector.attach()
 
     @property
-    def num_dropped(self) -> int:
-        """Observations that the predictor's thread did not get to."""
-        return 0 if self._thread is None else self._thread.num_dropped
-
-    @property
     def error(self) -> BaseException | None:
-        """What ended predicting."""
-        return None if self._thread is None else self._thread.error
+        """The exception that ended the predictor's thread."""
+        return None if self.thread is None else self.thread.error
 
     def share(self, every_s: float) -> LearnedExchange | None:
-        """Exchange with others what is learned, about so often while something is, and at the end; None where nothing
-        is learned, or it is kept nowhere. Who predicts inline exchanges at the end only.
+        """Exchange what is learned with replicas of the model: about every `every_s` in the predictor's thread, and at
+        the end. An inline predictor exchanges at the end only. None where nothing learned is saved.
         """
-        if self.maps is None:
+        if self.saved is None:
             return None
-        if self._thread is not None:
-            self._thread.save_every(every_s)
-        return self.maps.share()
+        if self.thread is not None:
+            self.thread.save_every(every_s)
+        return self.saved.share()
 
     def begin_iteration(self, info: IterationInfo) -> None:
-        """A forward pass begins. Raises what predicting raised."""
+        """A forward pass begins. Raises the exception that ended the predictor, once."""
         began = self.collector.begin(info)
         if began is not None:
             self._executor.begin_iteration(began, info.layers)
-            self.collector.is_watching = self._executor.observes
+            self.collector.is_watching = any(shard.observes for shard in self._executor.shards)
 
     def end_iteration(self, ok: bool) -> None:
         if self.collector.is_open:
             self.collector.end()
-            self._executor.end_iteration(ok)
+            for shard in self._executor.shards:
+                assert shard.prefetcher is not None
+                shard.prefetcher.end_iteration(ok)
 
     def close(self) -> None:
-        """End the thread and write what was learned, unless predicting failed. Raises StoreError where a file that
-        somebody named cannot be written.
+        """End the thread and write what was learned, unless the predictor failed. Raises StoreError where a file that
+        the user named cannot be written.
         """
         self.collector.detach()
-        has_ended = self._thread is None or self._thread.close()
-        if self.maps is not None and has_ended and self.error is None:
+        has_ended = self.thread is None or self.thread.close()
+        if self.saved is not None and has_ended and self.error is None:
             self.predictor.finish()
-            self.maps.close()
+            self.saved.close()
 
 
 @contextlib.contextmanager
-def _thread_of(device: torch.device) -> Iterator[None]:
-    """What it is told was computed by then, so it need not wait for what the model has queued since."""
+def _beside_model(device: torch.device) -> Iterator[None]:
+    """Where the predictor's thread computes. Its inputs are complete when it gets them, so it uses a stream of its own
+    and does not wait for what the model has queued since.
+    """
     with torch.inference_mode(), kind_of(device).beside(device):
         yield
 
@@ -526,38 +525,40 @@ def make_prefetching(
     model: Any,
     store: PackedStore,
     engine: Engine,
-    matcher: Matcher,
+    predict: str,
     files: LearnedFiles,
     *,
     weights: LearnedState | None = None,
 ) -> Prefetching | None:
-    """What predicts for a loaded model; None where the system does not. `weights`: of a learned predictor.
+    """The system's predictor, connected to a loaded model; None where the system does not predict. `weights`: of a
+    learned predictor.
 
-    Where router scores are wanted, one forward pass shows where the routers are; the engine is not told of it. Raises
-    CannotLookAheadError where nothing can ask these early, ConfigError where the model cannot otherwise show what the
-    predictor must see, or the weights are of another; StoreError as SavedState.read.
+    Where the predictor sees routers, one forward pass finds them; the engine does not count it. Raises
+    CannotLookAheadError where a router cannot look ahead, ConfigError where the model does not show what the predictor
+    must see or the weights are another model's, StoreError as SavedState.read.
     """
     geometry = engine.executor.geometry
     predictor = system.predictor(geometry, Known(learned=weights))
     if predictor is None:
         return None
-    taps: Sequence[RouterTap | None] = find_routers(model, geometry.layers) if predictor.wants & OF_ROUTERS else ()
+    routers: Sequence[HookedRouter | None] = (
+        find_routers(model, geometry.layers) if predictor.wants & OF_ROUTERS else ()
+    )
     if weights is not None and weights.hidden_size:
-        width = max((tap.hidden_size for tap in taps if tap is not None), default=0)
+        width = max((router.hidden_size for router in routers if router is not None), default=0)
         if width != weights.hidden_size:
             found = f"for router inputs of {weights.hidden_size} numbers; this model's have {width}"
             raise ConfigError(f"predictor: its weights are {found}")
-    collector = Collector(predictor.wants, geometry.layers, taps, embedder(model), system.distance)
+    collector = Collector(predictor.wants, geometry.layers, routers, embedder(model), system.distance)
     saved = None
     if files.of_prediction is not None and predictor.learned is not None:
-        manifest = store.manifest
-        saved = SavedState(predictor, files.of_prediction, manifest.identity, manifest.source, is_auto=files.is_auto)
+        saved = SavedState(predictor, files.of_prediction, store.manifest, is_auto=files.is_auto)
         saved.read(model.get_input_embeddings().weight.shape[1])
-    return Prefetching(engine.executor, predictor, collector, matcher, saved)
+    return Prefetching(engine.executor, predictor, collector, predict, saved)
 
 
 def embedder(model: Any) -> Embed:
-    """Ids [T] to what the input embedding makes of them, [T, H]. It holds on to the embedding, not to the model."""
+    """The model's input embedding as a function. It keeps the embedding alive, not the model."""
     module = model.get_input_embeddings()
 
     def embed(token_ids: npt.NDArray[np.int32]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""This process: what torch may use and keep in it, what it gives back after loading, and what it has taken."""
+"""This process: instructions and caches that torch may use, memory to give back after loading, memory in use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
-"""What oneDNN, which multiplies matrices for torch on a CPU, reads when it is first used."""
+"""Read by oneDNN, torch's matrix products on a CPU, at its first use."""
 
 WITHOUT_AMX = "AVX512_CORE_FP16"
 
@@ -31,9 +31,9 @@ def keep_off_trapped_instructions(
 ) -> bool:
     """Switch AMX off where using it would end the process with SIGILL. True where that was needed.
 
-    A hypervisor may show the feature bit of AMX and hide the leaf that describes its tiles: oneDNN then configures none
-    and dies in the first bfloat16 product. Found out by a child that multiplies; nothing is tried where the processor
-    has no AMX or the variable is set. Must run before torch multiplies for the first time.
+    A hypervisor may show AMX's feature bit but hide the CPUID leaf that describes its tiles; oneDNN then dies in the
+    first bfloat16 product. A child process tries such a product, unless the processor has no AMX or the variable is
+    set. Call this before torch multiplies for the first time.
     """
     if VARIABLE in os.environ or not _names_amx(cpuinfo):
         return False
@@ -51,7 +51,7 @@ def _names_amx(cpuinfo: Path) -> bool:
 
 
 def _multiply() -> None:
-    """A product that is worth tiles to oneDNN, on one thread: a child of a threaded process must not start any."""
+    """A product for which oneDNN uses AMX, on one thread: a child of a threaded process must not start threads."""
     import torch
 
     torch.set_num_threads(1)
@@ -60,19 +60,17 @@ def _multiply() -> None:
 
 @functools.cache
 def _works_here() -> bool:
-    """Tried once a process: later oneDNN has made up its mind, and threads may run that a child must not inherit."""
+    """Tried once a process: later oneDNN has chosen its instructions, and threads run that must not be forked."""
     return _survives(_multiply)
 
 
 def _survives(multiply: Callable[[], object]) -> bool:
-    """Whether a child that multiplies is not killed by an illegal instruction. What does not end
-    counts as killed: slower products are better than none.
-    """
+    """Whether a child that multiplies is not killed by an illegal instruction. A child that hangs counts as killed."""
     child = os.fork()
     if not child:
         status = 1
         try:
-            faulthandler.disable()  # dying of it is an answer, not a crash to report
+            faulthandler.disable()  # dying is an answer, not a crash to report
             multiply()
             status = 0
         finally:
@@ -92,10 +90,10 @@ def _survives(multiply: Callable[[], object]) -> bool:
 
 
 PRIMITIVES = 16
-"""Shapes of products whose compiled code oneDNN keeps; a decoded token has about ten."""
+"""Shapes of products for which oneDNN keeps compiled code. A decode step has about ten."""
 
 VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""What oneDNN, and torch's own cache of its operations, read when they are first used."""
+"""Read by oneDNN, and by torch's cache of its operations, at their first use."""
 
 LARGE_NBYTES = 1 << 20
 
@@ -105,10 +103,10 @@ _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \d+\s*(.*)$")
 
 
 def keep_few_primitives() -> None:
-    """Let oneDNN keep the code of `PRIMITIVES` shapes instead of 1024, unless the environment says otherwise.
+    """Let oneDNN keep code for `PRIMITIVES` shapes instead of 1024, unless the environment says otherwise.
 
-    Each number of rows that an expert gets in a prompt is a shape of its own, so that after a few prompts hundreds of
-    them took 130 MB. Making one again takes less time than can be measured. Must run before torch multiplies.
+    Each number of rows that an expert gets in a prompt is a shape: after a few prompts hundreds of them took 130 MB.
+    Compiling one again takes no measurable time. Call this before torch multiplies.
     """
     for name in VARIABLES:
         os.environ.setdefault(name, str(PRIMITIVES))
@@ -117,9 +115,9 @@ def keep_few_primitives() -> None:
 def give_back_large_blocks() -> None:
     """From now on the C library gives memory of `LARGE_NBYTES` and more back to the system when it is freed.
 
-    By itself it keeps such blocks, up to 32 MiB, once one has been freed: prompts of other lengths need other sizes,
-    and those of a GGUF model with wide experts took 59 MiB where 27 were in use. From 4 MiB on would leave it oneDNN's
-    results in float32, 30 MiB where the processor has no instructions for bfloat16 (docs/log.md).
+    By default it keeps freed blocks of up to 32 MiB. Prompts of other lengths need other sizes: a GGUF model with wide
+    experts held 59 MiB where 27 were in use. A threshold of 4 MiB would still keep oneDNN's float32 results, 30 MiB on
+    processors without bfloat16 instructions (docs/log.md).
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
@@ -127,7 +125,7 @@ def give_back_large_blocks() -> None:
 
 
 def give_back_heap() -> None:
-    """Give back free memory of the C library's heap; importing leaves some."""
+    """Give free memory of the C library's heap back to the system; imports leave some."""
     gc.collect()
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
@@ -135,10 +133,10 @@ def give_back_heap() -> None:
 
 
 def give_back_code() -> int:
-    """Give back to the system pages of libraries' code; bytes that are resident no more.
+    """Give resident pages of libraries' code back to the system. Returns their bytes.
 
-    Most of it ran while they were imported, and what runs again comes back from the page cache. Does nothing where
-    there is no /proc/self/smaps.
+    Most of it ran only during imports; code that runs again comes back from the page cache. Does nothing without
+    /proc/self/smaps.
     """
     library = ctypes.CDLL(None, use_errno=True)
     try:
@@ -153,7 +151,7 @@ def give_back_code() -> int:
 
 
 def _code(smaps: str) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, resident bytes) of mappings of files' code that nobody has written to: those can be read again."""
+    """(begin, end, resident bytes) of unmodified mappings of files' code, which can be read again."""
     begin = end = resident = anonymous = 0
     is_code = False
     for line in [*smaps.splitlines(), "0-0 ---p 0 0 0"]:
@@ -173,22 +171,17 @@ def _code(smaps: str) -> Iterator[tuple[int, int, int]]:
 
 
 def rss_nbytes() -> int:
-    """Memory that this process has resident, code of libraries included; the most it ever had, where the system does
-    not say.
-    """
+    """Resident memory of this process, code included; the peak, where the system does not tell the current value."""
     return _status_nbytes("VmRSS") or peak_rss_nbytes()
 
 
 def peak_rss_nbytes() -> int:
-    """Most memory this process ever had resident.
-
-    From VmHWM where there is one: `ru_maxrss` also counts the parent as it was when it forked us.
-    """
+    """Peak resident memory, from VmHWM if there is one: `ru_maxrss` includes the parent's at the time of the fork."""
     return _status_nbytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _status_nbytes(name: str) -> int:
-    """0 where there is no such line."""
+    """A line of /proc/self/status; 0 where it is missing."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

@@ -1,7 +1,7 @@
-"""Reading experts: which bytes of a store fill a span's slots, stored as they are or compressed, and the slots in RAM.
+"""Reading experts: which bytes of a store fill a span's slots, plain or compressed, and the slots in RAM.
 
-A span is cut into reads, so that several reader threads (`transfer.Readers`) work on a large one. A compressed expert
-is a row of frames; a read takes the pages that its frames lie in from disk, and decodes them into the slot.
+A span is split into reads, so that several reader threads (`transfer.Readers`) work on a large one. A compressed expert
+is a row of frames: a read brings the pages of some frames from disk and decodes them into the slot.
 """
 
 from __future__ import annotations
@@ -12,42 +12,33 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 
 from expertly.core.geometry import PAGE_NBYTES, Geometry
 from expertly.core.messages import Span
+from expertly.core.resources import MIN_DECODE_NBYTES
 from expertly.engine.numa import MemoryNode
 from expertly.store.frames import FrameDecoder, FrameIndex, padded
+from expertly.store.packed import LayerFile
 from expertly.store.reader import ExpertFile
-from expertly.store.sums import FirstReads, Sums
+from expertly.store.sums import FirstReads
 
 MIN_READ_NBYTES = 1 << 20
-"""A read is split over the readers down to this: smaller ones are slowed by the interpreter lock."""
-
-MIN_DECODE_NBYTES = 256 << 10
-"""The same of compressed experts, in bytes of weights: decoding takes longer, so more readers share it."""
+"""The smallest read of plain experts: splitting further is slowed by the interpreter lock. (Of compressed ones it is
+MIN_DECODE_NBYTES: decoding takes longer, so more readers share it.)
+"""
 
 MAX_SCRATCH_NBYTES = 2 << 20
-"""A read of compressed bytes takes no more from disk, unless a single frame is longer."""
+"""The largest read of compressed bytes, unless a single frame is longer."""
 
 
 class ExtentSource(Protocol):
-    """What reading needs of a PackedStore."""
+    """The part of a PackedStore that reading needs."""
 
-    def layer_extent(self, layer: int) -> tuple[Path, int]:
-        """The file of a layer's experts and the offset of the first of them in it."""
-
-    def expert_in_file(self, layer: int, expert: int) -> int:
-        """The place of an expert in that file, from 0, where its number here is `expert`."""
-
-    def frame_index(self, layer: int) -> FrameIndex | None:
-        """Where the layer's frames lie, by the experts' places in the file; None where they are stored as they are."""
-
-    def block_sums(self, layer: int) -> Sums | None:
-        """What such experts are compared with when they are first read, by the same places; None: with nothing."""
+    def layer_file(self, layer: int) -> LayerFile:
+        """Where the experts of a layer lie."""
 
 
 class Moved(NamedTuple):
@@ -56,68 +47,61 @@ class Moved(NamedTuple):
     buffered_nbytes: int  # read through the page cache
     decoded_nbytes: int = 0
     decode_ns: int = 0  # processor time
-    again_nbytes: int = 0  # read once more, of blocks that were compared with their sums
+    again_nbytes: int = 0  # read a second time, to compare whole blocks with their checksums
 
 
 Read = Callable[[], Moved]
-"""A part of a span: the reader that calls it brings it into its slots. Raises TransferError."""
+"""Brings a part of a span into its slots, in the reader that calls it. Raises TransferError."""
 
 
 class Source(Protocol):
-    """Where the bytes of spans come from. Used by the thread that submits; readers call what `reads` gave."""
+    """Makes reads of spans. Called by the thread that submits; readers call the reads."""
 
     batch_nbytes: int
-    """Spans of one read go to a reader together, up to so many bytes of weights."""
+    """Small spans are read together by one reader, up to this many bytes of weights."""
 
     def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
-        """The reads that fill `buffer`, all of the span's slots; and the bytes that they ask of the disk."""
+        """The reads that fill `buffer`, all of the span's slots, and the bytes that they take from disk."""
 
     def close(self) -> None:
         """Close files. Idempotent."""
 
 
 def make_source(store: ExtentSource, geometry: Geometry, num_readers: int) -> Source:
-    """By how the store's experts are stored. Raises StoreError where a file cannot be opened; none is left open."""
-    files: list[ExpertFile] = []
+    """The Source for a store's codec. Raises StoreError where a file cannot be opened, and leaves none open."""
+    layers, files = [store.layer_file(layer) for layer in range(geometry.num_layers)], list[ExpertFile]()
     with contextlib.ExitStack() as undo:
-        for layer in range(geometry.num_layers):
-            files.append(ExpertFile(store.layer_extent(layer)[0]))
+        for one in layers:
+            files.append(ExpertFile(one.path))
             undo.callback(files[-1].close)
         undo.pop_all()
-    make = PlainSource if store.frame_index(0) is None else FrameSource
-    return make(files, store, geometry, num_readers)
+    make = PlainSource if layers[0].frames is None else FrameSource
+    return make(files, layers, geometry, num_readers)
 
 
 class PlainSource:
-    """Experts stored as they are: a read goes straight from the file into the slots, and the first of each block is
-    compared with its sum by the thread that reads it.
+    """Experts that are not compressed: a read goes straight from the file into the slots. The reader compares each
+    block with its checksum when it is first read.
     """
 
     batch_nbytes = MIN_READ_NBYTES
 
-    def __init__(self, files: list[ExpertFile], store: ExtentSource, geometry: Geometry, num_readers: int) -> None:
+    def __init__(self, files: list[ExpertFile], layers: list[LayerFile], geometry: Geometry, num_readers: int) -> None:
         self._files = files
-        self._places: list[list[int]] = []  # of each expert in its layer's file
-        self._begins: list[int] = []  # of the first expert there
+        self._layers = layers
         self._first_reads: list[FirstReads | None] = []
         self._expert_nbytes = [shape.expert_nbytes for shape in geometry.layers]
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self._num_readers = num_readers
-        for layer, shape in enumerate(geometry.layers):
-            begin, sums = store.layer_extent(layer)[1], store.block_sums(layer)
-            nbytes = shape.expert_nbytes, self._segment_nbytes[layer]
-            self._begins.append(begin)
-            self._places.append([store.expert_in_file(layer, expert) for expert in range(shape.num_experts)])
+        for layer, (_, begin, _, sums, _) in enumerate(layers):
+            nbytes = self._expert_nbytes[layer], self._segment_nbytes[layer]
             self._first_reads.append(None if sums is None else FirstReads(layer, files[layer], begin, *nbytes, sums))
 
     def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
         layer, nbytes = span.layer, len(buffer)
-        file, place, first = (
-            self._files[layer],
-            self._places[layer][span.expert],
-            span.segment * self._segment_nbytes[layer],
-        )
-        offset = self._begins[layer] + place * self._expert_nbytes[layer] + first
+        file, (_, begin, _, _, places) = self._files[layer], self._layers[layer]
+        place, first = places[span.expert], span.segment * self._segment_nbytes[layer]
+        offset = begin + place * self._expert_nbytes[layer] + first
         first_reads = self._first_reads[layer]
         if first_reads is not None and first_reads.are_over(place, first, nbytes):
             first_reads = None
@@ -125,7 +109,7 @@ class PlainSource:
             starts, size = range(1), nbytes
         else:
             size = max(MIN_READ_NBYTES, padded(-(-nbytes // self._num_readers)))
-            if first_reads is not None and not first_reads.block_nbytes % PAGE_NBYTES:  # whole blocks to each reader
+            if first_reads is not None and not first_reads.block_nbytes % PAGE_NBYTES:  # each reader gets whole blocks
                 size = -(-size // first_reads.block_nbytes) * first_reads.block_nbytes
             starts = range(0, nbytes, size)
         if first_reads is None:
@@ -157,31 +141,27 @@ def _close(files: list[ExpertFile]) -> None:
 
 
 class FrameSource:
-    """Compressed experts. Each read is one direct read of some frames' pages, then the decoding of these frames, one by
-    one: readers that read and readers that decode overlap. Where P does not divide an expert's frames, neighbouring
-    segments share one.
+    """Compressed experts. Each read takes the pages of some frames from disk, then decodes these frames one by one, so
+    that readers that read and readers that decode overlap. Where P does not divide an expert's frames, neighbouring
+    segments share a frame.
     """
 
     batch_nbytes = MIN_DECODE_NBYTES
 
-    def __init__(self, files: list[ExpertFile], store: ExtentSource, geometry: Geometry, num_readers: int) -> None:
+    def __init__(self, files: list[ExpertFile], layers: list[LayerFile], geometry: Geometry, num_readers: int) -> None:
         self._files = files
-        self._indexes: list[FrameIndex] = []
-        for layer in range(geometry.num_layers):
-            index = store.frame_index(layer)
-            assert index is not None, "all layers of a store have one codec"
-            self._indexes.append(index)
-        self._store = store
+        self._indexes = [one.frames for one in layers if one.frames is not None]  # all: a store has one codec
+        self._places = [one.places for one in layers]
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self._num_readers = num_readers
-        longest = max(padded(index.frame_nbytes) + PAGE_NBYTES for index in self._indexes)  # pages of one frame
+        longest = max(padded(index.frame_nbytes) + PAGE_NBYTES for index in self._indexes)  # the pages of one frame
         self._scratch_nbytes = max(MAX_SCRATCH_NBYTES, longest)
         self._scratch = _Scratch(self._scratch_nbytes)
 
     def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
-        """One read for each reader, but of no fewer bytes of weights than are worth it, nor more than scratch holds."""
+        """One read for each reader, but of at least MIN_DECODE_NBYTES of weights, and no more than scratch holds."""
         layer, index = span.layer, self._indexes[span.layer]
-        place, size = self._store.expert_in_file(layer, span.expert), index.frame_nbytes
+        place, size = self._places[layer][span.expert], index.frame_nbytes
         begin = span.segment * self._segment_nbytes[layer]
         end = begin + len(buffer)
         frame, last = begin // size, -(-end // size)
@@ -192,7 +172,7 @@ class FrameSource:
             count = min(most, last - frame)
             while (pages := _pages(index, place, frame, count))[1] > self._scratch_nbytes and count > 1:
                 count //= 2
-            first = max(begin, frame * size)  # byte of the expert's weights, the first that is wanted of these frames
+            first = max(begin, frame * size)  # the first byte of the expert's weights that is wanted of these frames
             out = buffer[first - begin : (frame + count) * size - begin]
             reads.append(partial(self._read, layer, place, range(frame, frame + count), pages, first, out))
             disk_nbytes += pages[1]
@@ -205,7 +185,7 @@ class FrameSource:
     def _read(
         self, layer: int, place: int, frames: range, pages: tuple[int, int], first: int, out: memoryview
     ) -> Moved:
-        """Bring the weights of frames of the expert at a `place` in the file, from its byte `first` on, into `out`."""
+        """Decode frames of the expert at `place` in the file into `out`, from byte `first` of its weights on."""
         offset, disk_nbytes = pages
         stored, decoder = self._scratch.memory[:disk_nbytes], self._scratch.decoder
         is_direct = self._files[layer].read_into(offset, [stored])
@@ -223,7 +203,7 @@ class FrameSource:
 
 
 class _Scratch(threading.local):
-    """Each reader's own: a decoder, and page-aligned memory for what it reads."""
+    """Each reader's own decoder, and page-aligned memory for compressed bytes."""
 
     def __init__(self, nbytes: int) -> None:
         self.decoder = FrameDecoder()
@@ -231,7 +211,7 @@ class _Scratch(threading.local):
 
 
 def _pages(index: FrameIndex, expert: int, first: int, count: int) -> tuple[int, int]:
-    """Offset and bytes of the pages that these frames lie in."""
+    """Offset and length of the pages of these frames."""
     offset, nbytes = index.extent(expert, first, count)
     begin = offset // PAGE_NBYTES * PAGE_NBYTES
     return begin, padded(offset + nbytes) - begin
@@ -241,10 +221,10 @@ def _pages(index: FrameIndex, expert: int, first: int, count: int) -> tuple[int,
 
 
 class HostPool:
-    """Slots in RAM, one region a size class, as bytes (for reads from disk) and as tensors (for computing).
+    """Slots in RAM, one region for each size class, as bytes (to read into) and as tensors (to compute with).
 
-    Pages are taken by the process when they are first written, so a pool costs what has been loaded; from `node`, where
-    one is given. The memory is given back when nothing refers to it.
+    The process takes pages, from NUMA node `node` if given, when they are first written, so a pool costs only what has
+    been loaded. Memory is freed when nothing refers to it.
     """
 
     def __init__(
@@ -274,8 +254,8 @@ class HostPool:
         self._rows = [layer_rows(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
 
     def rows(self, layer: int) -> torch.Tensor:
-        """The slots as rows of this layer's shape, [S * I/P, M, H]: slot s is rows [s * I/P, (s+1) * I/P). In a format,
-        blocks as bytes, [S * I/P/block_size, block_nbytes].
+        """The slots as rows of this layer's shape, [S * I/P, M, H]: slot s is rows [s * I/P, (s+1) * I/P). In a weight
+        format, blocks as bytes, [S * I/P/block_size, block_nbytes].
         """
         return self._rows[layer]
 
@@ -285,12 +265,12 @@ class HostPool:
         return memory[span.slot * nbytes : (span.slot + span.num_segments) * nbytes]
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Drop the memory. Idempotent."""
         self.regions, self._slots, self._rows = [], [], []
 
 
 def layer_rows(flat: torch.Tensor, geometry: Geometry, layer: int, dtype: torch.dtype) -> torch.Tensor:
-    """A size class's bytes seen as rows of `layer`, [S * I/P, M, H]; in a format as its blocks, [S * I/P/G, nbytes]."""
+    """The bytes of a size class as `HostPool.rows` of a layer."""
     shape = geometry.layers[layer]
     if shape.format:
         return flat.view(-1, shape.block_nbytes)

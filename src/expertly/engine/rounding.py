@@ -1,7 +1,7 @@
-"""What rounding a model's experts cost: the likeliest next tokens of a text, beside those of the checkpoint.
+"""Measures the cost of rounding a model's experts: its next-token predictions on a text against the checkpoint's.
 
-Both models are the dense part of the store, once, with experts that are brought one at a time: from the checkpoint they
-were rounded from, then from the store. So no second copy is on the disk, and neither need fit in memory.
+Both models share the store's dense part; experts are read one at a time, first from the checkpoint, then from the
+store. So the disk needs no second copy, and neither model need fit in memory.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
 
 MAX_TOKENS = 512
-"""Of a text."""
+"""Tokens of the text that are used."""
 
 _MAX_TEXT_NBYTES = 1 << 20
 _MAX_LOGITS_NBYTES = 256 << 20
 _ROWS = 16
-"""Tokens whose predictions are compared at a time, in float64."""
+"""Tokens whose logits are compared at a time, in float64."""
 
 Experts = Callable[[int, Sequence[int]], Iterator[Bytes]]
-"""The bytes of some experts of a layer, in order, each in chunks that add up to it."""
+"""Called with a layer and some experts of it: their bytes in order, each expert in chunks."""
 
 Progress = Callable[[int, int], None]
-"""`progress(done_nbytes, total_nbytes)` of experts that were read."""
+"""`progress(done_nbytes, total_nbytes)` of the experts to read."""
 
 
 def measured(store: PackedStore, text: Path | None = None, progress: Progress | None = None) -> PackedStore:
-    """The store, whose manifest says what rounding its experts cost: on `text`, or where that has been measured, as it
-    is. Not measured: a store that is not rounded, or whose model has no tokenizer or whose checkpoint has gone.
+    """The store with the cost of rounding in its manifest, measured on `text`; None: measured only if it has not been.
+    A store that is not rounded, has no tokenizer or no checkpoint any more is returned as it is.
 
-    Reads at most all experts of checkpoint and store. Takes the memory of the dense part, an expert, and the logits of
-    MAX_TOKENS tokens twice. Raises ConfigError for the text, StoreError where the checkpoint has changed since.
+    Reads all experts of checkpoint and store at most. Takes the memory of the dense part, an expert, and two times the
+    logits of MAX_TOKENS tokens. Raises ConfigError for the text, StoreError where the checkpoint has changed.
     """
     manifest = store.manifest
     rounding, source = manifest.rounding, Path(manifest.source)
@@ -96,7 +96,7 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"text={str(path)!r}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
-        if error.start > _MAX_TEXT_NBYTES - 4:  # a letter that is cut
+        if error.start > _MAX_TEXT_NBYTES - 4:  # only its last character is cut
             return str(error.object[: error.start], "utf-8")
         raise ConfigError(f"text={str(path)!r}: must be UTF-8 ({error.reason} at byte {error.start})") from None
 
@@ -104,7 +104,7 @@ def _read(path: Path) -> str:
 def _compare(
     store: PackedStore, checkpoint: Checkpoint, tokens: list[int], progress: Progress
 ) -> tuple[float, float, int]:
-    """Mean KL divergence in nats, agreement of the likeliest token, and the number of tokens they are of."""
+    """Mean KL divergence in nats, share of equal likeliest tokens, and the number of tokens compared."""
     manifest = store.manifest
     keep_few_primitives()
     keep_off_trapped_instructions()
@@ -118,7 +118,7 @@ def _compare(
         progress(done, total)
 
     with ExitStack() as opened:
-        files = [ExpertFile(store.layer_extent(layer)[0]) for layer in range(len(manifest.layers))]
+        files = [ExpertFile(store.extents[layer][0]) for layer in range(len(manifest.layers))]
         for file in files:
             opened.callback(file.close)
         runtime = OneAtOnce(dtype, ran)
@@ -143,7 +143,7 @@ def _compare(
 
 
 def _logits(model: Any, tokens: list[int]) -> torch.Tensor:
-    """[T, V]; an encoder reads the text, too."""
+    """Logits [T, V]. An encoder reads the same text."""
     ids = torch.tensor([tokens])
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
     with torch.no_grad():
@@ -152,7 +152,7 @@ def _logits(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def _stored(store: PackedStore, files: Sequence[ExpertFile], layer: int, experts: Sequence[int]) -> Iterator[Bytes]:
-    nbytes, begin = store.manifest.layers[layer].expert_nbytes, store.layer_extent(layer)[1]
+    nbytes, begin = store.manifest.layers[layer].expert_nbytes, store.extents[layer][1]
     expert_bytes = np.empty(nbytes, np.uint8)
     for expert in experts:
         files[layer].read_into(begin + expert * nbytes, [expert_bytes.data])
@@ -160,7 +160,7 @@ def _stored(store: PackedStore, files: Sequence[ExpertFile], layer: int, experts
 
 
 class OneAtOnce:
-    """The runtime of a model of which one expert at a time is in memory, brought for each layer that runs."""
+    """A `model.hooks.Runtime` that reads each layer's experts one at a time."""
 
     wants_token_ids = False
 
@@ -173,14 +173,17 @@ class OneAtOnce:
         self._read: Experts = lambda layer, experts: iter(())
 
     def bring(self, layers: tuple[LayerGeometry, ...], read: Experts) -> None:
-        """From now on experts are those that `read` gives."""
+        """From now on `read` gives the experts."""
         self._layers, self._read = layers, read
 
     def begin_iteration(self, info: IterationInfo) -> None:
         """Nothing is counted."""
 
     def check_output(self, hidden_states: torch.Tensor) -> None:
-        """Predictions are looked at instead."""
+        """`_compare` checks the result for NaN."""
+
+    def check_logits(self, logits: torch.Tensor) -> None:
+        """`_compare` checks the result for NaN."""
 
     def end_iteration(self, ok: bool) -> None:
         """Nothing is kept."""
@@ -193,7 +196,6 @@ class OneAtOnce:
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        """As model.hooks.Runtime has it."""
         shape = self._layers[layer]
         with torch.no_grad():
             work = dispatch(layer, top_k_index, shape.num_experts, None)
@@ -208,7 +210,7 @@ class OneAtOnce:
                 if filled == slot.nbytes:
                     call.compute([Span(layer, next(experts), 0, 1, 0)])
                     filled = 0
-            assert next(experts, None) is None and not filled, "experts were not brought whole"
+            assert next(experts, None) is None and not filled, "an expert was not read whole"
             result = combine(call.outputs, top_k_weights, hidden_states, self._kernels)
         self._ran(shape.nbytes)
         return result

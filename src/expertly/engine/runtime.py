@@ -1,4 +1,4 @@
-"""Runs the experts of a model, one forward pass at a time: what the model's layers call."""
+"""Runs the experts of a model, one forward pass at a time. The model's layers call it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from expertly.core.errors import NAN_REASONS, EngineClosedError, ExpertlyError, 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Phase, RouterRan, group_by_expert
 from expertly.core.observation import IterationInfo
-from expertly.core.resources import computing_threads, granted_cpus
+from expertly.core.resources import NUM_READERS, computing_threads, granted_cpus
 from expertly.engine.compute import Dispatch
 from expertly.engine.device import Device
-from expertly.engine.transfer import NUM_READERS
 from expertly.native.kernels import MAX_TILE_TOKENS, Kernels
 from expertly.scheduler.scheduler import Scheduler
 
@@ -30,27 +29,29 @@ if TYPE_CHECKING:
     from expertly.engine.shard import Shard
 
 _COMBINE_NBYTES = 16 << 20
-"""The weighted sum over K is done for so many bytes of tokens at a time, to keep the prefill's peak low."""
+"""The weighted sum over K takes this many bytes of outputs at a time, to keep a prompt's peak memory low."""
 
 _KEPT_NBYTES = 64 << 10
-"""Of hidden states of one layer, until the next pass."""
+"""Hidden states of one layer up to this size are kept whole until the next pass, to find where NaN began."""
 
 LEAST_DECODED = 0.25
-"""Share of the experts that does not stay in memory: with less, decoding takes too little to leave it anything."""
+"""Readers get processors of their own only if at least this share of experts is not in memory. Below it, decoding is
+too little to matter.
+"""
 
 MAX_TOKENS_PER_EXPERT = 130
-"""On average, in passes that leave readers processors, where no expert stays in memory, and less in proportion. With
-more, computing takes longer than decoding does: threads that it lacks cost more than those that wait for one another
+"""Readers get processors of their own in passes of at most this many tokens an expert, on average. It holds where no
+expert stays in memory, and falls in proportion. In longer passes computing dominates and needs all threads
 (docs/codec.md).
 """
 
 
 class Observer(Protocol):
-    """Told of each forward pass by the engine, in order. What it raises is raised by the forward pass."""
+    """The engine tells it of each forward pass, in order. The forward pass raises its exceptions."""
 
     @property
     def wants_token_ids(self) -> bool:
-        """Whether it needs to know the token of each row."""
+        """Whether each `IterationInfo` is to have the token of each row."""
 
     def begin_iteration(self, info: IterationInfo) -> None:
         """A forward pass begins; `info` says the token and the sequence of each row."""
@@ -58,24 +59,24 @@ class Observer(Protocol):
     def router_ran(
         self, layer: int, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> None:
-        """The experts' input [T, H], ids [T, K] and weights [T, K] of a layer that is about to run.
+        """A layer is about to run with these inputs [T, H], ids [T, K] and weights [T, K].
 
-        Ids that are `num_experts` or more choose no expert. The tensors are the model's own: read, never written.
+        Ids that are `num_experts` or more choose no expert. The tensors are the model's own: do not write to them.
         """
 
     def end_iteration(self, ok: bool) -> None:
-        """It ended; `ok` is False when it raised."""
+        """The pass ended; `ok` is False when it raised."""
 
 
 Executor: TypeAlias = "Shard | ShardGroup"
-"""All experts of one model, on one device or several. One call at a time; `Shard` says what each does."""
+"""All experts of one model, on one device or several. One call at a time. `Shard` documents the methods."""
 
 
 class Engine:
-    """The runtime behind one model's experts, as model.hooks.Runtime has it. One forward pass at a time."""
+    """The `model.hooks.Runtime` of one model. One forward pass at a time."""
 
     def __init__(self, executor: Executor, threads: ComputeThreads | None = None) -> None:
-        """`threads`: where readers decode on the processors that compute."""
+        """`threads`: None where readers do not decode, or not on the processors that compute."""
         self.executor = executor
         self.threads = threads
         self.observer: Observer | None = None
@@ -90,18 +91,18 @@ class Engine:
         self._is_closed = False
         self._is_stopped = False
         self._is_broken = False
-        self._must_abandon = False  # an interrupt came while a failed layer was undone
+        self._must_abandon = False  # an interrupt came while a failed layer was being undone
         self._process = os.getpid()
 
     @property
     def scheduler(self) -> Scheduler:
-        """Of the only device."""
+        """The scheduler of a model with one device."""
         (shard,) = self.executor.shards
         return shard.scheduler
 
     @property
     def device(self) -> Device:
-        """The only one."""
+        """The device of a model with one device."""
         (shard,) = self.executor.shards
         return shard.device
 
@@ -118,7 +119,7 @@ class Engine:
 
     @property
     def wants_token_ids(self) -> bool:
-        """Only who watches or predicts needs them."""
+        """Only an observer or a predictor needs them."""
         return self.prefetching is not None or (self.observer is not None and self.observer.wants_token_ids)
 
     def begin_iteration(self, info: IterationInfo) -> None:
@@ -138,8 +139,8 @@ class Engine:
             self.threads.begin(len(info.is_prefill))
 
     def check_output(self, hidden_states: torch.Tensor) -> None:
-        """Raises NanError naming the layer that gave the first NaN, where a row that is no padding has one."""
-        if not math.isnan(self.executor.to_host(hidden_states.sum())):
+        """Raises NanError naming the layer that made the first NaN, where a row that is not padding has one."""
+        if not self._has_nan(hidden_states):
             return
         is_nan = hidden_states.isnan().any(dim=-1).reshape(-1).cpu()
         is_pad = None if self._info is None else self._info.is_pad
@@ -147,6 +148,17 @@ class Engine:
             is_nan &= ~torch.tensor(is_pad)
         if bool(is_nan.any()):
             raise NanError(f"{self._trail.first_nan(is_nan)}: {NAN_REASONS}")
+
+    def check_logits(self, logits: torch.Tensor) -> None:
+        """Raises NanError where every row has NaN. A NaN in the head's weights is in all rows; one
+        row may be padding.
+        """
+        if self._has_nan(logits[..., -1, :]) and bool(logits.isnan().any(dim=-1).all()):
+            raise NanError(f"the model's head gave NaN: {NAN_REASONS}")
+
+    def _has_nan(self, values: torch.Tensor) -> bool:
+        """False where there is none; True also where infinities cancel out. The host waits for the device once."""
+        return math.isnan(self.executor.to_host(values.sum()))
 
     def end_iteration(self, ok: bool) -> None:
         if self.threads is not None:
@@ -182,7 +194,7 @@ class Engine:
     ) -> torch.Tensor:
         """[T, H] from hidden states [T, H], chosen experts [T, K] and their weights [T, K].
 
-        Raises TransferError when bytes could not be brought; the layer is undone and the next pass may work.
+        Raises TransferError when experts could not be loaded; the layer is undone and the next pass may work.
         """
         if self._is_stopped or self._is_broken or self._must_abandon or os.getpid() != self._process:
             self._check_open()
@@ -212,21 +224,19 @@ class Engine:
         return result
 
     def stop(self) -> None:
-        """No layer begins from now on: a pass that another thread runs fails at its next one. Idempotent."""
+        """From now on no layer begins: a pass that another thread runs fails at its next layer. Idempotent."""
         self._is_stopped = True
 
     def close(self) -> None:
         """Free threads, files and memory; write what was learned. Idempotent. Raises as Prefetching.close and
-        SavedState.close.
-
-        In a process forked from the one that made it there is nothing to end, and nothing is written.
+        SavedState.close. In a forked child nothing is closed or written.
         """
         if self._is_closed:
             return
         self._is_closed = self._is_stopped = True
         if not self.is_of_this_process:
             return
-        with contextlib.ExitStack() as closing:  # the last one first, and all of them whatever one raises
+        with contextlib.ExitStack() as closing:  # closes the last first, and all of them even if one raises
             closing.callback(self.executor.close)
             if self.reuse is not None:
                 closing.callback(self.reuse.close)
@@ -235,14 +245,14 @@ class Engine:
 
     @property
     def is_of_this_process(self) -> bool:
-        """False in a forked child, where none of its threads runs."""
+        """False in a forked child, where the engine's threads do not run."""
         return os.getpid() == self._process
 
     # -- when a layer fails --------------------------------------------------------------------------------------------
 
     def _abandon(self, error: BaseException) -> None:
-        """Undo the layer, and drop what is prefetched. An interrupt may have come in the middle of a decision: then
-        nothing runs any more.
+        """Undo the layer and drop all prefetches. If an interrupt stopped the scheduler half-way through a decision,
+        the engine is broken from now on.
         """
         is_expected = isinstance(error, ExpertlyError | OSError)
         self._must_abandon = True
@@ -267,7 +277,7 @@ class Engine:
 
 
 class _Trail:
-    """What each MoE layer of a pass was given and gave, to find where NaN began once a pass has ended in it."""
+    """Inputs and outputs of each MoE layer of a pass, to find where NaN began when a pass ends with NaN."""
 
     def __init__(self) -> None:
         self._layers: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -276,13 +286,13 @@ class _Trail:
         self._layers.clear()
 
     def add(self, layer: int, hidden: torch.Tensor, result: torch.Tensor) -> None:
-        """[T, H] each: kept as they are where that is little, else a sum a row."""
+        """Both [T, H]. Small ones are kept whole; of larger ones the sum of each row."""
         if hidden.nbytes > _KEPT_NBYTES:
             hidden, result = hidden.sum(dim=-1, keepdim=True), result.sum(dim=-1, keepdim=True)
         self._layers.append((layer, hidden, result))
 
     def first_nan(self, rows: torch.Tensor) -> str:
-        """What gave the first NaN of these rows [T], for people."""
+        """A sentence about where the first NaN of these rows [T] came from."""
         for layer, hidden, result in self._layers:
             if _has_nan(hidden, rows):
                 return f"the dense part before the experts of MoE layer {layer} gave NaN"
@@ -292,7 +302,7 @@ class _Trail:
 
 
 def _has_nan(values: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Of a layer that saw other rows than the pass has, any of them."""
+    """Whether `rows` [T] of the values have NaN; any row, where the layer had other rows than the pass."""
     is_nan = values.isnan().any(dim=-1).cpu()
     return bool((is_nan & rows if len(is_nan) == len(rows) else is_nan).any())
 
@@ -304,8 +314,8 @@ def dispatch(
     info: IterationInfo | None,
     device: torch.device | None = None,
 ) -> Dispatch:
-    """Group the choices [T, K], which the host has, by expert. Ids outside 0..E-1 are dropped: their rows stay zero.
-    `device` is where the rows go; None: they stay on the host.
+    """Group choices [T, K] in host memory by expert. Ids outside 0..E-1 are dropped: their output rows stay zero.
+    `device`: where the row numbers are needed; None: on the host.
     """
     num_tokens, top_k = top_k_index.shape
     if num_tokens == 1:
@@ -340,7 +350,7 @@ def _dispatch_many(
 
 
 def combine(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-    """Weigh and sum over K as the reference does: product in the promoted type, sum, round to the input's type."""
+    """Weighted sum over K, rounded as in the reference: product in the promoted type, sum, then the input's type."""
     num_tokens, top_k = weights.shape
     if (
         num_tokens <= MAX_TILE_TOKENS
@@ -363,25 +373,25 @@ def combine(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor, 
 
 
 class ComputeThreads:
-    """Of the passes of one model, on the thread that runs them.
+    """Runs passes with fewer compute threads while readers decode compressed experts on the same processors.
 
-    A product on several threads ends with the last of them. One that a decoder has put off its processor is late by
-    what the decoder takes, so that two threads beside decoders on two processors are slower than one by itself.
+    A matrix product ends with its slowest thread. A thread whose processor a decoder has taken is late by the decoder's
+    time slice: on two processors with decoders, two compute threads are slower than one.
     """
 
     def __init__(self, geometry: Geometry, held_nbytes: int) -> None:
-        """`held_nbytes`: of experts that stay in memory, decoded."""
+        """`held_nbytes`: decoded experts that stay in memory."""
         self.num_beside = computing_threads(granted_cpus(), NUM_READERS)
-        """Threads that compute beside decoders; torch's own number where that is less."""
+        """Compute threads beside decoders, unless torch has fewer."""
         self.num_passes = 0
-        """That ran with fewer threads than torch has."""
+        """Passes that ran with fewer threads than torch has."""
         decoded = 1 - held_nbytes / geometry.nbytes
         self.max_tokens_per_expert = MAX_TOKENS_PER_EXPERT * decoded if decoded > LEAST_DECODED else 0.0
         self._share = max(layer.top_k / layer.num_experts for layer in geometry.layers)
-        self._before: int | None = None  # the threads of torch, while a pass runs with fewer
+        self._before: int | None = None  # torch's number of threads, while a pass runs with fewer
 
     def begin(self, num_tokens: int) -> None:
-        """A pass of so many tokens begins."""
+        """A pass over `num_tokens` begins."""
         before = torch.get_num_threads()
         if num_tokens * self._share <= self.max_tokens_per_expert and self.num_beside < before:
             self._before = before
@@ -389,18 +399,17 @@ class ComputeThreads:
             torch.set_num_threads(self.num_beside)
 
     def end(self) -> None:
-        """It ended: torch has as many as before."""
+        """The pass ended: give torch its threads back."""
         before, self._before = self._before, None
         if before is not None:
             torch.set_num_threads(before)
 
     def facts(self) -> dict[str, int]:
-        """For people and programs."""
         return {"beside_decoders": self.num_beside, "passes_with_fewer": self.num_passes}
 
     @contextlib.contextmanager
     def of_pass(self, num_tokens: int) -> Iterator[None]:
-        """As if the block were a pass."""
+        """The block counts as a pass: for measurements."""
         self.begin(num_tokens)
         try:
             yield

@@ -1,4 +1,4 @@
-"""One device of a model: the experts that it computes, its slots, and the scheduler that decides over them."""
+"""One device of a model: the experts that it computes, its slots, and the scheduler that decides about them."""
 
 from __future__ import annotations
 
@@ -24,25 +24,23 @@ from expertly.scheduler.observations import Channel
 from expertly.scheduler.scheduler import Scheduler
 
 Waits = list[tuple[Any, Any]]
-"""Stamps around each time that a layer waited for a transfer."""
+"""Pairs of stamps, before and after each time that a layer waited for a transfer."""
 
-_HELD_NS = 10_000
-"""Where a device works behind the host, passing two stamps takes some time, too: what took less was no waiting."""
+_LEAST_WAIT_NS = 10_000
+"""On an accelerator two stamps without a wait between them are already some microseconds apart; less is no wait."""
 
 
 class Moments:
-    """Stamps of a device as its nanoseconds: told in the order in which they are noted, when it has come there. Nobody
-    waits for that.
-    """
+    """Turns device stamps into nanoseconds, in order, when the device has reached them; never waits."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._noted: deque[tuple[Any, Any, Waits, Callable[[int, int, int], None]]] = deque()
-        self._last: Any = None  # a stamp, and when that was
-        self._last_ns = 0
+        self._last: Any = None  # the last stamp that was turned into nanoseconds
+        self._last_ns = 0  # its time
 
     def note(self, begin: Any, end: Any, waits: Waits, tell: Callable[[int, int, int], None]) -> None:
-        """`tell(begin_ns, end_ns, waited_ns)`, when the device has come to `end`."""
+        """Call `tell(begin_ns, end_ns, waited_ns)` when the device has reached `end`."""
         if self._device.queues_uses:
             self._noted.append((begin, end, waits, tell))
             self.settle()
@@ -50,7 +48,7 @@ class Moments:
             tell(begin, end, sum([there - here for here, there in waits]) if waits else 0)
 
     def settle(self) -> None:
-        """Tell what can be told by now."""
+        """Call `tell` for all stamps that the device has reached by now."""
         between_ns = self._device.between_ns
         while self._noted:
             begin, end, waits, tell = self._noted[0]
@@ -64,13 +62,14 @@ class Moments:
             tell(begin_ns, self._last_ns, sum(between_ns(*pair) or 0 for pair in waits))
 
     def drop(self) -> None:
-        """Nothing that was noted has happened."""
+        """Forget the stamps that the device has not reached."""
         self._noted.clear()
 
 
 class Shard:
-    """The Executor of a model with one device, and each of the shards of a model with several: then its geometry and
-    its numbers of experts are those of its share. The first shard is where the dense part is.
+    """One device with its scheduler. It is the Executor of a model with one device. With several devices each is a
+    shard of a ShardGroup, whose geometry and expert numbers are those of its share; the first holds the dense part,
+    too.
     """
 
     def __init__(self, name: str, scheduler: Scheduler, device: Device) -> None:
@@ -89,12 +88,12 @@ class Shard:
 
     @property
     def num_late(self) -> int:
-        """Predictions that came too late."""
+        """Predictions that came after the layer they were for."""
         return 0 if self.prefetcher is None else self.prefetcher.num_late
 
     def bind(self, modules: Sequence[nn.Module], experts: Sequence[Sequence[int]] | None = None) -> None:
-        """Attach the experts modules, in layer order. `experts`: of each layer, the number here -> the number in the
-        module; None: the same.
+        """Attach the experts modules, in layer order. `experts[layer][number]` is the number in the module of an expert
+        of this shard; None: the same number.
         """
         self._layers = [
             LayerCompute(
@@ -111,7 +110,7 @@ class Shard:
         ]
 
     def predict_from(self, channel: Channel) -> None:
-        """From now on prefetch what this channel predicts."""
+        """From now on prefetch what comes out of this channel."""
         self.prefetcher = Prefetcher(self.scheduler, self.device, channel, now=time.perf_counter_ns)
 
     def preload(self, layer: int) -> None:
@@ -123,7 +122,9 @@ class Shard:
                 self.scheduler.loaded(self.device.wait())
 
     def begin(self) -> None:
-        """A forward pass begins. Raises ModelUseError where the device is in a state in which none can run."""
+        """A forward pass begins. Raises ModelUseError where the device cannot run one now (a CUDA
+        graph is captured).
+        """
         self.device.begin()
         if self.configuring is not None:
             now = self.device.stamp()
@@ -131,27 +132,23 @@ class Shard:
             self.configuring.begin_iteration()
 
     def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
-        """Tell who predicts what the pass shows. Raises what predicting raised. Needs `predict_from`."""
+        """Tell the predictor that a pass begins. Raises the predictor's exception. Call `predict_from` before."""
         assert self.prefetcher is not None
         self.prefetcher.begin_iteration(began, layers)
 
     @property
     def observes(self) -> bool:
-        """Whether the predictor is to see the pass that began."""
+        """Whether the predictor is to see this pass; a prefetch gate may say no."""
         return self.scheduler.gate is None or self.scheduler.gate.observes
-
-    def end_iteration(self, ok: bool) -> None:
-        assert self.prefetcher is not None
-        self.prefetcher.end_iteration(ok)
 
     def run_layer(
         self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None
     ) -> tuple[torch.Tensor, Waits]:
-        """The outputs of a layer's experts [T * K, H] by row, from hidden states [T, H], and when transfers were waited
-        for. `routed` is what may be seen of the router; None: nothing. `hidden` is on this device;
-        of a share of the layer, the outputs are in the order of `work`.
+        """Run a layer's experts on hidden states [T, H], which are on this device. Returns outputs [T * K, H] by row
+        (of a share of the layer, in the order of `work`) and the waits for transfers. `routed` is the observation of
+        the router; None: the predictor sees nothing.
 
-        Raises TransferError or OSError when bytes could not be brought; nothing runs any more then.
+        Raises TransferError or OSError when bytes could not be brought; call `abandon` then.
         """
         device, router = self.device, work.router
         device.waits = []
@@ -166,7 +163,7 @@ class Shard:
     def _run_measured(
         self, call: LayerCall, work: Dispatch, routed: Callable[[], Routed] | None, times: StepTimes
     ) -> None:
-        """The same, with what the configurator wants to know of a decode step's parts."""
+        """Run a layer, and take the times of a decode step's parts that the configurator needs."""
         transport, router = _MeasuredTransport(self.device), work.router
         is_decode = False not in router.is_decode
         compute = _using(self.device, call.compute)
@@ -177,14 +174,14 @@ class Shard:
         if transport.num_segments:
 
             def loaded(begin_ns: int, end_ns: int, waited_ns: int) -> None:
-                has_waited = transport.has_waited and waited_ns >= _HELD_NS
+                has_waited = transport.has_waited and waited_ns >= _LEAST_WAIT_NS
                 times.loaded(router.layer, transport.num_segments, end_ns - begin_ns, has_waited=has_waited)
 
             self.moments.note(transport.asked, transport.arrived, self.device.waits, loaded)
             times.asked(router.layer, transport.asking_ns)
 
     def _timed(self, use: Callable[[Sequence[Span]], None], times: StepTimes) -> Callable[[Sequence[Span]], None]:
-        """The same, one span at a time, and how long each took."""
+        """`use` for one span at a time, and a note of how long each took."""
         stamp, note = self.device.stamp, self.moments.note
 
         def measured(spans: Sequence[Span]) -> None:
@@ -196,11 +193,11 @@ class Shard:
         return measured
 
     def settle(self) -> None:
-        """Count the times that are known by now."""
+        """Count the times that the device has reached by now."""
         self.moments.settle()
 
     def note_times(self, layer: int, phase: Phase, begin: Any, end: Any, waits: Waits) -> None:
-        """Count how long a forward pass waited for transfers of a layer, and was in its experts in all."""
+        """Count how long a layer's experts took, from `begin` to `end`, and how much of that was waiting."""
         self.moments.note(begin, end, waits, partial(self._ran, layer, phase))
 
     def _ran(self, layer: int, phase: Phase, begin_ns: int, end_ns: int, waited_ns: int) -> None:
@@ -215,8 +212,8 @@ class Shard:
         return self.scheduler.counters[layer]
 
     def abandon(self, is_in_doubt: bool) -> None:
-        """Undo the layer that runs, once nothing moves, and drop what is prefetched. Raises AssertionError or
-        LookupError where a decision was interrupted half-way, which is looked for where that `is_in_doubt`.
+        """Wait until nothing moves, undo the running layer and drop all prefetches. `is_in_doubt`: an interrupt may
+        have stopped the scheduler half-way through a decision; raises AssertionError or LookupError where it did.
         """
         self.device.drain()
         self.moments.drop()
@@ -233,7 +230,7 @@ class Shard:
 
 
 def _using(device: Device, compute: Callable[[Sequence[Span]], None]) -> Callable[[Sequence[Span]], None]:
-    """The same, and the device knows of it."""
+    """`compute`, which then tells the device that the spans are used."""
 
     def use(spans: Sequence[Span]) -> None:
         compute(spans)
@@ -244,15 +241,15 @@ def _using(device: Device, compute: Callable[[Sequence[Span]], None]) -> Callabl
 
 
 class _MeasuredTransport:
-    """The device, with how long what was asked for took to come."""
+    """A device as the loop's transport, which notes when a layer's loads were submitted and when the last arrived."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.asking_ns = 0  # what asking took the asking thread
-        self.asked: Any = None  # stamps of the first load and of the last arrival
-        self.arrived: Any = None
-        self.has_waited = False  # for that
-        self.num_segments = 0  # that have arrived since
+        self.asking_ns = 0  # that `submit` took
+        self.asked: Any = None  # stamp of the first `submit`
+        self.arrived: Any = None  # stamp of the last arrival
+        self.has_waited = False  # for the last arrival
+        self.num_segments = 0  # that have arrived since `asked`
 
     def submit(self, spans: Sequence[Span]) -> None:
         start = time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""What a loaded model has done so far, in all and on each device, for people (a table) and programs (a dict)."""
+"""What a loaded model has done so far, in all and on each device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_DEVICE = (
     *("hits", "partial_hits", "misses", "predicted", "prefetched"),
     *("hit_rate", "bytes_loaded", "stall_s", "experts_s"),
 )
-"""Counts of a phase that each device tells, too."""
+"""Counts of a phase that are also told for each device."""
 
 
 class Stats:
@@ -30,7 +30,7 @@ class Stats:
     def __init__(
         self, engine: Engine, system: System, store: PackedStore, why_memory: str, why_system: str | None = None
     ) -> None:
-        """`why_memory`: why it is so much; `why_system`: where it was chosen, why it is this one."""
+        """`why_memory`: the reason for the amount; `why_system`: the reason for the system, where expertly chose it."""
         self._engine = engine
         self._system = system
         self._store = store
@@ -46,13 +46,13 @@ class Stats:
         return total
 
     def _synchronisations(self) -> float | None:
-        """How often the forward thread waited for what it had queued; None where it computes itself."""
+        """How often a pass waits for the device, on average; None where the device works in step with the host."""
         told = [device.device.stats().get("synchronisations") for device in self._engine.executor.shards]
         num_passes = self._engine.num_prefill_iterations + self._engine.num_decode_iterations
         return sum(one for one in told if one is not None) / num_passes if num_passes and told != [None] else None
 
     def _dense(self) -> dict[str, Any]:
-        """Bytes beside experts that are in memory, and in which formats or dtypes."""
+        """Bytes of the dense part in memory, in all and by format or dtype."""
         is_decoded = self._engine.executor.shards[0].kernels.library is None
         formats = self._store.dense_by_format(is_decoded=is_decoded)
         return {"bytes": sum(formats.values()), "formats": formats}
@@ -81,7 +81,7 @@ class Stats:
             "allocation": allocation_over([one["allocation"] for one in devices]),
             "prediction": None
             if prefetching is None
-            else _of_prediction(prefetching, executor.num_late, devices[0]["gate"]),
+            else _of_prediction(prefetching, sum(one.num_late for one in executor.shards), devices[0]["gate"]),
             "reuse": None if engine.reuse is None else engine.reuse.facts(),
             **{name: sum(one.get(name, 0) for one in devices) for name in counts},
             "synchronisations_per_pass": self._synchronisations(),
@@ -106,31 +106,23 @@ class Stats:
 
 
 def _of_prediction(prefetching: Prefetching, num_late: int, gate: dict[str, Any] | None) -> dict[str, Any]:
-    """What the predictor says of itself, what came of it in time, and where what it learned is kept. `gate`: of the
-    first device's prefetch gate.
-    """
-    maps, error = prefetching.maps, prefetching.error
+    """Facts of the predictor, its thread and its file. `gate`: facts of the first device's prefetch gate."""
+    saved, thread, error = prefetching.saved, prefetching.thread, prefetching.error
+    was_read = saved is not None and saved.num_read > 0
     return {
-        "matcher": prefetching.matcher,
+        "matcher": prefetching.predict,
         "predictor": prefetching.predictor.facts(),
         "gate": gate,
         "predictions_late": num_late,
-        "contexts_dropped": prefetching.num_dropped,
+        "contexts_dropped": 0 if thread is None else thread.num_dropped,
         "collect_s": prefetching.collector.collect_ns / 1e9,
         "failed": None if error is None else f"{type(error).__name__}: {error}",
-        "history": _history_of(prefetching),
-        "maps_file": None if maps is None else str(maps.path),
-        "maps_read": 0 if maps is None else maps.num_read,
-        "maps_failed_writes": 0 if maps is None else maps.num_failed_writes,
-        "maps_problem": None if maps is None else maps.problem,
+        "history": ("warm" if was_read else "cold") if prefetching.predictor.is_taught() else None,
+        "maps_file": None if saved is None else str(saved.path),
+        "maps_read": 0 if saved is None else saved.num_read,
+        "maps_failed_writes": 0 if saved is None else saved.num_failed_writes,
+        "maps_problem": None if saved is None else saved.problem,
     }
-
-
-def _history_of(prefetching: Prefetching) -> str | None:
-    """Whether it began with what earlier runs had learned; None where it learns nothing."""
-    if not prefetching.predictor.is_taught():
-        return None
-    return "warm" if prefetching.maps is not None and prefetching.maps.num_read else "cold"
 
 
 def _as_dict(counters: PhaseCounters) -> dict[str, Any]:
@@ -149,9 +141,8 @@ def _as_dict(counters: PhaseCounters) -> dict[str, Any]:
 
 
 def of_device(device: Shard, system: System) -> dict[str, Any]:
-    """Its memory, its counts over all layers by phase, and its own time; `resident_bytes` are those that are there.
-
-    Devices run side by side: their stalls and times add up to more than those of the model.
+    """Memory, counts of all layers by phase, and times of one device. Devices run side by side: their stalls and times
+    add up to more than those of the model.
     """
     scheduler = device.scheduler
     geometry, budget = scheduler.geometry, scheduler.budget
@@ -182,7 +173,7 @@ def of_device(device: Shard, system: System) -> dict[str, Any]:
 
 
 def moved(device: Shard) -> dict[str, float]:
-    """What its backend counts, as it is told: `bytes_disk`, and times in seconds, `decode_s`."""
+    """The device's own counts, under the names of results: bytes as `bytes_disk`, times in seconds as `decode_s`."""
     told: dict[str, float] = {}
     for name, value in device.device.stats().items():
         if name.endswith("_ns"):
@@ -193,7 +184,7 @@ def moved(device: Shard) -> dict[str, float]:
 
 
 def allocation_over(allocations: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """What the layers keep on all devices together; what each one's allocation says of itself is with the device."""
+    """The experts that layers keep on all devices together. Each device tells the rest of its allocation itself."""
     told = [one for one in allocations if one is not None]
     if len(told) < 2:
         return told[0] if told else None

@@ -13,14 +13,12 @@ from typing import NamedTuple
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
+from expertly.core.resources import NUM_READERS
 from expertly.engine.numa import MemoryNode
 from expertly.engine.reading import ExtentSource, Moved, Read, make_source
 
-NUM_READERS = 4
-"""Reads in flight. Disks and page-cache copies here are at their best from 4 on (`expertly doctor`)."""
-
-_LOOK_EVERY_S = 1.0
-"""Whoever waits looks so often whether the readers still run."""
+LOOK_EVERY_S = 1.0
+"""A thread that waits for another checks this often whether that one still runs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,13 +38,13 @@ class _Job(NamedTuple):
 
 
 class Readers:
-    """Submit spans, then take them back as they arrive, in any order. One caller thread.
+    """Submit spans, then take them back as they arrive, in any order. Called by one thread.
 
-    A prefetch begins only while no load is queued or being read. One prefetched span is under way at a time, or as many
-    small ones as there are readers: a load finds no more than that before it (fMoE, section 4.5).
+    A prefetch begins only while no load is queued or being read. One prefetched span is in flight at a time, or as many
+    small ones as there are readers, so that a load waits for no more than that (fMoE, section 4.5).
 
-    The caller's thread takes no lock: an interrupt could come between taking and giving it back, and stop the readers.
-    A reader that ends, whatever ended it, is told of by `poll` and `wait`, and replaced by `drain`.
+    The caller takes no lock: an interrupt between taking and releasing it would stop the readers for ever. When a
+    reader thread has ended, `poll` and `wait` raise its exception and `drain` replaces it.
     """
 
     def __init__(
@@ -69,27 +67,27 @@ class Readers:
         self._jobs: SimpleQueue[list[_Job] | threading.Barrier | None] = SimpleQueue()  # begun; None ends a reader
         self._done: SimpleQueue[_Ticket | None] = SimpleQueue()  # None: a reader has ended
         self._ended_by: BaseException | None = None  # what ended a reader
-        self._prefetches: deque[list[_Job]] = deque()  # spans not begun; whoever removes one has it
-        self._lock = threading.Lock()  # of the readers
+        self._prefetches: deque[list[_Job]] = deque()  # spans not begun; the thread that removes one owns it
+        self._lock = threading.Lock()  # taken by readers only
         self._num_loads = 0  # spans; written by the caller
         self._num_loads_read = 0  # of these; written by the readers
         self._num_prefetch_reads = 0  # begun and not ended; written by the readers
         self.num_in_flight = 0
         """Spans submitted and neither taken back nor cancelled."""
         self.asked_nbytes = 0
-        """Asked of the disk, for all spans submitted and not cancelled or dropped before they were begun."""
+        """To be read from disk for all spans, without those cancelled before they began."""
         self.again_nbytes = 0
-        """Read once more for the comparison of first reads."""
+        """Read a second time to verify checksums of whole blocks."""
         self.buffered_nbytes = 0
-        """What was read through the page cache."""
+        """Read through the page cache."""
         self.decoded_nbytes = 0
-        """Of weights made of compressed frames."""
+        """Weights decoded from compressed frames."""
         self.decode_ns = 0
-        """Processor time that this took, of all readers."""
+        """Processor time of decoding, of all readers."""
         self._threads = [self._start(i) for i in range(num_readers)]
 
     def submit(self, spans: Sequence[Span]) -> None:
-        """Start reading; large spans are cut over the readers, small ones travel together."""
+        """Start reading. A large span is split over the readers; small ones are read together by one."""
         self._num_loads += len(spans)  # from here on no prefetch begins
         batch: list[_Job] = []
         batch_nbytes = 0
@@ -112,19 +110,19 @@ class Readers:
             self._jobs.put(batch)
 
     def prefetch(self, spans: Sequence[Span]) -> None:
-        """Read these, in this order, while no span of `submit` is queued or being read."""
+        """Read these, in this order, while no load is queued or being read."""
         for span in spans:
             self.num_in_flight += 1
             reads, disk_nbytes = self._source.reads(span, self._buffer_of(span))
             self.asked_nbytes += disk_nbytes
             ticket = _Ticket(span, disk_nbytes, True, len(reads))
             self._prefetches.append([_Job(ticket, read) for read in reads])
-        if self._num_loads == self._num_loads_read:  # else whoever reads the last load looks for more, after this
+        if self._num_loads == self._num_loads_read:  # else the reader of the last load begins them
             self._jobs.put([])
 
     def cancel(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Span]:
-        """Cancel prefetches of this layer, or of these experts of it, or all, that have not begun: they will not come.
-        Returns them.
+        """Cancel prefetches that have not begun: of this layer, or of these experts of it, or all. Returns them; they
+        will not arrive.
         """
         cancelled: list[Span] = []
         for jobs in list(self._prefetches):
@@ -140,7 +138,7 @@ class Readers:
         return cancelled
 
     def poll(self) -> Span | None:
-        """A span that has arrived, or None. Raises what its read raised."""
+        """A span that has arrived, or None. Raises the exception of its read."""
         if not self.num_in_flight:
             return None
         try:
@@ -149,25 +147,25 @@ class Readers:
             return None
 
     def wait(self) -> Span:
-        """The next span to arrive. Raises what its read raised. Something must be in flight."""
+        """The next span to arrive. Raises the exception of its read. Something must be in flight."""
         assert self.num_in_flight, "waiting for nothing would never end"
         while True:
             try:
-                return self._take(self._done.get(timeout=_LOOK_EVERY_S))
+                return self._take(self._done.get(timeout=LOOK_EVERY_S))
             except Empty:
                 self.look()
 
     def look(self) -> None:
-        """Have `poll` tell of a reader that has ended without a word."""
+        """Have `poll` raise if a reader has ended without an exception."""
         if not all(thread.is_alive() for thread in self._threads):
             self._done.put(None)
 
     def drain(self) -> None:
-        """Cancel all prefetches that have not begun, and wait for the rest; results and errors are dropped, and readers
-        that have ended are started again.
+        """Cancel all prefetches that have not begun, wait for all other reads, drop results and errors, and start
+        readers that have ended again.
 
-        Counts nothing: an interrupt may have come between a count and what it counts. One that comes now leaves reads
-        under way; drain again.
+        It relies on no count of what is in flight: an interrupt may have left one wrong. After an interrupt in here,
+        call it again.
         """
         self.cancel()
         for _ in range(2 if self._threads else 0):  # a reader may have been about to begin what it had just removed
@@ -208,21 +206,19 @@ class Readers:
         return ticket.span
 
     def _gather(self) -> bool:
-        """Wait until all readers have done every job before this; False where one had ended, and must be replaced."""
+        """Wait until all readers have done every job queued so far; False where one has ended and must be replaced."""
         self._threads = [one if one.is_alive() else self._start(i) for i, one in enumerate(self._threads)]
         all_there = threading.Event()
-        barrier = threading.Barrier(
-            len(self._threads), action=all_there.set
-        )  # a reader waits at it until all have come
+        barrier = threading.Barrier(len(self._threads), action=all_there.set)
         try:
             for _ in self._threads:
                 self._jobs.put(barrier)
-            while not all_there.wait(_LOOK_EVERY_S):
+            while not all_there.wait(LOOK_EVERY_S):
                 if not all(thread.is_alive() for thread in self._threads):
                     barrier.abort()
                     return False
         except BaseException:
-            barrier.abort()  # else the readers that are there would wait for ever
+            barrier.abort()  # else readers at the barrier would wait for ever
             raise
         return True
 
@@ -239,7 +235,7 @@ class Readers:
                 self._node.pin_thread()
             while (jobs := self._jobs.get()) is not None:
                 if isinstance(jobs, threading.Barrier):
-                    with contextlib.suppress(threading.BrokenBarrierError):  # whoever drains was interrupted
+                    with contextlib.suppress(threading.BrokenBarrierError):  # `drain` was interrupted
                         jobs.wait()
                     continue
                 for job in jobs:
@@ -278,7 +274,7 @@ class Readers:
                 self._arrived()
 
     def _begin_prefetches(self) -> None:
-        """Begin what may begin. What has begun goes before loads that come later, so that it ends soon."""
+        """Begin the prefetches that may begin. They are queued before later loads, so that they end soon."""
         with self._lock:
             while self._prefetches and self._num_loads == self._num_loads_read:
                 try:

@@ -1,7 +1,7 @@
-"""Weight formats: how quantised experts lie in bytes. A format is one file here, and in native/ a function of its own.
+"""Weight formats: how quantised experts lie in bytes. A format is one file here and one function in native/.
 
-The store, slots and transfers see bytes; a format says how many, takes them from a checkpoint's own tensors, and gives
-the weights back. Formats are found by their names, in `FORMATS`.
+Store, slots and transfers see bytes. A format gives their number, makes them from a checkpoint's tensors, and decodes
+them to weights. `FORMATS` has all formats by name.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = [
 FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8, *GGUF_FORMATS, *PACK_QUANTIZED, *AWQ)}
 
 ROUNDED_TO: dict[str, RoundingFormat] = {"mxfp4": MXFP4, "int4": Q4_0, "int8": Q8_0}
-"""What weights of a checkpoint that is not quantised can be rounded to, as --quantize calls it."""
+"""Formats to which an unquantised checkpoint can be rounded, by their names in --quantize."""
 
 
 def rounding_format(name: object) -> RoundingFormat:
-    """Of a name in ROUNDED_TO. Raises ConfigError naming what is accepted."""
+    """The format in ROUNDED_TO. Raises ConfigError naming what is accepted."""
     if not isinstance(name, str) or name not in ROUNDED_TO:
         raise ConfigError(f"quantize={name!r:.80}: not a format to round to; accepted: {', '.join(ROUNDED_TO)}")
     return ROUNDED_TO[name]
@@ -49,7 +49,7 @@ def rounding_format(name: object) -> RoundingFormat:
 
 @cache
 def expert_format(name: str) -> ExpertFormat:
-    """Of a name in FORMATS, or two with a plus: gate's and up's, then down's. Raises ConfigError for another."""
+    """The format with a name in FORMATS, or two names with a plus: of gate and up, then of down. Raises ConfigError."""
     inner, _, down = name.partition("+")
     for one in (inner, down or inner):
         if one not in FORMATS:
@@ -58,7 +58,7 @@ def expert_format(name: str) -> ExpertFormat:
 
 
 def check_format(layer: LayerGeometry) -> None:
-    """Raises ConfigError where the layer's format is unknown, or its blocks are not that format's."""
+    """Raises ConfigError where the layer's format is unknown, or its block sizes are not that format's."""
     if not layer.format:
         return
     expected = expert_format(layer.format).geometry(layer)
@@ -75,25 +75,25 @@ _GROUPED: dict[str, Callable[[Mapping[str, Any], str], Sequence[Int4Format]]] = 
     "awq": awq,
 }
 GROUP_METHODS = tuple(_GROUPED)
-"""Values of `quant_method` for which `group_formats` knows formats."""
+"""Values of `quant_method` that `group_formats` knows."""
 
 
 def group_formats(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
-    """In which the matrices of a checkpoint with this `quantization_config` may be, where the model computes in
-    `dtype`: they differ in the dtype of scales. They take tensors as the checkpoint has them; their tiles are those of
-    the same name in FORMATS.
+    """The formats that matrices of a checkpoint with this `quantization_config` may have, if the model computes in
+    `dtype`; they differ in the dtype of scales. They take tensors as the checkpoint has them; their tiles are those of
+    the format with the same name in FORMATS.
 
-    Raises UnsupportedModelError naming the field of the config that is of another format.
+    Raises UnsupportedModelError naming the field of the config that is not supported.
     """
     return _GROUPED[quantization["quant_method"]](quantization, dtype)
 
 
 def format_of(quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> str:
-    """See `TiledFormat.is_of`: the name of the format that is of the checkpoint, "" where none is."""
+    """The name of the checkpoint's format, by `TiledFormat.is_of`; "" where there is none."""
     found: Iterable[TiledFormat] = FORMATS.values()
     if quantization.get("quant_method") in GROUP_METHODS:
         try:
             found = group_formats(quantization, dtype)
-        except UnsupportedModelError:  # which making its quantizer raises, too
+        except UnsupportedModelError:  # making its quantizer will raise it
             return ""
     return next((form.name for form in found if form.is_of(quantization, dtypes, dtype)), "")

@@ -1,8 +1,8 @@
-"""FP8 (OCP's E4M3) with a scale for each 128 x 128 weights, as DeepSeek-V3, Qwen3-FP8 and MiniMax-M2 ship.
+"""FP8 (OCP's E4M3) with a scale for each 128 x 128 weights, as in DeepSeek-V3, Qwen3-FP8 and MiniMax-M2.
 
-A tile is, for each 4 inputs, 16 words of 4 bytes, one an output, the first input in the lowest bits; then the scale, a
-float32. A byte is a checkpoint's own with its sign moved: exponent (4 bits), sign, mantissa (3), from the top, so that
-sign and mantissa together are a place in a table.
+A tile is, for each 4 inputs, 16 words of 4 bytes, one for each output, the first input in the lowest bits; then the
+scale, a float32. A byte is a checkpoint's own with its sign moved: from the top exponent (4 bits), sign, mantissa (3),
+so that sign and mantissa together are an index of a table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Fp8(TiledFormat):
     suffixes = ("weight", "weight_scale_inv")
 
     def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
-        block = quantization.get("weight_block_size", (_BLOCK, _BLOCK))  # else it has no or other blocks
+        block = quantization.get("weight_block_size", (_BLOCK, _BLOCK))
         is_blocked = isinstance(block, list | tuple) and tuple(block) == (_BLOCK, _BLOCK)
         return quantization.get("quant_method") == "fp8" and is_blocked
 
@@ -39,7 +39,7 @@ class _Fp8(TiledFormat):
         return (("F8_E4M3",), (rows, columns)), (scales, (-(-rows // _BLOCK), columns // _BLOCK))
 
     def block_nbytes_of(self, rows: int, columns: int) -> int:
-        """The last scale of a column may be of fewer outputs; not where transformers shares these out evenly."""
+        """The last scale of a column may be of fewer outputs, unless transformers would divide the outputs evenly."""
         num_scales = -(-rows // _BLOCK)
         if rows % _BLOCK and num_scales > 1 and rows % num_scales == 0:
             raise ConfigError(f"{rows} outputs: {self.name} needs whole blocks of {_BLOCK}")
@@ -49,7 +49,7 @@ class _Fp8(TiledFormat):
         import torch
 
         codes, scales = tensors[0].view(torch.uint8).numpy(), tensors[1].reshape(-1, columns // _BLOCK)
-        # as transformers reads them: a byte is an exponent
+        # like in transformers, a byte is an exponent
         floats = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
         if not bool(floats.isfinite().all()):
             wrong = floats[~floats.isfinite()][0].item()

@@ -1,10 +1,15 @@
-"""The block types of GGUF files that llama.cpp's quantisations are made of, and how they lie in tiles.
+"""The block types of GGUF files, of which llama.cpp's quantisations are made, and their tiles.
 
 A row of a GGUF matrix is blocks of 32 or 256 inputs, each with its scales beside its codes. A tile is 16 such blocks,
-one an output, taken apart: codes of 4 bits lie as in MXFP4, 16 words of 8 inputs, one an output; codes of 8 bits in
-words of 4 inputs, of every 8 those at even places, then those at odd ones, as masks take such words from the others;
-further bits of a code at the byte of a word where the mask leaves its 4; what is a number an output (scales, minima) 16
-of them. The reference is the package gguf (quants.py).
+one for each output, rearranged:
+
+- 4-bit codes like in MXFP4: for each 8 inputs 16 words, one for each output;
+- 8-bit codes in words of 4 inputs: of every 8 inputs those at even places, then those at odd ones, which is how a
+  kernel gets 4-bit codes out of a word with a mask;
+- further bits of a code, at the byte of the word where that mask leaves its 4 bits;
+- scales and minima: 16 numbers each.
+
+The reference is the package gguf (quants.py).
 """
 
 from __future__ import annotations
@@ -27,13 +32,15 @@ _MAX_HALF = 65504.0
 
 
 class _GgufBlocks(TiledFormat):
-    """A matrix is one tensor: bytes [rows, blocks of a row * their bytes]. Its only part is these, a block each."""
+    """A matrix is one tensor, bytes [rows, blocks of a row * their bytes], and one part, with a
+    block for each group.
+    """
 
     suffixes = ("",)
     type: str
-    """GGUF's name for it."""
+    """GGUF's name of the type."""
     halves: tuple[int, ...]
-    """Where in a block its float16 numbers are."""
+    """Places of the float16 numbers in a block."""
 
     @property
     def block_nbytes(self) -> int:
@@ -58,20 +65,20 @@ class _GgufBlocks(TiledFormat):
         return np.concatenate([one.reshape(*blocks.shape[:-2], -1) for one in self._split(blocks)], axis=-1)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
-        """What a tile is made of, in order, from its 16 blocks [..., 16, block_nbytes]."""
+        """The parts of a tile, in order, from its 16 blocks [..., 16, block_nbytes]."""
         raise NotImplementedError
 
 
 class _ScaledCodes(_GgufBlocks, RoundingFormat):
-    """Codes of 32 inputs times a scale."""
+    """A scale times codes of 32 inputs."""
 
     codes: tuple[int, int]
     """The least and the largest."""
     shares: tuple[float, ...]
-    """Of the scale that gives the largest weight of a group the least code, to try: less of it clips that."""
+    """Scales to try, as shares of the one that gives a group's largest weight the least code; smaller ones clip it."""
 
     def encode(self, weights: torch.Tensor) -> tuple[Bytes, ...]:
-        """The largest weight has the least code, which may make the scale negative: there is one more below 0."""
+        """The largest weight gets the least code, as there is one more code below 0; so the scale may be negative."""
         import torch
 
         groups, least = weights.reshape(len(weights), -1, self.group), self.codes[0]
@@ -83,12 +90,12 @@ class _ScaledCodes(_GgufBlocks, RoundingFormat):
         )
 
     def _bytes_of(self, codes: npt.NDArray[np.int8]) -> Bytes:
-        """Of codes [..., 32], as they lie in a block."""
+        """A block's bytes of codes [..., 32]."""
         raise NotImplementedError
 
 
 class _Q8_0(_ScaledCodes):
-    """Codes of 8 bits."""
+    """8-bit codes."""
 
     codes, shares = (-128, 127), (1.0,)
     name, type, kernel = "q8_0", "Q8_0", 1
@@ -110,7 +117,7 @@ class _Q8_0(_ScaledCodes):
 
 
 class _Q4_0(_ScaledCodes):
-    """Codes of 4 bits less 8."""
+    """4-bit codes less 8."""
 
     codes, shares = (-8, 7), (1.0, 0.9)
     name, type, kernel = "q4_0", "Q4_0", 2
@@ -128,7 +135,7 @@ class _Q4_0(_ScaledCodes):
 
 
 class _Q32(_GgufBlocks):
-    """Codes of 4 or 5 bits of 32 inputs times a scale: less 16, or plus a minimum."""
+    """Codes of 4 or 5 bits of 32 inputs: (code - 16) * scale, or code * scale + minimum."""
 
     group = 32
 
@@ -157,7 +164,7 @@ class _Q32(_GgufBlocks):
 
 
 class _Q4_K(_GgufBlocks):
-    """Codes of 4 bits, of 256 inputs. 32 each have a scale and a minimum of 6 bits, times those of the block."""
+    """4-bit codes of 256 inputs. Each 32 have a scale and a minimum of 6 bits, multiples of the block's."""
 
     name, type, kernel = "q4_k", "Q4_K", 3
     group, tile_nbytes, halves = 256, TILE_OUTPUTS * 144, (0, 2)
@@ -171,7 +178,7 @@ class _Q4_K(_GgufBlocks):
 
 
 class _Q5_K(_GgufBlocks):
-    """As Q4_K, with a fifth bit of each code."""
+    """Q4_K with a fifth bit of each code."""
 
     name, type, kernel = "q5_k", "Q5_K", 4
     group, tile_nbytes, halves = 256, TILE_OUTPUTS * 176, (0, 2)
@@ -188,7 +195,7 @@ class _Q5_K(_GgufBlocks):
 
 
 class _Q6_K(_GgufBlocks):
-    """Codes of 6 bits less 32, of 256 inputs. 16 each have a scale of 8 bits, times that of the block."""
+    """6-bit codes less 32, of 256 inputs. Each 16 have a scale of 8 bits, a multiple of the block's."""
 
     name, type, kernel = "q6_k", "Q6_K", 5
     group, tile_nbytes, halves = 256, TILE_OUTPUTS * 210, (208,)
@@ -213,7 +220,7 @@ class _Q6_K(_GgufBlocks):
 
 
 class _GgufMxfp4(_Mxfp4):
-    """GGUF's order of MXFP4: a block is its scale, then 16 bytes whose low halves are the first 16 inputs."""
+    """GGUF's MXFP4: a block is its scale, then 16 bytes, whose low halves are the first 16 inputs."""
 
     suffixes: tuple[str, ...] = ("",)
 
@@ -239,7 +246,7 @@ _Q5_1 = _Q32("Q5_1", 8, has_fifth_bits=True, has_minimum=True)
 GGUF_FORMATS = (Q8_0, Q4_0, _Q4_K(), _Q5_K(), _Q6_K(), _Q4_1, _Q5_0, _Q5_1)
 
 OF_GGUF_TYPE: dict[str, TiledFormat] = {**{one.type: one for one in GGUF_FORMATS}, "MXFP4": _GgufMxfp4()}
-"""What reads a GGUF matrix, by GGUF's name of its type."""
+"""The format of a GGUF matrix, by GGUF's name of its type."""
 
 
 # -- bytes of blocks, [..., 16 outputs, n] -----------------------------------------------------------------------------
@@ -250,24 +257,24 @@ def _halves(blocks: Bytes, place: int) -> np.ndarray[Any, np.dtype[np.float16]]:
 
 
 def _nibbles(data: Bytes, width: int) -> Bytes:
-    """Codes [..., 2 n] of n bytes: of `width` bytes after the other the low halves, then the high ones."""
+    """Codes [..., 2 n] from n bytes: of each `width` bytes the low halves, then the high ones."""
     apart = data.reshape(*data.shape[:-1], -1, 1, width)
     return np.concatenate((apart & 15, apart >> 4), axis=-2).reshape(*data.shape[:-1], -1)
 
 
 def _pairs(codes: Bytes) -> Bytes:
-    """Bytes of two codes, the first in the low half."""
+    """Bytes with two codes each, the first in the low half."""
     return codes[..., 0::2] | codes[..., 1::2] * np.uint8(16)
 
 
 def _by_byte(numbers: Bytes, width: int) -> Bytes:
-    """Of `width` inputs after the other, those first that are at byte 0 of words of 4 bits masked, then byte 1 ..."""
+    """Of each `width` inputs first those whose 4-bit codes are in byte 0 of their words, then those of byte 1, ..."""
     words = numbers.reshape(*numbers.shape[:-1], -1, width // 8, 4, 2)  # of 8 inputs, byte, even or odd
     return words.swapaxes(-2, -3).reshape(numbers.shape)
 
 
 def _dwords(data: Bytes) -> Bytes:
-    """[..., n / 4, 16, 4]: words of four bytes, 16 outputs after the other."""
+    """[..., n / 4, 16, 4]: 4-byte words, for each the 16 outputs."""
     return data.reshape(*data.shape[:-1], -1, 4).swapaxes(-2, -3)
 
 
@@ -279,14 +286,14 @@ def _words(codes: Bytes) -> Bytes:
 
 
 def _numbers(tiles: torch.Tensor, place: int) -> torch.Tensor:
-    """[..., 16] of the float16 numbers at `place`."""
+    """The 16 float16 numbers at `place`, as float32 [..., 16]."""
     import torch
 
     return tiles[..., place : place + 32].contiguous().view(torch.float16).float()
 
 
 def _of_dwords(data: torch.Tensor, num: int, width: int) -> torch.Tensor:
-    """Codes of `width` bits [..., 16, n], `num` of a byte, the first in the lowest bits."""
+    """Codes [..., 16, n] of `width` bits, `num` in a byte, the first in the lowest bits."""
     import torch
 
     shifts = torch.arange(0, num * width, width, dtype=torch.uint8, device=data.device)
@@ -295,7 +302,7 @@ def _of_dwords(data: torch.Tensor, num: int, width: int) -> torch.Tensor:
 
 
 def _from_bytes(numbers: torch.Tensor, width: int) -> torch.Tensor:
-    """What `_by_byte` had."""
+    """The inverse of `_by_byte`."""
     return numbers.unflatten(-1, (-1, 4, width // 8, 2)).transpose(-2, -3).flatten(-4)
 
 
@@ -304,7 +311,7 @@ def _codes(words: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(codes: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Codes [..., 16, 256] times their scales less their minima, as Q4_K and Q5_K have them."""
+    """Q4_K and Q5_K: codes [..., 16, 256] times their scales, less their minima."""
     import torch
 
     packed = rest[..., :192].unflatten(-1, (3, 16, 4))

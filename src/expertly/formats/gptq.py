@@ -1,9 +1,9 @@
-"""INT4 as GPTQ and AWQ checkpoints have it (AutoGPTQ, GPTQModel; AutoAWQ), in the tiles of int4.py.
+"""The layouts of GPTQ and AWQ checkpoints (AutoGPTQ, GPTQModel; AutoAWQ), for the INT4 tiles of int4.py.
 
-Words of 8 numbers of 0 to 15 lie along the inputs (GPTQ) or the outputs (AWQ, in another order), and both have tensors
-[inputs / G, ...] of scales in float16 and of zero points of 0 to 15. A weight is (number - zero point) * scale in
-float16, as GPTQModel computes it (`TorchLinear.dequantize_weight`, `AwqTorchLinear`), through which transformers runs
-both; in a model in bfloat16 its `load` rounds the scales to that first, and so the product.
+A word of 8 numbers from 0 to 15 covers 8 inputs (GPTQ) or 8 outputs (AWQ, in another order). Both have tensors
+[inputs / G, ...] of float16 scales and of zero points from 0 to 15. A weight is (number - zero point) * scale in
+float16. So GPTQModel computes it (`TorchLinear.dequantize_weight`, `AwqTorchLinear`), which transformers uses for both;
+in a bfloat16 model its `load` rounds the scales to bfloat16 first, and then the product.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ if TYPE_CHECKING:
     import torch
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where each of 8 outputs is in a word."""
+"""The place in a word of each of 8 outputs."""
 
 _WHERE = "quantization_config"
 
 
 class _InHalf(Int4Format):
-    """`scales`: to what those of the checkpoint are rounded."""
+    """`scales`: the dtype to which the checkpoint's scales are rounded."""
 
     usual_scales = "F16"
 
     @property
     def stored_scales(self) -> tuple[str, ...]:
-        return "F16", "BF16"  # GPTQModel stores AWQ's in the dtype of the model
+        return "F16", "BF16"  # GPTQModel stores AWQ's scales in the dtype of the model
 
     def scales_of(self, scales: torch.Tensor, rows: int) -> Bytes:
         return super().scales_of((scales.bfloat16() if self.scales == "BF16" else scales.half()).T, rows)
 
 
 class GptqFormat(_InHalf):
-    """Symmetric checkpoints need no zero points: all are 8."""
+    """Zero points of symmetric checkpoints are all 8, and are not kept."""
 
     quant_method = "gptq"
     suffixes: tuple[str, ...] = (".qweight", ".scales", ".qzeros", ".g_idx")
 
     def __init__(self, group: int, scales: str, has_zeros: bool, is_less_one: bool, is_carried: bool) -> None:
-        """`is_less_one`: zero points are stored less one; `is_carried`: 0 as -1 of the whole word, which borrows."""
+        """`is_less_one`: zero points are stored less one; `is_carried`: by subtraction from the whole word, so that a
+        zero point of 0 borrows from the next one.
+        """
         super().__init__(group, scales, has_zeros)
         self._is_less_one, self._is_carried = is_less_one, is_carried
 
@@ -80,7 +82,7 @@ class GptqFormat(_InHalf):
         return parts
 
     def _zeros_of(self, words: npt.NDArray[np.uint32]) -> Bytes:
-        """[rows, groups, 1], of 0 to 15, from words [groups, rows / 8]."""
+        """Zero points [rows, groups, 1] from 0 to 15, from words [groups, rows / 8]."""
         if self._is_less_one:
             if not self._is_carried and (_nibbles(words) == 15).any():
                 raise CheckpointError(
@@ -92,7 +94,7 @@ class GptqFormat(_InHalf):
 
 
 class AwqFormat(_InHalf):
-    """Version "gemm", always with zero points."""
+    """AWQ's version "gemm", always with zero points."""
 
     quant_method = "awq"
     suffixes: tuple[str, ...] = (".qweight", ".scales", ".qzeros")
@@ -122,13 +124,13 @@ AWQ = tuple(AwqFormat(group, scales) for scales in ("BF16", "F16") for group in 
 
 
 def _nibbles(words: npt.NDArray[np.uint32]) -> Bytes:
-    """[..., 8 n] from words [..., n], from the lowest bits."""
+    """Numbers [..., 8 n] from words [..., n], the lowest bits first."""
     packed = np.ascontiguousarray(words).view(np.uint8)
     return np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def _in_order(words: torch.Tensor) -> Bytes:
-    """As `_nibbles`, of AWQ's words."""
+    """Numbers [..., 8 n] from AWQ's words [..., n], in the order of outputs."""
     found = _nibbles(words.numpy().view(np.uint32))
     return found.reshape(*found.shape[:-1], -1, 8)[..., _AWQ_PLACES].reshape(found.shape)
 
@@ -137,7 +139,7 @@ def _in_order(words: torch.Tensor) -> Bytes:
 
 
 def gptq(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
-    """See `group_formats`, of GPTQ."""
+    """`group_formats` of GPTQ."""
     version = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
     fields = {**quantization, "checkpoint_format": version}
     for field, accepted in {
@@ -145,7 +147,7 @@ def gptq(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
         "group_size": GROUPS,
         "checkpoint_format": ("gptq", "gptq_v2"),
         "sym": (True, False, None),
-        "desc_act": (False, True, None),  # g_idx says which inputs it moved
+        "desc_act": (False, True, None),  # `parts_of` checks g_idx for inputs that it moved
         "is_marlin_format": (False, None),
         "pack_dtype": ("int32", None),
         "rotation": (None,),
@@ -159,11 +161,11 @@ def gptq(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
 
 
 def awq(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
-    """See `group_formats`, of AWQ."""
+    """`group_formats` of AWQ."""
     named = (quantization.get(field) for field in ("checkpoint_format", "version", "format"))
     version = next((str(one).lower() for one in named if one is not None), "gemm")
     if quantization.get("backend") == "llm-awq":
-        version = "llm-awq"  # as transformers has it
+        version = "llm-awq"  # transformers also ignores the named version then
     fields = {"bits": 4, "group_size": 128, **quantization, "version": version}
     for field, accepted in {"bits": (4,), "group_size": GROUPS, "version": ("gemm",)}.items():
         check_field(fields, field, accepted, _WHERE)

@@ -1,9 +1,9 @@
-"""INT4 with a scale for each group of inputs, and maybe a zero point: the tiles of three kinds of checkpoint, and how
-compressed-tensors' `pack-quantized` (Kimi-K2) has it. gptq.py has the others.
+"""INT4 with a scale, and in some checkpoints a zero point, for each group of inputs: the tiles, and the layout of
+compressed-tensors' `pack-quantized` (Kimi-K2). gptq.py has the layouts of GPTQ and AWQ.
 
-A weight is a number of 0 to 15, less its group's zero point (8 where it has none), times the scale of its group,
-rounded to the dtype of the scales, as transformers rounds it. A tile is, for each 32 inputs, 16 bytes of each of 16
-outputs, the first input in the lowest bits; then 16 scales of 2 bytes; then, where there are zero points, 16 of 4 bits.
+A weight is (a number from 0 to 15 - its group's zero point, or 8) * its group's scale, rounded to the dtype of the
+scales, as transformers rounds it. A tile is, for each 32 inputs, 16 bytes of each of 16 outputs, the first input in the
+lowest bits; then 16 scales of 2 bytes; then 16 zero points of 4 bits, where there are any.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GROUPS = (32, 128)
 _DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 _MAX_SCALE = 2048.0
-"""16 times that is a number in float16."""
+"""16 times that is still finite in float16."""
 
 _NAMES = (
     *("int4_g32", "int4_g128", "int4_g32_f16", "int4_g128_f16"),
@@ -36,15 +36,13 @@ _FIRST_KERNEL = 10
 
 
 class Int4Format(TiledFormat):
-    """The tiles. How a checkpoint has the tensors that make them is a subclass: `suffixes`, `shapes`, `parts_of`,
-    `size_of`.
-    """
+    """The tiles. Subclasses have the layouts of checkpoints: `suffixes`, `shapes`, `parts_of`, `size_of`."""
 
     quant_method: str
-    scales_at = 1  # among the suffixes
-    usual_scales = "BF16"  # of a checkpoint of which the config alone is known
+    scales_at = 1  # the position of the scales among the suffixes
+    usual_scales = "BF16"  # assumed where only the config is known
     refused: Mapping[str, str] = {}
-    """Endings of other tensors of a matrix, without which its weights would be wrong, and what they say."""
+    """Endings of further tensors of a matrix, which are not supported, and why."""
 
     def __init__(self, group: int, scales: str, has_zeros: bool = False) -> None:
         """`scales`: their dtype, BF16 or F16."""
@@ -55,7 +53,7 @@ class Int4Format(TiledFormat):
 
     @property
     def stored_scales(self) -> tuple[str, ...]:
-        """The dtypes that a checkpoint's scales may have (safetensors' names), the usual one first."""
+        """Accepted dtypes of a checkpoint's scales (safetensors' names), the usual one first."""
         return (self.scales,)
 
     def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
@@ -66,15 +64,15 @@ class Int4Format(TiledFormat):
         return is_stored and dtype in ("float32", _DTYPES[self.scales])
 
     def has_groups_of(self, quantization: Mapping[str, Any]) -> bool:
-        """Whether a config of this `quant_method` says that groups have this size."""
+        """Whether a config of this `quant_method` has groups of this size."""
         return bool(quantization.get("group_size") == self.group)
 
     def size_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-        """Rows and columns of the matrix that tensors make."""
+        """Rows and columns of the matrix of these tensors."""
         raise NotImplementedError
 
     def scales_of(self, scales: torch.Tensor, rows: int) -> Bytes:
-        """[rows, columns / G, 2] from numbers [rows, columns / G]."""
+        """The scales' part [rows, columns / G, 2], from numbers [rows, columns / G]."""
         import torch
 
         size = float(scales.abs().amax()) if scales.numel() else 0.0  # NaN where one is
@@ -83,7 +81,7 @@ class Int4Format(TiledFormat):
         return scales.reshape(-1).view(torch.uint8).numpy().reshape(rows, -1, 2)
 
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
-        """Of numbers [..., 16, G / 2], scales [..., 16, 2] and zero points [..., 16, 1]."""
+        """From numbers [..., 16, G / 2], scales [..., 16, 2] and zero points [..., 16, 1]."""
         numbers, scales, *zeros = parts
         rows = transposed(numbers, 16)  # [..., G / 32, 16 outputs, 16]
         flat = [rows.reshape(*numbers.shape[:-2], -1), scales.reshape(*scales.shape[:-2], -1)]
@@ -99,7 +97,9 @@ class Int4Format(TiledFormat):
         return self._weights(numbers, scales, *zeros).float()
 
     def _weights(self, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> torch.Tensor:
-        """Weights [..., G] in the dtype of the scales, from bytes [..., G / 2] and [..., 2], and nibbles [..., 1]."""
+        """Weights [..., G] in the dtype of the scales, from numbers [..., G / 2], scales [..., 2]
+        and zeros [..., 1].
+        """
         import torch
 
         dtype = torch.bfloat16 if self.scales == "BF16" else torch.float16
@@ -127,7 +127,7 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def shape2(tensor: torch.Tensor, suffix: str) -> tuple[int, int]:
-    """Raises CheckpointError where it is no matrix of packed words."""
+    """The shape of a matrix of packed words. Raises CheckpointError where the tensor is none."""
     import torch
 
     if tensor.dim() != 2 or tensor.dtype != torch.int32:
@@ -139,7 +139,7 @@ def shape2(tensor: torch.Tensor, suffix: str) -> tuple[int, int]:
 
 
 class PackQuantized(Int4Format):
-    """As compressed-tensors has it: symmetric, without zero points."""
+    """The layout of compressed-tensors: symmetric, without zero points."""
 
     quant_method = "compressed-tensors"
     suffixes: tuple[str, ...] = (".weight_packed", ".weight_scale", ".weight_shape")
@@ -188,7 +188,7 @@ _WEIGHTS: Mapping[str, Sequence[object]] = {
 
 
 def pack_quantized(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
-    """See `group_formats`, of compressed-tensors."""
+    """`group_formats` of compressed-tensors."""
     where = "quantization_config"
     check_field(quantization, "format", ("pack-quantized",), where)
     for field in ("kv_cache_scheme", "sparsity_config", "transform_config"):
@@ -210,7 +210,7 @@ def pack_quantized(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4
 
 
 def check_field(fields: Mapping[str, Any], field: str, accepted: Sequence[object], where: str) -> None:
-    """Raises UnsupportedModelError where a field has another value; one that is missing is None."""
+    """Raises UnsupportedModelError where a field has another value. A missing field counts as None."""
     value = fields.get(field)
     if not any(type(value) is type(one) and value == one for one in accepted):
         listed = " or ".join(map(repr, accepted))

@@ -1,7 +1,7 @@
-"""MXFP4 (OCP Microscaling Formats 1.0): 4-bit numbers E2M1, 32 of a row with a scale 2^(byte - 127); as gpt-oss ships.
+"""MXFP4 (OCP Microscaling Formats 1.0), as in gpt-oss: 4-bit E2M1 numbers; 32 of a row share a scale 2^(byte - 127).
 
-A tile is, for each 8 inputs, 16 words of 4 bytes, one an output, the first input in the lowest bits; then 16 bytes of
-scales: a checkpoint's own bytes in another order.
+A tile is, for each 8 inputs, 16 words of 4 bytes, one for each output, the first input in the lowest bits; then 16
+bytes of scales. These are a checkpoint's own bytes in another order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 _MAX_SCALE = 252
-"""6 times 2^(253 - 127) is beyond bfloat16 and float32; 255 stands for NaN."""
+"""6 * 2^(253 - 127) is beyond bfloat16 and float32; 255 stands for NaN."""
 
 
 class _Mxfp4(RoundingFormat):
@@ -57,8 +57,8 @@ class _Mxfp4(RoundingFormat):
         return torch.ldexp(values, scales.int().unsqueeze(-1) - 127)
 
     def encode(self, weights: torch.Tensor) -> tuple[Bytes, ...]:
-        """A group's scale is the largest power of two that leaves its largest weight at least 4 of it, or twice that,
-        which clips nothing: the one with the least squared error.
+        """A group's scale is the largest power of two with which its largest weight is at least 4, or twice that, which
+        clips nothing: the one with the smaller squared error.
         """
         import torch
 
@@ -79,11 +79,11 @@ class _Mxfp4(RoundingFormat):
 
 
 def _nearest(values: torch.Tensor) -> torch.Tensor:
-    """The nearest of VALUES, each with its sign; of two the one with an even code."""
+    """The nearest of VALUES; of two equally near the one with an even code."""
     import torch
 
-    power = (values.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=1.0)  # of two, below the value
-    # Numbers of this size have no bits below half of the power; below 1 they lie as far apart as above.
+    power = (values.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=1.0)  # the power of two below
+    # VALUES are multiples of half that power (below 1 of 0.5): adding `magic` makes float32 round to these.
     magic = power.mul_(1.5 * 2**22)
     return (values + magic).sub_(magic).copysign_(values).clamp_(-6.0, 6.0)
 

@@ -1,9 +1,9 @@
-"""What formats have in common: an expert is cut into blocks of neurons, and these into tiles that a kernel takes whole.
+"""The base of weight formats: an expert is blocks of neurons, and a block is tiles, which kernels take whole.
 
-Shapes: H hidden, I intermediate, M matrices of an expert, G `group`: inputs that share a scale. A tile is 16 outputs by
-G inputs. A block is the tiles of its inner matrices (gate and up, or up; for 16 outputs after the other, those over all
-inputs), then those of down, 16 outputs after the other, each over the block's neurons: B, as many as down's group has.
-A matrix by itself, of a linear layer, is blocks of 16 outputs by all inputs.
+Shapes: H hidden, I intermediate, M matrices of an expert, G `group` (inputs that share a scale), B neurons of a block
+(down's group). A tile is 16 outputs by G inputs. A block is first the tiles of its inner matrices (gate and up, or up):
+for each 16 outputs the tiles over all inputs. Then come the tiles of down, each 16 outputs by the block's B neurons. A
+linear layer's matrix by itself is blocks of 16 outputs by all inputs.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class TiledFormat(Protocol):
-    """A weight format. A matrix of a checkpoint is given as its `parts`: its bytes, [rows, columns / G, n] each; rows
-    are outputs.
+    """A weight format. A checkpoint's matrix comes as its `parts` (codes, scales, ...): bytes [rows, columns / G, n]
+    each; rows are outputs.
     """
 
     name: str
     kernel: int
     """Its number in native/products.h."""
     group: int
-    """A multiple of 16."""
+    """G, a multiple of 16."""
     tile_nbytes: int
     suffixes: tuple[str, ...]
-    """How the names of the tensors end that are the parts of one matrix."""
+    """Endings of the names of the tensors that are a matrix's parts."""
 
     def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
-        """Whether a checkpoint with this `quantization_config` has experts in the format, whose weights can be kept
-        where they are computed in `dtype`. `dtypes` (safetensors' names): of its tensors by name; none where only the
-        config is known.
+        """Whether a checkpoint with this `quantization_config` has experts in this format, which can be kept if the
+        model computes in `dtype`. `dtypes`: of its tensors by name, safetensors' names; empty where only the config is
+        known.
         """
 
     def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
-        """The parts of a matrix from its tensors, in the order of `suffixes`. Raises CheckpointError where a value
-        cannot be a weight.
+        """The parts of a matrix from its tensors, in the order of `suffixes`. Raises CheckpointError for a value that
+        is no number (NaN, infinity) or beyond the format.
         """
 
     def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        """The dtypes (safetensors' names), one of which each of its tensors must have, and its shape."""
+        """The accepted dtypes (safetensors' names) and the shape of each of its tensors."""
 
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
         """[..., tile_nbytes] from parts [..., 16, n]."""
@@ -63,25 +63,25 @@ class TiledFormat(Protocol):
     # -- the same for all ------------------------------------------------------------------------------------
 
     def block_nbytes_of(self, rows: int, columns: int) -> int:
-        """Of a block of a matrix by itself. Raises ConfigError where its sizes are no whole tiles."""
+        """Bytes of a block of a matrix by itself. Raises ConfigError where its sizes are not whole tiles."""
         for what, size, group in (("outputs", rows, TILE_OUTPUTS), ("inputs", columns, self.group)):
             if size % group:
                 raise ConfigError(f"{size} {what}: {self.name} needs a multiple of {group}")
         return columns // self.group * self.tile_nbytes
 
     def pack(self, parts: Sequence[Bytes]) -> Bytes:
-        """The blocks of a matrix by itself, [rows / 16, block_nbytes], from its parts."""
+        """A matrix by itself: blocks [rows / 16, block_nbytes] from its parts."""
         blocks = self.tiles([_inner_tiles(part, TILE_OUTPUTS) for part in parts])
         return blocks.reshape(len(blocks), -1)
 
     def decode(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Its float32 weights [rows, columns], on the device of the blocks."""
+        """The inverse of `pack`: float32 weights [rows, columns], on the device of the blocks."""
         tiles = self.decode_tiles(blocks.unflatten(-1, (-1, self.tile_nbytes)))  # [blocks, tiles, 16, G]
         return tiles.transpose(1, 2).reshape(TILE_OUTPUTS * len(blocks), -1)
 
     def matrices(self, names: Iterable[str], what: str) -> list[tuple[str, ...]]:
-        """The tensors of each matrix, in the order of `suffixes`, of those that make one parameter: a checkpoint may
-        have gate and up apart. Raises CheckpointError where a matrix lacks one.
+        """Groups the tensors of one parameter by matrix (a checkpoint may have gate and up apart), each in the order of
+        `suffixes`. Raises CheckpointError where a matrix lacks a tensor.
         """
         found = {name.removesuffix("$"): name for name in names}
         stems = dict.fromkeys(name.removesuffix(end) for name in found for end in self.suffixes if name.endswith(end))
@@ -93,9 +93,7 @@ class TiledFormat(Protocol):
     def check_shapes(
         self, tensors: Mapping[str, tuple[str, tuple[int, ...]]], rows: int, columns: int, what: str
     ) -> None:
-        """Raises CheckpointError where the tensors that make a parameter, dtypes and shapes by name, are not of this
-        format.
-        """
+        """Raises CheckpointError where a parameter's tensors, as (dtype, shape) by name, do not fit this format."""
         matrices = self.matrices(tensors, what)
         for names in matrices:
             for name, (dtypes, shape) in zip(names, self.shapes(rows // len(matrices), columns), strict=True):
@@ -108,11 +106,11 @@ class TiledFormat(Protocol):
 
 
 class RoundingFormat(TiledFormat, Protocol):
-    """A format to which weights of a checkpoint can be rounded."""
+    """A format to which expertly can round weights."""
 
     def encode(self, weights: torch.Tensor) -> tuple[Bytes, ...]:
-        """The parts of a matrix [rows, columns] of finite float32 weights: with the scale that is chosen for its group,
-        each is the nearest number of the format.
+        """The parts of a matrix [rows, columns] of finite float32 weights. A scale is chosen for each group; with it
+        each weight is rounded to the nearest number of the format.
         """
 
 
@@ -122,8 +120,8 @@ def nearest_codes(
     codes: tuple[int, int],
     weights_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of weights [..., G], between the two of `codes`, and their scales [..., 1]: that one of `scales` with the
-    least squared error. `weights_of(codes, scales)` are the numbers of the format, about their product.
+    """Codes of weights [..., G], within the range `codes`, and their scales [..., 1]: of `scales` the one with the
+    least squared error. `weights_of(codes, scales)` decodes, to about their product.
     """
     import torch
 
@@ -131,7 +129,7 @@ def nearest_codes(
     for scale in scales:
         code = torch.where(scale == 0, 0.0, groups / scale).round_().clamp_(*codes)
         error = weights_of(code, scale) - groups
-        # The product is rounded: the next code may be nearer.
+        # The format rounds the product, so the next code may be nearer.
         beside = (code - (error * scale).sign()).clamp_(*codes)
         other = weights_of(beside, scale) - groups
         is_nearer = other.abs() < error.abs()
@@ -148,7 +146,7 @@ def nearest_codes(
 
 @dataclass(frozen=True)
 class ExpertFormat:
-    """How a whole expert lies in bytes: the format of its inner matrices and that of down, mostly the same."""
+    """How an expert lies in bytes: the formats of its inner matrices and of down, which are mostly the same."""
 
     inner: TiledFormat
     down: TiledFormat
@@ -163,7 +161,7 @@ class ExpertFormat:
         return self.inner.kernel, self.down.kernel
 
     def geometry(self, layer: LayerGeometry) -> LayerGeometry:
-        """The layer with its experts in this format. Raises ConfigError where its sizes are no whole groups."""
+        """The layer with its experts in this format. Raises ConfigError where its sizes are not whole groups."""
         for field, form in (("hidden_size", self.inner), ("intermediate_size", self.down)):
             if getattr(layer, field) % form.group:
                 raise ConfigError(f"{field}={getattr(layer, field)}: {form.name} needs a multiple of {form.group}")
@@ -172,16 +170,14 @@ class ExpertFormat:
         return replace(layer, format=self.name, block_size=self.down.group, block_nbytes=nbytes)
 
     def pack(self, inner: Sequence[Sequence[Bytes]], down: Sequence[Bytes]) -> Bytes:
-        """The blocks of an expert, [I / B, block_nbytes], from the parts of its inner matrices, [I, H], and of down,
-        [H, I].
-        """
+        """An expert's blocks [I / B, block_nbytes], from the parts of its inner matrices [I, H] and of down [H, I]."""
         size = self.down.group
         blocks = [self.inner.tiles([_inner_tiles(part, size) for part in parts]) for parts in inner]
         blocks.append(self.down.tiles([_down_tiles(part) for part in down]))
         return np.concatenate([tiles.reshape(len(tiles), -1) for tiles in blocks], axis=1)
 
     def decode(self, blocks: torch.Tensor, num_matrices: int, hidden_size: int) -> torch.Tensor:
-        """Float32 weights [r, M, H] of r neurons from their blocks [r / B, block_nbytes], on the device of these."""
+        """Float32 weights [r, M, H] of r neurons from their blocks [r / B, block_nbytes], on the blocks' device."""
         import torch
 
         num, size, group = len(blocks), self.down.group, self.inner.group
@@ -193,13 +189,13 @@ class ExpertFormat:
         return torch.cat((rows, last.permute(0, 3, 1, 2).reshape(num * size, 1, hidden_size)), dim=1)
 
     def _inner_nbytes(self, num_matrices: int, hidden_size: int) -> int:
-        """Of a block."""
+        """Bytes of a block's inner matrices."""
         num_tiles = (num_matrices - 1) * (self.down.group // TILE_OUTPUTS) * (hidden_size // self.inner.group)
         return num_tiles * self.inner.tile_nbytes
 
 
 def transposed(part: Bytes, num_bytes: int) -> Bytes:
-    """[..., b, a, num_bytes] from [..., a, b * num_bytes]: items of 2, 4, 8 or 16 bytes are moved as one, which is
+    """[..., b, a, num_bytes] from [..., a, b * num_bytes]. Items of 2, 4, 8 or 16 bytes are moved as one number,
     several times as fast as byte by byte.
     """
     kind = {2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}.get(num_bytes)
@@ -212,14 +208,14 @@ def transposed(part: Bytes, num_bytes: int) -> Bytes:
 
 
 def _inner_tiles(part: Bytes, size: int) -> Bytes:
-    """[I / B, tiles, 16, n] from [I, H / G, n]."""
+    """[I / B, tiles, 16, n] from a part [I, H / G, n]."""
     rows, groups, width = part.shape
     tiles = transposed(part.reshape(rows // size, size // TILE_OUTPUTS, TILE_OUTPUTS, groups * width), width)
     return tiles.reshape(rows // size, -1, TILE_OUTPUTS, width)
 
 
 def _down_tiles(part: Bytes) -> Bytes:
-    """[I / B, tiles, 16, n] from [H, I / B, n]."""
+    """[I / B, tiles, 16, n] from a part [H, I / B, n]."""
     rows, groups, width = part.shape
     tiles = transposed(part.reshape(rows, groups * width), width)  # [I / B, H, n]
     return tiles.reshape(groups, rows // TILE_OUTPUTS, TILE_OUTPUTS, width)

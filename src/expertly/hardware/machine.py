@@ -1,4 +1,4 @@
-"""Examines the machine for `expertly doctor`: measures it, and says what is missing."""
+"""Examines the machine for `expertly doctor`: measures it and reports problems."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from time import monotonic
 import torch
 
 from expertly.core.errors import ConfigError
-from expertly.core.resources import allowed_cpus, cpu_name
+from expertly.core.resources import NUM_READERS, allowed_cpus, cpu_name
 from expertly.core.units import format_nbytes
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.process import keep_off_trapped_instructions
-from expertly.engine.transfer import NUM_READERS
 from expertly.hardware import measure
 from expertly.hardware.measure_cuda import measure_devices
 from expertly.hardware.profile import DeviceProfile, DiskProfile, DiskRate, MachineProfile, MatvecRate
@@ -33,7 +32,7 @@ _DISTRIBUTIONS = ("torch", "transformers", "numpy", "safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is missing. An error keeps expertly from working here, a warning makes it slower or smaller."""
+    """An error keeps expertly from working here; a warning means that it is slower, or runs smaller models."""
 
     level: str  # "error", "warning" or "note"
     subject: str
@@ -171,7 +170,7 @@ def _examine_devices(seconds: float, problems: list[Problem]) -> tuple[DevicePro
 
 
 def version_problems(requirements: Iterable[str], installed: Callable[[str], str | None]) -> list[Problem]:
-    """Requirements (as in package metadata, those of extras left out) that what is installed does not meet."""
+    """Requirements of package metadata, without those of extras, that the installed versions do not meet."""
     from packaging.requirements import Requirement
 
     problems = []

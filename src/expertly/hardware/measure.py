@@ -1,5 +1,5 @@
-"""What `expertly doctor` measures, by the path the engine takes: disk, memory, products of matrices, and how fast
-compressed experts are decoded.
+"""What `expertly doctor` measures, with the engine's own code: reading from disk, copying in memory, matrix products,
+and decoding of compressed experts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
-from expertly.core.resources import allowed_cpus, computing_threads, decoding_threads, granted_cpus
+from expertly.core.resources import NUM_READERS, allowed_cpus, computing_threads, decoding_threads, granted_cpus
 from expertly.engine.device import kind_of
 from expertly.engine.reading import MIN_READ_NBYTES
-from expertly.engine.transfer import NUM_READERS, Readers
+from expertly.engine.transfer import Readers
 from expertly.hardware.profile import CopyRate, DecodeProfile, DecodeRate, DiskRate, MachineProfile, MatvecRate
 from expertly.native.kernels import choose_kernels
 from expertly.store.codec_choice import (
@@ -37,14 +37,14 @@ from expertly.store.codec_choice import (
     disk_latency_ns_of,
     disk_rate_of,
     read_sample,
+    write_scratch,
 )
-from expertly.store.packed import PackedStore
+from expertly.store.packed import LayerFile, PackedStore
 
 READ_SIZES = tuple(k << 10 for k in (64, 256, 1024, 4096, 16384))
 DEPTHS = (1, 2, 4, 8)
 DTYPES = ("bfloat16", "float16", "float32")
 
-_CHUNK_NBYTES = 16 << 20
 _ROW_NBYTES = 2048  # of the made-up experts that are read
 _MATRIX_SHAPE = (2048, 2816)
 _CPU = torch.device("cpu")
@@ -59,71 +59,37 @@ class ScratchFile:
 
 @contextmanager
 def scratch_file(folder: Path, nbytes: int, seconds: float) -> Iterator[ScratchFile]:
-    """A file of incompressible bytes that are on the disk and not in the page cache; removed afterwards.
-
-    It is shorter than `nbytes` where writing it would take longer than `seconds`. Raises ConfigError where the
-    folder takes no such file.
-    """
+    """A file of `write_scratch`, removed afterwards. Raises ConfigError where it cannot be written."""
     path = folder / f".doctor-{os.getpid()}.scratch"
     try:
         try:
-            _remove_abandoned(folder)
-            file = _write(path, nbytes, seconds)
+            for other in folder.glob(".doctor-*.scratch"):  # of processes that were killed
+                if not Path("/proc", other.name.split("-")[1].split(".")[0]).exists():
+                    other.unlink(missing_ok=True)
+            written = write_scratch(path, nbytes, seconds)
         except OSError as error:
             raise ConfigError(f"folder {folder}: a test file cannot be written there ({error.strerror})") from error
-        yield file
+        yield ScratchFile(path, *written)
     finally:
         path.unlink(missing_ok=True)
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Scratch files of processes that were killed."""
-    for path in folder.glob(".doctor-*.scratch"):
-        if not Path("/proc", path.name.split("-")[1].split(".")[0]).exists():
-            path.unlink(missing_ok=True)
-
-
-def _write(path: Path, nbytes: int, seconds: float) -> ScratchFile:
-    block = np.random.default_rng(0).integers(0, 256, _CHUNK_NBYTES, dtype=np.uint8)
-    written, start = 0, time.perf_counter()
-    with path.open("wb", buffering=0) as file:
-        while written < nbytes and (not written or time.perf_counter() - start < seconds):
-            block[::4096] += 1  # no two blocks alike
-            view = block.data
-            while view:
-                view = view[file.write(view) :]
-            os.fdatasync(file.fileno())
-            written += _CHUNK_NBYTES
-        elapsed = time.perf_counter() - start
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return ScratchFile(path, written, written / elapsed)
-
-
 @dataclass(frozen=True, slots=True)
 class _OneExtent:
-    """As much of a PackedStore as readers use: one layer, which is the whole file."""
+    """An ExtentSource of one layer, which is the whole file."""
 
     path: Path
+    num_experts: int
 
-    def layer_extent(self, layer: int) -> tuple[Path, int]:
-        return self.path, 0
-
-    def expert_in_file(self, layer: int, expert: int) -> int:
-        return expert
-
-    def block_sums(self, layer: int) -> None:
-        return None
-
-    def frame_index(self, layer: int) -> None:
-        return None
+    def layer_file(self, layer: int) -> LayerFile:
+        return LayerFile(self.path, 0, None, None, range(self.num_experts))
 
 
 def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> DiskRate:
     """Sustained rate of reads of `read_nbytes` (a multiple of 4096) at random places of `path`.
 
-    Goes through the engine's reader threads, `depth` of them, with enough spans queued that none is idle: as the
-    engine does, they cut large spans among themselves. No place is read twice before all have been read.
+    `depth` of the engine's reader threads read, with enough spans queued that none is idle. Like in the engine they
+    split large spans among themselves. No place is read twice before all have been read.
     """
     num_places = path.stat().st_size // read_nbytes
     if read_nbytes % 4096 or num_places < 1:
@@ -138,7 +104,7 @@ def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> Di
 
     places = np.random.default_rng(read_nbytes + depth).permutation(num_places).tolist()
     num_reads = 0
-    readers = Readers(_OneExtent(path), geometry, buffer_of, num_readers=depth)
+    readers = Readers(_OneExtent(path, num_places), geometry, buffer_of, num_readers=depth)
     try:
         for slot in range(in_flight):
             readers.submit([Span(0, places[slot % num_places], 0, 1, slot)])
@@ -167,7 +133,7 @@ def _threads(num_threads: int) -> Iterator[None]:
 
 
 def measure_copy(num_threads: int, nbytes: int, seconds: float) -> CopyRate:
-    """RAM to RAM, `nbytes` at a time."""
+    """Rate of copies from RAM to RAM, `nbytes` at a time."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
     with _threads(num_threads):
         num_copies, elapsed = _timed(_CPU, seconds, lambda: target.copy_(source))
@@ -175,13 +141,13 @@ def measure_copy(num_threads: int, nbytes: int, seconds: float) -> CopyRate:
 
 
 def kernels_here() -> dict[str, str]:
-    """What multiplies experts on this processor, and why. Raises ConfigError as `choose_kernels`."""
+    """The kernels that compute experts on this processor, and the reason. Raises ConfigError as `choose_kernels`."""
     chosen = choose_kernels()
     return {"name": chosen.name, "why": chosen.why}
 
 
 def measure_matvec(dtype: str, num_threads: int, nbytes: int, seconds: float) -> MatvecRate:
-    """Products with one vector over `nbytes` of matrices, on the processor."""
+    """Rate of products of `nbytes` of matrices with one vector, on the processor."""
     with _threads(num_threads):
         return MatvecRate(dtype, num_threads, measure_weights_rate(_CPU, getattr(torch, dtype), seconds, nbytes))
 
@@ -196,8 +162,8 @@ _LEAST_NBYTES = 1 << 30  # more than any device's cache
 def measure_weights_rate(
     device: torch.device, dtype: torch.dtype, seconds: float, nbytes: int = _LEAST_NBYTES
 ) -> float:
-    """Bytes of weights a second used by products of 2048 x 2816 matrices, `nbytes` of them one after the other, with
-    one vector, by what multiplies a model's experts there.
+    """Bytes of weights a second in products of 2048 x 2816 matrices, `nbytes` of them in turn, with one vector, by the
+    kernels that compute experts on the device.
     """
     count = -(-nbytes // (_MATRIX_SHAPE[0] * _MATRIX_SHAPE[1] * dtype.itemsize))
     matrices = [torch.full(_MATRIX_SHAPE, 0.01, dtype=dtype, device=device) for _ in range(count)]
@@ -209,7 +175,7 @@ def measure_weights_rate(
 
 
 def _product_of(x: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    """Of a matrix [r, H] with x [1, H]."""
+    """A function of a matrix [r, H]: its product with x [1, H]."""
     kernels = choose_kernels(runs_on_host=kind_of(x.device).runs_on_host)
     if not kernels.takes(x.dtype):
         return partial(linear, x)
@@ -218,7 +184,7 @@ def _product_of(x: torch.Tensor) -> Callable[[torch.Tensor], object]:
 
 
 def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """Operations a second of products of square matrices: a multiplication and an addition are two."""
+    """Operations a second in products of square matrices. A multiplication and an addition count as two."""
     a = torch.full((_SQUARE, _SQUARE), 0.01, dtype=dtype, device=device)
     with torch.inference_mode():
         num_products, elapsed = _timed(device, seconds, lambda: a @ a)
@@ -226,7 +192,7 @@ def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> f
 
 
 def _timed(device: torch.device, seconds: float, run: Callable[[], object]) -> tuple[int, float]:
-    """How often it ran, once to warm up left out, and in how many seconds."""
+    """How often `run` ran, without the one to warm up, and in how many seconds."""
 
     def now() -> float:
         if not kind_of(device).runs_on_host:
@@ -251,7 +217,7 @@ _LAYER = LayerGeometry(1, 1, hidden_size=1024, intermediate_size=1408, num_matri
 
 
 def measure_decoding(seconds: float) -> DecodeProfile:
-    """By one thread, by as many as decode while a forward pass waits, and by all readers; `seconds` each."""
+    """Decoding by one thread, by as many as decode while a forward pass waits, and by all readers; `seconds` each."""
     sample = Sample(_LAYER, [[_trained_like(_LAYER.expert_nbytes // 2)]])
     threads = sorted({1, decoding_threads(allowed_cpus(), NUM_READERS), NUM_READERS})
     rates = tuple(DecodeRate(n, sample.decode_nbytes_per_s(n, seconds) * n) for n in threads)
@@ -259,21 +225,21 @@ def measure_decoding(seconds: float) -> DecodeProfile:
 
 
 def machine_costs(profile: MachineProfile) -> CodecCosts:
-    """Of weights as they were measured."""
+    """The costs of `planes` for weights like those of the measurement."""
     threads = decoding_threads(profile.num_cpus, NUM_READERS)
     rates = {rate.num_threads: rate.nbytes_per_s for rate in profile.decoding.rates}
     return CodecCosts(profile.decoding.ratio, rates[threads] / threads, threads, _threads_beside(threads))
 
 
 def machine_choice(profile: MachineProfile) -> CodecChoice:
-    """What `codec=auto` would be for such weights on the disk of the profile. Raises ConfigError where it has none."""
+    """What `codec=auto` chooses for such weights on the profile's disk. Raises ConfigError where it has no disk."""
     costs = machine_costs(profile)
     disk_rate = profile.disk_nbytes_per_s(READ_NBYTES)
     return choose_codec(CodecRates(costs.ratio, disk_rate, costs.decode_nbytes_per_s, costs.threads))
 
 
 def store_costs(store: PackedStore) -> tuple[Link, CodecCosts]:
-    """The disk under a compressed store, and what its frames cost, as they are at this moment; takes a second."""
+    """Measures, in a second, the disk of a compressed store and what decoding its frames costs."""
     paths = [path for path, _ in store.extents]
     sample = read_sample(store.manifest.layers, store.frames)
     threads = decoding_threads(allowed_cpus(), NUM_READERS)
@@ -288,13 +254,13 @@ def store_costs(store: PackedStore) -> tuple[Link, CodecCosts]:
 
 
 def _threads_beside(num_decoding: int) -> int:
-    """Of those that decode, while a pass computes."""
+    """Threads that decode while a pass computes."""
     num_cpus = granted_cpus()
     num_computing = min(torch.get_num_threads(), computing_threads(num_cpus, NUM_READERS))
     return max(0, min(num_decoding, num_cpus - num_computing))
 
 
 def _trained_like(count: int) -> NDArray[np.uint8]:
-    """bfloat16 weights of a normal distribution, which is what those of trained models are nearly."""
+    """bfloat16 weights of a normal distribution, like those of trained models."""
     values = np.random.default_rng(0).standard_normal(count, np.float32) * np.float32(0.02)
     return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from expertly.api import handle
-from expertly.engine.learned import reuse_models
+from expertly.engine.learned import eviction_policies
 from expertly.model.hooks import CACHE
+from expertly.policies.eviction.reuse import ReuseModel
 from expertly.sim.schedule import Schedule, num_prompt_rows
 from expertly.sim.training import histories, teach
 from expertly.trace.reader import Trace
@@ -108,8 +109,9 @@ def feed(model: Any, tokens: Sequence[int], num_prompt: int) -> Played:
 def learn(model: Any, trace: Trace, schedule: Schedule) -> None:
     """Let what predicts and what evicts learn from the training part, if they do."""
     engine = handle(model).engine
-    for reuse in reuse_models(engine.executor):
-        teach(reuse, trace, schedule.training)
+    for policy in eviction_policies(engine.executor):
+        if isinstance(policy.learned, ReuseModel):
+            teach(policy.learned, trace, schedule.training)
     if engine.prefetching is not None:
         predictor = engine.prefetching.predictor
         for history in histories(trace, schedule.training, predictor.wants):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,10 @@ import torch
 
 from expertly.api import handle
 from expertly.core.errors import ModelUseError, TraceError
-from expertly.core.observation import IterationInfo, layer_ahead
-from expertly.engine.observe import embedder
-from expertly.model.hooks import saturated_half
-from expertly.model.routers import RouterTap, attach_all, detach_all, find_routers
+from expertly.core.messages import RouterRan
+from expertly.core.observation import Began, IterationInfo, Routed, Want
+from expertly.engine.observe import Collector, embedder
+from expertly.model.routers import HookedRouter, find_routers
 from expertly.model.structure import dense_shape
 from expertly.trace.schema import NO_EXPERT, Array, FieldInfo, TraceLayer, trace_field
 from expertly.trace.writer import TraceWriter
@@ -27,27 +28,36 @@ Append = Callable[[Mapping[str, Array]], None]
 class Recorder:
     """Calls `append` once a forward pass with its real (not pad) rows, in the order in which experts see them.
 
-    A pass that fails, or that runs no MoE layer, is left out. `append` must copy what it keeps.
+    A pass that fails, or that runs no MoE layer, is left out. `append` must copy what it keeps. `collector` sees the
+    optional `fields`.
     """
 
     wants_token_ids = True
 
-    def __init__(self, layers: Sequence[TraceLayer], append: Append, scores: ScoreRecorder | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[TraceLayer],
+        append: Append,
+        collector: Collector | None = None,
+        fields: Mapping[str, FieldInfo] = MappingProxyType({}),
+    ) -> None:
         self.requests: npt.NDArray[np.int32] | None = None
         """The request of each sequence of a batch; None where all rows are of the request that began last."""
         self._append = append
-        self._scores = scores
+        self._collector = collector
+        self._fields = fields
         self._num_experts = np.array([layer.num_experts for layer in layers])
         self._top_k = [layer.top_k for layer in layers]
-        self._columns = Columns(trace_field(name, layers) for name in ("experts", "weights"))
+        self._columns = Columns([*(trace_field(name, layers) for name in ("experts", "weights")), *fields.values()])
         self._info: IterationInfo | None = None
         self._ran: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._began: Callable[[], Began] | None = None
+        self._routed: list[Callable[[], Routed]] = []
 
     def begin_iteration(self, info: IterationInfo) -> None:
         self._info = info
-        self._ran = {}
-        if self._scores is not None:
-            self._scores.begin()
+        self._ran, self._routed = {}, []
+        self._began = None if self._collector is None else self._collector.begin(info)
 
     def router_ran(
         self, layer: int, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -55,6 +65,9 @@ class Recorder:
         # Copied once for all layers at the end: a copy a layer would make an accelerator wait each time.
         if self._info is not None and len(top_k_index) == len(self._info.is_prefill):
             self._ran[layer] = top_k_index, top_k_weights
+            if self._collector is not None:
+                routed = self._collector.routed(RouterRan(layer, [], [], [], 0), top_k_index, top_k_weights)
+                self._routed += [] if routed is None else [routed]
 
     def end_iteration(self, ok: bool) -> None:
         info, self._info = self._info, None
@@ -62,13 +75,11 @@ class Recorder:
         if info is None or not ok or not ran:
             return
         rows = self._rows(info, ran)
-        if self._scores is not None:
-            rows |= self._scores.rows(rows["token"], info)
         if info.is_pad is not None:
             is_real = ~info.is_pad
             rows = {name: column[is_real] for name, column in rows.items()}
         if len(rows["token"]):
-            self._append(rows)
+            self._append(rows | self._optional(len(rows["token"])))
 
     def _rows(self, info: IterationInfo, ran: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Array]:
         num_rows = len(info.is_prefill)
@@ -83,6 +94,18 @@ class Recorder:
         token = np.full(num_rows, -1, np.int32) if info.token_ids is None else info.token_ids
         rows = {"token": token, "is_prefill": info.is_prefill, "experts": experts, "weights": weights}
         return rows if self.requests is None else rows | {"request": self._request_of_rows(info)}
+
+    def _optional(self, num_rows: int) -> dict[str, Array]:
+        """The optional fields of the pass that ended. A layer that did not run has zeros."""
+        rows = {name: self._columns.blank(name, num_rows) for name in self._fields}
+        embedding = None if self._began is None else self._began().embedding
+        if "embedding" in rows and embedding is not None:
+            rows["embedding"][:] = embedding
+        for one in (routed() for routed in self._routed):
+            for name in rows.keys() - {"embedding"}:
+                values = getattr(one, COLLECTED[name])
+                rows[name][:, one.layer][tuple(map(slice, values.shape))] = values
+        return rows
 
     def _request_of_rows(self, info: IterationInfo) -> Array:
         assert self.requests is not None and info.sequences is not None, "the engine asks for them"
@@ -109,84 +132,16 @@ class Columns:
         return rows
 
 
-class ScoreRecorder:
-    """Watches the routers between `attach` and `detach`. `fields` says which of the optional fields are wanted.
-
-    A layer that does not run in a pass has zeros, and so has what no layer lies so far ahead of. Past the last layer a
-    lookahead is of the next token.
-    """
-
-    def __init__(
-        self,
-        taps: Sequence[RouterTap | None],
-        embed: Callable[[npt.NDArray[np.int32]], torch.Tensor],
-        fields: Mapping[str, FieldInfo],
-    ) -> None:
-        self._taps = taps
-        self._embed = embed
-        self._fields = fields
-        self._columns = Columns(fields.values())
-        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # router input [T, H] and logits [T, E]
-
-    def attach(self) -> None:
-        attach_all(self._taps, self._router_ran)
-
-    def detach(self) -> None:
-        detach_all(self._taps)
-
-    def begin(self) -> None:
-        """A forward pass begins."""
-        self._seen.clear()
-
-    def rows(self, token: npt.NDArray[np.int32], info: IterationInfo) -> dict[str, Array]:
-        """The fields [T, ...] of the pass that has just ended, T tokens; good until the next call."""
-        num_rows = len(token)
-        rows = {name: self._columns.blank(name, num_rows) for name in self._fields}
-        with torch.no_grad():
-            if "embedding" in rows:
-                is_known = token >= 0
-                rows["embedding"][is_known] = saturated_half(self._embed(token[is_known]))
-            seen = {layer: one for layer, one in self._seen.items() if len(one[0]) == num_rows}
-            for layer, (inputs, logits) in seen.items():
-                tap = self._tap(layer)
-                if "probs" in rows:
-                    rows["probs"][:, layer, : logits.shape[-1]] = saturated_half(tap.normalised(logits))
-                if "router_inputs" in rows:
-                    rows["router_inputs"][:, layer, : inputs.shape[-1]] = saturated_half(inputs)
-            if "lookahead" in rows:
-                self._look_ahead({layer: inputs for layer, (inputs, _) in seen.items()}, info, rows["lookahead"])
-        return rows
-
-    def _look_ahead(self, inputs: Mapping[int, torch.Tensor], info: IterationInfo, lookahead: Array) -> None:
-        """Ask each router about the inputs [T, H] of all layers that it lies ahead of at once."""
-        stack = range(len(self._taps)) if info.layers is None else info.layers
-        asked: dict[int, list[tuple[int, int]]] = {}  # layer -> layers that it lies ahead of, and how far
-        for layer in inputs:
-            for distance in range(1, lookahead.shape[2] + 1):
-                ahead = layer_ahead(layer, distance, stack, info.decodes)
-                if ahead is not None and ahead in inputs and self._width(ahead) == self._width(layer):
-                    asked.setdefault(ahead, []).append((layer, distance))
-        num_rows = len(lookahead)
-        for ahead, behind in asked.items():
-            scores = self._tap(ahead).scores(torch.cat([inputs[layer] for layer, _ in behind]))  # [len(behind) * T, E]
-            for i, (layer, distance) in enumerate(behind):
-                mine = scores[i * num_rows : (i + 1) * num_rows]
-                lookahead[:, layer, distance - 1, : scores.shape[-1]] = saturated_half(mine)
-
-    def _router_ran(self, layer: int, inputs: torch.Tensor, logits: torch.Tensor) -> None:
-        self._seen[layer] = inputs.detach().clone(), logits.detach()
-
-    def _tap(self, layer: int) -> RouterTap:
-        tap = self._taps[layer]
-        assert tap is not None, "only those that are there were attached"
-        return tap
-
-    def _width(self, layer: int) -> int:
-        return self._tap(layer).hidden_size
-
-
 MAX_DISTANCE = 8
 """Layers that `lookahead` looks ahead."""
+
+COLLECTED: Mapping[str, Want] = {
+    "embedding": "embedding",
+    "probs": "scores",
+    "router_inputs": "inputs",
+    "lookahead": "lookahead",
+}
+"""The optional fields of a trace, as a Collector calls them."""
 
 
 class Recording:
@@ -230,8 +185,8 @@ def record(
         raise ModelUseError("this model is being recorded already: one recording at a time")
     geometry = loaded.store.manifest.layers
     layers = tuple(TraceLayer.of(layer) for layer in geometry)
-    taps = find_routers(model, geometry)
-    fields, absent = _optional_fields(model, layers, taps) if full else ({}, {})
+    routers = find_routers(model, geometry)
+    fields, absent = _optional_fields(model, layers, routers) if full else ({}, {})
     note = "; ".join(f"no {field}: {reason}" for field, reason in absent.items())
     writer = TraceWriter(
         folder,
@@ -239,31 +194,32 @@ def record(
         layers=layers,
         fields=[trace_field("experts", layers, note=note), *fields.values()],
         dense=dense_shape(model),
-        scoring=_scoring(taps),
+        scoring=_scoring(routers),
         created=created,
         command=command,
     )
-    scores = ScoreRecorder(taps, embedder(model), fields) if fields else None
-    recorder = Recorder(layers, writer.append, scores)
+    wants = {COLLECTED[name] for name in fields}
+    collector = Collector(wants, geometry, routers, embedder(model), MAX_DISTANCE) if fields else None
+    recorder = Recorder(layers, writer.append, collector, fields)
     with writer:
-        if scores is not None:
-            scores.attach()
+        if collector is not None:
+            collector.attach()
         loaded.engine.observer = recorder
         try:
             yield Recording(writer, recorder, absent)
         finally:
             loaded.engine.observer = None
-            if scores is not None:
-                scores.detach()
+            if collector is not None:
+                collector.detach()
 
 
 def _optional_fields(
-    model: Any, layers: Sequence[TraceLayer], taps: Sequence[RouterTap | None]
+    model: Any, layers: Sequence[TraceLayer], routers: Sequence[HookedRouter | None]
 ) -> tuple[dict[str, FieldInfo], dict[str, str]]:
     """The fields of a full recording, and why the others cannot be there."""
-    unseen = [layer for layer, tap in enumerate(taps) if tap is None]
-    deaf = [layer for layer, tap in enumerate(taps) if tap is not None and not tap.can_look_ahead]
-    width = max((tap.hidden_size for tap in taps if tap is not None), default=1)
+    unseen = [layer for layer, router in enumerate(routers) if router is None]
+    deaf = [layer for layer, router in enumerate(routers) if router is not None and not router.can_look_ahead]
+    width = max((router.hidden_size for router in routers if router is not None), default=1)
     fields = {"embedding": trace_field("embedding", layers, hidden_size=model.get_input_embeddings().weight.shape[1])}
     absent = {}
     if unseen:
@@ -283,7 +239,7 @@ def _listed(layers: Sequence[int], limit: int = 5) -> str:
     return ", ".join(map(str, layers[:limit])) + (f" and {len(layers) - limit} more" if len(layers) > limit else "")
 
 
-def _scoring(taps: Sequence[RouterTap | None]) -> str:
-    found = {None if tap is None else tap.scoring for tap in taps}
+def _scoring(routers: Sequence[HookedRouter | None]) -> str:
+    found = {None if router is None else router.scoring for router in routers}
     scoring = found.pop()
     return scoring if scoring is not None and not found else "unknown"

@@ -1,6 +1,4 @@
-"""What a model's answer consists of: what it thought, what it says, the tools it calls. Read as the text comes, by
-transformers' own response parser.
-"""
+"""Parses a model's answer into reasoning, content and tool calls as the text comes, with transformers' parser."""
 
 from __future__ import annotations
 
@@ -14,12 +12,14 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 _NO_CALL = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
-"""What the parser raises where a call ends that is none."""
+"""Exceptions of the parser at the end of a text that is marked as a call but is not one."""
 
 CALL_MARKS = ("<tool_call>", "</tool_call>")
-"""Around a call as JSON: what most chat templates teach, and what is read where transformers knows nothing better."""
+"""Marks around a call as JSON. Most chat templates use them; they apply where transformers has no
+template for a model.
+"""
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that response templates have for it
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # its names in response templates
 
 _THINK = {"open": "<think>", "close": "</think>", "content": "text"}
 _CALLS = {
@@ -33,7 +33,7 @@ _CALLS = {
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Of a tool. `arguments` is JSON."""
+    """A call of a tool. `arguments` is JSON."""
 
     name: str
     arguments: str
@@ -45,7 +45,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """A piece of one answer: text that was thought or is said, or a whole call."""
+    """A piece of an answer: text of its reasoning or content, or a whole call."""
 
     kind: Literal["reasoning", "content", "call"]
     text: str = ""
@@ -53,7 +53,7 @@ class AnswerPart:
 
 
 def known_template(tokenizer: Any, model: Any) -> dict[str, Any] | None:
-    """How this model marks the parts of an answer, as its tokenizer or transformers says; None: neither does."""
+    """The response template of this model, from its tokenizer or transformers; None where neither has one."""
     from transformers.cli.serving.utils import get_response_template
 
     found: dict[str, Any] | None = get_response_template(tokenizer, model)
@@ -62,15 +62,15 @@ def known_template(tokenizer: Any, model: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """`template` is used where the prompt begins an answer as it says; else the marks that most chat templates use are,
-    `<think>` only where `thinks`.
+    """How a model's answers are parsed: by `template` if the prompt begins an answer as the template says, else by the
+    marks of most chat templates (`<think>` only if `thinks`).
     """
 
     template: dict[str, Any] | None
     thinks: bool
 
     def fits(self, prompt: str) -> bool:
-        """Whether `template` is used, which reads special tokens as well."""
+        """Whether `template` is used for this prompt. It needs the answer's special tokens, too."""
         if self.template is None:
             return False
         return load_response_template(self.template).start_anchor_re.search(prompt) is not None
@@ -78,8 +78,8 @@ class AnswerFormat:
     def reader(
         self, prompt: str, tools: Sequence[dict[str, Any]], *, is_forced: bool = False, is_single: bool = False
     ) -> AnswerReader | None:
-        """Of an answer to `prompt`, in which `tools` may be called; None: all of it is content. `is_forced`: it is one
-        call between CALL_MARKS. `is_single`: only the first call is told.
+        """A reader of an answer to `prompt`, which may call `tools`; None: all of it is content. `is_forced`: the
+        answer is one call between CALL_MARKS. `is_single`: only the first call is returned.
         """
         if is_forced:
             return AnswerReader(_template({"tool_calls": _CALLS}), "", tools, is_single)
@@ -97,7 +97,7 @@ class AnswerFormat:
         return AnswerReader(_template(fields), begun, tools, is_single) if fields else None
 
     def begins_thinking(self, prompt: str) -> bool:
-        """Whether the prompt itself opens what is thought."""
+        """Whether the prompt itself opens the reasoning."""
         reader = self.reader(prompt, ())
         return reader is not None and reader.is_thinking
 
@@ -107,7 +107,9 @@ def _template(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class AnswerReader:
-    """Parts one answer as it comes. What is marked as a call and is none is content, as is all that follows it."""
+    """Parses an answer as it comes. Text that is marked as a call but is not one is content, and so
+    is all behind it.
+    """
 
     def __init__(self, template: dict[str, Any], prompt: str, tools: Sequence[dict[str, Any]], is_single: bool) -> None:
         loaded = load_response_template(template)
@@ -117,16 +119,16 @@ class AnswerReader:
         calls = loaded.fields.get("tool_calls")
         self._opens = None if calls is None else calls.open_re
         self._is_single = is_single
-        self._text = ""  # all of it, as it came
-        self._told: set[str] = set()  # kinds
+        self._text = ""  # all that came
+        self._told: set[str] = set()  # kinds of the parts that were returned
         self._is_begun = bool(begun)
         self._is_behind_call = False
         self.is_thinking = False  # at the start
-        for event in self._parser.initial_events:  # of what the prompt begins
+        for event in self._parser.initial_events:  # of the part that the prompt begins
             self.is_thinking = event["field"] in _REASONING and event["type"] != "region_close"
 
     def add(self, text: str) -> list[AnswerPart]:
-        """What is certain now and was not before."""
+        """The parts that this text completes."""
         self._text += text
         return self._parts(lambda parser: parser.feed(text), text)
 
@@ -143,7 +145,9 @@ class AnswerReader:
             return self._given_up(text)
 
     def _given_up(self, text: str) -> list[AnswerPart]:
-        """In `text`, the last, a call ended that is none: it, and what follows, is content."""
+        """In the last `text` something ended that is marked as a call but is not one: from its mark
+        on all is content.
+        """
         self._parser = None
         done = len(self._text) - len(text)
         again, parts = self._make(), []
@@ -180,7 +184,7 @@ class AnswerReader:
         return [AnswerPart("call", call=call)]
 
     def _shown(self, kind: Literal["reasoning", "content"], text: str) -> list[AnswerPart]:
-        """Without the blank lines that templates put between marks and text."""
+        """A part without the blank lines that templates put between marks and text."""
         is_first = kind not in self._told and (kind == "reasoning" or "reasoning" in self._told or self._is_begun)
         if is_first or self._is_behind_call:
             text = text.lstrip()
@@ -192,7 +196,7 @@ class AnswerReader:
 
 
 def _call(said: Any) -> Call:
-    """Raises TypeError where it is none."""
+    """Raises TypeError where it is not a call."""
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
         raise TypeError(said)
     arguments = said.get("arguments", said.get("parameters", {}))

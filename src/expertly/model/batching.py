@@ -1,9 +1,9 @@
 """Requests that come and go while a model runs, with tokens that the caller chooses.
 
-A `Stepper` runs what is submitted to it: a `Batch` many requests in one forward pass, through transformers' manager of
-continuous batching; `OneAtATime` each by `generate`, for families that the manager cannot run (`why_not_together`
-tries). After each forward pass its thread shows the logits to the caller's `Chooser`, which returns the tokens. A
-request ends after its last token, when it is cancelled, or when its pass fails, which `Failed` is told.
+A `Stepper` runs submitted requests: a `Batch` many in one forward pass, with transformers' continuous batching;
+`OneAtATime` one after the other with `generate`, for families without continuous batching (`why_not_together`). After
+each forward pass its thread passes the logits to the caller's `Chooser`, which returns the tokens. A request ends after
+its last token, when it is cancelled, or when its pass fails; then `Failed` is called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds a batch: tokens of one page of the cache, its pages, tokens and requests of one forward pass."""
+    """Limits of a batch: tokens of a page of the cache, pages, tokens and requests of a forward pass."""
 
     page_tokens: int
     num_pages: int
@@ -33,7 +33,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One request as a model sees it. It ends after `max_new_tokens`, or behind one of `end_tokens`."""
+    """A request. It ends after `max_new_tokens`, or after one of `end_tokens`."""
 
     name: str
     prompt: Sequence[int]
@@ -45,12 +45,12 @@ class Chooser(Protocol):
     """Chooses tokens. Called in the thread that runs the model, once a forward pass."""
 
     def choose(self, names: Sequence[str], logits: torch.Tensor) -> Sequence[int | None]:
-        """One token for each request from float32 logits [N, V]; None: the likeliest, which the model finds itself."""
+        """One token for each request from float32 logits [N, V]; None: the likeliest."""
 
 
 Failed = Callable[[Sequence[str], Sequence[str], BaseException], None]
-"""`failed(of_step, others, error)`: requests of the forward pass that failed, and those that were not in it. Called by
-a thread of the stepper, which runs none of them any more, and takes new ones.
+"""`failed(of_step, others, error)`: requests of the forward pass that failed, and those that were not in it. A thread
+of the stepper calls it. The stepper has dropped them all, and takes new ones.
 """
 
 
@@ -58,20 +58,20 @@ class Stepper(Protocol):
     """Runs requests, in threads of its own. Any thread may call."""
 
     def submit(self, entry: Entry) -> None:
-        """It runs as soon as it can."""
+        """Run a request as soon as possible."""
 
     def cancel(self, name: str) -> None:
-        """Not in the next forward pass but one. Unknown names are ignored."""
+        """Drop a request, at the latest after the next forward pass. Unknown names are ignored."""
 
     def is_alive(self) -> bool:
-        """False where nothing will ever run again."""
+        """False where no request can run any more."""
 
     def close(self) -> None:
-        """End the threads; what still runs is dropped. Idempotent."""
+        """Drop all requests and end the threads. Idempotent."""
 
 
 def end_tokens(model: Any) -> list[int]:
-    """What ends a text, by the model's own generation config."""
+    """The tokens that end a text, from the model's generation config."""
     end = model.generation_config.eos_token_id
     if end is None:
         return []
@@ -79,7 +79,7 @@ def end_tokens(model: Any) -> list[int]:
 
 
 def _greedy_config(model: Any, max_new_tokens: int) -> GenerationConfig:
-    """The model's own generation config for one sequence, nothing sampled: that is the chooser's."""
+    """The model's own generation config for one sequence without sampling: the chooser samples."""
     config: GenerationConfig = copy.deepcopy(model.generation_config)
     config.max_length, config.max_new_tokens, config.min_length = None, max_new_tokens, None
     config.num_beams, config.num_return_sequences = 1, 1
@@ -91,7 +91,7 @@ def _greedy_config(model: Any, max_new_tokens: int) -> GenerationConfig:
 
 
 def _force(scores: torch.Tensor, tokens: Sequence[int | None]) -> torch.Tensor:
-    """Scores [N, V] whose largest of each row is the chosen token; as they are where that is None."""
+    """Scores [N, V] in which the chosen token is each row's largest; rows with None are unchanged."""
     if any(token is not None for token in tokens):
         scores = scores.clone()
     for row, token in enumerate(tokens):
@@ -104,17 +104,18 @@ def _force(scores: torch.Tensor, tokens: Sequence[int | None]) -> torch.Tensor:
 # -- many in one forward pass ------------------------------------------------------------------------------------------
 
 _POLL_S = 0.2
-"""How often a batch that delivers nothing is asked whether its thread still runs."""
+"""How often the watcher checks, while no result comes, whether the manager's thread still runs."""
 
 _LAST_WORDS_S = 2.0
-"""How long a manager that has failed takes to fail its requests, at most, before its thread ends."""
+"""The most time from a manager's first failed request to the end of its thread."""
 
 
 class Batch:
     """Many requests in one forward pass. The caller admits no more than the cache holds.
 
-    The manager runs the model in a thread of its own. It makes one request fail where that is refused; a pass that
-    raises ends it and its cache. A second thread watches what it delivers, and makes it anew before `failed` is called.
+    transformers' manager runs the model in a thread of its own. If it refuses a request, that one fails; if a pass
+    raises, the manager ends with its cache. A second thread watches its results, and makes a new manager before it
+    calls `failed`.
     """
 
     def __init__(self, model: Any, limits: Limits, chooser: Chooser, failed: Failed) -> None:
@@ -122,7 +123,7 @@ class Batch:
         self._limits = limits
         self._failed = failed
         self._processor = _ChooserProcessor(chooser, model._get_logits_processor(_greedy_config(model, 1)))
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._running: dict[str, None] = {}
         self._is_closed = False
         self._manager = self._make()
@@ -157,11 +158,11 @@ class Batch:
             self._watcher.join()
 
     def _make(self) -> Any:
-        """A manager that runs."""
+        """Make a manager and start it."""
         limits = self._limits
         settings: Any = {_PAGE_FIELD: limits.page_tokens}
         if hasattr(ContinuousBatchingConfig, "auto_switch_to_flash"):
-            settings["auto_switch_to_flash"] = False  # it may fetch a kernel, and knows no float32
+            settings["auto_switch_to_flash"] = False  # it may download a kernel, which has no float32
         config = ContinuousBatchingConfig(
             num_blocks=limits.num_pages,
             max_batch_tokens=limits.max_batch_tokens,
@@ -171,7 +172,7 @@ class Batch:
             **settings,
         )
         own = _greedy_config(self._model, 1)
-        own.eos_token_id = -1 if own.eos_token_id is None else own.eos_token_id  # each request brings its own
+        own.eos_token_id = -1 if own.eos_token_id is None else own.eos_token_id  # each request has its own
         manager = self._model.init_continuous_batching(own, config)
         manager.logit_processor = self._processor
         self._processor.has_run = False
@@ -194,7 +195,7 @@ class Batch:
                 self._refused(output.request_id, output.error)
 
     def _refused(self, name: str, reason: str) -> None:
-        """One request alone; the manager goes on."""
+        """One request has failed; the manager continues."""
         with self._lock:
             was_running = name in self._running
             self._running.pop(name, None)
@@ -202,9 +203,9 @@ class Batch:
             self._failed([name], [], RuntimeError(reason))
 
     def _recover(self) -> None:
-        """The manager has ended, and with it all its requests."""
+        """The manager has ended: fail all its requests, and make a new one."""
         error = self._manager.background_thread_status.fatal_error or RuntimeError("the batch's thread ended")
-        if not self._processor.has_run:  # it cannot even begin: another would not either
+        if not self._processor.has_run:  # it could not even begin: a new one could not either
             error = EngineClosedError(f"continuous batching cannot run: {type(error).__name__}: {error}")
         with self._lock:
             if self._is_closed:
@@ -219,7 +220,7 @@ class Batch:
                 if isinstance(error, EngineClosedError):
                     raise error
                 self._manager = self._make()
-            except Exception as raised:  # whatever it is, nothing runs any more: who waits is told
+            except Exception as raised:  # of any kind: nothing runs any more, and all requests must fail
                 self._is_closed = True
                 others = []
                 if raised is not error:
@@ -228,13 +229,15 @@ class Batch:
 
 
 class _ChooserProcessor:
-    """Stands where the manager has its logits processors: it is told who is in a pass, and gets the logits."""
+    """Takes the place of the manager's logits processors: it gets the requests and the logits of each pass."""
 
     do_processing = True
     tensors_required = 0  # of arguments a request: none
 
     def __init__(self, chooser: Chooser, processors: LogitsProcessorList) -> None:
-        """`processors`: the model's own for what is not sampled, a repetition penalty or tokens that are suppressed."""
+        """`processors`: the model's own that are not for sampling, such as a repetition penalty or
+        suppressed tokens.
+        """
         self._chooser = chooser
         self._processors = processors
         self.in_pass: list[Any] = []
@@ -242,14 +245,14 @@ class _ChooserProcessor:
 
     @property
     def names(self) -> list[str]:
-        """Of the requests of the pass that runs, or ran last."""
+        """Names of the requests in the running pass, or the last one."""
         return [future.state.request_id for future in self.in_pass]
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """There is no argument to fill."""
+        """Called by the manager. There are no arguments to fill."""
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        """There are none."""
+        """Called by the manager. There are no arguments to check."""
 
     def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: torch.Tensor) -> torch.Tensor:
         self.in_pass = list(requests_in_batch)
@@ -257,7 +260,9 @@ class _ChooserProcessor:
         return arg_storage
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, args: torch.Tensor) -> torch.Tensor:
-        """[N, V] whose largest of each row is the chosen one. Rows behind those that have a new token are padding."""
+        """Scores [N, V] in which the chosen token is each row's largest. Rows behind those with a new token are
+        padding.
+        """
         states = [future.state for future in self.in_pass if future.has_new_token]
         if not states:
             return scores
@@ -279,7 +284,7 @@ class OneAtATime:
         self._model = model
         self._chooser = chooser
         self._failed = failed
-        self._changed = threading.Condition()  # of what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._waiting: list[Entry] = []
         self._running: str | None = None
         self._is_cancelled = False  # the running one
@@ -318,7 +323,7 @@ class OneAtATime:
             error: BaseException | None = None
             try:
                 self._generate(entry)
-            except Exception as raised:  # whatever it is, it is this request's: the waiter is told
+            except Exception as raised:  # of any kind: this request fails
                 error = raised
             with self._changed:
                 self._running = None
@@ -354,16 +359,16 @@ _NUM_PROBED = 2  # tokens
 
 
 def why_not_together(model: Any, page_tokens: int) -> str | None:
-    """None where continuous batching runs this model; else the reason, for people. Two tokens are written to see.
+    """None if continuous batching can run this model, else the reason. Tries it with two tokens.
 
-    Raises ExpertlyError where the experts could not be brought: that says nothing of the family.
+    Raises ExpertlyError where experts could not be loaded, which says nothing about the family.
     """
     if model.config.is_encoder_decoder:
         return "it has an encoder"
     probe = _GreedyProbe()
     try:
         batch = Batch(model, Limits(page_tokens, 4, page_tokens, 2), probe, probe.failed)
-    except Exception as error:  # whatever a family that it does not know makes upstream raise
+    except Exception as error:  # transformers raises anything for families that it does not support
         return _sentence(error)
     try:
         batch.submit(Entry("probe", [0, 1, 2], _NUM_PROBED, []))
@@ -377,7 +382,7 @@ def why_not_together(model: Any, page_tokens: int) -> str | None:
 
 
 class _GreedyProbe:
-    """Chooses what is likeliest, and says when there have been enough."""
+    """Chooses the likeliest tokens, and sets `is_over` after enough of them."""
 
     def __init__(self) -> None:
         self.is_over = threading.Event()
@@ -400,23 +405,23 @@ def _sentence(error: BaseException) -> str:
     return f"transformers' continuous batching does not run it ({type(error).__name__}: {text[:200]})"
 
 
-# -- bounds for whoever calls transformers' own batching ---------------------------------------------------------------
+# -- limits for users who call transformers' own batching --------------------------------------------------------------
 
 _PAGE_FIELD = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # transformers 5.17
 _PAGE_TOKENS = 32
 
 MAX_BATCH_TOKENS = 512
-"""Tokens of one forward pass where the caller leaves it open; longer prompts are cut by upstream's scheduler."""
+"""Default for the tokens of a forward pass; transformers cuts longer prompts into parts."""
 
 _MAX_CONCURRENT = 16
 _UNKNOWN_LENGTH = 4096
 
 
 def bounded_config(config: Any, hints: Any) -> Any:
-    """`config` with what bounds the cache filled in, and CUDA graphs and what needs them switched off: upstream's
-    default takes most of the machine's memory.
+    """`config` with limits of the cache, because transformers' default takes most of the machine's memory, and without
+    CUDA graphs and async batching.
 
-    Room is made for at most 16 of the requests in `hints` (upstream's WorkloadHints or None) at a time, in full length.
+    The cache has room for the full length of 16 of the requests in `hints` (transformers' WorkloadHints or None).
     """
     settings: Any = {_PAGE_FIELD: _PAGE_TOKENS}
     config = ContinuousBatchingConfig(**settings) if config is None else copy.copy(config)
@@ -433,7 +438,7 @@ def bounded_config(config: Any, hints: Any) -> Any:
 
 
 def refuse_compiled(generation_config: Any, config: Any) -> None:
-    """Raise ModelUseError where CUDA graphs or compilation are asked for by name."""
+    """Raise ModelUseError where the caller asks for CUDA graphs or compilation."""
     graphs = getattr(config, "use_cuda_graph", None)
     if any(graphs) if isinstance(graphs, tuple) else graphs:
         raise ModelUseError(f"use_cuda_graph={graphs}: experts that come and go cannot be captured; accepted: False")

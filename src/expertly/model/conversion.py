@@ -1,8 +1,7 @@
-"""From a checkpoint's tensors to a model's parameters and one expert's bytes, by transformers' own conversion mapping.
+"""From a checkpoint's tensors to a model's parameters and to an expert's bytes, by transformers' conversion mapping.
 
-The only file, with dequantizer.py, that touches `transformers.core_model_loading`, `conversion_mapping` and the
-quantizers, none of which is a stable interface: it is tested on the oldest and the newest version that the package
-accepts.
+Only this file and dequantizer.py use `transformers.core_model_loading`, `conversion_mapping` and the quantizers. None
+of these is a stable interface: it is tested with the oldest and the newest accepted version of transformers.
 E experts, H hidden, I intermediate, M matrices of an expert.
 """
 
@@ -39,19 +38,19 @@ from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
 
 QUANT_METHODS = ("fp8", "mxfp4", *GROUP_METHODS)
-"""Quantisations that packing undoes: by operations of transformers or (GROUP_METHODS) as our formats decode them."""
+"""Quantisations that packing can undo, with transformers' operations or (GROUP_METHODS) with our own formats."""
 
 Tensors = Mapping[str, Sequence[torch.Tensor]]
-"""Source pattern to the tensors that matched it, in order."""
+"""The tensors that match each source pattern, in order."""
 
 
 @dataclass(slots=True)
 class Group:
-    """The checkpoint tensors that make one parameter of the model (or several: then it is the first's group)."""
+    """The checkpoint tensors that make a parameter of the model, or several: then `target` is the first of these."""
 
     target: str
-    converter: Any | None  # WeightConverter; None where a tensor is the parameter
-    sources: dict[str, list[str]] = field(default_factory=dict)  # pattern to names, in transformers' order
+    converter: Any | None  # WeightConverter; None where a single tensor is the parameter
+    sources: dict[str, list[str]] = field(default_factory=dict)  # names by pattern, in transformers' order
 
     @property
     def names(self) -> list[str]:
@@ -59,12 +58,12 @@ class Group:
 
     @property
     def is_per_expert(self) -> bool:
-        """Do several tensors, one an expert, become one parameter?"""
+        """Whether each expert has a tensor of its own, which are merged into one parameter."""
         return self.converter is not None and any("*" in pattern for pattern in self.sources)
 
     @property
     def is_rowwise(self) -> bool:
-        """Is row e of the parameter made of the e-th tensors, or of row e of the one tensor, alone?"""
+        """Whether row e of the parameter depends on the e-th tensors, or row e of a tensor, alone."""
         return all(_is_rowwise(operation) for operation in self._operations)
 
     @property
@@ -73,9 +72,7 @@ class Group:
 
     @property
     def is_stacked(self) -> bool:
-        """Are the rows of an expert those of its tensors, one below the other in the order of `patterns`, once they are
-        dequantised?
-        """
+        """Whether an expert's rows are those of its dequantised tensors, stacked in the order of `patterns`."""
         places = {"MergeModulelist": 0, "Concatenate": 1, "ConcatenateRows": 1}
         return all(
             _is_dequantizing(one) or places.get(type(one).__name__) == getattr(one, "dim", None)
@@ -84,7 +81,7 @@ class Group:
 
     @property
     def patterns(self) -> list[str]:
-        """Of `sources`, in the order in which transformers joins what they make."""
+        """The patterns of `sources`, in the order in which transformers concatenates their results."""
         in_order = self.sources if self.converter is None else self.converter.source_patterns
         return [pattern for pattern in in_order if pattern in self.sources]
 
@@ -93,7 +90,7 @@ class Group:
         return () if self.converter is None else self.converter.operations
 
     def expert_indices(self, pattern: str) -> list[int]:
-        """The number that each name has where `pattern` has its star; empty where renaming hides it."""
+        """The number in each name at the star of `pattern`; empty where renaming hides it."""
         shape = re.compile(pattern.removesuffix("$").replace("*", r"(\d+)"))
         found = [shape.search(name) for name in self.sources[pattern]]
         return [int(match.group(match.lastindex or 0)) for match in found if match] if all(found) else []
@@ -115,7 +112,7 @@ def _is_rowwise(operation: Any) -> bool:
 
 
 def make_quantizer(quantization: object, dtype: str) -> Any | None:
-    """The quantizer that undoes `config.quantization_config` for a model in `dtype`, or None where there is none.
+    """The quantizer that undoes `config.quantization_config` for a model in `dtype`; None without one.
 
     Raises UnsupportedModelError naming the method and what is supported.
     """
@@ -140,7 +137,7 @@ def make_quantizer(quantization: object, dtype: str) -> Any | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' warnings: quantizers warn that they will dequantise, which is what is asked of them."""
+    """Without transformers' warnings: quantizers warn that they dequantise, which is intended here."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -166,12 +163,12 @@ class Conversion:
         self._parameters = model.state_dict()
 
     def tiled_format(self, name: str) -> TiledFormat:
-        """The format of this name, which takes tensors as this checkpoint has them."""
+        """The format with this name, in the variant that reads this checkpoint's tensors."""
         forms = self._quantizer.forms if isinstance(self._quantizer, GroupDequantizer) else ()
         return next((one for one in forms if one.name == name), FORMATS[name])
 
     def target(self, name: str) -> tuple[str, str | None]:
-        """The parameter that a checkpoint tensor (first) makes, and the converter's pattern that it matched."""
+        """The (first) parameter that a checkpoint tensor makes, and the converter's pattern that it matches."""
         prefix = self._model.base_model_prefix
         found: tuple[str, str | None] = core_model_loading.rename_source_key(
             name, self._renamings, self._converters, prefix, self._parameters
@@ -183,7 +180,7 @@ class Conversion:
         return found
 
     def groups(self, names: Iterable[str]) -> tuple[dict[str, Group], list[str]]:
-        """Groups by the parameter that they (first) make, and the names that transformers would ignore."""
+        """Groups by their (first) parameter, and the names that transformers would ignore."""
         groups: dict[str, Group] = {}
         unexpected = []
         for name in sorted(names, key=core_model_loading.dot_natural_key):
@@ -205,11 +202,11 @@ class Conversion:
         return [group.target, *(group.target.replace(first, other) for other in others)]
 
     def shape(self, target: str) -> tuple[int, ...]:
-        """What the config says."""
+        """The parameter's shape by the config."""
         return tuple(self._parameters[target].shape)
 
     def missing(self, groups: Mapping[str, Group]) -> list[str]:
-        """Parameters that no group makes, other than tied ones and those that transformers lets go missing."""
+        """Parameters that no group makes, without tied ones and those that transformers allows to be missing."""
         made = {target for group in groups.values() for target in self.targets(group)}
         tied: dict[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
         ignored = getattr(self._model, "_keys_to_ignore_on_load_missing", None) or ()
@@ -225,9 +222,8 @@ class Conversion:
     def convert(
         self, group: Group, tensors: Tensors, target: str | None = None, is_one_row: bool = False
     ) -> torch.Tensor:
-        """The parameter that `tensors` make, which are as `group.sources`, or (`is_one_row`) one row's part of it.
-
-        Raises CheckpointError naming the sources where they do not fit together.
+        """The parameter from its `tensors`, ordered as `group.sources`; with `is_one_row` one row of it from the row's
+        tensors. Raises CheckpointError naming the sources where they do not fit together.
         """
         if group.converter is None:
             (only,) = tensors.values()
@@ -252,7 +248,7 @@ class Conversion:
 
 
 class _OneRow:
-    """A model whose parameters have but one row, for operations that compare shapes with the model's."""
+    """A model whose parameters have one row, for operations that compare shapes with the model's."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -267,15 +263,15 @@ class _OneRow:
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 _ROUNDED_AT_ONCE = 1 << 18
-"""Weights: what rounding them takes beside stays in a processor's cache."""
+"""Weights, so that the temporaries of rounding stay in a processor's cache."""
 
 _CHUNK_NBYTES = 8 << 20
-"""An expert is put together in parts of this size: it can be hundreds of MiB itself."""
+"""An expert, which can be hundreds of MiB, is assembled in parts of this size."""
 
 
 class ExpertsReader:
-    """Reads the experts of one site in the store's layout `[I, M, H]`, one at a time; only where an operation of
-    transformers mixes experts, a whole weight of the layer is read at once.
+    """Reads the experts of one site in the store's layout `[I, M, H]`, one at a time. A whole weight of the layer is
+    read at once only where an operation of transformers mixes experts.
     """
 
     def __init__(
@@ -287,9 +283,9 @@ class ExpertsReader:
         kept: str,
         rounding: RoundingFormat | None = None,
     ) -> None:
-        """Checks counts, dtypes and shapes of all experts from the headers. `kept`: the weight format in which to keep
-        experts that are in it; "": none. `rounding`: the one to which all are rounded. Raises CheckpointError,
-        ConfigError where their sizes are none that can be rounded.
+        """Checks counts, dtypes and shapes of all experts from the headers. `kept`: experts in this weight format are
+        not decoded ("": all are). `rounding`: the format to which all are rounded. Raises CheckpointError, or
+        ConfigError where their sizes do not fit the rounding format.
         """
         self._site = site
         self._checkpoint = checkpoint
@@ -321,12 +317,12 @@ class ExpertsReader:
 
     @property
     def source_names(self) -> set[str]:
-        """Checkpoint tensors that are experts, and so not dense."""
+        """Names of the checkpoint's tensors that make these experts."""
         return {name for group in self._groups.values() for name in group.names}
 
     def experts(self, dtype: torch.dtype, only: Sequence[int] | None = None) -> Iterator[Bytes]:
-        """The bytes of all experts, or of those of `only`, in order: in `dtype`, some neurons at a time, as they are
-        kept, or rounded from what they are in `dtype`.
+        """The bytes of all experts, or of those of `only`, in order, some neurons at a time: in their own format, in
+        `dtype`, or rounded from `dtype`.
         """
         geometry = self.geometry
         experts = range(geometry.num_experts) if only is None else only
@@ -350,7 +346,7 @@ class ExpertsReader:
             self._whole.clear()
 
     def _matrices(self, expert: int) -> Iterator[torch.Tensor]:
-        """Gate (if any), up and transposed down, each [I, H]."""
+        """Gate (if any), up, and down transposed: [I, H] each."""
         site = self._site
         first, second = site.expert_weight_names(expert)
         up = self._weight(first, expert)
@@ -366,7 +362,7 @@ class ExpertsReader:
         yield down if site.is_transposed else down.T
 
     def _kept(self, form: ExpertFormat, expert: int) -> Bytes:
-        """The blocks of one expert, in the format that the checkpoint has it in."""
+        """The blocks of an expert in the checkpoint's own format."""
         site = self._site
         first, second = site.expert_weight_names(expert)
         fused = self._parts(form.inner, first, expert)
@@ -379,7 +375,9 @@ class ExpertsReader:
         return form.pack(inner, self._parts(form.down, second, expert))
 
     def _format_of(self, kept: str) -> ExpertFormat | None:
-        """Of experts that are to be dequantised, and nothing more than that. Raises CheckpointError."""
+        """The checkpoint's format, if all that transformers would do with its experts is to dequantise them; else None.
+        Raises CheckpointError.
+        """
         folder, groups = self._checkpoint.folder, self._groups
         types = {target: {self._checkpoint.tensors[name].dtype for name in one.names} for target, one in groups.items()}
         is_float = [one <= IS_FLOAT for one in types.values()]
@@ -399,7 +397,7 @@ class ExpertsReader:
         return ExpertFormat(OF_GGUF_TYPE[inner], OF_GGUF_TYPE[down])
 
     def _rounded(self, form: RoundingFormat, expert: int, dtype: torch.dtype) -> Bytes:
-        """The blocks of one expert, each weight rounded to a number of the format."""
+        """The blocks of an expert with each weight rounded to a number of the format."""
         *inner, down = self._matrices(expert)
         what = f"expert {expert} of {self._site.name}"
 
@@ -421,12 +419,12 @@ class ExpertsReader:
         return parts_of(form, group, found, *self._rows_and_columns(target), expert=expert)
 
     def _rows_and_columns(self, target: str) -> tuple[int, int]:
-        """Outputs and inputs of a parameter of one expert."""
+        """Outputs and inputs of an expert's matrix."""
         rows, columns = self._conversion.shape(target)[-2:]
         return (columns, rows) if self._site.is_transposed else (rows, columns)
 
     def _weight(self, target: str, expert: int) -> torch.Tensor:
-        """One expert's matrix, as the module has it."""
+        """An expert's matrix in the module's layout."""
         if not self._site.is_fused:
             return self._convert(target, None)
         if self._groups[target].is_rowwise:
@@ -436,14 +434,14 @@ class ExpertsReader:
         return self._whole[target][expert]
 
     def _convert(self, target: str, expert: int | None) -> torch.Tensor:
-        """The parameter, or its row of one expert, [1, ...]."""
+        """The parameter, or an expert's row of it, [1, ...]."""
         group, shape = self._groups[target], self._conversion.shape(target)
         tensor = self._conversion.convert(group, self._read(group, expert), target, expert is not None)
         self._check_shape(target, group, tuple(tensor.shape), shape if expert is None else (1, *shape[1:]))
         return tensor
 
     def _read(self, group: Group, expert: int | None, *, as_bytes: bool = False) -> Tensors:
-        """`as_bytes`: GGUF's blocks as they are."""
+        """A group's tensors, or those of one expert. `as_bytes`: see `read_tensor`."""
         checkpoint = self._checkpoint
         if expert is None:
             return read_group(checkpoint, group)
@@ -454,7 +452,7 @@ class ExpertsReader:
             for pattern, names in group.sources.items()
         }
 
-    # -- what is wrong with it, from headers alone ---------------------------------------------------------------------
+    # -- checks of headers -----------------------------------------------------------------------------------------
 
     @property
     def _says_config(self) -> str:
@@ -505,7 +503,7 @@ class ExpertsReader:
             )
 
     def _check_made(self, target: str, group: Group) -> None:
-        """Convert without bytes: all tensors of a pattern are alike, so one expert stands for all."""
+        """Convert tensors without values to check shapes. One expert stands for all, as their tensors are alike."""
         is_part = self._site.is_fused and group.is_rowwise
 
         def empty(name: str) -> torch.Tensor:
@@ -537,7 +535,7 @@ _NAMES = {"BOOL": "bool", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", 
 
 
 def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
-    """torch's dtype of safetensors' name: F16 is float16. Raises CheckpointError where torch has none."""
+    """torch's dtype of a tensor; of GGUF's blocks float32. Raises CheckpointError where torch has none."""
     ref = checkpoint.tensors[name]
     if checkpoint.gguf and ref.dtype not in IS_FLOAT:
         return torch.float32
@@ -549,8 +547,8 @@ def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
 
 
 def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None, *, as_bytes: bool = False) -> torch.Tensor:
-    """A tensor, or where it has rows, `tensor[row : row + 1]`. What a GGUF file has in blocks is dequantised, or
-    (`as_bytes`) these alone.
+    """A tensor, or (`row`) `tensor[row : row + 1]`. GGUF's blocks are dequantised, or (`as_bytes`)
+    returned as bytes.
     """
     ref, dtype = checkpoint.tensors[name], _dtype(checkpoint, name)
     shape = ref.shape
@@ -566,7 +564,9 @@ def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None, *, as
 
 
 def dequantised(raw: Bytes, dtype: str) -> torch.Tensor:
-    """Float32 numbers of a GGUF file's blocks [rows, nbytes]. Raises CheckpointError where the package gguf cannot."""
+    """Float32 weights of GGUF blocks [rows, nbytes]. Raises CheckpointError for a type that package
+    gguf cannot decode.
+    """
     import gguf
 
     try:
@@ -586,8 +586,8 @@ def read_group(checkpoint: Checkpoint, group: Group, *, as_bytes: bool = False) 
 def parts_of(
     form: TiledFormat, group: Group, tensors: Tensors, rows: int, columns: int, expert: int | None = None
 ) -> tuple[Bytes, ...]:
-    """The parts of a group's parameter [rows, columns], or of that of an expert, from its `tensors`. Raises
-    CheckpointError naming those that are wrong.
+    """The parts of a parameter [rows, columns] (of an expert) from its group's `tensors`. Raises CheckpointError naming
+    the tensors that do not fit.
     """
     matrices = form.matrices(group.patterns, group.target)
     parts = []

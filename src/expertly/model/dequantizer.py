@@ -1,6 +1,6 @@
-"""Undoes quantisations in groups of inputs, as the weight formats decode them: no package of theirs is needed.
+"""Undoes quantisations in groups of inputs with our own weight formats, without the packages that made them.
 
-Beside conversion.py the only file that touches `transformers.core_model_loading`.
+Only this file and conversion.py use `transformers.core_model_loading`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from expertly.core.errors import CheckpointError
 from expertly.formats import Int4Format
 
 Tensors = dict[str, Any]
-"""By pattern: a tensor, or a list of one an expert."""
-
+"""By pattern: a tensor, or a list with one for each expert."""
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class GroupDequantizer:
-    """What `Conversion` takes for a quantizer of transformers. `forms`: those in which a checkpoint's matrices may be;
-    they have tensors of the same names and differ in the dtypes of these.
+    """Takes the place of a transformers quantizer in `Conversion`. `forms`: the formats that a checkpoint's matrices
+    may have; their tensors have the same names and differ in dtypes.
     """
 
     def __init__(self, forms: Sequence[Int4Format]) -> None:
@@ -31,7 +30,7 @@ class GroupDequantizer:
         self.suffixes = forms[0].suffixes
 
     def check_names(self, names: Collection[str]) -> None:
-        """Raises CheckpointError where a quantised matrix lacks one of its tensors, or has one of another format."""
+        """Raises CheckpointError where a quantised matrix lacks a tensor, or has one that is not supported."""
         for name in names:
             refused = next((one for one in self.forms[0].refused if name.endswith(one)), None)
             if refused is not None:
@@ -48,7 +47,7 @@ class GroupDequantizer:
                     raise CheckpointError(f"tensor {name!r}: there is no {stem}{other} beside it")
 
     def converted(self, transforms: Sequence[Any]) -> list[Any]:
-        """The model's transforms, which make their weights of quantised tensors, too."""
+        """The model's transforms, extended to make weights from quantised tensors, too."""
         found: list[Any] = []
         for one in transforms:
             sources = one.source_patterns if isinstance(one, WeightConverter) else []
@@ -66,7 +65,7 @@ class GroupDequantizer:
         return [*found, WeightConverter(escaped, ".weight", [GroupDequantize(self, is_alone=True)])]
 
     def weight(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One matrix, in the dtype of its scales. Raises CheckpointError where it is in none of the formats."""
+        """A decoded matrix, in the dtype of its scales. Raises CheckpointError where it has none of the formats."""
         rows, columns = self.forms[0].size_of(tensors)
         at = self.forms[0].scales_at
         for form in self.forms:
@@ -77,7 +76,7 @@ class GroupDequantizer:
 
 
 class GroupDequantize(ConversionOps):  # type: ignore[misc]
-    """`is_alone`: makes a parameter of one matrix, with no operation behind it."""
+    """The operation of a GroupDequantizer. `is_alone`: its result is the parameter; no other operation follows."""
 
     def __init__(self, hf_quantizer: GroupDequantizer, is_alone: bool = False) -> None:
         self.hf_quantizer = hf_quantizer

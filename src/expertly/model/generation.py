@@ -1,4 +1,4 @@
-"""What transformers' `generate` is asked for: checked before anything runs, so that a refusal names its field."""
+"""Arguments of transformers' `generate`, checked before anything runs, so that a refusal names the field."""
 
 from __future__ import annotations
 
@@ -19,41 +19,17 @@ FILE_NAME = "generation_config.json"
 
 _FLAGS = ("do_sample", "use_cache", "token_healing", "remove_invalid_values")
 _NUMBERS = (
-    "temperature",
-    "top_p",
-    "top_h",
-    "min_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "repetition_penalty",
-    "encoder_repetition_penalty",
-    "diversity_penalty",
-    "length_penalty",
-    "guidance_scale",
-    "penalty_alpha",
+    *("temperature", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"),
+    *("encoder_repetition_penalty", "diversity_penalty", "length_penalty", "guidance_scale", "penalty_alpha"),
     "max_time",
 )
 _COUNTS = (
-    "top_k",
-    "max_length",
-    "max_new_tokens",
-    "min_length",
-    "min_new_tokens",
-    "num_beams",
-    "num_return_sequences",
-    "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size",
+    *("top_k", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
 )
 _TOKENS = (
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "decoder_start_token_id",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "suppress_tokens",
-    "begin_suppress_tokens",
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
+    *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
 )
 
 
@@ -70,8 +46,8 @@ _KINDS: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
 
 
 def check_file(folder: str | os.PathLike[str]) -> None:
-    """Refuse a generation_config.json with fields of a wrong kind, on which transformers fails in its own words or
-    only while it writes. Raises CheckpointError naming file, field, value and what is accepted.
+    """Refuse a generation_config.json with fields of a wrong type, on which transformers fails late or without naming
+    the field. Raises CheckpointError naming file, field, value and what is accepted.
     """
     path = Path(folder) / FILE_NAME
     if not path.exists():
@@ -91,8 +67,8 @@ def check_file(folder: str | os.PathLike[str]) -> None:
 def generation_config(
     model: Any, max_new_tokens: int, temperature: float | None = 0.0, top_p: float | None = 1.0
 ) -> Any:
-    """The model's own, one sequence, greedy unless there is a temperature. With None for both, tokens are chosen as the
-    model's own says; with one of them, by that and all of the vocabulary.
+    """The model's own generation config for one sequence. None for both `temperature` and `top_p`: it samples as the
+    model's config says. Otherwise it samples from the whole vocabulary, or is greedy at temperature 0.
     """
     config = copy.deepcopy(model.generation_config)
     config.max_length, config.max_new_tokens = None, max_new_tokens
@@ -113,7 +89,7 @@ def generation_config(
 
 
 def generate(model: Any, tokens: Sequence[int], config: Any, **more: Any) -> Any:
-    """What `model.generate` makes of one prompt; `more` are its other arguments.
+    """`model.generate` of one prompt; `more` are its other arguments.
 
     Raises ConfigError where a token is not the model's, CheckpointError where transformers refuses what its
     generation_config.json says.
@@ -140,13 +116,13 @@ def check_tokens(tokens: Sequence[int], vocabulary: int, name: str = "prompt") -
 
 
 def max_positions(model: Any) -> int | None:
-    """Tokens that it can hold, where it says so."""
+    """The most tokens of a text, if the model's config has a limit."""
     found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return found if type(found) is int and found > 0 else None
 
 
 def check_length(model: Any, max_new_tokens: int) -> None:
-    """Raises ConfigError where an answer could be longer than all that the model can hold."""
+    """Raises ConfigError where an answer could be longer than the model's limit."""
     positions = max_positions(model)
     if positions is not None and max_new_tokens > positions:
         raise ConfigError(f"max_new_tokens={max_new_tokens}: accepted: at most the model's {positions} positions")

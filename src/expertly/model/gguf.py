@@ -1,6 +1,6 @@
-"""A GGUF file as a checkpoint: its config, tokenizer and names of parameters as transformers reads them.
+"""A GGUF file as a checkpoint, with the config, tokenizer and parameter names that transformers makes of it.
 
-The only file that touches transformers' GGUF support and the package gguf.
+The only file that uses transformers' GGUF support.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from expertly.store.gguf import SUFFIX, GgufFiles
 from expertly.store.manifest import IS_FLOAT
 
 _EXPERTS = "_exps.weight"
-"""How the names of tensors end that hold all experts of a layer."""
+"""Ending of the names of tensors with all experts of a layer."""
 
 _SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-"""Metadata that transformers leaves at its defaults, and fields of the config that say the same."""
+"""Metadata that transformers ignores, and the config's fields for it."""
 
 GPT_OSS = "gpt-oss"
 
 ARCHITECTURES = ("qwen2moe", "qwen3moe", GPT_OSS)
-"""Those that are tested. transformers 5.23 makes no config of gpt-oss's metadata, and lacks some of its tensors."""
+"""The tested architectures. transformers 5.23 makes no config of gpt-oss's metadata, and lacks some of its tensors."""
 
 _GPT_OSS_FIELDS = {
     "context_length": "max_position_embeddings",
@@ -66,10 +66,10 @@ _GPT_OSS_ROPE = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
-"""Metadata and fields of the config. What else that says is the same in all of gpt-oss, and its default."""
+"""Metadata and the config's fields. Other fields have the same values in all of gpt-oss, which are the defaults."""
 
 _GPT_OSS_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
-"""Of metadata that most files do not have."""
+"""For metadata that most files do not have."""
 
 _IDS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
@@ -81,7 +81,7 @@ _GPT_OSS_TENSORS = {
     "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
-"""Of a layer: those that transformers lacks, and parameters that they make."""
+"""Tensors of a layer that transformers does not know, and their parameters."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -90,7 +90,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def config_of(checkpoint: Checkpoint) -> Path | PreTrainedConfig:
-    """What a model is built of: a folder, or a config."""
+    """The source from which `build_meta_model` builds the model: a folder, or a config."""
     if not checkpoint.gguf:
         return checkpoint.folder
     fields = dict(checkpoint.config)
@@ -130,7 +130,7 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def _gpt_oss_config(files: GgufFiles) -> dict[str, Any]:
-    """Raises CheckpointError naming what is missing, or no number above 0."""
+    """The config's fields. Raises CheckpointError naming a value that is missing, or not a number above 0."""
 
     def read(fields: Mapping[str, str]) -> dict[str, Any]:
         found = {
@@ -157,8 +157,8 @@ def _gpt_oss_config(files: GgufFiles) -> dict[str, Any]:
 
 
 def kept_formats(checkpoint: Checkpoint) -> str:
-    """The weight formats of a GGUF file's experts, joined by +; nothing where they are not quantised, or the checkpoint
-    is no such file.
+    """The weight formats of a GGUF file's experts, joined by +; "" where they are not quantised, or
+    it is no GGUF file.
     """
     if not checkpoint.gguf:
         return ""
@@ -168,7 +168,7 @@ def kept_formats(checkpoint: Checkpoint) -> str:
 
 @contextlib.contextmanager
 def extras_of(checkpoint: Checkpoint) -> Iterator[Path]:
-    """A folder with the tokenizer and what else belongs to the checkpoint. Raises CheckpointError."""
+    """A folder with the checkpoint's tokenizer and other small files. Raises CheckpointError."""
     if not checkpoint.gguf:
         yield checkpoint.folder
         return
@@ -200,7 +200,7 @@ class GgufConversion(Conversion):
         self._names = {name + ".weight" if name.endswith("_exps") else name: to for name, to in names.items()}
         both: list[core_model_loading.ConversionOps] = [core_model_loading.Concatenate(dim=1)]
         made = [("gate_up_proj", "weight", ["gate", "up"], both)]
-        if architecture == GPT_OSS:  # rows of gate and up take turns, and matrices are [inputs, outputs]
+        if architecture == GPT_OSS:  # rows of gate and up are interleaved, and matrices are [inputs, outputs]
             for layer in range(model.config.num_hidden_layers):
                 self._names |= {
                     f"blk.{layer}.{name}": f"model.layers.{layer}.{to}" for name, to in _GPT_OSS_TENSORS.items()

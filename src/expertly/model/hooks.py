@@ -1,11 +1,11 @@
-"""What runs differently in a loaded model than in the one transformers makes; everything else is transformers' own.
+"""The differences between a loaded model and transformers' own:
 
-- Experts: the function registered in ALL_EXPERTS_FUNCTIONS hands the router's choice to the module's `Runtime`.
-- Passes: a stack of layers tells the runtime when a forward pass begins, what its rows are, and when it ended.
-- Keys and values of a cache that grows are written beside the others.
+- Experts: the function registered in ALL_EXPERTS_FUNCTIONS passes the router's choice to the module's `Runtime`.
+- Passes: a stack of layers tells the runtime when a forward pass begins, what its rows are, and when it has ended.
+- KV cache: a cache that grows has room for more tokens, so that each new one does not copy all others.
 
-Modules are changed by giving them a subclass of their class under the same name, so that deep copies are changed too
-and hooks that a user sets stay what they are. Nothing global changes: other models in the process run as before.
+A module is changed by giving it a subclass of its class with the same name. So deep copies are changed too, and a
+user's hooks stay. Nothing global changes: other models in the process run as before.
 B sequences of S tokens are T rows; H hidden, E experts, K top-k.
 """
 
@@ -43,17 +43,20 @@ class Runtime(Protocol):
 
     @property
     def wants_token_ids(self) -> bool:
-        """Is each `IterationInfo` to say what is fed to each row, of which sequence it is, and which layers run?"""
+        """Whether each `IterationInfo` is to have the token and the sequence of each row, and the layers that run."""
         ...
 
     def begin_iteration(self, info: IterationInfo) -> None:
-        """A forward pass begins. What it raises is raised by the forward pass."""
+        """A forward pass begins, which raises the exceptions of this method."""
 
     def check_output(self, hidden_states: torch.Tensor) -> None:
-        """What the stack gave, [B, S, H]; the pass fails with what this raises. Called before `end_iteration`."""
+        """Check what the stack gave, [B, S, H], before `end_iteration`. The pass raises its exceptions."""
+
+    def check_logits(self, logits: torch.Tensor) -> None:
+        """Check what the head gave, [B, S, V]. The model's call raises its exceptions."""
 
     def end_iteration(self, ok: bool) -> None:
-        """It ended; `ok` is False when it raised. Called once for each `begin_iteration` that returned."""
+        """The pass ended; `ok` is False when it raised. Called once for each `begin_iteration` that returned."""
 
     def forward_experts(
         self,
@@ -73,7 +76,7 @@ class Runtime(Protocol):
 
 
 def look_alike(original: type[nn.Module], *mixins: type, **changed: Any) -> Any:
-    """A subclass of `original` that differs in what is `changed` and mixed in, and looks like it."""
+    """A subclass of `original` with `mixins` and `changed` attributes, under the same name."""
     namespace = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(original.__name__, (*mixins, original), namespace | changed)
 
@@ -119,7 +122,7 @@ def experts_forward(
 
 
 def strip(model: Any, site: ExpertsSite) -> Any:
-    """The experts module of a model, without its weights: they are somewhere else."""
+    """Delete the weights of an experts module of a model, and return the module."""
     module = model.get_submodule(site.name)
     if site.is_fused:
         for name in site.weight_names:
@@ -130,7 +133,7 @@ def strip(model: Any, site: ExpertsSite) -> Any:
 
 
 def _strip_switch(experts: Any) -> None:
-    """Drop the experts of a SwitchTransformersExperts, a module each, and make its calls those of other families."""
+    """Drop the experts of a SwitchTransformersExperts (each a module), and adapt its calls to other families'."""
     activation = next(iter(experts.values())).act
     experts.clear()
     experts.act_fn = activation
@@ -156,11 +159,11 @@ def _switch_forward(
 
 @dataclass
 class _Passes:
-    """What the stacks of one model, and of its deep copies, share: at most one forward pass runs at a time."""
+    """State shared by the stacks of a model and of its deep copies: one forward pass runs at a time."""
 
     runtime: Runtime
     lock: contextlib.AbstractContextManager[bool] = field(default_factory=threading.RLock)
-    is_running: bool = False  # the runtime has been told of a pass that has not ended
+    is_running: bool = False  # a pass runs that the runtime knows of
     check: Callable[[int, int], None] | None = None  # see `check_passes`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Passes:
@@ -170,8 +173,8 @@ class _Passes:
 def attach(model: PreTrainedModel, sites: Sequence[str], runtime: Runtime) -> None:
     """Tell `runtime` of the passes of every stack: the innermost transformers model around an experts module.
 
-    `sites`: the paths of the experts modules, in layer order. torch.compile around the model leaves the stacks as they
-    are (or says that it may not, with fullgraph=True).
+    `sites`: the paths of the experts modules, in layer order. torch.compile around the model does not compile the
+    stacks (with fullgraph=True it refuses).
     """
     passes = _Passes(runtime)
     for name in dict.fromkeys(_stack_of(model, site) for site in sites):
@@ -187,21 +190,21 @@ def attach(model: PreTrainedModel, sites: Sequence[str], runtime: Runtime) -> No
 
 @contextlib.contextmanager
 def between_passes(model: nn.Module) -> Iterator[None]:
-    """No other thread runs a forward pass of a loaded model in the block."""
+    """While the block runs, no other thread runs a forward pass of the loaded model."""
     with _passes_of(model).lock:
         yield
 
 
 def check_passes(model: nn.Module, check: Callable[[int, int], None]) -> None:
-    """Have `check(tokens in the KV cache, tokens read)`, of all sequences together, raise before a forward pass of a
-    loaded model that must not run.
+    """Call `check(tokens in the KV cache, tokens read)`, both of all sequences, before each forward pass of a loaded
+    model; the pass raises its exceptions.
     """
     _passes_of(model).check = check
 
 
 @contextlib.contextmanager
 def unannounced(model: nn.Module) -> Iterator[None]:
-    """The runtime is told nothing of a loaded model's forward passes in the block."""
+    """Forward passes of a loaded model within the block are not told to the runtime."""
     passes = _passes_of(model)
     with passes.lock:
         was_running, passes.is_running = passes.is_running, True
@@ -233,7 +236,7 @@ def _announcing(original: Any, role: Role) -> Any:
         passes: _Passes = self._expertly_passes
         with passes.lock:
             info = None
-            if not passes.is_running:  # else a stack within a stack: the outer one has begun
+            if not passes.is_running:  # else this is a stack within a stack, and the outer one has begun the pass
                 inputs = dict(zip(names, args, strict=False)) | kwargs if args else kwargs
                 layers = self._expertly_layers if passes.runtime.wants_token_ids else None
                 info = describe_pass(role, inputs, layers)
@@ -262,14 +265,14 @@ def _announcing(original: Any, role: Role) -> Any:
 # -- keys and values ---------------------------------------------------------------------------------------------------
 
 ROOM_TOKENS = 64
-"""That a layer's memory has room for whenever it grows."""
+"""Tokens for which a cache layer's memory has room whenever it grows."""
 
 
 def give_room(cache: Any) -> None:
-    """To every plain layer of transformers' cache, or of its half that grows; other kinds of layer stay.
+    """Make every plain layer of a KV cache a RoomyLayer; other kinds of layer stay.
 
-    transformers joins keys and values anew for each token: at 4 096 tokens that copies more than attention reads. What
-    was handed out is never written again: a layer that was copied, or cropped, gets memory of its own.
+    transformers concatenates keys and values again for each token: at 4 096 tokens that copies more than attention
+    reads. Memory that was handed out is never overwritten: a layer that was copied or cropped gets new memory.
     """
     layers: list[Any] = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
     for layer in layers:
@@ -279,18 +282,18 @@ def give_room(cache: Any) -> None:
 
 
 class _Room:
-    """Memory [B, heads, more than n, width] whose first n tokens are handed out."""
+    """Keys or values: memory [B, heads, more than n, width], of which the first n tokens are in use."""
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
         self._handed_out: torch.Tensor | None = None
 
     def append(self, past: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-        """`past` [B, heads, n, width], or nothing, and `more` [B, heads, m, width] side by side."""
+        """`past` [B, heads, n, width], or nothing, and then `more` [B, heads, m, width]."""
         memory, num_past = self._memory, past.shape[2] if past.dim() == 4 else 0
         num_tokens = num_past + more.shape[2]
         if num_past and (past.dtype != more.dtype or past.shape[:2] != more.shape[:2]):
-            return torch.cat((past, more), dim=2)  # which promotes, or refuses
+            return torch.cat((past, more), dim=2)  # torch's rules: promote, or raise
         if memory is None or past is not self._handed_out or num_tokens > memory.shape[2]:
             sizes = (*more.shape[:2], num_tokens + ROOM_TOKENS, more.shape[3])
             memory = self._memory = more.new_empty(sizes)
@@ -302,14 +305,13 @@ class _Room:
 
 
 class RoomyLayer(DynamicLayer):
-    """A layer that grows in room of its own."""
+    """A layer of a KV cache whose memory has room for more tokens."""
 
     _expertly_rooms: tuple[_Room, _Room]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As DynamicLayer's."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         if not self.is_initialized:
@@ -323,16 +325,16 @@ class RoomyLayer(DynamicLayer):
 # -- the rows of a pass ------------------------------------------------------------------------------------------------
 
 Role = Literal["encoder", "decoder", "causal"]
-"""Which stack runs: one of the two of an encoder-decoder model, or the only one."""
+"""The stack that runs: one of the two of an encoder-decoder model, or the only one ("causal")."""
 
 _MAX_VERIFIED = 32
-"""Most tokens a sequence that assisted decoding verifies in one pass; transformers starts at 20 and adapts."""
+"""Most tokens of a sequence that assisted decoding verifies in one pass; transformers starts at 20 and adapts."""
 
 
 def describe_pass(role: Role, inputs: Mapping[str, Any], layers: range | None) -> IterationInfo | None:
-    """The rows of a pass from the keyword arguments of its stack; None where there are no inputs to speak of.
+    """The rows of a pass, from the keyword arguments of its stack; None where it has no inputs [B, S].
 
-    `layers`: the MoE layers of the stack, where the runtime wants to know the tokens too, else None.
+    `layers`: the MoE layers of the stack, where the runtime wants the tokens too, else None.
     """
     rows = inputs.get("input_ids")  # [B, S]
     if rows is None:
@@ -343,9 +345,9 @@ def describe_pass(role: Role, inputs: Mapping[str, Any], layers: range | None) -
     if inputs.get("cu_seq_lens_q") is not None:
         info = _describe_packed(batch * length, inputs)
     else:
-        # A few tokens on top of a filled cache are decode (assisted decoding verifies so many at once), more are
-        # prefill (the next turn of a chat, a chunk of a prompt). A decoder's single token is decode: its prompt went
-        # to the encoder.
+        # With a filled cache, a few tokens are decode (assisted decoding verifies that many at once), more are prefill
+        # (the next turn of a chat, a chunk of a prompt). A decoder's single token is decode: the prompt went to the
+        # encoder.
         is_prefill = length > _MAX_VERIFIED or (
             not (role == "decoder" and length == 1) and not _is_filled(_cache_in(inputs))
         )
@@ -360,14 +362,14 @@ def describe_pass(role: Role, inputs: Mapping[str, Any], layers: range | None) -
 
 @functools.lru_cache(maxsize=64)
 def _describe_alike(batch: int, length: int, is_prefill: bool) -> IterationInfo:
-    """Rows that are all of one phase, and no pads. One object for all passes of a shape: a decode step makes none."""
+    """Rows all of one phase, without pads. Cached: a decode step makes no new object."""
     is_prefills = _frozen(np.full(batch * length, is_prefill))
     return IterationInfo(is_prefills, None, batch, "prefill" if is_prefill else "decode")
 
 
 def _describe_packed(num_rows: int, inputs: Mapping[str, Any]) -> IterationInfo:
-    """Continuous batching: sequences side by side in one row [1, T], a phase each, then pads. A sequence of one token
-    that has a past is in decode.
+    """Continuous batching: sequences side by side in one row [1, T], then pads. A sequence of one token with a past is
+    in decode, any other in prefill.
     """
     bounds = _integers(inputs["cu_seq_lens_q"])
     lengths = np.diff(bounds)
@@ -394,7 +396,7 @@ def _cache_in(inputs: Mapping[str, Any]) -> Any:
 
 
 def _length(cache: Any) -> int:
-    """Tokens that each sequence has in the cache, where that can be told."""
+    """Tokens of each sequence in the cache; 0 where the cache does not tell."""
     with contextlib.suppress(AttributeError, ValueError):
         return int(cache.get_seq_length())
     return 0
@@ -411,10 +413,11 @@ def _is_filled(cache: Any) -> bool:
 
 
 def _pads(attention_mask: Any, batch: int, length: int) -> npt.NDArray[np.bool_] | None:
-    """[T]; None where nothing is a pad.
+    """Which rows are pads, [T]; None where none is.
 
-    From a mask [B, at least S] whose last S columns are this pass's tokens, or from one ready for attention,
-    [B, 1, S, columns] (a static cache's first pass), by kind of layer perhaps: there a pad does not see itself.
+    From a mask [B, at least S], whose last S columns are this pass's tokens, or from a prepared attention mask
+    [B, 1, S, columns] (a static cache's first pass), in which a pad does not see itself. There may be one for each kind
+    of layer.
     """
     if isinstance(attention_mask, Mapping):
         attention_mask = attention_mask.get("full_attention", next(iter(attention_mask.values()), None))
@@ -432,12 +435,12 @@ def _pads(attention_mask: Any, batch: int, length: int) -> npt.NDArray[np.bool_]
 
 
 def _tokens(rows: torch.Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Which token of which sequence each row is; `rows` are ids [B, S] or embeddings [B, S, H]."""
+    """The token and the sequence of each row, from ids [B, S] or embeddings [B, S, H]."""
     batch, length = rows.shape[0], rows.shape[1]
     starts = None
     if inputs.get("cu_seq_lens_q") is None:
         sequences = np.repeat(np.arange(batch, dtype=np.int32), length)
-    else:  # sequences of no token have no row; the pads behind the last are counted to it
+    else:  # an empty sequence has no row; pads count as the last sequence's
         bounds = _integers(inputs["cu_seq_lens_q"])
         sequences = np.searchsorted(bounds[1:], np.arange(batch * length), side="right").astype(np.int32)
         sequences = np.minimum(sequences, np.int32(len(bounds) - 2))
@@ -453,7 +456,7 @@ def _tokens(rows: torch.Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saturated_half(values: torch.Tensor) -> npt.NDArray[np.float16]:
-    """A copy in float16 in which nothing finite has become infinite."""
+    """A copy in float16 in which finite values stay finite."""
     largest = torch.finfo(torch.float16).max
     half: npt.NDArray[np.float16] = values.float().clamp(-largest, largest).half().cpu().numpy()
     return half

@@ -1,4 +1,4 @@
-"""A model of the hub: what it is made of, asked for without its weights, and its files one at a time or all of them."""
+"""A model on the hub: its tensors without their values, and its files, one at a time or all of them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _UNKNOWN_OFFSET = -1
 
 
 def download(name: str) -> Path:
-    """The folder of the hub's model `name`, downloaded, or from the hub's own cache. Raises CheckpointError saying why
-    that could not be, before anything is downloaded where the disk has no room for it.
+    """The folder of the hub's model `name`, downloaded or from the hub's own cache. Raises CheckpointError with the
+    reason; if the disk is too small, before anything is downloaded.
     """
     from huggingface_hub import snapshot_download
 
@@ -31,7 +31,7 @@ def download(name: str) -> Path:
 
 
 def _check_room(name: str) -> None:
-    """Where the hub answers: else its cache may have all."""
+    """Compare what is to be downloaded with the free space. If the hub does not answer, its cache may have all."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     try:
@@ -51,7 +51,7 @@ def _check_room(name: str) -> None:
 
 @contextlib.contextmanager
 def hub_errors(name: str) -> Iterator[None]:
-    """What the hub's client raises, as a CheckpointError that says what is wrong."""
+    """Turn exceptions of the hub's client into a CheckpointError with the reason."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -96,7 +96,7 @@ class HubModel:
 
     @classmethod
     def find(cls, name: str) -> HubModel:
-        """Raises CheckpointError saying why there is none."""
+        """The model's newest commit. Raises CheckpointError with the reason where there is none."""
         from huggingface_hub import HfApi
 
         with hub_errors(name):
@@ -112,32 +112,32 @@ class HubModel:
 
     @property
     def source(self) -> str:
-        """What a store that was packed from it says of where it comes from."""
+        """The `source` of a store that is packed from it."""
         return f"{self.name}@{self.commit}"
 
     @property
     def weights(self) -> list[str]:
-        """The files that hold the weights, as far as names say: `checkpoint` looks."""
+        """The files of weights, judged by their names; `checkpoint` checks their headers."""
         if SINGLE_NAME in self.files:
             return [SINGLE_NAME]
         return sorted(one for one in self.files if one.endswith(".safetensors"))
 
     def identity(self, config: bytes) -> str:
-        """Of the weights, by what the hub says of their bytes. Another than that of the same files in a folder."""
+        """The identity of the weights, from the hub's checksums. The same files in a folder have another identity."""
         digest = hashlib.sha256(b"hub" + config)
         for name in self.weights:
             digest.update(f"{name} {self.checksums[name]}\n".encode())
         return digest.hexdigest()
 
     def fetch_small_files(self, folder: Path) -> None:
-        """Config, tokenizer, index and the like into `folder`."""
+        """Bring config, tokenizer, index and other small files into `folder`."""
         for name in sorted(self.files):
             if not name.endswith(".safetensors"):
                 self.fetch(name, folder)
 
     def fetch(self, name: str, folder: Path) -> bool:
-        """Have the file in `folder`; False where that is a link into the hub's cache, which had it. An interrupted
-        download goes on. Raises CheckpointError where it cannot be had, or is not of the size that the hub says.
+        """Bring the file into `folder`; False where that is a link into the hub's cache. An interrupted download is
+        continued. Raises CheckpointError where the download fails, or has another size than the hub says.
         """
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
@@ -146,7 +146,7 @@ class HubModel:
         if isinstance(cached, str):
             path.unlink(missing_ok=True)
             path.symlink_to(Path(cached).resolve())
-        else:  # what another commit left there is told from this one's by the hub's client
+        else:  # the hub's client notices a file of another commit
             if path.is_symlink():
                 path.unlink()
             with hub_errors(self.name):
@@ -157,8 +157,8 @@ class HubModel:
         return not path.is_symlink()
 
     def checkpoint(self, folder: Path) -> Checkpoint:
-        """The checkpoint as it would be in `folder`, where the small files are: shapes of all tensors, by range
-        requests, and no weights. A file's tensors can be read when `arrived` was told of it. Raises CheckpointError.
+        """The checkpoint with the shapes of all tensors, by range requests, but no values. `folder` has the small
+        files. A file's tensors can be read after `arrived` was called for it. Raises CheckpointError.
         """
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
@@ -187,9 +187,7 @@ class HubModel:
 
 
 def arrived(checkpoint: Checkpoint, path: Path) -> None:
-    """Tell a checkpoint of the hub that a file of its tensors is there. Raises CheckpointError where it is not what the
-    hub said.
-    """
+    """A file of a hub checkpoint's tensors has arrived. Raises CheckpointError where it is not what the hub said."""
     tensors = checkpoint.tensors
     assert isinstance(tensors, dict)
     for name, info in read_safetensors_header(path, CheckpointError).items():

@@ -1,7 +1,7 @@
-"""Imports transformers without what no command of ours runs: distributed models, accelerate and the compiler.
+"""Imports transformers without parts that no command needs: distributed models, accelerate and the compiler.
 
-These tails take 75 MiB of a process (docs/log.md). For a process that is ours from its first line to its last: the
-command line, not `expertly.load` in somebody's program, who may distribute and compile what he likes.
+They take 75 MiB of a process (docs/log.md). This is for the command line, not for `expertly.load` in a user's program,
+which may distribute and compile models.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 _ABSENT = ("is_torch_distributed_available", "is_accelerate_available", "is_torch_flex_attn_available")
-"""What transformers asks before it imports these, once a process; each may be missing, says transformers."""
+"""Functions by which transformers checks, once a process, for these optional packages before it imports them."""
 
 _DYNAMO = "torch._dynamo"
 _INDEXING = "torch._dynamo._trace_wrapped_higher_order_op"
 
 
 def import_lean() -> None:
-    """Import transformers so. Does nothing where it has been imported by now."""
+    """Import transformers without these parts. Does nothing where it is already imported."""
     if "transformers" in sys.modules or _DYNAMO in sys.modules:
         return
     importlib.import_module("transformers.utils")
@@ -39,7 +39,7 @@ def import_lean() -> None:
 
 
 class _PutOff(types.ModuleType):
-    """Stands for a module until something else is asked of it than what is `given`: then that is imported."""
+    """A placeholder for a module with the attributes in `given`; any other attribute imports the real module."""
 
     def __init__(self, name: str, given: dict[str, Callable[..., Any]], folder: Path | None = None) -> None:
         super().__init__(name)
@@ -65,5 +65,5 @@ def _no(*_: Any, **__: Any) -> bool:
 
 
 def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
-    """Of decorators that tell something to the compiler."""
+    """Takes the place of decorators that only inform the compiler."""
     return _as_it_is if function is None else function

@@ -1,6 +1,6 @@
-"""Loads the dense part of a packed store as an ordinary transformers model whose experts are somewhere else.
+"""Loads the dense part of a packed store as an ordinary transformers model; its experts are computed by a `Runtime`.
 
-What people do with an ordinary model and this one cannot do is refused with the reason, or made harmless.
+Methods of an ordinary model that cannot work without its experts are refused with the reason, or made harmless.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from expertly.core.errors import NAN_REASONS, CheckpointError, ConfigError, ModelUseError, NanError, StoreError
+from expertly.core.errors import CheckpointError, ConfigError, ModelUseError, StoreError
 from expertly.model import generation, hooks
 from expertly.model.batching import bounded_config, refuse_compiled
 from expertly.model.structure import Unvalued, find_experts, model_class_of, read_config
@@ -48,10 +47,11 @@ def load_dense(
 ) -> Any:
     """The model of a packed store in evaluation mode, its dense weights on `device` in `dtype`, guarded.
 
-    Its class is a subclass of the family's own, under the same name. Experts modules have no weights (biases stay)
-    and call `runtime`; nothing global changes, so other models in the process are not affected.
-    Raises StoreError where the store's experts are not those that its config makes, CheckpointError naming the
-    tensors where one is missing or has another shape.
+    Its class is a subclass of the family's own, with the same name. Experts modules have no weights (biases stay) and
+    call `runtime`. Nothing global changes, so other models in the process are not affected.
+
+    Raises StoreError where the store's experts are not those of its config, CheckpointError naming the tensors that are
+    missing or have another shape.
     """
     folder = os.fspath(store_folder)
     config = read_config(folder)
@@ -66,7 +66,7 @@ def load_dense(
                 dtype=dtype,
                 experts_implementation=hooks.IMPLEMENTATION,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, in our words
+                ignore_mismatched_sizes=True,  # `_check_report` raises our own error
                 local_files_only=True,
             )
     except (OSError, SafetensorError) as error:
@@ -78,7 +78,7 @@ def load_dense(
     for layer, site in enumerate(manifest.sites):
         hooks.bind(model.get_submodule(site), layer, runtime)
     hooks.attach(model, manifest.sites, runtime)
-    model._expertly_is_sealed = True
+    model._expertly_runtime, model._expertly_is_sealed = runtime, True
     return model
 
 
@@ -94,7 +94,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
 
 @contextlib.contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """transformers draws them on anything, a terminal or not."""
+    """transformers draws progress bars even where there is no terminal."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -105,7 +105,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _strippable(original: type[PreTrainedModel], manifest: Manifest) -> Any:
-    """A subclass that looks like `original`, is guarded, and drops its experts' weights as soon as it is built."""
+    """A subclass under `original`'s name that is guarded and drops its experts' weights as soon as it is built."""
 
     @functools.wraps(original.__init__)
     def __init__(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
@@ -113,19 +113,19 @@ def _strippable(original: type[PreTrainedModel], manifest: Manifest) -> Any:
             original.__init__(self, config, *args, **kwargs)
         _strip(self, manifest)
 
-    ignored = [".*"]  # a store holds what its source held beside the model, too
+    ignored = [".*"]  # a store also has the checkpoint's tensors that are not of the model
     return hooks.look_alike(original, GuardedModel, __init__=__init__, _keys_to_ignore_on_load_unexpected=ignored)
 
 
 def _strip(model: PreTrainedModel, manifest: Manifest) -> None:
-    """Drop the experts' weights of a model on the meta device, so that they are neither looked for nor initialised."""
+    """Drop the experts' weights of a model on the meta device, so that loading neither expects nor initialises them."""
     sites = find_experts(model, manifest.layers[0].itemsize)
     if tuple(site.name for site in sites) != tuple(manifest.sites):
         raise StoreError(f"{manifest.source}: its store has other MoE layers than its config makes; pack it again")
     for site, packed in zip(sites, manifest.layers, strict=True):
         if site.geometry != packed.unquantised():
             raise StoreError(f"{site.name}: the store holds {packed}, its config makes {site.geometry}; pack it again")
-        # Initialisers look at weights by name: of the experts here, of switch's experts in their parent.
+        # transformers' initialisers access these weights by name: in the module itself, of switch in its parent.
         hooks.strip(model, site)._is_hf_initialized = True
         if not site.is_fused:
             parent: Any = model.get_submodule(site.name.rpartition(".")[0])
@@ -157,19 +157,16 @@ _ELSEWHERE = "this model's experts are not in it, they come and go behind it"
 class GuardedModel:
     """Mixed in before the model's own class."""
 
-    _expertly_is_sealed = False  # while it is loaded it may be moved and cast
+    _expertly_is_sealed = False  # only a loaded model refuses to be moved and cast
+    _expertly_runtime: hooks.Runtime
 
     # -- what it computes ------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises NanError where the head makes NaN of what is none: what comes before it is the runtime's."""
+        """Raises NanError where the head gives NaN."""
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        logits = getattr(output, "logits", None)
-        # A NaN in the head is one in every row; a single row may be padding.
-        if not isinstance(logits, torch.Tensor) or not math.isnan(logits[..., -1, :].sum()):
-            return output
-        if bool(logits.isnan().any(dim=-1).all()):
-            raise NanError(f"the model's head gave NaN: {NAN_REASONS}")
+        if isinstance(logits := getattr(output, "logits", None), torch.Tensor):
+            self._expertly_runtime.check_logits(logits)
         return output
 
     # -- a model without experts must not be written ---------------------------------------------------------
@@ -184,9 +181,8 @@ class GuardedModel:
         raise ModelUseError(f"pickling: {_ELSEWHERE} (files, threads, slots): load it again where it is needed")
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        """Dense weights are copied, everything of expertly (runtime, statistics) is shared.
-
-        The copy keeps the original alive: when that goes, the runtime closes.
+        """Copies dense weights and shares all of expertly's (runtime, statistics). The copy keeps the original alive,
+        because the runtime closes when that is freed.
         """
         duplicate = self.__class__.__new__(self.__class__)
         memo[id(self)] = duplicate
@@ -201,13 +197,13 @@ class GuardedModel:
     # -- device and dtype are those of the slots -------------------------------------------------------------
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
-        """What `to`, `half`, `cuda` and their like come to: `self` where nothing would change."""
+        """Called by `to`, `half`, `cuda` and similar methods. Returns `self` where nothing would change."""
         if not self._expertly_is_sealed:
             return super()._apply(fn, recurse)  # type: ignore[misc]
         weight = torch.empty(1, 2, 2, 2, dtype=self.dtype, device=self.device)
         wanted = "elsewhere"
-        here = torch.accelerator.device_index(self.device.index)  # "cuda" without a number is the model's own
-        with contextlib.suppress(RuntimeError, AssertionError), here:  # a device that is not there
+        here = torch.accelerator.device_index(self.device.index)  # so that "cuda" means the model's own device
+        with contextlib.suppress(RuntimeError, AssertionError), here:  # the device does not exist
             made = fn(weight)
             if made is weight:
                 return self
@@ -236,12 +232,12 @@ class GuardedModel:
         raise ModelUseError(f"compile: {_ELSEWHERE}, which cannot be traced; call the model as it is")
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        return False  # a static cache works, uncompiled
+        return False  # else generate() compiles for a static cache, which works without
 
     def init_continuous_batching(
         self: Any, generation_config: Any = None, continuous_batching_config: Any = None, **kwargs: Any
     ) -> Any:
-        """As upstream's, with a bounded cache where none is asked for, and no CUDA graphs."""
+        """transformers' method, with a bounded cache unless the caller gives one, and without CUDA graphs."""
         refuse_compiled(generation_config or self.generation_config, continuous_batching_config)
         config = bounded_config(continuous_batching_config, kwargs.get("workload_hints"))
         return super().init_continuous_batching(  # type: ignore[misc]

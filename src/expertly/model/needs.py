@@ -1,4 +1,4 @@
-"""What a model would need, from its config and the headers of its weights: no weight is read or downloaded."""
+"""The memory and disk that a model needs, from its config and headers alone: no weight is read or downloaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from expertly.store.packed import PackedStore, is_packed_store
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """A checkpoint's own bytes. `experts_nbytes` is None where nobody can tell them from the rest."""
+    """A checkpoint's own bytes. `experts_nbytes` is None where experts cannot be distinguished from the rest."""
 
     nbytes: int
     experts_nbytes: int | None
@@ -40,20 +40,20 @@ class StoredWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """Of a model as it runs: computed in `dtype`, its experts stored in that or in a weight format."""
+    """A model's sizes when it runs: computed in `dtype`, with experts in that or in a weight format."""
 
     name: str
     model_type: str
     dtype: str
     layers: tuple[LayerGeometry, ...]
     dense_nbytes: int
-    dense: DenseShape  # read by a token
-    dense_by_format: dict[str, int]  # bytes in each format that linear layers are kept in, or dtype
-    decoded_dense_nbytes: int  # on a device that does not compute with these formats
+    dense: DenseShape  # bytes that a token's pass reads
+    dense_by_format: dict[str, int]  # bytes by weight format (of linear layers) or dtype
+    decoded_dense_nbytes: int  # on a device without kernels for weight formats
     config: dict[str, Any]  # with the defaults of its family
-    stored: StoredWeights | None  # None: there is a config alone
+    stored: StoredWeights | None  # None: only a config exists
     is_packed: bool
-    refused: str | None  # why it cannot be packed
+    refused: str | None  # the reason why it cannot be packed
     rounding: Rounding | None = None  # of a packed store
 
     @property
@@ -66,9 +66,8 @@ class ModelNeeds:
 
 
 def needs_of(model: str | None, dtype: str | None = None) -> ModelNeeds:
-    """Of a checkpoint folder, a packed store, a folder with a config.json alone, the file itself, or a hub id.
-
-    Raises CheckpointError or UnsupportedModelError with the reason, as packing would.
+    """The needs of a checkpoint folder, a packed store, a config.json or a folder with only that, or a hub id. Raises
+    CheckpointError or UnsupportedModelError with the reason, as packing would.
     """
     name = "demo" if model is None else str(model)
     path = Path(name).expanduser()
@@ -162,8 +161,8 @@ def _of_config(
 def _bare_model(
     source: Path | PreTrainedConfig, dtype: str, formats: Mapping[str, str]
 ) -> tuple[dict[str, Any], Any, Sequence[ExpertsSite]]:
-    """The config with its defaults, the model on the meta device without its experts' weights, and where they were.
-    `formats`: that linear layers are kept in.
+    """The config with its defaults, the model on the meta device without its experts' weights, and their sites.
+    `formats`: weight formats of linear layers, by path.
     """
     config = source if isinstance(source, PreTrainedConfig) else read_config(source)
     model = build_meta_model(config, getattr(torch, dtype))

@@ -1,6 +1,6 @@
-"""The routers of a loaded model: found by watching one forward pass, then watched, or asked about any hidden states.
+"""The routers of a loaded model: found by one forward pass, then hooked, or called with any hidden states.
 
-Families return different things from their routers, in different orders and versions, so nothing is looked up by name.
+Routers return different things in different families and versions, so nothing is looked up by name.
 T tokens, H hidden, E experts, K top-k.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,8 +22,8 @@ from expertly.model import hooks
 Scoring = Literal["softmax", "sigmoid"]
 Ran = Callable[[int, torch.Tensor, torch.Tensor], None]
 
-_NUM_PROBED = 64  # tokens of the pass that shows the routers
-_NUM_COMPARED = 3  # rows, to see whether a router can be asked by itself
+_NUM_PROBED = 64  # tokens of the pass that finds the routers
+_NUM_COMPARED = 3  # rows with which a router is called again, to see whether it gives the same logits
 _TOLERANCE = 0.02  # of logits and sums in bfloat16
 
 _CANNOT = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
@@ -40,15 +40,15 @@ class _RouterCall:
     parts: list[Any]  # of its output
 
 
-class RouterTap:
-    """One layer's router: watch it run, or ask it about other hidden states."""
+class HookedRouter:
+    """One layer's router: hook it, or call it with other hidden states."""
 
     def __init__(self, layer: int, call: _RouterCall, position: int, scoring: Scoring, is_normalised: bool) -> None:
         self.layer = layer
         self.scoring = scoring
         self.hidden_size: int = call.inputs.shape[-1]
         self.can_look_ahead = False
-        """Can it be asked about hidden states that are not its own? Some routers need more than these."""
+        """Whether it can be called with hidden states alone. Some routers need more."""
         self._module = call.module
         self._position = position
         self._is_normalised = is_normalised
@@ -72,7 +72,9 @@ class RouterTap:
             self._handle = None
 
     def logits(self, router_input: torch.Tensor) -> torch.Tensor:
-        """[T, E] of hidden states [T, H], its other arguments as they last were. Watchers are not told."""
+        """Logits [T, E] for hidden states [T, H], with its other arguments as in the last pass.
+        Hooks are not called.
+        """
         with torch.no_grad():
             output = self._module.forward(router_input, *self._args, **self._kwargs)
         return _rows(_parts_of(output)[self._position])
@@ -91,31 +93,18 @@ class RouterTap:
         return self.normalised(self.logits(router_input))
 
 
-def attach_all(taps: Iterable[RouterTap | None], ran: Ran) -> None:
-    """Watch the routers of these layers; None: a layer without one."""
-    for tap in taps:
-        if tap is not None:
-            tap.attach(ran)
-
-
-def detach_all(taps: Iterable[RouterTap | None]) -> None:
-    for tap in taps:
-        if tap is not None:
-            tap.detach()
-
-
-def find_routers(model: PreTrainedModel, layers: Sequence[LayerGeometry]) -> list[RouterTap | None]:
+def find_routers(model: PreTrainedModel, layers: Sequence[LayerGeometry]) -> list[HookedRouter | None]:
     """The router of each MoE layer of a loaded model; None where no module beside the experts is one.
 
-    A router is the module whose output holds the choice that the experts received; its logits are the [T, E] beside
-    it. Else it is the outermost module fed what the experts were fed whose output is [T, E]. The runtime is not told
-    of the forward pass that shows it.
+    A router is the module whose output contains the choice that the experts received; its logits are the [T, E] in the
+    same output. Otherwise it is the outermost module with the experts' input whose output is [T, E]. The forward pass
+    that finds them is not told to the runtime.
     """
     blocks = _watch_blocks(model)
     return [_find(layer, blocks[layer], one.num_experts) for layer, one in enumerate(layers)]
 
 
-def _find(layer: int, block: _Block, num_experts: int) -> RouterTap | None:
+def _find(layer: int, block: _Block, num_experts: int) -> HookedRouter | None:
     if not block.has_run:
         return None
     found = [call for call in block.calls.values() if any(_is_same(part, block.choice) for part in call.parts)]
@@ -128,14 +117,16 @@ def _find(layer: int, block: _Block, num_experts: int) -> RouterTap | None:
             logits = _rows(call.parts[position]).float()
             is_normalised = bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < _TOLERANCE).all())
             scoring: Scoring = "softmax" if is_normalised else _scoring(logits, block.index, block.weights)
-            tap = RouterTap(layer, call, position, scoring, is_normalised)
-            tap.can_look_ahead = _can_look_ahead(tap, _rows(call.inputs), logits)
-            return tap
+            router = HookedRouter(layer, call, position, scoring, is_normalised)
+            router.can_look_ahead = _can_look_ahead(router, _rows(call.inputs), logits)
+            return router
     return None
 
 
 def _logits_position(parts: list[Any], block: _Block, num_experts: int) -> int | None:
-    """Of the [T, E] floats; where K is E, rather not the weights that the experts received."""
+    """The position of the logits [T, E] in a router's output. Where K = E the experts' weights have that shape, too,
+    and are taken last.
+    """
     num_elements = block.hidden.shape[0] * num_experts
     found = [
         i
@@ -149,7 +140,7 @@ def _logits_position(parts: list[Any], block: _Block, num_experts: int) -> int |
 
 
 def _scoring(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Scoring:
-    """Which of the two explains the experts' weights? The usual one where neither does."""
+    """The scoring that explains the experts' weights; softmax where neither does."""
     tolerance = 1e-3 if weights.dtype == torch.float32 else 1e-2
     is_chosen = index < logits.shape[-1]
     index, weights = index.clamp(max=logits.shape[-1] - 1), weights.float()
@@ -164,10 +155,10 @@ def _scoring(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -
     return "sigmoid" if of_sigmoid < tolerance and of_sigmoid < error(logits.softmax(-1)) else "softmax"
 
 
-def _can_look_ahead(tap: RouterTap, inputs: torch.Tensor, logits: torch.Tensor) -> bool:
-    """Asked about some of the rows it saw, does it answer as it did?"""
+def _can_look_ahead(router: HookedRouter, inputs: torch.Tensor, logits: torch.Tensor) -> bool:
+    """Whether it gives the same logits again for some of its rows."""
     try:
-        answer = tap.logits(inputs[:_NUM_COMPARED]).float()
+        answer = router.logits(inputs[:_NUM_COMPARED]).float()
     except _CANNOT:
         return False
     expected = logits[:_NUM_COMPARED]
@@ -179,15 +170,15 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_same(part: Any, other: Any) -> bool:
-    """The same values in the same order, whatever the shape?"""
+    """Whether both have the same values in the same order, in any shapes."""
     if not isinstance(part, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     return part.numel() == other.numel() and torch.equal(part.reshape(-1).to(other.dtype), other.reshape(-1))
 
 
 class _Block:
-    """What ran beside the experts of one layer in a pass, and what these were called with. A runtime without experts:
-    every expert's output is zero.
+    """Notes the modules beside the experts of one layer that ran in a pass, and the experts' arguments. It is these
+    experts' runtime meanwhile, and returns zeros.
     """
 
     choice: Any = None  # as the block passes it: ids, or a mask
@@ -215,7 +206,7 @@ class _Block:
 
 
 def _watch_blocks(model: PreTrainedModel) -> list[_Block]:
-    """One forward pass of a loaded model over a few tokens of its vocabulary, by layer. Its runtime is not told."""
+    """Run one forward pass of a loaded model over a few tokens of its vocabulary. One _Block for each MoE layer."""
     paths = {module: path for path, module in model.named_modules()}
     blocks = []
     with torch.no_grad(), hooks.unannounced(model), contextlib.ExitStack() as undone:
@@ -235,7 +226,7 @@ def _watch_blocks(model: PreTrainedModel) -> list[_Block]:
         embedding: Any = model.get_input_embeddings()
         token_ids = torch.linspace(0, embedding.num_embeddings - 1, _NUM_PROBED).long().unsqueeze(0).to(model.device)
         decoder: dict[str, Any] = {"decoder_input_ids": token_ids} if model.config.is_encoder_decoder else {}
-        model(input_ids=token_ids, use_cache=False, **decoder)
+        model.forward(input_ids=token_ids, use_cache=False, **decoder)  # not the call, which would check logits for NaN
     return blocks
 
 

@@ -1,4 +1,6 @@
-"""Packs a model of the hub shard by shard, each deleted once packed: disk is needed for one model and a shard."""
+"""Packs a model of the hub shard by shard and deletes each packed shard, so that the disk holds one
+model and a shard.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ from expertly.store.writer import Progress, StoreWriter, begun_codec, partial_fo
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """What is packed at once: a layer's experts, or the dense tensors that are made of the same files."""
+    """A unit of packing: a layer's experts, or (`layer` None) the dense tensors that come from the same files."""
 
     files: frozenset[str]
     layer: int | None
-    number: int = 0  # of a dense part
+    number: int = 0  # of the dense part
     specs: tuple[TensorSpec, ...] = ()
 
 
@@ -39,10 +41,10 @@ def pack_streamed(
 ) -> PackedStore:
     """The packed store of the hub's model `name`, at `folder` or in the cache folder, where loading `name` finds it.
 
-    What the hub's own cache has is read from there and stays. Goes on where an interrupted one of the same weights
-    ended. `codec` "auto" is that of a store that is there or was begun, else "none": to measure takes weights.
-    Raises CheckpointError for the model, StoreError for the disk, before anything large is downloaded where there is no
-    room.
+    Files in the hub's own cache are read there and stay. Continues where an interrupted packing of the same weights
+    ended. `codec` "auto" is the codec of an existing or unfinished store, else "none": measuring would need weights.
+    Raises CheckpointError for the model, StoreError for the disk; if it is too small, before large files are
+    downloaded.
     """
     check_codec(codec)
     if local_folder(name) is not None:
@@ -89,7 +91,7 @@ class _Stream:
         }
 
     def _plan_units(self) -> list[_Unit]:
-        """In the order in which they can be packed as files come in by name."""
+        """The units in the order in which they can be packed when files arrive by name."""
         packing = self._packing
         units = [_Unit(packing.files_of_layer(layer), layer) for layer in range(len(packing.layers))]
         by_files: dict[frozenset[str], list[TensorSpec]] = {}
@@ -135,14 +137,14 @@ class _Stream:
         arrived(self._checkpoint, self._here / name)
 
     def _delete_unneeded(self, left: Sequence[_Unit]) -> None:
-        """Shards of which everything is packed; what the hub's cache has loses its link alone."""
+        """Delete shards whose tensors are all packed. Of a file in the hub's cache only the link is deleted."""
         needed = frozenset().union(*(unit.files for unit in left))
         for name in self._hub.weights:
             if name not in needed:
                 (self._here / name).unlink(missing_ok=True)
 
     def _check_space(self, folder: Path) -> None:
-        """Before a shard is downloaded: is there room for the store, and for the shards that lie beside it?"""
+        """Raise StoreError, before a shard is downloaded, without room for the store and the shards beside it."""
         packing, files = self._packing, self._hub.files
         left, held, most = list(self._units), set[str](), 0
         for unit in self._units:

@@ -1,6 +1,6 @@
-"""What a model is made of: its config and class, where its experts are and their shape, the bytes of the rest.
+"""The structure of a model: its config and class, the place and shape of its experts, the bytes of the rest.
 
-Worked out from the model itself, not from a table of families.
+It is found in the model itself, not in a table of families.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _WRONG_UPSTREAM = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSite:
-    """One experts module: where it is, how its weights are laid out upstream, and its geometry.
+    """One experts module: its path, the layout of its weights in transformers, and its geometry.
 
-    Fused (`is_fused`): parameters `{name}.{weight_names[i]}` of all experts, `[E, 2I, H]` and `[E, H, I]`
+    Fused (`is_fused`): two parameters `{name}.{weight_names[i]}` of all experts, `[E, 2I, H]` and `[E, H, I]`
     (`is_transposed`: `[E, H, 2I]` and `[E, I, H]`; without a gate I for 2I). `is_concatenated`: gate rows, then up
-    rows; else interleaved gate 0, up 0, gate 1, ... Not fused: a module per expert, `expert_weight_names(e)`.
+    rows; else interleaved gate 0, up 0, gate 1, ... Not fused: a module for each expert, `expert_weight_names(e)`.
     """
 
     name: str  # module path, e.g. model.layers.3.mlp.experts
@@ -48,12 +48,11 @@ class ExpertsSite:
     is_transposed: bool
     is_concatenated: bool
     has_gate: bool
-    has_bias: bool
     weight_names: tuple[str, str]  # ("gate_up_proj", "down_proj"), ("up_proj", "down_proj"); not fused: ("wi", "wo")
     is_fused: bool = True
 
     def expert_weight_names(self, expert: int) -> tuple[str, str]:
-        """Full names of the parameters that hold one expert: where experts are not fused its own, up `[I, H]` and down
+        """Full names of the parameters that hold an expert; if experts are not fused, its own, up `[I, H]` and down
         `[H, I]`.
         """
         first, second = self.weight_names
@@ -82,7 +81,7 @@ def read_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class that `config.architectures` names, or the family's language model. Raises UnsupportedModelError where
-    there is none, or one that must not run.
+    there is none, or where transformers computes it wrongly.
     """
     reason = _WRONG_UPSTREAM.get(config.model_type)
     if reason is not None:
@@ -105,9 +104,9 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModelError:
 
 
 class Unvalued(TorchFunctionMode):
-    """While a model is made or probed on the meta device: random values of its weights, which have none, are not drawn;
-    what others are computed from, to be dropped by `drop_values`, and what linear layers give, zeros, is on the CPU.
-    On the meta device torch does all this in Python, for which it imports 35 MiB.
+    """A mode in which a model is made or probed on the meta device without torch's Python implementations of meta
+    operations, whose import takes 35 MiB: weights are not initialised, `arange` and (as zeros) the results of linear
+    layers are on the CPU. `drop_values` moves to the meta device what was computed on the CPU.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,7 +126,7 @@ _DRAWS = torch.Tensor.normal_, torch.Tensor.uniform_
 
 
 def drop_values(model: nn.Module) -> None:
-    """What was computed of a model on the meta device goes there, too."""
+    """Move buffers and parameters that are not on the meta device there."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -140,10 +139,10 @@ def drop_values(model: nn.Module) -> None:
 def build_meta_model(
     source: str | os.PathLike[str] | PreTrainedConfig, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """The model of a checkpoint folder or config on the meta device: names, shapes and dtypes, no bytes. `dtype`: of
-    its parameters, as from_pretrained makes it.
+    """The model of a checkpoint folder or config on the meta device: names, shapes and dtypes, no values. `dtype`: of
+    its parameters.
 
-    Raises CheckpointError for a config that does not make a model, UnsupportedModelError for one we do not run.
+    Raises CheckpointError for a config that makes no model, UnsupportedModelError for a family that does not run.
     """
     config = source if isinstance(source, PreTrainedConfig) else read_config(source)
     model_class = model_class_of(config)
@@ -165,7 +164,7 @@ def build_meta_model(
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Was its class decorated by use_experts_implementation (it then has a flag and an `_apply_gate`), or switch's?"""
+    """Whether its class is switch's, or was decorated by use_experts_implementation, which adds `_apply_gate`."""
     is_decorated = hasattr(module, "is_transposed") and hasattr(module, "config")
     return _is_switch(module) or (is_decorated and hasattr(type(module), "_apply_gate"))
 
@@ -177,8 +176,8 @@ def _is_switch(module: nn.Module) -> bool:
 def find_experts(meta_model: PreTrainedModel, itemsize: int) -> list[ExpertsSite]:
     """Every experts module of `meta_model`, in layer order, for weights of `itemsize` bytes.
 
-    Raises UnsupportedModelError, naming the family and what is supported, where there are none or one of them
-    computes something that slots cannot.
+    Raises UnsupportedModelError, naming the family and what is supported, where there is none, or one computes
+    something that the kernels do not.
     """
     modules = [(name, module) for name, module in meta_model.named_modules() if _is_experts(module)]
     if not modules:
@@ -194,7 +193,7 @@ def _no_experts_error(model_type: str, class_names: Iterable[str]) -> Unsupporte
 
 
 def _has_interface_experts(model_class: type[PreTrainedModel]) -> bool:
-    """Does the family's modeling file hold a class on the experts interface, or switch's?"""
+    """Whether the family's modeling file has a class on the experts interface, or switch's."""
     members = vars(sys.modules[model_class.__module__]).items()
     return any(hasattr(found, "_apply_gate") or name == "SwitchTransformersExperts" for name, found in members)
 
@@ -205,7 +204,7 @@ def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int) -> Expe
         first = next(iter(module.children()))
         width, hidden = first.wi.weight.shape
         geometry = LayerGeometry(len(module), 1, hidden, width, 2, itemsize)
-        return ExpertsSite(name, geometry, False, True, False, False, ("wi", "wo"), is_fused=False)
+        return ExpertsSite(name, geometry, False, True, False, ("wi", "wo"), is_fused=False)
     if getattr(module, "has_post_expert_norm", False):
         raise _unsupported(model_type, f"{name} normalises each expert's output, which is not supported")
     has_gate = getattr(module, "has_gate", True)
@@ -231,17 +230,16 @@ def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int) -> Expe
         is_transposed=is_transposed,
         is_concatenated=getattr(module, "is_concatenated", True),
         has_gate=has_gate,
-        has_bias=getattr(module, "has_bias", False),
         weight_names=weight_names,
     )
 
 
 class _Probed(Exception):
-    """Ends a probe of a block; its `args` are what the block called its experts with."""
+    """Ends the probe of a block. Its `args` are those with which the block called its experts."""
 
 
 def _top_k(model: PreTrainedModel, name: str, experts: nn.Module, num_experts: int, hidden: int) -> int:
-    """K, from what the parent block passes to its experts; else from what the block calls K."""
+    """K: the width of the ids that the parent block passes to its experts, else an attribute of the block."""
     parent = model.get_submodule(name.rpartition(".")[0])
 
     def stop(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -250,7 +248,7 @@ def _top_k(model: PreTrainedModel, name: str, experts: nn.Module, num_experts: i
     handle = experts.register_forward_pre_hook(stop)
     x = torch.empty(1, 2, hidden, device="meta", dtype=next(parent.parameters()).dtype)
     try:
-        for way in (Unvalued(), contextlib.nullcontext()):  # some routers have buffers on the meta device
+        for way in (Unvalued(), contextlib.nullcontext()):  # some routers need all tensors on the meta device
             try:
                 with torch.no_grad(), way:
                     parent(x)
@@ -271,11 +269,10 @@ def _top_k(model: PreTrainedModel, name: str, experts: nn.Module, num_experts: i
 
 
 def dense_shape(model: PreTrainedModel) -> DenseShape:
-    """Bytes of weights outside the experts that one token's pass through a loaded model reads: the mean over its MoE
-    layers' blocks, and the rest of the language model, the head included.
+    """Bytes of dense weights that a pass of one token reads: those of a layer that holds experts (`model.layers.3`), as
+    the mean over these layers, and those of the rest of the language model with its head.
 
-    A block is the layer that holds the experts (`model.layers.3`). A table of embeddings counts as one row unless
-    it is also the head; other weights count once, whichever token is fed.
+    A table of embeddings counts as one row unless it is also the head; other weights count once.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     blocks = [_block(paths[id(module)]) for module in experts_modules(model)]
@@ -295,7 +292,7 @@ def dense_shape(model: PreTrainedModel) -> DenseShape:
 
 
 def _tiles(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights that are kept in a format are no parameters."""
+    """Weights in a weight format: they are buffers, not parameters."""
     return ((name, one) for name, one in model.named_buffers() if name.endswith(".tiles"))
 
 

@@ -1,4 +1,4 @@
-"""Between tokens and text: characters as they become whole, and what a chat template may raise."""
+"""From tokens to text, character by character, and exceptions of chat templates."""
 
 from __future__ import annotations
 
@@ -11,34 +11,36 @@ import jinja2
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
-"""What a chat template may raise over messages that it was not written for."""
+"""Exceptions of a chat template for messages that it was not written for."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _MOST_HELD = 8
-"""Tokens that may come to one character: of UTF-8 it has four bytes, and a token one or more."""
+"""Tokens that may make one character: it has at most four bytes in UTF-8, and a token one or more."""
 
 Decode = Callable[[list[int]], str]
 
 
 class Decoder:
-    """Joined, what `add` and `end` give is what decoding all tokens at once gives; never a part of a character.
+    """Decodes tokens as they come. The texts of `add` and `end` together are the text of all tokens decoded at once,
+    and none ends within a character.
 
-    A token is decoded with the ones before it back to the last boundary: tokenizers drop or add a space at the start.
+    A token is decoded together with those before it back to the last boundary, because tokenizers drop or add a space
+    at the start.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._tokens: list[int] = []  # the first `_written` are context whose text is out
+        self._tokens: list[int] = []  # the text of the first `_written` has been returned
         self._written = 0
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that is certain now and was not before."""
+        """The text that these tokens complete."""
         self._tokens += tokens
         return self._advance(is_end=False)
 
     def end(self) -> str:
-        """What was held back: the start of a character that never ended."""
+        """The text that was held back: the beginning of a character without an end."""
         return self._advance(is_end=True)
 
     def _advance(self, is_end: bool) -> str:
@@ -48,7 +50,7 @@ class Decoder:
         if text.endswith(REPLACEMENT) and not is_end:
             if num_sure - self._written <= _MOST_HELD:
                 return ""
-            num_sure -= _MOST_HELD // 2  # no character, then; or one that only the last tokens began
+            num_sure -= _MOST_HELD // 2  # these are no character, except perhaps the last tokens
             sure = self._decode(self._tokens[:num_sure])
             text = sure if text.startswith(sure) else ""
         if len(text) <= len(before):
@@ -59,7 +61,7 @@ class Decoder:
 
 
 def bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
-    """Of one token, whose text alone is `text`: it may be a part of a character."""
+    """The bytes of one token, whose text by itself is `text`. They may be a part of a character."""
     if REPLACEMENT not in text:
         return text.encode()
     raw: str = tokenizer.convert_ids_to_tokens(token)
@@ -70,8 +72,8 @@ def bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
 
 
 class TextStreamer:
-    """A streamer for transformers' `generate`, which only calls `put` and `end`: writes the text of one sequence as it
-    is made, and notes when each token came.
+    """A streamer for transformers' `generate`, which calls `put` and `end`. Writes the text of a sequence as it comes,
+    and notes the time of each token.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class TextStreamer:
         self._show(self._decoder.add(ids))
 
     def end(self) -> None:
-        """Write what was held back: the start of a character that never ended."""
+        """Write the text that was held back."""
         self._show(self._decoder.end())
 
     def _show(self, text: str) -> None:

@@ -9,13 +9,9 @@ from math import ceil, inf
 
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.messages import Span
+from expertly.core.resources import MIN_DECODE_NBYTES, NUM_READERS
 
 NEVER_NS = 1 << 62
-
-NUM_READERS = 4
-
-MIN_JOB_NBYTES = 256 << 10
-"""Of weights. The engine cuts a span over so many readers, but not into less; each reads its part and decodes it."""
 
 _NOTHING_NS = 1e-3
 """Less than this is left of what is done: work is divided, times are whole nanoseconds."""
@@ -77,7 +73,7 @@ class DecodingDisk:
     def submit(self, span: Span, since_ns: int, nbytes: int, is_prefetch: bool) -> None:
         """Bring so many bytes of weights of a span; it waits from `since_ns` on."""
         self._advance(since_ns)
-        num = max(1, min(NUM_READERS, nbytes // MIN_JOB_NBYTES))
+        num = max(1, min(NUM_READERS, nbytes // MIN_DECODE_NBYTES))
         stored_nbytes = ceil(nbytes * self._costs.ratio)
         read_ns = self._disk.occupies_ns(stored_nbytes)
         decode_ns = round(nbytes / num / self._costs.decode_nbytes_per_s * 1e9)

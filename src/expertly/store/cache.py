@@ -1,4 +1,4 @@
-"""The cache folder: packed stores made at first use, by the identity of what they were made of."""
+"""The cache folder: packed stores, made at first use, under their checkpoint's identity."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from expertly.store.packed import is_packed_store, stored_ratio
 CACHE_VARIABLE = "EXPERTLY_CACHE"
 
 LEARNED = ("maps", "matrices", "reuse", "predictor", "choices")
-"""What is learned about a model, a file each beside its store: expert maps, activation matrices, reuse weights, a
-predictor, and what `expertly tune` chose.
-"""
+"""Files beside a model's store: expert maps, activation matrices, reuse weights, a predictor, the choices of `tune`."""
 
 _PLANES = "-planes"
 
@@ -43,21 +41,21 @@ def cache_folder() -> Path:
 
 
 def stores_folder(cache_dir: Path | None = None) -> Path:
-    """Where the cached stores are."""
+    """The folder of the cached stores."""
     return (cache_dir or cache_folder()) / "stores"
 
 
 def entry_folder(
     model_type: str, identity: str, stored_as: str, cache_dir: Path | None = None, codec: str = "none"
 ) -> Path:
-    """Where the store of a checkpoint in a dtype or format and a codec belongs."""
+    """The folder of a checkpoint's store in a dtype or weight format (`stored_as`) and a codec."""
     label = re.sub(r"[^A-Za-z0-9_-]", "_", model_type)[:40]
     return stores_folder(cache_dir) / f"{label}-{identity[:16]}-{stored_as}{_PLANES if codec == 'planes' else ''}"
 
 
 def learned_beside(folder: Path, kind: str) -> Path:
-    """The file of one kind of LEARNED about the model of a store; it may not exist. Stores of one model and dtype share
-    it, whatever their codec.
+    """The file of a kind of LEARNED for the model of a store; it may not exist. Stores of one model and dtype share it,
+    whatever their codec.
     """
     assert kind in LEARNED
     folder = folder.absolute()
@@ -66,7 +64,7 @@ def learned_beside(folder: Path, kind: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """A store in the cache, or what is left of one that was not finished or cannot be read (`problem`)."""
+    """A store in the cache, or one that is unfinished or cannot be read (`problem`)."""
 
     name: str
     folder: Path
@@ -76,8 +74,8 @@ class CacheEntry:
     model_type: str = ""
     dtype: str = ""
     codec: str = ""
-    ratio: float = 1.0  # stored bytes of experts / bytes that they are computed with
-    is_rounded: bool = False  # experts, from those of the checkpoint
+    ratio: float = 1.0  # stored bytes of experts / decoded bytes
+    is_rounded: bool = False  # expertly rounded the experts
 
 
 def list_entries(cache_dir: Path | None = None) -> list[CacheEntry]:
@@ -122,8 +120,8 @@ def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
 
 
 def make_room_for_this_version(folder: Path) -> None:
-    """Remove the cached store at `folder` where another version of expertly packed it, in a format of its own, so that
-    it is packed again. Raises StoreError where it cannot be removed.
+    """Remove the cached store at `folder` if it has another version's format, so that it is packed again. Raises
+    StoreError where it cannot be removed.
     """
     if is_packed_store(folder) and not Manifest.is_of_this_version(folder):
         logging.getLogger("expertly").warning("%s: packed by another version of expertly; packing again", folder)
@@ -132,7 +130,7 @@ def make_room_for_this_version(folder: Path) -> None:
 
 
 def _remove_folder(folder: Path) -> None:
-    # Under another name first: a removal that is interrupted must not leave a store that seems whole.
+    # Renamed first: an interrupted removal must not leave a folder that looks like a whole store.
     doomed = folder.with_name(f"{folder.name.removesuffix('.removed')}.removed")
     if doomed != folder:
         if doomed.exists():
@@ -160,7 +158,7 @@ def _entry(path: Path) -> CacheEntry:
 
 
 def _lock_of(folder: Path) -> int:
-    """Hold the lock of an unfinished store, so that it is not removed under a process that writes it."""
+    """Take the lock of an unfinished store: it must not be removed while a process writes it."""
     try:
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
     except OSError:

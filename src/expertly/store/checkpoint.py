@@ -1,4 +1,4 @@
-"""A checkpoint as it comes from the hub: its config, its tensors and where they lie, its identity."""
+"""A checkpoint as it comes from the hub: its config, where its tensors lie, and its identity."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor on disk. `dtype` is safetensors' name for it, in a GGUF file GGUF's, the same for floats."""
+    """A tensor on disk. `dtype` is safetensors' name, or in a GGUF file GGUF's; floats have the same names in both."""
 
     path: Path
     dtype: str
@@ -41,17 +41,17 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Opened checkpoint. No tensor is in memory; reads go through the page cache, never by mmap."""
+    """An opened checkpoint. No tensor is in memory; reads go through the page cache, never by mmap."""
 
     folder: Path  # or a GGUF file
-    config: Mapping[str, Any]  # config.json as it is
+    config: Mapping[str, Any]  # the contents of config.json
     tensors: Mapping[str, TensorRef]
     headers: Mapping[str, bytes]  # of each file, by name
     gguf: str = ""  # the architecture that a GGUF file names
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Read config, index and all headers. Raises CheckpointError naming the file and what is wrong with it."""
+        """Read config, index and all headers. Raises CheckpointError naming the file and the problem."""
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder")
         config = read_json_object(folder / "config.json", CheckpointError)
@@ -81,8 +81,8 @@ class Checkpoint:
     def identity(self) -> str:
         """SHA-256 over the config, each file's name, size and header, and a sample of each file's bytes.
 
-        The sample (64 blocks of 4 KiB spread over the file, or all of a file below 4 MiB) tells apart fine-tunings
-        of one model, whose headers are equal. Times and folder names do not enter.
+        The sample (64 blocks of 4 KiB spread over the file, or all of a file below 4 MiB) distinguishes fine-tunings of
+        one model, whose headers are equal. File times and folder names do not matter.
         """
         digest = hashlib.sha256()
 
@@ -127,7 +127,7 @@ class Checkpoint:
         return self._read(name, index * nbytes, nbytes)
 
     def read_chunks(self, name: str, chunk_nbytes: int = 8 << 20) -> Iterator[Bytes]:
-        """The bytes of a tensor; each chunk is only valid until the next."""
+        """The bytes of a tensor in chunks. A chunk is valid until the next one."""
         total = self.tensors[name].nbytes
         buffer = np.empty(min(chunk_nbytes, total), np.uint8)
         for start in range(0, total, chunk_nbytes):
@@ -142,27 +142,27 @@ class Checkpoint:
 
 
 _COUNTS = re.compile(r"(^|_)(num|n)_(\w+_)?(layer|expert)s?(_|$)|^(en|de)coder_layers$")
-"""Names of fields of a config that say how many parts a model is made of."""
+"""Names of config fields that count layers or experts."""
 
 _OF_EXPERTS = re.compile(r"expert|moe|_exps")
-"""In names of tensors that may hold many experts."""
+"""In names of tensors that hold many experts."""
 
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
 
 _FEW = 256
-"""Layers or experts that are built in no time, whatever tensors there are."""
+"""As many layers or experts are accepted for any tensors: building them takes no time."""
 
 _MOST_WITHOUT_WEIGHTS = 1024
-"""The same where there is a config alone: twice what released models have."""
+"""As many are accepted of a config without weights: twice what released models have."""
 
 
 def check_claims(
     path: Path, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None, failure: type[ExpertlyError]
 ) -> None:
-    """Refuse, before a model is built of it, a config with far more layers or experts than there are tensors for.
+    """Refuse a config with far more layers or experts than there are tensors, before a model is built from it.
 
-    `shapes`: of all tensors; None where there is a config alone. As many parts are accepted as there are numbers in
-    their names, or as the tensors of many experts hold. Raises `failure` naming the field.
+    `shapes`: of all tensors; None for a config without weights. The limit is how many different numbers the tensors'
+    names have, or how many experts one tensor holds. Raises `failure` naming the field.
     """
     if shapes is None:
         most, accepted = _MOST_WITHOUT_WEIGHTS, f"accepted without weights: at most {_MOST_WITHOUT_WEIGHTS}"
@@ -190,7 +190,7 @@ def _counts(config: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, f
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor name to file name; empty where the checkpoint is one file."""
-    if (folder / SINGLE_NAME).is_file():  # as transformers: before the index
+    if (folder / SINGLE_NAME).is_file():  # like in transformers, it has precedence over an index
         return {}
     path = folder / INDEX_NAME
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Choosing a codec by measuring, in a second, the disk that a store is on or goes to and a sample of its experts."""
+"""Chooses a codec by measuring, in a second, the disk of a store and how fast a sample of its experts is decoded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import numpy as np
 from expertly.core.errors import ConfigError, StoreError, TransferError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
-from expertly.core.resources import allowed_cpus, decoding_threads
+from expertly.core.resources import NUM_READERS, allowed_cpus, decoding_threads
 from expertly.core.units import format_nbytes, format_rate
 from expertly.store.cache import store_errors
 from expertly.store.checkpoint import Bytes
@@ -34,54 +34,52 @@ from expertly.store.frames import (
 )
 from expertly.store.reader import ExpertFile
 
-NUM_READERS = 4
-"""As many as an engine has."""
-
 _SECONDS = 0.3  # of each measurement
 _ATTEMPTS = 6
 _READ_NBYTES = 1 << 20
 _SCRATCH_NBYTES = 64 << 20
+_BLOCK_NBYTES = 16 << 20  # of a scratch file
 _PART_NBYTES = 2 << 20
 _NUM_PARTS = 4
 _NUM_PAGES = 32
 _PLACES_NBYTES = 16 << 20
 
 LEAST_GAIN = 1.10
-"""How much faster than `none` loads must be for `planes` to be chosen: what is measured in a second is not exact."""
+"""How much faster loads must be with `planes` than with `none`: a measurement of one second is not exact."""
 
 MIN_MEASURED_NBYTES = 64 << 20
-"""Of experts. Fewer are not worth measuring for: that takes longer than reading them all."""
+"""Nothing is measured for a model with fewer bytes of experts: reading them all takes less time."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecRates:
-    """What choosing between codecs takes, on one machine and for one model."""
+    """The measurements that decide between codecs, of one machine and one model."""
 
     ratio: float  # stored bytes / decoded bytes of experts in `planes`
     disk_nbytes_per_s: float
-    decode_nbytes_per_s: float  # of weights, by one thread while all threads decode
+    decode_nbytes_per_s: float  # decoded bytes, by one thread while all threads decode
     num_threads: int  # that decode at a time
 
 
 @dataclass(frozen=True, slots=True)
 class CodecChoice:
-    """A codec, and one sentence without a full stop that says why."""
+    """A codec and the reason, a sentence without a full stop."""
 
     codec: str
     why: str
 
 
 def expected_gain(rates: CodecRates) -> float:
-    """Time that loading takes with `none` / with `planes`, where reading and decoding overlap: the slower of the two
-    counts. One of several threads is left out: on a CPU computing takes its core.
+    """Loading time with `none` / with `planes`. Reading and decoding overlap, so the slower of the two counts. Of
+    several threads one is left out: the model computes on its core.
     """
     decode_s = 1 / (rates.decode_nbytes_per_s * max(1, rates.num_threads - 1))
     return (1 / rates.disk_nbytes_per_s) / max(rates.ratio / rates.disk_nbytes_per_s, decode_s)
 
 
 def choose_codec(rates: CodecRates) -> CodecChoice:
-    """`planes` where loads are expected to be at least a tenth faster with it, and decoding takes no more of the
-    processors than reading saves: where reads hide behind computing, computing would lose that.
+    """`planes` where loads are at least a tenth faster with it, and decoding takes no more processor time than shorter
+    reads save: where reads overlap computing, decoding would slow that down.
     """
     for name, value in dataclasses.asdict(rates).items():
         if not (math.isfinite(value) and value > 0):
@@ -105,7 +103,7 @@ def choose_codec(rates: CodecRates) -> CodecChoice:
 def choose_for(
     layers: Sequence[LayerGeometry], sample: Callable[[], Sample], disk_nbytes_per_s: Callable[[], float]
 ) -> CodecChoice:
-    """The codec for a model, by measuring, unless it is so small that reading all of it takes less time."""
+    """The codec for a model, by measuring, unless the model is too small for that."""
     nbytes = sum(layer.nbytes for layer in layers)
     if nbytes < MIN_MEASURED_NBYTES:
         return CodecChoice("none", f"{format_nbytes(nbytes)} of experts are too few for measuring to pay")
@@ -115,10 +113,10 @@ def choose_for(
 
 
 class Sample:
-    """Frames of some experts of a model, encoded: what its weights come to, and how fast they are decoded."""
+    """Encoded frames of some experts of a model, which tell its compression ratio and decoding speed."""
 
     def __init__(self, layer: LayerGeometry, experts: Iterable[Iterable[Bytes]]) -> None:
-        """`experts`: of `layer` or its like, in chunks. Of each the first 2 MiB are taken, or one frame where more."""
+        """`experts`: of `layer` or layers like it, in chunks. Takes the first 2 MiB of each, or one frame if longer."""
         self._frame_nbytes = layer.expert_nbytes // frames_per_expert(layer)
         self._itemsize = layer.itemsize
         encoder = FrameEncoder(self._frame_nbytes, layer.itemsize)
@@ -133,18 +131,19 @@ class Sample:
     def decode_nbytes_per_s(
         self, num_threads: int, seconds: float = _SECONDS, pick: Callable[[Iterable[float]], float] = max
     ) -> float:
-        """Decoded bytes, by one thread while `num_threads` decode. Of some attempts the best counts, because what other
-        processes take for a moment says nothing of later; or what you `pick`.
+        """Decoded bytes a second of one thread while `num_threads` decode. `pick` chooses among several attempts; the
+        best one excludes other processes' load.
 
-        Into memory that no cache holds, as slots are: cached memory is a fifth faster (docs/codec.md).
+        It decodes into memory that is in no processor cache, as slots are: cached memory is a fifth faster
+        (docs/codec.md).
         """
         decode = self._decoder(num_threads)
         return pick(sum(_rates(decode, num_threads, seconds / _ATTEMPTS)) for _ in range(_ATTEMPTS)) / num_threads
 
-    def read_processors(self, num_threads: int, paths: Iterable[Path], seconds: float = _SECONDS) -> float:
-        """How many processors `num_threads` decoding threads lose while these files are read as fast as the disk can:
-        the median of some attempts, with and without reads in turn. What a driver or a virtual machine's host takes
-        shows in no process's account, but in what decoding loses.
+    def read_processors(self, num_threads: int, paths: Iterable[Path]) -> float:
+        """How many of `num_threads` decoding threads' processors are lost while these files are read at full speed: the
+        median of some attempts, with and without reads in turn. The time that a driver or a virtual machine's host
+        takes shows in no process's account, only in slower decoding.
         """
         decode, found = self._decoder(num_threads), []
         with _opened(paths) as files:
@@ -154,13 +153,13 @@ class Sample:
                 return decode(number, until) if number < num_threads else read(number, until)
 
             for _ in range(_ATTEMPTS):
-                alone = sum(_rates(decode, num_threads, seconds / _ATTEMPTS))
-                beside = sum(_rates(both, num_threads + NUM_READERS, seconds / _ATTEMPTS)[:num_threads])
+                alone = sum(_rates(decode, num_threads, _SECONDS / _ATTEMPTS))
+                beside = sum(_rates(both, num_threads + NUM_READERS, _SECONDS / _ATTEMPTS)[:num_threads])
                 found.append(num_threads * (1 - beside / alone))
         return min(float(num_threads), max(0.0, statistics.median(found)))
 
     def _decoder(self, num_threads: int) -> Callable[[int, float], int]:
-        """What each of so many threads does; see `_rates`."""
+        """The work of a decoding thread; see `_rates`."""
         index = index_of(self._frames, self._frame_nbytes, self._itemsize)
         stored = [memoryview(frame.stored) for frame in self._frames]
         places = _places(self._frame_nbytes, num_threads)
@@ -178,7 +177,7 @@ class Sample:
 
 
 def sampled(layers: Sequence[LayerGeometry]) -> list[tuple[int, int]]:
-    """(layer, expert) of those that a sample is made of, over the whole model, from layers like the first."""
+    """(layer, expert) of a sample's experts: spread over the model's layers that are like the first."""
     alike = [number for number, layer in enumerate(layers) if layer == layers[0]]
     num = min(_NUM_PARTS, len(alike) * layers[0].num_experts)
     places = [part * len(alike) * layers[0].num_experts // num for part in range(num)]
@@ -186,7 +185,7 @@ def sampled(layers: Sequence[LayerGeometry]) -> list[tuple[int, int]]:
 
 
 def read_sample(layers: Sequence[LayerGeometry], frames: Sequence[FrameIndex]) -> Sample:
-    """Of a store that is there. Raises StoreError where it is damaged."""
+    """The sample of a compressed store. Raises StoreError where it is damaged."""
 
     def decoded(layer: int, expert: int) -> Iterator[Bytes]:
         with contextlib.closing(ExpertFile(frames[layer].path)) as file:
@@ -199,8 +198,8 @@ def read_sample(layers: Sequence[LayerGeometry], frames: Sequence[FrameIndex]) -
 
 
 def disk_rate_at(folder: Path) -> float:
-    """Bytes a second that reads come at, of 1 MiB and several in flight, from a new file in `folder`, or in the nearest
-    folder above it that exists.
+    """Bytes a second of reads of 1 MiB, several in flight, from a new file in `folder` or its nearest parent that
+    exists.
 
     Raises StoreError where no file can be written there, TransferError where it cannot be read.
     """
@@ -208,24 +207,24 @@ def disk_rate_at(folder: Path) -> float:
     path = place / f".expertly-{os.getpid()}-{threading.get_ident()}.scratch"
     try:
         with store_errors(place, "writing a file to measure the disk with"):
-            _write_scratch(path)
+            write_scratch(path, _SCRATCH_NBYTES)
         with _opened([path]) as files:
-            path.unlink()  # while it is open: nothing is left of a process that is killed
+            path.unlink()  # while it is open: a process that is killed leaves no file
             return sum(_rates(_reader(files), NUM_READERS, _SECONDS))
     finally:
         path.unlink(missing_ok=True)
 
 
 def disk_rate_of(paths: Iterable[Path]) -> float:
-    """The same from files that are there. Raises StoreError where they cannot be opened, TransferError where they
-    cannot be read.
+    """Bytes a second of reads of 1 MiB, several in flight, from existing files. Raises StoreError where they cannot be
+    opened, TransferError where they cannot be read.
     """
     with _opened(paths) as files:
         return sum(_rates(_reader(files), NUM_READERS, _SECONDS))
 
 
 def disk_latency_ns_of(paths: Iterable[Path]) -> int:
-    """How long the reading of a page takes by itself, from files that are there. Raises as `disk_rate_of`."""
+    """How long one read of a page takes, from existing files. Raises as `disk_rate_of`."""
     with _opened(paths) as files:
         places = [(file, at) for file, nbytes in files for at in range(0, nbytes, _READ_NBYTES)]
         buffer = memoryview(mmap.mmap(-1, PAGE_NBYTES))
@@ -240,7 +239,7 @@ def disk_latency_ns_of(paths: Iterable[Path]) -> int:
 
 @contextlib.contextmanager
 def _opened(paths: Iterable[Path]) -> Iterator[list[tuple[ExpertFile, int]]]:
-    """Files and the bytes of whole pages in them."""
+    """The opened files, each with the bytes of its whole pages."""
     with contextlib.ExitStack() as stack:
         files = []
         for path in paths:
@@ -250,8 +249,8 @@ def _opened(paths: Iterable[Path]) -> Iterator[list[tuple[ExpertFile, int]]]:
 
 
 def _reader(files: Sequence[tuple[ExpertFile, int]]) -> Callable[[int, float], int]:
-    """What a thread that reads does; see `_rates`. All of them end early when all has been read: what is read twice may
-    come from some cache.
+    """The work of a reading thread; see `_rates`. All threads end when everything has been read once: a second read may
+    come from a cache.
     """
     places = [
         (file, at, min(_READ_NBYTES, nbytes - at)) for file, nbytes in files for at in range(0, nbytes, _READ_NBYTES)
@@ -271,7 +270,7 @@ def _reader(files: Sequence[tuple[ExpertFile, int]]) -> Callable[[int, float], i
 
 
 def _rates(work: Callable[[int, float], int], num_threads: int, seconds: float) -> list[float]:
-    """Bytes a second of each thread, over the time that all take. `work(number, until)` returns the bytes it did."""
+    """Bytes a second of each thread, over the time of all. `work(number, until)` returns the bytes it has done."""
     done = [0] * num_threads
     errors: list[Exception] = []
 
@@ -294,7 +293,7 @@ def _rates(work: Callable[[int, float], int], num_threads: int, seconds: float) 
 
 
 def _places(frame_nbytes: int, num_threads: int) -> list[memoryview]:
-    """For decoded frames, in pages that are there: at least one a thread, and more than caches of a core hold."""
+    """Touched memory for decoded frames: at least one frame a thread, and more than a core's caches hold."""
     num = max(num_threads, _PLACES_NBYTES // frame_nbytes)
     memory = np.ones(num * frame_nbytes, np.uint8).data
     return [memory[i * frame_nbytes : (i + 1) * frame_nbytes] for i in range(num)]
@@ -311,20 +310,27 @@ def _first(chunks: Iterable[Bytes], nbytes: int) -> Iterator[Bytes]:
 
 
 def index_of(frames: Sequence[EncodedFrame], frame_nbytes: int, itemsize: int) -> FrameIndex:
-    """Of frames that are an expert each."""
+    """The index of frames that are a whole expert each."""
     lengths = np.array([frame.plane_nbytes for frame in frames], np.uint32)
     checksums = np.array([frame.checksum for frame in frames], np.uint64)
     return FrameIndex(Path("sample"), len(frames), 1, itemsize, frame_nbytes, frame_ends(lengths), lengths, checksums)
 
 
-def _write_scratch(path: Path) -> None:
-    """Incompressible bytes that are on the disk and not in the page cache."""
-    block = np.random.default_rng(0).integers(0, 256, _SCRATCH_NBYTES // 16, np.uint8)
-    with path.open("xb") as file:
-        for _ in range(16):
+def write_scratch(path: Path, nbytes: int, seconds: float = math.inf) -> tuple[int, float]:
+    """A new file of incompressible bytes that are on the disk and not in the page cache: its bytes, and how many were
+    written a second. It ends early after so many `seconds`.
+    """
+    block = np.random.default_rng(0).integers(0, 256, _BLOCK_NBYTES, np.uint8)
+    written, start = 0, time.perf_counter()
+    with path.open("xb", buffering=0) as file:
+        while written < nbytes and (not written or time.perf_counter() - start < seconds):
             block[::4096] += 1  # no two blocks alike
-            file.write(block.data)
-        file.flush()
-        os.fdatasync(file.fileno())
+            view = block.data
+            while view:
+                view = view[file.write(view) :]
+            os.fdatasync(file.fileno())
+            written += _BLOCK_NBYTES
+        elapsed = time.perf_counter() - start
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return written, written / elapsed

@@ -1,18 +1,17 @@
 """The lossless codec `planes`: experts as frames of byte planes, and back, bit for bit.
 
-An expert is cut into F equal frames of whole neurons, compressed independently, so that a segment is read and decoded
-without the rest. A frame holds one plane for each byte of a weight, the highest first: the bytes of exponents lie
-together and compress well. A plane that is stored in as many bytes as it decodes to is stored as it is; a shorter one
-is a zstd frame. The frames of a layer are one file (`planes_name`): expert after expert from offset 0, padded at the
-end to a multiple of 4096. Beside it lies their index (`index_name`): a safetensors file of `begin` U64 [E, F], `nbytes`
-U32 [E, F, planes] and `checksum` U64 [E, F]. Both are read as hostile input.
+An expert is cut into F equal frames of whole neurons, compressed independently, so that a segment can be read and
+decoded alone. A frame has one plane for each byte of a weight, the highest byte first: exponents lie together and
+compress well. A plane is a zstd frame, or uncompressed if its stored and decoded lengths are equal. The frames of a
+layer are one file (`planes_name`): expert after expert from offset 0, padded at the end to a multiple of 4096. Beside
+it lies their index (`index_name`): a safetensors file of `begin` U64 [E, F], `nbytes` U32 [E, F, planes] and `checksum`
+U64 [E, F]. Both are read as hostile input.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,16 +27,16 @@ from expertly.core.errors import StoreError, TransferError
 from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
 from expertly.core.headers import TensorSpec, parse_safetensors_header, safetensors_header
 from expertly.store.checkpoint import Bytes
-from expertly.store.manifest import MANIFEST_NAME, FileEntry
+from expertly.store.manifest import FileEntry
 from expertly.store.reader import ExpertFile
 
 MAX_FRAMES = 16
 MIN_FRAME_NBYTES = 16 << 10
 MAX_INDEX_NBYTES = 256 << 20
-"""Of a layer: ten million frames. Nothing longer is read."""
+"""Of a layer's index: ten million frames. A longer one is refused unread."""
 
 JOIN_VERSION = 1
-"""Of the interface of store/join.c, which says the same number."""
+"""The version of the interface of store/join.c, which has the same number."""
 
 Plane = NDArray[np.uint8]
 Join = Callable[[Sequence[Plane], memoryview], None]
@@ -53,19 +52,21 @@ def index_name(layer: int) -> str:
 
 
 def frames_per_expert(layer: LayerGeometry) -> int:
-    """F: the most equal frames of whole blocks (or neurons), up to 16, of at least 16 KiB each; else 1."""
+    """F: the largest number, up to 16, of equal frames of whole neurons (or blocks) with at least
+    16 KiB each; else 1.
+    """
     counts = (n for n in range(MAX_FRAMES, 1, -1) if not layer.num_blocks % n)
     return next((n for n in counts if layer.expert_nbytes // n >= MIN_FRAME_NBYTES), 1)
 
 
 def padded(nbytes: int) -> int:
-    """Up to a multiple of 4096, so that a direct read may cover the last frame."""
+    """`nbytes` rounded up to a multiple of 4096, so that a direct read can cover the last frame."""
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FrameIndex:
-    """Where the frames of one layer's experts lie."""
+    """Where the frames of a layer's experts lie."""
 
     path: Path  # of the frames
     num_experts: int  # E
@@ -95,24 +96,17 @@ class FrameIndex:
 def index_bytes(
     layer: LayerGeometry, num_frames: int, plane_nbytes: Sequence[Sequence[int]], checksums: Sequence[int]
 ) -> bytes:
-    """The file of an index, of frames in their order."""
+    """The contents of an index file, from the frames' lengths and checksums in order."""
     lengths = np.asarray(plane_nbytes, "<u4")
     arrays = (frame_ends(lengths)[:-1].astype("<u8"), lengths, np.asarray(checksums, "<u8"))
     return safetensors_header(_specs(layer, num_frames)) + b"".join(array.tobytes() for array in arrays)
 
 
 def open_index(folder: Path, number: int, layer: LayerGeometry, entry: FileEntry) -> FrameIndex:
-    """The index of the layer of that number; `entry` is the manifest's. Raises StoreError naming what is damaged."""
+    """The index of layer `number`; `entry` is the manifest's. Raises StoreError naming the damage."""
     path, frames_path = folder / index_name(number), folder / planes_name(number)
+    raw = entry.read(path, MAX_INDEX_NBYTES)
     try:
-        if entry.nbytes > MAX_INDEX_NBYTES:
-            raise StoreError(f"{path}: {entry.nbytes} bytes, more than the {MAX_INDEX_NBYTES} accepted")
-        try:
-            raw = path.read_bytes()
-        except OSError as error:
-            raise StoreError(f"{path}: cannot be read ({error.strerror})") from None
-        if len(raw) != entry.nbytes or zlib.crc32(raw) != entry.checksum:
-            raise StoreError(f"{path}: checksum {zlib.crc32(raw):08x}, but {MANIFEST_NAME} says {entry.checksum:08x}")
         found = parse_index(path, raw, frames_path, layer)
         if frames_path.stat().st_size != found.file_nbytes:
             raise StoreError(f"{path}: describes {found.file_nbytes} bytes, but {frames_path.name} has another length")
@@ -124,8 +118,8 @@ def open_index(folder: Path, number: int, layer: LayerGeometry, entry: FileEntry
 def parse_index(path: Path, raw: bytes, frames_path: Path, layer: LayerGeometry) -> FrameIndex:
     """The index in `raw`, which was read from `path`, of the frames in `frames_path`.
 
-    Raises StoreError naming the file, the field, its value and what is accepted where the index does not describe
-    frames that lie one after another without gap or overlap and hold all of the layer's experts.
+    Raises StoreError naming the file, the field, its value and what is accepted, unless the index describes frames of
+    all experts of the layer without gap or overlap.
     """
     header = raw[8 : 8 + int.from_bytes(raw[:8], "little")]
     infos = parse_safetensors_header(path, header, StoreError, len(raw))
@@ -160,7 +154,7 @@ def parse_index(path: Path, raw: bytes, frames_path: Path, layer: LayerGeometry)
 
 
 def frame_ends(lengths: NDArray[np.uint32]) -> NDArray[np.uint64]:
-    """[E * F + 1] where frames of these planes begin, and the last ends. Cannot overflow: MAX_INDEX_NBYTES."""
+    """[E * F + 1]: where each frame begins, and the last ends. MAX_INDEX_NBYTES prevents an overflow."""
     return np.concatenate([np.zeros(1, np.uint64), np.cumsum(lengths.sum(axis=1, dtype=np.uint64), dtype=np.uint64)])
 
 
@@ -174,7 +168,7 @@ def _specs(layer: LayerGeometry, num_frames: int) -> list[TensorSpec]:
 
 
 class EncodedFrame(NamedTuple):
-    """A frame as it is stored, its planes one after the other."""
+    """A stored frame: its planes one after the other."""
 
     stored: bytes
     plane_nbytes: tuple[int, ...]
@@ -182,9 +176,8 @@ class EncodedFrame(NamedTuple):
 
 
 def zstd_parameters() -> zstandard.ZstdCompressionParameters:
-    """Those that stores are made with: Huffman codes and hardly a match. A plane of exponents repeats by chance only,
-    and the short matches that level 1 finds by itself save nothing and halve the speed of decompressing. A constant
-    plane is still one long match.
+    """zstd's settings for stores: Huffman codes, and matches of at least 7 bytes only. Exponents repeat by chance:
+    level 1's short matches save nothing and halve the speed of decompression. A constant plane is still one long match.
     """
     return zstandard.ZstdCompressionParameters.from_level(
         1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, write_checksum=False, write_content_size=True
@@ -192,19 +185,19 @@ def zstd_parameters() -> zstandard.ZstdCompressionParameters:
 
 
 class FrameEncoder:
-    """Cuts experts into frames of `frame_nbytes` bytes of weights of `itemsize` bytes. Not shared between threads."""
+    """Cuts experts into frames of `frame_nbytes` bytes; a weight has `itemsize` bytes. Not shared between threads."""
 
     def __init__(
         self, frame_nbytes: int, itemsize: int, parameters: zstandard.ZstdCompressionParameters | None = None
     ) -> None:
-        """`parameters`: instead of those that stores are made with."""
+        """`parameters`: instead of `zstd_parameters`."""
         assert frame_nbytes > 0 and not frame_nbytes % itemsize
         self._frame_nbytes = frame_nbytes
         self._itemsize = itemsize
         self._compressor = zstandard.ZstdCompressor(compression_params=parameters or zstd_parameters())
 
     def encode(self, chunks: Iterable[Bytes]) -> Iterator[EncodedFrame]:
-        """The frames of the bytes of `chunks`, which add up to whole frames but may be cut anywhere."""
+        """The frames of `chunks`, which add up to whole frames but may be cut anywhere."""
         frame = np.empty(self._frame_nbytes, np.uint8)
         filled = 0
         for chunk in chunks:
@@ -226,21 +219,21 @@ class FrameEncoder:
         return EncodedFrame(stored, tuple(map(len, planes)), xxhash.xxh3_64_intdigest(stored))
 
     def _plane(self, raw: bytes) -> bytes:
-        """Compressed where that saves a sixteenth: less is not worth the time that decompressing takes."""
+        """Compressed if that saves at least a sixteenth: less is not worth the time of decompression."""
         compressed = self._compressor.compress(raw)
         return compressed if len(compressed) * 16 <= len(raw) * 15 else raw
 
 
 class FrameDecoder:
-    """Makes weights of frames again. One a thread: it has buffers of its own.
+    """Decodes frames. It has buffers of its own: use one for each thread.
 
-    zstd, NumPy and compiled code let go of the interpreter lock while they work.
+    zstd, NumPy and compiled code release the interpreter lock while they work.
     """
 
     def __init__(self, is_compiled: bool = True) -> None:
-        """`is_compiled`: planes are joined by compiled code where there is some; else by NumPy."""
+        """`is_compiled`: join planes with compiled code if it is installed; else with NumPy."""
         self._decompressor = zstandard.ZstdDecompressor()
-        self._planes: list[Plane] = []  # decompressed into, and used again: new memory costs a third more
+        self._planes: list[Plane] = []  # reused: decompressing into new memory takes a third longer
         self._join = (compiled_join() if is_compiled else None) or numpy_join
 
     def decode(
@@ -277,7 +270,7 @@ class FrameDecoder:
         if len(stored) == nbytes:
             return np.frombuffer(stored, np.uint8)
         stated = zstandard.get_frame_parameters(stored)
-        # A window no larger than the plane: decompressing allocates it.
+        # zstd allocates the window, so it must not be larger than the plane.
         if stated.content_size != nbytes or stated.window_size > max(nbytes, 1 << 10) or stated.dict_id:
             raise ValueError(
                 f"a zstd frame of {stated.content_size} bytes (window {stated.window_size}, dictionary "
@@ -295,7 +288,7 @@ class FrameDecoder:
 
 
 def numpy_join(planes: Sequence[Plane], out: memoryview) -> None:
-    """Word by word: storing each byte on its own takes twice as long."""
+    """Joins planes word by word: storing single bytes takes twice as long."""
     words = np.frombuffer(out, f"u{len(planes)}")
     np.left_shift(planes[0], 8, out=words, dtype=words.dtype, casting="unsafe")
     for plane in planes[1:-1]:
@@ -306,8 +299,8 @@ def numpy_join(planes: Sequence[Plane], out: memoryview) -> None:
 
 @cache
 def compiled_join(folder: Path = Path(__file__).parent) -> Join | None:
-    """The same in one pass, for 2 or 4 planes; several threads may call it at a time. None where there was no C
-    compiler when expertly was installed, or an older expertly was.
+    """`numpy_join` in C, in one pass, for 2 or 4 planes; threads may call it in parallel. None where it was not
+    compiled when expertly was installed, or is of another version.
     """
     for path in sorted(folder.glob("_join*.so")):
         try:
@@ -332,8 +325,8 @@ def _call_join(functions: Mapping[int, Callable[..., None]], planes: Sequence[Pl
 
 
 def read_frames(file: ExpertFile, index: FrameIndex, experts: Iterable[int]) -> Iterator[tuple[memoryview, Bytes]]:
-    """(stored, decoded) bytes of each frame of `experts`; decoded ones are valid until the next. Raises TransferError
-    where a frame is damaged or cannot be read.
+    """(stored, decoded) bytes of each frame of `experts`; the decoded bytes are valid until the next frame. Raises
+    TransferError where a frame is damaged or cannot be read.
     """
     decoder, out = FrameDecoder(), np.empty(index.frame_nbytes, np.uint8)
     for expert in experts:
@@ -346,8 +339,8 @@ def read_frames(file: ExpertFile, index: FrameIndex, experts: Iterable[int]) -> 
 
 
 def checked_chunks(index: FrameIndex) -> Iterator[memoryview]:
-    """All bytes of the file of frames, in order; each frame has been decoded. Raises StoreError naming the first that
-    cannot be.
+    """All bytes of the file of frames, in order. Decodes each frame, and raises StoreError naming the first that is
+    damaged.
     """
     with contextlib.closing(ExpertFile(index.path)) as file:
         try:

@@ -26,7 +26,7 @@ _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True, slots=True)
 class GgufFiles:
-    """A model's GGUF file, or all of its parts. Of arrays in `metadata`, which is the first file's, only the length."""
+    """A model's GGUF file, or all of its parts. `metadata` is the first file's; of an array it has only the length."""
 
     path: Path  # the first
     metadata: Mapping[str, Any]
@@ -35,7 +35,7 @@ class GgufFiles:
 
     @classmethod
     def open(cls, path: Path) -> GgufFiles:
-        """Of a file, or any part of a model that is split. Raises CheckpointError naming the file and the field."""
+        """Open a file, or any part of a split model. Raises CheckpointError naming the file and the field."""
         match = _SPLIT.search(path.name)
         if match is None:
             return cls(path, *_read(path, {}))
@@ -76,7 +76,7 @@ def _read(path: Path, others: Mapping[str, TensorRef]) -> tuple[dict[str, Any], 
 
 
 class _Header:
-    """A header as it is read, from the front."""
+    """Parses a header from front to back."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file, self.at = path, file, 0
@@ -97,7 +97,7 @@ class _Header:
         return found
 
     def tensors(self, alignment: object) -> dict[str, TensorRef]:
-        """Raises CheckpointError where a tensor has a type or sizes that cannot be, or lies beyond the file."""
+        """Raises CheckpointError where a tensor's type or sizes are impossible, or it lies beyond the file."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         path = self._path
@@ -156,7 +156,7 @@ class _Header:
         return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
 
     def _count(self, what: str, least_nbytes: int) -> int:
-        """A number of things that follow, of which each has so many bytes."""
+        """The number of entries that follow, each of at least `least_nbytes`."""
         count: int = self._number("Q")
         if count * least_nbytes > self._end - self.at:
             raise CheckpointError(f"{self._path}: {what:.80}: {count} entries, more than the file holds: truncated?")

@@ -1,16 +1,17 @@
-"""What a packed store says of itself: its dtype, and `manifest.json`, written last and read as hostile input."""
+"""`manifest.json`, which describes a packed store. It is written last and read as hostile input."""
 
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, StoreError
-from expertly.core.files import is_plain_name, json_bytes, read_json_object, write_atomic
+from expertly.core.files import from_json, is_plain_name, json_bytes, read_json_object, write_atomic
 from expertly.core.geometry import LayerGeometry, stored_as
 from expertly.core.headers import BITS
 from expertly.core.units import format_share
@@ -20,16 +21,16 @@ FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 
 STORE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""What experts may be stored as: torch's name to safetensors' name."""
+"""Dtypes of stored experts: torch's name to safetensors' name."""
 
 ITEMSIZE = {name: BITS[code] // 8 for name, code in STORE_DTYPES.items()}
 
 IS_FLOAT = frozenset({"F16", "BF16", "F32", "F64"})
-"""Dtypes of tensors that loading casts to the model's dtype."""
+"""Dtypes that loading casts to the model's dtype."""
 
 
 def check_store_dtype(name: object, field: str = "dtype") -> str:
-    """`name` where it is one that experts may be stored as. Raises ConfigError naming what is accepted."""
+    """`name`, if experts can be stored in this dtype. Raises ConfigError naming what is accepted."""
     if not isinstance(name, str) or name not in STORE_DTYPES:
         raise ConfigError(f"{field}={name!r}: not a dtype that experts can have; accepted: {', '.join(STORE_DTYPES)}")
     return name
@@ -37,37 +38,50 @@ def check_store_dtype(name: object, field: str = "dtype") -> str:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """Size and checksum (CRC-32 of zlib) of one file of the store; of a large one also its xxh3_64, which takes a
-    tenth of the time.
+    """Size and checksum (zlib's CRC-32) of a file of the store; of a large one also xxh3_64, which is ten times as
+    fast.
     """
 
     nbytes: int
     checksum: int
-    xxh3: int | None = None  # stores of before have none
+    xxh3: int | None = None  # None in older stores
+
+    def read(self, path: Path, most_nbytes: int) -> bytes:
+        """The contents of the file at `path`. Raises StoreError where it is too long, cannot be read or is damaged."""
+        again = "remove the store and pack again"
+        if self.nbytes > most_nbytes:
+            raise StoreError(f"{path}: {self.nbytes} bytes, more than the {most_nbytes} accepted: {again}")
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be read ({error.strerror}): {again}") from None
+        if len(raw) != self.nbytes or zlib.crc32(raw) != self.checksum:
+            found = f"checksum {zlib.crc32(raw):08x}, but {MANIFEST_NAME} says {self.checksum:08x}"
+            raise StoreError(f"{path}: {found}: {again}")
+        return raw
 
 
 @dataclass(frozen=True, slots=True)
 class RoundingCost:
-    """Next-token predictions after every token of a text, beside those of the model whose experts are not rounded."""
+    """How next-token predictions on a text differ from those of the model without rounding."""
 
-    kl: float  # mean of KL(not rounded || rounded), nats
-    top1: float  # share of those whose likeliest token is the same
+    kl: float  # mean KL(not rounded || rounded), nats
+    top1: float  # share of positions with the same likeliest token
     tokens: int
-    text: str  # which
+    text: str  # its name
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Experts were rounded by us: tokens are not those of the checkpoint."""
+    """expertly rounded the experts: generated tokens may differ from the checkpoint's."""
 
     to: str  # the weight format, as --quantize calls it
-    cost: RoundingCost | None = None  # None: nobody measured it
+    cost: RoundingCost | None = None  # None: not measured
 
     def as_dict(self) -> dict[str, Any]:
         return {"to": self.to, "cost": None if self.cost is None else dataclasses.asdict(self.cost)}
 
     def __str__(self) -> str:
-        """For people."""
         if self.cost is None:
             return f"rounded to {self.to}, at a cost that nobody measured"
         kl, top1, tokens, text = dataclasses.astuple(self.cost)
@@ -79,30 +93,29 @@ class Rounding:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything but the bytes. `layers` and `sites` run over the MoE layers in model order."""
+    """The contents of `manifest.json`. `layers` and `sites` run over the MoE layers in model order."""
 
     identity: str  # of the source checkpoint
-    source: str  # where it was
+    source: str  # its path or hub id
     model_type: str
-    dtype: str  # that experts are computed in: bfloat16, float16 or float32; stored in where they have no format
+    dtype: str  # of computing with experts, and of storing them without a weight format: bfloat16, float16 or float32
     layers: tuple[LayerGeometry, ...]
     sites: tuple[str, ...]  # module path of each layer's experts
     files: Mapping[str, FileEntry]
     codec: str = "none"  # how the experts are stored
     rounding: Rounding | None = None
-    dense_formats: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # formats that linear layers keep, by path
+    dense_formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Weight formats of linear layers, by module path."""
     format_version: int = FORMAT_VERSION
 
     @property
     def stored_as(self) -> str:
-        """The format of the experts' weights where they are quantised, else their dtype."""
+        """The weight format of quantised experts, else their dtype."""
         return stored_as(self.layers, self.dtype)
 
     @property
     def told_as(self) -> str:
-        """The same, and whether they were rounded to it, for people."""
+        """`stored_as` for people, with a note if experts were rounded."""
         return self.stored_as if self.rounding is None else f"{self.stored_as}, rounded"
 
     def write(self, folder: Path) -> None:
@@ -131,62 +144,42 @@ class Manifest:
 
     @staticmethod
     def is_of_this_version(folder: Path) -> bool:
-        """Whether the manifest says that this version of expertly reads the store. Raises StoreError where it says
-        nothing.
-        """
+        """Whether the store has the format version of this expertly. Raises StoreError for an unreadable manifest."""
         return read_json_object(folder / MANIFEST_NAME, StoreError).get("format_version") == FORMAT_VERSION
 
     @classmethod
     def from_dict(cls, path: Path, raw: Mapping[str, Any]) -> Manifest:
-        def fail(field: str, accepted: str) -> StoreError:
-            return StoreError(f"{path}: {field}={raw.get(field)!r:.80}: {accepted}")
-
         version = raw.get("format_version")
         if type(version) is not int or version != FORMAT_VERSION:
-            raise fail("format_version", f"this version of expertly reads {FORMAT_VERSION}; pack again")
-        for field in ("identity", "source", "model_type"):
-            if not isinstance(raw.get(field), str):
-                raise fail(field, "must be a string")
-        if not isinstance(raw.get("dtype"), str) or raw["dtype"] not in STORE_DTYPES:
-            raise fail("dtype", f"accepted: {', '.join(STORE_DTYPES)}")
-        codec = raw.get("codec", "none")  # stores made before there were codecs do not say
-        if not isinstance(codec, str) or codec not in CODECS:
-            raise fail("codec", f"this version of expertly reads {', '.join(CODECS)}; pack again")
-        layers, sites, files = raw.get("layers"), raw.get("sites"), raw.get("files")
+            raise StoreError(
+                f"{path}: format_version={version!r:.80}: this version of expertly reads {FORMAT_VERSION}; pack again"
+            )
+        found = {"codec": "none", "rounding": None, "dense_formats": {}, **raw}  # older stores lack some of these
+        layers, files = found.get("layers"), found.get("files")
         if not isinstance(layers, list) or not layers:
-            raise fail("layers", "must be a list of at least one layer")
-        if not isinstance(sites, list) or len(sites) != len(layers) or not all(isinstance(s, str) for s in sites):
-            raise fail("sites", f"must be {len(layers)} strings, one a layer")
-        if not isinstance(files, dict):
-            raise fail("files", "must be an object")
-        dense = raw.get("dense_formats", {})
-        if not isinstance(dense, dict) or not all(isinstance(one, str) and one in FORMATS for one in dense.values()):
-            raise fail("dense_formats", f"must be an object of formats; accepted: {', '.join(FORMATS)}")
-        return cls(
-            raw["identity"],
-            raw["source"],
-            raw["model_type"],
-            raw["dtype"],
-            tuple(_layer(path, i, layer, ITEMSIZE[raw["dtype"]]) for i, layer in enumerate(layers)),
-            tuple(sites),
-            {name: _entry(path, name, entry) for name, entry in files.items()},
-            codec,
-            _rounding(path, raw.get("rounding")),
-            dense,
-        )
-
-
-def _rounding(path: Path, raw: object) -> Rounding | None:
-    if raw is None:
-        return None
-    wanted = {"kl": float, "top1": float, "tokens": int, "text": str}
-    cost = raw.get("cost") if isinstance(raw, dict) else None
-    is_cost = isinstance(cost, dict) and {name: type(value) for name, value in cost.items()} == wanted
-    if not isinstance(raw, dict) or not isinstance(raw.get("to"), str) or not (cost is None or is_cost):
-        raise StoreError(
-            f"{path}: rounding={raw!r:.80}: must hold to, a format's name, and cost: null or {', '.join(wanted)}"
-        )
-    return Rounding(raw["to"], None if cost is None else RoundingCost(**cost))
+            raise StoreError(f"{path}: layers={layers!r:.80}: must be a list of at least one layer")
+        if isinstance(files, dict):  # and these lack xxh3
+            found["files"] = {
+                name: {"xxh3": None, **one} if isinstance(one, dict) else one for name, one in files.items()
+            }
+        kinds = get_type_hints(cls) | {"files": dict[str, FileEntry], "dense_formats": dict[str, str]}
+        del kinds["layers"]
+        read = {name: from_json(kind, found.get(name), f"{path}: {name}", StoreError) for name, kind in kinds.items()}
+        for field, accepted in (("dtype", tuple(STORE_DTYPES)), ("codec", CODECS)):
+            if read[field] not in accepted:
+                raise StoreError(f"{path}: {field}={read[field]!r:.80}: accepted: {', '.join(accepted)}; pack again")
+        if not set(read["dense_formats"].values()) <= set(FORMATS):
+            only = f"must be an object of formats; accepted: {', '.join(FORMATS)}"
+            raise StoreError(f"{path}: dense_formats={read['dense_formats']!r:.80}: {only}")
+        if len(read["sites"]) != len(layers):
+            raise StoreError(f"{path}: sites={read['sites']!r:.80}: must be {len(layers)} strings, one a layer")
+        for name, entry in read["files"].items():
+            if not is_plain_name(name):
+                raise StoreError(f"{path}: files[{name!r}]: must be a file name in the same folder")
+            if min(entry.nbytes, entry.checksum, entry.xxh3 or 0) < 0:
+                raise StoreError(f"{path}: files[{name!r}]={entry}: must hold whole numbers from 0")
+        itemsize = ITEMSIZE[read["dtype"]]
+        return cls(**read, layers=tuple(_layer(path, i, layer, itemsize) for i, layer in enumerate(layers)))
 
 
 def _layer(path: Path, index: int, raw: object, itemsize: int) -> LayerGeometry:
@@ -200,12 +193,3 @@ def _layer(path: Path, index: int, raw: object, itemsize: int) -> LayerGeometry:
             f"{path}: layers[{index}]={raw!r:.80}: itemsize disagrees with the dtype, whose size is {itemsize}"
         )
     return layer
-
-
-def _entry(path: Path, name: str, raw: object) -> FileEntry:
-    if not is_plain_name(name):
-        raise StoreError(f"{path}: files[{name!r}]: must be a file name in the same folder")
-    values = [raw.get("nbytes"), raw.get("checksum"), raw.get("xxh3") or 0] if isinstance(raw, dict) else [None]
-    if not all(type(value) is int and value >= 0 for value in values):
-        raise StoreError(f"{path}: files[{name!r}]={raw!r:.80}: must hold nbytes and checksum, whole numbers from 0")
-    return FileEntry(raw["nbytes"], raw["checksum"], raw.get("xxh3"))  # type: ignore[index, attr-defined]

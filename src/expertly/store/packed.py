@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -33,21 +33,21 @@ _CHUNK_NBYTES = 4 << 20
 
 
 def experts_name(layer: int) -> str:
-    """File of a layer's experts as they are: `experts`, [E, I, M, H]; M: gate (if any), up, down transposed. In a
-    format, bytes [E, I / G, nbytes] of blocks of G neurons.
+    """The file of a layer's uncompressed experts. Its tensor `experts` is [E, I, M, H] (M: gate if any, up, transposed
+    down), or in a weight format bytes [E, I / G, nbytes] of blocks of G neurons.
     """
     return f"experts-{layer:05d}.safetensors"
 
 
 def expert_files(codec: str, layer: int) -> tuple[str, ...]:
-    """Names of all files of a layer's experts; a store of before there were sums has none."""
+    """Names of all files of a layer's experts. Older stores have no file of sums."""
     if codec == "planes":
         return planes_name(layer), index_name(layer)
     return experts_name(layer), sums_name(layer)
 
 
 def experts_spec(layer: LayerGeometry, dtype: str) -> TensorSpec:
-    """The tensor of that file."""
+    """The tensor in the file `experts_name`."""
     if layer.format:
         return TensorSpec(EXPERTS_KEY, "U8", (layer.num_experts, layer.num_blocks, layer.block_nbytes))
     shape = (layer.num_experts, layer.intermediate_size, layer.num_matrices, layer.hidden_size)
@@ -55,7 +55,7 @@ def experts_spec(layer: LayerGeometry, dtype: str) -> TensorSpec:
 
 
 def tiles_name(path: str) -> str:
-    """The dense tensor of a linear layer that is kept in a format: bytes [outputs / 16, nbytes]."""
+    """The name of the tensor of a linear layer in a weight format: bytes [outputs / 16, nbytes]."""
     return f"{path}.tiles"
 
 
@@ -66,8 +66,8 @@ def dense_by_format(
     *,
     is_decoded: bool = False,
 ) -> dict[str, int]:
-    """Bytes of the dense tensors of a store once loaded in `dtype`, by the format that linear layers are kept in
-    (`formats`, by their paths) or by dtype, the largest first. `is_decoded`: where none is kept.
+    """Bytes of a store's dense tensors once loaded in `dtype`, by weight format or dtype, the largest first. `formats`:
+    of linear layers, by path. `is_decoded`: the device decodes these when it loads them.
     """
     kept = {tiles_name(path): FORMATS[name] for path, name in formats.items()}
     found: dict[str, int] = {}
@@ -85,7 +85,7 @@ def dense_by_format(
 
 
 def stored_ratio(manifest: Manifest) -> float:
-    """Stored bytes of experts / bytes that they are computed with, but for what fills pages."""
+    """Stored bytes of experts / decoded bytes, padding included."""
     if manifest.codec == "none":
         return 1.0
     names = map(planes_name, range(len(manifest.layers)))
@@ -97,24 +97,41 @@ def is_packed_store(folder: Path) -> bool:
     return (folder / MANIFEST_NAME).is_file()
 
 
+class LayerFile(NamedTuple):
+    """Where the experts of a layer lie."""
+
+    path: Path
+    begin: int
+    """The offset of the file's first expert, a multiple of 4096. The next is `expert_nbytes` further, unless
+    compressed.
+    """
+    frames: FrameIndex | None
+    """Where frames lie; None where experts are not compressed."""
+    sums: Sums | None
+    """Checksums with which experts that are not compressed are compared when first read; None: they
+    are not compared.
+    """
+    places: Sequence[int]
+    """Of each expert its place in the file, from 0."""
+
+
 @dataclass(frozen=True)
 class PackedStore:
-    """An opened store: sizes, headers and indices have been checked, nothing but indices is in memory, no file is held
-    open.
-    """
+    """An opened store. Sizes, headers and indices have been checked. Only indices are in memory; no file is open."""
 
     folder: Path
     manifest: Manifest
-    extents: tuple[tuple[Path, int], ...]  # file and offset of expert 0, of each layer
+    extents: tuple[tuple[Path, int], ...]  # by layer: the file, and the offset of expert 0 in it
     dense: Mapping[str, TensorInfo]
-    frames: tuple[FrameIndex, ...] = ()  # of each layer; empty where experts are stored as they are
-    sums: tuple[Sums, ...] = ()  # of each layer whose experts are stored as they are; empty: reads are not checked
-    why_codec: str = ""  # where it was chosen
+    frames: tuple[FrameIndex, ...] = ()  # by layer; empty where experts are not compressed
+    sums: tuple[Sums, ...] = ()  # by layer, where experts are not compressed; empty: reads are not compared
+    why_codec: str = ""  # the reason, where expertly chose it
 
     @classmethod
     def open(cls, folder: Path, expect_identity: str | None = None) -> PackedStore:
-        """Raises StoreError naming the file that is missing, of another size or damaged, or if the store was made of
-        another checkpoint than `expect_identity`."""
+        """Raises StoreError naming the file that is missing, damaged or of another size, or if the store was packed
+        from another checkpoint than `expect_identity`.
+        """
         if not folder.is_dir():
             raise StoreError(f"{folder}: no such folder")
         if not is_packed_store(folder):
@@ -151,25 +168,15 @@ class PackedStore:
         """Raises ConfigError where `segments` does not divide an intermediate size."""
         return Geometry(self.manifest.layers, segments)
 
-    def layer_extent(self, layer: int) -> tuple[Path, int]:
-        """The file, and the offset in it of expert 0 (a multiple of 4096). Expert e is e * expert_nbytes further, or
-        where `frame_index` says.
-        """
-        return self.extents[layer]
-
-    def frame_index(self, layer: int) -> FrameIndex | None:
-        """Where the layer's frames lie, in the file of `layer_extent`; None where experts are stored as they are."""
-        return self.frames[layer] if self.frames else None
-
-    def block_sums(self, layer: int) -> Sums | None:
-        """What the layer's experts are compared with when they are first read; None: with nothing. Frames have sums of
-        their own, which every read compares.
-        """
-        return self.sums[layer] if self.sums else None
+    def layer_file(self, layer: int) -> LayerFile:
+        """Where the experts of a layer lie."""
+        frames = self.frames[layer] if self.frames else None
+        sums = self.sums[layer] if self.sums else None
+        return LayerFile(*self.extents[layer], frames, sums, range(self.manifest.layers[layer].num_experts))
 
     @property
     def codec(self) -> str:
-        """How experts are stored: one of `core.costs.CODECS`."""
+        """One of `core.costs.CODECS`."""
         return self.manifest.codec
 
     @property
@@ -182,12 +189,8 @@ class PackedStore:
 
     @property
     def ratio(self) -> float:
-        """Stored bytes of experts / bytes that they are computed with."""
+        """Stored bytes of experts / decoded bytes."""
         return self.experts_stored_nbytes / self.experts_nbytes
-
-    def expert_in_file(self, layer: int, expert: int) -> int:
-        """All are there, in their order."""
-        return expert
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -195,18 +198,18 @@ class PackedStore:
 
     @property
     def positions(self) -> int | None:
-        """Tokens that the model can hold, where its config says so."""
+        """The most tokens of a text, if the config has a limit."""
         text = self.config.get("text_config")
         found = (text if isinstance(text, dict) else self.config).get("max_position_embeddings")
         return found if type(found) is int and found > 0 else None
 
     @property
     def dense_nbytes(self) -> int:
-        """Bytes of the dense tensors once loaded in the store's dtype, or in the formats that they are kept in."""
+        """Bytes of the dense tensors once loaded."""
         return sum(self.dense_by_format().values())
 
     def dense_by_format(self, *, is_decoded: bool = False) -> dict[str, int]:
-        """The same by format or dtype. `is_decoded`: where nothing multiplies with a format's bytes."""
+        """`dense_nbytes` by weight format or dtype. `is_decoded`: on a device without kernels for weight formats."""
         return dense_by_format(self.dense, self.manifest.dense_formats, self.manifest.dtype, is_decoded=is_decoded)
 
     @property
@@ -237,7 +240,7 @@ class PackedStore:
                 self._compare(name, fast.intdigest(), entry.xxh3)
 
     def unchecked(self) -> PackedStore:
-        """The same, and what is read of it is compared with nothing."""
+        """This store without comparison of reads with checksums."""
         return replace(self, sums=())
 
     def _compare(self, name: str, found: int, written: int | None) -> None:
@@ -248,10 +251,10 @@ class PackedStore:
             )
 
     def verify(self, full: bool = False, progress: Callable[[int, int], None] | None = None) -> None:
-        """Open again, checking sizes and headers; `full` reads all files, compares checksums and decodes all frames.
+        """Open again, which checks sizes and headers. `full` also reads all files, compares their checksums, decodes
+        all frames, and adds sums to an older store without them. `progress(done_nbytes, total_nbytes)`.
 
-        A store of before there were sums has them then. `progress(done_nbytes, total_nbytes)`. Raises StoreError naming
-        the first file that is damaged.
+        Raises StoreError naming the first file that is damaged.
         """
         PackedStore.open(self.folder)
         if not full:

@@ -1,4 +1,4 @@
-"""Reading expert bytes straight from disk, past the page cache."""
+"""Reads experts straight from disk, past the page cache."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MAX_BUFFERS = 1024
 """IOV_MAX of Linux."""
 
 _PASSING = (errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOMEM)
-"""Errors of a system that has too much to do: the same read may work a moment later."""
+"""Errors of an overloaded system: the same read may succeed a moment later."""
 
 _PAUSES_S = (0.001, 0.01, 0.1, 0.5)
-"""Before each further try of a read that failed so."""
+"""Pauses before each retry of such a read."""
 
 
 class ExpertFile:
-    """One open file of experts. Reads are positional, so any number of threads may share it.
+    """An open file of experts. Reads are positional, so threads may share it.
 
-    Raises StoreError where it cannot be opened. A file system without O_DIRECT is read through the page cache,
-    whose pages are dropped afterwards; `is_direct` says which.
+    Raises StoreError where it cannot be opened. On a file system without O_DIRECT reads go through the page cache, and
+    its pages are dropped afterwards; `is_direct` says which.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +40,7 @@ class ExpertFile:
             self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except (OSError, AttributeError):  # EINVAL where unsupported; no O_DIRECT outside Linux
             self._direct = -1
-        if hasattr(os, "posix_fadvise"):  # no readahead: what is read is what was asked for
+        if hasattr(os, "posix_fadvise"):  # no readahead
             os.posix_fadvise(self._buffered, 0, 0, os.POSIX_FADV_RANDOM)
 
     @property
@@ -49,11 +49,11 @@ class ExpertFile:
         return self._direct >= 0
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill `buffers` one after the other from `offset`; returns whether the page cache was bypassed.
+        """Fill `buffers` one after the other from `offset`. Returns whether the page cache was bypassed.
 
-        It is where the offset and each buffer's address and length are multiples of 4096; what the device refuses or
-        leaves over comes through the page cache. A read that the system has no room for is tried again a few times.
-        Raises TransferError naming file and offset on a read error or where the file ends early.
+        It is bypassed if the offset and each buffer's address and length are multiples of 4096, and the device accepts
+        the read. A read that fails because the system is overloaded is retried a few times. Raises TransferError naming
+        file and offset on a read error or where the file ends early.
         """
         assert self._buffered >= 0, "read after close"
         buffers = [view if view.format == "B" else view.cast("B") for view in buffers]
@@ -70,14 +70,14 @@ class ExpertFile:
         return direct
 
     def _read(self, fd: int, offset: int, buffers: Sequence[memoryview]) -> bool:
-        """Whether all came past the page cache."""
+        """Whether all bytes bypassed the page cache."""
         left = [view for view in buffers if len(view)]
         pauses = iter(_PAUSES_S)
         while left:
             try:
                 count = os.preadv(fd, left[:_MAX_BUFFERS], offset)
             except OSError as error:
-                # The device wants larger blocks than pages, or a short read has left a rest that is none.
+                # The device needs larger blocks than pages, or a short read has left a part that is not aligned.
                 if fd == self._direct and error.errno == errno.EINVAL:
                     fd = self._buffered
                     continue
@@ -98,7 +98,7 @@ class ExpertFile:
         return fd == self._direct
 
     def _drop(self, offset: int, nbytes: int) -> None:
-        """Forget the pages just read. Those that another open read of the same file shares are only read again."""
+        """Drop the pages just read from the page cache; another reader of the file would only read them again."""
         if hasattr(os, "posix_fadvise"):
             first = offset // PAGE_NBYTES * PAGE_NBYTES
             end = -(-(offset + nbytes) // PAGE_NBYTES) * PAGE_NBYTES

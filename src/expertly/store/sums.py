@@ -1,14 +1,12 @@
-"""Sums of experts that are stored as they are: a byte that has flipped is found when it is first read.
+"""Checksums of uncompressed experts, which find a flipped byte when it is first read.
 
-An expert is F equal blocks of whole neurons, as many as it would be frames (`frames.frames_per_expert`). Beside the
-file of a layer's experts lies one of their sums (`sums_name`): a safetensors file of `checksum` U64 [E, F], the xxh3_64
-of each block. Stores of before there were sums have none; `pack --verify` adds them. xxhash lets go of the interpreter
-lock while it works.
+An expert is F equal blocks of whole neurons, as many as it would have frames (`frames.frames_per_expert`). Beside the
+file of a layer's experts lies a file of sums (`sums_name`): a safetensors file of `checksum` U64 [E, F], the xxh3_64 of
+each block. Older stores have none; `pack --verify` adds them. xxhash releases the interpreter lock while it works.
 """
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +16,11 @@ from expertly.core.errors import StoreError, TransferError
 from expertly.core.geometry import LayerGeometry
 from expertly.core.headers import TensorSpec, parse_safetensors_header, safetensors_header
 from expertly.store.frames import frames_per_expert
-from expertly.store.manifest import MANIFEST_NAME, FileEntry
+from expertly.store.manifest import FileEntry
 from expertly.store.reader import ExpertFile
 
 Sums = tuple[tuple[int, ...], ...]
-"""Of each expert of a layer, of each of its blocks."""
+"""Checksums of a layer, by expert and block."""
 
 
 def sums_name(layer: int) -> str:
@@ -30,10 +28,10 @@ def sums_name(layer: int) -> str:
 
 
 class BlockSummer:
-    """Takes the bytes of a layer's experts in order, cut anywhere."""
+    """Makes the sums of a layer from the bytes of its experts in order, cut anywhere."""
 
     def __init__(self, layer: LayerGeometry, skip: int = 0) -> None:
-        """`skip`: bytes that come before the first expert."""
+        """`skip`: bytes before the first expert."""
         self._layer = layer
         self._num_blocks = frames_per_expert(layer)
         self._skip = skip
@@ -55,28 +53,20 @@ class BlockSummer:
                 self._hash, self._left = xxhash.xxh3_64(), self._block_nbytes
 
     def file_bytes(self) -> bytes:
-        """The file of sums, once all experts have been given."""
+        """The contents of the file of sums, after all experts were added."""
         assert len(self._checksums) == self._layer.num_experts * self._num_blocks, "not the bytes of a layer"
         return safetensors_header([_spec(self._layer)]) + np.asarray(self._checksums, "<u8").tobytes()
 
 
 def open_sums(folder: Path, number: int, layer: LayerGeometry, entry: FileEntry) -> Sums:
-    """The sums of the layer of that number; `entry` is the manifest's. Raises StoreError naming what is damaged."""
+    """The sums of layer `number`; `entry` is the manifest's. Raises StoreError naming the damage."""
     path, spec = folder / sums_name(number), _spec(layer)
-    again = "remove the store and pack again"
-    if entry.nbytes > len(safetensors_header([spec])) + spec.nbytes:
-        raise StoreError(f"{path}: {entry.nbytes} bytes, too many for the sums of its layer: {again}")
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read ({error.strerror}): {again}") from None
-    if zlib.crc32(raw) != entry.checksum:
-        found = f"checksum {zlib.crc32(raw):08x}, but {MANIFEST_NAME} says {entry.checksum:08x}"
-        raise StoreError(f"{path}: {found}: {again}")
+    raw = entry.read(path, len(safetensors_header([spec])) + spec.nbytes)
     header = raw[8 : 8 + int.from_bytes(raw[:8], "little")]
     info = parse_safetensors_header(path, header, StoreError, len(raw)).get(spec.name)
     if info is None or (info.dtype, info.shape) != (spec.dtype, spec.shape):
-        raise StoreError(f"{path}: no tensor {spec.name!r} of {spec.dtype} {list(spec.shape)}: {again}")
+        wanted = f"no tensor {spec.name!r} of {spec.dtype} {list(spec.shape)}"
+        raise StoreError(f"{path}: {wanted}: remove the store and pack again")
     checksums = np.frombuffer(raw, "<u8", info.nbytes // 8, info.begin).reshape(spec.shape)
     return tuple(map(tuple, checksums.tolist()))
 
@@ -86,10 +76,10 @@ def _spec(layer: LayerGeometry) -> TensorSpec:
 
 
 class FirstReads:
-    """Compares each block of a layer with its sum when it is first read; knows which have been. Any thread may call."""
+    """Compares each block of a layer with its sum when it is first read. Any thread may call."""
 
     def __init__(self, layer: int, file: ExpertFile, begin: int, expert_nbytes: int, segment_nbytes: int, sums: Sums):
-        """`begin`: of the first expert in the file; `segment_nbytes`: of what an error is to name."""
+        """`begin`: the offset of the first expert in the file; `segment_nbytes`: for messages, which name segments."""
         self._layer = layer
         self._file = file
         self._begin = begin
@@ -100,14 +90,16 @@ class FirstReads:
         self._is_known = [bytearray(len(blocks)) for blocks in sums]
 
     def are_over(self, expert: int, first: int, nbytes: int) -> bool:
-        """Has all been compared that lies in the `nbytes` from byte `first` of the expert at that place in the file?"""
+        """Whether all blocks of these `nbytes`, from byte `first` of an expert, have been compared. `expert`: its place
+        in the file.
+        """
         block = self.block_nbytes
         return self._is_known[expert].find(0, first // block, -(-(first + nbytes) // block)) < 0
 
     def check(self, expert: int, first: int, view: memoryview) -> int:
-        """`view` has been read from byte `first` of an expert. A block that only begins or ends in it is read again as
-        a whole: the bytes of these. Raises TransferError naming file, layer, expert and segment where one is not what
-        was packed.
+        """Compare the blocks of `view`, which was read from byte `first` of an expert. A block that is only partly in
+        it is read again as a whole; returns the bytes of these reads. Raises TransferError naming file, layer, expert
+        and segment where a block is damaged.
         """
         is_known, block, again_nbytes = self._is_known[expert], self.block_nbytes, 0
         for number in range(first // block, -(-(first + len(view)) // block)):

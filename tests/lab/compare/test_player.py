@@ -10,7 +10,7 @@ import pytest
 
 import expertly
 from expertly.api import handle
-from expertly.engine.learned import reuse_models
+from expertly.engine.learned import eviction_policies
 from expertly.lab.compare.player import Player
 from expertly.lab.playing import RecordedRequest
 from expertly.lab.prompts import Prompt
@@ -69,8 +69,8 @@ def test_a_training_part_teaches_what_predicts_and_what_evicts(player: Player, m
     assert prediction["predictor"]["maps"] == 2 * 6, "an iteration a map, of two of four requests"
     load(player, model, "expertly")
     player.learn(str(trace), SPLIT)
-    (reuse,) = reuse_models(handle(player._model).engine.executor)
-    assert reuse.num_learned > 0
+    (policy,) = eviction_policies(handle(player._model).engine.executor)
+    assert policy.learned is not None and policy.learned.num_learned > 0
 
 
 def test_a_prompt_that_is_too_long_is_left_out(player: Player, model: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import expertly
 from expertly import api
 from expertly.engine import cpu
-from expertly.engine.learned import reuse_models
+from expertly.engine.learned import eviction_policies
 from expertly.lab.prompts import Prompt
 from expertly.lab.tune.engine import EnginePlayer, TunedWorkload, measure_hardware, record_workload
 from expertly.lab.tune.search import Candidate, Deadline
@@ -73,8 +73,11 @@ def test_what_learns_has_learned_from_the_training_part(player: EnginePlayer, wo
         assert len(played.steps_s) == STEPS and played.ttft_s > 0
     of_training = sum(span.num_rows for span in workload.schedule.training)
     assert num_maps(player, fmoe) == of_training + 2 * len(workload.requests[0].tokens), "run to fill the caches, too"
-    (reuse,) = reuse_models(api.handle(player._models[ours]).engine.executor)
-    assert reuse.num_learned > 2 * sum(len(request.tokens) for request in workload.requests[:1]), "beside what it ran"
+    (policy,) = eviction_policies(api.handle(player._models[ours]).engine.executor)
+    assert policy.learned is not None
+    assert policy.learned.num_learned > 2 * sum(len(request.tokens) for request in workload.requests[:1]), (
+        "beside what it ran"
+    )
 
 
 def test_where_memory_is_short_models_take_turns_and_go_on_with_what_they_learned(
