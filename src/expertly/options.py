@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -264,10 +264,7 @@ class LoadOptions:
             raise ConfigError(f"verify={self.verify!r}: unknown; accepted: {', '.join(VERIFY)}")
         if self.quantize is not None:
             rounding_format(self.quantize)
-        if self.total_memory is not None and self.memory not in (None, AUTO):
-            raise ConfigError(
-                f"memory={self.memory!r} and total_memory={self.total_memory!r}: accepted: one of the two"
-            )
+        check_one_memory(self.memory, self.total_memory)
         for one in LOAD_OPTIONS.values():
             value, told = getattr(self, one.name), one.metadata["option"]
             if told.least is None or value is None or callable(value):
@@ -285,6 +282,21 @@ def dtype_name(dtype: Any) -> str | None:
 
 
 LOAD_OPTIONS: dict[str, Field[Any]] = {one.name: one for one in fields(LoadOptions) if "option" in one.metadata}
+
+
+def load_option(name: str, **changed: Any) -> Any:
+    """The option of `load` with this name, as a field of another command's options. `changed`: its default here, or
+    what else of its OptionInfo is different.
+    """
+    one = LOAD_OPTIONS[name]
+    default = changed.pop("default", one.default)
+    return field(default=default, metadata={"option": replace(one.metadata["option"], **changed)})
+
+
+def check_one_memory(memory: object, total_memory: object) -> None:
+    """Raises ConfigError where both say how much."""
+    if total_memory is not None and memory not in (None, AUTO):
+        raise ConfigError(f"memory={memory!r} and total_memory={total_memory!r}: accepted: one of the two")
 
 
 GONE: dict[str, Callable[[object], None]] = {"compressed": refuse_compressed}

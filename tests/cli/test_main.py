@@ -113,6 +113,27 @@ def test_what_is_seldom_needed_is_shown_when_asked_for(command, capsys):
         assert "--often" in out and ("--rare" in out) == shown
 
 
+def commands_of(group, path=()):
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands_of(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+def test_no_command_has_more_than_ten_basic_options():
+    """The others stand under Advanced or Research, which --help-all shows."""
+    found = dict(commands_of(command_of([])[0]))
+    assert {"run", "generate", "lab compare", "lab trace synth"} <= found.keys()
+    for name, command in found.items():
+        basic = [
+            parameter.opts[0]
+            for parameter in command.params
+            if parameter.param_type_name == "option" and not parameter.hidden
+        ]
+        assert len(set(basic) - {"--help", "--help-all"}) <= 10, (name, basic)
+
+
 def test_help_fits_a_screen(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["--help"]) == 0

@@ -22,7 +22,7 @@ from expertly.core.files import write_atomic
 from expertly.core.observation import IterationInfo
 from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.engine.runtime import Observer
-from expertly.lab.prompts import chat_tokens, has_template
+from expertly.lab.prompts import has_template, tokens_of
 from expertly.model.generation import generate, generation_config, max_positions
 from expertly.model.hooks import CACHE
 from expertly.model.text import TextStreamer
@@ -75,19 +75,6 @@ class Turn:
         if self.was_stopped:
             parts.append("stopped")
         return f"[{' | '.join(parts)}]"
-
-
-def tokens_of(tokenizer: Any, messages: list[dict[str, str]], *, is_raw: bool) -> list[int]:
-    """The whole conversation by the tokenizer's chat template, or as mere text, up to where the model is to go on.
-    Raises ConfigError where the template refuses it, or where that is no token.
-    """
-    if is_raw or not has_template(tokenizer):
-        tokens: list[int] = tokenizer("".join(one["content"] for one in messages))["input_ids"]
-    else:
-        tokens = chat_tokens(tokenizer, messages)
-    if not tokens:
-        raise ConfigError("prompt: gives no token; write at least one word")
-    return tokens
 
 
 class DecodeDemands:

@@ -20,8 +20,18 @@ from expertly.cli.output import Column, cells, origin, progress_bar, reserved_st
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
 from expertly.core.units import format_nbytes, format_seconds, format_share
+from expertly.lab.prompts import RAW_HELP, tokens_of
 from expertly.lab.routing_rates import RoutingRates, rates_of_trace
-from expertly.options import argument, json_flag, option, path_option
+from expertly.options import (
+    ADVANCED,
+    RESEARCH,
+    argument,
+    check_one_memory,
+    json_flag,
+    load_option,
+    option,
+    path_option,
+)
 from expertly.policies.allocation.moepic import Configuration, Timing, configure, save_plan
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.presets import get_system
@@ -32,6 +42,7 @@ from expertly.sim.study import Memory
 from expertly.trace.reader import Trace
 
 SYSTEM = "moepic"
+DEFAULT_MEMORY = "25%"
 DEFAULT_HARDWARE = "rtx3090"
 DEFAULT_TOKENS = 256
 DEFAULT_SECONDS = 10.0
@@ -51,28 +62,36 @@ class ConfigureOptions:
         " or a trace, best one of `expertly lab trace record --full`",
         metavar="MODEL|TRACE",
     )
-    memory: str = option(
-        "25%", "for experts, as `run` takes it; a model runs with the first of several", metavar="SIZE,SIZE"
+    memory: str | None = option(
+        None,
+        f"for experts, as `run` takes it; a model runs with the first of several (default: {DEFAULT_MEMORY})",
+        metavar="SIZE,SIZE",
     )
-    segments: int | None = option(None, "parts an expert is cut into", metavar="P", least=1)
-    zeta: Any = option(0.01, "share of memory moved at a time", metavar="X", type=proper_share)
+    total_memory: str | None = load_option("total_memory")
     hardware: str | None = option(None, "times by a profile", metavar="NAME")
     tokens: int | None = option(None, "learn from so many tokens", least=1)
-    out: Path | None = path_option(None, "save the plan, which --plan reads")
-    geometry: str | None = option(None, "sizes of experts: a description", metavar="NAME")
-    split: Any | None = option(None, "learn only from what `simulate --split` learns from", metavar="7:3", type=split)
-    seed: Any | None = option(None, "of the split's shuffle", metavar="N", type=seed)
     prompt: list[str] | None = option(
-        None, "what to continue; may be given several times", metavar="TEXT", is_several=True
+        None, "what to ask a model; may be given several times", metavar="TEXT", is_several=True
     )
-    seconds: Any | None = option(None, "measure times for so long", metavar="S", type=seconds)
-    dtype: str | None = option(None, "as of `run`", metavar="NAME")
-    device: str | None = option(None, "as of `run`", metavar="NAME")
+    raw: bool = option(False, RAW_HELP)
+    out: Path | None = path_option(None, "save the plan, which --plan reads")
+    segments: int | None = load_option("segments")
+    zeta: Any = option(0.01, "share of memory moved at a time", metavar="X", type=proper_share, panel=RESEARCH)
+    geometry: str | None = option(None, "sizes of experts: a description", metavar="NAME", panel=ADVANCED)
+    split: Any | None = option(
+        None, "learn only from what `simulate --split` learns from", metavar="7:3", type=split, panel=ADVANCED
+    )
+    seed: Any | None = option(None, "of the split's shuffle", metavar="N", type=seed, panel=ADVANCED)
+    seconds: Any | None = option(None, "measure times for so long", metavar="S", type=seconds, panel=ADVANCED)
+    dtype: str | None = load_option("dtype")
+    device: str | None = load_option("device")
     json: bool = json_flag()
 
 
 def run(args: ConfigureOptions) -> int:
-    memories, of_trace = names("memory", args.memory), is_trace(args.source)
+    check_one_memory(args.memory, args.total_memory)
+    memories = ["auto"] if args.total_memory is not None else names("memory", args.memory or DEFAULT_MEMORY)
+    of_trace = is_trace(args.source)
     _check(args, memories, of_trace)
     with reserved_stdout() as stdout:
         seen = (observed_in if of_trace else observed_of)(args, memories)
@@ -86,7 +105,7 @@ def run(args: ConfigureOptions) -> int:
         if args.out is not None:
             exposed = {"exposed_ms_uniform": "uniform_exposed_s", "exposed_ms": "exposed_s"}
             about = {name: round(1e3 * results[0][key], 6) for name, key in exposed.items()}
-            about |= {"model": seen.model, "memory": memories[0], "times": seen.times, **origin()}
+            about |= {"model": seen.model, "memory": results[0]["memory"], "times": seen.times, **origin()}
             save_plan(args.out, plans[0].plan, about)
         show(result, args.json, lambda: report(result), stdout)
     return 0
@@ -97,8 +116,9 @@ def _check(args: ConfigureOptions, memories: Sequence[str], of_trace: bool) -> N
     if len(memories) > 1 and args.out is not None:
         raise ConfigError(f"out={str(args.out)!r}: holds the plan of one memory, not of {args.memory}; give one")
     check_writable(args.out)
-    for name in ("prompt", "seconds", "dtype", "device") if of_trace else ("geometry", "split", "seed"):
-        if getattr(args, name) is not None:
+    of_model = ("total_memory", "prompt", "raw", "seconds", "dtype", "device")
+    for name in of_model if of_trace else ("geometry", "split", "seed"):
+        if getattr(args, name) not in (None, False):
             what = "a model, and this is a trace" if of_trace else "a trace, and this is a model"
             raise ConfigError(f"{name}={getattr(args, name)!r}: only of {what}: {args.source or 'demo'}")
     if args.seed is not None and args.split is None:
@@ -178,6 +198,7 @@ def observed_of(args: ConfigureOptions, memories: Sequence[str]) -> Configurator
         model, tokenizer = api.load(
             args.source,
             memory=memories[0],
+            total_memory=args.total_memory,
             system=f"lru:segments={segments}",  # whole experts stay, by which computing is measured
             segments=args.segments,
             dtype=args.dtype,
@@ -192,6 +213,9 @@ def observed_of(args: ConfigureOptions, memories: Sequence[str]) -> Configurator
         engine = api.handle(model).engine
         budget, geometry = engine.scheduler.budget, engine.executor.geometry
         budgets = {label: budget if label == "auto" else Memory(label).budget(geometry) for label in memories}
+        memory = f"memory {memories[0]}"
+        if args.total_memory is not None:
+            budgets, memory = {f"total {args.total_memory}": budget}, f"total memory {args.total_memory}"
         with tempfile.TemporaryDirectory(prefix="expertly-configure-") as folder:
             trace, absent = _recorded(model, tokenizer, args, Path(folder) / "trace")
             rates = rates_of_trace(trace, make_schedule(trace, Selection()).test)
@@ -202,7 +226,7 @@ def observed_of(args: ConfigureOptions, memories: Sequence[str]) -> Configurator
             notes += more
         else:
             timing = _measured(model, args)
-            times = f"measured here, on {model.device}, with memory {memories[0]}"
+            times = f"measured here, on {model.device}, with {memory}"
     finally:
         api.unload(model)
     return ConfiguratorInput(args.source or "demo", geometry, rates, timing, times, budgets, notes)
@@ -213,7 +237,7 @@ def _recorded(model: Any, tokenizer: Any, args: ConfigureOptions, folder: Path) 
     from expertly.lab.recording import record
     from expertly.model.generation import generate, generation_config, max_positions
 
-    prompts = args.prompt or list(PROMPTS)
+    prompts = args.prompt or PROMPTS
     for prompt in prompts:
         try:
             prompt.encode()
@@ -225,7 +249,7 @@ def _recorded(model: Any, tokenizer: Any, args: ConfigureOptions, folder: Path) 
         for number, prompt in enumerate(prompts):
             if progress is not None:
                 progress("running", number, len(prompts))
-            tokens = tokenizer(prompt)["input_ids"]
+            tokens = tokens_of(tokenizer, [{"role": "user", "content": prompt}], is_raw=args.raw)
             num_prompt = len(tokens)
             room = num_tokens if limit is None else min(num_tokens, limit - num_prompt)
             if not num_prompt or room < 1:
@@ -330,6 +354,8 @@ def _command(args: ConfigureOptions, seen: ConfiguratorInput, memory: str) -> st
     """What to type to run with the plan."""
     source, num_segments = args.source or "demo", seen.geometry.segments_per_expert
     given: dict[str, Any] = {"system": SYSTEM, "memory": memory, "plan": args.out or "FILE"}
+    if args.total_memory is not None:
+        given |= {"memory": None, "total-memory": args.total_memory}
     if num_segments != segments_of(seen.geometry.layers, None):
         given["segments"] = num_segments
     if is_trace(args.source):

@@ -23,7 +23,7 @@ from expertly.cli.output import Column, figures_table, message, progress_bar, re
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.core.units import counted, format_nbytes, format_range, format_share
 from expertly.hardware.profile import DiskProfile, MachineProfile
-from expertly.options import argument, json_flag, option, path_option
+from expertly.options import argument, check_one_memory, json_flag, load_option, option, path_option
 from expertly.sim.hardware import Hardware
 
 if TYPE_CHECKING:
@@ -49,11 +49,12 @@ class DoctorOptions:
         "write this machine, or MODEL measured on it, as a hardware file for `expertly lab simulate`",
         metavar="FILE.toml",
     )
-    memory: str | None = option(
-        None, "with MODEL and --hardware-out: memory for its experts while measured", metavar="SIZE"
+    total_memory: str | None = load_option("total_memory", help="with MODEL: what there is for everything, as of `run`")
+    memory: str | None = load_option(
+        "memory", default=None, help="with MODEL and --hardware-out: for its experts while it is measured"
     )
-    segments: int | None = option(
-        None, "with MODEL and --hardware-out: parts an expert is cut into", metavar="P", least=1
+    segments: int | None = load_option(
+        "segments", help="with MODEL and --hardware-out: parts an expert is cut into while it is measured"
     )
     json: bool = json_flag()
 
@@ -67,6 +68,9 @@ def run(args: DoctorOptions) -> int:
             raise ConfigError(
                 f"{name}={getattr(args, name)!r}: only with a MODEL that is measured into --hardware-out FILE.toml"
             )
+    if args.total_memory is not None and args.model is None:
+        raise ConfigError(f"total_memory={args.total_memory!r}: only with a MODEL")
+    check_one_memory(args.memory, args.total_memory)
     folder: Path = args.dir or cache_folder()
     out: Path = args.out or cache_folder() / PROFILE_NAME
     if args.dir is not None and not args.dir.is_dir():
@@ -76,7 +80,7 @@ def run(args: DoctorOptions) -> int:
         from expertly.hardware.measure import kernels_here, machine_choice
 
         if args.model is not None and args.hardware_out is None:
-            return expect(args.model, args.json, folder, out, stdout)
+            return expect(args.model, args, folder, out, stdout)
         profile, problems = examine(folder, Effort(), say_what_is_measured())
         try:
             profile.write(out)
@@ -125,7 +129,16 @@ def measure_hardware(profile: MachineProfile, args: DoctorOptions) -> tuple[Hard
     from expertly import api
     from expertly.lab.model_profile import compressed_costs, measure_model
 
-    model, _ = api.load(args.model, memory=args.memory or "25%", system="lru", segments=args.segments or 1)
+    memory = args.memory or ("25%" if args.total_memory is None else "auto")
+    with progress_bar() as progress:
+        model, _ = api.load(
+            args.model,
+            memory=memory,
+            total_memory=args.total_memory,
+            system="lru",
+            segments=args.segments or 1,
+            progress=progress,
+        )
     try:
         measured = measure_model(model, MODEL_SECONDS)
         compressed = compressed_costs(model, measured)
@@ -195,7 +208,7 @@ def _disk_table(disk: DiskProfile) -> str:
 # -- of a model ----------------------------------------------------------------------------------------------------
 
 
-def expect(model: str, is_json: bool, folder: Path, out: Path, stdout: TextIO) -> int:
+def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: TextIO) -> int:
     """The machine's profile is what `out` holds, else measured now. Exit code 2 where nothing of the model can run."""
     from expertly.hardware.machine import Effort, available_host_nbytes, examine
     from expertly.lab.forecast import forecast, measured_hardware
@@ -209,13 +222,14 @@ def expect(model: str, is_json: bool, folder: Path, out: Path, stdout: TextIO) -
         profile.write(out)
     with progress_bar(unit="runs") as bar:
         progress = None if bar is None else lambda done, total: bar("simulating", done, total)
-        found = forecast(needs, profile, measured_hardware(profile), available_host_nbytes(), progress)
+        hardware = measured_hardware(profile, None if bar is None else bar.in_bytes)
+        found = forecast(needs, profile, hardware, available_host_nbytes(), progress, args.total_memory)
     facts = {**asdict(found), "machine": profile.cpu, "profile_path": str(out)}
-    show(facts, is_json, lambda: _forecast_report(found, profile), stdout)
+    show(facts, args.json, lambda: _forecast_report(found, profile, args.total_memory is not None), stdout)
     return 0 if any(one.fits for one in found.speeds) and needs.refused is None else 2
 
 
-def _forecast_report(found: ModelForecast, profile: MachineProfile) -> str:
+def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_stated: bool) -> str:
     """For people."""
     needs, stored = found.needs, found.needs.stored
     layers = needs.layers
@@ -244,7 +258,8 @@ def _forecast_report(found: ModelForecast, profile: MachineProfile) -> str:
         disk += " with pack --stream)"
     sizes.add_row("disk", f"{disk}; {format_nbytes(found.disk_free_nbytes)} are free")
     fit = f"{format_share(found.fitting_share)} of the experts beside the rest and 4096 tokens"
-    sizes.add_row("memory", f"{format_nbytes(found.memory_nbytes)} of {found.memory_name} are free: {fit}")
+    free = "for everything, as stated" if is_total_stated else "are free"
+    sizes.add_row("memory", f"{format_nbytes(found.memory_nbytes)} of {found.memory_name} {free}: {fit}")
     speeds = Table("for experts", "tokens/s", "experts hit", "waiting", "", box=None, pad_edge=False)
     for one in found.speeds:
         speeds.add_row(*_row(one))

@@ -24,8 +24,9 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -72,28 +73,52 @@ def quiet_libraries() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
+class ProgressBar:
+    """One bar on a terminal: `bar(what, done, total)` counts in `unit`, `bar.in_bytes(what, done, total)` in bytes."""
+
+    def __init__(self, shown: Progress, unit: str) -> None:
+        self._shown = shown
+        self._unit = unit
+        self._what: tuple[str, str] | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self._show(what, done, total, self._unit)
+
+    def in_bytes(self, what: str, done: int, total: int) -> None:
+        """What a model's packing, loading and preloading are counted in."""
+        self._show(what, done, total, "B")
+
+    def _show(self, what: str, done: int, total: int, unit: str) -> None:
+        if self._task is None or self._what != (what, unit):
+            if self._task is not None:
+                self._shown.remove_task(self._task)
+            self._what, self._task = (what, unit), self._shown.add_task(escape(what), unit=unit)
+        self._shown.update(self._task, completed=done, total=total)
+
+
+class _AmountColumn(ProgressColumn):
+    """How much of how much, and of bytes how fast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._nbytes, self._speed = DownloadColumn(binary_units=True), TransferSpeedColumn()
+
+    def render(self, task: Task) -> Text:
+        if task.fields["unit"] == "B":
+            return Text(" ").join([self._nbytes.render(task), self._speed.render(task)])
+        return Text(f"{task.completed:.0f}/{task.total or 0:.0f} {task.fields['unit']}", style="progress.download")
+
+
 @contextlib.contextmanager
-def progress_bar(unit: str = "B") -> Iterator[Callable[[str, int, int], None] | None]:
-    """A `progress(what, done, total)` that draws a bar, or None where stderr is no terminal. "B": bytes."""
+def progress_bar(unit: str = "B") -> Iterator[ProgressBar | None]:
+    """None where stderr is no terminal. `unit` of what is counted, "B": bytes."""
     if not sys.stderr.isatty():
         yield None
         return
-    counted = (
-        (DownloadColumn(binary_units=True), TransferSpeedColumn()) if unit == "B" else (MofNCompleteColumn(), unit)
-    )
-    columns = ("{task.description}", BarColumn(), *counted, TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                for task in tasks.values():
-                    bar.remove_task(task)
-                tasks.clear()
-                tasks[what] = bar.add_task(escape(what))
-            bar.update(tasks[what], completed=done, total=total)
-
-        yield progress
+    columns = ("{task.description}", BarColumn(), _AmountColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as shown:
+        yield ProgressBar(shown, unit)
 
 
 def table(

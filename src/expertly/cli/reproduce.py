@@ -13,7 +13,7 @@ from expertly.cli.arguments import seed
 from expertly.cli.output import message, print_json, progress_bar, table
 from expertly.core.errors import ConfigError
 from expertly.lab.papers import SEEDS, TOKENS
-from expertly.options import argument, json_flag, option, path_option
+from expertly.options import ADVANCED, argument, json_flag, option, path_option
 
 if TYPE_CHECKING:
     from expertly.lab.papers.findings import Result
@@ -35,12 +35,14 @@ class ReproduceOptions:
         is_several=True,
     )
     list: bool = option(False, "list the experiments and what they need, and do nothing else")
-    predictor: Path | None = path_option(None, "trained weights for ProMoE")
-    arrivals: Path | None = path_option(None, "CSV of arrivals and lengths, for fmoe:10")
+    predictor: Path | None = path_option(None, "trained weights for ProMoE", panel=ADVANCED)
+    arrivals: Path | None = path_option(None, "CSV of arrivals and lengths, for fmoe:10", panel=ADVANCED)
     quick: bool = option(False, "few tokens of one seed: under a minute an experiment, and little can be told")
-    tokens: int = option(TOKENS, "decoded tokens of a trace that are simulated, over all seeds", least=1)
-    seeds: int = option(SEEDS, "how many, each with other requests to learn from", least=1)
-    seed: Any = option(0, "the first of them", metavar="N", type=seed)
+    tokens: int = option(
+        TOKENS, "decoded tokens of a trace that are simulated, over all seeds", least=1, panel=ADVANCED
+    )
+    seeds: int = option(SEEDS, "how many, each with other requests to learn from", least=1, panel=ADVANCED)
+    seed: Any = option(0, "the first of them", metavar="N", type=seed, panel=ADVANCED)
     jobs: int = option(1, "experiments at once, each in a process of its own", least=1)
     out: Path | None = path_option(None, "FILE.md: the page of results; else a folder for it and results.json")
     reuse: Path | None = path_option(

@@ -16,7 +16,7 @@ from expertly.cli.inputs import load_model
 from expertly.cli.output import Column, figures_table, fitted, message, print_json, reserved_stdout
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_share
-from expertly.options import MODEL_HELP, REQUIRED, LoadOptions, argument, json_flag, option
+from expertly.options import ADVANCED, MODEL_HELP, REQUIRED, LoadOptions, argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.cli.chat import Chat
@@ -58,7 +58,7 @@ class RunOptions(LoadOptions):
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(RunOptions):
     prompt: str = option(REQUIRED, 'what to continue; "-" reads it from stdin', metavar="TEXT")
-    raw: bool = option(True, "the text is continued as it is")
+    raw: bool = option(True, "the text is continued as it is", panel=ADVANCED)
 
 
 def generate(args: GenerateOptions) -> int:
@@ -75,14 +75,15 @@ def run(args: RunOptions) -> int:
 
         import_lean()
         from expertly import api
-        from expertly.cli.chat import Chat, ChatSampling, tokens_of
-        from expertly.model.generation import check_length
+        from expertly.cli.chat import Chat, ChatSampling
+        from expertly.lab.prompts import tokens_of
+        from expertly.model.generation import check_length, check_some
 
         def context(tokenizer: Any) -> int:
             """Tokens of the one answer and what it answers."""
             asked = [{"role": "user", "content": prompt or ""}]
-            num_prompt = 0 if tokenizer is None else len(tokens_of(tokenizer, asked, is_raw=args.raw))
-            return num_prompt + (args.max_new_tokens or DEFAULT_NEW_TOKENS)
+            tokens = [] if tokenizer is None else check_some(tokens_of(tokenizer, asked, is_raw=args.raw))
+            return len(tokens) + (args.max_new_tokens or DEFAULT_NEW_TOKENS)
 
         model, tokenizer = load_model(
             args.model, args, context=args.context if prompt is None else args.context or context

@@ -17,7 +17,16 @@ from expertly.cli.output import Column, figures_table, message, printable, progr
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_rate, format_ratio, format_seconds, format_share
 from expertly.lab.compare.simulated import notes_on
-from expertly.options import REQUIRED, argument, json_flag, option, path_option
+from expertly.options import (
+    ADVANCED,
+    REQUIRED,
+    RESEARCH,
+    argument,
+    json_flag,
+    load_option,
+    option,
+    path_option,
+)
 from expertly.policies.learned import LearnedFile
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
@@ -39,17 +48,28 @@ class SimulateOptions:
     )
     memory: str | None = option(None, "shares of the experts or amounts", metavar="SIZE,SIZE")
     experts_per_layer: str | None = option(
-        None, "instead: every layer keeps so many experts, beside the staging slots", metavar="N,N"
+        None, "instead: every layer keeps so many experts, beside the staging slots", metavar="N,N", panel=ADVANCED
     )
     hardware: str = option("rtx3090", "a shipped profile or a TOML file", metavar="NAME")
-    codec: str = option("none", "experts on disk: none (as they are) or planes (compressed)", metavar="NAME")
-    predictor: Path | None = path_option(None, "for systems that take one: `expertly lab train` makes it")
-    plan: Path | None = path_option(None, "for systems with split caching: `expertly lab configure` makes it")
-    predict: str = option(
-        "virtual", "virtual (predicting takes its time) or inline", metavar="NAME", choices=MATCHERS, was="matcher"
+    codec: str = option(
+        "none", "experts on disk: none (as they are) or planes (compressed)", metavar="NAME", panel=ADVANCED
     )
-    segments: int | None = option(None, "parts an expert is cut into", metavar="P", least=1)
-    order: str | None = option(None, "resident (what is here first) or id", metavar="NAME")
+    predictor: Path | None = path_option(
+        None, "for systems that take one: `expertly lab train` makes it", panel=RESEARCH
+    )
+    plan: Path | None = path_option(
+        None, "for systems with split caching: `expertly lab configure` makes it", panel=RESEARCH
+    )
+    predict: str = option(
+        "virtual",
+        "virtual (predicting takes its time) or inline",
+        metavar="NAME",
+        choices=MATCHERS,
+        was="matcher",
+        panel=RESEARCH,
+    )
+    segments: int | None = load_option("segments")
+    order: str | None = load_option("order")
     geometry: str | None = option(None, "sizes of experts: a shipped description or a TOML file", metavar="NAME")
     requests: int | None = option(None, "simulate so many requests at most", least=1)
     tokens: int | None = option(None, "simulate so many tokens at most", least=1)
@@ -59,10 +79,14 @@ class SimulateOptions:
         metavar="7:3",
         type=split,
     )
-    seed: Any = option(0, "of the shuffle, and of what policies draw", metavar="N", type=seed)
-    arrivals: Path | None = path_option(None, "CSV of arrivals and lengths: requests queue, latencies are given")
+    seed: Any = option(0, "of the shuffle, and of what policies draw", metavar="N", type=seed, panel=ADVANCED)
+    arrivals: Path | None = path_option(
+        None, "CSV of arrivals and lengths: requests queue, latencies are given", panel=RESEARCH
+    )
     plot: Path | None = path_option(None, "draw hit rate, TPOT and stalls against memory (PNG, PDF, SVG)")
-    chrome_trace: Path | None = path_option(None, "write a timeline for chrome://tracing or ui.perfetto.dev")
+    chrome_trace: Path | None = path_option(
+        None, "write a timeline for chrome://tracing or ui.perfetto.dev", panel=ADVANCED
+    )
     json: bool = json_flag()
 
 

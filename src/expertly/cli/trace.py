@@ -27,7 +27,18 @@ from expertly.cli.output import (
 from expertly.core.errors import ConfigError, ExpertlyError, TraceError
 from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, AskedPrompt, Prompt, asked, read_prompts
-from expertly.options import MODEL_HELP, REQUIRED, RESEARCH, LoadOptions, argument, json_flag, option, path_option
+from expertly.options import (
+    ADVANCED,
+    MODEL_HELP,
+    REQUIRED,
+    RESEARCH,
+    LoadOptions,
+    argument,
+    json_flag,
+    load_option,
+    option,
+    path_option,
+)
 from expertly.trace.reader import Trace
 
 if TYPE_CHECKING:
@@ -71,16 +82,15 @@ class TraceRecordOptions(LoadOptions):
     raw: bool = option(False, RAW_HELP)
     out: Path = path_option(REQUIRED, "where the trace goes: a new or an empty folder", "DIR")
     max_new_tokens: int = option(100, "of a request", least=1)
-    temperature: float = option(0.0, "0 is greedy", metavar="X", type=temperature)
-    seed: int = option(0, "with a temperature", metavar="N", type=seed)
+    temperature: float = option(0.0, "0 is greedy", metavar="X", type=temperature, panel=ADVANCED)
+    seed: int = option(0, "with a temperature", metavar="N", type=seed, panel=ADVANCED)
     requests: int | None = option(None, "only the first N prompts", least=1)
     full: bool = option(False, "add routing scores, lookahead, router inputs and embeddings")
-    learned: str | Path | None = option(
-        "off",
-        "what a system has learned, as of `run`; off: a trace is of this run alone",
-        metavar="FILE",
+    learned: str | Path | None = load_option(
+        "learned",
+        default="off",
+        help="what a system has learned, as of `run`; off: a trace is of this run alone",
         panel=RESEARCH,
-        was="maps",
     )
     json: bool = json_flag()
 
@@ -235,12 +245,16 @@ class TraceSynthOptions:
     top_k: int = option(4, "experts a token", least=1)
     tokens: int = option(10000, "of all requests", least=1)
     requests: int = option(1, "that share the tokens evenly", least=1)
-    prefill_tokens: int = option(0, "first tokens of a request, as one iteration")
+    prefill_tokens: int = option(0, "first tokens of a request, as one iteration", panel=ADVANCED)
     zipf: Any = option(1.0, "popularity of rank r: r^-A", metavar="A", type=exponent)
     markov: Any = option(0.0, "chance that an expert is kept for the next token", metavar="P", type=share)
-    phases: int = option(1, "between which popularity is dealt anew", least=1)
+    phases: int = option(1, "between which popularity is dealt anew", least=1, panel=ADVANCED)
     lookahead: Any | None = option(
-        None, "add scores of the next layer, modelled: so many of its K best are needed", metavar="P", type=share
+        None,
+        "add scores of the next layer, modelled: so many of its K best are needed",
+        metavar="P",
+        type=share,
+        panel=ADVANCED,
     )
     seed: Any = option(0, "of what is drawn", metavar="N", type=seed)
     json: bool = json_flag()

@@ -16,7 +16,7 @@ from expertly.core.files import disk_errors, write_atomic
 from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.data import demo_prompts
 from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, read_prompts
-from expertly.options import argument, json_flag, option, path_option
+from expertly.options import ADVANCED, argument, json_flag, load_option, option, path_option
 
 if TYPE_CHECKING:
     from expertly.lab.tune.search import Candidate, Scored
@@ -33,15 +33,16 @@ class TuneOptions:
     model: str | None = argument(None, "a folder, a packed store or a hub id", metavar="MODEL")
     prompts: str | None = option(None, "what you ask of it. " + PROMPTS_HELP, metavar="FILE")
     raw: bool = option(False, RAW_HELP)
-    memory: str = option("auto", 'for experts: "25%" of them, "1.5GiB" or "auto" (default)', metavar="SIZE")
+    memory: str = load_option("memory")
+    total_memory: str | None = load_option("total_memory")
     requests: int = option(16, "answer so many of the prompts, half to learn from, half to try systems on", least=1)
     max_new_tokens: int = option(64, "of an answer", least=1)
     time_limit: Any = option(300.0, "seconds or minutes, 90s or 5m, for everything", metavar="TIME", type=duration)
-    dtype: str | None = option(None, "bfloat16, float16 or float32", metavar="NAME")
-    codec: str = option("auto", "how experts are stored: none, planes, or auto: what is packed", metavar="NAME")
-    device: str | None = option(None, "cpu or cuda:N", metavar="NAME")
-    predictor: str = option("auto", "trained weights: a file, auto (default) or off", metavar="FILE")
-    seed: Any = option(0, "of sampling, and of which half is learned from", metavar="N", type=seed)
+    dtype: str | None = load_option("dtype")
+    codec: str = load_option("codec")
+    device: str | None = load_option("device")
+    predictor: str = load_option("predictor")
+    seed: Any = option(0, "of sampling, and of which half is learned from", metavar="N", type=seed, panel=ADVANCED)
     out: Path | None = path_option(None, "write all that was measured, as --json prints it")
     json: bool = json_flag()
 
@@ -58,6 +59,7 @@ def run(args: TuneOptions) -> int:
         wishes = Wishes(
             model=args.model,
             memory=args.memory,
+            total_memory=args.total_memory,
             dtype=args.dtype,
             codec=args.codec,
             device=args.device,
@@ -69,7 +71,8 @@ def run(args: TuneOptions) -> int:
             command=typed(),
         )
         with progress_bar("turns") as progress:
-            tuned = tune(wishes, prompts, measured_machine, begin=begin, progress=progress)
+            loading = None if progress is None else progress.in_bytes
+            tuned = tune(wishes, prompts, measured_machine, begin=begin, progress=progress, loading=loading)
         path = save(tuned)
         result = result_of(args, tuned, path)
         if args.out is not None:
@@ -104,6 +107,7 @@ def result_of(args: TuneOptions, tuned: Tuned, path: Path | None) -> dict[str, A
         "model": args.model or "demo",
         "dtype": tuned.store.manifest.told_as,
         "memory": args.memory,
+        "total_memory": args.total_memory,
         "memory_bytes": tuned.choice.memory_nbytes,
         "memory_reason": tuned.seen.memory_reason,
         "expert_bytes": tuned.store.experts_nbytes,

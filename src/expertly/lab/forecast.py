@@ -18,6 +18,7 @@ from expertly import api
 from expertly.core.errors import ConfigError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import Geometry
+from expertly.core.resources import parse_memory
 from expertly.core.units import format_nbytes
 from expertly.engine.compute import expert_nbytes_at_once
 from expertly.engine.memory import (
@@ -101,17 +102,20 @@ class ModelForecast:
     disk_stream_nbytes: int  # at most, with `pack --stream`
     disk_free_nbytes: int
     memory_name: str
-    memory_nbytes: int  # free
+    memory_nbytes: int  # free, or as much of it as was stated for everything
     fitting_share: float  # of the experts, beside the rest and 4096 tokens
     speeds: tuple[ExpectedSpeed, ...]
     decided_by: str
     command: str
 
 
-def measured_hardware(profile: MachineProfile) -> Hardware:
-    """The machine of `profile`, and what a layer takes on it beside its weights, by the demo model: a few seconds."""
+def measured_hardware(profile: MachineProfile, loading: api.Progress | None = None) -> Hardware:
+    """The machine of `profile`, and what a layer takes on it beside its weights, by the demo model: a few seconds.
+    `loading` is told of the bytes of that model, as by `expertly.load`.
+    """
     hardware = machine_hardware(profile)
-    model, tokenizer = api.load(system="resident", learned="off", codec="none", device=_device_of(profile))
+    how: dict[str, Any] = {"learned": "off", "codec": "none", "device": _device_of(profile)}
+    model, tokenizer = api.load(system="resident", progress=loading, **how)
     try:
         inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False).to(model.device)
         times_ns = []
@@ -141,9 +145,11 @@ def forecast(
     hardware: Hardware,
     available_nbytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    total_memory: str | None = None,
 ) -> ModelForecast:
     """On the machine of `profile`, which `hardware` describes to the simulator. `available_nbytes`: its free memory now
-    (default: as the profile says). `progress(runs done, in all)`.
+    (default: as the profile says). `total_memory`: of the device that computes, see `expertly.load`. `progress(runs
+    done, in all)`.
     """
     device = profile.devices[0] if profile.devices else None
     free = profile.available_nbytes if available_nbytes is None else available_nbytes
@@ -157,6 +163,8 @@ def forecast(
     else:
         memory_name, memory, fixed, per_token = device.name, device.memory_nbytes, WORKING_NBYTES, 0
         dense = needs.decoded_dense_nbytes
+    if total_memory is not None:
+        memory = parse_memory(total_memory, memory, "total_memory") or memory
     beside = BesideExperts(dense, fixed, cache, per_token)
     left = memory - beside.dense_nbytes - beside.fixed_nbytes - beside.of_tokens(0, CONTEXTS[0])
     least = least_nbytes(geometry)
@@ -186,7 +194,7 @@ def forecast(
         fitting_share=max(0.0, min(1.0, left / geometry.nbytes)) if left >= least else 0.0,
         speeds=tuple(speeds),
         decided_by=_decided_by(speeds, hardware),
-        command=_command(needs, store, download, shutil.disk_usage(folder).free, left >= least),
+        command=_command(needs, store, download, shutil.disk_usage(folder).free, left >= least, total_memory),
     )
 
 
@@ -269,7 +277,14 @@ def _decided_by(speeds: list[ExpectedSpeed], hardware: Hardware) -> str:
     )
 
 
-def _command(needs: ModelNeeds, store_nbytes: int, download_nbytes: int, free_nbytes: int, fits: bool) -> str:
+def _command(
+    needs: ModelNeeds,
+    store_nbytes: int,
+    download_nbytes: int,
+    free_nbytes: int,
+    fits: bool,
+    total_memory: str | None = None,
+) -> str:
     """What to do next."""
     if needs.refused is not None:
         return f"none: {needs.refused}"
@@ -281,4 +296,4 @@ def _command(needs: ModelNeeds, store_nbytes: int, download_nbytes: int, free_nb
         if not download_nbytes or store_nbytes + needs.stored.largest_file_nbytes > free_nbytes:
             return f"make room on the disk ({format_nbytes(free_nbytes)} are free), or set EXPERTLY_CACHE to another"
         return f"expertly pack {needs.name} --stream"
-    return f"expertly run {needs.name}"
+    return f"expertly run {needs.name}" + ("" if total_memory is None else f" --total-memory {total_memory}")

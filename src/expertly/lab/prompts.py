@@ -49,16 +49,17 @@ def has_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Up to where the model is to go on. Raises ConfigError where the template refuses the messages."""
-    from expertly.model.text import TEMPLATE_ERRORS
+def tokens_of(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, is_raw: bool = False) -> list[int]:
+    """A conversation by the tokenizer's chat template, or where there is none, and with `is_raw`, as mere text; up to
+    where the model is to go on. Raises ConfigError where the template refuses it, or does not end.
+    """
+    if is_raw or not has_template(tokenizer):
+        return list(tokenizer("".join(one["content"] for one in messages), return_token_type_ids=False)["input_ids"])
+    from expertly.model.text import rendered
 
-    try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    except TEMPLATE_ERRORS as error:
-        raise ConfigError(f"messages: the model's chat template refuses them: {error}") from None
-    tokens: list[int] = tokenizer(text, add_special_tokens=False, return_token_type_ids=False)["input_ids"]
-    return tokens
+    how = {"add_generation_prompt": True, "tokenize": False}
+    text = rendered(lambda: tokenizer.apply_chat_template(list(messages), **how))
+    return list(tokenizer(text, add_special_tokens=False, return_token_type_ids=False)["input_ids"])
 
 
 def asked(
@@ -75,13 +76,10 @@ def asked(
     can_chat = has_template(tokenizer) and not is_raw
     found, left_out = [], []
     for one in prompts:
-        if can_chat:
-            tokens = chat_tokens(tokenizer, one.messages or [{"role": "user", "content": one.text}])
-        elif one.messages:
+        if one.messages and not can_chat:
             why = "with --raw" if is_raw else "and the model has no chat template"
             raise ConfigError(f'prompts, line {one.line}: holds messages, {why}; accepted: {{"prompt": "text"}}')
-        else:
-            tokens = list(tokenizer(one.text, return_token_type_ids=False)["input_ids"])
+        tokens = tokens_of(tokenizer, one.messages or [{"role": "user", "content": one.text}], is_raw=is_raw)
         if not tokens:
             left_out.append(f"the prompt in line {one.line} gives no token")
         elif most is not None and len(tokens) > most:

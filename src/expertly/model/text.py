@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import queue
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +13,13 @@ from typing import Any
 import jinja2
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from expertly.core.errors import ConfigError
+
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 """What a chat template may raise over messages that it was not written for."""
+
+RENDER_S = 10.0
+"""That a chat template may take for one conversation."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -67,6 +75,39 @@ def bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
         return bytes([int(raw[3:5], 16)])
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level BPE does
     return bytes(byte_of[letter] for letter in raw) if byte_of.keys() >= set(raw) else text.encode()
+
+
+class _OverdueError(BaseException):
+    """Ends a thread that took too long; no `except Exception` of a template's way holds it."""
+
+
+def rendered(render: Callable[[], str], seconds: float = RENDER_S) -> str:
+    """A conversation as its chat template writes it, which `render` asks of the tokenizer.
+
+    Raises ConfigError where the template refuses the messages, or takes longer than `seconds`. It runs in a thread that
+    is ended at its next step of Python: what is inside one long step of C goes on until that ends, and the process does
+    not wait for it.
+    """
+    done: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((render(), None))
+        except BaseException as error:  # told to who waits
+            done.put(("", error))
+
+    thread = threading.Thread(target=run, name="expertly-template", daemon=True)
+    thread.start()
+    try:
+        text, error = done.get(timeout=seconds)
+    except queue.Empty:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_OverdueError))
+        raise ConfigError(f"messages: the model's chat template did not end in {seconds:g} s") from None
+    if isinstance(error, TEMPLATE_ERRORS):
+        raise ConfigError(f"messages: the model's chat template refuses them: {error}") from None
+    if error is not None:
+        raise error
+    return text
 
 
 class TextStreamer:

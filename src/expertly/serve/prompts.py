@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import ctypes
 import inspect
 import json
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +15,9 @@ from typing import Any
 from expertly.core.errors import ConfigError
 from expertly.model.answers import AnswerFormat, known_template
 from expertly.model.generation import check_tokens
-from expertly.model.text import TEMPLATE_ERRORS, bytes_of
+from expertly.model.text import RENDER_S, bytes_of, rendered
 from expertly.serve.errors import invalid
 from expertly.serve.schema import Message, Tool
-
-RENDER_S = 10.0
-"""That a chat template may take for one conversation."""
 
 _MAX_RENDERED = 4
 """Conversations at a time: a template that does not end takes no thread from the others before so many do not."""
@@ -125,13 +120,9 @@ class Prompts:
 
     def _rendered(self, render: Callable[[], str]) -> str:
         try:
-            return within(self._render_s, render)
-        except TimeoutError:
-            raise invalid(
-                f"messages: the model's chat template did not end in {self._render_s:g} s", "messages"
-            ) from None
-        except TEMPLATE_ERRORS as error:
-            raise invalid(f"messages: the model's chat template refuses them: {error}", "messages") from None
+            return rendered(render, self._render_s)
+        except ConfigError as error:
+            raise invalid(str(error), "messages") from None
 
     def _encoded(self, text: str) -> list[int]:
         tokens: list[int] = self._writer.encode(text, add_special_tokens=self.is_plain)
@@ -142,36 +133,6 @@ class Prompts:
         tokens: list[int] = self._writer.encode(text)
         self.check_tokens(tokens, "prompt")
         return tokens
-
-
-class _Overdue(BaseException):
-    """Ends a thread that took too long; no `except Exception` of a template's way holds it."""
-
-
-def within(seconds: float, work: Callable[[], str]) -> str:
-    """What `work` gives, in a thread of its own. Raises what it raises; TimeoutError after so long.
-
-    The thread is ended at its next step of Python: what is inside one long step of C goes on until that ends, and the
-    process does not wait for it.
-    """
-    done: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            done.put((work(), None))
-        except BaseException as error:  # told to who waits
-            done.put(("", error))
-
-    thread = threading.Thread(target=run, name="expertly-serve-template", daemon=True)
-    thread.start()
-    try:
-        result, error = done.get(timeout=seconds)
-    except queue.Empty:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Overdue))
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    return result
 
 
 def as_told(tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -172,14 +172,18 @@ def compare_model(
     folder: Path,
     progress: Progress | None,
     tell: Tell,
+    loading: Progress | None = None,
 ) -> None:
     """Record the prompts' answers into `folder`, run them through the engine under every system, and simulate the same
-    requests. What the comparison holds when this raises is what was done by then.
+    requests. What the comparison holds when this raises is what was done by then. `loading` is told of bytes that are
+    packed and loaded.
     """
     settings = comparison.settings
     arguments = _arguments(settings, model)
-    machine = MachineWorker()
+    machine = MachineWorker(loading)
     try:
+        if settings.total_memories:
+            settings = _share_out(comparison, machine.worker, arguments)
         tell("recording what the model routes")
         facts, trace, schedule = _record(comparison, machine.worker, arguments, prompts, folder)
         learned = machine.worker.ask("weights", arguments["predictor"], [*settings.systems])
@@ -206,7 +210,7 @@ def compare_model(
             machine.measure_again()
             comparison.keep()
 
-        engine = EngineRuns(settings, arguments, requests, lesson, between, progress, in_words)
+        engine = EngineRuns(settings, arguments, requests, lesson, between, progress, in_words, loading)
         comparison.runs = engine.runs
         engine.run(fits_together)
         tell("simulating")
@@ -231,6 +235,22 @@ def _arguments(settings: ComparisonSettings, model: str | None) -> dict[str, Any
         "predictor": "auto" if settings.predictor is None else str(settings.predictor),
         "plan": None if settings.plan is None else str(settings.plan),
     }
+
+
+def _share_out(comparison: Comparison, machine: Worker, arguments: dict[str, Any]) -> ComparisonSettings:
+    """With the memory that each `total_memory` leaves for experts, as `expertly run` divides it."""
+    memories = []
+    for total in comparison.settings.total_memories:
+        loading = load_arguments(arguments | {"segments": None}, "auto", "lru") | {"total_memory": total}
+        facts = machine.ask("load", loading)
+        left = facts["memory_bytes"]
+        if left >= facts["expert_bytes"]:
+            memories.append("100%")
+        else:
+            memories.append(f"{left >> 20}MiB" if left >= 100 << 20 else f"{left >> 10}KiB")
+        comparison.notes.append(f"total memory {total} leaves {memories[-1]} for experts")
+    settings = comparison.settings = replace(comparison.settings, memories=tuple(dict.fromkeys(memories)))
+    return settings
 
 
 def _record(
@@ -259,7 +279,7 @@ def _record(
     comparison.versions = facts["versions"]
     comparison.source |= _about_trace(trace, schedule)
     comparison.source |= {key: facts[key] for key in ("dtype", "device", "codec", "threads")}
-    comparison.notes = [f"the trace has no {what}" for what in absent] + _notes(trace, schedule, settings)
+    comparison.notes += [f"the trace has no {what}" for what in absent] + _notes(trace, schedule, settings)
     comparison.notes += _fewer(settings, len(wanted))
     if facts["is_templated"] and not settings.is_raw:
         comparison.notes.append("prompts are put through the model's chat template")

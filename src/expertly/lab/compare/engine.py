@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -39,11 +40,19 @@ class WorkerError(ExpertlyError):
     """What a worker was asked for failed, or the worker did; the message says how."""
 
 
-class Worker:
-    """One child. What it raises is raised here as WorkerError; after `end`, or when it died, it can be started anew."""
+Progress = Callable[[str, int, int], None]
 
-    def __init__(self, name: str) -> None:
+_SHOW_EVERY_S = 0.1
+
+
+class Worker:
+    """One child. What it raises is raised here as WorkerError; after `end`, or when it died, it can be started anew.
+    `loading` is told of the bytes that the child packs and loads.
+    """
+
+    def __init__(self, name: str, loading: Progress | None = None) -> None:
         self.name = name
+        self._loading = loading
         self._process: Any = None
         self._connection: Connection | None = None
 
@@ -62,7 +71,8 @@ class Worker:
                 ours, theirs = context.Pipe()
                 stack.callback(ours.close)
                 with theirs:
-                    process = context.Process(target=serve, args=(theirs,), name=self.name, daemon=True)
+                    arguments = (theirs, self._loading is not None)
+                    process = context.Process(target=serve, args=arguments, name=self.name, daemon=True)
                     process.start()
             except OSError as error:
                 raise WorkerError(f"its process could not be started: {error.strerror or error}") from error
@@ -75,15 +85,17 @@ class Worker:
         assert self._connection is not None
         try:
             self._connection.send((method, arguments))
-            is_done, answer = self._connection.recv()
+            while (said := self._connection.recv())[0] == "loading":
+                assert self._loading is not None, "the child was told whether anybody listens"
+                self._loading(*said[1])
         except (EOFError, ConnectionError):
             self._process.join(_ENDING_S)
             code = self._process.exitcode
             self.end()
             raise WorkerError(f"its process ended ({_ending(code)}) when asked to {method}") from None
-        if not is_done:
-            raise WorkerError(answer)
-        return answer
+        if said[0] == "failed":
+            raise WorkerError(said[1])
+        return said[1]
 
     def hang_up(self) -> None:
         """Let the child end, when it has done what it does. Several end at the same time that way."""
@@ -103,29 +115,43 @@ class Worker:
             process.close()
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: Connection, tells_loading: bool) -> None:
     """The child: does what it is asked until its parent hangs up. An interrupt is its parent's to deal with."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # what libraries print is no result of the command
     from expertly.lab.compare.player import Player
 
-    player = Player()
+    player = Player(_told_to(connection) if tells_loading else None)
     while True:
         try:
             method, arguments = connection.recv()
         except EOFError:
             break
         try:
-            answer = (True, getattr(player, method)(*arguments))
+            answer = ("done", getattr(player, method)(*arguments))
         except ExpertlyError as error:
-            answer = (False, str(error))
+            answer = ("failed", str(error))
         except Exception as error:  # handed to who waits for it
-            answer = (False, f"{type(error).__name__}: {error}")
+            answer = ("failed", f"{type(error).__name__}: {error}")
         try:
             connection.send(answer)
         except ConnectionError:
             break
     player.unload()
+
+
+def _told_to(connection: Connection) -> Progress:
+    """A progress that goes to the parent, a few times a second."""
+    next_s = 0.0
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal next_s
+        if done >= total or time.monotonic() >= next_s:
+            next_s = time.monotonic() + _SHOW_EVERY_S
+            with suppress(ConnectionError):  # the parent has hung up: the next answer ends this process
+                connection.send(("loading", (what, done, total)))
+
+    return tell
 
 
 def _ending(code: int | None) -> str:
@@ -153,8 +179,8 @@ class MachineWorker:
     measured before it failed is kept.
     """
 
-    def __init__(self) -> None:
-        self.worker = Worker("machine")
+    def __init__(self, loading: Progress | None = None) -> None:
+        self.worker = Worker("machine", loading)
         self.problem: str | None = None
         self.memory: str | None = None  # what the experts had of it while they were measured
         self._profile: Profile | None = None
@@ -201,8 +227,6 @@ class MachineWorker:
 MOST_OF_FREE = 0.8
 """Of the memory that is free, what models that are held at the same time may take."""
 
-Progress = Callable[[str, int, int], None]
-
 
 @dataclass(frozen=True, slots=True)
 class RunFailure:
@@ -248,12 +272,13 @@ class EngineRuns:
     between: Callable[[], None]  # called when nothing runs, about once a round
     progress: Progress | None = None
     tell: Callable[[str], None] | None = None  # in words, where nobody sees the progress
+    loading: Progress | None = None  # bytes that are packed and loaded
     runs: ComparedRuns = field(init=False, default_factory=ComparedRuns)
     _workers: dict[str, Worker] = field(init=False)
     _num_done: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self._workers = {name: Worker(name) for name in self.settings.systems}
+        self._workers = {name: Worker(name, self.loading) for name in self.settings.systems}
 
     def run(self, fits_together: Callable[[str], bool]) -> None:
         """All of it; what fails is noted and left out. `runs` holds what there is, whatever this raises."""

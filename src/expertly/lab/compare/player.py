@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import expertly
-from expertly.api import handle
+from expertly.api import Progress, handle
 from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.core.errors import ModelUseError
 from expertly.engine.learned import find_weights
@@ -31,7 +31,8 @@ PHASES = ("prefill", "decode")
 class Player:
     """One model at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
+        self._progress = progress
         self._model: Any = None
         self._tokenizer: Any = None
         self._measurement: Measurement | None = None
@@ -39,7 +40,9 @@ class Player:
     def load(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """`expertly.load` with these arguments; facts about what was loaded. Raises as it does."""
         self.unload()
-        self._model, self._tokenizer = expertly.load(arguments.pop("model"), learned="off", **arguments)
+        self._model, self._tokenizer = expertly.load(
+            arguments.pop("model"), learned="off", progress=self._progress, **arguments
+        )
         found, told = handle(self._model), expertly.stats(self._model).as_dict()
         keys = ("memory_bytes", "expert_bytes", "segments", "system")
         return {

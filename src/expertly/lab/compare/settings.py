@@ -23,7 +23,7 @@ class ComparisonSettings:
     """Of one comparison; the defaults are those of the command line."""
 
     systems: tuple[str, ...]
-    memories: tuple[str, ...]
+    memories: tuple[str, ...]  # for experts
     requests: int | None = None  # None: 5 with a model, 20 with a trace
     tokens: int | None = None  # of each answer; None: 24 with a model, all with a trace
     rounds: int = 2
@@ -37,6 +37,7 @@ class ComparisonSettings:
     hardware: str | None = None  # None: this machine as it is measured, or with a trace rtx3090
     predictor: Path | None = None
     plan: Path | None = None
+    total_memories: tuple[str, ...] = ()  # for everything; `memories` is what they leave, once a model was loaded
     is_raw: bool = False  # prompts are texts, whatever chat template the model has
 
     @property
@@ -72,9 +73,11 @@ def check_systems(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def check_memories(labels: Sequence[str]) -> tuple[str, ...]:
+def check_memories(labels: Sequence[str], field: str = "memory") -> tuple[str, ...]:
     """Shares or amounts, each once, as they were given. Raises ConfigError."""
     for label in labels:
-        if parse_memory(label, 1 << 40) is None:
-            raise ConfigError(f'memory={label!r}: budgets are compared; accepted: shares ("25%") or amounts ("1.5GiB")')
+        if parse_memory(label, 1 << 40, field) is None:
+            raise ConfigError(
+                f'{field}={label!r}: budgets are compared; accepted: shares ("25%") or amounts ("1.5GiB")'
+            )
     return tuple(dict.fromkeys(labels))

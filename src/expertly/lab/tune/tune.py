@@ -55,6 +55,7 @@ class Wishes:
 
     model: str | None = None
     memory: str = "auto"
+    total_memory: str | None = None
     dtype: str | None = None
     codec: str = "auto"
     device: str | None = None
@@ -109,11 +110,13 @@ def tune(
     clock: Clock = time.monotonic,
     begin: float | None = None,
     progress: Progress | None = None,
+    loading: Progress | None = None,
     make_player: MakePlayer = lambda player: player,
 ) -> Tuned:
     """Everything but saving the choice. The time limit counts from `begin` on the clock (default: now); what cannot be
     cut short is packing a model that is not packed, loading it, and one round of measuring. `machine` measures the
-    machine where the model's own times do not do; `make_player` may put something in the place of the engine.
+    machine where the model's own times do not do; `loading` is told of bytes that are packed and loaded, as by
+    `expertly.load`; `make_player` may put something in the place of the engine.
 
     Raises ExpertlyError subclasses that name what is wrong with the model, the memory or the prompts.
     """
@@ -121,11 +124,12 @@ def tune(
     begin = clock() if begin is None else begin
     deadline = Deadline(clock, begin + (1 - RESERVED_SHARE) * wishes.time_limit_s)
     stages = _Stages(clock, begin)
-    store = pack_cached(wishes.model, wishes.dtype, codec=wishes.codec)
+    packing = None if loading is None else partial(loading, "packing")
+    store = pack_cached(wishes.model, wishes.dtype, progress=packing, codec=wishes.codec)
     stages.end("packing")
     weights = _weights(wishes.predictor, store)
     stores = _packed(store, wishes.codec)
-    load = partial(api.load, wishes.model, dtype=wishes.dtype, device=wishes.device)
+    load = partial(api.load, wishes.model, dtype=wishes.dtype, device=wishes.device, progress=loading)
     with TemporaryDirectory(prefix="expertly-tune-") as name:
         scratch = Path(name)
         seen = _observed(wishes, prompts, stores, load, machine, deadline, scratch / "trace", stages, tell)
@@ -135,7 +139,7 @@ def tune(
             list(stores),
             list(seen.workload.trace.manifest.fields),
             has_weights=weights is not None,
-            is_free=wishes.memory == "auto",
+            is_free=wishes.memory == "auto" and wishes.total_memory is None,
         )
         simulation = Simulation(seen.workload.trace, seen.workload.schedule, seen.hardware, weights, wishes.seed)
         base = space.named(BASE_SYSTEM)
@@ -177,7 +181,7 @@ def _observed(
     codec = "none" if "none" in stores else next(iter(stores))
     load_base = partial(load, system=BASE_SYSTEM, learned=None, codec=codec)
     tell("recording", 0, 1)
-    model, tokenizer = load_base(memory=wishes.memory)
+    model, tokenizer = load_base(memory=wishes.memory, total_memory=wishes.total_memory)
     try:
         workload = record_workload(
             model,
@@ -311,7 +315,7 @@ def _choice(verdict: Verdict, simulation: Simulation, seen: Observed, wishes: Wi
         about={
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": wishes.command[:1000],
-            "memory": wishes.memory,
+            "memory": wishes.memory if wishes.total_memory is None else f"total {wishes.total_memory}",
             "requests": seen.workload.num_requests,
             "tokens": seen.workload.trace.num_rows,
             "times": seen.times[:1000],
