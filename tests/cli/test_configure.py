@@ -149,6 +149,8 @@ def test_refusals_of_a_trace(trace: Path, tmp_path: Path, capsys: Captured) -> N
         ("--seed", "1"): "shuffles for --split, which is not given",
         ("--prompt", "hello"): "only of a model, and this is a trace",
         ("--seconds", "1"): "only of a model, and this is a trace",
+        ("--total-memory", "1GiB"): "only of a model, and this is a trace",
+        ("--raw",): "only of a model, and this is a trace",
         ("--hardware", "none-such"): "no such profile and no such file",
         ("--out", str(tmp_path / "no" / "plan.json")): "must be a file, in a folder that exists and is writable",
         ("--out", "plan.json", "--memory", "40%,60%"): "holds the plan of one memory",

@@ -220,6 +220,34 @@ def test_several_values_after_one_option_are_refused_with_what_to_type(capsys):
     assert "before each of several values: --trace" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "last", "suggested"),
+    [
+        ("expertly ", "", {"run", "serve", "pack", "doctor", "tune", "bench", "lab"}),
+        ("expertly lab trace ", "", {"record", "info", "import", "synth", "replay"}),
+        ("expertly run demo ", "--total", {"--total-memory"}),
+        ("expertly run --system ", "expertly", {"expertly", "expertly-ahead"}),
+    ],
+)
+def test_the_shell_completes_commands_options_and_values(typed, last, suggested, capsys, monkeypatch):
+    """As bash asks it, when a user presses tab."""
+    monkeypatch.setenv("_EXPERTLY_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed + last)
+    monkeypatch.setenv("COMP_CWORD", str(len((typed + "x").split()) - 1))
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    assert set(capsys.readouterr().out.split()) >= suggested
+
+
+def test_completion_is_shown_for_the_users_shell(capsys, monkeypatch):
+    monkeypatch.setattr("typer.completion._get_shell_name", lambda: "bash")
+    with pytest.raises(SystemExit) as ended:
+        main(["--show-completion"])
+    assert ended.value.code == 0
+    assert "_EXPERTLY_COMPLETE=complete_bash" in capsys.readouterr().out
+
+
 def test_a_missing_dependency_is_named(command, capsys):
     command.run = fail(ModuleNotFoundError("No module named 'torch'", name="torch"))
     assert main(["fake"]) == 2

@@ -6,13 +6,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 
 import expertly
 from expertly.core.errors import ConfigError
 from expertly.model.batching import why_not_together
-from tests.families import load_reference, make_checkpoint
+from tests.families import fill_with_nan, load_reference, make_checkpoint
 from tests.serve.conftest import greedy, room_for, served
 
 
@@ -45,6 +46,22 @@ def test_each_family_writes_what_generate_writes(family: str, tmp_path: Path) ->
         assert [choice.text for choice in several.choices] == [expected[0]] * 2
         if not together:
             check_leaving(serving, family)
+    expertly.unload(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_nan_in_the_weights_is_told_with_its_layer(family: str, tmp_path: Path) -> None:
+    """In one pass for many, and one at a time; streamed, too. The server goes on."""
+    folder = make_checkpoint(family, tmp_path / family, tokenizer=True)
+    fill_with_nan(folder, "model.norm")
+    model, tokenizer = expertly.load(str(folder), memory="50%", device="cpu", dtype="float32")
+    says = "the dense part behind the last MoE layer gave NaN: the checkpoint's weights hold NaN"
+    with served(model, tokenizer, room_for(context=128, max_running=4), name=family) as serving:
+        for is_stream in (False, True):
+            with pytest.raises((openai.InternalServerError, openai.APIError), match=says):
+                list(serving.complete("ask", 6, model=family, stream=is_stream))
+        with serving.http() as client:
+            assert client.get("/health").status_code == 200
     expertly.unload(model)
 
 

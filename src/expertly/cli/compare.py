@@ -1,9 +1,8 @@
-"""`expertly lab compare`: which system is best for a model, or a trace.
+"""`expertly lab compare`: which system is fastest for a model, or a trace.
 
-Of a model on this machine, or of a recorded trace on a described one: with how far each is from the best possible, and
-a report to look at. Exit code 2 where a system that was tried did not
-come through, 130 where it was interrupted. What there is is written in any case, and between rounds, so that nothing
-that ends this process takes it along.
+Runs a model under each system on this machine, or simulates a recorded trace on a described one, and says how far each
+system is from the best possible. Writes a report to look at, after every round, so that an interrupted comparison
+leaves one. Exit code 2 where a system failed, 130 where it was interrupted.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class CompareOptions:
         metavar="MODEL|TRACE",
     )
     system: str = option(
-        USUAL_SYSTEMS, f"default: {USUAL_SYSTEMS}; NAME:KEY=VALUE changes a part of one", metavar="A,B"
+        USUAL_SYSTEMS, "as `expertly lab systems` lists; NAME:KEY=VALUE changes a part of one", metavar="A,B"
     )
     memory: str | None = option(
         None, f"for experts: shares of them or amounts (default: {DEFAULT_MEMORY})", metavar="SIZE,SIZE"
@@ -75,7 +74,7 @@ class CompareOptions:
     temperature: Any | None = option(None, "of the answers, 0 is greedy", metavar="X", type=temperature, panel=ADVANCED)
     split: Any | None = option(
         None,
-        "what learns does from a first part of the shuffled requests, the rest is compared",
+        "systems that learn do so from the first part of the shuffled requests; the second is compared",
         metavar="7:3",
         type=split,
         panel=ADVANCED,

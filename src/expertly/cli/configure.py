@@ -214,8 +214,8 @@ def observed_of(args: ConfigureOptions, memories: Sequence[str]) -> Configurator
         budget, geometry = engine.scheduler.budget, engine.executor.geometry
         budgets = {label: budget if label == "auto" else Memory(label).budget(geometry) for label in memories}
         memory = f"memory {memories[0]}"
-        if args.total_memory is not None:
-            budgets, memory = {f"total {args.total_memory}": budget}, f"total memory {args.total_memory}"
+        if args.total_memory is not None:  # what it left for experts is what the plan is made for
+            budgets, memory = {str(budget.memory_nbytes): budget}, f"total memory {args.total_memory}"
         with tempfile.TemporaryDirectory(prefix="expertly-configure-") as folder:
             trace, absent = _recorded(model, tokenizer, args, Path(folder) / "trace")
             rates = rates_of_trace(trace, make_schedule(trace, Selection()).test)
@@ -354,8 +354,6 @@ def _command(args: ConfigureOptions, seen: ConfiguratorInput, memory: str) -> st
     """What to type to run with the plan."""
     source, num_segments = args.source or "demo", seen.geometry.segments_per_expert
     given: dict[str, Any] = {"system": SYSTEM, "memory": memory, "plan": args.out or "FILE"}
-    if args.total_memory is not None:
-        given |= {"memory": None, "total-memory": args.total_memory}
     if num_segments != segments_of(seen.geometry.layers, None):
         given["segments"] = num_segments
     if is_trace(args.source):

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
@@ -49,7 +50,7 @@ def add_command(app: typer.Typer, name: str, function: Callable[..., int], *, hi
         parameters.append(_help_all())
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     text = function.__doc__ or str(sys.modules[function.__module__].__doc__).partition("`: ")[2]
-    text = inspect.cleandoc(text[:1].upper() + text[1:])
+    text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(text[:1].upper() + text[1:]))
     app.command(name, cls=OptionsCommand, help=escape(text), hidden=hidden)(run)
 
 

@@ -16,7 +16,7 @@ from expertly.core.files import disk_errors, write_atomic
 from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.data import demo_prompts
 from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, read_prompts
-from expertly.options import ADVANCED, argument, json_flag, load_option, option, path_option
+from expertly.options import ADVANCED, argument, check_one_memory, json_flag, load_option, option, path_option
 
 if TYPE_CHECKING:
     from expertly.lab.tune.search import Candidate, Scored
@@ -37,7 +37,7 @@ class TuneOptions:
     total_memory: str | None = load_option("total_memory")
     requests: int = option(16, "answer so many of the prompts, half to learn from, half to try systems on", least=1)
     max_new_tokens: int = option(64, "of an answer", least=1)
-    time_limit: Any = option(300.0, "seconds or minutes, 90s or 5m, for everything", metavar="TIME", type=duration)
+    time_limit: Any = option("5m", "seconds or minutes, 90s or 5m, for everything", metavar="TIME", type=duration)
     dtype: str | None = load_option("dtype")
     codec: str = load_option("codec")
     device: str | None = load_option("device")
@@ -49,6 +49,7 @@ class TuneOptions:
 
 def run(args: TuneOptions) -> int:
     begin = time.monotonic()
+    check_one_memory(args.memory, args.total_memory)
     prompts = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
     if args.prompts is None:
         message(f"expertly: no --prompts: tuned for {len(prompts)} texts that ship, not for yours")
@@ -178,10 +179,10 @@ def report(result: dict[str, Any]) -> str:
             f"against {over}: {gain['ratio']:.3f}x the time of a request ({gain['low']:.3f} to {gain['high']:.3f} over "
             f"{gain['num_turns']} turns), {gain['tpot_ratio']:.3f}x the time per token"
         )
-    for name, what in (("heat", "on the engine, the best few"), ("final", "on the engine, once more")):
+    for name, what in (("heat", "on the engine, the best few:"), ("final", "on the engine, once more:")):
         rows = result["verification"][name]
         if rows:
-            lines += ["", figures_table(rows, {what: ("system", str), **_VERIFIED})]
+            lines += ["", what, figures_table(rows, _VERIFIED)]
     for system, reason in result["failed"].items():
         lines.append(f"left out: {system}: {reason}")
     if overheads := result["calibration"]:
@@ -191,12 +192,12 @@ def report(result: dict[str, Any]) -> str:
     if search["ranking"]:
         ranking = [one | {"beyond": _beyond(one)} for one in search["ranking"][:SHOWN]]
         columns: dict[str, Column] = {
-            f"simulated, best of {search['tried']}": ("system", str),
+            "system": ("system", str),
             "seconds": ("seconds", "{:.3f}".format),
             "of requests": ("requests", str),
             "beyond it, a step": ("beyond", str),
         }
-        lines += ["", figures_table(ranking, columns)]
+        lines += ["", f"simulated, the best of {search['tried']}:", figures_table(ranking, columns)]
         if unknown := dict.fromkeys(kind for one in ranking for kind in one["unmeasured"]):
             lines.append(f"not measured on the engine before the search, and simulated alone: {', '.join(unknown)}")
     if not search["is_whole"]:
@@ -215,6 +216,7 @@ def _beyond(one: dict[str, Any]) -> str:
 
 
 _VERIFIED: dict[str, Column] = {
+    "system": ("system", str),
     "TTFT": ("ttft_s", format_seconds),
     "TPOT": ("tpot_s", format_seconds),
     "time": ("ratio", "{:.3f}x".format),

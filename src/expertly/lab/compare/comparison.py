@@ -183,7 +183,7 @@ def compare_model(
     machine = MachineWorker(loading)
     try:
         if settings.total_memories:
-            settings = _share_out(comparison, machine.worker, arguments)
+            settings = share_out(comparison, machine.worker, arguments)
         tell("recording what the model routes")
         facts, trace, schedule = _record(comparison, machine.worker, arguments, prompts, folder)
         learned = machine.worker.ask("weights", arguments["predictor"], [*settings.systems])
@@ -237,7 +237,7 @@ def _arguments(settings: ComparisonSettings, model: str | None) -> dict[str, Any
     }
 
 
-def _share_out(comparison: Comparison, machine: Worker, arguments: dict[str, Any]) -> ComparisonSettings:
+def share_out(comparison: Comparison, machine: Worker, arguments: dict[str, Any]) -> ComparisonSettings:
     """With the memory that each `total_memory` leaves for experts, as `expertly run` divides it."""
     memories = []
     for total in comparison.settings.total_memories:
