@@ -17,7 +17,14 @@ from expertly.lab.compare.comparison import Comparison, share_out
 from expertly.lab.compare.settings import ComparisonSettings
 from expertly.sim.hardware import Hardware
 from tests.cli.asking import Captured, answer, refusal
+from tests.families import make_checkpoint
 from tests.hardware.test_profile import PROFILE
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `tune` finds of it is of no use to others."""
+    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", seed=17, tokenizer=True)
 
 
 @pytest.fixture
