@@ -20,7 +20,7 @@ from expertly import api
 from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
 from expertly.core.observation import IterationInfo
-from expertly.core.units import format_nbytes, format_seconds, format_share
+from expertly.core.units import format_nbytes, format_number, format_seconds, format_share
 from expertly.engine.runtime import Observer
 from expertly.lab.prompts import has_template, tokens_of
 from expertly.model.generation import generate, generation_config, max_positions
@@ -65,7 +65,7 @@ class Turn:
         """For people."""
         parts = [f"{len(self.token_ids)} tokens"]
         if self.tpot_s:
-            parts.append(f"{1 / self.tpot_s:.1f} tokens/s")
+            parts.append(f"{format_number(1 / self.tpot_s)} tokens/s")
         parts.append(f"TTFT {format_seconds(self.ttft_s)}")
         best = f" (a perfect cache: {format_share(self.best_hit_rate)})"
         parts.append(f"{format_share(self.hit_rate)} of experts hit{best}, {format_nbytes(self.bytes_loaded)} loaded")

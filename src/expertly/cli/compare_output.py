@@ -12,22 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from expertly.cli.output import Column, message, show, table
+from expertly.cli.output import message, show, table
 from expertly.core.errors import ConfigError
 from expertly.core.files import finite
-from expertly.core.units import counted, format_nbytes, format_ratio, format_seconds, format_share
+from expertly.core.units import counted, format_nbytes
 from expertly.lab.compare.comparison import REPORT, Comparison, write_all
 from expertly.lab.compare.figures import failures_in_words
-from expertly.lab.compare.report import GROUPS, page
+from expertly.lab.compare.report import COLUMNS, GROUPS, page, spread_of
 from expertly.lab.plots import check_plot
-
-_COLUMNS: dict[str, Column] = {
-    "hit rate": ("hit_rate", format_share),
-    "TTFT": ("ttft_s", format_seconds),
-    "stall": ("stall_s", format_seconds),
-    "loaded": ("bytes_loaded", format_nbytes),
-    "TPOT": ("tpot_s", format_seconds),
-}
 
 USUAL_WIDTH = 80
 """Of a terminal, where nobody knows."""
@@ -92,16 +84,13 @@ def _table(rows: Sequence[dict[str, Any]], where: str, baseline: str, width: int
             continue
         is_first, memory = row["memory"] != memory, row["memory"]
         if is_first and lines:
-            lines.append([""] * (3 + len(_COLUMNS)))
+            lines.append([""] * (2 + len(COLUMNS)))
         name = row["system"] + (", failed" if row["has_failed"] and where == "engine" else "")
-        measured = [write(_median(figures[key])) for key, write in _COLUMNS.values()]
-        ratio = format_ratio(_median(figures.get("tpot_to_baseline")))
-        lines.append([memory if is_first else "", name, *measured, ratio])
-    return table(["memory", "system", *_COLUMNS, _to(baseline)], lines, width=width, folded="system")
-
-
-def _median(value: Any) -> Any:
-    return value["median"] if isinstance(value, dict) else value
+        spreads = [(spread_of(figures.get(key)), write) for key, write in COLUMNS.values()]
+        medians = ["-" if spread is None else write(spread["median"]) for spread, write in spreads]
+        lines.append([memory if is_first else "", name, *medians])
+    headers = [_to(baseline) if key == "tpot_to_baseline" else header for header, (key, _) in COLUMNS.items()]
+    return table(["memory", "system", *headers], lines, width=width, folded="system")
 
 
 def _to(baseline: str) -> str:

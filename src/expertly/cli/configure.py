@@ -387,19 +387,14 @@ def _of_memory(result: dict[str, Any], found: dict[str, Any]) -> str:
     before, after = found["uniform_exposed_s"], found["exposed_s"]
     gain = f" ({format_share(1 - after / before)} less)" if before else ""
     lines = [
-        f"memory {found['memory']} = {format_nbytes(found['memory_bytes'])}, {found['kept_experts']:.4g} experts kept; "
-        "times in ms",
+        f"memory {found['memory']} = {format_nbytes(found['memory_bytes'])}, {found['kept_experts']:.4g} experts kept",
         _layer_table(found),
-        f"exposed ms per token, predicted: {_ms(before)} uniform -> {_ms(after)} configured{gain}",
-        f"({_ms(found['equal_budgets_exposed_s'])} with equal budgets, each layer's best theta; found in "
+        f"exposed a token, predicted: {format_seconds(before)} uniform -> {format_seconds(after)} configured{gain}",
+        f"({format_seconds(found['equal_budgets_exposed_s'])} with equal budgets, each layer's best theta; found in "
         f"{format_seconds(found['seconds'])}, {found['moves']} moves)",
         f"{'use it' if result['out'] is not None else 'save it with --out FILE, use it with'}: {found['command']}",
     ]
     return "\n".join(lines)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f}"
 
 
 _LAYER: dict[str, Column] = {  # V, C, theta, H(C), the mean of P(1..K), T_wind, m, and what is expected to be exposed
@@ -409,14 +404,15 @@ _LAYER: dict[str, Column] = {  # V, C, theta, H(C), the mean of P(1..K), T_wind,
     "theta": ("theta", "{:g}".format),
     "hits": ("hit_rate", format_share),
     "right": ("predicted_rate", format_share),
-    "window": ("window_s", _ms),
+    "window": ("window_s", format_seconds),
     "m": ("loaded_experts", "{:.2f}".format),
-    "uniform": ("uniform_exposed_s", _ms),
-    "configured": ("exposed_s", _ms),
+    "uniform": ("uniform_exposed_s", format_seconds),
+    "configured": ("exposed_s", format_seconds),
 }
 
 
 def _layer_table(found: dict[str, Any]) -> str:
     budget = sum(one["budget_experts"] for one in found["layers"])
-    sums = ("all", f"{budget:.4g}", *[""] * 6, _ms(found["uniform_exposed_s"]), _ms(found["exposed_s"]))
+    exposed = (format_seconds(found[key]) for key in ("uniform_exposed_s", "exposed_s"))
+    sums = ("all", f"{budget:.4g}", *[""] * 6, *exposed)
     return table(list(_LAYER), [*(cells(one, _LAYER.values()) for one in found["layers"]), sums])

@@ -21,7 +21,15 @@ from rich.text import Text
 
 from expertly.cli.output import Column, figures_table, message, progress_bar, reserved_stdout, show, table
 from expertly.core.errors import ConfigError, ExpertlyError
-from expertly.core.units import counted, format_nbytes, format_range, format_share
+from expertly.core.units import (
+    counted,
+    format_nbytes,
+    format_number,
+    format_range,
+    format_rate,
+    format_seconds,
+    format_share,
+)
 from expertly.hardware.profile import DiskProfile, MachineProfile
 from expertly.options import argument, check_one_memory, json_flag, load_option, option, path_option
 from expertly.sim.hardware import Hardware
@@ -100,7 +108,7 @@ def run(args: DoctorOptions) -> int:
         facts["seconds"] = time.monotonic() - start
         show(facts, args.json, lambda: report(profile, facts), stdout)
         if not args.json and out.exists():
-            message(f"profile written to {out} after {facts['seconds']:.0f} s")
+            message(f"profile written to {out} after {format_seconds(facts['seconds'])}")
         if not args.json and args.hardware_out is not None:
             message(f"hardware file written to {args.hardware_out}")
     return 2 if any(problem.level == "error" for problem in problems) else 0
@@ -156,15 +164,11 @@ def measure_hardware(profile: MachineProfile, args: DoctorOptions) -> tuple[Hard
 # -- for people --------------------------------------------------------------------------------------------------------
 
 
-def _rate(nbytes_per_s: float) -> str:
-    return f"{nbytes_per_s / 1e9:.2f}"
-
-
 _LINK: dict[str, Column] = {
     "copy of": ("nbytes", format_nbytes),
-    "to it, GB/s": ("to_device_nbytes_per_s", _rate),
-    "from it, GB/s": ("from_device_nbytes_per_s", _rate),
-    "one, us": ("to_device_ns", lambda ns: f"{ns / 1e3:.1f}"),
+    "to it": ("to_device_nbytes_per_s", format_rate),
+    "from it": ("from_device_nbytes_per_s", format_rate),
+    "one": ("to_device_ns", lambda ns: format_seconds(ns / 1e9)),
 }
 
 
@@ -178,7 +182,7 @@ def report(profile: MachineProfile, facts: dict[str, Any]) -> str:
     rates += [(f"matrix x vector, {one.dtype}, {one.num_threads} threads", one.nbytes_per_s) for one in profile.matvec]
     decoding = profile.decoding.rates
     rates += [(f"decode planes, {one.num_threads} threads, of weights", one.nbytes_per_s) for one in decoding]
-    parts.append(table(("memory", "GB/s"), [(what, _rate(rate)) for what, rate in rates]))
+    parts.append(table(("memory", "rate"), [(what, format_rate(rate)) for what, rate in rates]))
     parts.append("kernels {name}: {why}".format(**facts["kernels"]))
     if facts["codec_auto"] is not None:
         parts.append(
@@ -198,11 +202,11 @@ def _disk_table(disk: DiskProfile) -> str:
     rows = []
     for size in sorted({rate.read_nbytes for rate in disk.reads}):
         cells = [rates.get((size, depth)) for depth in depths]
-        rows.append((format_nbytes(size), *("-" if cell is None else _rate(cell.nbytes_per_s) for cell in cells)))
+        rows.append((format_nbytes(size), *("-" if cell is None else format_rate(cell.nbytes_per_s) for cell in cells)))
     how = "direct" if all(rate.is_direct for rate in disk.reads) else "buffered"
     headers = ("read of", *(f"{depth} at a time" for depth in depths))
-    about = f"disk {disk.folder}: {format_nbytes(disk.free_nbytes)} free, writes {_rate(disk.write_nbytes_per_s)} GB/s"
-    return f"{about}; {how} random reads of a {format_nbytes(disk.file_nbytes)} file, GB/s:\n{table(headers, rows)}"
+    about = f"disk {disk.folder}: {format_nbytes(disk.free_nbytes)} free, writes {format_rate(disk.write_nbytes_per_s)}"
+    return f"{about}; {how} random reads of a {format_nbytes(disk.file_nbytes)} file:\n{table(headers, rows)}"
 
 
 # -- of a model ----------------------------------------------------------------------------------------------------
@@ -283,7 +287,7 @@ def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_sta
 def _row(one: ExpectedSpeed) -> tuple[str, ...]:
     return (
         f"{format_nbytes(one.memory_nbytes)} ({format_share(one.share)})",
-        format_range("{:.3g}".format, *one.tokens_per_s),
+        format_range(format_number, *one.tokens_per_s),
         format_range(format_share, *one.hit_rate),
         format_range(format_share, *one.waiting),
         "" if one.fits else "too large",

@@ -38,10 +38,6 @@ DEFAULT_CAPACITY = {"maps": 1000, "matrices": 120}
 DEFAULT_DISTANCE = 3
 DEFAULT_QUOTA = 0.125
 
-Lines = list[tuple[str, str]]
-"""What, and what is to be said of it."""
-
-
 # -- info --------------------------------------------------------------------------------------------------------------
 
 
@@ -148,49 +144,37 @@ def _headline(file: LearnedFile[Any], facts: dict[str, Any]) -> str:
 
 
 def _report(file: LearnedFile[Any], facts: dict[str, Any]) -> str:
+    """What --json has, by the same names."""
     told = {"identity": facts["identity"], **facts["about"]}
     lines = [(printable(name), printable(value)) for name, value in told.items() if value not in (None, "")]
-    if "maps" in facts:
-        lines += _maps_lines(facts)
-    elif "decode_matrices" in facts:
-        lines += _matrices_lines(facts)
-    else:
-        each = ", ".join(f"{name} {value:.4g}" for name, value in facts["meaning"].items())
-        lines.append(("weights", f"{facts['weights']} of {facts['experts']} experts: {each}"))
+    shown = {name: value for name, value in facts.items() if name not in ("identity", *_IN_HEADLINE)}
+    for name, value in shown.items():
+        if name == "coverage":
+            lines += [_bound(bound, formula, facts) for bound, formula in zip(value, BOUNDS, strict=True)]
+        elif value is not None:
+            lines.append((name.replace("_", " "), _written(name, value)))
     width = max(len(name) for name, _ in lines)
     return "\n".join([_headline(file, facts), *(f"{name.ljust(width)}  {value}" for name, value in lines)])
 
 
-def _maps_lines(facts: dict[str, Any]) -> Lines:
-    num_maps = facts["maps"]
-    requests = f"{facts['requests']}, of each at most {facts['max_maps_of_request']} maps"
-    lines = [("maps", f"{num_maps} of at most {facts['capacity']}"), ("requests", requests)]
-    for bound, formula in zip(facts["coverage"], BOUNDS, strict=True):
-        share = format_share(num_maps / bound["maps"])
-        label = f"similar to {bound['similarity']:.0%}"
-        lines.append((label, f"any iteration, with {formula} = {bound['maps']} maps; here are {share} of them"))
-    cosines = [
-        "-" if one is None else f"{one:.3f}" for one in (facts["mean_similarity"], facts["mean_embedding_similarity"])
-    ]
-    alike = "{} of two maps, {} of their embeddings".format(*cosines)
-    lines.append(("mean cosine", f"{alike}; of {facts['sampled_maps']} maps"))
-    for name in ("maps", "embeddings"):
-        here, full = (format_nbytes(facts[key]) for key in (f"{name}_bytes", f"full_{name}_bytes"))
-        lines.append((f"memory of {name}", f"{here}, {full} when it is full"))
-    return lines
+_IN_HEADLINE = ("file", "about", "num_layers", "num_experts", "top_k", "file_bytes")
 
 
-def _matrices_lines(facts: dict[str, Any]) -> Lines:
-    lines = []
-    for phase in ("prefill", "decode"):
-        num = facts[f"{phase}_matrices"]
-        lines.append((phase, f"{num} of at most {facts['capacity']} matrices, {facts[f'{phase}_tokens']} tokens"))
-        for bound, formula in zip(facts["coverage"], BOUNDS, strict=True):
-            share = format_share(num / bound["matrices"])
-            label = f"  similar to {bound['similarity']:.0%}"
-            lines.append((label, f"any request, with {formula} = {bound['matrices']} of them; here are {share}"))
-    here, full = format_nbytes(facts["matrices_bytes"]), format_nbytes(facts["full_matrices_bytes"])
-    return [*lines, ("memory", f"{here}, {full} when both are full")]
+def _bound(bound: dict[str, Any], formula: str, facts: dict[str, Any]) -> tuple[str, str]:
+    """How many would be enough for anything that the model routes, and what of that is here."""
+    (kind,) = bound.keys() - {"similarity"}
+    here = facts["maps"] if kind == "maps" else min(facts["prefill_matrices"], facts["decode_matrices"])
+    share = format_share(here / bound[kind])
+    what = f"whatever is routed, with {formula} = {bound[kind]} {kind}; here are {share} of them"
+    return f"similar to {bound['similarity']:.0%}", what
+
+
+def _written(name: str, value: Any) -> str:
+    if name.endswith("_bytes"):
+        return format_nbytes(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{one} {_written(one, number)}" for one, number in value.items())
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 # -- build -------------------------------------------------------------------------------------------------------------

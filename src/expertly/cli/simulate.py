@@ -15,7 +15,7 @@ from expertly.cli.arguments import names, seed, split, split_text
 from expertly.cli.inputs import plan_for, predictor_for, trace_geometry
 from expertly.cli.output import Column, figures_table, message, printable, progress_bar, show
 from expertly.core.errors import ConfigError
-from expertly.core.units import format_nbytes, format_rate, format_ratio, format_seconds, format_share
+from expertly.core.units import format_nbytes, format_number, format_rate, format_ratio, format_seconds, format_share
 from expertly.lab.compare.simulated import notes_on
 from expertly.options import (
     ADVANCED,
@@ -292,8 +292,8 @@ _MATCHING: dict[str, Column] = {  # what came too late, and whether similar maps
     "prefetching": ("prefetching", str),
     "late": ("predictions_late", str),
     "dropped": ("contexts_dropped", str),
-    "r semantic": ("similarity_correlation_semantic", "{:.2f}".format),
-    "r trajectory": ("similarity_correlation_trajectory", "{:.2f}".format),
+    "r semantic": ("similarity_correlation_semantic", format_number),
+    "r trajectory": ("similarity_correlation_trajectory", format_number),
 }
 
 

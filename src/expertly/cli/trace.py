@@ -4,10 +4,10 @@ taken again.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from expertly.cli.output import (
     table,
 )
 from expertly.core.errors import ConfigError, ExpertlyError, TraceError
-from expertly.core.units import format_nbytes, format_seconds, format_share
+from expertly.core.units import format_nbytes, format_number, format_seconds, format_share
 from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, AskedPrompt, Prompt, asked, read_prompts
 from expertly.options import (
     ADVANCED,
@@ -47,32 +47,6 @@ if TYPE_CHECKING:
 
 
 # -- record ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Clock:
-    """A streamer for transformers' `generate` that notes when each token came; the first call brings the prompt."""
-
-    num_requests: int = 0
-    num_tokens: int = 0  # that were written
-    num_steps: int = 0  # from one token to the next
-    step_ns: int = 0
-    _times_ns: list[int] = field(default_factory=list)
-
-    def put(self, value: Any) -> None:
-        self._times_ns.append(time.perf_counter_ns())
-
-    def end(self) -> None:
-        times, self._times_ns = self._times_ns[1:], []
-        self.num_requests += 1
-        self.num_tokens += len(times)
-        if len(times) > 1:
-            self.num_steps += len(times) - 1
-            self.step_ns += times[-1] - times[0]
-
-    @property
-    def tpot_s(self) -> float | None:
-        return self.step_ns / self.num_steps / 1e9 if self.num_steps else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +107,8 @@ def _recorded(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOpti
     from expertly.lab import recording as recordings
 
     torch.manual_seed(args.seed)
-    clock, name = _Clock(), args.model or "demo"
+    name, steps_ns = args.model or "demo", []
+    num_requests = num_tokens = 0
     recording: Recording | None = None
     try:
         with (
@@ -144,14 +119,15 @@ def _recorded(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOpti
                 message(f"expertly: the trace will have no {absent}: {reason}")
             for request in requests:
                 if progress is not None:
-                    progress("recording", clock.num_requests, len(requests))
-                prompt, num_tokens = request.prompt, len(request.tokens)
-                recording.begin_request(prompt.category, prompt.text, num_tokens)
-                _generate(model, request.tokens, args, clock)
+                    progress("recording", num_requests, len(requests))
+                recording.begin_request(request.prompt.category, request.prompt.text, len(request.tokens))
+                times_ns = _generate(model, request.tokens, args)
+                steps_ns += [after - before for before, after in pairwise(times_ns)]
+                num_requests, num_tokens = num_requests + 1, num_tokens + len(times_ns)
     except (KeyboardInterrupt, ExpertlyError):
         if recording is not None:
             message(
-                f"expertly: {args.out}: kept what was recorded, {clock.num_requests} of {len(requests)} requests and "
+                f"expertly: {args.out}: kept what was recorded, {num_requests} of {len(requests)} requests and "
                 f"{recording.num_iterations} iterations"
             )
         raise
@@ -159,12 +135,12 @@ def _recorded(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOpti
     return {
         "model": name,
         "out": str(args.out),
-        "requests": clock.num_requests,
+        "requests": num_requests,
         "iterations": recording.num_iterations,
         "rows": recording.num_rows,
-        "new_tokens": clock.num_tokens,
+        "new_tokens": num_tokens,
         "bytes": sum(path.stat().st_size for path in args.out.iterdir()),
-        "tpot_s": clock.tpot_s,
+        "tpot_s": sum(steps_ns) / len(steps_ns) / 1e9 if steps_ns else None,
         "full": args.full,
         "absent": recording.absent,
         **{key: stats[key] for key in ("system", "segments", "memory_bytes", "expert_bytes")},
@@ -173,14 +149,17 @@ def _recorded(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOpti
     }
 
 
-def _generate(model: Any, tokens: Sequence[int], args: TraceRecordOptions, clock: _Clock) -> None:
-    """Alone in its batch; no further than the model has positions."""
+def _generate(model: Any, tokens: Sequence[int], args: TraceRecordOptions) -> list[int]:
+    """Answer a prompt, no further than the model has positions. Returns when each token came."""
     from expertly.model.generation import generate, generation_config, max_positions
+    from expertly.model.text import TextStreamer
 
     most, limit = args.max_new_tokens, max_positions(model)
     if limit is not None and not model.config.is_encoder_decoder:
         most = min(most, limit - len(tokens) + 1)  # the last token is not fed
-    generate(model, tokens, generation_config(model, most, args.temperature), streamer=clock)
+    streamer = TextStreamer()
+    generate(model, tokens, generation_config(model, most, args.temperature), streamer=streamer)
+    return streamer.times_ns
 
 
 def _summary(result: dict[str, Any]) -> str:
@@ -395,7 +374,7 @@ def _report(facts: dict[str, Any]) -> str:
         _layers_table([*layers, {**facts["mean"], "layer": "mean"}]),
         "",
         "entropy of a request's first tokens, mean over layers and requests that are that long:",
-        table(("tokens", *map(str, growth)), [("bits", *map("{:.2f}".format, growth.values()))]),
+        table(("tokens", *map(str, growth)), [("bits", *map(format_number, growth.values()))]),
     ]
     return "\n".join(lines)
 
@@ -413,12 +392,12 @@ _REUSE_SHOWN = (1, 4, 16, 64)
 
 
 def _layers_table(layers: Sequence[dict[str, Any]]) -> str:
-    bits, tops = "{:.2f}".format, layers[-1]["top_shares"]
+    tops = layers[-1]["top_shares"]
     columns: dict[str, Column] = {
         "layer": ("layer", str),
-        "token": ("token_entropy_bits", bits),
-        "request": ("request_entropy_bits", bits),
-        "most": ("max_entropy_bits", bits),
+        "token": ("token_entropy_bits", format_number),
+        "request": ("request_entropy_bits", format_number),
+        "most": ("max_entropy_bits", format_number),
         **{f"top {percent}%": (f"top {percent}", format_share) for percent in tops},
         "top expert": ("top expert", str),
         **{f"reuse <= {distance}": (f"reuse {distance}", format_share) for distance in _REUSE_SHOWN},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from expertly.cli.inputs import check_writable
 from expertly.cli.output import Column, figures_table, message, print_json, progress_bar, reserved_stdout, show, typed
 from expertly.core.errors import ConfigError
 from expertly.core.files import disk_errors, write_atomic
-from expertly.core.units import format_nbytes, format_seconds, format_share
+from expertly.core.units import format_nbytes, format_range, format_ratio, format_seconds, format_share
 from expertly.data import demo_prompts
 from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, read_prompts
 from expertly.options import ADVANCED, argument, check_one_memory, json_flag, load_option, option, path_option
@@ -176,8 +177,9 @@ def report(result: dict[str, Any]) -> str:
     ]
     for over, gain in result["gains"].items():
         lines.append(
-            f"against {over}: {gain['ratio']:.3f}x the time of a request ({gain['low']:.3f} to {gain['high']:.3f} over "
-            f"{gain['num_turns']} turns), {gain['tpot_ratio']:.3f}x the time per token"
+            f"against {over}: {_ratio(gain['ratio'])} the time of a request "
+            f"({format_range(_ratio, gain['low'], gain['high'])} over {gain['num_turns']} turns), "
+            f"{_ratio(gain['tpot_ratio'])} the time per token"
         )
     for name, what in (("heat", "on the engine, the best few:"), ("final", "on the engine, once more:")):
         rows = result["verification"][name]
@@ -186,14 +188,14 @@ def report(result: dict[str, Any]) -> str:
     for system, reason in result["failed"].items():
         lines.append(f"left out: {system}: {reason}")
     if overheads := result["calibration"]:
-        said = ", ".join(f"{kind} {1e3 * seconds:+.2f} ms" for kind, seconds in overheads.items())
+        said = ", ".join(f"{kind} {_change(seconds)}" for kind, seconds in overheads.items())
         lines += ["", f"measured beyond the simulated, of a step, against {result['base_system']}: {said}"]
     search, workload, seconds = result["search"], result["workload"], result["seconds"]
     if search["ranking"]:
         ranking = [one | {"beyond": _beyond(one)} for one in search["ranking"][:SHOWN]]
         columns: dict[str, Column] = {
             "system": ("system", str),
-            "seconds": ("seconds", "{:.3f}".format),
+            "time": ("seconds", format_seconds),
             "of requests": ("requests", str),
             "beyond it, a step": ("beyond", str),
         }
@@ -212,16 +214,23 @@ def report(result: dict[str, Any]) -> str:
 
 
 def _beyond(one: dict[str, Any]) -> str:
-    return "not measured" if one["unmeasured"] else f"{1e3 * one['overhead_s']:+.2f} ms"
+    return "not measured" if one["unmeasured"] else _change(one["overhead_s"])
+
+
+def _change(seconds: float) -> str:
+    return f"+{format_seconds(seconds)}" if seconds > 0 else format_seconds(seconds)
+
+
+_ratio = partial(format_ratio, places=3)
 
 
 _VERIFIED: dict[str, Column] = {
     "system": ("system", str),
     "TTFT": ("ttft_s", format_seconds),
     "TPOT": ("tpot_s", format_seconds),
-    "time": ("ratio", "{:.3f}x".format),
-    "95% low": ("low", "{:.3f}".format),
-    "high": ("high", "{:.3f}".format),
-    "TPOT ratio": ("tpot_ratio", "{:.3f}x".format),
+    "time": ("ratio", _ratio),
+    "95% low": ("low", _ratio),
+    "high": ("high", _ratio),
+    "TPOT ratio": ("tpot_ratio", _ratio),
     "turns": ("num_turns", str),
 }

@@ -19,7 +19,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import Geometry
 from expertly.core.resources import parse_memory
-from expertly.core.units import format_nbytes
+from expertly.core.units import format_nbytes, format_rate, format_seconds
 from expertly.engine.compute import expert_nbytes_at_once
 from expertly.engine.memory import (
     BESIDE_NBYTES,
@@ -268,12 +268,12 @@ def _decided_by(speeds: list[ExpectedSpeed], hardware: Hardware) -> str:
     link = hardware.link if hardware.disk is None else hardware.disk
     if best.waiting[1] < 0.2:
         return (
-            f"how fast weights are read from memory ({hardware.memory_nbytes_per_s / 1e9:.1f} GB/s measured), and what "
-            f"a layer takes beside ({hardware.layer_ns / 1e6:.1f} ms, by the demo model)"
+            f"how fast weights are read from memory ({format_rate(hardware.memory_nbytes_per_s)} measured), and what "
+            f"a layer takes beside ({format_seconds(hardware.layer_ns / 1e9)}, by the demo model)"
         )
     return (
         f"how often a token's experts are in memory, which nobody knows before the model runs, and reading the others "
-        f"from the disk ({link.nbytes_per_s / 1e9:.2f} GB/s measured)"
+        f"from the disk ({format_rate(link.nbytes_per_s)} measured)"
     )
 
 

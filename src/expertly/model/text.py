@@ -112,13 +112,13 @@ def rendered(render: Callable[[], str], seconds: float = RENDER_S) -> str:
 
 class TextStreamer:
     """A streamer for transformers' `generate`, which only calls `put` and `end`: writes the text of one sequence as it
-    is made, and notes when each token came.
+    is made, where it is told how, and notes when each token came.
     """
 
     def __init__(
         self,
-        decode: Decode,
-        write: Callable[[str], None],
+        decode: Decode = lambda tokens: "",
+        write: Callable[[str], None] = lambda text: None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self._decoder = Decoder(decode)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from expertly.core.units import format_nbytes, format_seconds, format_share
+from expertly.core.units import format_nbytes, format_range, format_ratio, format_seconds, format_share
 from expertly.lab.compare.engine import ComparedRuns
 from expertly.lab.compare.settings import ComparisonSettings
 from expertly.scheduler.counters import PhaseCounters
@@ -218,7 +218,7 @@ def _outcome(rows: Sequence[dict[str, Any]], memory: str, baseline: str) -> str:
         ratio = best["simulated"]["tpot_s"] / oracle["tpot_s"]
         said.append(
             f"Best possible: in the simulator {best['system']} takes {format_seconds(best['simulated']['tpot_s'])} and "
-            f"oracle, which knows the future, {format_seconds(oracle['tpot_s'])} ({ratio:.2f}x)."
+            f"oracle, which knows the future, {format_seconds(oracle['tpot_s'])} ({format_ratio(ratio)})."
         )
     fewest = _bound(rows, "belady-global")
     if best["simulated"] is not None and fewest is not None and fewest["bytes_loaded"] is not None:
@@ -253,9 +253,9 @@ def _ratio(figures: dict[str, Any], baseline: str) -> str:
     if ratio is None:
         return ""
     if isinstance(ratio, dict):
-        quartiles = f"; quartiles {ratio['q1']:.2f} to {ratio['q3']:.2f}"
-        return f", {ratio['median']:.2f}x the time of {baseline}{quartiles}"
-    return f", {ratio:.2f}x the time of {baseline}"
+        quartiles = f"; quartiles {format_range(format_ratio, ratio['q1'], ratio['q3'])}"
+        return f", {format_ratio(ratio['median'])} the time of {baseline}{quartiles}"
+    return f", {format_ratio(ratio)} the time of {baseline}"
 
 
 def _by_hits(rows: Sequence[dict[str, Any]], best: dict[str, Any], memory: str, baseline: str) -> str:

@@ -16,6 +16,7 @@ from math import comb
 from typing import Protocol
 
 from expertly.core.errors import ExpertlyError
+from expertly.core.units import format_ratio
 from expertly.engine.choice import Gain
 from expertly.lab.playing import Played, RecordedRequest
 from expertly.lab.tune.search import Candidate, Deadline
@@ -326,7 +327,7 @@ def decide(
     for one in ran:
         gain = final.gain(one, base)
         if is_faster(gain):
-            why = f"{one.label}: {gain.ratio:.3f}x the time of {base.label} in {gain.num_turns} turns"
+            why = f"{one.label}: {format_ratio(gain.ratio, 3)} the time of {base.label} in {gain.num_turns} turns"
             return Verdict(one, why, True, final, heat, failed)
     return Verdict(base, _why_base(base, final), final.count >= MIN_TURNS, final, heat, failed)
 
