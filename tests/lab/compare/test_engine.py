@@ -28,7 +28,7 @@ class Stage:
         self.holding: set[str] = set()
         self.most_held = 0
 
-    def worker(self, name: str) -> Any:
+    def worker(self, name: str, loading: Any = None) -> Any:
         return _Actor(name, self)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 import expertly
-from expertly.cli.tune import SHOWN, report, result_of
+from expertly.cli.tune import SHOWN, TuneOptions, report, result_of
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.engine.choice import choices_path, read_choices
 from expertly.lab.playing import Played, RecordedRequest
@@ -179,7 +178,7 @@ def test_both_codecs_that_are_packed_are_tried(tmp_path: Path) -> None:
 def test_the_report_says_what_was_simulated_alone(fastest: Tuned, slower: Tuned) -> None:
     """And what could not be run, whenever that was found out."""
     for found in (fastest, slower):
-        result = result_of(argparse.Namespace(model="tiny", memory="50%"), found, None)
+        result = result_of(TuneOptions(model="tiny", memory="50%"), found, None)
         text, calibration = report(result), found.calibration
         for one, row in zip(found.found.ranking, result["search"]["ranking"], strict=True):
             assert row["overhead_s"] == calibration.overhead_s(one.candidate)
