@@ -19,7 +19,12 @@ Json = dict[str, Any]
 
 def usage(request: ServedRequest) -> Json:
     prompt, written = request.num_prompt_tokens, request.num_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+    return {
+        "prompt_tokens": prompt,
+        "prompt_tokens_details": {"cached_tokens": request.num_cached_tokens},
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+    }
 
 
 def parts_of(readers: Mapping[int, AnswerReader], delta: Delta) -> list[AnswerPart]:

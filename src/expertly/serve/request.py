@@ -49,6 +49,7 @@ class Text:
         self.sampling = sampling
         self.tokens: list[int] = []
         self.reason: Reason | None = None
+        self.num_cached = 0  # tokens of the prompt that were not computed
         self.last_s: float | None = None  # when its last token came
         self._stops = StopStrings(stops)
         self._decoder = Decoder(request.decode)
@@ -112,6 +113,11 @@ class ServedRequest:
         """Each prompt once, however many texts continue it."""
         prompts = {id(text.prompt): len(text.prompt) + len(text.sampling.script) for text in self.texts}
         return sum(prompts.values())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of each prompt, as its first text found them in the KV cache."""
+        return sum({id(text.prompt): text.num_cached for text in reversed(self.texts)}.values())
 
     @property
     def num_tokens(self) -> int:

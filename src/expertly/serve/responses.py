@@ -142,6 +142,8 @@ class ResponsesAnswer:
         self._open: str | None = None  # "output" or "reasoning" of the last item, while text comes to it
         self._reason: str | None = None
         self._number = 0  # of the next event
+        self._num_thought = 0  # tokens of what was thought, with its marks
+        self._num_untold = 0  # tokens since the last that made a part
 
     def chunks(self, delta: Delta) -> list[Json]:
         """The events that tell of `delta`."""
@@ -149,7 +151,13 @@ class ResponsesAnswer:
         if self._number == 0:
             for name in ("created", "in_progress"):
                 events.append(self._event(f"response.{name}", response=self._object("in_progress")))
-        for part in parts_of(self._readers, delta):
+        self._num_untold += 1  # a delta is one token
+        parts = parts_of(self._readers, delta)
+        if any(part.kind == "reasoning" for part in parts):
+            self._num_thought += self._num_untold
+        if parts:
+            self._num_untold = 0
+        for part in parts:
             if part.call is not None:
                 events += self._closed() + self._called(part.call)
             else:
@@ -252,9 +260,9 @@ class ResponsesAnswer:
             "output": list(self._items) if is_over else [],
             "usage": {
                 "input_tokens": used["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": used["prompt_tokens_details"],
                 "output_tokens": used["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._num_thought},
                 "total_tokens": used["total_tokens"],
             }
             if is_over

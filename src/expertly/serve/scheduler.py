@@ -165,6 +165,9 @@ class RequestScheduler:
             if text is None:
                 continue
             request, now = text.request, text.request.now_s()
+            if not text.tokens:
+                assert self._stepper is not None
+                text.num_cached = self._stepper.num_cached(name)
             try:
                 delta = text.add(choice)
             except Exception as error:  # of a tokenizer that does not know the token: nobody else waits here for it
