@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 WITH_MODEL = ("prompts", "rounds", "temperature", "total_memory", "dtype", "device")
 WITH_TRACE = ("geometry",)
-"""Flags that would do nothing with the other."""
+"""Options that only a model, and only a trace, can use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,9 +208,9 @@ class BenchOptions:
 
 
 def bench(args: BenchOptions) -> int:
-    """How fast a model runs here, and how fast it could at best.
+    """How fast a model runs here, and how fast it could run at best.
 
-    Writes a report to look at. `expertly lab compare` has more to set, and takes recorded traces.
+    Writes a report to look at. `expertly lab compare` has more options and takes recorded traces.
     """
     given = {one.name: getattr(args, one.name) for one in fields(args) if one.name != "model"}
     given["out"] = args.out or Path(time.strftime("expertly-bench-%Y-%m-%d-%H%M%S"))

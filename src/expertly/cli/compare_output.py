@@ -1,6 +1,4 @@
-"""Where results of `expertly lab compare` go: to its folder as soon as there are any, and in the end to the
-terminal.
-"""
+"""Writes the results of `expertly lab compare`: into its folder after every step, and to the terminal at the end."""
 
 from __future__ import annotations
 
@@ -22,22 +20,22 @@ from expertly.lab.compare.report import COLUMNS, GROUPS, page, spread_of
 from expertly.lab.plots import check_plot
 
 USUAL_WIDTH = 80
-"""Of a terminal, where nobody knows."""
+"""Columns of a terminal of unknown width."""
 
 BASELINE = "to baseline"
-"""Heads a column where the baseline's name is long."""
+"""The header of the column of ratios where the baseline's name is too long for one."""
 
 
 def terminal_width(stream: TextIO) -> int | None:
-    """Columns, where there is a terminal or COLUMNS says how many."""
+    """Columns of the terminal, or what COLUMNS says; None where there is neither."""
     if stream.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return shutil.get_terminal_size((USUAL_WIDTH, 24)).columns
     return None
 
 
 def summary(results: dict[str, Any], width: int | None = None) -> str:
-    """For people, in lines of at most `width` as far as names and numbers let it. None: sentences stay whole, as who
-    searches them wants them, and tables are as narrow as a usual terminal.
+    """The results as text. With a `width`, lines are no longer than that as far as names and numbers let them; without,
+    sentences stay whole, so that they can be searched, and tables fit a usual terminal.
     """
     rows, baseline = results["rows"], results["settings"]["baseline"]
     has_engine = any(row["engine"] is not None for row in rows)
@@ -75,7 +73,7 @@ def _head(results: dict[str, Any]) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]], where: str, baseline: str, width: int) -> str:
-    """A row for each system and budget that there are figures of; each budget is named once, with a gap before it."""
+    """A row for each budget and system that has figures; a budget is named in its first row, with a gap before it."""
     lines: list[list[str]] = []
     memory = None
     for row in rows:
@@ -94,12 +92,12 @@ def _table(rows: Sequence[dict[str, Any]], where: str, baseline: str, width: int
 
 
 def _to(baseline: str) -> str:
-    """A column is no wider than what it holds, nearly."""
+    """The header of the column of ratios: short, so that the column is no wider than its numbers."""
     return f"to {baseline}" if len(baseline) <= len("baseline") else BASELINE
 
 
 class Output:
-    """Of one comparison, to one folder. Its time counts from here."""
+    """Writes one comparison to one folder. Its time counts from the moment this is made."""
 
     def __init__(self, comparison: Comparison, folder: Path) -> None:
         check_plot()  # before anything that takes long
@@ -109,8 +107,8 @@ class Output:
         self._unwritten: str | None = None  # why what there is could not be written
 
     def keep(self) -> None:
-        """What there is so far, if it is anything: who kills this process does not take it along. Where it cannot be
-        written the comparison goes on, and says so once.
+        """Write what there is so far, so that killing this process loses nothing. Where writing fails the comparison
+        goes on, and the user is told once.
         """
         if not self._comparison.has_results:
             return
@@ -120,7 +118,7 @@ class Output:
             message(f"expertly: not written yet: {self._unwritten}")
 
     def write(self) -> None:
-        """All that there is, if it is anything, and say where it is."""
+        """Write what there is, if anything, and say where."""
         if not self._comparison.has_results:
             return
         self._save()
@@ -130,7 +128,7 @@ class Output:
             message(f"expertly: error: {self._unwritten}")
 
     def end(self, stdout: TextIO, is_json: bool, is_interrupted: bool) -> int:
-        """Print the outcome; the exit code. What cannot be written is printed all the same."""
+        """Print the results and return the exit code. Prints them even where the folder cannot be written."""
         results = self._save()
         if self._unwritten is None:
             message(f"report written to {self._folder / REPORT}")

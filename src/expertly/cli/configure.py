@@ -1,6 +1,6 @@
-"""`expertly lab configure`: MoEpic's plan: what of the experts each layer keeps.
+"""`expertly lab configure`: make MoEpic's plan: how many experts each layer keeps, and how much of each.
 
-From a model, which is run and measured, or a trace.
+From a model, which is run and measured here, or from a trace.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def run(args: ConfigureOptions) -> int:
 
 
 def _check(args: ConfigureOptions, memories: Sequence[str], of_trace: bool) -> None:
-    """Raises ConfigError for flags that would do nothing, or could not be done in the end."""
+    """Raises ConfigError for options that have no effect here, or a file that could not be written in the end."""
     if len(memories) > 1 and args.out is not None:
         raise ConfigError(f"out={str(args.out)!r}: holds the plan of one memory, not of {args.memory}; give one")
     check_writable(args.out)
@@ -134,7 +134,7 @@ def _check(args: ConfigureOptions, memories: Sequence[str], of_trace: bool) -> N
 
 @dataclass(frozen=True, slots=True)
 class ConfiguratorInput:
-    """Everything that the configurator needs."""
+    """What the configurator needs: routing, times and budgets."""
 
     model: str
     geometry: Geometry
@@ -146,12 +146,14 @@ class ConfiguratorInput:
 
 
 def segments_of(layers: Sequence[LayerGeometry], asked: int | None) -> int:
-    """P: what was asked for, or the system's own."""
+    """P: what the user asked for, else the system's own."""
     return fitting_segments(layers, get_system(SYSTEM).segments) if asked is None else asked
 
 
 def observed_in(args: ConfigureOptions, memories: Sequence[str]) -> ConfiguratorInput:
-    """In a trace. Raises ConfigError, TraceError or HardwareError naming what is wrong or missing."""
+    """The configurator's input from a trace. Raises ConfigError, TraceError or HardwareError naming what is wrong or
+    missing.
+    """
     trace = Trace.open(Path(str(args.source)))
     hardware = Hardware.read(args.hardware or DEFAULT_HARDWARE)
     layers, dense, _ = trace_geometry(trace, args.geometry)
@@ -176,7 +178,7 @@ def observed_in(args: ConfigureOptions, memories: Sequence[str]) -> Configurator
 
 
 def times_by(hardware: Hardware, geometry: Geometry, dense: DenseShape | None) -> tuple[Timing, str, list[str]]:
-    """A profile's times, whose they are, and what one must know of them."""
+    """A hardware profile's times, where they come from in words, and notes for the reader."""
     notes = []
     if dense is None and hardware.compute is None:
         notes.append("the weights outside the experts are unknown: their time is only the profile's fixed part")
@@ -187,7 +189,7 @@ def times_by(hardware: Hardware, geometry: Geometry, dense: DenseShape | None) -
 
 
 def observed_of(args: ConfigureOptions, memories: Sequence[str]) -> ConfiguratorInput:
-    """Raises what loading, recording and measuring a model raises."""
+    """The configurator's input from a model that is loaded, run and measured. Raises what those raise."""
     from expertly import api
 
     hardware = None if args.hardware is None else Hardware.read(args.hardware)
@@ -233,7 +235,7 @@ def observed_of(args: ConfigureOptions, memories: Sequence[str]) -> Configurator
 
 
 def _recorded(model: Any, tokenizer: Any, args: ConfigureOptions, folder: Path) -> tuple[Trace, dict[str, str]]:
-    """Its routing, greedily answering the prompts in turn; and what could not be recorded, with reasons."""
+    """A trace of the model answering the prompts greedily, and the fields that could not be recorded, with reasons."""
     from expertly.lab.recording import record
     from expertly.model.generation import generate, generation_config, max_positions
 
@@ -262,7 +264,7 @@ def _recorded(model: Any, tokenizer: Any, args: ConfigureOptions, folder: Path) 
 
 
 def _measured(model: Any, args: ConfigureOptions) -> Timing:
-    """Of steps of one token."""
+    """Times of decode steps of one token on this machine."""
     from expertly import api
     from expertly.lab.model_profile import measure_model
 
@@ -279,7 +281,7 @@ def _measured(model: Any, args: ConfigureOptions) -> Timing:
 
 
 def _about(args: ConfigureOptions, seen: ConfiguratorInput) -> dict[str, Any]:
-    """What the results of every memory have in common."""
+    """The part of the results that all budgets share."""
     timing, rates = asdict(seen.timing), seen.rates
     return {
         "model": seen.model,
@@ -310,7 +312,9 @@ def _in_s(value: Any) -> Any:
 def _result(
     args: ConfigureOptions, seen: ConfiguratorInput, memory: str, budget: Budget, found: Configuration
 ) -> dict[str, Any]:
-    """`uniform`: what the configurator began with (theta 0.5); `equal_budgets`: with the best splits."""
+    """One budget's plan. `uniform_exposed_s` is that of the first plan (every layer's theta 0.5),
+    `equal_budgets_exposed_s` that of the best theta of each layer with equal budgets.
+    """
     geometry, num_segments = seen.geometry, seen.geometry.segments_per_expert
     layers = []
     for number, (of_layer, outcome) in enumerate(zip(found.plan.layers, found.outcomes, strict=True)):
@@ -351,7 +355,7 @@ def _result(
 
 
 def _command(args: ConfigureOptions, seen: ConfiguratorInput, memory: str) -> str:
-    """What to type to run with the plan."""
+    """The command line that runs with the plan."""
     source, num_segments = args.source or "demo", seen.geometry.segments_per_expert
     given: dict[str, Any] = {"system": SYSTEM, "memory": memory, "plan": args.out or "FILE"}
     if num_segments != segments_of(seen.geometry.layers, None):
@@ -372,7 +376,7 @@ def _command(args: ConfigureOptions, seen: ConfiguratorInput, memory: str) -> st
 
 
 def report(result: dict[str, Any]) -> str:
-    """A row a layer, what is expected of it, and how to use it."""
+    """A row for each layer, what the plan is expected to gain, and how to use it."""
     head = (
         f"{result['model']}: {format_nbytes(result['expert_bytes'])} of experts in {len(result['rates'])} layers, "
         f"P = {result['segments']}\n"

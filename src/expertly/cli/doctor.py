@@ -1,8 +1,8 @@
 """`expertly doctor`: measure this machine, or say what to expect of a model on it.
 
-With a MODEL: what it needs, what of it fits here and tokens per second, from its config and the headers of its
-weights, of which nothing is downloaded. Exit code 2 where something is missing without which nothing runs, or where the
-profile cannot be written.
+With a MODEL it says what the model needs, how much of it fits here and how fast it will be, from the config and the
+headers of its weights; no weights are downloaded. Exit code 2 where nothing could run, or the profile cannot be
+written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 PROFILE_NAME = "machine.json"
 MODEL_SECONDS = 40.0
-"""For which a model is measured."""
+"""How long a model is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +115,13 @@ def run(args: DoctorOptions) -> int:
 
 
 def say_what_is_measured() -> Any:
-    """As it goes, where somebody looks at a terminal."""
+    """A function that names each measurement as it begins; None where stderr is no terminal."""
     return (lambda what: message(f"measuring {what} ...")) if sys.stderr.isatty() else None
 
 
 def measure_hardware(profile: MachineProfile, args: DoctorOptions) -> tuple[Hardware, list[str]]:
-    """The machine of `profile`, and its comments. Where no model is measured, fixed times are assumed and it says so.
+    """The machine of `profile` as a hardware file describes it, and the comments of that file. Without a model, fixed
+    times are assumed, and a comment says so.
 
     Raises ConfigError where the profile lacks the disk, and what loading and measuring the model raises.
     """
@@ -213,7 +214,9 @@ def _disk_table(disk: DiskProfile) -> str:
 
 
 def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: TextIO) -> int:
-    """The machine's profile is what `out` holds, else measured now. Exit code 2 where nothing of the model can run."""
+    """Forecast a model. The machine's profile is read from `out`, or measured now and written there. Exit code 2 where
+    the model cannot run here.
+    """
     from expertly.hardware.machine import Effort, available_host_nbytes, examine
     from expertly.lab.forecast import forecast, measured_hardware
     from expertly.model.needs import needs_of

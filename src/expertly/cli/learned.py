@@ -1,5 +1,6 @@
-"""`expertly lab learned`: files of what systems learn while they run: expert maps, by which fmoe predicts, activation
-matrices, by which moe-infinity does, and weights of reuse. The first two can be made of traces, merged and exported.
+"""`expertly lab learned`: look at, build, merge and export files of what systems learn while they run: expert maps
+(fmoe predicts by them), activation matrices (moe-infinity does), and reuse weights. The first two can be built from
+traces, merged and exported.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class LearnedInfoOptions:
 
 
 def info(args: LearnedInfoOptions) -> int:
-    """What a file of maps, matrices or reuse holds, and how much of what the model routes it covers."""
+    """What a file of maps, matrices or reuse weights holds, and how much of the model's routing it covers."""
     file = read_learned(args.file, MapStore, Matrices, ReuseModel)
     facts = facts_of(file)
     show(facts, args.json, lambda: _report(file, facts))
@@ -56,7 +57,7 @@ def info(args: LearnedInfoOptions) -> int:
 
 
 def facts_of(file: LearnedFile[Any]) -> dict[str, Any]:
-    """For --json. Bytes are those of what is stored in memory, and of what is full."""
+    """What `info --json` prints. `*_bytes` are the memory of what is stored now, `full_*_bytes` of a full store."""
     learned, shape = file.learned, file.header.shape
     of_kind = (
         _of_matrices if isinstance(learned, Matrices) else _of_maps if isinstance(learned, MapStore) else _of_reuse
@@ -111,7 +112,9 @@ def _of_matrices(store: Matrices, shape: ModelShape) -> dict[str, Any]:
 
 
 def _num_tokens(collection: MatricesOfPhase) -> int:
-    """That it counts: of a model of two stacks, in the layers that most of them ran."""
+    """Tokens that a collection has counted. In a model of two stacks most tokens run only one: the layers that ran most
+    of them decide.
+    """
     choices = collection.total.sum(axis=1).tolist()
     return max(num // top_k for num, top_k in zip(choices, collection.shape.top_k, strict=True))
 
@@ -144,7 +147,7 @@ def _headline(file: LearnedFile[Any], facts: dict[str, Any]) -> str:
 
 
 def _report(file: LearnedFile[Any], facts: dict[str, Any]) -> str:
-    """What --json has, by the same names."""
+    """The facts of `info --json` under the same names, a line each."""
     told = {"identity": facts["identity"], **facts["about"]}
     lines = [(printable(name), printable(value)) for name, value in told.items() if value not in (None, "")]
     shown = {name: value for name, value in facts.items() if name not in ("identity", *_IN_HEADLINE)}
@@ -161,7 +164,7 @@ _IN_HEADLINE = ("file", "about", "num_layers", "num_experts", "top_k", "file_byt
 
 
 def _bound(bound: dict[str, Any], formula: str, facts: dict[str, Any]) -> tuple[str, str]:
-    """How many would be enough for anything that the model routes, and what of that is here."""
+    """How many maps or matrices suffice for whatever the model routes, and what share of them is here."""
     (kind,) = bound.keys() - {"similarity"}
     here = facts["maps"] if kind == "maps" else min(facts["prefill_matrices"], facts["decode_matrices"])
     share = format_share(here / bound[kind])
@@ -213,7 +216,7 @@ class LearnedBuildOptions:
 
 
 def build(args: LearnedBuildOptions) -> int:
-    """What a recorded trace teaches fmoe or moe-infinity, in a file that --learned of a command reads."""
+    """Build from a recorded trace what fmoe or moe-infinity would have learned, as a file for --learned."""
     for name in ("quota", "distance"):
         if args.kind != "maps" and getattr(args, name) is not None:
             raise ConfigError(f"{name}={getattr(args, name)}: of no use with kind={args.kind!r}; accepted: kind=maps")
@@ -277,7 +280,7 @@ def _histories(trace: Trace, spans: list[RowRange], wants: Collection[Want]) -> 
 
 
 def _num_requests(trace: Trace, spans: list[RowRange]) -> int:
-    """That the spans hold."""
+    """Requests that the spans hold rows of."""
     if any(span.request is None for span in spans):
         return sum(request.num_rows > 0 for request in trace.requests)
     return len({span.request for span in spans})
@@ -297,9 +300,9 @@ class LearnedMergeOptions:
 
 
 def merge(args: LearnedMergeOptions) -> int:
-    """One file of the maps or activation matrices of several, of one model; redundant ones go.
+    """Merge files of maps, or of activation matrices, of one model into one file; the most redundant entries go.
 
-    Of one file and with --capacity: fewer of them.
+    Of a single file, with --capacity: keep fewer of its entries.
     """
     first = read_learned(args.files[0], MapStore, Matrices)
     kind, identity, shape = type(first.learned), first.header.identity, first.header.shape
@@ -339,7 +342,7 @@ class LearnedExportOptions:
 
 
 def export(args: LearnedExportOptions) -> int:
-    """The maps, or activation matrices, as plain NumPy arrays, for other programs."""
+    """Write maps or activation matrices as plain NumPy arrays, for other programs."""
     if args.out.suffix != ".npz":
         raise ConfigError(f"out={str(args.out)!r}: must end in .npz")
     file = read_learned(args.file, MapStore, Matrices)

@@ -1,4 +1,4 @@
-"""What every command prints with: the --json rule, tables, units, progress.
+"""What every command prints with: JSON, tables, progress.
 
 With --json a command prints exactly one JSON object on stdout and everything else on stderr. Progress is shown only
 where stderr is a terminal.
@@ -45,12 +45,12 @@ def print_json(result: Mapping[str, Any], stream: TextIO | None = None) -> None:
 
 
 def message(text: str) -> None:
-    """Say something that is not the result."""
+    """Print to stderr what is not the result."""
     print(fitted(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """With its lines broken between words where the stream is a terminal that is narrower."""
+    """The text with lines broken between words, where the stream is a terminal and narrower than they are."""
     if not stream.isatty():
         return text
     width = max(40, shutil.get_terminal_size().columns)
@@ -60,14 +60,16 @@ def fitted(text: str, stream: TextIO) -> str:
 
 @contextlib.contextmanager
 def reserved_stdout() -> Iterator[TextIO]:
-    """The real stdout for what the caller writes itself; what libraries print meanwhile goes to stderr."""
+    """Gives the real stdout for the caller's own result; whatever libraries print meanwhile goes to stderr."""
     stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         yield stdout
 
 
 def quiet_libraries() -> None:
-    """Before transformers is imported: its advice is not for users of a command, its bars are for terminals."""
+    """Turn off transformers' advice and, without a terminal, its progress bars. Call it before transformers is
+    imported.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -86,7 +88,7 @@ class ProgressBar:
         self._show(what, done, total, self._unit)
 
     def in_bytes(self, what: str, done: int, total: int) -> None:
-        """What a model's packing, loading and preloading are counted in."""
+        """As packing, loading and preloading of a model are counted."""
         self._show(what, done, total, "B")
 
     def _show(self, what: str, done: int, total: int, unit: str) -> None:
@@ -98,7 +100,7 @@ class ProgressBar:
 
 
 class _AmountColumn(ProgressColumn):
-    """How much of how much, and of bytes how fast."""
+    """How much is done of how much; for bytes also how fast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,8 +126,8 @@ def progress_bar(unit: str = "B") -> Iterator[ProgressBar | None]:
 def table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 100_000, folded: str | None = None
 ) -> str:
-    """Aligned columns: the first and the one of the header `folded` to the left, the others to the right. Where lines
-    would be longer than `width`, `folded` takes several.
+    """Aligned columns. The first column and the one called `folded` are aligned left, the others right. Where lines
+    would be longer than `width`, cells of `folded` take several lines.
     """
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for at, header in enumerate(headers):
@@ -143,12 +145,12 @@ def table(
 
 
 Column = tuple[str, Callable[[Any], str]]
-"""The key of what it shows, and how that is written."""
+"""Which figure a column shows, by its key, and how that is written."""
 
 
 def figures_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
-    """A line for each of several dictionaries of figures; `columns` by their headers. What is not known is "-"; an
-    empty dictionary leaves a gap.
+    """A table with a row for each dictionary of figures; `columns` maps headers to figures. An unknown figure is "-";
+    an empty dictionary leaves an empty row.
     """
     return table(list(columns), [cells(row, columns.values()) if row else [""] * len(columns) for row in rows])
 
@@ -163,7 +165,7 @@ def in_brackets(*parts: str) -> str:
 
 
 def show(result: Mapping[str, Any], is_json: bool, text: Callable[[], str], stream: TextIO | None = None) -> None:
-    """Print a command's result: as its one JSON object, or as the text for people that is made of it."""
+    """Print a command's result: with --json as its one JSON object, else as text."""
     if is_json:
         print_json(result, stream)
     else:
@@ -171,16 +173,16 @@ def show(result: Mapping[str, Any], is_json: bool, text: Callable[[], str], stre
 
 
 def origin() -> dict[str, Any]:
-    """What files that a command writes say of how they came to be."""
+    """When and by which command a file was made, for the file itself."""
     return {"created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": typed()}
 
 
 def typed() -> str:
-    """The command line, as a shell takes it."""
+    """This process's command line, quoted for a shell."""
     return shlex.join(["expertly", *sys.argv[1:]])
 
 
 def printable(value: object) -> str:
-    """What a file says, so that a terminal shows it and does not obey it."""
+    """A text from a file with control characters escaped, so that a terminal does not obey them."""
     text = str(value)
     return text if text.isprintable() else repr(text)

@@ -1,4 +1,4 @@
-"""`expertly lab reproduce`: the papers' experiments, and what is found here."""
+"""`expertly lab reproduce`: run the papers' experiments, and compare with what the papers found."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _check_out(out: Path | None) -> None:
 
 
 def _write(args: ReproduceOptions, session: Session, results: list[Result]) -> None:
-    """What there is so far: an interrupted run leaves it."""
+    """Write the results so far, so that an interrupted run leaves them."""
     from expertly.lab.papers.runner import markdown
 
     if args.out is None:
@@ -118,7 +118,7 @@ def _write(args: ReproduceOptions, session: Session, results: list[Result]) -> N
 
 
 def _command(args: ReproduceOptions) -> str:
-    """What was typed, but files and folders by their names alone, and without --reuse, which changes no result."""
+    """What was typed, with files and folders by their last names and without --reuse, which changes no result."""
     assert args.out is not None
     parts = ["expertly", "lab", "reproduce", str(args.paper)]
     for path in args.trace or []:

@@ -1,6 +1,7 @@
 """`expertly run`: chat with a model, or answer one prompt.
 
-Its experts live in the memory you give them. The line after an answer says how many of them were there when needed.
+Its experts live in the memory you give them. The line after an answer says how many of the experts were in memory when
+they were needed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from expertly.cli.chat import Chat
 
 DEFAULT_NEW_TOKENS = 1024
-"""Or what the model can hold, where that is less."""
+"""Of an answer, or what the model can hold, where that is less."""
 
 COMMANDS = {
     "/system TEXT": "begin anew with a system message",
@@ -62,7 +63,7 @@ class GenerateOptions(RunOptions):
 
 
 def generate(args: GenerateOptions) -> int:
-    """Continue a text: `run --raw`, as it was called before."""
+    """Continue a text: the earlier name of `run --raw`."""
     return run(args)
 
 
@@ -109,7 +110,7 @@ def run(args: RunOptions) -> int:
 
 
 def _read_prompt(args: RunOptions) -> str | None:
-    """None: chat."""
+    """The prompt of the command line or of stdin; None: chat."""
     prompt: str | None = args.prompt
     if prompt is None and sys.stdin.isatty():
         return None
@@ -123,7 +124,7 @@ def _read_prompt(args: RunOptions) -> str | None:
 
 
 def _answer_once(conversation: Chat, model: Any, prompt: str, args: RunOptions, out: TextIO) -> int:
-    """130 where Ctrl-C stopped it."""
+    """Returns the exit code: 130 where Ctrl-C stopped the answer."""
     answer = conversation.answer(prompt, _nothing if args.json else lambda text: _write(out, text))
     measures = {**answer.facts(), "model": args.model or "demo", "prompt": prompt, **_measures(model)}
     if args.json:
@@ -138,7 +139,7 @@ def _answer_once(conversation: Chat, model: Any, prompt: str, args: RunOptions, 
 
 
 def _chat(conversation: Chat, model: Any, out: TextIO) -> None:
-    """Until the input ends."""
+    """Read messages and answer them until the input ends."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - what `input` edits lines with
     message(
@@ -167,7 +168,7 @@ def _chat(conversation: Chat, model: Any, out: TextIO) -> None:
 
 
 def _command(conversation: Chat, model: Any, text: str) -> str:
-    """What there is to say to a line that begins with a slash."""
+    """Run a line that begins with a slash; returns what to print."""
     name, _, rest = text.partition(" ")
     rest = rest.strip()
     if name == "/system":
@@ -192,7 +193,7 @@ def _command(conversation: Chat, model: Any, text: str) -> str:
 
 
 def _measures(model: Any) -> dict[str, Any]:
-    """Of the whole run, beside what an answer says of itself."""
+    """Figures of the whole run, beside those of one answer."""
     from expertly import api
     from expertly.engine.process import peak_rss_nbytes
 
@@ -205,7 +206,7 @@ def _measures(model: Any) -> dict[str, Any]:
 
 
 def _budget(measures: dict[str, Any]) -> str:
-    """What of the experts is in memory, and what came of predicting for a system that does."""
+    """How much of the experts is in memory, and for a system that predicts how well it did."""
     share = format_share(measures["memory_bytes"] / measures["expert_bytes"])
     parts = [
         f"{format_nbytes(measures['memory_bytes'])} = {share} of {format_nbytes(measures['expert_bytes'])} of experts "
@@ -230,4 +231,4 @@ def _write(out: TextIO, text: str) -> None:
 
 
 def _nothing(text: str) -> None:
-    """Where the answer is written when it is whole."""
+    """Writes no text: with --json an answer is printed whole."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from expertly.serve.service import About
 
 NEEDS = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2")
-"""What the extra `serve` brings."""
+"""Packages that `pip install 'expertly[serve]'` brings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def _check_installed() -> None:
 
 
 def _welcome(url: str, num_keys: int, about: About) -> str:
-    """What is said when requests are taken."""
+    """The lines that are printed once the server takes requests."""
     how = about.batching if about.why is None else f"{about.batching}: {about.why}"
     keys = f"{num_keys} keys" if num_keys else "no key asked for"
     return (

@@ -1,7 +1,4 @@
-"""`expertly lab simulate`: run systems over a trace, on a described machine.
-
-Beside what would be the best possible.
-"""
+"""`expertly lab simulate`: simulate systems over a trace on a described machine, beside the best possible."""
 
 from __future__ import annotations
 
@@ -173,7 +170,7 @@ def about(
     geometry_name: str | None,
     predictor: LearnedFile[LearnedWeights] | None,
 ) -> dict[str, Any]:
-    """Everything but the results."""
+    """The result without its rows: what was simulated, and on what."""
     manifest = study.trace.manifest
     files = {"predictor": args.predictor, "plan": args.plan, "arrivals": args.arrivals}
     return {
@@ -204,7 +201,7 @@ def about(
 
 
 def _notes(args: SimulateOptions, study: Study) -> Iterator[str]:
-    """What one must know to read the numbers."""
+    """What a reader must know about the numbers."""
     schedule = study.schedule
     num_test = len({span.request for span in schedule.test})
     if args.split is None:
@@ -221,7 +218,7 @@ def _notes(args: SimulateOptions, study: Study) -> Iterator[str]:
 
 
 def _notes_on_codec(study: Study) -> Iterator[str]:
-    """What compressed experts are taken to save and cost."""
+    """How much compression is assumed to save and to cost."""
     costs, hardware = study.codec_costs, study.hardware
     if costs is not None:
         source = f"assumed: {hardware.name} has no [codec]" if hardware.codec is None else f"{hardware.name}'s [codec]"
@@ -234,7 +231,7 @@ def _notes_on_codec(study: Study) -> Iterator[str]:
 def _notes_on_weights(
     args: SimulateOptions, study: Study, predictor: LearnedFile[LearnedWeights] | None
 ) -> Iterator[str]:
-    """What the weights of a learned predictor learned from, and whether they have seen what is simulated."""
+    """What a trained predictor learned from, and whether that includes what is simulated."""
     if predictor is None:
         return
     told = predictor.header.about
@@ -248,7 +245,7 @@ def _notes_on_weights(
 
 
 def _notes_on_predicting(study: Study, systems: Sequence[str]) -> Iterator[str]:
-    """What predicting takes, and what of it is made up."""
+    """How long predicting takes, and which predictions are made up."""
     asked = [get_system(name) for name in systems]
     if any(system.prediction == "modelled" for system in asked):
         yield "modelled-lookahead: its predictions are made from the future, with a stated accuracy"
@@ -340,14 +337,14 @@ def _derived(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _predicts(row: Mapping[str, Any]) -> bool:
-    """What the oracle foretells is always right."""
+    """Whether its predictions can be wrong: not those of the oracle."""
     return get_system(row["system"]).prediction not in ("none", "perfect")
 
 
 def _known(
     rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column], nothing: float | None = None
 ) -> dict[str, Column]:
-    """Those of which something is known, and more than `nothing`."""
+    """The columns in which at least one row has a figure that is known and is not `nothing`."""
     return {
         header: (key, write)
         for header, (key, write) in columns.items()
@@ -356,7 +353,7 @@ def _known(
 
 
 def _table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
-    """A row for each result, each budget named once, and a gap between budgets."""
+    """A row for each result. A budget is named in its first row, and budgets have a gap between them."""
     told: list[Mapping[str, Any]] = []
     memory = None
     for row in rows:

@@ -1,6 +1,4 @@
-"""`expertly lab trace`: traces that are recorded, here or by somebody else, or made up; what a trace holds; decisions
-taken again.
-"""
+"""`expertly lab trace`: record, import, synthesise and describe routing traces; replay recorded decisions."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ class TraceRecordOptions(LoadOptions):
 
 
 def record(args: TraceRecordOptions) -> int:
-    """What a model routes while it answers prompts, as a trace."""
+    """Record what a model routes while it answers prompts, as a trace."""
     prompts = read_prompts(args.prompts, args.requests)
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise TraceError(f"{args.out}: not empty; a trace is written to a new or an empty folder")
@@ -89,7 +87,7 @@ def record(args: TraceRecordOptions) -> int:
 
 
 def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any, is_raw: bool) -> list[AskedPrompt]:
-    """The prompts that the model can be given; each of the others is named in a message."""
+    """The prompts that fit the model, as tokens. Names each of the others in a message."""
     from expertly.model.generation import max_positions
 
     found, left_out = asked(prompts, tokenizer, is_raw=is_raw, most=max_positions(model))
@@ -188,7 +186,7 @@ class TraceImportOptions:
 
 
 def import_routing(args: TraceImportOptions) -> int:
-    """A trace of routing that somebody else recorded."""
+    """Make a trace of routing that another program recorded."""
     from expertly.sim.hardware import read_geometry
     from expertly.trace.importers import find_importer
     from expertly.trace.importers.base import ImportOptions
@@ -240,7 +238,7 @@ class TraceSynthOptions:
 
 
 def synth(args: TraceSynthOptions) -> int:
-    """A trace of made-up routing, the same for the same flags."""
+    """Make up a trace of random routing; the same options give the same trace."""
     from expertly.lab.synth import write_workload, zipf
 
     workload = zipf(
@@ -299,7 +297,7 @@ def info(args: TraceInfoOptions) -> int:
 
 
 def trace_facts(trace: Trace) -> dict[str, Any]:
-    """What the manifest and the requests say."""
+    """What the manifest and the requests say, for --json."""
     manifest = trace.manifest
     geometries = [layer.geometry() for layer in manifest.layers]
     categories = Counter(request.category for request in trace.requests if request.category is not None)
@@ -388,7 +386,7 @@ def _fields_table(fields: dict[str, dict[str, Any]]) -> str:
 
 
 _REUSE_SHOWN = (1, 4, 16, 64)
-"""Reuse distances that the table shows; --json has more."""
+"""Reuse distances of which the table has columns; --json has more."""
 
 
 def _layers_table(layers: Sequence[dict[str, Any]]) -> str:
@@ -412,7 +410,7 @@ def _distance(tokens: float) -> str:
 
 
 def _spread(layer: dict[str, Any]) -> dict[str, Any]:
-    """What the table shows of its inner dictionaries."""
+    """A layer's inner dictionaries as the columns of the table."""
     expert = "" if layer["most_popular_expert"] is None else f"{layer['most_popular_expert']}: "
     return {
         **{f"top {percent}": share for percent, share in layer["top_shares"].items()},
@@ -437,9 +435,9 @@ class TraceReplayOptions:
 
 
 def replay(args: TraceReplayOptions) -> int:
-    """Feed an engine's recorded observations to a new control plane, compare its decisions.
+    """Feed an engine's recorded observations to a new scheduler, and compare its decisions.
 
-    Exit code 2 where a decision comes out otherwise.
+    Exit code 2 where a decision differs.
     """
     from expertly.scheduler.decisions import replay_file
 

@@ -139,7 +139,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def accuracy_table(result: dict[str, Any]) -> str:
-    """A row for each layer, those of every distance side by side."""
+    """A row for each layer, with all distances side by side."""
     distances = result["distances"]
     cells: dict[str, dict[int, dict[str, Any]]] = {}
     for one in sorted(result["accuracy"], key=lambda one: one["layer"]):

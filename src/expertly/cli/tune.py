@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from expertly.sim.hardware import Hardware
 
 SHOWN = 12
-"""Of the simulator's ranking."""
+"""Rows of the simulator's ranking that the report shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def run(args: TuneOptions) -> int:
 
 
 def measured_machine() -> Hardware:
-    """As `expertly doctor --hardware-out`, in less time."""
+    """This machine as `expertly doctor --hardware-out` measures it, in less time."""
     from expertly.hardware.machine import Effort, examine
     from expertly.hardware.simulated import machine_hardware
     from expertly.store.cache import cache_folder
@@ -102,7 +102,7 @@ def measured_machine() -> Hardware:
 
 
 def result_of(args: TuneOptions, tuned: Tuned, path: Path | None) -> dict[str, Any]:
-    """For --json."""
+    """What --json prints."""
     workload, verdict = tuned.seen.workload, tuned.verdict
     rows = {name: _rows(turns, tuned) for name, turns in (("heat", verdict.heat), ("final", verdict.final))}
     return {
@@ -143,7 +143,7 @@ def result_of(args: TuneOptions, tuned: Tuned, path: Path | None) -> dict[str, A
 
 
 def _ranked(one: Scored, calibration: Calibration) -> dict[str, Any]:
-    """What was simulated, what of it was measured to be beyond that, and of what nobody knows."""
+    """A candidate's simulated time, its measured overhead, and the parts whose overhead was not measured."""
     return {
         "system": one.candidate.label,
         "seconds": one.seconds,
@@ -155,7 +155,7 @@ def _ranked(one: Scored, calibration: Calibration) -> dict[str, Any]:
 
 
 def _rows(turns: Turns | None, tuned: Tuned) -> list[dict[str, Any]] | None:
-    """Of each that ran, beside what nothing may be slower than."""
+    """The engine's figures of each candidate that ran, relative to the base system."""
     if turns is None:
         return None
 

@@ -1,7 +1,9 @@
-"""What to expect of a model on a machine before it is downloaded: what fits, and tokens per second in several budgets.
+"""What to expect of a model on a machine before it is downloaded: what fits, and tokens per second under several
+budgets.
 
-Its routing is not known then. Two made-up ones stand for it, one below and one above what was measured of real models
-(docs/simulator.md): how much a token's experts are those of the token before, and how uneven they are chosen.
+Nobody knows the model's routing before it runs. Two made-up routings stand for it, one below and one above what was
+measured on real models (docs/simulator.md): how often a token needs the previous token's experts, and how unevenly
+experts are used.
 """
 
 from __future__ import annotations
@@ -46,13 +48,13 @@ from expertly.trace.reader import Trace
 
 CONTEXTS = (4096, 32768, 131072)
 SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
-"""Of the experts: the budgets that are looked at."""
+"""The budgets that are looked at, as shares of the experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """As `lab.synth.zipf` makes it: expert of rank r is drawn with weight r^-exponent, one of the token before is held
-    on to with probability `keep`.
+    """Parameters of `lab.synth.zipf`: the expert of rank r is drawn with weight r^-exponent, and each expert of the
+    previous token is kept with probability `keep`.
     """
 
     exponent: float
@@ -60,14 +62,14 @@ class Routing:
 
 
 EVEN = Routing(0.5, 0.2)
-"""A quarter of 32 or 64 experts hits 43 to 45 % and half of them 66; of the demo model and DeepSeek-V2-Lite on legal
-texts 45 to 50 and 72 to 73 were measured.
+"""A quarter of 32 or 64 experts hits 43 to 45 % and half of them 66 %. Measured: 45 to 50 and 72 to 73 % on the demo
+model and DeepSeek-V2-Lite with legal texts.
 """
 UNEVEN = Routing(0.9, 0.4)
-"""A quarter hits 63 to 67 %; of gpt-oss-20b and DeepSeek-V2-Lite on translations 65 and 62 were measured."""
+"""A quarter hits 63 to 67 %. Measured: 65 and 62 % on gpt-oss-20b and DeepSeek-V2-Lite with translations."""
 
 MACHINE_ERROR = 1.25
-"""A machine is measured for half a minute without the model: times are taken to be that much longer or shorter."""
+"""A machine is measured for only half a minute and without the model: times may be longer or shorter by this factor."""
 
 _CALIBRATION_TOKENS = 24
 _REQUEST_TOKENS = 64
@@ -76,7 +78,7 @@ _WARM_REQUESTS = 2
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSpeed:
-    """Of decode with so much memory for experts; of each pair the lower and the upper end."""
+    """Decode with so much memory for experts; each pair is a lower and an upper end."""
 
     memory_nbytes: int
     share: float  # of the experts
@@ -88,7 +90,7 @@ class ExpectedSpeed:
 
 @dataclass(frozen=True, slots=True)
 class ModelForecast:
-    """Bytes, and what they come to on one machine. `memory_name`: of the device that computes."""
+    """What a model needs, and how fast it would be on one machine. `memory_name`: the device that computes."""
 
     needs: ModelNeeds
     own_nbytes: int | None  # as the checkpoint stores it
@@ -110,8 +112,8 @@ class ModelForecast:
 
 
 def measured_hardware(profile: MachineProfile, loading: api.Progress | None = None) -> Hardware:
-    """The machine of `profile`, and what a layer takes on it beside its weights, by the demo model: a few seconds.
-    `loading` is told of the bytes of that model, as by `expertly.load`.
+    """The machine of `profile`, with what a layer takes beside its weights, measured on the demo model in a few
+    seconds. `loading` is told of the bytes of that model, as by `expertly.load`.
     """
     hardware = machine_hardware(profile)
     how: dict[str, Any] = {"learned": "off", "codec": "none", "device": _device_of(profile)}
@@ -147,9 +149,8 @@ def forecast(
     progress: Callable[[int, int], None] | None = None,
     total_memory: str | None = None,
 ) -> ModelForecast:
-    """On the machine of `profile`, which `hardware` describes to the simulator. `available_nbytes`: its free memory now
-    (default: as the profile says). `total_memory`: of the device that computes, see `expertly.load`. `progress(runs
-    done, in all)`.
+    """The forecast for the machine of `profile`, which `hardware` describes to the simulator. `available_nbytes`: its
+    free memory now (default: as the profile says). `total_memory`: see `expertly.load`. `progress(runs done, in all)`.
     """
     device = profile.devices[0] if profile.devices else None
     free = profile.available_nbytes if available_nbytes is None else available_nbytes
@@ -205,7 +206,9 @@ def _speeds(
     left: int,
     progress: Callable[[int, int], None] | None,
 ) -> list[ExpectedSpeed]:
-    """Of the base system, which keeps what was used last: what others gain depends on what a model routes."""
+    """Simulated with the base system, which keeps what was used last: how much other systems gain depends on the
+    model's routing.
+    """
     num_runs = 2 * len(budgets)
     of_routing: list[list[dict[str, Any]]] = []
     for routing in (EVEN, UNEVEN):
@@ -238,7 +241,7 @@ def _speeds(
 
 
 def _study(needs: ModelNeeds, hardware: Hardware, routing: Routing, folder: Path) -> Study:
-    """Requests of one routing, of which all but the last fill the cache."""
+    """Requests of one routing; all but the last fill the cache."""
     shapes = {(layer.num_experts, layer.top_k) for layer in needs.layers}
     if len(shapes) > 1:
         raise ConfigError(
@@ -285,7 +288,7 @@ def _command(
     fits: bool,
     total_memory: str | None = None,
 ) -> str:
-    """What to do next."""
+    """The command to run next."""
     if needs.refused is not None:
         return f"none: {needs.refused}"
     if needs.stored is None:

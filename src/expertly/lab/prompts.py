@@ -1,4 +1,4 @@
-"""Prompts and chats from a JSON Lines file, and their tokens as the model is asked: through its chat template."""
+"""Prompts and chats from a JSON Lines file, and their tokens by the model's chat template."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request to be. Lines are numbered from 1. `messages` is empty where the line was a plain prompt; else `text`
-    is what they say.
+    """One request. Lines are numbered from 1. `messages` is empty for a plain prompt; for a chat, `text` is its
+    messages' text.
     """
 
     line: int
@@ -38,20 +38,20 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class AskedPrompt:
-    """A prompt as a model takes it."""
+    """A prompt and its tokens."""
 
     prompt: Prompt
     tokens: list[int]
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether it knows how its model was taught to chat."""
+    """Whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def tokens_of(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, is_raw: bool = False) -> list[int]:
-    """A conversation by the tokenizer's chat template, or where there is none, and with `is_raw`, as mere text; up to
-    where the model is to go on. Raises ConfigError where the template refuses it, or does not end.
+    """The tokens of a conversation, up to where the model goes on: by the chat template, or with `is_raw`, or where
+    there is no template, of the mere text. Raises ConfigError where the template refuses the messages, or does not end.
     """
     if is_raw or not has_template(tokenizer):
         return list(tokenizer("".join(one["content"] for one in messages), return_token_type_ids=False)["input_ids"])
@@ -65,11 +65,10 @@ def tokens_of(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, is_raw: 
 def asked(
     prompts: Sequence[Prompt], tokenizer: Any, *, is_raw: bool = False, most: int | None = None
 ) -> tuple[list[AskedPrompt], list[str]]:
-    """The prompts that a model takes, which have 1 to `most` tokens, and a sentence for each of the others. A plain one
-    is put as a user's message where there is a chat template; with `is_raw`, and without a template, as the text that
-    it is.
+    """The prompts as tokens, and a sentence for each prompt that is left out because it has no token or more than
+    `most`. With a chat template a plain prompt becomes a user's message; without one, or with `is_raw`, it stays text.
 
-    Raises ConfigError where there is no tokenizer, and for messages that no template can put.
+    Raises ConfigError where there is no tokenizer, and for messages without a template.
     """
     if tokenizer is None:
         raise ConfigError("model: has no tokenizer, so prompts have no tokens")
@@ -159,7 +158,7 @@ def _of_line(where: str, line: int, raw: dict[str, Any]) -> Prompt:
 
 
 def _messages(where: str, line: int, raw: Any) -> tuple[dict[str, str], ...]:
-    """Without an answer at the end, which is what the model is asked for."""
+    """The messages of a line. An answer at the end is dropped: the model gives its own."""
     if not isinstance(raw, list) or not raw:
         raise _error(where, line, f"messages={raw!r:.60}")
     for number, one in enumerate(raw):

@@ -20,14 +20,17 @@ from expertly.serve.errors import invalid
 from expertly.serve.schema import Message, Tool
 
 _MAX_RENDERED = 4
-"""Conversations at a time: a template that does not end takes no thread from the others before so many do not."""
+"""Conversations that are rendered at a time: templates that do not end must fill all of these threads before others
+wait.
+"""
 
 PLAIN_TEMPLATE = "{%- for message in messages -%}{{ message['content'] | trim }}\n\n{% endfor -%}"
-"""For a model that was never taught to chat: its messages are a text that it continues."""
+"""For a model without a chat template: it continues the text of the messages."""
 
 
 class Prompts:
-    """One tokenizer for writing prompts, in a thread of its own, and one for reading tokens: neither waits.
+    """Makes tokens of prompts with one tokenizer, in a thread of its own, and text of tokens with another, so that
+    neither waits for the other.
 
     Chat templates are rendered in other threads, each with a deadline. `template` replaces the model's own.
     """
@@ -62,7 +65,9 @@ class Prompts:
     async def of_messages(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any] | None = None
     ) -> list[int]:
-        """`variables`: more that the template is told. Raises ApiError where it refuses them, or does not end."""
+        """The tokens of a chat. `variables`: more for the template. Raises ApiError where it refuses the messages, or
+        does not end.
+        """
         for name in variables or ():
             if name in self._own_names:
                 raise invalid(
@@ -73,7 +78,7 @@ class Prompts:
         return await self._write(self._encoded, text)
 
     async def of_text(self, text: str) -> list[int]:
-        """As the tokenizer begins a text. Raises ApiError where that is no token."""
+        """The tokens of a text, with those that the tokenizer begins a text with. Raises ApiError where there are none."""
         return await self._write(self._of_text, text)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
@@ -84,7 +89,7 @@ class Prompts:
             raise invalid(str(error), param) from None
 
     def text(self, tokens: Sequence[int], special: bool = False) -> str:
-        """`special`: with the tokens that are no text."""
+        """The text of tokens. `special`: with special tokens, which are no text."""
         with self._reader_lock:
             text: str = self._reader.decode(
                 list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
@@ -92,7 +97,7 @@ class Prompts:
         return text
 
     def piece(self, token: int) -> tuple[str, bytes]:
-        """One token alone: as text, and its bytes, which may be a part of a character."""
+        """One token alone: its text, and its bytes, which may be a part of a character."""
         text = self.text([token], special=True)
         return text, bytes_of(self._reader, token, text)
 
@@ -107,7 +112,7 @@ class Prompts:
     def _rendering(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]
     ) -> Callable[[], str]:
-        """What makes the text."""
+        """A function that renders the chat template."""
         if tools and not self.takes_tools:
             raise invalid("tools: this model's chat template knows none; accepted: no tools", "tools")
         told = {**variables, "add_generation_prompt": True, "tokenize": False}
@@ -136,7 +141,7 @@ class Prompts:
 
 
 def as_told(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """As templates and parsers expect them."""
+    """Tools as templates and parsers expect them."""
     return [tool.model_dump(exclude_none=True) for tool in tools]
 
 
