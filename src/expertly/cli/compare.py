@@ -51,8 +51,9 @@ WITH_TRACE = ("geometry",)
 class CompareOptions:
     source: str | None = argument(
         None,
-        "a model (a folder, a packed store or a hub id; default: the demo model): the engine runs, and the "
-        "simulator with this machine's speeds; or the folder of a trace: the simulator alone",
+        "a model (a folder, a packed store or a hub id; default: the demo model), which runs on "
+        "this machine and is simulated with this machine's speeds; or the folder of a trace, "
+        "which is simulated",
         metavar="MODEL|TRACE",
     )
     system: str = option(
@@ -67,11 +68,13 @@ class CompareOptions:
     out: Path = path_option(REQUIRED, "where the report goes: a new or an empty folder", "DIR")
     force: bool = option(False, "replace an earlier comparison in DIR")
     prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE")
-    requests: int | None = option(None, "default: 5 with a model (with --split both parts), 20 with a trace", least=1)
-    tokens: int | None = option(None, "of each answer", least=1)
-    rounds: int | None = option(None, "times that the engine runs everything", least=1)
+    requests: int | None = option(
+        None, "how many are run (default: 5 of a model's prompts, with --split both parts; 20 of a trace)", least=1
+    )
+    tokens: int | None = option(None, "length of each answer", least=1)
+    rounds: int | None = option(None, "how often the engine runs everything", least=1)
     raw: bool = option(False, RAW_HELP, panel=ADVANCED)
-    temperature: Any | None = option(None, "of the answers, 0 is greedy", metavar="X", type=temperature, panel=ADVANCED)
+    temperature: Any | None = option(None, "of the answers; 0 is greedy", metavar="X", type=temperature, panel=ADVANCED)
     split: Any | None = option(
         None,
         "systems that learn do so from the first part of the shuffled requests; the second is compared",
@@ -79,20 +82,25 @@ class CompareOptions:
         type=split,
         panel=ADVANCED,
     )
-    seed: Any = option(0, "of the shuffle and of what is drawn", metavar="N", type=seed, panel=ADVANCED)
-    hardware: str | None = option(None, "simulate a shipped profile or a TOML file", metavar="NAME", panel=ADVANCED)
+    seed: Any = option(0, "of the shuffle and of sampling", metavar="N", type=seed, panel=ADVANCED)
+    hardware: str | None = option(
+        None, "the machine to simulate: a shipped profile or a TOML file", metavar="NAME", panel=ADVANCED
+    )
     geometry: str | None = option(
-        None, "with a trace: sizes of experts, a shipped description or a TOML file", metavar="NAME", panel=ADVANCED
+        None,
+        "with a trace: the sizes of its experts, a shipped description or a TOML file",
+        metavar="NAME",
+        panel=ADVANCED,
     )
     segments: int | None = load_option("segments")
     codec: str | None = load_option("codec", default=None)
     dtype: str | None = load_option("dtype")
     device: str | None = load_option("device")
     predictor: Path | None = path_option(
-        None, "for systems that take one: `expertly lab train` makes it", panel=RESEARCH
+        None, "trained weights for systems with a learned predictor, from `expertly lab train`", panel=RESEARCH
     )
     plan: Path | None = path_option(
-        None, "for systems with split caching: `expertly lab configure` makes it", panel=RESEARCH
+        None, "a plan for systems with split caching, from `expertly lab configure`", panel=RESEARCH
     )
     json: bool = json_flag()
 
@@ -193,14 +201,14 @@ class BenchOptions:
     total_memory: str | None = option(
         None, "instead of memory: amounts for everything, as `run` takes them", metavar="SIZE,SIZE"
     )
-    system: str = option("lru,expertly", "what `expertly lab systems` lists", metavar="A,B")
+    system: str = option("lru,expertly", "systems to run, see `expertly lab systems`", metavar="A,B")
     prompts: str | None = option(None, PROMPTS_HELP + " (default: ours)", metavar="FILE")
     raw: bool = option(False, RAW_HELP)
-    requests: int = option(5, "prompts that are answered", least=1)
-    tokens: int = option(24, "of each answer", least=1)
-    rounds: int = option(2, "times that everything is run", least=1)
+    requests: int = option(5, "how many prompts are answered", least=1)
+    tokens: int = option(24, "length of each answer", least=1)
+    rounds: int = option(2, "how often everything is run", least=1)
     out: Path | None = path_option(None, "where the report goes (default: a new folder here)", "DIR")
-    temperature: float = option(0.8, "of the answers, 0 is greedy", metavar="X", type=temperature, panel=ADVANCED)
+    temperature: float = option(0.8, "of the answers; 0 is greedy", metavar="X", type=temperature, panel=ADVANCED)
     codec: str | None = load_option("codec", default=None)
     dtype: str | None = load_option("dtype")
     device: str | None = load_option("device")

@@ -58,8 +58,8 @@ PROMPTS = (
 class ConfigureOptions:
     source: str | None = argument(
         None,
-        "a model (a folder, a packed store or a hub id; default: the demo model), which is run and measured here,"
-        " or a trace, best one of `expertly lab trace record --full`",
+        "a model (a folder, a packed store or a hub id; default: the demo model), which is run "
+        "and measured here; or a trace, best one of `expertly lab trace record --full`",
         metavar="MODEL|TRACE",
     )
     memory: str | None = option(
@@ -68,21 +68,33 @@ class ConfigureOptions:
         metavar="SIZE,SIZE",
     )
     total_memory: str | None = load_option("total_memory")
-    hardware: str | None = option(None, "times by a profile", metavar="NAME")
-    tokens: int | None = option(None, "learn from so many tokens", least=1)
+    hardware: str | None = option(None, "take times from a profile instead of measuring", metavar="NAME")
+    tokens: int | None = option(None, "how many tokens to learn from", least=1)
     prompt: list[str] | None = option(
-        None, "what to ask a model; may be given several times", metavar="TEXT", is_several=True
+        None, "a prompt for the model; may be given several times", metavar="TEXT", is_several=True
     )
     raw: bool = option(False, RAW_HELP)
-    out: Path | None = path_option(None, "save the plan, which --plan reads")
+    out: Path | None = path_option(None, "a file for the plan, which --plan reads")
     segments: int | None = load_option("segments")
-    zeta: Any = option(0.01, "share of memory moved at a time", metavar="X", type=proper_share, panel=RESEARCH)
-    geometry: str | None = option(None, "sizes of experts: a description", metavar="NAME", panel=ADVANCED)
+    zeta: Any = option(
+        0.01,
+        "the share of memory that the configurator moves at a time",
+        metavar="X",
+        type=proper_share,
+        panel=RESEARCH,
+    )
+    geometry: str | None = option(
+        None, "the sizes of experts: a shipped description or a TOML file", metavar="NAME", panel=ADVANCED
+    )
     split: Any | None = option(
-        None, "learn only from what `simulate --split` learns from", metavar="7:3", type=split, panel=ADVANCED
+        None,
+        "learn only from the first part of the requests, as `simulate --split` divides them",
+        metavar="7:3",
+        type=split,
+        panel=ADVANCED,
     )
     seed: Any | None = option(None, "of the split's shuffle", metavar="N", type=seed, panel=ADVANCED)
-    seconds: Any | None = option(None, "measure times for so long", metavar="S", type=seconds, panel=ADVANCED)
+    seconds: Any | None = option(None, "how long to measure", metavar="S", type=seconds, panel=ADVANCED)
     dtype: str | None = load_option("dtype")
     device: str | None = load_option("device")
     json: bool = json_flag()

@@ -46,20 +46,20 @@ MODEL_SECONDS = 40.0
 class DoctorOptions:
     model: str | None = argument(
         None,
-        "a folder, a packed store, a hub id or a config.json: what to expect of it here",
+        "a folder, a packed store, a hub id or a config.json to forecast on this machine",
         metavar="MODEL",
         was="model",
     )
-    dir: Path | None = path_option(None, "measure the disk here", "DIR")
-    out: Path | None = path_option(None, "default: machine.json in the cache folder")
+    dir: Path | None = path_option(None, "measure the disk of this folder", "DIR")
+    out: Path | None = path_option(None, "where the machine's profile goes (default: machine.json in the cache folder)")
     hardware_out: str | None = option(
         None,
         "write this machine, or MODEL measured on it, as a hardware file for `expertly lab simulate`",
         metavar="FILE.toml",
     )
-    total_memory: str | None = load_option("total_memory", help="with MODEL: what there is for everything, as of `run`")
+    total_memory: str | None = load_option("total_memory", help="with MODEL: memory for everything, as `run` takes it")
     memory: str | None = load_option(
-        "memory", default=None, help="with MODEL and --hardware-out: for its experts while it is measured"
+        "memory", default=None, help="with MODEL and --hardware-out: memory for its experts while it is measured"
     )
     segments: int | None = load_option(
         "segments", help="with MODEL and --hardware-out: parts an expert is cut into while it is measured"

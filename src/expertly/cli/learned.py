@@ -197,20 +197,23 @@ class LearnedBuildOptions:
     )
     model: str | None = option(
         None,
-        "the model that the trace is of (a folder, a packed store, a hub id, or demo): without it the maps are of"
-        " a trace, and no engine takes them",
+        "the model that the trace is of (a folder, a packed store, a hub id, or demo); without it"
+        " no engine accepts the file",
         metavar="MODEL",
     )
     split: Any | None = option(
-        None, "only of the requests that `simulate --split` learns from", metavar="7:3", type=split
+        None, "only the first part of the requests, as `simulate --split` divides them", metavar="7:3", type=split
     )
     seed: Any = option(0, "of the split's shuffle", metavar="N", type=seed)
     capacity: int | None = option(
-        None, "maps, or matrices of prompts and of decoding each, at most; the most redundant ones go", least=1
+        None, "most maps, or most matrices of prompts and of answers each; the most redundant are dropped", least=1
     )
-    quota: Any | None = option(None, "share of the maps that one request may fill", metavar="X", type=probability)
+    quota: Any | None = option(None, "the share of the maps that one request may fill", metavar="X", type=probability)
     distance: int | None = option(
-        None, "layers that maps predict ahead: in redundancy embeddings count D/L", metavar="D", least=1
+        None,
+        "layers ahead that maps predict; weighs embeddings by D/L where redundancy is measured",
+        metavar="D",
+        least=1,
     )
     json: bool = json_flag()
 
@@ -295,7 +298,7 @@ class LearnedMergeOptions:
     files: list[Path] = argument(
         REQUIRED, "files of one kind and model, older ones first", metavar="FILE...", type=Path, is_several=True
     )
-    capacity: int | None = option(None, "maps at most", least=1)
+    capacity: int | None = option(None, "most maps or matrices", least=1)
     json: bool = json_flag()
 
 

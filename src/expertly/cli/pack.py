@@ -39,10 +39,11 @@ class PackOptions:
     out: Path | None = path_option(None, "write the store here", "DIR")
     dtype: str | None = load_option("dtype", panel=None)
     quantize: str | None = load_option("quantize", panel=None)
-    text: Path | None = path_option(None, "what --quantize costs is measured on (default: a few prompts)")
+    text: Path | None = path_option(None, "a text to measure the cost of --quantize on (default: a few prompts)")
     codec: str | None = load_option("codec", default=None, panel=None)
     stream: bool = option(
-        False, "a hub id, shard by shard, each deleted once packed: disk for one model and a shard is needed"
+        False,
+        "download a hub id shard by shard, and delete each once it is packed: needs disk for one model and one shard",
     )
     list: bool = option(False, "show the stores in the cache folder")
     remove: str | None = option(None, "remove a store from the cache folder", metavar="NAME")

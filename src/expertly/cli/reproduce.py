@@ -37,14 +37,14 @@ class ReproduceOptions:
     list: bool = option(False, "list the experiments and what they need, and do nothing else")
     predictor: Path | None = path_option(None, "trained weights for ProMoE", panel=ADVANCED)
     arrivals: Path | None = path_option(None, "CSV of arrivals and lengths, for fmoe:10", panel=ADVANCED)
-    quick: bool = option(False, "few tokens of one seed: under a minute an experiment, and little can be told")
+    quick: bool = option(False, "few tokens and one seed: under a minute an experiment, with wide intervals")
     tokens: int = option(
         TOKENS, "decoded tokens of a trace that are simulated, over all seeds", least=1, panel=ADVANCED
     )
-    seeds: int = option(SEEDS, "how many, each with other requests to learn from", least=1, panel=ADVANCED)
-    seed: Any = option(0, "the first of them", metavar="N", type=seed, panel=ADVANCED)
-    jobs: int = option(1, "experiments at once, each in a process of its own", least=1)
-    out: Path | None = path_option(None, "FILE.md: the page of results; else a folder for it and results.json")
+    seeds: int = option(SEEDS, "how many seeds; each learns from other requests", least=1, panel=ADVANCED)
+    seed: Any = option(0, "the first seed", metavar="N", type=seed, panel=ADVANCED)
+    jobs: int = option(1, "how many experiments run at once, each in its own process", least=1)
+    out: Path | None = path_option(None, "FILE.md for the page of results, or a folder for it and results.json")
     reuse: Path | None = path_option(
         None, "results.json of an earlier run with the same traces and settings: what is in it is not run again"
     )

@@ -46,20 +46,27 @@ COUNTED: dict[str, Column] = {
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(LoadOptions):
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
-    prompt: str | None = argument(None, 'answered once; "-", or no terminal: read from stdin', metavar="PROMPT")
-    max_new_tokens: int | None = option(None, f"of an answer (default: {DEFAULT_NEW_TOKENS})", least=1)
-    temperature: float | None = option(None, "0: greedy (default: the model's own)", metavar="X", type=temperature)
-    top_p: float | None = option(None, "default: the model's own", metavar="X", type=probability)
+    prompt: str | None = argument(
+        None, 'answered once; "-", or without a terminal: read from stdin; without a prompt: chat', metavar="PROMPT"
+    )
+    max_new_tokens: int | None = option(None, f"tokens of an answer (default: {DEFAULT_NEW_TOKENS})", least=1)
+    temperature: float | None = option(None, "0 is greedy (default: the model's own)", metavar="X", type=temperature)
+    top_p: float | None = option(
+        None,
+        "nucleus sampling (default: the model's own)",
+        metavar="X",
+        type=probability,
+    )
     seed: int | None = option(None, "makes answers repeatable", metavar="N", type=seed)
     raw: bool = option(False, "continue the text as it is, without the model's chat template")
-    stats: bool = option(False, "add tables of what each layer hit, missed and predicted")
+    stats: bool = option(False, "add tables of hits and misses by layer")
     json: bool = json_flag()
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(RunOptions):
     prompt: str = option(REQUIRED, 'what to continue; "-" reads it from stdin', metavar="TEXT")
-    raw: bool = option(True, "the text is continued as it is", panel=ADVANCED)
+    raw: bool = option(True, "the text is continued as it is; there is no other way here", panel=ADVANCED)
 
 
 def generate(args: GenerateOptions) -> int:

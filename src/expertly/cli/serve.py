@@ -23,8 +23,10 @@ NEEDS = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCommand(ServeOptions):
-    host: str = option("127.0.0.1", "others need --api-key-file", metavar="ADDRESS")
-    port: int = option(8000, "0 is any that is free", metavar="N")
+    host: str = option(
+        "127.0.0.1", "the address to listen on; any but this machine's needs --api-key-file", metavar="ADDRESS"
+    )
+    port: int = option(8000, "0 takes any that is free", metavar="N")
     json: bool = json_flag()
 
 

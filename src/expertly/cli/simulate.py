@@ -41,25 +41,30 @@ class SimulateOptions:
         REQUIRED, "a folder made by `expertly lab trace record`, `import` or `synth`", metavar="TRACE", type=Path
     )
     system: str = option(
-        "lru", "what `expertly lab systems` lists; NAME:KEY=VALUE changes a part of one", metavar="A,B"
+        "lru", "systems to simulate, see `expertly lab systems`; NAME:KEY=VALUE changes a part of one", metavar="A,B"
     )
-    memory: str | None = option(None, "shares of the experts or amounts", metavar="SIZE,SIZE")
+    memory: str | None = option(
+        None, "for experts: shares of them or amounts (default: 10%,25%,50%)", metavar="SIZE,SIZE"
+    )
     experts_per_layer: str | None = option(
-        None, "instead: every layer keeps so many experts, beside the staging slots", metavar="N,N", panel=ADVANCED
+        None,
+        "instead of memory: how many experts every layer keeps, beside the staging slots",
+        metavar="N,N",
+        panel=ADVANCED,
     )
-    hardware: str = option("rtx3090", "a shipped profile or a TOML file", metavar="NAME")
+    hardware: str = option("rtx3090", "the machine: a shipped profile or a TOML file", metavar="NAME")
     codec: str = option(
         "none", "experts on disk: none (as they are) or planes (compressed)", metavar="NAME", panel=ADVANCED
     )
     predictor: Path | None = path_option(
-        None, "for systems that take one: `expertly lab train` makes it", panel=RESEARCH
+        None, "trained weights for systems with a learned predictor, from `expertly lab train`", panel=RESEARCH
     )
     plan: Path | None = path_option(
-        None, "for systems with split caching: `expertly lab configure` makes it", panel=RESEARCH
+        None, "a plan for systems with split caching, from `expertly lab configure`", panel=RESEARCH
     )
     predict: str = option(
         "virtual",
-        "virtual (predicting takes its time) or inline",
+        "virtual (predictions take their time) or inline (they take none)",
         metavar="NAME",
         choices=MATCHERS,
         was="matcher",
@@ -67,18 +72,18 @@ class SimulateOptions:
     )
     segments: int | None = load_option("segments")
     order: str | None = load_option("order")
-    geometry: str | None = option(None, "sizes of experts: a shipped description or a TOML file", metavar="NAME")
-    requests: int | None = option(None, "simulate so many requests at most", least=1)
-    tokens: int | None = option(None, "simulate so many tokens at most", least=1)
+    geometry: str | None = option(None, "the sizes of experts: a shipped description or a TOML file", metavar="NAME")
+    requests: int | None = option(None, "simulate at most so many requests", least=1)
+    tokens: int | None = option(None, "simulate at most so many tokens", least=1)
     split: Any | None = option(
         None,
-        "profiles learn from a first part of the shuffled requests, the rest is simulated",
+        "systems that learn do so from the first part of the shuffled requests; the second is simulated",
         metavar="7:3",
         type=split,
     )
-    seed: Any = option(0, "of the shuffle, and of what policies draw", metavar="N", type=seed, panel=ADVANCED)
+    seed: Any = option(0, "of the shuffle and of random policies", metavar="N", type=seed, panel=ADVANCED)
     arrivals: Path | None = path_option(
-        None, "CSV of arrivals and lengths: requests queue, latencies are given", panel=RESEARCH
+        None, "a CSV of arrival times and lengths: requests queue, and latencies are reported", panel=RESEARCH
     )
     plot: Path | None = path_option(None, "draw hit rate, TPOT and stalls against memory (PNG, PDF, SVG)")
     chrome_trace: Path | None = path_option(

@@ -53,15 +53,15 @@ class TraceRecordOptions(LoadOptions):
     prompts: str = option(REQUIRED, PROMPTS_HELP + ', each a request, run alone; "category" is kept', metavar="FILE")
     raw: bool = option(False, RAW_HELP)
     out: Path = path_option(REQUIRED, "where the trace goes: a new or an empty folder", "DIR")
-    max_new_tokens: int = option(100, "of a request", least=1)
+    max_new_tokens: int = option(100, "length of an answer in tokens", least=1)
     temperature: float = option(0.0, "0 is greedy", metavar="X", type=temperature, panel=ADVANCED)
-    seed: int = option(0, "with a temperature", metavar="N", type=seed, panel=ADVANCED)
+    seed: int = option(0, "of sampling", metavar="N", type=seed, panel=ADVANCED)
     requests: int | None = option(None, "only the first N prompts", least=1)
     full: bool = option(False, "add routing scores, lookahead, router inputs and embeddings")
     learned: str | Path | None = load_option(
         "learned",
         default="off",
-        help="what a system has learned, as of `run`; off: a trace is of this run alone",
+        help="where the system keeps what it learns, as of `run`; off: the trace shows this run alone",
         panel=RESEARCH,
     )
     json: bool = json_flag()
@@ -178,10 +178,10 @@ def _summary(result: dict[str, Any]) -> str:
 class TraceImportOptions:
     file: Path = argument(REQUIRED, "the recorded routing", metavar="FILE", type=Path)
     out: Path = argument(REQUIRED, "where the trace goes: a new or an empty folder", metavar="OUT", type=Path)
-    format: str = option("npz", "of FILE", metavar="NAME")
-    geometry: str | None = option(None, "what the model's experts look like: a name or a TOML file", metavar="NAME")
-    num_experts: int | None = option(None, "a layer", least=1)
-    model: str | None = option(None, "what to call the model", metavar="NAME")
+    format: str = option("npz", "the format of FILE", metavar="NAME")
+    geometry: str | None = option(None, "the sizes of experts: a shipped description or a TOML file", metavar="NAME")
+    num_experts: int | None = option(None, "experts of a layer", least=1)
+    model: str | None = option(None, "a name for the model", metavar="NAME")
     json: bool = json_flag()
 
 
@@ -217,23 +217,23 @@ def _show_written(folder: Path, is_json: bool) -> None:
 @dataclass(frozen=True, kw_only=True)
 class TraceSynthOptions:
     out: Path = argument(REQUIRED, "where the trace goes: a new or an empty folder", metavar="OUT", type=Path)
-    layers: int = option(16, "of the model", least=1)
-    experts: int = option(64, "a layer", least=1)
-    top_k: int = option(4, "experts a token", least=1)
-    tokens: int = option(10000, "of all requests", least=1)
-    requests: int = option(1, "that share the tokens evenly", least=1)
-    prefill_tokens: int = option(0, "first tokens of a request, as one iteration", panel=ADVANCED)
-    zipf: Any = option(1.0, "popularity of rank r: r^-A", metavar="A", type=exponent)
-    markov: Any = option(0.0, "chance that an expert is kept for the next token", metavar="P", type=share)
-    phases: int = option(1, "between which popularity is dealt anew", least=1, panel=ADVANCED)
+    layers: int = option(16, "layers of the model", least=1)
+    experts: int = option(64, "experts of a layer", least=1)
+    top_k: int = option(4, "experts that a token needs", least=1)
+    tokens: int = option(10000, "tokens of all requests together", least=1)
+    requests: int = option(1, "how many requests share the tokens evenly", least=1)
+    prefill_tokens: int = option(0, "the first tokens of a request that are one iteration", panel=ADVANCED)
+    zipf: Any = option(1.0, "popularity of the expert of rank r is r^-A", metavar="A", type=exponent)
+    markov: Any = option(0.0, "probability that an expert stays for the next token", metavar="P", type=share)
+    phases: int = option(1, "how often ranks are drawn; popularity changes between phases", least=1, panel=ADVANCED)
     lookahead: Any | None = option(
         None,
-        "add scores of the next layer, modelled: so many of its K best are needed",
+        "add made-up scores of the next layer: a needed expert is among its K best with this probability",
         metavar="P",
         type=share,
         panel=ADVANCED,
     )
-    seed: Any = option(0, "of what is drawn", metavar="N", type=seed)
+    seed: Any = option(0, "of the random draws", metavar="N", type=seed)
     json: bool = json_flag()
 
 
@@ -425,11 +425,9 @@ def _spread(layer: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceReplayOptions:
-    file: Path = argument(
-        REQUIRED, "written by `expertly lab trace record --decisions FILE`", metavar="FILE", type=Path
-    )
+    file: Path = argument(REQUIRED, "a file that `--decisions FILE` wrote", metavar="FILE", type=Path)
     allow_imports: bool = option(
-        False, "import the modules that the file names parts of its system by (MODULE.NAME), which runs their code"
+        False, "import the modules by which the file names parts of its system (MODULE.NAME), which runs their code"
     )
     json: bool = json_flag()
 

@@ -36,15 +36,17 @@ class TuneOptions:
     raw: bool = option(False, RAW_HELP)
     memory: str = load_option("memory")
     total_memory: str | None = load_option("total_memory")
-    requests: int = option(16, "answer so many of the prompts, half to learn from, half to try systems on", least=1)
-    max_new_tokens: int = option(64, "of an answer", least=1)
-    time_limit: Any = option("5m", "seconds or minutes, 90s or 5m, for everything", metavar="TIME", type=duration)
+    requests: int = option(
+        16, "how many of the prompts are answered; half are learned from, half try the systems", least=1
+    )
+    max_new_tokens: int = option(64, "length of an answer in tokens", least=1)
+    time_limit: Any = option("5m", "for everything, in seconds or minutes: 90s, 5m", metavar="TIME", type=duration)
     dtype: str | None = load_option("dtype")
     codec: str = load_option("codec")
     device: str | None = load_option("device")
     predictor: str = load_option("predictor")
-    seed: Any = option(0, "of sampling, and of which half is learned from", metavar="N", type=seed, panel=ADVANCED)
-    out: Path | None = path_option(None, "write all that was measured, as --json prints it")
+    seed: Any = option(0, "of sampling, and of the halves", metavar="N", type=seed, panel=ADVANCED)
+    out: Path | None = path_option(None, "a file for everything that was measured, as --json prints it")
     json: bool = json_flag()
 
 

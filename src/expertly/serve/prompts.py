@@ -78,7 +78,7 @@ class Prompts:
         return await self._write(self._encoded, text)
 
     async def of_text(self, text: str) -> list[int]:
-        """The tokens of a text, with those that the tokenizer begins a text with. Raises ApiError where there are none."""
+        """The tokens of a text, with those that the tokenizer puts before one. Raises ApiError where there are none."""
         return await self._write(self._of_text, text)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:

@@ -18,28 +18,30 @@ MIN_KEY = 16
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(LoadOptions):
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
-    api_key_file: str | None = option(None, "the keys that clients may have, one a line", metavar="FILE")
-    name: str | None = option(None, "of the model, as clients ask for it (default: that of MODEL)", metavar="NAME")
+    api_key_file: str | None = option(None, "a file of keys that clients must have one of, one a line", metavar="FILE")
+    name: str | None = option(None, "the model's name for clients (default: that of MODEL)", metavar="NAME")
     context: int | None = option(
-        None, "most tokens of one text, prompt included (default: 4096)", metavar="N", type=int, least=1
+        None, "the longest text in tokens, prompt included (default: 4096)", metavar="N", type=int, least=1
     )
-    max_running: int = option(16, "texts written at a time", metavar="N", least=1)
-    max_queue: int = option(256, "requests that may wait", metavar="N", panel=ADVANCED)
+    max_running: int = option(16, "how many texts are written at a time", metavar="N", least=1)
+    max_queue: int = option(256, "how many requests may wait", metavar="N", panel=ADVANCED)
     kv_tokens: int | None = option(
         None,
-        "KV cache (default: --max-running texts, at most 32768)",
+        "tokens of KV cache (default: for --max-running texts, at most 32768)",
         metavar="N",
         type=int,
         least=1,
         panel=ADVANCED,
     )
-    max_body: int = option(4 << 20, "of a request", metavar="BYTES", least=1, panel=ADVANCED)
+    max_body: int = option(4 << 20, "the largest request in bytes", metavar="BYTES", least=1, panel=ADVANCED)
     chat_template: str | None = option(
         None, "a Jinja template instead of the model's own", metavar="FILE", panel=ADVANCED
     )
-    drain_seconds: int = option(600, "for what runs at SIGTERM", metavar="N", panel=ADVANCED)
+    drain_seconds: int = option(
+        600, "how long running requests may take to end after SIGTERM", metavar="N", panel=ADVANCED
+    )
     cors: str | None = option(
-        None, "web sites whose pages may ask, parted by commas; * is any", metavar="ORIGIN", panel=ADVANCED
+        None, "web sites whose pages may send requests, with commas between; * is any", metavar="ORIGIN", panel=ADVANCED
     )
     log_prompts: bool = option(False, "write prompts to the log", panel=ADVANCED)
 
