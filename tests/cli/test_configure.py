@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,14 @@ def test_a_model_is_run_and_measured(model: Path, tmp_path: Path, capsys: Captur
     assert read_plan(plan).geometry.segments_per_expert == 4
     command = found["results"][0]["command"]
     assert command.startswith(f"expertly run {model} 'Once upon a time' --system moepic --memory 60% --plan ")
+
+
+def test_prompts_are_put_by_the_models_chat_template(model: Path, tmp_path: Path, capsys: Captured) -> None:
+    chatty = Path(shutil.copytree(model, tmp_path / "chatty"))
+    (chatty / "chat_template.jinja").write_text("{{ raise_exception('no ' + messages[0]['content']) }}")
+    words = ("lab", "configure", chatty, "--prompt", "Hello", "--tokens", 4, "--hardware", "rtx3090")
+    assert "the model's chat template refuses them: no Hello" in refusal(capsys, *words)
+    assert answer(capsys, *words, "--raw")["tokens"] == 4
 
 
 def test_refusals_of_a_model(model: Path, capsys: Captured) -> None:

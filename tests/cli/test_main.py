@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -15,7 +16,7 @@ from rich.cells import cell_len
 from expertly import __version__
 from expertly.cli import main as main_module
 from expertly.cli.main import main
-from expertly.cli.output import print_json, reserved_stdout, table
+from expertly.cli.output import print_json, progress_bar, reserved_stdout, table
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.units import format_nbytes
 from expertly.options import RESEARCH, argument, json_flag, option
@@ -281,6 +282,23 @@ def test_libraries_cannot_print_into_the_result(capsys):
     out, err = capsys.readouterr()
     assert json.loads(out) == {"x": None, "y": [1.5, None]}
     assert err == "a library says hello\n"
+
+
+def test_one_bar_shows_steps_and_bytes(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    with progress_bar("turns") as bar:
+        for tell, what in ((bar, "searching"), (bar.in_bytes, "packing")):
+            tell(what, 3 << 20, 4 << 20)
+            bar._shown.refresh()
+    printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    assert f"{3 << 20}/{4 << 20} turns" in printed and "3.0/4.0 MiB" in printed
+
+
+def test_progress_is_for_terminals(capsys):
+    with progress_bar() as bar:
+        assert bar is None
 
 
 def test_table_aligns_columns():

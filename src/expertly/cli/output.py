@@ -50,12 +50,15 @@ def message(text: str) -> None:
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """The text with lines broken between words, where the stream is a terminal and narrower than they are."""
+    """The text with lines broken between words, where the stream is a terminal and narrower than they are. A line that
+    ends in a command to copy stays whole.
+    """
     if not stream.isatty():
         return text
     width = max(40, shutil.get_terminal_size().columns)
     how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-    return "\n".join(textwrap.fill(line, width, **how) for line in text.split("\n"))
+    lines = text.split("\n")
+    return "\n".join(line if ": expertly " in line else textwrap.fill(line, width, **how) for line in lines)
 
 
 @contextlib.contextmanager
@@ -165,11 +168,12 @@ def in_brackets(*parts: str) -> str:
 
 
 def show(result: Mapping[str, Any], is_json: bool, text: Callable[[], str], stream: TextIO | None = None) -> None:
-    """Print a command's result: with --json as its one JSON object, else as text."""
+    """Print a command's result: with --json as its one JSON object, else as text that fits the terminal."""
+    stream = stream or sys.stdout
     if is_json:
         print_json(result, stream)
     else:
-        print(text(), file=stream or sys.stdout, flush=True)
+        print(fitted(text(), stream), file=stream, flush=True)
 
 
 def origin() -> dict[str, Any]:

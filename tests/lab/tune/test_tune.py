@@ -158,8 +158,10 @@ def test_what_the_model_cannot_be_given_is_an_error(model: Path) -> None:
 
 def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
     other = make_checkpoint("switch_transformers", tmp_path / "other", tokenizer=True)
+    told: list[tuple[str, int, int]] = []
     with pytest.raises(ModelUseError, match="encoder-decoder"):
-        tune(replace(WISHES, model=str(other)), PROMPTS, no_machine)
+        tune(replace(WISHES, model=str(other)), PROMPTS, no_machine, loading=lambda *one: told.append(one))
+    assert [what for what, done, total in told if done == total] == ["packing"], "it is shown while it takes long"
 
 
 def test_both_codecs_that_are_packed_are_tried(tmp_path: Path) -> None:
