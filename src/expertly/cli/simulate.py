@@ -93,6 +93,7 @@ class SimulateOptions:
 
 
 def run(args: SimulateOptions) -> int:
+    from expertly.lab.chrome import ChromeTrace
     from expertly.lab.plots import check_plot
 
     systems, memories = names("system", args.system), _memories(args)
@@ -108,7 +109,8 @@ def run(args: SimulateOptions) -> int:
     layers, dense, geometry_name = trace_geometry(trace, args.geometry)
     arrivals = None if args.arrivals is None else read_arrivals(args.arrivals)
     schedule = make_schedule(trace, selection, arrivals)
-    with _chrome_trace(args.chrome_trace) as chrome, progress_bar(unit="row") as progress:
+    timeline = contextlib.nullcontext() if args.chrome_trace is None else ChromeTrace(args.chrome_trace)
+    with timeline as chrome, progress_bar(unit="row") as progress:
         study = Study(
             trace,
             schedule,
@@ -152,17 +154,6 @@ def _memories(args: SimulateOptions) -> list[Memory]:
             raise ConfigError(f"experts_per_layer={text!r}: must be a whole number from 0")
         memories.append(Memory(f"{int(text)}/layer", int(text)))
     return memories
-
-
-@contextlib.contextmanager
-def _chrome_trace(path: Path | None) -> Iterator[Any]:
-    from expertly.lab.chrome import ChromeTrace
-
-    if path is None:
-        yield None
-    else:
-        with ChromeTrace(path) as chrome:
-            yield chrome
 
 
 # -- what was simulated and assumed ------------------------------------------------------------------------------------

@@ -396,7 +396,7 @@ def search(seeds: Sequence[Candidate], vary: Vary, score: Score, num_requests: i
 
 
 def finalists(
-    ranking: Sequence[Scored], limit: int, each: int, is_known: Callable[[Candidate], bool] = lambda _: True
+    ranking: Sequence[Scored], limit: int, each: int, is_known: Callable[[Candidate], bool]
 ) -> list[Candidate]:
     """The best `limit` candidates that are worth running on the engine: no two with the same simulated time, and at
     most `each` variants of one preset, since times are less comparable between presets. Candidates for which `is_known`
