@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import ConfigError, TraceError
+from expertly.sim.study import Progress
 from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 from expertly.trace.schema import NO_EXPERT
@@ -21,9 +22,6 @@ from expertly.trace.schema import NO_EXPERT
 _BLOCK_ROWS = 1024
 
 Rows = npt.NDArray[np.intp]
-
-Progress = Callable[[str, int, int], None]
-"""`progress(what, done, in all)`."""
 
 
 class Dataset:

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 
 from expertly.core.errors import ConfigError, TraceError
 from expertly.lab.accuracy import Accuracy, accuracies, means
-from expertly.lab.dataset import Dataset, Progress, Rows, needed
+from expertly.lab.dataset import Dataset, Rows, needed
 from expertly.policies.predictor.learned import LearnedWeights, Mlp, Pair, pairs
 from expertly.sim.schedule import Selection, make_schedule
+from expertly.sim.study import Progress
 from expertly.trace.reader import Trace
 
 _BLOCK_ROWS = 4096

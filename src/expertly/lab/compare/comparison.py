@@ -47,7 +47,7 @@ from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule, Selection
-from expertly.sim.study import Memory, Study
+from expertly.sim.study import Memory, Progress, Study
 from expertly.trace.reader import Trace
 
 NUM_REQUESTS, NUM_TOKENS = 5, 24
@@ -58,7 +58,6 @@ NUM_TRACE_REQUESTS = 20
 
 TRACE_HARDWARE = "rtx3090"
 
-Progress = Callable[[str, int, int], None]
 Tell = Callable[[str], None]
 
 

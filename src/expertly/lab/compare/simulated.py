@@ -14,7 +14,7 @@ from expertly.lab.compare.engine import RunFailure
 from expertly.lab.compare.settings import ComparisonSettings
 from expertly.scheduler.presets import BOUNDS
 from expertly.sim.schedule import Schedule, Selection, decode_passes, first_rows, make_schedule, with_answer
-from expertly.sim.study import Memory, Study
+from expertly.sim.study import Memory, Progress, Study
 from expertly.trace.reader import Trace
 
 
@@ -131,9 +131,6 @@ def middle_decode_iteration(trace: Trace, schedule: Schedule) -> int | None:
         return None
     middle = steps[len(steps) // 2]
     return int(middle[len(middle) // 2])
-
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(slots=True)

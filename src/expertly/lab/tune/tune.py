@@ -24,7 +24,6 @@ from expertly.lab.tune.search import Candidate, Clock, Deadline, SearchResult, S
 from expertly.lab.tune.verdict import (
     Calibration,
     CandidatePlayer,
-    Progress,
     Verdict,
     calibrate,
     decide,
@@ -34,6 +33,7 @@ from expertly.model.packing import pack_cached
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS, default_system, get_system, without_prediction
 from expertly.sim.hardware import Hardware
+from expertly.sim.study import Progress
 from expertly.store.cache import learned_beside
 from expertly.store.packed import PackedStore, is_packed_store
 

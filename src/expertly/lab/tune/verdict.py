@@ -20,6 +20,7 @@ from expertly.core.units import format_ratio
 from expertly.engine.choice import Gain
 from expertly.lab.playing import Played, RecordedRequest
 from expertly.lab.tune.search import Candidate, Deadline
+from expertly.sim.study import Progress
 
 # -- what the simulator leaves out -----------------------------------------------------------------------------------
 
@@ -158,8 +159,6 @@ MIN_TURNS = 5
 """Fewer turns do not tell which of two is faster."""
 
 MAX_TURNS = 40
-
-Progress = Callable[[str, int, int], None]
 
 
 class CandidatePlayer(Protocol):
