@@ -98,7 +98,7 @@ class ProgressBar:
         if self._task is None or self._what != (what, unit):
             if self._task is not None:
                 self._shown.remove_task(self._task)
-            self._what, self._task = (what, unit), self._shown.add_task(escape(what), unit=unit)
+            self._what, self._task = (what, unit), self._shown.add_task(escape(what), total=total, unit=unit)
         self._shown.update(self._task, completed=done, total=total)
 
 
