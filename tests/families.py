@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 VOCAB_SIZE = 128
@@ -266,6 +267,15 @@ def make_checkpoint(
     family = FAMILIES[family] if isinstance(family, str) else family
     made = _made(family, seed, dtype, max_shard_size, tokenizer)
     return Path(shutil.copytree(made, folder, dirs_exist_ok=True))
+
+
+def fill_with_nan(folder: Path, prefix: str) -> None:
+    """The tensors of a checkpoint in one file whose names begin so."""
+    weights = load_file(folder / "model.safetensors")
+    for name in weights:
+        if name.startswith(prefix):
+            weights[name].fill_(torch.nan)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def made_once(make: Callable[..., Path]) -> Callable[..., Path]:

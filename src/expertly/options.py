@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -127,20 +127,22 @@ class LoadOptions:
 
     memory: str | int | None = option(
         AUTO,
-        'for experts on the device: a share of them ("25%"), an amount ("1.5GiB") or "auto", what is free after the '
-        "dense part and the KV cache of `context` tokens",
+        'for experts on the device: a share of them ("25%"), an amount ("1.5GiB") or "auto": what'
+        " is free beside the dense part and the KV cache of `context` tokens",
         metavar="SIZE",
     )
     total_memory: str | int | None = option(
         None,
-        "instead of memory: for everything, with the process, the dense part and the KV cache of `context` tokens "
-        '("8GiB", a share of the free memory, or "auto"); of an accelerator, what is on it',
+        "instead of memory: for everything, that is process, dense part, KV cache of `context` "
+        'tokens and experts ("8GiB", a share of what is free, or "auto"); of an accelerator, its '
+        "own memory",
         metavar="SIZE",
     )
     system: str = option(
         AUTO_SYSTEM,
-        "what decides which experts stay, as `expertly lab systems` lists; auto: what `expertly tune` chose at the "
-        "nearest memory, else expertly-ahead, or lru where experts are tiny",
+        "what decides which experts stay in memory, see `expertly lab systems`; auto: what "
+        "`expertly tune` chose for the nearest memory, else expertly-ahead, or lru where experts "
+        "are tiny",
         metavar="NAME",
         choices=lambda: [AUTO_SYSTEM, *systems_that_run()],
     )
@@ -152,8 +154,8 @@ class LoadOptions:
     )
     devices: str | Sequence[str] | None = option(
         None,
-        "experts over several devices, cuda:0,cuda:1, or logical ones, cpu:0,cpu:1; `memory` is their sum then, "
-        "`staging_slots` are those of each",
+        "several devices that share the experts, cuda:0,cuda:1, or logical ones, cpu:0,cpu:1; "
+        "`memory` is then for all of them together, `staging_slots` for each",
         metavar="A,B",
         panel=ADVANCED,
     )
@@ -173,54 +175,58 @@ class LoadOptions:
     )
     codec: str = option(
         AUTO,
-        "how experts are stored on disk: none (as they are computed with), planes (compressed, bit for bit the same) "
-        "or auto, as they are stored already, else what is faster by measuring",
+        "how experts are stored on disk: none (as they are computed with), planes (compressed "
+        "without loss) or auto: as they are stored already, else what measuring shows to be "
+        "faster",
         metavar="NAME",
         panel=ADVANCED,
         choices=lambda: (AUTO, *CODECS),
     )
     context: int | Callable[[Any], int] | None = option(
         None,
-        "tokens of prompts and answers that there must be room for; experts get what that leaves, unless memory is "
-        "stated (default: 4096, where experts get what is left). Or a function that tells it, given the tokenizer",
+        "how many tokens of prompt and answer there must be room for; experts get the memory that"
+        " leaves, unless memory is stated (default: 4096). From Python also a function that takes"
+        " the tokenizer and returns it",
         least=1,
         panel=ADVANCED,
     )
     host_memory: str | int = option(AUTO, "RAM for experts behind an accelerator", metavar="SIZE", panel=ADVANCED)
     learned: str | Path | None = option(
         AUTO,
-        "what a system learns while it runs (expert maps, activation matrices, reuse), which it starts from and adds "
-        'to about every minute and at the end: a file, "auto" (beside the packed store) or "off"; reuse is kept of '
-        "one device, and not with `decisions`",
+        "where a system keeps what it learns while it runs (expert maps, activation matrices, "
+        'reuse weights): a file, "auto" (beside the packed store) or "off". It begins with that '
+        "and saves it about every minute and at the end; reuse weights only with one device and "
+        "without `decisions`",
         metavar="FILE",
         panel=ADVANCED,
         was="maps",
     )
     predictor: str | Path | None = option(
         AUTO,
-        'weights that a system with a learned predictor takes: a file made by `expertly lab train`, "auto" '
-        '(beside the packed store, or those of the demo model) or "off"',
+        "trained weights for a system with a learned predictor: a file of `expertly lab train`, "
+        '"auto" (beside the packed store, or those of the demo model) or "off"',
         metavar="FILE",
         panel=ADVANCED,
     )
     segments: int | None = option(
         None,
-        "P, the parts an expert is cut into (default: the system's)",
+        "P, the number of segments an expert is cut into (default: the system's)",
         metavar="P",
         least=1,
         panel=RESEARCH,
     )
     plan: str | Path | SplitPlan | None = option(
         None,
-        "splits that a system with split caching begins with, of this model, this P and no more memory: `expertly lab "
-        "configure` makes the file",
+        "a plan that a system with split caching begins with, for this model, this P and no more "
+        "memory; `expertly lab configure` makes it",
         metavar="FILE",
         panel=RESEARCH,
     )
     predict: Literal["auto", "thread", "inline"] = option(
         AUTO,
-        "where a system predicts: thread (the predictor's, beside the forward pass), inline (within the pass, so that "
-        "a run can be repeated exactly) or auto, inline where the system waits for its predictions, else thread",
+        "where a system predicts: thread (beside the forward pass), inline (within it, so that a "
+        "run repeats exactly) or auto: inline where the system waits for its predictions, else "
+        "thread",
         metavar="NAME",
         panel=RESEARCH,
         choices=lambda: PREDICT,
@@ -228,16 +234,17 @@ class LoadOptions:
     )
     verify: Literal["first", "never"] = option(
         "first",
-        "when bytes of the store are compared with their checksums: first (config and dense part while loading, each "
-        "part of an expert when it is first read) or never; compressed experts are compared at every read",
+        "when the store's checksums are compared: first (config and dense part while loading, "
+        "each part of an expert when it is first read) or never; compressed experts are compared "
+        "at every read",
         metavar="WHEN",
         panel=ADVANCED,
         choices=lambda: VERIFY,
     )
     staging_slots: int | None = option(
         None,
-        "staging slots, through which a layer streams what it does not keep (default: one token's experts, and all "
-        "where the system keeps none)",
+        "slots through which a layer streams experts that the cache does not keep (default: for "
+        "one token's experts; for all where the system keeps none)",
         metavar="N",
         type=int,
         panel=RESEARCH,
@@ -245,14 +252,15 @@ class LoadOptions:
     )
     order: str | None = option(
         None,
-        "instead of the system's: resident computes what is here first, id by rising number",
+        "in which order a layer computes its experts, instead of the system's own: resident "
+        "(those in memory first) or id",
         metavar="NAME",
         panel=RESEARCH,
         choices=lambda: ORDERS,
     )
     decisions: str | Path | None = option(
         None,
-        "a file that takes every observation and decision of the scheduler, for `expertly lab trace replay`",
+        "a file for every observation and decision of the scheduler, which `expertly lab trace replay` reads",
         metavar="FILE",
         panel=RESEARCH,
     )
@@ -265,10 +273,7 @@ class LoadOptions:
             raise ConfigError(f"verify={self.verify!r}: unknown; accepted: {', '.join(VERIFY)}")
         if self.quantize is not None:
             rounding_format(self.quantize)
-        if self.total_memory is not None and self.memory not in (None, AUTO):
-            raise ConfigError(
-                f"memory={self.memory!r} and total_memory={self.total_memory!r}: accepted: one of the two"
-            )
+        check_one_memory(self.memory, self.total_memory)
         for one in LOAD_OPTIONS.values():
             value, told = getattr(self, one.name), one.metadata["option"]
             if told.least is None or value is None or callable(value):
@@ -288,6 +293,21 @@ def dtype_name(dtype: Any) -> str | None:
 
 
 LOAD_OPTIONS: dict[str, Field[Any]] = {one.name: one for one in fields(LoadOptions) if "option" in one.metadata}
+
+
+def load_option(name: str, **changed: Any) -> Any:
+    """The option of `load` with this name, as a field of another command's options. `changed`: its default here, or
+    what else of its OptionInfo is different.
+    """
+    one = LOAD_OPTIONS[name]
+    default = changed.pop("default", one.default)
+    return field(default=default, metadata={"option": replace(one.metadata["option"], **changed)})
+
+
+def check_one_memory(memory: object, total_memory: object) -> None:
+    """Raises ConfigError where both say how much."""
+    if total_memory is not None and memory not in (None, AUTO):
+        raise ConfigError(f"memory={memory!r} and total_memory={total_memory!r}: accepted: one of the two")
 
 
 def _refuse_compressed(value: object) -> None:

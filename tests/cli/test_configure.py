@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,11 @@ def test_the_table_and_what_to_type(trace: Path, hardware: Path, tmp_path: Path,
     head, learned, times, _, memory, headers, _, *rows, exposed, equal, use = text.splitlines()
     assert head == "toy: 2.25 MiB of experts in 3 layers, P = 2" and times == "times: profile slow"
     assert learned == "learned from 100 decoded tokens of 4 requests"
-    assert memory.startswith("memory 40% = ") and memory.endswith("experts kept; times in ms")
+    assert memory.startswith("memory 40% = ") and memory.endswith("experts kept")
     assert " ".join(headers.split()) == "layer budget keeps theta hits right window m uniform configured"
     assert [row.split()[0] for row in rows] == ["0", "1", "2", "all"]
     assert max(map(len, text.splitlines()[:-1])) <= 80
-    assert exposed.startswith("exposed ms per token, predicted: ") and exposed.endswith("less)")
+    assert exposed.startswith("exposed a token, predicted: ") and exposed.endswith("less)")
     assert " uniform -> " in exposed and " configured (" in exposed and "equal budgets" in equal
     typed = f"--system moepic --memory 40% --plan {plan} --segments 2 --hardware {hardware}"
     assert use == f"use it: expertly lab simulate {trace} {typed}"
@@ -149,6 +150,8 @@ def test_refusals_of_a_trace(trace: Path, tmp_path: Path, capsys: Captured) -> N
         ("--seed", "1"): "shuffles for --split, which is not given",
         ("--prompt", "hello"): "only of a model, and this is a trace",
         ("--seconds", "1"): "only of a model, and this is a trace",
+        ("--total-memory", "1GiB"): "only of a model, and this is a trace",
+        ("--raw",): "only of a model, and this is a trace",
         ("--hardware", "none-such"): "no such profile and no such file",
         ("--out", str(tmp_path / "no" / "plan.json")): "must be a file, in a folder that exists and is writable",
         ("--out", "plan.json", "--memory", "40%,60%"): "holds the plan of one memory",
@@ -172,6 +175,14 @@ def test_a_model_is_run_and_measured(model: Path, tmp_path: Path, capsys: Captur
     assert command.startswith(f"expertly run {model} 'Once upon a time' --system moepic --memory 60% --plan ")
 
 
+def test_prompts_are_put_by_the_models_chat_template(model: Path, tmp_path: Path, capsys: Captured) -> None:
+    chatty = Path(shutil.copytree(model, tmp_path / "chatty"))
+    (chatty / "chat_template.jinja").write_text("{{ raise_exception('no ' + messages[0]['content']) }}")
+    words = ("lab", "configure", chatty, "--prompt", "Hello", "--tokens", 4, "--hardware", "rtx3090")
+    assert "the model's chat template refuses them: no Hello" in refusal(capsys, *words)
+    assert answer(capsys, *words, "--raw")["tokens"] == 4
+
+
 def test_refusals_of_a_model(model: Path, capsys: Captured) -> None:
     for arguments, error in {
         ("--geometry", "gpt-oss-20b"): "only of a trace, and this is a model",
@@ -191,4 +202,4 @@ def test_of_a_trace_it_needs_no_torch(trace: Path) -> None:
         f"from expertly.cli.main import main\nsys.exit(main(['lab', 'configure', {str(trace)!r}, '--memory', '40%']))"
     )
     assert done.returncode == 0, done.stderr
-    assert "exposed ms per token" in done.stdout
+    assert "exposed a token" in done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -15,7 +16,7 @@ from rich.cells import cell_len
 from expertly import __version__
 from expertly.cli import main as main_module
 from expertly.cli.main import main
-from expertly.cli.output import print_json, reserved_stdout, table
+from expertly.cli.output import print_json, progress_bar, reserved_stdout, table
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.units import format_nbytes
 from expertly.options import RESEARCH, argument, json_flag, option
@@ -113,6 +114,27 @@ def test_what_is_seldom_needed_is_shown_when_asked_for(command, capsys):
         assert "--often" in out and ("--rare" in out) == shown
 
 
+def commands_of(group, path=()):
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands_of(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+def test_no_command_has_more_than_ten_basic_options():
+    """The others stand under Advanced or Research, which --help-all shows."""
+    found = dict(commands_of(command_of([])[0]))
+    assert {"run", "generate", "lab compare", "lab trace synth"} <= found.keys()
+    for name, command in found.items():
+        basic = [
+            parameter.opts[0]
+            for parameter in command.params
+            if parameter.param_type_name == "option" and not parameter.hidden
+        ]
+        assert len(set(basic) - {"--help", "--help-all"}) <= 10, (name, basic)
+
+
 def test_help_fits_a_screen(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["--help"]) == 0
@@ -206,6 +228,34 @@ def test_several_values_after_one_option_are_refused_with_what_to_type(capsys):
     assert "before each of several values: --trace" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "last", "suggested"),
+    [
+        ("expertly ", "", {"run", "serve", "pack", "doctor", "tune", "bench", "lab"}),
+        ("expertly lab trace ", "", {"record", "info", "import", "synth", "replay"}),
+        ("expertly run demo ", "--total", {"--total-memory"}),
+        ("expertly run --system ", "expertly", {"expertly", "expertly-ahead"}),
+    ],
+)
+def test_the_shell_completes_commands_options_and_values(typed, last, suggested, capsys, monkeypatch):
+    """As bash asks it, when a user presses tab."""
+    monkeypatch.setenv("_EXPERTLY_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed + last)
+    monkeypatch.setenv("COMP_CWORD", str(len((typed + "x").split()) - 1))
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    assert set(capsys.readouterr().out.split()) >= suggested
+
+
+def test_completion_is_shown_for_the_users_shell(capsys, monkeypatch):
+    monkeypatch.setattr("typer.completion._get_shell_name", lambda: "bash")
+    with pytest.raises(SystemExit) as ended:
+        main(["--show-completion"])
+    assert ended.value.code == 0
+    assert "_EXPERTLY_COMPLETE=complete_bash" in capsys.readouterr().out
+
+
 def test_a_missing_dependency_is_named(command, capsys):
     command.run = fail(ModuleNotFoundError("No module named 'torch'", name="torch"))
     assert main(["fake"]) == 2
@@ -239,6 +289,23 @@ def test_libraries_cannot_print_into_the_result(capsys):
     out, err = capsys.readouterr()
     assert json.loads(out) == {"x": None, "y": [1.5, None]}
     assert err == "a library says hello\n"
+
+
+def test_one_bar_shows_steps_and_bytes(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    with progress_bar("turns") as bar:
+        for tell, what in ((bar, "searching"), (bar.in_bytes, "packing")):
+            tell(what, 3 << 20, 4 << 20)
+            bar._shown.refresh()
+    printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    assert f"{3 << 20}/{4 << 20} turns" in printed and "3.0/4.0 MiB" in printed
+
+
+def test_progress_is_for_terminals(capsys):
+    with progress_bar() as bar:
+        assert bar is None
 
 
 def test_table_aligns_columns():

@@ -12,7 +12,7 @@ import pytest
 from expertly.cli.main import main
 from tests.cli.asking import Captured, answer, refusal
 from tests.commands import RunningCommand
-from tests.families import make_tokenizer, reference_generate
+from tests.families import fill_with_nan, make_checkpoint, make_tokenizer, reference_generate
 
 PROMPT = "Once upon a time"
 KEYS = {
@@ -138,6 +138,13 @@ def test_bad_settings_name_themselves(
     error = refusal(capsys, "run", model, PROMPT, "--raw", *arguments).splitlines()[-1]
     for word in words:
         assert word in error
+
+
+def test_nan_in_the_weights_is_told_with_its_layer(tmp_path: Path, capsys: Captured):
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
+    fill_with_nan(folder, "model.layers.1.mlp.experts")
+    error = refusal(capsys, "run", folder, PROMPT, "--raw", "--memory", "50%")
+    assert error.startswith("the experts of MoE layer 1 gave NaN: the checkpoint's weights hold NaN, or numbers grow")
 
 
 @pytest.mark.slow

@@ -38,7 +38,14 @@ def test_what_is_tuned_is_what_auto_runs(model: Path, prompts: Path, tmp_path: P
     out = tmp_path / "result.json"
     assert main(["tune", str(model), "--prompts", str(prompts), *SETTINGS, "--out", str(out)]) == 0
     printed, said = capsys.readouterr()
-    for words in ("50.0% of the experts", "on the engine", "TPOT", "lru", "simulated, best of", "requests recorded"):
+    for words in (
+        "50.0% of the experts",
+        "on the engine",
+        "TPOT",
+        "lru",
+        "simulated, the best of",
+        "requests recorded",
+    ):
         assert words in printed
     assert "recording" in printed and "verifying" in printed
     result = json.loads(out.read_text())
@@ -82,6 +89,7 @@ def test_the_demo_model_with_tiny_settings(tmp_path: Path, capsys: Captured) -> 
     ("arguments", "said"),
     [
         (("--memory", "lots"), "memory='lots'"),
+        (("--total-memory", "lots"), "total_memory='lots'"),
         (("--memory", "1"), "memory=1"),
         (("--prompts", "/nowhere/prompts.jsonl"), "prompts /nowhere/prompts.jsonl: cannot be read"),
         (("--out", "/nowhere/out.json"), "out='/nowhere/out.json': must be a file"),

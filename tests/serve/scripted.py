@@ -35,6 +35,9 @@ class Scripted:
     def cancel(self, name: str) -> None:
         self._cancelled.add(name)
 
+    def num_cached(self, name: str) -> int:
+        return 0
+
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 

@@ -6,13 +6,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 
 import expertly
-from expertly.core.errors import ConfigError
+from expertly.core.errors import ConfigError, NanError
 from expertly.model.batching import why_not_together
-from tests.families import load_reference, make_checkpoint
+from expertly.serve.server import open_server
+from expertly.serve.settings import Access, ServeOptions
+from tests.families import fill_with_nan, load_reference, make_checkpoint
 from tests.serve.conftest import greedy, room_for, served
 
 
@@ -46,6 +49,32 @@ def test_each_family_writes_what_generate_writes(family: str, tmp_path: Path) ->
         if not together:
             check_leaving(serving, family)
     expertly.unload(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_nan_is_told_with_its_layer_and_the_server_goes_on(family: str, tmp_path: Path) -> None:
+    """In one pass for many, and one at a time; streamed, too."""
+    folder = make_checkpoint(family, tmp_path / family, tokenizer=True)
+    model, tokenizer = expertly.load(str(folder), memory="50%", device="cpu", dtype="float32")
+    weight = model.get_submodule("model.norm").weight.data
+    before = weight.clone()
+    with served(model, tokenizer, room_for(context=128, max_running=4), name=family) as serving:
+        expected = serving.complete("ask", 6, model=family).choices[0].text
+        weight.fill_(torch.nan)
+        for is_stream in (False, True):
+            with pytest.raises(openai.APIError, match="the dense part behind the last MoE layer gave NaN: ") as raised:
+                list(serving.complete("ask", 6, model=family, stream=is_stream))
+            assert is_stream or raised.value.status_code == 500
+        weight.copy_(before)
+        assert serving.complete("ask", 6, model=family).choices[0].text == expected
+    expertly.unload(model)
+
+
+def test_a_model_whose_weights_hold_nan_is_not_served(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
+    fill_with_nan(folder, "model.layers.1.mlp.experts")
+    with pytest.raises(NanError, match="the experts of MoE layer 1 gave NaN: the checkpoint's weights hold NaN"):
+        open_server(ServeOptions(model=str(folder), memory="50%", device="cpu"), Access())
 
 
 def written(reference: Any, tokenizer: Any, text: str, max_tokens: int) -> str:

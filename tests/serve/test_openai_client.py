@@ -11,6 +11,7 @@ import openai
 import pytest
 import torch
 
+from expertly.serve.memory import PAGE_TOKENS
 from tests.serve.conftest import Serving, greedy, plain_demo
 
 PROMPT = "Once upon a time, there was"
@@ -188,6 +189,18 @@ def test_echo_tells_the_logprobs_of_the_prompt(serving: Serving, demo: tuple[Any
         assert "".join(told.tokens) == choice.text == prompt + greedy(*demo, prompt, 1)
     assert got.usage.completion_tokens == 2
     assert got.usage.prompt_tokens == sum(len(demo[1].encode(prompt)) for prompt in (PROMPT, "The sea"))
+
+
+def test_tokens_of_a_prompt_that_need_not_be_computed_again_are_counted(
+    serving: Serving, demo: tuple[Any, Any]
+) -> None:
+    start = "The captain looked at the sea. " * 30
+    first, second = (serving.complete(f"{start}{end}", 2).usage for end in ("He", "She"))
+    assert first.prompt_tokens_details.cached_tokens == 0
+    num_same = len(demo[1].encode(start))
+    assert second.prompt_tokens_details.cached_tokens == num_same // PAGE_TOKENS * PAGE_TOKENS > 0
+    again = serving.client().responses.create(model="demo", input=start, max_output_tokens=2)
+    assert again.usage is not None and again.usage.input_tokens_details.cached_tokens > 0
 
 
 def test_bytes_of_tokens_that_are_parts_of_characters(serving: Serving, demo: tuple[Any, Any]) -> None:

@@ -224,7 +224,9 @@ def test_responses_are_the_same_as_items(demo: tuple[Any, Any], monkeypatch: Any
         assert whole.output_text == "I look." and whole.status == "completed"
         assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
         assert json.loads(whole.output[2].arguments) == {"city": "Oslo"}
-        assert whole.usage is not None and whole.usage.output_tokens > 5
+        num_thought, num_all = (len(demo[1].encode(text)) for text in ("[THINK]Far.", says))
+        assert whole.usage is not None and whole.usage.output_tokens == num_all + 1
+        assert whole.usage.output_tokens_details.reasoning_tokens == num_thought
         with client.responses.stream(**asked) as stream:
             events = list(stream)
             final = stream.get_final_response()

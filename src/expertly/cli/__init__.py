@@ -1,4 +1,4 @@
-"""The `expertly` command: one module a subcommand, each with `add_parser(subparsers)` and `run(args) -> int`.
+"""The `expertly` command: one module a subcommand, a function of one frozen dataclass of options each (`frame.py`).
 
-Nothing here imports torch outside `run`, so that `expertly --help` answers at once.
+Nothing here imports torch before a command runs, so that `expertly --help` answers at once.
 """

@@ -8,7 +8,7 @@ from expertly.core.errors import ConfigError
 
 
 def number(accepted: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
-    """Of what `accepts` is true of, as the sentence `accepted` has it."""
+    """A type for numbers that `accepts` is true of; `accepted` is that condition in words."""
 
     def parse(text: str) -> float:
         try:
@@ -45,7 +45,7 @@ def split(text: str) -> tuple[int, int]:
 
 
 def split_text(parts: tuple[int, int] | None) -> str | None:
-    """As it is typed."""
+    """`7:3`, as --split takes it."""
     return None if parts is None else f"{parts[0]}:{parts[1]}"
 
 
@@ -71,7 +71,9 @@ def duration(text: str) -> float:
 
 
 def names(field: str, text: str) -> list[str]:
-    """`lru,lfu`: each once, in order. Raises ConfigError, as it may be asked with a default."""
+    """The names in `lru,lfu`, in order and each once. Raises ConfigError naming `field`: the text may be a default,
+    which no parser has seen.
+    """
     found = [name.strip() for name in text.split(",")]
     if not all(found):
         raise ConfigError(f"{field}={text!r}: must be one or more, with commas between them")

@@ -20,9 +20,9 @@ from expertly import api
 from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
 from expertly.core.observation import IterationInfo
-from expertly.core.units import format_nbytes, format_seconds, format_share
+from expertly.core.units import format_nbytes, format_number, format_seconds, format_share
 from expertly.engine.runtime import Observer
-from expertly.lab.prompts import chat_tokens, has_template
+from expertly.lab.prompts import has_template, tokens_of
 from expertly.model.generation import generate, generation_config, max_positions
 from expertly.model.hooks import CACHE
 from expertly.model.text import TextStreamer
@@ -41,7 +41,7 @@ class ChatSampling:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one answer was and cost; experts are counted while it was decoded."""
+    """One answer and what it cost. Experts are counted while it was decoded, not while its prompt was read."""
 
     text: str
     token_ids: list[int]
@@ -65,7 +65,7 @@ class Turn:
         """For people."""
         parts = [f"{len(self.token_ids)} tokens"]
         if self.tpot_s:
-            parts.append(f"{1 / self.tpot_s:.1f} tokens/s")
+            parts.append(f"{format_number(1 / self.tpot_s)} tokens/s")
         parts.append(f"TTFT {format_seconds(self.ttft_s)}")
         best = f" (a perfect cache: {format_share(self.best_hit_rate)})"
         parts.append(f"{format_share(self.hit_rate)} of experts hit{best}, {format_nbytes(self.bytes_loaded)} loaded")
@@ -77,21 +77,10 @@ class Turn:
         return f"[{' | '.join(parts)}]"
 
 
-def tokens_of(tokenizer: Any, messages: list[dict[str, str]], *, is_raw: bool) -> list[int]:
-    """The whole conversation by the tokenizer's chat template, or as mere text, up to where the model is to go on.
-    Raises ConfigError where the template refuses it, or where that is no token.
-    """
-    if is_raw or not has_template(tokenizer):
-        tokens: list[int] = tokenizer("".join(one["content"] for one in messages))["input_ids"]
-    else:
-        tokens = chat_tokens(tokenizer, messages)
-    if not tokens:
-        raise ConfigError("prompt: gives no token; write at least one word")
-    return tokens
-
-
 class DecodeDemands:
-    """The experts that decoding one answer needs, in order, as the engine's observer; one that is there goes on."""
+    """Observes an engine: which experts decoding one answer needs, in order. Passes everything on to the observer that
+    was there before.
+    """
 
     def __init__(self, model: Any) -> None:
         self._engine = api.handle(model).engine
@@ -128,7 +117,7 @@ class DecodeDemands:
             self._before.end_iteration(ok)
 
     def best_hit_rate(self, memory_nbytes: int) -> float | None:
-        """Of Belady's cache in this memory."""
+        """That of Belady's cache (which knows the answer beforehand) in this memory."""
         geometry = self._engine.executor.geometry
         demands: list[int] = []
         for layer, ids in self._ran:
@@ -140,9 +129,9 @@ class DecodeDemands:
 
 
 class Chat:
-    """Messages so far, and the KV cache of the tokens that they came to.
+    """The messages so far, and the KV cache of their tokens.
 
-    A model without a chat template continues the text of the messages, `is_raw`.
+    With `is_raw`, and for a model without a chat template, the model continues the text of the messages.
     """
 
     def __init__(self, model: Any, tokenizer: Any, sampling: ChatSampling, *, is_raw: bool = False) -> None:
@@ -156,8 +145,9 @@ class Chat:
         self._said: list[int] = []  # all tokens up to the last answer's end
 
     def answer(self, text: str, write: Callable[[str], None]) -> Turn:
-        """The model's answer to a message, written as it is made. An interrupt stops it, and what was written stays a
-        part of the conversation. Raises ConfigError, and forgets the message, where there is no room for it.
+        """The model's answer to a message; `write` gets its text as it is made. Ctrl-C stops the answer, and what was
+        written stays in the conversation. Raises ConfigError, and forgets the message, where the model has no room for
+        it.
         """
         self.messages.append({"role": "user", "content": text})
         try:
@@ -188,8 +178,8 @@ class Chat:
             raise ConfigError(f"file={str(path)!r}: cannot be written ({error.strerror})") from None
 
     def _tokens(self) -> list[int]:
-        """Of the conversation. An answer keeps the tokens that it was made of, whose KV cache is there, where they give
-        its text: a tokenizer often cuts that text into others.
+        """The whole conversation as tokens. Where the tokens of earlier answers still give the conversation's text they
+        are kept as they were made, because the KV cache holds them: tokenising their text again often gives others.
         """
         tokens = tokens_of(self._tokenizer, self.messages, is_raw=self.is_raw)
         before, text = self._text(self._said), self._text(tokens)
@@ -265,7 +255,7 @@ class Chat:
         )
 
     def _keep_prefix(self, tokens: list[int]) -> int:
-        """Cut the cache to what it holds of these tokens but the last; how many that is."""
+        """Cut the KV cache to the tokens that it shares with `tokens[:-1]`; returns how many those are."""
         num_same = 0
         for old, new in zip(self._cached, tokens[:-1], strict=False):
             if old != new:
@@ -295,7 +285,7 @@ class Chat:
 
 @contextlib.contextmanager
 def _stopped_by_interrupt() -> Iterator[threading.Event]:
-    """An event that Ctrl-C sets; a second Ctrl-C is a KeyboardInterrupt again."""
+    """An event that the first Ctrl-C sets; the second raises KeyboardInterrupt."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked

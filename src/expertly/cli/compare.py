@@ -1,9 +1,8 @@
-"""`expertly lab compare`: which system is best for a model, or a trace.
+"""`expertly lab compare`: which system is fastest for a model, or a trace.
 
-Of a model on this machine, or of a recorded trace on a described one: with how far each is from the best possible, and
-a report to look at. Exit code 2 where a system that was tried did not
-come through, 130 where it was interrupted. What there is is written in any case, and between rounds, so that nothing
-that ends this process takes it along.
+Runs a model under each system on this machine, or simulates a recorded trace on a described one, and says how far each
+system is from the best possible. Writes a report to look at, after every round, so that an interrupted comparison
+leaves one. Exit code 2 where a system failed, 130 where it was interrupted.
 """
 
 from __future__ import annotations
@@ -25,57 +24,84 @@ from expertly.lab.compare.settings import (
     check_systems,
 )
 from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, Prompt, read_prompts
-from expertly.options import MODEL_HELP, REQUIRED, argument, json_flag, option, path_option
+from expertly.options import (
+    ADVANCED,
+    MODEL_HELP,
+    REQUIRED,
+    RESEARCH,
+    argument,
+    check_one_memory,
+    json_flag,
+    load_option,
+    option,
+    path_option,
+)
 from expertly.sim.hardware import Hardware
 from expertly.trace.reader import Trace
 
 if TYPE_CHECKING:
     from expertly.lab.compare.comparison import Comparison
 
-WITH_MODEL = ("prompts", "rounds", "temperature", "dtype", "device")
+WITH_MODEL = ("prompts", "rounds", "temperature", "total_memory", "dtype", "device")
 WITH_TRACE = ("geometry",)
-"""Flags that would do nothing with the other."""
+"""Options that only a model, and only a trace, can use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
     source: str | None = argument(
         None,
-        "a model (a folder, a packed store or a hub id; default: the demo model): the engine runs, and the "
-        "simulator with this machine's speeds; or the folder of a trace: the simulator alone",
+        "a model (a folder, a packed store or a hub id; default: the demo model), which runs on "
+        "this machine and is simulated with this machine's speeds; or the folder of a trace, "
+        "which is simulated",
         metavar="MODEL|TRACE",
     )
     system: str = option(
-        USUAL_SYSTEMS, f"default: {USUAL_SYSTEMS}; NAME:KEY=VALUE changes a part of one", metavar="A,B"
+        USUAL_SYSTEMS, "as `expertly lab systems` lists; NAME:KEY=VALUE changes a part of one", metavar="A,B"
     )
-    memory: str = option(DEFAULT_MEMORY, "shares of the experts or amounts", metavar="SIZE,SIZE")
+    memory: str | None = option(
+        None, f"for experts: shares of them or amounts (default: {DEFAULT_MEMORY})", metavar="SIZE,SIZE"
+    )
+    total_memory: str | None = option(
+        None, "instead of memory, with a model: amounts for everything, as `run` takes them", metavar="SIZE,SIZE"
+    )
     out: Path = path_option(REQUIRED, "where the report goes: a new or an empty folder", "DIR")
     force: bool = option(False, "replace an earlier comparison in DIR")
     prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE")
-    raw: bool = option(False, RAW_HELP)
-    requests: int | None = option(None, "default: 5 with a model (with --split both parts), 20 with a trace", least=1)
-    tokens: int | None = option(None, "of each answer", least=1)
-    rounds: int | None = option(None, "times that the engine runs everything", least=1)
-    temperature: Any | None = option(None, "of the answers, 0 is greedy", metavar="X", type=temperature)
+    requests: int | None = option(
+        None, "how many are run (default: 5 of a model's prompts, with --split both parts; 20 of a trace)", least=1
+    )
+    tokens: int | None = option(None, "length of each answer", least=1)
+    rounds: int | None = option(None, "how often the engine runs everything", least=1)
+    raw: bool = option(False, RAW_HELP, panel=ADVANCED)
+    temperature: Any | None = option(None, "of the answers; 0 is greedy", metavar="X", type=temperature, panel=ADVANCED)
     split: Any | None = option(
         None,
-        "what learns does from a first part of the shuffled requests, the rest is compared",
+        "systems that learn do so from the first part of the shuffled requests; the second is compared",
         metavar="7:3",
         type=split,
+        panel=ADVANCED,
     )
-    seed: Any = option(0, "of the shuffle and of what is drawn", metavar="N", type=seed)
-    hardware: str | None = option(None, "simulate a shipped profile or a TOML file", metavar="NAME")
+    seed: Any = option(0, "of the shuffle and of sampling", metavar="N", type=seed, panel=ADVANCED)
+    hardware: str | None = option(
+        None, "the machine to simulate: a shipped profile or a TOML file", metavar="NAME", panel=ADVANCED
+    )
     geometry: str | None = option(
-        None, "with a trace: sizes of experts, a shipped description or a TOML file", metavar="NAME"
+        None,
+        "with a trace: the sizes of its experts, a shipped description or a TOML file",
+        metavar="NAME",
+        panel=ADVANCED,
     )
-    segments: int | None = option(None, "parts an expert is cut into", metavar="P", least=1)
-    codec: str | None = option(
-        None, "how experts are stored: none, planes, with a model auto (its default)", metavar="NAME"
+    segments: int | None = load_option("segments")
+    codec: str | None = load_option("codec", default=None)
+    dtype: str | None = load_option("dtype")
+    device: str | None = load_option("device")
+    predictor: Path | None = path_option(
+        None, "trained weights for systems with a learned predictor, from `expertly lab train`", panel=RESEARCH
     )
-    dtype: str | None = option(None, "bfloat16, float16 or float32", metavar="NAME")
-    device: str | None = option(None, "cpu or cuda:N", metavar="NAME")
-    predictor: Path | None = path_option(None, "for systems that take one: `expertly lab train` makes it")
-    plan: Path | None = path_option(None, "for systems with split caching: `expertly lab configure` makes it")
+    plan: Path | None = path_option(
+        None, "a plan for systems with split caching, from `expertly lab configure`", panel=RESEARCH
+    )
     json: bool = json_flag()
 
 
@@ -121,7 +147,8 @@ def _compare_model(comparison: Comparison, prompts: list[Prompt], args: CompareO
     from expertly.lab.compare.comparison import TRACE, compare_model
 
     tell = message if progress is None else lambda what: progress(what, 0, 1)
-    compare_model(comparison, args.source, prompts, args.out / TRACE, progress, tell)
+    loading = None if progress is None else progress.in_bytes
+    compare_model(comparison, args.source, prompts, args.out / TRACE, progress, tell, loading)
 
 
 def _opened_trace(args: CompareOptions) -> tuple[Any, Any]:
@@ -139,9 +166,15 @@ def _refuse(args: CompareOptions, names: tuple[str, ...], has_trace: bool) -> No
 def _settings(args: CompareOptions, has_trace: bool) -> ComparisonSettings:
     same = ("requests", "tokens", "rounds", "temperature", "split", "seed", "segments", "dtype", "device", "hardware")
     given = {name: getattr(args, name) for name in (*same, "predictor", "plan") if getattr(args, name) is not None}
+    check_one_memory(args.memory, args.total_memory)
+    field, text = ("memory", args.memory or DEFAULT_MEMORY)
+    if args.total_memory is not None:
+        field, text = ("total_memory", args.total_memory)
+    memories = check_memories(names(field, text), field)
     settings = ComparisonSettings(
         check_systems(names("system", args.system)),
-        check_memories(names("memory", args.memory)),
+        memories,
+        total_memories=memories if args.total_memory is not None else (),
         codec=args.codec or ("none" if has_trace else "auto"),
         is_raw=args.raw,
         **given,
@@ -162,22 +195,30 @@ def _prompts(args: CompareOptions) -> list[Prompt]:
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
-    memory: str = option("10%,25%,50%", "for experts: shares of them or amounts", metavar="SIZE,SIZE")
-    system: str = option("lru,expertly", "what `expertly lab systems` lists", metavar="A,B")
+    memory: str | None = option(
+        None, f"for experts: shares of them or amounts (default: {DEFAULT_MEMORY})", metavar="SIZE,SIZE"
+    )
+    total_memory: str | None = option(
+        None, "instead of memory: amounts for everything, as `run` takes them", metavar="SIZE,SIZE"
+    )
+    system: str = option("lru,expertly", "systems to run, see `expertly lab systems`", metavar="A,B")
     prompts: str | None = option(None, PROMPTS_HELP + " (default: ours)", metavar="FILE")
     raw: bool = option(False, RAW_HELP)
-    requests: int = option(5, "prompts that are answered", least=1)
-    tokens: int = option(24, "of each answer", least=1)
-    rounds: int = option(2, "times that everything is run", least=1)
-    temperature: float = option(0.8, "of the answers, 0 is greedy", metavar="X", type=temperature)
+    requests: int = option(5, "how many prompts are answered", least=1)
+    tokens: int = option(24, "length of each answer", least=1)
+    rounds: int = option(2, "how often everything is run", least=1)
     out: Path | None = path_option(None, "where the report goes (default: a new folder here)", "DIR")
+    temperature: float = option(0.8, "of the answers; 0 is greedy", metavar="X", type=temperature, panel=ADVANCED)
+    codec: str | None = load_option("codec", default=None)
+    dtype: str | None = load_option("dtype")
+    device: str | None = load_option("device")
     json: bool = json_flag()
 
 
 def bench(args: BenchOptions) -> int:
-    """How fast a model runs here, and how fast it could at best.
+    """How fast a model runs here, and how fast it could run at best.
 
-    Writes a report to look at. `expertly lab compare` has more to set, and takes recorded traces.
+    Writes a report to look at. `expertly lab compare` has more options and takes recorded traces.
     """
     given = {one.name: getattr(args, one.name) for one in fields(args) if one.name != "model"}
     given["out"] = args.out or Path(time.strftime("expertly-bench-%Y-%m-%d-%H%M%S"))

@@ -1,6 +1,4 @@
-"""Where results of `expertly lab compare` go: to its folder as soon as there are any, and in the end to the
-terminal.
-"""
+"""Writes the results of `expertly lab compare`: into its folder after every step, and to the terminal at the end."""
 
 from __future__ import annotations
 
@@ -12,40 +10,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from expertly.cli.output import Column, message, show, table
+from expertly.cli.output import message, show, table
 from expertly.core.errors import ConfigError
 from expertly.core.files import finite
-from expertly.core.units import counted, format_nbytes, format_ratio, format_seconds, format_share
+from expertly.core.units import counted, format_nbytes
 from expertly.lab.compare.comparison import REPORT, Comparison, write_all
 from expertly.lab.compare.figures import failures_in_words
-from expertly.lab.compare.report import GROUPS, page
+from expertly.lab.compare.report import COLUMNS, GROUPS, page, spread_of
 from expertly.lab.plots import check_plot
 
-_COLUMNS: dict[str, Column] = {
-    "hit rate": ("hit_rate", format_share),
-    "TTFT": ("ttft_s", format_seconds),
-    "stall": ("stall_s", format_seconds),
-    "loaded": ("bytes_loaded", format_nbytes),
-    "TPOT": ("tpot_s", format_seconds),
-}
-
 USUAL_WIDTH = 80
-"""Of a terminal, where nobody knows."""
+"""Columns of a terminal of unknown width."""
 
 BASELINE = "to baseline"
-"""Heads a column where the baseline's name is long."""
+"""The header of the column of ratios where the baseline's name is too long for one."""
 
 
 def terminal_width(stream: TextIO) -> int | None:
-    """Columns, where there is a terminal or COLUMNS says how many."""
+    """Columns of the terminal, or what COLUMNS says; None where there is neither."""
     if stream.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return shutil.get_terminal_size((USUAL_WIDTH, 24)).columns
     return None
 
 
 def summary(results: dict[str, Any], width: int | None = None) -> str:
-    """For people, in lines of at most `width` as far as names and numbers let it. None: sentences stay whole, as who
-    searches them wants them, and tables are as narrow as a usual terminal.
+    """The results as text. With a `width`, lines are no longer than that as far as names and numbers let them; without,
+    sentences stay whole, so that they can be searched, and tables fit a usual terminal.
     """
     rows, baseline = results["rows"], results["settings"]["baseline"]
     has_engine = any(row["engine"] is not None for row in rows)
@@ -83,7 +73,7 @@ def _head(results: dict[str, Any]) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]], where: str, baseline: str, width: int) -> str:
-    """A row for each system and budget that there are figures of; each budget is named once, with a gap before it."""
+    """A row for each budget and system that has figures; a budget is named in its first row, with a gap before it."""
     lines: list[list[str]] = []
     memory = None
     for row in rows:
@@ -92,25 +82,22 @@ def _table(rows: Sequence[dict[str, Any]], where: str, baseline: str, width: int
             continue
         is_first, memory = row["memory"] != memory, row["memory"]
         if is_first and lines:
-            lines.append([""] * (3 + len(_COLUMNS)))
+            lines.append([""] * (2 + len(COLUMNS)))
         name = row["system"] + (", failed" if row["has_failed"] and where == "engine" else "")
-        measured = [write(_median(figures[key])) for key, write in _COLUMNS.values()]
-        ratio = format_ratio(_median(figures.get("tpot_to_baseline")))
-        lines.append([memory if is_first else "", name, *measured, ratio])
-    return table(["memory", "system", *_COLUMNS, _to(baseline)], lines, width=width, folded="system")
-
-
-def _median(value: Any) -> Any:
-    return value["median"] if isinstance(value, dict) else value
+        spreads = [(spread_of(figures.get(key)), write) for key, write in COLUMNS.values()]
+        medians = ["-" if spread is None else write(spread["median"]) for spread, write in spreads]
+        lines.append([memory if is_first else "", name, *medians])
+    headers = [_to(baseline) if key == "tpot_to_baseline" else header for header, (key, _) in COLUMNS.items()]
+    return table(["memory", "system", *headers], lines, width=width, folded="system")
 
 
 def _to(baseline: str) -> str:
-    """A column is no wider than what it holds, nearly."""
+    """The header of the column of ratios: short, so that the column is no wider than its numbers."""
     return f"to {baseline}" if len(baseline) <= len("baseline") else BASELINE
 
 
 class Output:
-    """Of one comparison, to one folder. Its time counts from here."""
+    """Writes one comparison to one folder. Its time counts from the moment this is made."""
 
     def __init__(self, comparison: Comparison, folder: Path) -> None:
         check_plot()  # before anything that takes long
@@ -120,8 +107,8 @@ class Output:
         self._unwritten: str | None = None  # why what there is could not be written
 
     def keep(self) -> None:
-        """What there is so far, if it is anything: who kills this process does not take it along. Where it cannot be
-        written the comparison goes on, and says so once.
+        """Write what there is so far, so that killing this process loses nothing. Where writing fails the comparison
+        goes on, and the user is told once.
         """
         if not self._comparison.has_results:
             return
@@ -131,7 +118,7 @@ class Output:
             message(f"expertly: not written yet: {self._unwritten}")
 
     def write(self) -> None:
-        """All that there is, if it is anything, and say where it is."""
+        """Write what there is, if anything, and say where."""
         if not self._comparison.has_results:
             return
         self._save()
@@ -141,7 +128,7 @@ class Output:
             message(f"expertly: error: {self._unwritten}")
 
     def end(self, stdout: TextIO, is_json: bool, is_interrupted: bool) -> int:
-        """Print the outcome; the exit code. What cannot be written is printed all the same."""
+        """Print the results and return the exit code. Prints them even where the folder cannot be written."""
         results = self._save()
         if self._unwritten is None:
             message(f"report written to {self._folder / REPORT}")

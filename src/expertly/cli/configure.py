@@ -1,6 +1,6 @@
-"""`expertly lab configure`: MoEpic's plan: what of the experts each layer keeps.
+"""`expertly lab configure`: make MoEpic's plan: how many experts each layer keeps, and how much of each.
 
-From a model, which is run and measured, or a trace.
+From a model, which is run and measured here, or from a trace.
 """
 
 from __future__ import annotations
@@ -20,8 +20,18 @@ from expertly.cli.output import Column, cells, origin, progress_bar, reserved_st
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
 from expertly.core.units import format_nbytes, format_seconds, format_share
+from expertly.lab.prompts import RAW_HELP, tokens_of
 from expertly.lab.routing_rates import RoutingRates, rates_of_trace
-from expertly.options import argument, json_flag, option, path_option
+from expertly.options import (
+    ADVANCED,
+    RESEARCH,
+    argument,
+    check_one_memory,
+    json_flag,
+    load_option,
+    option,
+    path_option,
+)
 from expertly.policies.allocation.moepic import Configuration, Timing, configure, save_plan
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.presets import get_system
@@ -32,6 +42,7 @@ from expertly.sim.study import Memory
 from expertly.trace.reader import Trace
 
 SYSTEM = "moepic"
+DEFAULT_MEMORY = "25%"
 DEFAULT_HARDWARE = "rtx3090"
 DEFAULT_TOKENS = 256
 DEFAULT_SECONDS = 10.0
@@ -47,32 +58,52 @@ PROMPTS = (
 class ConfigureOptions:
     source: str | None = argument(
         None,
-        "a model (a folder, a packed store or a hub id; default: the demo model), which is run and measured here,"
-        " or a trace, best one of `expertly lab trace record --full`",
+        "a model (a folder, a packed store or a hub id; default: the demo model), which is run "
+        "and measured here; or a trace, best one of `expertly lab trace record --full`",
         metavar="MODEL|TRACE",
     )
-    memory: str = option(
-        "25%", "for experts, as `run` takes it; a model runs with the first of several", metavar="SIZE,SIZE"
+    memory: str | None = option(
+        None,
+        f"for experts, as `run` takes it; a model runs with the first of several (default: {DEFAULT_MEMORY})",
+        metavar="SIZE,SIZE",
     )
-    segments: int | None = option(None, "parts an expert is cut into", metavar="P", least=1)
-    zeta: Any = option(0.01, "share of memory moved at a time", metavar="X", type=proper_share)
-    hardware: str | None = option(None, "times by a profile", metavar="NAME")
-    tokens: int | None = option(None, "learn from so many tokens", least=1)
-    out: Path | None = path_option(None, "save the plan, which --plan reads")
-    geometry: str | None = option(None, "sizes of experts: a description", metavar="NAME")
-    split: Any | None = option(None, "learn only from what `simulate --split` learns from", metavar="7:3", type=split)
-    seed: Any | None = option(None, "of the split's shuffle", metavar="N", type=seed)
+    total_memory: str | None = load_option("total_memory")
+    hardware: str | None = option(None, "take times from a profile instead of measuring", metavar="NAME")
+    tokens: int | None = option(None, "how many tokens to learn from", least=1)
     prompt: list[str] | None = option(
-        None, "what to continue; may be given several times", metavar="TEXT", is_several=True
+        None, "a prompt for the model; may be given several times", metavar="TEXT", is_several=True
     )
-    seconds: Any | None = option(None, "measure times for so long", metavar="S", type=seconds)
-    dtype: str | None = option(None, "as of `run`", metavar="NAME")
-    device: str | None = option(None, "as of `run`", metavar="NAME")
+    raw: bool = option(False, RAW_HELP)
+    out: Path | None = path_option(None, "a file for the plan, which --plan reads")
+    segments: int | None = load_option("segments")
+    zeta: Any = option(
+        0.01,
+        "the share of memory that the configurator moves at a time",
+        metavar="X",
+        type=proper_share,
+        panel=RESEARCH,
+    )
+    geometry: str | None = option(
+        None, "the sizes of experts: a shipped description or a TOML file", metavar="NAME", panel=ADVANCED
+    )
+    split: Any | None = option(
+        None,
+        "learn only from the first part of the requests, as `simulate --split` divides them",
+        metavar="7:3",
+        type=split,
+        panel=ADVANCED,
+    )
+    seed: Any | None = option(None, "of the split's shuffle", metavar="N", type=seed, panel=ADVANCED)
+    seconds: Any | None = option(None, "how long to measure", metavar="S", type=seconds, panel=ADVANCED)
+    dtype: str | None = load_option("dtype")
+    device: str | None = load_option("device")
     json: bool = json_flag()
 
 
 def run(args: ConfigureOptions) -> int:
-    memories, of_trace = names("memory", args.memory), is_trace(args.source)
+    check_one_memory(args.memory, args.total_memory)
+    memories = ["auto"] if args.total_memory is not None else names("memory", args.memory or DEFAULT_MEMORY)
+    of_trace = is_trace(args.source)
     _check(args, memories, of_trace)
     with reserved_stdout() as stdout:
         seen = (observed_in if of_trace else observed_of)(args, memories)
@@ -86,19 +117,20 @@ def run(args: ConfigureOptions) -> int:
         if args.out is not None:
             exposed = {"exposed_ms_uniform": "uniform_exposed_s", "exposed_ms": "exposed_s"}
             about = {name: round(1e3 * results[0][key], 6) for name, key in exposed.items()}
-            about |= {"model": seen.model, "memory": memories[0], "times": seen.times, **origin()}
+            about |= {"model": seen.model, "memory": results[0]["memory"], "times": seen.times, **origin()}
             save_plan(args.out, plans[0].plan, about)
         show(result, args.json, lambda: report(result), stdout)
     return 0
 
 
 def _check(args: ConfigureOptions, memories: Sequence[str], of_trace: bool) -> None:
-    """Raises ConfigError for flags that would do nothing, or could not be done in the end."""
+    """Raises ConfigError for options that have no effect here, or a file that could not be written in the end."""
     if len(memories) > 1 and args.out is not None:
         raise ConfigError(f"out={str(args.out)!r}: holds the plan of one memory, not of {args.memory}; give one")
     check_writable(args.out)
-    for name in ("prompt", "seconds", "dtype", "device") if of_trace else ("geometry", "split", "seed"):
-        if getattr(args, name) is not None:
+    of_model = ("total_memory", "prompt", "raw", "seconds", "dtype", "device")
+    for name in of_model if of_trace else ("geometry", "split", "seed"):
+        if getattr(args, name) not in (None, False):
             what = "a model, and this is a trace" if of_trace else "a trace, and this is a model"
             raise ConfigError(f"{name}={getattr(args, name)!r}: only of {what}: {args.source or 'demo'}")
     if args.seed is not None and args.split is None:
@@ -114,7 +146,7 @@ def _check(args: ConfigureOptions, memories: Sequence[str], of_trace: bool) -> N
 
 @dataclass(frozen=True, slots=True)
 class ConfiguratorInput:
-    """Everything that the configurator needs."""
+    """What the configurator needs: routing, times and budgets."""
 
     model: str
     geometry: Geometry
@@ -126,12 +158,14 @@ class ConfiguratorInput:
 
 
 def segments_of(layers: Sequence[LayerGeometry], asked: int | None) -> int:
-    """P: what was asked for, or the system's own."""
+    """P: what the user asked for, else the system's own."""
     return fitting_segments(layers, get_system(SYSTEM).segments) if asked is None else asked
 
 
 def observed_in(args: ConfigureOptions, memories: Sequence[str]) -> ConfiguratorInput:
-    """In a trace. Raises ConfigError, TraceError or HardwareError naming what is wrong or missing."""
+    """The configurator's input from a trace. Raises ConfigError, TraceError or HardwareError naming what is wrong or
+    missing.
+    """
     trace = Trace.open(Path(str(args.source)))
     hardware = Hardware.read(args.hardware or DEFAULT_HARDWARE)
     layers, dense, _ = trace_geometry(trace, args.geometry)
@@ -156,7 +190,7 @@ def observed_in(args: ConfigureOptions, memories: Sequence[str]) -> Configurator
 
 
 def times_by(hardware: Hardware, geometry: Geometry, dense: DenseShape | None) -> tuple[Timing, str, list[str]]:
-    """A profile's times, whose they are, and what one must know of them."""
+    """A hardware profile's times, where they come from in words, and notes for the reader."""
     notes = []
     if dense is None and hardware.compute is None:
         notes.append("the weights outside the experts are unknown: their time is only the profile's fixed part")
@@ -167,7 +201,7 @@ def times_by(hardware: Hardware, geometry: Geometry, dense: DenseShape | None) -
 
 
 def observed_of(args: ConfigureOptions, memories: Sequence[str]) -> ConfiguratorInput:
-    """Raises what loading, recording and measuring a model raises."""
+    """The configurator's input from a model that is loaded, run and measured. Raises what those raise."""
     from expertly import api
 
     hardware = None if args.hardware is None else Hardware.read(args.hardware)
@@ -178,6 +212,7 @@ def observed_of(args: ConfigureOptions, memories: Sequence[str]) -> Configurator
         model, tokenizer = api.load(
             args.source,
             memory=memories[0],
+            total_memory=args.total_memory,
             system=f"lru:segments={segments}",  # whole experts stay, by which computing is measured
             segments=args.segments,
             dtype=args.dtype,
@@ -192,6 +227,9 @@ def observed_of(args: ConfigureOptions, memories: Sequence[str]) -> Configurator
         engine = api.handle(model).engine
         budget, geometry = engine.scheduler.budget, engine.executor.geometry
         budgets = {label: budget if label == "auto" else Memory(label).budget(geometry) for label in memories}
+        memory = f"memory {memories[0]}"
+        if args.total_memory is not None:  # what it left for experts is what the plan is made for
+            budgets, memory = {str(budget.memory_nbytes): budget}, f"total memory {args.total_memory}"
         with tempfile.TemporaryDirectory(prefix="expertly-configure-") as folder:
             trace, absent = _recorded(model, tokenizer, args, Path(folder) / "trace")
             rates = rates_of_trace(trace, make_schedule(trace, Selection()).test)
@@ -202,18 +240,18 @@ def observed_of(args: ConfigureOptions, memories: Sequence[str]) -> Configurator
             notes += more
         else:
             timing = _measured(model, args)
-            times = f"measured here, on {model.device}, with memory {memories[0]}"
+            times = f"measured here, on {model.device}, with {memory}"
     finally:
         api.unload(model)
     return ConfiguratorInput(args.source or "demo", geometry, rates, timing, times, budgets, notes)
 
 
 def _recorded(model: Any, tokenizer: Any, args: ConfigureOptions, folder: Path) -> tuple[Trace, dict[str, str]]:
-    """Its routing, greedily answering the prompts in turn; and what could not be recorded, with reasons."""
+    """A trace of the model answering the prompts greedily, and the fields that could not be recorded, with reasons."""
     from expertly.lab.recording import record
     from expertly.model.generation import generate, generation_config, max_positions
 
-    prompts = args.prompt or list(PROMPTS)
+    prompts = args.prompt or PROMPTS
     for prompt in prompts:
         try:
             prompt.encode()
@@ -225,7 +263,7 @@ def _recorded(model: Any, tokenizer: Any, args: ConfigureOptions, folder: Path) 
         for number, prompt in enumerate(prompts):
             if progress is not None:
                 progress("running", number, len(prompts))
-            tokens = tokenizer(prompt)["input_ids"]
+            tokens = tokens_of(tokenizer, [{"role": "user", "content": prompt}], is_raw=args.raw)
             num_prompt = len(tokens)
             room = num_tokens if limit is None else min(num_tokens, limit - num_prompt)
             if not num_prompt or room < 1:
@@ -238,7 +276,7 @@ def _recorded(model: Any, tokenizer: Any, args: ConfigureOptions, folder: Path) 
 
 
 def _measured(model: Any, args: ConfigureOptions) -> Timing:
-    """Of steps of one token."""
+    """Times of decode steps of one token on this machine."""
     from expertly import api
     from expertly.lab.model_profile import measure_model
 
@@ -255,7 +293,7 @@ def _measured(model: Any, args: ConfigureOptions) -> Timing:
 
 
 def _about(args: ConfigureOptions, seen: ConfiguratorInput) -> dict[str, Any]:
-    """What the results of every memory have in common."""
+    """The part of the results that all budgets share."""
     timing, rates = asdict(seen.timing), seen.rates
     return {
         "model": seen.model,
@@ -286,7 +324,9 @@ def _in_s(value: Any) -> Any:
 def _result(
     args: ConfigureOptions, seen: ConfiguratorInput, memory: str, budget: Budget, found: Configuration
 ) -> dict[str, Any]:
-    """`uniform`: what the configurator began with (theta 0.5); `equal_budgets`: with the best splits."""
+    """One budget's plan. `uniform_exposed_s` is that of the first plan (every layer's theta 0.5),
+    `equal_budgets_exposed_s` that of the best theta of each layer with equal budgets.
+    """
     geometry, num_segments = seen.geometry, seen.geometry.segments_per_expert
     layers = []
     for number, (of_layer, outcome) in enumerate(zip(found.plan.layers, found.outcomes, strict=True)):
@@ -327,7 +367,7 @@ def _result(
 
 
 def _command(args: ConfigureOptions, seen: ConfiguratorInput, memory: str) -> str:
-    """What to type to run with the plan."""
+    """The command line that runs with the plan."""
     source, num_segments = args.source or "demo", seen.geometry.segments_per_expert
     given: dict[str, Any] = {"system": SYSTEM, "memory": memory, "plan": args.out or "FILE"}
     if num_segments != segments_of(seen.geometry.layers, None):
@@ -348,7 +388,7 @@ def _command(args: ConfigureOptions, seen: ConfiguratorInput, memory: str) -> st
 
 
 def report(result: dict[str, Any]) -> str:
-    """A row a layer, what is expected of it, and how to use it."""
+    """A row for each layer, what the plan is expected to gain, and how to use it."""
     head = (
         f"{result['model']}: {format_nbytes(result['expert_bytes'])} of experts in {len(result['rates'])} layers, "
         f"P = {result['segments']}\n"
@@ -363,19 +403,14 @@ def _of_memory(result: dict[str, Any], found: dict[str, Any]) -> str:
     before, after = found["uniform_exposed_s"], found["exposed_s"]
     gain = f" ({format_share(1 - after / before)} less)" if before else ""
     lines = [
-        f"memory {found['memory']} = {format_nbytes(found['memory_bytes'])}, {found['kept_experts']:.4g} experts kept; "
-        "times in ms",
+        f"memory {found['memory']} = {format_nbytes(found['memory_bytes'])}, {found['kept_experts']:.4g} experts kept",
         _layer_table(found),
-        f"exposed ms per token, predicted: {_ms(before)} uniform -> {_ms(after)} configured{gain}",
-        f"({_ms(found['equal_budgets_exposed_s'])} with equal budgets, each layer's best theta; found in "
+        f"exposed a token, predicted: {format_seconds(before)} uniform -> {format_seconds(after)} configured{gain}",
+        f"({format_seconds(found['equal_budgets_exposed_s'])} with equal budgets, each layer's best theta; found in "
         f"{format_seconds(found['seconds'])}, {found['moves']} moves)",
         f"{'use it' if result['out'] is not None else 'save it with --out FILE, use it with'}: {found['command']}",
     ]
     return "\n".join(lines)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f}"
 
 
 _LAYER: dict[str, Column] = {  # V, C, theta, H(C), the mean of P(1..K), T_wind, m, and what is expected to be exposed
@@ -385,14 +420,15 @@ _LAYER: dict[str, Column] = {  # V, C, theta, H(C), the mean of P(1..K), T_wind,
     "theta": ("theta", "{:g}".format),
     "hits": ("hit_rate", format_share),
     "right": ("predicted_rate", format_share),
-    "window": ("window_s", _ms),
+    "window": ("window_s", format_seconds),
     "m": ("loaded_experts", "{:.2f}".format),
-    "uniform": ("uniform_exposed_s", _ms),
-    "configured": ("exposed_s", _ms),
+    "uniform": ("uniform_exposed_s", format_seconds),
+    "configured": ("exposed_s", format_seconds),
 }
 
 
 def _layer_table(found: dict[str, Any]) -> str:
     budget = sum(one["budget_experts"] for one in found["layers"])
-    sums = ("all", f"{budget:.4g}", *[""] * 6, _ms(found["uniform_exposed_s"]), _ms(found["exposed_s"]))
+    exposed = (format_seconds(found[key]) for key in ("uniform_exposed_s", "exposed_s"))
+    sums = ("all", f"{budget:.4g}", *[""] * 6, *exposed)
     return table(list(_LAYER), [*(cells(one, _LAYER.values()) for one in found["layers"]), sums])

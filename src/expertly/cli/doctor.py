@@ -1,8 +1,8 @@
 """`expertly doctor`: measure this machine, or say what to expect of a model on it.
 
-With a MODEL: what it needs, what of it fits here and tokens per second, from its config and the headers of its
-weights, of which nothing is downloaded. Exit code 2 where something is missing without which nothing runs, or where the
-profile cannot be written.
+With a MODEL it says what the model needs, how much of it fits here and how fast it will be, from the config and the
+headers of its weights; no weights are downloaded. Exit code 2 where nothing could run, or the profile cannot be
+written.
 """
 
 from __future__ import annotations
@@ -21,9 +21,17 @@ from rich.text import Text
 
 from expertly.cli.output import Column, figures_table, message, progress_bar, reserved_stdout, show, table
 from expertly.core.errors import ConfigError, ExpertlyError
-from expertly.core.units import counted, format_nbytes, format_range, format_share
+from expertly.core.units import (
+    counted,
+    format_nbytes,
+    format_number,
+    format_range,
+    format_rate,
+    format_seconds,
+    format_share,
+)
 from expertly.hardware.profile import DiskProfile, MachineProfile
-from expertly.options import argument, json_flag, option, path_option
+from expertly.options import argument, check_one_memory, json_flag, load_option, option, path_option
 from expertly.sim.hardware import Hardware
 
 if TYPE_CHECKING:
@@ -31,29 +39,30 @@ if TYPE_CHECKING:
 
 PROFILE_NAME = "machine.json"
 MODEL_SECONDS = 40.0
-"""For which a model is measured."""
+"""How long a model is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
     model: str | None = argument(
         None,
-        "a folder, a packed store, a hub id or a config.json: what to expect of it here",
+        "a folder, a packed store, a hub id or a config.json to forecast on this machine",
         metavar="MODEL",
         was="model",
     )
-    dir: Path | None = path_option(None, "measure the disk here", "DIR")
-    out: Path | None = path_option(None, "default: machine.json in the cache folder")
+    dir: Path | None = path_option(None, "measure the disk of this folder", "DIR")
+    out: Path | None = path_option(None, "where the machine's profile goes (default: machine.json in the cache folder)")
     hardware_out: str | None = option(
         None,
         "write this machine, or MODEL measured on it, as a hardware file for `expertly lab simulate`",
         metavar="FILE.toml",
     )
-    memory: str | None = option(
-        None, "with MODEL and --hardware-out: memory for its experts while measured", metavar="SIZE"
+    total_memory: str | None = load_option("total_memory", help="with MODEL: memory for everything, as `run` takes it")
+    memory: str | None = load_option(
+        "memory", default=None, help="with MODEL and --hardware-out: memory for its experts while it is measured"
     )
-    segments: int | None = option(
-        None, "with MODEL and --hardware-out: parts an expert is cut into", metavar="P", least=1
+    segments: int | None = load_option(
+        "segments", help="with MODEL and --hardware-out: parts an expert is cut into while it is measured"
     )
     json: bool = json_flag()
 
@@ -67,6 +76,9 @@ def run(args: DoctorOptions) -> int:
             raise ConfigError(
                 f"{name}={getattr(args, name)!r}: only with a MODEL that is measured into --hardware-out FILE.toml"
             )
+    if args.total_memory is not None and args.model is None:
+        raise ConfigError(f"total_memory={args.total_memory!r}: only with a MODEL")
+    check_one_memory(args.memory, args.total_memory)
     folder: Path = args.dir or cache_folder()
     out: Path = args.out or cache_folder() / PROFILE_NAME
     if args.dir is not None and not args.dir.is_dir():
@@ -76,7 +88,7 @@ def run(args: DoctorOptions) -> int:
         from expertly.hardware.measure import kernels_here, machine_choice
 
         if args.model is not None and args.hardware_out is None:
-            return expect(args.model, args.json, folder, out, stdout)
+            return expect(args.model, args, folder, out, stdout)
         profile, problems = examine(folder, Effort(), say_what_is_measured())
         try:
             profile.write(out)
@@ -96,19 +108,20 @@ def run(args: DoctorOptions) -> int:
         facts["seconds"] = time.monotonic() - start
         show(facts, args.json, lambda: report(profile, facts), stdout)
         if not args.json and out.exists():
-            message(f"profile written to {out} after {facts['seconds']:.0f} s")
+            message(f"profile written to {out} after {format_seconds(facts['seconds'])}")
         if not args.json and args.hardware_out is not None:
             message(f"hardware file written to {args.hardware_out}")
     return 2 if any(problem.level == "error" for problem in problems) else 0
 
 
 def say_what_is_measured() -> Any:
-    """As it goes, where somebody looks at a terminal."""
+    """A function that names each measurement as it begins; None where stderr is no terminal."""
     return (lambda what: message(f"measuring {what} ...")) if sys.stderr.isatty() else None
 
 
 def measure_hardware(profile: MachineProfile, args: DoctorOptions) -> tuple[Hardware, list[str]]:
-    """The machine of `profile`, and its comments. Where no model is measured, fixed times are assumed and it says so.
+    """The machine of `profile` as a hardware file describes it, and the comments of that file. Without a model, fixed
+    times are assumed, and a comment says so.
 
     Raises ConfigError where the profile lacks the disk, and what loading and measuring the model raises.
     """
@@ -125,7 +138,16 @@ def measure_hardware(profile: MachineProfile, args: DoctorOptions) -> tuple[Hard
     from expertly import api
     from expertly.lab.model_profile import compressed_costs, measure_model
 
-    model, _ = api.load(args.model, memory=args.memory or "25%", system="lru", segments=args.segments or 1)
+    memory = args.memory or ("25%" if args.total_memory is None else "auto")
+    with progress_bar() as progress:
+        model, _ = api.load(
+            args.model,
+            memory=memory,
+            total_memory=args.total_memory,
+            system="lru",
+            segments=args.segments or 1,
+            progress=progress,
+        )
     try:
         measured = measure_model(model, MODEL_SECONDS)
         compressed = compressed_costs(model, measured)
@@ -143,15 +165,11 @@ def measure_hardware(profile: MachineProfile, args: DoctorOptions) -> tuple[Hard
 # -- for people --------------------------------------------------------------------------------------------------------
 
 
-def _rate(nbytes_per_s: float) -> str:
-    return f"{nbytes_per_s / 1e9:.2f}"
-
-
 _LINK: dict[str, Column] = {
     "copy of": ("nbytes", format_nbytes),
-    "to it, GB/s": ("to_device_nbytes_per_s", _rate),
-    "from it, GB/s": ("from_device_nbytes_per_s", _rate),
-    "one, us": ("to_device_ns", lambda ns: f"{ns / 1e3:.1f}"),
+    "to it": ("to_device_nbytes_per_s", format_rate),
+    "from it": ("from_device_nbytes_per_s", format_rate),
+    "one": ("to_device_ns", lambda ns: format_seconds(ns / 1e9)),
 }
 
 
@@ -165,7 +183,7 @@ def report(profile: MachineProfile, facts: dict[str, Any]) -> str:
     rates += [(f"matrix x vector, {one.dtype}, {one.num_threads} threads", one.nbytes_per_s) for one in profile.matvec]
     decoding = profile.decoding.rates
     rates += [(f"decode planes, {one.num_threads} threads, of weights", one.nbytes_per_s) for one in decoding]
-    parts.append(table(("memory", "GB/s"), [(what, _rate(rate)) for what, rate in rates]))
+    parts.append(table(("memory", "rate"), [(what, format_rate(rate)) for what, rate in rates]))
     parts.append("kernels {name}: {why}".format(**facts["kernels"]))
     if facts["codec_auto"] is not None:
         parts.append(
@@ -185,18 +203,20 @@ def _disk_table(disk: DiskProfile) -> str:
     rows = []
     for size in sorted({rate.read_nbytes for rate in disk.reads}):
         cells = [rates.get((size, depth)) for depth in depths]
-        rows.append((format_nbytes(size), *("-" if cell is None else _rate(cell.nbytes_per_s) for cell in cells)))
+        rows.append((format_nbytes(size), *("-" if cell is None else format_rate(cell.nbytes_per_s) for cell in cells)))
     how = "direct" if all(rate.is_direct for rate in disk.reads) else "buffered"
     headers = ("read of", *(f"{depth} at a time" for depth in depths))
-    about = f"disk {disk.folder}: {format_nbytes(disk.free_nbytes)} free, writes {_rate(disk.write_nbytes_per_s)} GB/s"
-    return f"{about}; {how} random reads of a {format_nbytes(disk.file_nbytes)} file, GB/s:\n{table(headers, rows)}"
+    about = f"disk {disk.folder}: {format_nbytes(disk.free_nbytes)} free, writes {format_rate(disk.write_nbytes_per_s)}"
+    return f"{about}; {how} random reads of a {format_nbytes(disk.file_nbytes)} file:\n{table(headers, rows)}"
 
 
 # -- of a model ----------------------------------------------------------------------------------------------------
 
 
-def expect(model: str, is_json: bool, folder: Path, out: Path, stdout: TextIO) -> int:
-    """The machine's profile is what `out` holds, else measured now. Exit code 2 where nothing of the model can run."""
+def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: TextIO) -> int:
+    """Forecast a model. The machine's profile is read from `out`, or measured now and written there. Exit code 2 where
+    the model cannot run here.
+    """
     from expertly.hardware.machine import Effort, available_host_nbytes, examine
     from expertly.lab.forecast import forecast, measured_hardware
     from expertly.model.needs import needs_of
@@ -209,13 +229,14 @@ def expect(model: str, is_json: bool, folder: Path, out: Path, stdout: TextIO) -
         profile.write(out)
     with progress_bar(unit="runs") as bar:
         progress = None if bar is None else lambda done, total: bar("simulating", done, total)
-        found = forecast(needs, profile, measured_hardware(profile), available_host_nbytes(), progress)
+        hardware = measured_hardware(profile, None if bar is None else bar.in_bytes)
+        found = forecast(needs, profile, hardware, available_host_nbytes(), progress, args.total_memory)
     facts = {**asdict(found), "machine": profile.cpu, "profile_path": str(out)}
-    show(facts, is_json, lambda: _forecast_report(found, profile), stdout)
+    show(facts, args.json, lambda: _forecast_report(found, profile, args.total_memory is not None), stdout)
     return 0 if any(one.fits for one in found.speeds) and needs.refused is None else 2
 
 
-def _forecast_report(found: ModelForecast, profile: MachineProfile) -> str:
+def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_stated: bool) -> str:
     """For people."""
     needs, stored = found.needs, found.needs.stored
     layers = needs.layers
@@ -244,7 +265,8 @@ def _forecast_report(found: ModelForecast, profile: MachineProfile) -> str:
         disk += " with pack --stream)"
     sizes.add_row("disk", f"{disk}; {format_nbytes(found.disk_free_nbytes)} are free")
     fit = f"{format_share(found.fitting_share)} of the experts beside the rest and 4096 tokens"
-    sizes.add_row("memory", f"{format_nbytes(found.memory_nbytes)} of {found.memory_name} are free: {fit}")
+    free = "for everything, as stated" if is_total_stated else "are free"
+    sizes.add_row("memory", f"{format_nbytes(found.memory_nbytes)} of {found.memory_name} {free}: {fit}")
     speeds = Table("for experts", "tokens/s", "experts hit", "waiting", "", box=None, pad_edge=False)
     for one in found.speeds:
         speeds.add_row(*_row(one))
@@ -268,7 +290,7 @@ def _forecast_report(found: ModelForecast, profile: MachineProfile) -> str:
 def _row(one: ExpectedSpeed) -> tuple[str, ...]:
     return (
         f"{format_nbytes(one.memory_nbytes)} ({format_share(one.share)})",
-        format_range("{:.3g}".format, *one.tokens_per_s),
+        format_range(format_number, *one.tokens_per_s),
         format_range(format_share, *one.hit_rate),
         format_range(format_share, *one.waiting),
         "" if one.fits else "too large",

@@ -1,12 +1,13 @@
-"""How a command is made: a function of one frozen dataclass whose fields are its options.
+"""Makes a command of a function whose one parameter is a frozen dataclass of options.
 
-`expertly.options` says what a field may tell of itself. Options of the panels "Advanced" and "Research" are shown by
---help-all alone.
+`expertly.options` describes such options. --help shows those without a panel; --help-all also shows the panels
+"Advanced" and "Research".
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
@@ -22,7 +23,7 @@ HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
 def group(help: str, commands: Mapping[str, Callable[..., int]]) -> typer.Typer:
-    """Commands under one name."""
+    """A group of commands, as `expertly lab` is one."""
     app = typer.Typer(help=help, no_args_is_help=True, context_settings=HELP_NAMES)
     for name, function in commands.items():
         add_command(app, name, function)
@@ -30,8 +31,8 @@ def group(help: str, commands: Mapping[str, Callable[..., int]]) -> typer.Typer:
 
 
 def add_command(app: typer.Typer, name: str, function: Callable[..., int], *, hidden: bool = False) -> None:
-    """`function` takes the dataclass that its one parameter is annotated with and returns the exit code. The command's
-    help is what its docstring says, or that of its module, "`expertly NAME`: what it does".
+    """Add `function` as a command. It takes the dataclass that its one parameter is annotated with, and returns the
+    exit code. The command's help is the function's docstring, else that of its module behind "`expertly NAME`: ".
     """
     (options,) = (kind for what, kind in get_type_hints(function).items() if what != "return")
     told = {one.name: one for one in fields(options) if "option" in one.metadata}
@@ -49,7 +50,7 @@ def add_command(app: typer.Typer, name: str, function: Callable[..., int], *, hi
         parameters.append(_help_all())
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     text = function.__doc__ or str(sys.modules[function.__module__].__doc__).partition("`: ")[2]
-    text = inspect.cleandoc(text[:1].upper() + text[1:])
+    text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(text[:1].upper() + text[1:]))
     app.command(name, cls=OptionsCommand, help=escape(text), hidden=hidden)(run)
 
 
@@ -77,7 +78,9 @@ def _keyword(name: str, info: Any, kind: Any) -> inspect.Parameter:
 
 
 def _parser(told: OptionInfo) -> Callable[[Any], Any]:
-    """What reads the text, with our sentence of what it is to be; a default comes through as it is."""
+    """A parser for an option's text, which says what the option accepts where it refuses. A default that is no text
+    passes through it as it is.
+    """
 
     def parse(text: Any) -> Any:
         if not isinstance(text, str):

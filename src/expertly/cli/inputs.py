@@ -1,4 +1,4 @@
-"""What commands are given: models, traces, files that systems begin with, and files to write."""
+"""What commands read and write: models, traces, files that systems begin with, and output files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from expertly.trace.schema import FORMAT, MANIFEST_NAME, TraceLayer
 
 
 def load_model(model: str | None, options: LoadOptions, **others: Any) -> tuple[Any, Any]:
-    """The model and its tokenizer, None where it has none; `others` replace options."""
+    """A model and its tokenizer (None where it has none); `others` replace options."""
     from expertly.model.lean import import_lean
 
     import_lean()
@@ -37,7 +37,9 @@ def load_model(model: str | None, options: LoadOptions, **others: Any) -> tuple[
 
 
 def say_system(loaded: Any) -> None:
-    """What system `auto` came to for a model; where nothing has been tuned that is advice, for terminals."""
+    """Tell the user which system `auto` chose. Where nothing was tuned for the model that is only advice, for
+    terminals.
+    """
     from expertly import api
     from expertly.engine.choice import choices_path
 
@@ -47,7 +49,7 @@ def say_system(loaded: Any) -> None:
 
 
 def is_trace(source: str | None) -> bool:
-    """Whether it is a folder that says it is a trace."""
+    """Whether `source` is a folder with a trace's manifest."""
     if source is None:
         return False
     try:
@@ -60,8 +62,8 @@ def is_trace(source: str | None) -> bool:
 def trace_geometry(
     trace: Trace, name: str | None
 ) -> tuple[tuple[LayerGeometry, ...] | None, DenseShape | None, str | None]:
-    """Layers and dense shape to simulate, and where they come from: the trace, or the description `name`. None where
-    nobody knows the sizes.
+    """The layers and the dense shape to simulate, and where they come from: the trace, or the description called
+    `name`. All None where neither knows the sizes.
     """
     recorded = trace.manifest.layers
     if name is None:
@@ -78,8 +80,8 @@ def _shape(layers: Sequence[LayerGeometry | TraceLayer]) -> str:
 
 
 def identity_of(model: str | None, trace: Trace) -> str:
-    """Which model a trace is of, as the files that are made of it say; None: of nothing but the trace. Raises
-    ConfigError where the model cannot have made the trace.
+    """The identity that files made from this trace carry: that of the model it is of, or without `model` one of the
+    trace alone. Raises ConfigError where the model cannot have made the trace.
     """
     if model is None:
         return f"{OF_A_TRACE}{trace.manifest.model}"
@@ -102,7 +104,9 @@ def identity_of(model: str | None, trace: Trace) -> str:
 
 
 def _check_layers(where: str, layers: Sequence[LayerGeometry], trace: Trace) -> None:
-    """Raises ConfigError naming the number that the trace has otherwise; what it does not know is not compared."""
+    """Raises ConfigError naming the first number in which the layers differ from the trace's; sizes that the trace does
+    not know are not compared.
+    """
     recorded = trace.manifest.layers
     if len(layers) != len(recorded):
         raise ConfigError(f"{where}: {len(layers)} MoE layers, but {trace.folder} has {len(recorded)}")
@@ -114,7 +118,7 @@ def _check_layers(where: str, layers: Sequence[LayerGeometry], trace: Trace) -> 
 
 
 def predictor_for(systems: Sequence[str], path: Path | None) -> LearnedFile[LearnedState] | None:
-    """What the file holds. Raises ConfigError where none of the systems takes it, and what reading it raises."""
+    """The trained weights in a file. Raises ConfigError where none of the systems uses any, and what reading raises."""
     if path is None:
         return None
     kinds = [kind for kind in (get_system(name).weights for name in systems) if kind is not None]
@@ -124,7 +128,7 @@ def predictor_for(systems: Sequence[str], path: Path | None) -> LearnedFile[Lear
 
 
 def plan_for(systems: Sequence[str], path: Path | None) -> SplitPlan | None:
-    """As `predictor_for`."""
+    """The plan in a file; see `predictor_for`."""
     if path is None:
         return None
     if not any(get_system(name).takes_plan for name in systems):
@@ -133,7 +137,7 @@ def plan_for(systems: Sequence[str], path: Path | None) -> SplitPlan | None:
 
 
 def check_writable(path: Path | None) -> None:
-    """Now, not when all is done. Raises ConfigError."""
+    """Raises ConfigError before the work begins where its result could not be written."""
     if path is None:
         return
     folder = path.absolute().parent

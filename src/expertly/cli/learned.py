@@ -1,5 +1,6 @@
-"""`expertly lab learned`: files of what systems learn while they run: expert maps, by which fmoe predicts, activation
-matrices, by which moe-infinity does, and weights of reuse. The first two can be made of traces, merged and exported.
+"""`expertly lab learned`: look at, build, merge and export files of what systems learn while they run: expert maps
+(fmoe predicts by them), activation matrices (moe-infinity does), and reuse weights. The first two can be built from
+traces, merged and exported.
 """
 
 from __future__ import annotations
@@ -38,10 +39,6 @@ DEFAULT_CAPACITY = {"maps": 1000, "matrices": 120}
 DEFAULT_DISTANCE = 3
 DEFAULT_QUOTA = 0.125
 
-Lines = list[tuple[str, str]]
-"""What, and what is to be said of it."""
-
-
 # -- info --------------------------------------------------------------------------------------------------------------
 
 
@@ -52,7 +49,7 @@ class LearnedInfoOptions:
 
 
 def info(args: LearnedInfoOptions) -> int:
-    """What a file of maps, matrices or reuse holds, and how much of what the model routes it covers."""
+    """What a file of maps, matrices or reuse weights holds, and how much of the model's routing it covers."""
     file = read_learned(args.file, MapStore, Matrices, ReuseModel)
     facts = facts_of(file)
     show(facts, args.json, lambda: _report(file, facts))
@@ -60,7 +57,7 @@ def info(args: LearnedInfoOptions) -> int:
 
 
 def facts_of(file: LearnedFile[Any]) -> dict[str, Any]:
-    """For --json. Bytes are those of what is stored in memory, and of what is full."""
+    """What `info --json` prints. `*_bytes` are the memory of what is stored now, `full_*_bytes` of a full store."""
     learned, shape = file.learned, file.header.shape
     of_kind = (
         _of_matrices if isinstance(learned, Matrices) else _of_maps if isinstance(learned, MapStore) else _of_reuse
@@ -115,7 +112,9 @@ def _of_matrices(store: Matrices, shape: ModelShape) -> dict[str, Any]:
 
 
 def _num_tokens(collection: MatricesOfPhase) -> int:
-    """That it counts: of a model of two stacks, in the layers that most of them ran."""
+    """Tokens that a collection has counted. In a model of two stacks most tokens run only one: the layers that ran most
+    of them decide.
+    """
     choices = collection.total.sum(axis=1).tolist()
     return max(num // top_k for num, top_k in zip(choices, collection.shape.top_k, strict=True))
 
@@ -148,49 +147,37 @@ def _headline(file: LearnedFile[Any], facts: dict[str, Any]) -> str:
 
 
 def _report(file: LearnedFile[Any], facts: dict[str, Any]) -> str:
+    """The facts of `info --json` under the same names, a line each."""
     told = {"identity": facts["identity"], **facts["about"]}
     lines = [(printable(name), printable(value)) for name, value in told.items() if value not in (None, "")]
-    if "maps" in facts:
-        lines += _maps_lines(facts)
-    elif "decode_matrices" in facts:
-        lines += _matrices_lines(facts)
-    else:
-        each = ", ".join(f"{name} {value:.4g}" for name, value in facts["meaning"].items())
-        lines.append(("weights", f"{facts['weights']} of {facts['experts']} experts: {each}"))
+    shown = {name: value for name, value in facts.items() if name not in ("identity", *_IN_HEADLINE)}
+    for name, value in shown.items():
+        if name == "coverage":
+            lines += [_bound(bound, formula, facts) for bound, formula in zip(value, BOUNDS, strict=True)]
+        elif value is not None:
+            lines.append((name.replace("_", " "), _written(name, value)))
     width = max(len(name) for name, _ in lines)
     return "\n".join([_headline(file, facts), *(f"{name.ljust(width)}  {value}" for name, value in lines)])
 
 
-def _maps_lines(facts: dict[str, Any]) -> Lines:
-    num_maps = facts["maps"]
-    requests = f"{facts['requests']}, of each at most {facts['max_maps_of_request']} maps"
-    lines = [("maps", f"{num_maps} of at most {facts['capacity']}"), ("requests", requests)]
-    for bound, formula in zip(facts["coverage"], BOUNDS, strict=True):
-        share = format_share(num_maps / bound["maps"])
-        label = f"similar to {bound['similarity']:.0%}"
-        lines.append((label, f"any iteration, with {formula} = {bound['maps']} maps; here are {share} of them"))
-    cosines = [
-        "-" if one is None else f"{one:.3f}" for one in (facts["mean_similarity"], facts["mean_embedding_similarity"])
-    ]
-    alike = "{} of two maps, {} of their embeddings".format(*cosines)
-    lines.append(("mean cosine", f"{alike}; of {facts['sampled_maps']} maps"))
-    for name in ("maps", "embeddings"):
-        here, full = (format_nbytes(facts[key]) for key in (f"{name}_bytes", f"full_{name}_bytes"))
-        lines.append((f"memory of {name}", f"{here}, {full} when it is full"))
-    return lines
+_IN_HEADLINE = ("file", "about", "num_layers", "num_experts", "top_k", "file_bytes")
 
 
-def _matrices_lines(facts: dict[str, Any]) -> Lines:
-    lines = []
-    for phase in ("prefill", "decode"):
-        num = facts[f"{phase}_matrices"]
-        lines.append((phase, f"{num} of at most {facts['capacity']} matrices, {facts[f'{phase}_tokens']} tokens"))
-        for bound, formula in zip(facts["coverage"], BOUNDS, strict=True):
-            share = format_share(num / bound["matrices"])
-            label = f"  similar to {bound['similarity']:.0%}"
-            lines.append((label, f"any request, with {formula} = {bound['matrices']} of them; here are {share}"))
-    here, full = format_nbytes(facts["matrices_bytes"]), format_nbytes(facts["full_matrices_bytes"])
-    return [*lines, ("memory", f"{here}, {full} when both are full")]
+def _bound(bound: dict[str, Any], formula: str, facts: dict[str, Any]) -> tuple[str, str]:
+    """How many maps or matrices suffice for whatever the model routes, and what share of them is here."""
+    (kind,) = bound.keys() - {"similarity"}
+    here = facts["maps"] if kind == "maps" else min(facts["prefill_matrices"], facts["decode_matrices"])
+    share = format_share(here / bound[kind])
+    what = f"whatever is routed, with {formula} = {bound[kind]} {kind}; here are {share} of them"
+    return f"similar to {bound['similarity']:.0%}", what
+
+
+def _written(name: str, value: Any) -> str:
+    if name.endswith("_bytes"):
+        return format_nbytes(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{one} {_written(one, number)}" for one, number in value.items())
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 # -- build -------------------------------------------------------------------------------------------------------------
@@ -210,26 +197,29 @@ class LearnedBuildOptions:
     )
     model: str | None = option(
         None,
-        "the model that the trace is of (a folder, a packed store, a hub id, or demo): without it the maps are of"
-        " a trace, and no engine takes them",
+        "the model that the trace is of (a folder, a packed store, a hub id, or demo); without it"
+        " no engine accepts the file",
         metavar="MODEL",
     )
     split: Any | None = option(
-        None, "only of the requests that `simulate --split` learns from", metavar="7:3", type=split
+        None, "only the first part of the requests, as `simulate --split` divides them", metavar="7:3", type=split
     )
     seed: Any = option(0, "of the split's shuffle", metavar="N", type=seed)
     capacity: int | None = option(
-        None, "maps, or matrices of prompts and of decoding each, at most; the most redundant ones go", least=1
+        None, "most maps, or most matrices of prompts and of answers each; the most redundant are dropped", least=1
     )
-    quota: Any | None = option(None, "share of the maps that one request may fill", metavar="X", type=probability)
+    quota: Any | None = option(None, "the share of the maps that one request may fill", metavar="X", type=probability)
     distance: int | None = option(
-        None, "layers that maps predict ahead: in redundancy embeddings count D/L", metavar="D", least=1
+        None,
+        "layers ahead that maps predict; weighs embeddings by D/L where redundancy is measured",
+        metavar="D",
+        least=1,
     )
     json: bool = json_flag()
 
 
 def build(args: LearnedBuildOptions) -> int:
-    """What a recorded trace teaches fmoe or moe-infinity, in a file that --learned of a command reads."""
+    """Build from a recorded trace what fmoe or moe-infinity would have learned, as a file for --learned."""
     for name in ("quota", "distance"):
         if args.kind != "maps" and getattr(args, name) is not None:
             raise ConfigError(f"{name}={getattr(args, name)}: of no use with kind={args.kind!r}; accepted: kind=maps")
@@ -293,7 +283,7 @@ def _histories(trace: Trace, spans: list[RowRange], wants: Collection[Want]) -> 
 
 
 def _num_requests(trace: Trace, spans: list[RowRange]) -> int:
-    """That the spans hold."""
+    """Requests that the spans hold rows of."""
     if any(span.request is None for span in spans):
         return sum(request.num_rows > 0 for request in trace.requests)
     return len({span.request for span in spans})
@@ -308,14 +298,14 @@ class LearnedMergeOptions:
     files: list[Path] = argument(
         REQUIRED, "files of one kind and model, older ones first", metavar="FILE...", type=Path, is_several=True
     )
-    capacity: int | None = option(None, "maps at most", least=1)
+    capacity: int | None = option(None, "most maps or matrices", least=1)
     json: bool = json_flag()
 
 
 def merge(args: LearnedMergeOptions) -> int:
-    """One file of the maps or activation matrices of several, of one model; redundant ones go.
+    """Merge files of maps, or of activation matrices, of one model into one file; the most redundant entries go.
 
-    Of one file and with --capacity: fewer of them.
+    Of a single file, with --capacity: keep fewer of its entries.
     """
     first = read_learned(args.files[0], MapStore, Matrices)
     kind, identity, shape = type(first.learned), first.header.identity, first.header.shape
@@ -355,7 +345,7 @@ class LearnedExportOptions:
 
 
 def export(args: LearnedExportOptions) -> int:
-    """The maps, or activation matrices, as plain NumPy arrays, for other programs."""
+    """Write maps or activation matrices as plain NumPy arrays, for other programs."""
     if args.out.suffix != ".npz":
         raise ConfigError(f"out={str(args.out)!r}: must end in .npz")
     file = read_learned(args.file, MapStore, Matrices)

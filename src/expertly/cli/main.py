@@ -1,8 +1,7 @@
-"""The dispatcher: parses the command line, runs one subcommand, turns errors into one line and an exit code.
+"""The dispatcher: parses the command line, runs one command, and turns errors into one line and an exit code.
 
-Exit codes: 0 done, 1 a bug of ours (with a traceback), 2 the user's to fix, 130 interrupted, 141 the reader of stdout
-has gone. With --json an error is one JSON object on stdout, `{"error": {"type", "message"}}`, besides the line on
-stderr.
+Exit codes: 0 done; 1 a bug of ours, with a traceback; 2 an error that the user can fix; 130 interrupted; 141 the reader
+of stdout has gone. With --json an error is also one JSON object on stdout, `{"error": {"type", "message"}}`.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ MOVED = {
     "maps trim": "is `expertly lab learned merge OUT FILE --capacity N` now",
     "maps size": "has gone; `expertly lab learned info FILE` says what a file takes in memory when it is full",
 }
-"""What stood elsewhere in the first edition, and what to type now."""
+"""Commands of the first edition, and what to type now."""
 
 GONE = {
     "lab trace synth --workload": "has gone: made-up routing is Zipf's only; leave it out",
@@ -103,7 +102,7 @@ def make_app() -> typer.Typer:
             False, "--version", help="Show the version.", metavar="", is_eager=True, callback=show
         ),
     ) -> None:
-        """What stands before a command."""
+        """Options that stand before a command."""
 
     return app
 
@@ -156,7 +155,7 @@ def _refuse_moved(argv: Sequence[str]) -> None:
 
 
 def _of_usage(error: typer.TyperException) -> ConfigError | None:
-    """A command line that is no command; None: there was nothing, and help has been shown."""
+    """The error of a command line that cannot be parsed; None where it was empty and help has been shown."""
     context = getattr(error, "ctx", None)
     path = "expertly" if context is None else context.command_path
     wrong = error.format_message()
@@ -170,8 +169,8 @@ def _of_usage(error: typer.TyperException) -> ConfigError | None:
 
 @contextlib.contextmanager
 def _importable_folder() -> Iterator[None]:
-    """Parts of systems are found in the current folder, too, as `python -m` finds them; but behind what is installed,
-    so that no file there stands in for a library. `python -P` finds none.
+    """Let parts of systems be imported from the current folder, as `python -m` does, but after everything that is
+    installed, so that no file there replaces a library. `python -P` turns it off.
     """
     try:
         folder = os.getcwd()

@@ -1,4 +1,4 @@
-"""What every command prints with: the --json rule, tables, units, progress.
+"""What every command prints with: JSON, tables, progress.
 
 With --json a command prints exactly one JSON object on stdout and everything else on stderr. Progress is shown only
 where stderr is a terminal.
@@ -24,8 +24,9 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -44,63 +45,92 @@ def print_json(result: Mapping[str, Any], stream: TextIO | None = None) -> None:
 
 
 def message(text: str) -> None:
-    """Say something that is not the result."""
+    """Print to stderr what is not the result."""
     print(fitted(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """With its lines broken between words where the stream is a terminal that is narrower."""
+    """The text with lines broken between words, where the stream is a terminal and narrower than they are. A line that
+    ends in a command to copy stays whole.
+    """
     if not stream.isatty():
         return text
     width = max(40, shutil.get_terminal_size().columns)
     how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-    return "\n".join(textwrap.fill(line, width, **how) for line in text.split("\n"))
+    lines = text.split("\n")
+    return "\n".join(line if ": expertly " in line else textwrap.fill(line, width, **how) for line in lines)
 
 
 @contextlib.contextmanager
 def reserved_stdout() -> Iterator[TextIO]:
-    """The real stdout for what the caller writes itself; what libraries print meanwhile goes to stderr."""
+    """Gives the real stdout for the caller's own result; whatever libraries print meanwhile goes to stderr."""
     stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         yield stdout
 
 
 def quiet_libraries() -> None:
-    """Before transformers is imported: its advice is not for users of a command, its bars are for terminals."""
+    """Turn off transformers' advice and, without a terminal, its progress bars. Call it before transformers is
+    imported.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
+class ProgressBar:
+    """One bar on a terminal: `bar(what, done, total)` counts in `unit`, `bar.in_bytes(what, done, total)` in bytes."""
+
+    def __init__(self, shown: Progress, unit: str) -> None:
+        self._shown = shown
+        self._unit = unit
+        self._what: tuple[str, str] | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self._show(what, done, total, self._unit)
+
+    def in_bytes(self, what: str, done: int, total: int) -> None:
+        """As packing, loading and preloading of a model are counted."""
+        self._show(what, done, total, "B")
+
+    def _show(self, what: str, done: int, total: int, unit: str) -> None:
+        if self._task is None or self._what != (what, unit):
+            if self._task is not None:
+                self._shown.remove_task(self._task)
+            self._what, self._task = (what, unit), self._shown.add_task(escape(what), total=total, unit=unit)
+        self._shown.update(self._task, completed=done, total=total)
+
+
+class _AmountColumn(ProgressColumn):
+    """How much is done of how much; for bytes also how fast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._nbytes, self._speed = DownloadColumn(binary_units=True), TransferSpeedColumn()
+
+    def render(self, task: Task) -> Text:
+        if task.fields["unit"] == "B":
+            return Text(" ").join([self._nbytes.render(task), self._speed.render(task)])
+        return Text(f"{task.completed:.0f}/{task.total or 0:.0f} {task.fields['unit']}", style="progress.download")
+
+
 @contextlib.contextmanager
-def progress_bar(unit: str = "B") -> Iterator[Callable[[str, int, int], None] | None]:
-    """A `progress(what, done, total)` that draws a bar, or None where stderr is no terminal. "B": bytes."""
+def progress_bar(unit: str = "B") -> Iterator[ProgressBar | None]:
+    """None where stderr is no terminal. `unit` of what is counted, "B": bytes."""
     if not sys.stderr.isatty():
         yield None
         return
-    counted = (
-        (DownloadColumn(binary_units=True), TransferSpeedColumn()) if unit == "B" else (MofNCompleteColumn(), unit)
-    )
-    columns = ("{task.description}", BarColumn(), *counted, TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                for task in tasks.values():
-                    bar.remove_task(task)
-                tasks.clear()
-                tasks[what] = bar.add_task(escape(what))
-            bar.update(tasks[what], completed=done, total=total)
-
-        yield progress
+    columns = ("{task.description}", BarColumn(), _AmountColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as shown:
+        yield ProgressBar(shown, unit)
 
 
 def table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 100_000, folded: str | None = None
 ) -> str:
-    """Aligned columns: the first and the one of the header `folded` to the left, the others to the right. Where lines
-    would be longer than `width`, `folded` takes several.
+    """Aligned columns. The first column and the one called `folded` are aligned left, the others right. Where lines
+    would be longer than `width`, cells of `folded` take several lines.
     """
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for at, header in enumerate(headers):
@@ -118,12 +148,12 @@ def table(
 
 
 Column = tuple[str, Callable[[Any], str]]
-"""The key of what it shows, and how that is written."""
+"""Which figure a column shows, by its key, and how that is written."""
 
 
 def figures_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
-    """A line for each of several dictionaries of figures; `columns` by their headers. What is not known is "-"; an
-    empty dictionary leaves a gap.
+    """A table with a row for each dictionary of figures; `columns` maps headers to figures. An unknown figure is "-";
+    an empty dictionary leaves an empty row.
     """
     return table(list(columns), [cells(row, columns.values()) if row else [""] * len(columns) for row in rows])
 
@@ -138,24 +168,25 @@ def in_brackets(*parts: str) -> str:
 
 
 def show(result: Mapping[str, Any], is_json: bool, text: Callable[[], str], stream: TextIO | None = None) -> None:
-    """Print a command's result: as its one JSON object, or as the text for people that is made of it."""
+    """Print a command's result: with --json as its one JSON object, else as text that fits the terminal."""
+    stream = stream or sys.stdout
     if is_json:
         print_json(result, stream)
     else:
-        print(text(), file=stream or sys.stdout, flush=True)
+        print(fitted(text(), stream), file=stream, flush=True)
 
 
 def origin() -> dict[str, Any]:
-    """What files that a command writes say of how they came to be."""
+    """When and by which command a file was made, for the file itself."""
     return {"created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": typed()}
 
 
 def typed() -> str:
-    """The command line, as a shell takes it."""
+    """This process's command line, quoted for a shell."""
     return shlex.join(["expertly", *sys.argv[1:]])
 
 
 def printable(value: object) -> str:
-    """What a file says, so that a terminal shows it and does not obey it."""
+    """A text from a file with control characters escaped, so that a terminal does not obey them."""
     text = str(value)
     return text if text.isprintable() else repr(text)

@@ -11,8 +11,8 @@ from expertly.cli.output import Column, figures_table, message, print_json, prog
 from expertly.core.costs import check_codec
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_seconds
-from expertly.formats import ROUNDED_TO, rounding_format
-from expertly.options import argument, json_flag, option, path_option
+from expertly.formats import rounding_format
+from expertly.options import argument, json_flag, load_option, option, path_option
 from expertly.store import cache
 from expertly.store.manifest import check_store_dtype
 from expertly.store.packed import PackedStore
@@ -37,17 +37,13 @@ class PackOptions:
         None, "a checkpoint folder, a GGUF file, a hub id, or demo for the demo model", metavar="MODEL"
     )
     out: Path | None = path_option(None, "write the store here", "DIR")
-    dtype: str | None = option(None, "of the experts: bfloat16, float16, float32", metavar="NAME")
-    quantize: str | None = option(
-        None,
-        f"round the experts of a model that is not quantised to {' or '.join(ROUNDED_TO)}; says what that costs",
-        metavar="NAME",
-        choices=lambda: tuple(ROUNDED_TO),
-    )
-    text: Path | None = path_option(None, "what --quantize costs is measured on (default: a few prompts)")
-    codec: str | None = option(None, "of the experts: none, planes or auto", metavar="NAME")
+    dtype: str | None = load_option("dtype", panel=None)
+    quantize: str | None = load_option("quantize", panel=None)
+    text: Path | None = path_option(None, "a text to measure the cost of --quantize on (default: a few prompts)")
+    codec: str | None = load_option("codec", default=None, panel=None)
     stream: bool = option(
-        False, "a hub id, shard by shard, each deleted once packed: disk for one model and a shard is needed"
+        False,
+        "download a hub id shard by shard, and delete each once it is packed: needs disk for one model and one shard",
     )
     list: bool = option(False, "show the stores in the cache folder")
     remove: str | None = option(None, "remove a store from the cache folder", metavar="NAME")

@@ -1,4 +1,4 @@
-"""`expertly lab reproduce`: the papers' experiments, and what is found here."""
+"""`expertly lab reproduce`: run the papers' experiments, and compare with what the papers found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from expertly.cli.arguments import names, seed
 from expertly.cli.output import message, print_json, progress_bar, table
 from expertly.core.errors import ConfigError
 from expertly.lab.papers import SEEDS, TOKENS
-from expertly.options import argument, json_flag, option, path_option
+from expertly.options import ADVANCED, argument, json_flag, option, path_option
 
 if TYPE_CHECKING:
     from expertly.lab.papers.findings import Result
@@ -36,25 +36,36 @@ class ReproduceOptions:
         is_several=True,
     )
     system: str | None = option(
-        None, "systems of yours beside the paper's, in the tables of comparisons: no claim counts them", metavar="A,B"
+        None,
+        "systems of yours beside the paper's, in the tables of comparisons: no claim counts them",
+        metavar="A,B",
+        panel=ADVANCED,
     )
     hardware: str | None = option(
-        None, "a shipped profile or a TOML file, instead of the paper's machine", metavar="NAME"
+        None, "a shipped profile or a TOML file, instead of the paper's machine", metavar="NAME", panel=ADVANCED
     )
     memory: str | None = option(
-        None, "a share of the experts or an amount, instead of the one budget of an experiment", metavar="SIZE"
+        None,
+        "a share of the experts or an amount, instead of the one budget of an experiment",
+        metavar="SIZE",
+        panel=ADVANCED,
     )
     predictor: list[Path] | None = path_option(
-        None, "trained weights, for ProMoE or a predictor of yours; may be given several times", is_several=True
+        None,
+        "trained weights, for ProMoE or a predictor of yours; may be given several times",
+        is_several=True,
+        panel=ADVANCED,
     )
     list: bool = option(False, "list the experiments and what they need, and do nothing else")
-    arrivals: Path | None = path_option(None, "CSV of arrivals and lengths, for fmoe:10")
-    quick: bool = option(False, "few tokens of one seed: under a minute an experiment, and little can be told")
-    tokens: int = option(TOKENS, "decoded tokens of a trace that are simulated, over all seeds", least=1)
-    seeds: int = option(SEEDS, "how many, each with other requests to learn from", least=1)
-    seed: Any = option(0, "the first of them", metavar="N", type=seed)
-    jobs: int = option(1, "experiments at once, each in a process of its own", least=1)
-    out: Path | None = path_option(None, "FILE.md: the page of results; else a folder for it and results.json")
+    arrivals: Path | None = path_option(None, "CSV of arrivals and lengths, for fmoe:10", panel=ADVANCED)
+    quick: bool = option(False, "few tokens and one seed: under a minute an experiment, with wide intervals")
+    tokens: int = option(
+        TOKENS, "decoded tokens of a trace that are simulated, over all seeds", least=1, panel=ADVANCED
+    )
+    seeds: int = option(SEEDS, "how many seeds; each learns from other requests", least=1, panel=ADVANCED)
+    seed: Any = option(0, "the first seed", metavar="N", type=seed, panel=ADVANCED)
+    jobs: int = option(1, "how many experiments run at once, each in its own process", least=1)
+    out: Path | None = path_option(None, "FILE.md for the page of results, or a folder for it and results.json")
     reuse: Path | None = path_option(
         None, "results.json of an earlier run with the same traces and settings: what is in it is not run again"
     )
@@ -115,7 +126,7 @@ def _check_out(out: Path | None) -> None:
 
 
 def _write(args: ReproduceOptions, session: Session, results: list[Result]) -> None:
-    """What there is so far: an interrupted run leaves it."""
+    """Write the results so far, so that an interrupted run leaves them."""
     from expertly.lab.papers.runner import markdown
 
     if args.out is None:
@@ -132,7 +143,7 @@ def _write(args: ReproduceOptions, session: Session, results: list[Result]) -> N
 
 
 def _command(args: ReproduceOptions) -> str:
-    """What was typed, but files and folders by their names alone, and without what changes no result."""
+    """What was typed, with files and folders by their last names and without options that change no result."""
     assert args.out is not None
     parts = ["expertly", "lab", "reproduce", str(args.paper)]
     for option_of in fields(args):

@@ -1,6 +1,7 @@
 """`expertly run`: chat with a model, or answer one prompt.
 
-Its experts live in the memory you give them. The line after an answer says how many of them were there when needed.
+Its experts live in the memory you give them. The line after an answer says how many of the experts were in memory when
+they were needed.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from expertly.cli.inputs import load_model
 from expertly.cli.output import Column, figures_table, fitted, message, print_json, reserved_stdout
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_share
-from expertly.options import MODEL_HELP, REQUIRED, LoadOptions, argument, json_flag, option
+from expertly.options import ADVANCED, MODEL_HELP, REQUIRED, LoadOptions, argument, json_flag, option
 
 if TYPE_CHECKING:
     from expertly.cli.chat import Chat
 
 DEFAULT_NEW_TOKENS = 1024
-"""Or what the model can hold, where that is less."""
+"""Of an answer, or what the model can hold, where that is less."""
 
 COMMANDS = {
     "/system TEXT": "begin anew with a system message",
@@ -45,24 +46,31 @@ COUNTED: dict[str, Column] = {
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(LoadOptions):
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
-    prompt: str | None = argument(None, 'answered once; "-", or no terminal: read from stdin', metavar="PROMPT")
-    max_new_tokens: int | None = option(None, f"of an answer (default: {DEFAULT_NEW_TOKENS})", least=1)
-    temperature: float | None = option(None, "0: greedy (default: the model's own)", metavar="X", type=temperature)
-    top_p: float | None = option(None, "default: the model's own", metavar="X", type=probability)
+    prompt: str | None = argument(
+        None, 'answered once; "-", or without a terminal: read from stdin; without a prompt: chat', metavar="PROMPT"
+    )
+    max_new_tokens: int | None = option(None, f"tokens of an answer (default: {DEFAULT_NEW_TOKENS})", least=1)
+    temperature: float | None = option(None, "0 is greedy (default: the model's own)", metavar="X", type=temperature)
+    top_p: float | None = option(
+        None,
+        "nucleus sampling (default: the model's own)",
+        metavar="X",
+        type=probability,
+    )
     seed: int | None = option(None, "makes answers repeatable", metavar="N", type=seed)
     raw: bool = option(False, "continue the text as it is, without the model's chat template")
-    stats: bool = option(False, "add tables of what each layer hit, missed and predicted")
+    stats: bool = option(False, "add tables of hits and misses by layer")
     json: bool = json_flag()
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(RunOptions):
     prompt: str = option(REQUIRED, 'what to continue; "-" reads it from stdin', metavar="TEXT")
-    raw: bool = option(True, "the text is continued as it is")
+    raw: bool = option(True, "the text is continued as it is; there is no other way here", panel=ADVANCED)
 
 
 def generate(args: GenerateOptions) -> int:
-    """Continue a text: `run --raw`, as it was called before."""
+    """Continue a text: the earlier name of `run --raw`."""
     return run(args)
 
 
@@ -75,14 +83,15 @@ def run(args: RunOptions) -> int:
 
         import_lean()
         from expertly import api
-        from expertly.cli.chat import Chat, ChatSampling, tokens_of
-        from expertly.model.generation import check_length
+        from expertly.cli.chat import Chat, ChatSampling
+        from expertly.lab.prompts import tokens_of
+        from expertly.model.generation import check_length, check_some
 
         def context(tokenizer: Any) -> int:
             """Tokens of the one answer and what it answers."""
             asked = [{"role": "user", "content": prompt or ""}]
-            num_prompt = 0 if tokenizer is None else len(tokens_of(tokenizer, asked, is_raw=args.raw))
-            return num_prompt + (args.max_new_tokens or DEFAULT_NEW_TOKENS)
+            tokens = [] if tokenizer is None else check_some(tokens_of(tokenizer, asked, is_raw=args.raw))
+            return len(tokens) + (args.max_new_tokens or DEFAULT_NEW_TOKENS)
 
         model, tokenizer = load_model(
             args.model, args, context=args.context if prompt is None else args.context or context
@@ -108,7 +117,7 @@ def run(args: RunOptions) -> int:
 
 
 def _read_prompt(args: RunOptions) -> str | None:
-    """None: chat."""
+    """The prompt of the command line or of stdin; None: chat."""
     prompt: str | None = args.prompt
     if prompt is None and sys.stdin.isatty():
         return None
@@ -122,7 +131,7 @@ def _read_prompt(args: RunOptions) -> str | None:
 
 
 def _answer_once(conversation: Chat, model: Any, prompt: str, args: RunOptions, out: TextIO) -> int:
-    """130 where Ctrl-C stopped it."""
+    """Returns the exit code: 130 where Ctrl-C stopped the answer."""
     answer = conversation.answer(prompt, _nothing if args.json else lambda text: _write(out, text))
     measures = {**answer.facts(), "model": args.model or "demo", "prompt": prompt, **_measures(model)}
     if args.json:
@@ -137,7 +146,7 @@ def _answer_once(conversation: Chat, model: Any, prompt: str, args: RunOptions, 
 
 
 def _chat(conversation: Chat, model: Any, out: TextIO) -> None:
-    """Until the input ends."""
+    """Read messages and answer them until the input ends."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - what `input` edits lines with
     message(
@@ -166,7 +175,7 @@ def _chat(conversation: Chat, model: Any, out: TextIO) -> None:
 
 
 def _command(conversation: Chat, model: Any, text: str) -> str:
-    """What there is to say to a line that begins with a slash."""
+    """Run a line that begins with a slash; returns what to print."""
     name, _, rest = text.partition(" ")
     rest = rest.strip()
     if name == "/system":
@@ -191,7 +200,7 @@ def _command(conversation: Chat, model: Any, text: str) -> str:
 
 
 def _measures(model: Any) -> dict[str, Any]:
-    """Of the whole run, beside what an answer says of itself."""
+    """Figures of the whole run, beside those of one answer."""
     from expertly import api
     from expertly.engine.process import peak_rss_nbytes
 
@@ -204,7 +213,7 @@ def _measures(model: Any) -> dict[str, Any]:
 
 
 def _budget(measures: dict[str, Any]) -> str:
-    """What of the experts is in memory, and what came of predicting for a system that does."""
+    """How much of the experts is in memory, and for a system that predicts how well it did."""
     share = format_share(measures["memory_bytes"] / measures["expert_bytes"])
     parts = [
         f"{format_nbytes(measures['memory_bytes'])} = {share} of {format_nbytes(measures['expert_bytes'])} of experts "
@@ -229,4 +238,4 @@ def _write(out: TextIO, text: str) -> None:
 
 
 def _nothing(text: str) -> None:
-    """Where the answer is written when it is whole."""
+    """Writes no text: with --json an answer is printed whole."""

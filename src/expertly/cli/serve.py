@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from expertly.serve.service import About
 
 NEEDS = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2")
-"""What the extra `serve` brings."""
+"""Packages that `pip install 'expertly[serve]'` brings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCommand(ServeOptions):
-    host: str = option("127.0.0.1", "others need --api-key-file", metavar="ADDRESS")
-    port: int = option(8000, "0 is any that is free", metavar="N")
+    host: str = option(
+        "127.0.0.1", "the address to listen on; any but this machine's needs --api-key-file", metavar="ADDRESS"
+    )
+    port: int = option(8000, "0 takes any that is free", metavar="N")
     json: bool = json_flag()
 
 
@@ -70,7 +72,7 @@ def _check_installed() -> None:
 
 
 def _welcome(url: str, num_keys: int, about: About) -> str:
-    """What is said when requests are taken."""
+    """The lines that are printed once the server takes requests."""
     how = about.batching if about.why is None else f"{about.batching}: {about.why}"
     keys = f"{num_keys} keys" if num_keys else "no key asked for"
     return (

@@ -1,7 +1,4 @@
-"""`expertly lab simulate`: run systems over a trace, on a described machine.
-
-Beside what would be the best possible.
-"""
+"""`expertly lab simulate`: simulate systems over a trace on a described machine, beside the best possible."""
 
 from __future__ import annotations
 
@@ -15,9 +12,18 @@ from expertly.cli.arguments import names, seed, split, split_text
 from expertly.cli.inputs import plan_for, predictor_for, trace_geometry
 from expertly.cli.output import Column, figures_table, message, printable, progress_bar, show
 from expertly.core.errors import ConfigError
-from expertly.core.units import format_nbytes, format_rate, format_ratio, format_seconds, format_share
+from expertly.core.units import format_nbytes, format_number, format_rate, format_ratio, format_seconds, format_share
 from expertly.lab.compare.simulated import notes_on
-from expertly.options import REQUIRED, argument, json_flag, option, path_option
+from expertly.options import (
+    ADVANCED,
+    REQUIRED,
+    RESEARCH,
+    argument,
+    json_flag,
+    load_option,
+    option,
+    path_option,
+)
 from expertly.policies.learned import LearnedFile, LearnedState
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
@@ -34,38 +40,59 @@ class SimulateOptions:
         REQUIRED, "a folder made by `expertly lab trace record`, `import` or `synth`", metavar="TRACE", type=Path
     )
     system: str = option(
-        "lru", "what `expertly lab systems` lists; NAME:KEY=VALUE changes a part of one", metavar="A,B"
+        "lru", "systems to simulate, see `expertly lab systems`; NAME:KEY=VALUE changes a part of one", metavar="A,B"
     )
-    memory: str | None = option(None, "shares of the experts or amounts", metavar="SIZE,SIZE")
+    memory: str | None = option(
+        None, "for experts: shares of them or amounts (default: 10%,25%,50%)", metavar="SIZE,SIZE"
+    )
     experts_per_layer: str | None = option(
-        None, "instead: every layer keeps so many experts, beside the staging slots", metavar="N,N"
+        None,
+        "instead of memory: how many experts every layer keeps, beside the staging slots",
+        metavar="N,N",
+        panel=ADVANCED,
     )
-    hardware: str = option("rtx3090", "a shipped profile or a TOML file", metavar="NAME")
-    codec: str = option("none", "experts on disk: none (as they are) or planes (compressed)", metavar="NAME")
-    predictor: Path | None = path_option(None, "for systems that take one: `expertly lab train` makes it")
-    plan: Path | None = path_option(None, "for systems with split caching: `expertly lab configure` makes it")
+    hardware: str = option("rtx3090", "the machine: a shipped profile or a TOML file", metavar="NAME")
+    codec: str = option(
+        "none", "experts on disk: none (as they are) or planes (compressed)", metavar="NAME", panel=ADVANCED
+    )
+    predictor: Path | None = path_option(
+        None, "trained weights for systems with a learned predictor, from `expertly lab train`", panel=RESEARCH
+    )
+    plan: Path | None = path_option(
+        None, "a plan for systems with split caching, from `expertly lab configure`", panel=RESEARCH
+    )
     predict: str = option(
-        "virtual", "virtual (predicting takes its time) or inline", metavar="NAME", choices=MATCHERS, was="matcher"
+        "virtual",
+        "virtual (predictions take their time) or inline (they take none)",
+        metavar="NAME",
+        choices=MATCHERS,
+        was="matcher",
+        panel=RESEARCH,
     )
-    segments: int | None = option(None, "parts an expert is cut into", metavar="P", least=1)
-    order: str | None = option(None, "resident (what is here first) or id", metavar="NAME")
-    geometry: str | None = option(None, "sizes of experts: a shipped description or a TOML file", metavar="NAME")
-    requests: int | None = option(None, "simulate so many requests at most", least=1)
-    tokens: int | None = option(None, "simulate so many tokens at most", least=1)
+    segments: int | None = load_option("segments")
+    order: str | None = load_option("order")
+    geometry: str | None = option(None, "the sizes of experts: a shipped description or a TOML file", metavar="NAME")
+    requests: int | None = option(None, "simulate at most so many requests", least=1)
+    tokens: int | None = option(None, "simulate at most so many tokens", least=1)
     split: Any | None = option(
         None,
-        "profiles learn from a first part of the shuffled requests, the rest is simulated",
+        "systems that learn do so from the first part of the shuffled requests; the second is simulated",
         metavar="7:3",
         type=split,
     )
-    seed: Any = option(0, "of the shuffle, and of what policies draw", metavar="N", type=seed)
-    arrivals: Path | None = path_option(None, "CSV of arrivals and lengths: requests queue, latencies are given")
+    seed: Any = option(0, "of the shuffle and of random policies", metavar="N", type=seed, panel=ADVANCED)
+    arrivals: Path | None = path_option(
+        None, "a CSV of arrival times and lengths: requests queue, and latencies are reported", panel=RESEARCH
+    )
     plot: Path | None = path_option(None, "draw hit rate, TPOT and stalls against memory (PNG, PDF, SVG)")
-    chrome_trace: Path | None = path_option(None, "write a timeline for chrome://tracing or ui.perfetto.dev")
+    chrome_trace: Path | None = path_option(
+        None, "write a timeline for chrome://tracing or ui.perfetto.dev", panel=ADVANCED
+    )
     json: bool = json_flag()
 
 
 def run(args: SimulateOptions) -> int:
+    from expertly.lab.chrome import ChromeTrace
     from expertly.lab.plots import check_plot
 
     systems, memories = names("system", args.system), _memories(args)
@@ -81,7 +108,8 @@ def run(args: SimulateOptions) -> int:
     layers, dense, geometry_name = trace_geometry(trace, args.geometry)
     arrivals = None if args.arrivals is None else read_arrivals(args.arrivals)
     schedule = make_schedule(trace, selection, arrivals)
-    with _chrome_trace(args.chrome_trace) as chrome, progress_bar(unit="row") as progress:
+    timeline = contextlib.nullcontext() if args.chrome_trace is None else ChromeTrace(args.chrome_trace)
+    with timeline as chrome, progress_bar(unit="row") as progress:
         study = Study(
             trace,
             schedule,
@@ -127,17 +155,6 @@ def _memories(args: SimulateOptions) -> list[Memory]:
     return memories
 
 
-@contextlib.contextmanager
-def _chrome_trace(path: Path | None) -> Iterator[Any]:
-    from expertly.lab.chrome import ChromeTrace
-
-    if path is None:
-        yield None
-    else:
-        with ChromeTrace(path) as chrome:
-            yield chrome
-
-
 # -- what was simulated and assumed ------------------------------------------------------------------------------------
 
 
@@ -148,7 +165,7 @@ def about(
     geometry_name: str | None,
     predictor: LearnedFile[LearnedState] | None,
 ) -> dict[str, Any]:
-    """Everything but the results."""
+    """The result without its rows: what was simulated, and on what."""
     manifest = study.trace.manifest
     files = {"predictor": args.predictor, "plan": args.plan, "arrivals": args.arrivals}
     return {
@@ -179,7 +196,7 @@ def about(
 
 
 def _notes(args: SimulateOptions, study: Study) -> Iterator[str]:
-    """What one must know to read the numbers."""
+    """What a reader must know about the numbers."""
     schedule = study.schedule
     num_test = len({span.request for span in schedule.test})
     if args.split is None:
@@ -196,7 +213,7 @@ def _notes(args: SimulateOptions, study: Study) -> Iterator[str]:
 
 
 def _notes_on_codec(study: Study) -> Iterator[str]:
-    """What compressed experts are taken to save and cost."""
+    """How much compression is assumed to save and to cost."""
     costs, hardware = study.codec_costs, study.hardware
     if costs is not None:
         source = f"assumed: {hardware.name} has no [codec]" if hardware.codec is None else f"{hardware.name}'s [codec]"
@@ -209,7 +226,7 @@ def _notes_on_codec(study: Study) -> Iterator[str]:
 def _notes_on_weights(
     args: SimulateOptions, study: Study, predictor: LearnedFile[LearnedState] | None
 ) -> Iterator[str]:
-    """What the weights of a learned predictor learned from, and whether they have seen what is simulated."""
+    """What a trained predictor learned from, and whether that includes what is simulated."""
     if predictor is None:
         return
     told = predictor.header.about
@@ -223,7 +240,7 @@ def _notes_on_weights(
 
 
 def _notes_on_predicting(study: Study, systems: Sequence[str]) -> Iterator[str]:
-    """What predicting takes, and what of it is made up."""
+    """How long predicting takes, and which predictions are made up."""
     asked = [get_system(name) for name in systems]
     if any(system.prediction == "modelled" for system in asked):
         yield "modelled-lookahead: its predictions are made from the future, with a stated accuracy"
@@ -267,8 +284,8 @@ _MATCHING: dict[str, Column] = {  # what came too late, and whether similar maps
     "prefetching": ("prefetching", str),
     "late": ("predictions_late", str),
     "dropped": ("contexts_dropped", str),
-    "r semantic": ("similarity_correlation_semantic", "{:.2f}".format),
-    "r trajectory": ("similarity_correlation_trajectory", "{:.2f}".format),
+    "r semantic": ("similarity_correlation_semantic", format_number),
+    "r trajectory": ("similarity_correlation_trajectory", format_number),
 }
 
 
@@ -315,14 +332,14 @@ def _derived(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _predicts(row: Mapping[str, Any]) -> bool:
-    """What the oracle foretells is always right."""
+    """Whether its predictions can be wrong: not those of the oracle."""
     return get_system(row["system"]).prediction not in ("none", "perfect")
 
 
 def _known(
     rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column], nothing: float | None = None
 ) -> dict[str, Column]:
-    """Those of which something is known, and more than `nothing`."""
+    """The columns in which at least one row has a figure that is known and is not `nothing`."""
     return {
         header: (key, write)
         for header, (key, write) in columns.items()
@@ -331,7 +348,7 @@ def _known(
 
 
 def _table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
-    """A row for each result, each budget named once, and a gap between budgets."""
+    """A row for each result. A budget is named in its first row, and budgets have a gap between them."""
     told: list[Mapping[str, Any]] = []
     memory = None
     for row in rows:

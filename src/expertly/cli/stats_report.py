@@ -42,7 +42,7 @@ _OF_DISTANCE = {
 
 
 def report(result: dict[str, Any]) -> str:
-    """Of `run --json`, with its layers."""
+    """The text of `run --stats`, from what `run --json --stats` prints."""
     layers = [*result["layers"], result["phases"] | {"layer": "all"}]
     columns: dict[str, Column] = {"layer": ("layer", str), **_COUNTED, "compute": ("compute_s", format_seconds)}
     parts = [figures_table(_by_phase(layers), columns), _storage(result), _kernels(result["kernels"])]
@@ -59,7 +59,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def device_table(devices: list[dict[str, Any]]) -> str:
-    """A row a device and phase; under it what the machine's memory nodes did not allow."""
+    """A row for each device and phase; below, what binding memory to NUMA nodes could not do."""
     nodes = []
     for one in devices:
         if (numa := one["numa"]) is not None:
@@ -74,7 +74,7 @@ def _by_phase(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _prediction(prediction: dict[str, Any], phases: list[dict[str, Any]]) -> str:
-    """By phase, and what the predictor says of itself."""
+    """How well predictions did, by phase, and the predictor's own figures."""
     rows = []
     for key, label in _OF_PHASE.items():
         shown = [str(one[key]) if isinstance(one[key], int) else format_share(one[key]) for one in phases]
@@ -124,13 +124,13 @@ def _storage(result: dict[str, Any]) -> str:
 
 
 def _kernels(kernels: dict[str, Any]) -> str:
-    """What multiplied the experts, why, and how often."""
+    """Which kernels multiplied the experts, why, and how often."""
     counts = f"{kernels['native']} experts or parts by them, {kernels['torch']} by torch"
     return in_brackets(f"kernels {kernels['name']}: {kernels['why']}", counts)
 
 
 def _allocation(allocation: dict[str, Any]) -> str:
-    """The experts that each layer keeps, and what the allocation says of itself."""
+    """How many experts each layer keeps, and the allocation's own figures."""
     experts = " ".join(f"{num:g}" for num in allocation["experts"])
     told = [f"{name} {value}" for name, value in allocation.items() if name not in ("experts", "recall")]
     return in_brackets(f"experts kept by layer {experts}", f"allocation {' | '.join(told).removeprefix('name ')}")

@@ -54,7 +54,7 @@ def run(args: SystemsOptions) -> int:
 
 
 def _parts(system: System) -> dict[str, Any]:
-    """By name, None where nothing is predicted."""
+    """A system's parts by name; None for parts of prediction in a system that does not predict."""
     parts: dict[str, Any] = {"name": system.name, **{name: getattr(system, name) for name in (*SHOWN, *OTHERS)}}
     if system.prediction == "none":
         parts |= dict.fromkeys(OF_PREDICTION)
@@ -64,11 +64,11 @@ def _parts(system: System) -> dict[str, Any]:
 
 
 def _accepted() -> dict[str, list[str]]:
-    """What each key takes; nothing where it takes a number."""
+    """The accepted values of each part; empty where it is a number."""
     return {key: list(ACCEPTED.get(key, ())) for key in PARTS}
 
 
 def _options() -> dict[str, list[str]]:
-    """Of each policy that has any, by "prediction=NAME", "eviction=NAME", ..."""
+    """The names of each policy's options, by "prediction=NAME", "eviction=NAME" and so on."""
     every = [(part, name) for part, registry in REGISTRIES.items() for name in registry]
     return {f"{part}={name}": names for part, name in every if (names := names_of_options(part, name))}

@@ -1,13 +1,11 @@
-"""`expertly lab trace`: traces that are recorded, here or by somebody else, or made up; what a trace holds; decisions
-taken again.
-"""
+"""`expertly lab trace`: record, import, synthesise and describe routing traces; replay recorded decisions."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +23,20 @@ from expertly.cli.output import (
     table,
 )
 from expertly.core.errors import ConfigError, ExpertlyError, TraceError
-from expertly.core.units import format_nbytes, format_seconds, format_share
+from expertly.core.units import format_nbytes, format_number, format_seconds, format_share
 from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, AskedPrompt, Prompt, asked, read_prompts
-from expertly.options import MODEL_HELP, REQUIRED, RESEARCH, LoadOptions, argument, json_flag, option, path_option
+from expertly.options import (
+    ADVANCED,
+    MODEL_HELP,
+    REQUIRED,
+    RESEARCH,
+    LoadOptions,
+    argument,
+    json_flag,
+    load_option,
+    option,
+    path_option,
+)
 from expertly.trace.reader import Trace
 
 if TYPE_CHECKING:
@@ -38,55 +47,28 @@ if TYPE_CHECKING:
 # -- record ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Clock:
-    """A streamer for transformers' `generate` that notes when each token came; the first call brings the prompt."""
-
-    num_requests: int = 0
-    num_tokens: int = 0  # that were written
-    num_steps: int = 0  # from one token to the next
-    step_ns: int = 0
-    _times_ns: list[int] = field(default_factory=list)
-
-    def put(self, value: Any) -> None:
-        self._times_ns.append(time.perf_counter_ns())
-
-    def end(self) -> None:
-        times, self._times_ns = self._times_ns[1:], []
-        self.num_requests += 1
-        self.num_tokens += len(times)
-        if len(times) > 1:
-            self.num_steps += len(times) - 1
-            self.step_ns += times[-1] - times[0]
-
-    @property
-    def tpot_s(self) -> float | None:
-        return self.step_ns / self.num_steps / 1e9 if self.num_steps else None
-
-
 @dataclass(frozen=True, kw_only=True)
 class TraceRecordOptions(LoadOptions):
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     prompts: str = option(REQUIRED, PROMPTS_HELP + ', each a request, run alone; "category" is kept', metavar="FILE")
     raw: bool = option(False, RAW_HELP)
     out: Path = path_option(REQUIRED, "where the trace goes: a new or an empty folder", "DIR")
-    max_new_tokens: int = option(100, "of a request", least=1)
-    temperature: float = option(0.0, "0 is greedy", metavar="X", type=temperature)
-    seed: int = option(0, "with a temperature", metavar="N", type=seed)
+    max_new_tokens: int = option(100, "length of an answer in tokens", least=1)
+    temperature: float = option(0.0, "0 is greedy", metavar="X", type=temperature, panel=ADVANCED)
+    seed: int = option(0, "of sampling", metavar="N", type=seed, panel=ADVANCED)
     requests: int | None = option(None, "only the first N prompts", least=1)
     full: bool = option(False, "add routing scores, lookahead, router inputs and embeddings")
-    learned: str | Path | None = option(
-        "off",
-        "what a system has learned, as of `run`; off: a trace is of this run alone",
-        metavar="FILE",
+    learned: str | Path | None = load_option(
+        "learned",
+        default="off",
+        help="where the system keeps what it learns, as of `run`; off: the trace shows this run alone",
         panel=RESEARCH,
-        was="maps",
     )
     json: bool = json_flag()
 
 
 def record(args: TraceRecordOptions) -> int:
-    """What a model routes while it answers prompts, as a trace."""
+    """Record what a model routes while it answers prompts, as a trace."""
     prompts = read_prompts(args.prompts, args.requests)
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise TraceError(f"{args.out}: not empty; a trace is written to a new or an empty folder")
@@ -105,7 +87,7 @@ def record(args: TraceRecordOptions) -> int:
 
 
 def _tokenised(prompts: Sequence[Prompt], model: Any, tokenizer: Any, is_raw: bool) -> list[AskedPrompt]:
-    """The prompts that the model can be given; each of the others is named in a message."""
+    """The prompts that fit the model, as tokens. Names each of the others in a message."""
     from expertly.model.generation import max_positions
 
     found, left_out = asked(prompts, tokenizer, is_raw=is_raw, most=max_positions(model))
@@ -123,7 +105,8 @@ def _recorded(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOpti
     from expertly.lab import recording as recordings
 
     torch.manual_seed(args.seed)
-    clock, name = _Clock(), args.model or "demo"
+    name, steps_ns = args.model or "demo", []
+    num_requests = num_tokens = 0
     recording: Recording | None = None
     try:
         with (
@@ -134,14 +117,15 @@ def _recorded(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOpti
                 message(f"expertly: the trace will have no {absent}: {reason}")
             for request in requests:
                 if progress is not None:
-                    progress("recording", clock.num_requests, len(requests))
-                prompt, num_tokens = request.prompt, len(request.tokens)
-                recording.begin_request(prompt.category, prompt.text, num_tokens)
-                _generate(model, request.tokens, args, clock)
+                    progress("recording", num_requests, len(requests))
+                recording.begin_request(request.prompt.category, request.prompt.text, len(request.tokens))
+                times_ns = _generate(model, request.tokens, args)
+                steps_ns += [after - before for before, after in pairwise(times_ns)]
+                num_requests, num_tokens = num_requests + 1, num_tokens + len(times_ns)
     except (KeyboardInterrupt, ExpertlyError):
         if recording is not None:
             message(
-                f"expertly: {args.out}: kept what was recorded, {clock.num_requests} of {len(requests)} requests and "
+                f"expertly: {args.out}: kept what was recorded, {num_requests} of {len(requests)} requests and "
                 f"{recording.num_iterations} iterations"
             )
         raise
@@ -149,12 +133,12 @@ def _recorded(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOpti
     return {
         "model": name,
         "out": str(args.out),
-        "requests": clock.num_requests,
+        "requests": num_requests,
         "iterations": recording.num_iterations,
         "rows": recording.num_rows,
-        "new_tokens": clock.num_tokens,
+        "new_tokens": num_tokens,
         "bytes": sum(path.stat().st_size for path in args.out.iterdir()),
-        "tpot_s": clock.tpot_s,
+        "tpot_s": sum(steps_ns) / len(steps_ns) / 1e9 if steps_ns else None,
         "full": args.full,
         "absent": recording.absent,
         **{key: stats[key] for key in ("system", "segments", "memory_bytes", "expert_bytes")},
@@ -163,14 +147,17 @@ def _recorded(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOpti
     }
 
 
-def _generate(model: Any, tokens: Sequence[int], args: TraceRecordOptions, clock: _Clock) -> None:
-    """Alone in its batch; no further than the model has positions."""
+def _generate(model: Any, tokens: Sequence[int], args: TraceRecordOptions) -> list[int]:
+    """Answer a prompt, no further than the model has positions. Returns when each token came."""
     from expertly.model.generation import generate, generation_config, max_positions
+    from expertly.model.text import TextStreamer
 
     most, limit = args.max_new_tokens, max_positions(model)
     if limit is not None and not model.config.is_encoder_decoder:
         most = min(most, limit - len(tokens) + 1)  # the last token is not fed
-    generate(model, tokens, generation_config(model, most, args.temperature), streamer=clock)
+    streamer = TextStreamer()
+    generate(model, tokens, generation_config(model, most, args.temperature), streamer=streamer)
+    return streamer.times_ns
 
 
 def _summary(result: dict[str, Any]) -> str:
@@ -191,15 +178,15 @@ def _summary(result: dict[str, Any]) -> str:
 class TraceImportOptions:
     file: Path = argument(REQUIRED, "the recorded routing", metavar="FILE", type=Path)
     out: Path = argument(REQUIRED, "where the trace goes: a new or an empty folder", metavar="OUT", type=Path)
-    format: str = option("npz", "of FILE", metavar="NAME")
-    geometry: str | None = option(None, "what the model's experts look like: a name or a TOML file", metavar="NAME")
-    num_experts: int | None = option(None, "a layer", least=1)
-    model: str | None = option(None, "what to call the model", metavar="NAME")
+    format: str = option("npz", "the format of FILE", metavar="NAME")
+    geometry: str | None = option(None, "the sizes of experts: a shipped description or a TOML file", metavar="NAME")
+    num_experts: int | None = option(None, "experts of a layer", least=1)
+    model: str | None = option(None, "a name for the model", metavar="NAME")
     json: bool = json_flag()
 
 
 def import_routing(args: TraceImportOptions) -> int:
-    """A trace of routing that somebody else recorded."""
+    """Make a trace of routing that another program recorded."""
     from expertly.sim.hardware import read_geometry
     from expertly.trace.importers import find_importer
     from expertly.trace.importers.base import ImportOptions
@@ -230,24 +217,28 @@ def _show_written(folder: Path, is_json: bool) -> None:
 @dataclass(frozen=True, kw_only=True)
 class TraceSynthOptions:
     out: Path = argument(REQUIRED, "where the trace goes: a new or an empty folder", metavar="OUT", type=Path)
-    layers: int = option(16, "of the model", least=1)
-    experts: int = option(64, "a layer", least=1)
-    top_k: int = option(4, "experts a token", least=1)
-    tokens: int = option(10000, "of all requests", least=1)
-    requests: int = option(1, "that share the tokens evenly", least=1)
-    prefill_tokens: int = option(0, "first tokens of a request, as one iteration")
-    zipf: Any = option(1.0, "popularity of rank r: r^-A", metavar="A", type=exponent)
-    markov: Any = option(0.0, "chance that an expert is kept for the next token", metavar="P", type=share)
-    phases: int = option(1, "between which popularity is dealt anew", least=1)
+    layers: int = option(16, "layers of the model", least=1)
+    experts: int = option(64, "experts of a layer", least=1)
+    top_k: int = option(4, "experts that a token needs", least=1)
+    tokens: int = option(10000, "tokens of all requests together", least=1)
+    requests: int = option(1, "how many requests share the tokens evenly", least=1)
+    prefill_tokens: int = option(0, "the first tokens of a request that are one iteration", panel=ADVANCED)
+    zipf: Any = option(1.0, "popularity of the expert of rank r is r^-A", metavar="A", type=exponent)
+    markov: Any = option(0.0, "probability that an expert stays for the next token", metavar="P", type=share)
+    phases: int = option(1, "how often ranks are drawn; popularity changes between phases", least=1, panel=ADVANCED)
     lookahead: Any | None = option(
-        None, "add scores of the next layer, modelled: so many of its K best are needed", metavar="P", type=share
+        None,
+        "add made-up scores of the next layer: a needed expert is among its K best with this probability",
+        metavar="P",
+        type=share,
+        panel=ADVANCED,
     )
-    seed: Any = option(0, "of what is drawn", metavar="N", type=seed)
+    seed: Any = option(0, "of the random draws", metavar="N", type=seed)
     json: bool = json_flag()
 
 
 def synth(args: TraceSynthOptions) -> int:
-    """A trace of made-up routing, the same for the same flags."""
+    """Make up a trace of random routing; the same options give the same trace."""
     from expertly.lab.synth import write_workload, zipf
 
     workload = zipf(
@@ -306,7 +297,7 @@ def info(args: TraceInfoOptions) -> int:
 
 
 def trace_facts(trace: Trace) -> dict[str, Any]:
-    """What the manifest and the requests say."""
+    """What the manifest and the requests say, for --json."""
     manifest = trace.manifest
     geometries = [layer.geometry() for layer in manifest.layers]
     categories = Counter(request.category for request in trace.requests if request.category is not None)
@@ -381,7 +372,7 @@ def _report(facts: dict[str, Any]) -> str:
         _layers_table([*layers, {**facts["mean"], "layer": "mean"}]),
         "",
         "entropy of a request's first tokens, mean over layers and requests that are that long:",
-        table(("tokens", *map(str, growth)), [("bits", *map("{:.2f}".format, growth.values()))]),
+        table(("tokens", *map(str, growth)), [("bits", *map(format_number, growth.values()))]),
     ]
     return "\n".join(lines)
 
@@ -395,16 +386,16 @@ def _fields_table(fields: dict[str, dict[str, Any]]) -> str:
 
 
 _REUSE_SHOWN = (1, 4, 16, 64)
-"""Reuse distances that the table shows; --json has more."""
+"""Reuse distances of which the table has columns; --json has more."""
 
 
 def _layers_table(layers: Sequence[dict[str, Any]]) -> str:
-    bits, tops = "{:.2f}".format, layers[-1]["top_shares"]
+    tops = layers[-1]["top_shares"]
     columns: dict[str, Column] = {
         "layer": ("layer", str),
-        "token": ("token_entropy_bits", bits),
-        "request": ("request_entropy_bits", bits),
-        "most": ("max_entropy_bits", bits),
+        "token": ("token_entropy_bits", format_number),
+        "request": ("request_entropy_bits", format_number),
+        "most": ("max_entropy_bits", format_number),
         **{f"top {percent}%": (f"top {percent}", format_share) for percent in tops},
         "top expert": ("top expert", str),
         **{f"reuse <= {distance}": (f"reuse {distance}", format_share) for distance in _REUSE_SHOWN},
@@ -419,7 +410,7 @@ def _distance(tokens: float) -> str:
 
 
 def _spread(layer: dict[str, Any]) -> dict[str, Any]:
-    """What the table shows of its inner dictionaries."""
+    """A layer's inner dictionaries as the columns of the table."""
     expert = "" if layer["most_popular_expert"] is None else f"{layer['most_popular_expert']}: "
     return {
         **{f"top {percent}": share for percent, share in layer["top_shares"].items()},
@@ -434,19 +425,17 @@ def _spread(layer: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceReplayOptions:
-    file: Path = argument(
-        REQUIRED, "written by `expertly lab trace record --decisions FILE`", metavar="FILE", type=Path
-    )
+    file: Path = argument(REQUIRED, "a file that `--decisions FILE` wrote", metavar="FILE", type=Path)
     allow_imports: bool = option(
-        False, "import the modules that the file names parts of its system by (MODULE.NAME), which runs their code"
+        False, "import the modules by which the file names parts of its system (MODULE.NAME), which runs their code"
     )
     json: bool = json_flag()
 
 
 def replay(args: TraceReplayOptions) -> int:
-    """Feed an engine's recorded observations to a new control plane, compare its decisions.
+    """Feed an engine's recorded observations to a new scheduler, and compare its decisions.
 
-    Exit code 2 where a decision comes out otherwise.
+    Exit code 2 where a decision differs.
     """
     from expertly.scheduler.decisions import replay_file
 

@@ -21,24 +21,26 @@ from expertly.trace.reader import Trace
 @dataclass(frozen=True, kw_only=True)
 class TrainPredictorOptions:
     trace: Path = argument(REQUIRED, "a folder made by `expertly lab trace record --full`", metavar="TRACE", type=Path)
-    out: Path | None = path_option(None, "the file to write, which `--predictor` reads")
+    out: Path | None = path_option(None, "the file to write, for --predictor")
     model: str | None = option(
         None,
-        "the model that the trace is of (a folder, a packed store, a hub id, or demo): without it the weights are"
-        " of a trace, and no engine takes them",
+        "the model that the trace is of (a folder, a packed store, a hub id, or demo); without it"
+        " no engine accepts the weights",
         metavar="MODEL",
     )
-    distances: Any = option("1,2,4,8", "layers ahead that can be predicted", metavar="K,K", type=distances)
-    hidden: int = option(128, "hidden numbers of each network", least=1)
+    distances: Any = option("1,2,4,8", "how many layers ahead to predict", metavar="K,K", type=distances)
+    hidden: int = option(128, "hidden units of each network", least=1)
     split: Any = option(
         "7:3",
-        "only of the requests that `simulate --split` learns from; the rest says how good it is",
+        "learn from the first part of the requests, as `simulate --split` divides them; the rest measures accuracy",
         metavar="7:3",
         type=split,
     )
-    seed: Any = option(0, "of the split's shuffle and of training", metavar="N", type=seed)
-    epochs: int = option(40, "passes over the training part at most; it ends where no more helps", least=1)
-    plain: bool = option(False, "networks of two layers and nothing past them, as ProMoE's are")
+    seed: Any = option(0, "of the shuffle and of training", metavar="N", type=seed)
+    epochs: int = option(
+        40, "passes over the training part at most; training stops when accuracy does not rise", least=1
+    )
+    plain: bool = option(False, "networks of two layers only, as ProMoE's are")
     device: str = option("cpu", "where to train: cpu or cuda:N", metavar="NAME")
     json: bool = json_flag()
 
@@ -139,7 +141,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def accuracy_table(result: dict[str, Any]) -> str:
-    """A row for each layer, those of every distance side by side."""
+    """A row for each layer, with all distances side by side."""
     distances = result["distances"]
     cells: dict[str, dict[int, dict[str, Any]]] = {}
     for one in sorted(result["accuracy"], key=lambda one: one["layer"]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,10 @@ from expertly.cli.inputs import check_writable
 from expertly.cli.output import Column, figures_table, message, print_json, progress_bar, reserved_stdout, show, typed
 from expertly.core.errors import ConfigError
 from expertly.core.files import disk_errors, write_atomic
-from expertly.core.units import format_nbytes, format_seconds, format_share
+from expertly.core.units import format_nbytes, format_range, format_ratio, format_seconds, format_share
 from expertly.data import demo_prompts
 from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, read_prompts
-from expertly.options import argument, json_flag, option, path_option
+from expertly.options import ADVANCED, argument, check_one_memory, json_flag, load_option, option, path_option
 
 if TYPE_CHECKING:
     from expertly.lab.tune.search import Candidate, Scored
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from expertly.sim.hardware import Hardware
 
 SHOWN = 12
-"""Of the simulator's ranking."""
+"""Rows of the simulator's ranking that the report shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +34,25 @@ class TuneOptions:
     model: str | None = argument(None, "a folder, a packed store or a hub id", metavar="MODEL")
     prompts: str | None = option(None, "what you ask of it. " + PROMPTS_HELP, metavar="FILE")
     raw: bool = option(False, RAW_HELP)
-    memory: str = option("auto", 'for experts: "25%" of them, "1.5GiB" or "auto" (default)', metavar="SIZE")
-    requests: int = option(16, "answer so many of the prompts, half to learn from, half to try systems on", least=1)
-    max_new_tokens: int = option(64, "of an answer", least=1)
-    time_limit: Any = option(300.0, "seconds or minutes, 90s or 5m, for everything", metavar="TIME", type=duration)
-    dtype: str | None = option(None, "bfloat16, float16 or float32", metavar="NAME")
-    codec: str = option("auto", "how experts are stored: none, planes, or auto: what is packed", metavar="NAME")
-    device: str | None = option(None, "cpu or cuda:N", metavar="NAME")
-    predictor: str = option("auto", "trained weights: a file, auto (default) or off", metavar="FILE")
-    seed: Any = option(0, "of sampling, and of which half is learned from", metavar="N", type=seed)
-    out: Path | None = path_option(None, "write all that was measured, as --json prints it")
+    memory: str = load_option("memory")
+    total_memory: str | None = load_option("total_memory")
+    requests: int = option(
+        16, "how many of the prompts are answered; half are learned from, half try the systems", least=1
+    )
+    max_new_tokens: int = option(64, "length of an answer in tokens", least=1)
+    time_limit: Any = option("5m", "for everything, in seconds or minutes: 90s, 5m", metavar="TIME", type=duration)
+    dtype: str | None = load_option("dtype")
+    codec: str = load_option("codec")
+    device: str | None = load_option("device")
+    predictor: str = load_option("predictor")
+    seed: Any = option(0, "of sampling, and of the halves", metavar="N", type=seed, panel=ADVANCED)
+    out: Path | None = path_option(None, "a file for everything that was measured, as --json prints it")
     json: bool = json_flag()
 
 
 def run(args: TuneOptions) -> int:
     begin = time.monotonic()
+    check_one_memory(args.memory, args.total_memory)
     prompts = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
     if args.prompts is None:
         message(f"expertly: no --prompts: tuned for {len(prompts)} texts that ship, not for yours")
@@ -58,6 +63,7 @@ def run(args: TuneOptions) -> int:
         wishes = Wishes(
             model=args.model,
             memory=args.memory,
+            total_memory=args.total_memory,
             dtype=args.dtype,
             codec=args.codec,
             device=args.device,
@@ -69,7 +75,8 @@ def run(args: TuneOptions) -> int:
             command=typed(),
         )
         with progress_bar("turns") as progress:
-            tuned = tune(wishes, prompts, measured_machine, begin=begin, progress=progress)
+            loading = None if progress is None else progress.in_bytes
+            tuned = tune(wishes, prompts, measured_machine, begin=begin, progress=progress, loading=loading)
         path = save(tuned)
         result = result_of(args, tuned, path)
         if args.out is not None:
@@ -86,7 +93,7 @@ def run(args: TuneOptions) -> int:
 
 
 def measured_machine() -> Hardware:
-    """As `expertly doctor --hardware-out`, in less time."""
+    """This machine as `expertly doctor --hardware-out` measures it, in less time."""
     from expertly.hardware.machine import Effort, examine
     from expertly.hardware.simulated import machine_hardware
     from expertly.store.cache import cache_folder
@@ -97,13 +104,14 @@ def measured_machine() -> Hardware:
 
 
 def result_of(args: TuneOptions, tuned: Tuned, path: Path | None) -> dict[str, Any]:
-    """For --json."""
+    """What --json prints."""
     workload, verdict = tuned.seen.workload, tuned.verdict
     rows = {name: _rows(turns, tuned) for name, turns in (("heat", verdict.heat), ("final", verdict.final))}
     return {
         "model": args.model or "demo",
         "dtype": tuned.store.manifest.told_as,
         "memory": args.memory,
+        "total_memory": args.total_memory,
         "memory_bytes": tuned.choice.memory_nbytes,
         "memory_reason": tuned.seen.memory_reason,
         "expert_bytes": tuned.store.experts_nbytes,
@@ -137,7 +145,7 @@ def result_of(args: TuneOptions, tuned: Tuned, path: Path | None) -> dict[str, A
 
 
 def _ranked(one: Scored, calibration: Calibration) -> dict[str, Any]:
-    """What was simulated, what of it was measured to be beyond that, and of what nobody knows."""
+    """A candidate's simulated time, its measured overhead, and the parts whose overhead was not measured."""
     return {
         "system": one.candidate.label,
         "seconds": one.seconds,
@@ -149,7 +157,7 @@ def _ranked(one: Scored, calibration: Calibration) -> dict[str, Any]:
 
 
 def _rows(turns: Turns | None, tuned: Tuned) -> list[dict[str, Any]] | None:
-    """Of each that ran, beside what nothing may be slower than."""
+    """The engine's figures of each candidate that ran, relative to the base system."""
     if turns is None:
         return None
 
@@ -171,28 +179,29 @@ def report(result: dict[str, Any]) -> str:
     ]
     for over, gain in result["gains"].items():
         lines.append(
-            f"against {over}: {gain['ratio']:.3f}x the time of a request ({gain['low']:.3f} to {gain['high']:.3f} over "
-            f"{gain['num_turns']} turns), {gain['tpot_ratio']:.3f}x the time per token"
+            f"against {over}: {_ratio(gain['ratio'])} the time of a request "
+            f"({format_range(_ratio, gain['low'], gain['high'])} over {gain['num_turns']} turns), "
+            f"{_ratio(gain['tpot_ratio'])} the time per token"
         )
-    for name, what in (("heat", "on the engine, the best few"), ("final", "on the engine, once more")):
+    for name, what in (("heat", "on the engine, the best few:"), ("final", "on the engine, once more:")):
         rows = result["verification"][name]
         if rows:
-            lines += ["", figures_table(rows, {what: ("system", str), **_VERIFIED})]
+            lines += ["", what, figures_table(rows, _VERIFIED)]
     for system, reason in result["failed"].items():
         lines.append(f"left out: {system}: {reason}")
     if overheads := result["calibration"]:
-        said = ", ".join(f"{kind} {1e3 * seconds:+.2f} ms" for kind, seconds in overheads.items())
+        said = ", ".join(f"{kind} {_change(seconds)}" for kind, seconds in overheads.items())
         lines += ["", f"measured beyond the simulated, of a step, against {result['base_system']}: {said}"]
     search, workload, seconds = result["search"], result["workload"], result["seconds"]
     if search["ranking"]:
         ranking = [one | {"beyond": _beyond(one)} for one in search["ranking"][:SHOWN]]
         columns: dict[str, Column] = {
-            f"simulated, best of {search['tried']}": ("system", str),
-            "seconds": ("seconds", "{:.3f}".format),
+            "system": ("system", str),
+            "time": ("seconds", format_seconds),
             "of requests": ("requests", str),
             "beyond it, a step": ("beyond", str),
         }
-        lines += ["", figures_table(ranking, columns)]
+        lines += ["", f"simulated, the best of {search['tried']}:", figures_table(ranking, columns)]
         if unknown := dict.fromkeys(kind for one in ranking for kind in one["unmeasured"]):
             lines.append(f"not measured on the engine before the search, and simulated alone: {', '.join(unknown)}")
     if not search["is_whole"]:
@@ -207,15 +216,23 @@ def report(result: dict[str, Any]) -> str:
 
 
 def _beyond(one: dict[str, Any]) -> str:
-    return "not measured" if one["unmeasured"] else f"{1e3 * one['overhead_s']:+.2f} ms"
+    return "not measured" if one["unmeasured"] else _change(one["overhead_s"])
+
+
+def _change(seconds: float) -> str:
+    return f"+{format_seconds(seconds)}" if seconds > 0 else format_seconds(seconds)
+
+
+_ratio = partial(format_ratio, places=3)
 
 
 _VERIFIED: dict[str, Column] = {
+    "system": ("system", str),
     "TTFT": ("ttft_s", format_seconds),
     "TPOT": ("tpot_s", format_seconds),
-    "time": ("ratio", "{:.3f}x".format),
-    "95% low": ("low", "{:.3f}".format),
-    "high": ("high", "{:.3f}".format),
-    "TPOT ratio": ("tpot_ratio", "{:.3f}x".format),
+    "time": ("ratio", _ratio),
+    "95% low": ("low", _ratio),
+    "high": ("high", _ratio),
+    "TPOT ratio": ("tpot_ratio", _ratio),
     "turns": ("num_turns", str),
 }

@@ -41,9 +41,14 @@ def format_share(share: float | None) -> str:
     return "-" if share is None or not math.isfinite(share) else f"{100 * share:.1f}%"
 
 
-def format_ratio(ratio: float | None) -> str:
+def format_ratio(ratio: float | None, places: int = 2) -> str:
     """`0.93x`."""
-    return "-" if ratio is None or not math.isfinite(ratio) else f"{ratio:.2f}x"
+    return "-" if ratio is None or not math.isfinite(ratio) else f"{ratio:.{places}f}x"
+
+
+def format_number(value: float | None) -> str:
+    """`8.12`, `592`: of what has no unit, or one that is told beside it."""
+    return "-" if value is None or not math.isfinite(value) else _digits(value)
 
 
 def format_range(write: Callable[[float], str], low: float, high: float) -> str:

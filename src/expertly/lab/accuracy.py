@@ -1,5 +1,5 @@
-"""How often predictors are right on rows that none of them learned from: learned, lookahead, token id (ProMoE, figures
-8 and 9).
+"""How often predictors are right on rows that they did not learn from: learned, lookahead, token id (ProMoE, figures 8
+and 9).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _BLOCK_ROWS = 1024
 Scores = Callable[[Rows], npt.NDArray[np.float32]]
 """[rows, E] of rows of the data set."""
 Share = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64], Rows], float]
-"""What is right of what is named, given both of each row, and which rows these are of the data set."""
+"""The share of the named experts that are needed; takes both of each row, and the rows' numbers in the data set."""
 
 
 def of_all(right: npt.NDArray[np.int64], named: npt.NDArray[np.int64], rows: Rows) -> float:
-    """Rows are alike."""
+    """A Share that counts all rows alike."""
     return float(right.sum() / named.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Of one layer, predicted `distance` layers ahead or from the first layer: the share of the experts named that were
-    needed, as many of each row as its router chooses. None: the trace does not show it.
+    """One layer, predicted `distance` layers ahead or from the first layer: the share of the named experts that were
+    needed. For each row as many are named as its router chooses. None where the trace does not show it.
     """
 
     distance: int
@@ -51,8 +51,8 @@ def accuracies(
     weights: LearnedWeights,
     share: Share = of_all,
 ) -> tuple[list[Accuracy], int]:
-    """By distance and layer, on the decode rows of `test` (all of them, where none is decode), and how many these are.
-    The rows of `data` are those of `training`, over which token ids are counted, and then those of `test`.
+    """By distance and layer on the decode rows of `test` (all rows where none is decode), and how many rows those are.
+    `data` holds the rows of `training`, over which token ids are counted, before those of `test`.
     """
     spans = [*training, *test]
     trace_rows = np.concatenate([np.arange(span.first_row, span.first_row + span.num_rows) for span in spans])
@@ -81,8 +81,8 @@ def accuracies(
 
 
 def means(accuracies: Sequence[Accuracy]) -> dict[int, dict[str, Any]]:
-    """By distance: the mean of each predictor over the layers, and how many layers the learned one is at least as good
-    in as the other (`learned_over_...`), or lookahead worse than the token id (`lookahead_below_token_id`).
+    """By distance: each predictor's mean over the layers; in how many layers the learned one is at least as good as
+    another (`learned_over_...`), and in how many lookahead is worse than the token id (`lookahead_below_token_id`).
     """
     result: dict[int, dict[str, Any]] = {}
     for distance in sorted({one.distance for one in accuracies}):
@@ -110,7 +110,7 @@ def _num_at_least(those: Sequence[Accuracy], name: str, other: str) -> int | Non
 
 
 def _accuracy(data: Dataset, layer: int, rows: Rows, scores: Scores | None, share: Share) -> float | None:
-    """Never is an expert named whose score is 0; ties go to the lowest id."""
+    """Experts with score 0 are never named; ties go to the lowest id."""
     if scores is None:
         return None
     rows = rows[data.ran[layer, rows]]
@@ -127,7 +127,7 @@ def _accuracy(data: Dataset, layer: int, rows: Rows, scores: Scores | None, shar
 
 
 def _lookahead(trace: Trace, trace_rows: Rows, source: int, layer: int) -> Scores | None:
-    """Scores of the router of `layer`, asked about the input of `source`; None where the trace does not look so far."""
+    """Scores of `layer`'s router for the input of `source`; None where the trace does not look so far ahead."""
     if not trace.has("lookahead") or layer - source > trace.manifest.fields["lookahead"].shape[1]:
         return None
     num_experts = trace.manifest.layers[layer].num_experts
@@ -145,7 +145,7 @@ def _lookahead(trace: Trace, trace_rows: Rows, source: int, layer: int) -> Score
 
 
 class _TokenIds:
-    """How often each token id chose each expert of a layer in the training part; an id that is not in it, all ids."""
+    """How often each token id chose each expert of a layer in the training part; an unseen id counts as all ids."""
 
     def __init__(self, data: Dataset, layer: int, ids: npt.NDArray[np.int32], training: Rows) -> None:
         num_experts = data.layers[layer].num_experts

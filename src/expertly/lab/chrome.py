@@ -15,10 +15,9 @@ _THREADS = {"device": 1, "link": 2, "disk": 3, "predictor": 4}
 
 
 class ChromeTrace:
-    """Writes events as they happen: a process a run, with a thread each for device, link, disk and predictor.
-
-    The format is the JSON array of the Trace Event Format; times in microseconds. The file is there when all is
-    written. Raises ConfigError where it cannot be written.
+    """Writes events as they happen, in the JSON array of the Trace Event Format with times in microseconds: a process
+    for each run, with a thread each for device, link, disk and predictor. The file appears when all is written. Raises
+    ConfigError where it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +52,7 @@ class ChromeTrace:
             self._partial.unlink(missing_ok=True)
 
     def begin_run(self, name: str) -> RunTimeline:
-        """The events that follow are of another run, named "SYSTEM, BUDGET"."""
+        """The following events are of a new run, called "SYSTEM, BUDGET"."""
         self._num_runs += 1
         pid = self._num_runs
         self.write({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
@@ -75,7 +74,7 @@ class ChromeTrace:
 
 
 class RunTimeline:
-    """The SimulationWatcher that writes one run's events. Gaps on the device are stalls, or nothing to do."""
+    """The SimulationWatcher that writes one run's events. Gaps on the device are stalls, or idle."""
 
     def __init__(self, file: ChromeTrace, pid: int) -> None:
         self._file = file

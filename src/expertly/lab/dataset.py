@@ -1,4 +1,4 @@
-"""What a trace shows of routers, as training reads it: a layer at a time, its rows in any order.
+"""A trace as training reads it: one layer at a time, its rows in any order.
 
 L layers, H numbers of a router input, K top-k, E experts.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import ConfigError, TraceError
+from expertly.sim.study import Progress
 from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace
 from expertly.trace.schema import NO_EXPERT
@@ -22,18 +23,17 @@ _BLOCK_ROWS = 1024
 
 Rows = npt.NDArray[np.intp]
 
-Progress = Callable[[str, int, int], None]
-"""`progress(what, done, in all)`."""
-
 
 class Dataset:
-    """Rows of requests, numbered in the order of `spans`. One pass over the trace copies them, layer by layer, to a
-    scratch file in the folder for temporary files, which is mapped into memory: what is in use at a time is a layer's
-    batch, the rest is the page cache's. The file has no name and goes with the object.
+    """Rows of requests, numbered in the order of `spans`.
+
+    One pass over the trace copies them, layer by layer, to a scratch file in the folder for temporary files, which is
+    mapped into memory: only the batches in use take memory, the rest is page cache. The file has no name and goes away
+    with this object.
     """
 
     def __init__(self, trace: Trace, spans: Sequence[RowRange], progress: Progress | None = None) -> None:
-        """Raises TraceError where the trace lacks what is to be learned, ConfigError where there is no room for it."""
+        """Raises TraceError where the trace lacks a field that training needs, ConfigError where the disk is full."""
         if not trace.is_real("router_inputs"):
             raise TraceError(
                 f"{trace.folder}: field 'router_inputs': not in this trace, which has "
@@ -85,7 +85,7 @@ class Dataset:
         return scores
 
     def _starts(self, trace: Trace) -> tuple[int, ...]:
-        """Of each layer, the first layer that ever ran in the same row: its stack begins there."""
+        """For each layer, the first layer of its stack: the first that ever ran in the same row."""
         starts = []
         for layer, ran in enumerate(self.ran):
             first = next((one for one in range(layer + 1) if (self.ran[one] & ran).any()), None)

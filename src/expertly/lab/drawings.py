@@ -1,4 +1,4 @@
-"""What `simulate` and `trace info` draw with --plot."""
+"""The pictures of `simulate --plot` and `trace info --plot`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 _DOTTED = (0, (2, 3))
 _FLOOR = "floor: computing, belady's bytes"
 _LEGEND_WIDTH = 130
-"""Letters of a line of the legend, about: names of systems made of parts are long."""
+"""Letters that fit a line of the legend, about; names of systems with changed parts are long."""
 _PANELS = (
     ("hit_rate", "hit rate in decode (%)", 100.0),
     ("tpot_s", "time per output token (ms)", 1000.0),
@@ -30,8 +30,8 @@ _PANELS = (
 
 
 def plot_simulation(facts: Row, results: Sequence[Row], path: Path) -> None:
-    """What each budget gives, and how far that is from the best possible: over several budgets a line a system, for one
-    a bar each. Panels of which nothing is known are left out.
+    """Each system's figures, beside the best possible: over several budgets a line for each system, for one budget a
+    bar. Panels without any figure are left out.
     """
     cuts = sorted({row["segments"] for row in results})
     results = [
@@ -197,7 +197,7 @@ def _whole_numbers(axis: Any) -> None:
 
 
 def _by_powers(axes: Any, largest: int) -> None:
-    """The axis of x by powers of two, written as numbers, no more than a dozen."""
+    """Label the x axis with powers of two, a dozen at most."""
     axes.set_xscale("log", base=2)
     powers = range(max(largest.bit_length(), 1))
     ticks = [1 << power for power in powers][:: -(-len(powers) // 12)]

@@ -1,7 +1,9 @@
-"""What to expect of a model on a machine before it is downloaded: what fits, and tokens per second in several budgets.
+"""What to expect of a model on a machine before it is downloaded: what fits, and tokens per second under several
+budgets.
 
-Its routing is not known then. Two made-up ones stand for it, one below and one above what was measured of real models
-(docs/simulator.md): how much a token's experts are those of the token before, and how uneven they are chosen.
+Nobody knows the model's routing before it runs. Two made-up routings stand for it, one below and one above what was
+measured on real models (docs/simulator.md): how often a token needs the previous token's experts, and how unevenly
+experts are used.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from expertly import api
 from expertly.core.errors import ConfigError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import Geometry
-from expertly.core.units import format_nbytes
+from expertly.core.resources import parse_memory
+from expertly.core.units import format_nbytes, format_rate, format_seconds
 from expertly.engine.compute import expert_nbytes_at_once
 from expertly.engine.memory import (
     BESIDE_NBYTES,
@@ -45,13 +48,13 @@ from expertly.trace.reader import Trace
 
 CONTEXTS = (4096, 32768, 131072)
 SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
-"""Of the experts: the budgets that are looked at."""
+"""The budgets that are looked at, as shares of the experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """As `lab.synth.zipf` makes it: expert of rank r is drawn with weight r^-exponent, one of the token before is held
-    on to with probability `keep`.
+    """Parameters of `lab.synth.zipf`: the expert of rank r is drawn with weight r^-exponent, and each expert of the
+    previous token is kept with probability `keep`.
     """
 
     exponent: float
@@ -59,14 +62,14 @@ class Routing:
 
 
 EVEN = Routing(0.5, 0.2)
-"""A quarter of 32 or 64 experts hits 43 to 45 % and half of them 66; of the demo model and DeepSeek-V2-Lite on legal
-texts 45 to 50 and 72 to 73 were measured.
+"""A quarter of 32 or 64 experts hits 43 to 45 % and half of them 66 %. Measured: 45 to 50 and 72 to 73 % on the demo
+model and DeepSeek-V2-Lite with legal texts.
 """
 UNEVEN = Routing(0.9, 0.4)
-"""A quarter hits 63 to 67 %; of gpt-oss-20b and DeepSeek-V2-Lite on translations 65 and 62 were measured."""
+"""A quarter hits 63 to 67 %. Measured: 65 and 62 % on gpt-oss-20b and DeepSeek-V2-Lite with translations."""
 
 MACHINE_ERROR = 1.25
-"""A machine is measured for half a minute without the model: times are taken to be that much longer or shorter."""
+"""A machine is measured for only half a minute and without the model: times may be longer or shorter by this factor."""
 
 _CALIBRATION_TOKENS = 24
 _REQUEST_TOKENS = 64
@@ -75,7 +78,7 @@ _WARM_REQUESTS = 2
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSpeed:
-    """Of decode with so much memory for experts; of each pair the lower and the upper end."""
+    """Decode with so much memory for experts; each pair is a lower and an upper end."""
 
     memory_nbytes: int
     share: float  # of the experts
@@ -87,7 +90,7 @@ class ExpectedSpeed:
 
 @dataclass(frozen=True, slots=True)
 class ModelForecast:
-    """Bytes, and what they come to on one machine. `memory_name`: of the device that computes."""
+    """What a model needs, and how fast it would be on one machine. `memory_name`: the device that computes."""
 
     needs: ModelNeeds
     own_nbytes: int | None  # as the checkpoint stores it
@@ -101,17 +104,20 @@ class ModelForecast:
     disk_stream_nbytes: int  # at most, with `pack --stream`
     disk_free_nbytes: int
     memory_name: str
-    memory_nbytes: int  # free
+    memory_nbytes: int  # free, or as much of it as was stated for everything
     fitting_share: float  # of the experts, beside the rest and 4096 tokens
     speeds: tuple[ExpectedSpeed, ...]
     decided_by: str
     command: str
 
 
-def measured_hardware(profile: MachineProfile) -> Hardware:
-    """The machine of `profile`, and what a layer takes on it beside its weights, by the demo model: a few seconds."""
+def measured_hardware(profile: MachineProfile, loading: api.Progress | None = None) -> Hardware:
+    """The machine of `profile`, with what a layer takes beside its weights, measured on the demo model in a few
+    seconds. `loading` is told of the bytes of that model, as by `expertly.load`.
+    """
     hardware = machine_hardware(profile)
-    model, tokenizer = api.load(system="resident", learned="off", codec="none", device=_device_of(profile))
+    how: dict[str, Any] = {"learned": "off", "codec": "none", "device": _device_of(profile)}
+    model, tokenizer = api.load(system="resident", progress=loading, **how)
     try:
         inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False).to(model.device)
         times_ns = []
@@ -141,9 +147,10 @@ def forecast(
     hardware: Hardware,
     available_nbytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    total_memory: str | None = None,
 ) -> ModelForecast:
-    """On the machine of `profile`, which `hardware` describes to the simulator. `available_nbytes`: its free memory now
-    (default: as the profile says). `progress(runs done, in all)`.
+    """The forecast for the machine of `profile`, which `hardware` describes to the simulator. `available_nbytes`: its
+    free memory now (default: as the profile says). `total_memory`: see `expertly.load`. `progress(runs done, in all)`.
     """
     device = profile.devices[0] if profile.devices else None
     free = profile.available_nbytes if available_nbytes is None else available_nbytes
@@ -157,6 +164,8 @@ def forecast(
     else:
         memory_name, memory, fixed, per_token = device.name, device.memory_nbytes, WORKING_NBYTES, 0
         dense = needs.decoded_dense_nbytes
+    if total_memory is not None:
+        memory = parse_memory(total_memory, memory, "total_memory") or memory
     beside = BesideExperts(dense, fixed, cache, per_token)
     left = memory - beside.dense_nbytes - beside.fixed_nbytes - beside.of_tokens(0, CONTEXTS[0])
     least = least_nbytes(geometry)
@@ -186,7 +195,7 @@ def forecast(
         fitting_share=max(0.0, min(1.0, left / geometry.nbytes)) if left >= least else 0.0,
         speeds=tuple(speeds),
         decided_by=_decided_by(speeds, hardware),
-        command=_command(needs, store, download, shutil.disk_usage(folder).free, left >= least),
+        command=_command(needs, store, download, shutil.disk_usage(folder).free, left >= least, total_memory),
     )
 
 
@@ -197,7 +206,9 @@ def _speeds(
     left: int,
     progress: Callable[[int, int], None] | None,
 ) -> list[ExpectedSpeed]:
-    """Of the base system, which keeps what was used last: what others gain depends on what a model routes."""
+    """Simulated with the base system, which keeps what was used last: how much other systems gain depends on the
+    model's routing.
+    """
     num_runs = 2 * len(budgets)
     of_routing: list[list[dict[str, Any]]] = []
     for routing in (EVEN, UNEVEN):
@@ -230,7 +241,7 @@ def _speeds(
 
 
 def _study(needs: ModelNeeds, hardware: Hardware, routing: Routing, folder: Path) -> Study:
-    """Requests of one routing, of which all but the last fill the cache."""
+    """Requests of one routing; all but the last fill the cache."""
     shapes = {(layer.num_experts, layer.top_k) for layer in needs.layers}
     if len(shapes) > 1:
         raise ConfigError(
@@ -260,17 +271,24 @@ def _decided_by(speeds: list[ExpectedSpeed], hardware: Hardware) -> str:
     link = hardware.link if hardware.disk is None else hardware.disk
     if best.waiting[1] < 0.2:
         return (
-            f"how fast weights are read from memory ({hardware.memory_nbytes_per_s / 1e9:.1f} GB/s measured), and what "
-            f"a layer takes beside ({hardware.layer_ns / 1e6:.1f} ms, by the demo model)"
+            f"how fast weights are read from memory ({format_rate(hardware.memory_nbytes_per_s)} measured), and what "
+            f"a layer takes beside ({format_seconds(hardware.layer_ns / 1e9)}, by the demo model)"
         )
     return (
         f"how often a token's experts are in memory, which nobody knows before the model runs, and reading the others "
-        f"from the disk ({link.nbytes_per_s / 1e9:.2f} GB/s measured)"
+        f"from the disk ({format_rate(link.nbytes_per_s)} measured)"
     )
 
 
-def _command(needs: ModelNeeds, store_nbytes: int, download_nbytes: int, free_nbytes: int, fits: bool) -> str:
-    """What to do next."""
+def _command(
+    needs: ModelNeeds,
+    store_nbytes: int,
+    download_nbytes: int,
+    free_nbytes: int,
+    fits: bool,
+    total_memory: str | None = None,
+) -> str:
+    """The command to run next."""
     if needs.refused is not None:
         return f"none: {needs.refused}"
     if needs.stored is None:
@@ -281,4 +299,4 @@ def _command(needs: ModelNeeds, store_nbytes: int, download_nbytes: int, free_nb
         if not download_nbytes or store_nbytes + needs.stored.largest_file_nbytes > free_nbytes:
             return f"make room on the disk ({format_nbytes(free_nbytes)} are free), or set EXPERTLY_CACHE to another"
         return f"expertly pack {needs.name} --stream"
-    return f"expertly run {needs.name}"
+    return f"expertly run {needs.name}" + ("" if total_memory is None else f" --total-memory {total_memory}")

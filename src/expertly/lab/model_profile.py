@@ -39,10 +39,10 @@ CONTEXT = 32
 """Tokens in the KV cache when a decode step is measured."""
 
 MAX_BATCH = 4
-"""Up to so many tokens are those of so many requests that decode; more are a prompt."""
+"""Up to so many tokens are measured as a batch of decoding requests; more as a prompt."""
 
 PIECES = (1, 2, 4, 8)
-"""So many are brought at a time to measure the link."""
+"""How many spans are loaded at once to measure the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ def measure_model(model: Any, seconds: float = 20.0, tokens: Sequence[int] = TOK
 
 
 def compressed_costs(model: Any, measured: ModelProfile) -> tuple[Link, CodecCosts] | None:
-    """What disk and decoding of the model's store take, which the simulator adds up: how long its spans took has both
-    in it. None for a store that is not compressed.
+    """What reading and decoding of the model's compressed store cost apart, as the simulator adds them up; measured
+    loads have both in them. None for a store that is not compressed.
     """
     store = handle(model).store
     if store.codec == "none":
@@ -90,7 +90,7 @@ def compressed_costs(model: Any, measured: ModelProfile) -> tuple[Link, CodecCos
 
 @dataclass(slots=True)
 class _Samples:
-    """Nanoseconds, measured with one number of tokens."""
+    """Nanoseconds measured with one number of tokens."""
 
     between: list[int] = field(default_factory=list)  # from one layer's experts to the next one's, of a pass
     outside: list[int] = field(default_factory=list)  # of a pass, outside all of its experts and what is between them
@@ -100,7 +100,7 @@ class _Samples:
 
 
 class Measurement:
-    """What has been measured of one model so far; run all `tasks` at least once before `profile`."""
+    """The measurements of one model so far; run all `tasks` at least once before `profile`."""
 
     def __init__(self, model: Any, tokens: Sequence[int] = TOKENS) -> None:
         self._model = model
@@ -125,7 +125,7 @@ class Measurement:
             raise ModelUseError("this model's layers have experts of several shapes: its costs cannot be measured yet")
 
     def tasks(self) -> Iterator[Callable[[], None]]:
-        """Each measures one thing a few times. To be run without gradients, in this order."""
+        """Each measures one thing a few times. Run them without gradients, in this order."""
         for tokens in reversed(self._tokens):
             if tokens > MAX_BATCH:
                 yield partial(self._prompt, tokens)
@@ -143,7 +143,9 @@ class Measurement:
         yield self._busy_link
 
     def tasks_of_a_token(self) -> Iterator[Callable[[], None]]:
-        """Those that a decode step of one request depends on: a fraction of the time, to follow a drifting machine."""
+        """The tasks for what a decode step of one request depends on: a fraction of the time, to follow a drifting
+        machine.
+        """
         for task in (self._decode, self._resident_experts, self._parts):
             yield partial(task, 1)
 
@@ -193,13 +195,13 @@ class Measurement:
         return ids.to(self._engine.device.torch_device)
 
     def _forward(self, ids: torch.Tensor, cache: Any) -> Any:
-        """One pass as `generate` makes it: logits of the last token alone where the model can, and the choice."""
+        """One pass as `generate` makes it: logits of the last token alone where the model can, and choosing a token."""
         logits, cache = forward(self._model, ids, cache)
         logits.argmax(-1).tolist()
         return cache
 
     def _decode(self, num_requests: int) -> None:
-        """Steps after short prompts."""
+        """Decode steps after short prompts."""
         cache = self._forward(self._ids(num_requests, CONTEXT), None)
         cache = self._forward(self._ids(num_requests, 1), cache)
         for _ in range(12 // num_requests):
@@ -210,7 +212,7 @@ class Measurement:
                 self._layers_run += samples_of(before, self._counts(), self._layer.expert_nbytes, processor_ns)
 
     def _counts(self) -> list[tuple[int, ...]]:
-        """Of each layer in decode: experts not wholly resident, bytes loaded, time of its experts, time waited."""
+        """For each layer in decode: experts not wholly resident, bytes loaded, time of its experts, time waited."""
         return [
             (one.misses + one.partial_hits, one.loaded_nbytes, one.expert_ns, one.stall_ns)
             for one in (counters.decode for counters in self._scheduler.counters)
@@ -232,7 +234,7 @@ class Measurement:
 
     @contextmanager
     def _watched(self) -> Iterator[list[tuple[int, int]]]:
-        """Times of each layer's experts, begin and end in turn, and of the processor, while the block runs."""
+        """While the block runs: begin and end of each layer's experts, and processor time."""
         times: list[tuple[int, int]] = []
 
         def note(*_: Any) -> None:
@@ -249,7 +251,7 @@ class Measurement:
     # -- experts -----------------------------------------------------------------------------------------------
 
     def _resident(self) -> list[list[Span]]:
-        """Of each layer that has at least two, the experts that lie whole in one frame."""
+        """For each layer with at least two of them, the experts that lie whole in one frame."""
         whole, geometry = self._scheduler.slots.whole, self._geometry
         layers = []
         for layer in range(geometry.num_layers):
@@ -263,7 +265,7 @@ class Measurement:
         return layers
 
     def _some_layers(self, num_tokens: int) -> list[list[Span]]:
-        """`_resident`, and of many tokens, which take long, three layers of it."""
+        """`_resident`; for many tokens, which take long, only three of its layers."""
         layers = self._resident()
         if num_tokens <= MAX_BATCH:
             return layers
@@ -276,14 +278,14 @@ class Measurement:
         return hidden.to(self._engine.device.torch_device, getattr(torch, self._handle.store.manifest.dtype))
 
     def _threads(self, num_tokens: int) -> AbstractContextManager[None]:
-        """Those of a pass in which an expert has so many tokens; of a decode step where there is one."""
+        """The compute threads of a pass in which an expert has so many tokens."""
         if self._engine.threads is None:
             return nullcontext()
         num_rows = num_tokens * self._layer.num_experts // self._layer.top_k if num_tokens > MAX_BATCH else num_tokens
         return self._engine.threads.of_pass(num_rows)
 
     def _run_experts(self, layer: int, experts: list[int], hidden: torch.Tensor) -> int:
-        """Nanoseconds of a layer's experts, all tokens going to all of these."""
+        """Nanoseconds of a layer's experts when every token goes to all of these."""
         index = torch.tensor([experts], device=hidden.device).repeat(len(hidden), 1)
         weights = torch.full(index.shape, 1 / len(experts), dtype=hidden.dtype, device=hidden.device)
         with self._threads(len(hidden)):
@@ -293,7 +295,9 @@ class Measurement:
             return time.perf_counter_ns() - start
 
     def _resident_experts(self, num_tokens: int) -> None:
-        """Several of a layer against one of the layer before: nothing that is timed has just been used."""
+        """Several experts of a layer, timed against one of the layer before, so that nothing timed was used just
+        before.
+        """
         hidden, samples = self._hidden(num_tokens), self._of_tokens[num_tokens]
         before = self._resident()[-1]
         self._run_experts(before[0].layer, [before[0].expert], hidden)  # what is made at a first use is no part of it
@@ -308,7 +312,7 @@ class Measurement:
             before = spans
 
     def _parts(self, num_tokens: int) -> None:
-        """Whole experts and two ways to cut them, through the arithmetic alone."""
+        """Compute whole experts, and two ways to cut them into parts."""
         hidden, in_parts = self._hidden(num_tokens), self._of_tokens[num_tokens].in_parts
         out = torch.empty_like(hidden)
         few, many = cuts(self._layer.num_blocks)
@@ -318,9 +322,8 @@ class Measurement:
                 in_parts[num_parts].append(_timed(partial(_in_parts, *next(experts), hidden, out, num_parts)))
 
     def _slot_views(self, num_segments: int) -> Iterator[tuple[LayerCompute, int, Callable[[], None]]]:
-        """For ever: a layer's arithmetic for so many segments, and the first slot of one of its resident experts.
-
-        It goes on where the last one ended, so that no cache holds what comes.
+        """Endlessly: the arithmetic of a layer for so many segments, and the first slot of one of its resident experts.
+        Goes on where the last call ended, so that no processor cache holds what comes.
         """
         old, resident = self._geometry.segments_per_expert, self._resident()
         rows, kernels = self._engine.device.rows, self._engine.executor.shards[0].kernels
@@ -339,7 +342,7 @@ class Measurement:
     # -- transfers ---------------------------------------------------------------------------------------------
 
     def _free_frames(self) -> list[int]:
-        """First slots of places for a whole expert that hold nothing."""
+        """The first slots of empty places for a whole expert."""
         num_segments = self._geometry.segments_per_expert
         free = set(self._scheduler.slots.pools[0].free_slots())
         starts = [slot for slot in sorted(free) if slot % num_segments == 0]
@@ -353,7 +356,7 @@ class Measurement:
         return frames
 
     def _loads(self, num_spans: int, num_segments: int) -> list[Span]:
-        """Spans of random experts, into places that hold nothing; places may be taken twice, nobody reads them."""
+        """Load spans of random experts into empty places; a place may be used twice, as nobody reads it."""
         geometry, frames = self._geometry, self._free_frames()
         layers = torch.randint(geometry.num_layers, (num_spans,), generator=self._generator).tolist()
         experts = torch.randperm(self._layer.num_experts, generator=self._generator).tolist()
@@ -361,7 +364,7 @@ class Measurement:
         return [Span(layer, expert, 0, num_segments, slot) for layer, expert, slot in pairs]
 
     def _link(self) -> None:
-        """The time after which spans submitted together to an idle link have all arrived."""
+        """How long spans take that are submitted together to an idle link."""
         backend = self._engine.device
         for n in PIECES:
             for size in sorted({1, self._geometry.segments_per_expert}):
@@ -374,7 +377,7 @@ class Measurement:
                 self._shots[n, size].append(time.perf_counter_ns() - start)
 
     def _busy_link(self) -> None:
-        """Computing an expert alone, and while spans are on their way."""
+        """Compute an expert alone, and while spans are loading."""
         backend, hidden = self._engine.device, self._hidden(1)
         out = torch.empty_like(hidden)
         experts = self._slot_views(1)

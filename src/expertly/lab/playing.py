@@ -1,5 +1,5 @@
-"""Requests on a loaded model, one token after the other: answered by it, or fed to it as they were recorded; and what
-it learns from a recording.
+"""Runs requests on a loaded model token by token: lets it answer, or feeds it recorded tokens. Also lets its system
+learn from a recording.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from expertly.sim.training import histories, teach
 from expertly.trace.reader import Trace
 
 Choose = Callable[[torch.Tensor], int]
-"""A token by its logits [V]."""
+"""Chooses a token by its logits [V]."""
 
 LEAST_STEPS = 8
-"""Of an answer that is cut short."""
+"""Steps that an answer keeps when it is cut short."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """Tokens as they were recorded, which every system is fed; the first `num_prompt` are the prompt."""
+    """A request's recorded tokens, which every system is fed alike; the first `num_prompt` are the prompt."""
 
     tokens: tuple[int, ...]
     num_prompt: int
     number: int = 0  # in its trace
 
     def cut(self, share: float) -> RecordedRequest:
-        """With that share of its steps, LEAST_STEPS of them at least."""
+        """The request with that share of its steps, and at least LEAST_STEPS of them."""
         num_steps = max(LEAST_STEPS, int(share * (len(self.tokens) - self.num_prompt)))
         return replace(self, tokens=self.tokens[: self.num_prompt + num_steps])
 
 
 def recorded_requests(trace: Trace, schedule: Schedule) -> list[RecordedRequest]:
-    """Those that are not learned from. The schedule is of whole requests."""
+    """The requests that systems are tried on. The schedule is of whole requests."""
     found = []
     for span in schedule.test:
         assert span.request is not None
@@ -54,7 +54,7 @@ def recorded_requests(trace: Trace, schedule: Schedule) -> list[RecordedRequest]
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What a request took."""
+    """How long a request took."""
 
     ttft_s: float
     steps_s: tuple[float, ...]
@@ -66,7 +66,7 @@ class Played:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean of the steps; None where the answer was a single token, which nothing follows."""
+        """The mean of its steps; None where the answer was a single token."""
         return sum(self.steps_s) / len(self.steps_s) if self.steps_s else None
 
 
@@ -77,8 +77,8 @@ def answer(
     choose: Choose,
     may_go_on: Callable[[int], bool] = lambda num: True,
 ) -> None:
-    """Let the model answer until it ends, has written so many tokens, or `may_go_on`, asked with their number, says no.
-    The last token is not fed.
+    """Let the model answer a prompt until it ends, has written `max_new_tokens`, or `may_go_on(tokens so far)` is
+    false. The last token is not fed.
     """
     found = model.generation_config.eos_token_id
     ends = found if isinstance(found, list) else [found]
@@ -94,7 +94,7 @@ def answer(
 
 
 def feed(model: Any, tokens: Sequence[int], num_prompt: int) -> Played:
-    """Run a prompt of `num_prompt` tokens in one pass, and each further token in one of its own."""
+    """Run a prompt of `num_prompt` tokens in one pass, and each further token in its own."""
     times = [time.perf_counter()]
     cache = None
     with torch.no_grad():
@@ -107,7 +107,7 @@ def feed(model: Any, tokens: Sequence[int], num_prompt: int) -> Played:
 
 
 def learn(model: Any, trace: Trace, schedule: Schedule) -> None:
-    """Let what predicts and what evicts learn from the training part, if they do."""
+    """Let predictor and eviction learn from the training part, if they learn at all."""
     engine = handle(model).engine
     for policy in eviction_policies(engine.executor):
         if isinstance(policy.learned, ReuseModel):
@@ -119,14 +119,14 @@ def learn(model: Any, trace: Trace, schedule: Schedule) -> None:
 
 
 def forward(model: Any, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-    """Logits [requests, V] behind the last of the `ids` [requests, T], and the KV cache with them."""
+    """The logits [requests, V] after the last of the `ids` [requests, T], and the KV cache with these tokens."""
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     out = model(ids.to(model.device), **{CACHE: cache}, use_cache=True, **last)
     return out.logits[:, -1], getattr(out, CACHE)
 
 
 def chooser(temperature: float, seed: int) -> Choose:
-    """By chance, with a generator of its own; greedy where the temperature is 0."""
+    """Samples at a temperature with its own generator; greedy at temperature 0."""
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: torch.Tensor) -> int:

@@ -1,5 +1,5 @@
-"""One look for every picture, drawn by matplotlib: files (--plot), and SVG within a page, whose style sheet colours it
-for a light or a dark room.
+"""One style for all pictures, drawn by matplotlib: files (--plot), and SVG in a page, whose style sheet colours it for
+light and dark screens.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ THEME = {
     "dense": ("#9aa7b4", "#5a6673"),
     "wait": ("#f6d5c6", "#5b3626"),
 }
-"""Colours by name, in a light and in a dark page. s0 to s6, of systems, are told apart by the colour-blind (after Okabe
-and Ito), b0 to b3 are of bounds. A page has each as the CSS variable --NAME.
+"""Colours by name, for a light and a dark page. s0 to s6 are for systems and can be told apart by the colour-blind
+(after Okabe and Ito), b0 to b3 for bounds. A page has each as the CSS variable --NAME.
 """
 
 COLOUR = {name: light for name, (light, _) in THEME.items()}
@@ -76,7 +76,7 @@ _NOT_NEEDED = re.compile(
 
 
 def check_plot(path: Path | None = None) -> None:
-    """Raises ConfigError before any work is done for pictures that could not be drawn, or not be written to `path`."""
+    """Raises ConfigError, before any work, where matplotlib is missing or `path` cannot be written."""
     if path is not None and path.suffix.lower() not in FORMATS:
         raise ConfigError(f"plot={str(path)!r}: must end in {', '.join(FORMATS)}")
     if path is not None and not path.absolute().parent.is_dir():
@@ -89,7 +89,7 @@ def check_plot(path: Path | None = None) -> None:
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Within it, what is drawn has our style; matplotlib's global settings are as before when it ends."""
+    """Draw in our style within this block; matplotlib's global settings are restored afterwards."""
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
@@ -98,7 +98,7 @@ def drawing() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How a system, or a bound, looks in every plot: a colour, the form of its points, bounds dashed."""
+    """How a system or a bound looks in every plot: its colour and marker; bounds are dashed."""
 
     name: str
     number: int
@@ -150,12 +150,14 @@ class Picture:
         return self.figure.add_axes((left / self.width, bottom / self.height, width / self.width, height / self.height))
 
     def tip(self, text: str) -> dict[str, Any]:
-        """What to draw a part with that says `text`: `axes.plot(..., **picture.tip("a value"))`."""
+        """Arguments that give what is drawn a tooltip: `axes.plot(..., **picture.tip("a value"))`."""
         self.tips.append(text)
         return {"gid": f"tip-{len(self.tips) - 1}"}
 
     def svg(self, name: str = "", description: str = "", class_: str = "") -> str:
-        """An element of a page, as wide as its place, that refers to nothing outside; without a name a decoration."""
+        """An element for a page, as wide as its place, without references to other files. Without a name it is
+        decoration.
+        """
         made = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         self.figure.savefig(made, format="svg", transparent=True, metadata=nothing)
@@ -175,7 +177,7 @@ class Picture:
 
 
 def save(figure: Any, path: Path) -> None:
-    """As what its name ends in. Raises ConfigError where it cannot be written."""
+    """Save in the format of the name's suffix. Raises ConfigError where it cannot be written."""
     try:
         with drawing():
             figure.savefig(path, dpi=150)
@@ -184,21 +186,21 @@ def save(figure: Any, path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty one of so many inches, that arranges its axes itself. It has no window."""
+    """An empty figure of so many inches that arranges its axes itself, without a window."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def draw_shares(axes: Any, rising: Sequence[float], mark: Mark, **more: Any) -> None:
-    """The share of values that are at most so large: from 0 at the least, up at every value, to 1 at the last."""
+    """A line of the share of values that are at most x: 0 at the least, 1 at the largest."""
     shares = [index / len(rising) for index in range(len(rising) + 1)]
     axes.step([rising[0], *rising], shares, where="post", **mark.line, **more)
 
 
 def round_ticks(high: float, num: int = 5, base: int = 1000) -> list[float]:
-    """From 0 in steps of 1, 2 or 5 times a power of ten to what is not below `high`; about so many. With a base of 1024
-    the steps are round in KiB, MiB and so on.
+    """About so many ticks from 0, in steps of 1, 2 or 5 times a power of ten, up to `high` or more. With base 1024 the
+    steps are round in KiB, MiB and so on.
     """
     if not math.isfinite(high) or high <= 0:
         return [0.0, 1.0]
@@ -212,9 +214,7 @@ def round_ticks(high: float, num: int = 5, base: int = 1000) -> list[float]:
 
 
 def memory_places(memories: Sequence[str], otherwise: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Where budgets lie on an axis: at their size where all are said in one way; else where `otherwise` puts them, or
-    side by side.
-    """
+    """Where budgets lie on an axis: at their sizes where all are given the same way, else at `otherwise`, or evenly."""
     for unit in ("%", "/layer"):
         if all(memory.strip().endswith(unit) for memory in memories):
             return {memory: float(memory.strip().removesuffix(unit)) for memory in memories}
@@ -223,7 +223,7 @@ def memory_places(memories: Sequence[str], otherwise: Mapping[str, float] | None
 
 
 def set_ticks(axes: Any, x: Mapping[float, str], y: Sequence[float], write: Callable[[float], str]) -> None:
-    """Those of x that do not lie on each other, and a grid at those of y."""
+    """Set the ticks: those of x that do not overlap, and those of y with grid lines."""
     width = axes.get_window_extent().width
     low, high = axes.get_xlim()
     labels, last = [], -math.inf

@@ -1,9 +1,9 @@
-"""What loading, decoding and computing in parts cost in real passes: fitted to how long layers with no, one, two ...
+"""Fits what loading, decoding and computing in parts cost in real passes to how long layers with no, one, two ...
 absent experts took.
 
-Measured alone, a link, a decoder and the arithmetic are each faster than when all go on at once: reader threads and
-copies share cores and memory with the arithmetic, and threads wait for the interpreter lock and to be woken. So all are
-taken from passes in which they do.
+Measured alone, link, decoder and arithmetic are each faster than together: reader threads and copies share cores and
+memory with the arithmetic, and threads wait for the interpreter lock and to be woken. So all costs are taken from
+passes in which they happen together.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from expertly.sim.link import Clock, VirtualLink
 
 
 def fit_link(shots: Sequence[tuple[int, int, int]]) -> Link:
-    """The Link under which `shots` (spans submitted together, their bytes, nanoseconds until all were there) come
-    nearest to what they took, each by its own measure: least squares of relative errors, nothing negative.
+    """The Link that explains `shots` (spans submitted together, their bytes, nanoseconds until all had arrived) best:
+    least squares of relative errors, without negative numbers.
     """
     spans, nbytes, times = (np.array(column, dtype=np.float64) for column in zip(*shots, strict=True))
     columns = np.stack([nbytes, np.ones_like(times), spans], axis=1) / times[:, None]
@@ -37,9 +37,8 @@ def fit_link(shots: Sequence[tuple[int, int, int]]) -> Link:
 def nonnegative_fit(
     columns: npt.NDArray[np.float64], target: npt.NDArray[np.float64], needs_first: bool = False
 ) -> list[float]:
-    """Factors of the columns [n, few], none negative, whose sum comes nearest to the target [n] in least squares.
-
-    With `needs_first` the first factor is positive; without, no column at all is an answer, too.
+    """Factors >= 0 of the columns [n, few] whose weighted sum is nearest to the target [n] in least squares. With
+    `needs_first` the first factor is positive; without, all may be 0.
     """
     num = columns.shape[1]
     best: tuple[float, list[float]] = (float("inf"), [0.0] * num)
@@ -59,7 +58,7 @@ def nonnegative_fit(
 
 
 _LEAST_SAMPLES = 3
-"""Layers with a number of absent experts that was seen less often say nothing."""
+"""A number of absent experts that fewer layers had is left out."""
 
 _GRID = 33
 _ROUNDS = 5
@@ -80,7 +79,7 @@ class LayerSample:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """Nanoseconds of the computing thread, and the link that explains the rest."""
+    """Nanoseconds of the computing thread, and the link that explains the remaining time."""
 
     resident_ns: int | None  # a layer with every expert resident; None: not seen
     submit_ns: int  # once a layer that loads: deciding, evicting, waking readers, and sharing the cores with them
@@ -89,7 +88,7 @@ class LayerCosts:
 
 
 def layer_times(samples: Iterable[LayerSample]) -> tuple[LayerTime, ...]:
-    """By rising number of absent experts; those that were seen too rarely are left out."""
+    """Times by rising number of absent experts; numbers that were seen too rarely are left out."""
     seen = _by_absent(samples)
     return tuple(LayerTime(n, round(statistics.median(one.total_ns for one in of)), len(of)) for n, of in seen.items())
 
@@ -104,9 +103,8 @@ def _by_absent(samples: Iterable[LayerSample]) -> dict[int, list[LayerSample]]:
 def fit_layers(
     samples: Iterable[LayerSample], top_k: int, expert_ns: int, expert_nbytes: int, fallback: Link
 ) -> LayerCosts:
-    """The costs under which layers take what they took. `expert_ns`: computing one resident expert.
-
-    Where too few layers loaded anything, nothing is charged for it and the link is `fallback`.
+    """The costs that explain the layers' times. `expert_ns`: computing one resident expert. Where too few layers loaded
+    anything, loading costs nothing and the link is `fallback`.
     """
     seen = _by_absent(samples)
     busy = {n: statistics.median(sample.busy_ns for sample in found) for n, found in seen.items()}
@@ -143,7 +141,7 @@ def _layer_ns(
     latency_ns: float,
     each_ns: float,
 ) -> float:
-    """What the loop of a layer takes: what has arrived is computed first, then what is here, then it waits."""
+    """The time of a layer's loop: it computes what has arrived, then what is resident, then waits."""
     now, ready = before_ns, top_k - num_absent
     arrivals = [latency_ns + (i + 1) * each_ns for i in range(num_absent)]
     for _ in range(top_k):
@@ -156,7 +154,7 @@ def _layer_ns(
 
 
 def _least(error: Callable[[float, float], float], most_ns: float) -> tuple[float, float]:
-    """(latency, time of each transfer) of the least error: a grid, again and again around its best point."""
+    """The (latency, time of each transfer) with the least error, by a grid that is refined around its best point."""
     latencies = (0.0, most_ns)
     eaches = (most_ns / 1e4, most_ns)
     best = (0.0, most_ns)
@@ -176,10 +174,9 @@ def samples_of(
     expert_nbytes: int,
     processor_ns: Sequence[int] | None = None,
 ) -> list[LayerSample]:
-    """Of one decode step, from each layer's (absent, loaded bytes, total, stalled) counters before and after it.
-
-    `processor_ns`: where readers decode on the processors that compute, what the computing thread had of them in each
-    layer. How long it was without one is no cost of its own: others worked in that time.
+    """The samples of one decode step, from each layer's counters (absent, loaded bytes, total, stalled) before and
+    after it. `processor_ns`: where readers decode on the processors that compute, the processor time that the computing
+    thread got in each layer; the time it had to wait for a processor is no cost of the layer.
     """
     samples = []
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -192,7 +189,7 @@ def samples_of(
 
 
 def parts_and_part(in_parts: dict[int, list[int]]) -> tuple[int, int]:
-    """Nanoseconds of all neurons of an expert that is computed in parts, and of each part besides."""
+    """Nanoseconds of all neurons of an expert that is computed in parts, and the additional time of each part."""
     medians = sorted((n, round(statistics.median(times))) for n, times in in_parts.items())
     (few, of_few), *rest = medians[1:] or medians  # what cannot be cut is one part
     if not rest:
@@ -203,7 +200,7 @@ def parts_and_part(in_parts: dict[int, list[int]]) -> tuple[int, int]:
 
 
 def cuts(num_blocks: int) -> tuple[int, int]:
-    """Two numbers of parts of an expert, the first dividing the second, the second dividing its blocks."""
+    """Two numbers of parts for an expert: the first divides the second, and the second its blocks."""
     for few, many in ((2, 4), (3, 6), (2, 2), (3, 3)):
         if num_blocks % many == 0:
             return few, many
@@ -215,7 +212,7 @@ def cuts(num_blocks: int) -> tuple[int, int]:
 
 
 _LEAST_SHARE = 0.2
-"""Of the rate that was measured alone: no less is believed."""
+"""The fitted decoding rate is at least this share of the rate measured alone."""
 
 _RATE_POINTS = 17
 _RATE_ROUNDS = 3
@@ -224,8 +221,8 @@ _RATE_ROUNDS = 3
 def fit_decoding(
     layers: Sequence[LayerTime], disk: Link, costs: CodecCosts, compute: MeasuredCompute, geometry: Geometry
 ) -> CodecCosts:
-    """`costs` with the rate under which layers take what they took; never more than it says. Without layers that had
-    something to load, as it is.
+    """`costs` with the decoding rate that explains the layers' times; never faster than the given rate. Unchanged where
+    no layer loaded anything.
     """
     loading = [one for one in layers if one.num_absent]
     if not loading:
@@ -249,7 +246,7 @@ def fit_decoding(
 
 
 def _decoded_ns(num_absent: int, disk: Link, codec: CodecCosts, compute: MeasuredCompute, geometry: Geometry) -> int:
-    """As `_layer_ns`, on the simulator's link, whose readers decode on the processors that compute."""
+    """As `_layer_ns`, with the simulator's link, whose readers decode on the processors that compute."""
     clock = Clock()
     link = VirtualLink(
         clock,

@@ -1,4 +1,4 @@
-"""Prompts and chats from a JSON Lines file, and their tokens as the model is asked: through its chat template."""
+"""Prompts and chats from a JSON Lines file, and their tokens by the model's chat template."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request to be. Lines are numbered from 1. `messages` is empty where the line was a plain prompt; else `text`
-    is what they say.
+    """One request. Lines are numbered from 1. `messages` is empty for a plain prompt; for a chat, `text` is its
+    messages' text.
     """
 
     line: int
@@ -38,50 +38,47 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class AskedPrompt:
-    """A prompt as a model takes it."""
+    """A prompt and its tokens."""
 
     prompt: Prompt
     tokens: list[int]
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether it knows how its model was taught to chat."""
+    """Whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Up to where the model is to go on. Raises ConfigError where the template refuses the messages."""
-    from expertly.model.text import TEMPLATE_ERRORS
+def tokens_of(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, is_raw: bool = False) -> list[int]:
+    """The tokens of a conversation, up to where the model goes on: by the chat template, or with `is_raw`, or where
+    there is no template, of the mere text. Raises ConfigError where the template refuses the messages, or does not end.
+    """
+    if is_raw or not has_template(tokenizer):
+        return list(tokenizer("".join(one["content"] for one in messages), return_token_type_ids=False)["input_ids"])
+    from expertly.model.text import rendered
 
-    try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    except TEMPLATE_ERRORS as error:
-        raise ConfigError(f"messages: the model's chat template refuses them: {error}") from None
-    tokens: list[int] = tokenizer(text, add_special_tokens=False, return_token_type_ids=False)["input_ids"]
-    return tokens
+    how = {"add_generation_prompt": True, "tokenize": False}
+    text = rendered(lambda: tokenizer.apply_chat_template(list(messages), **how))
+    return list(tokenizer(text, add_special_tokens=False, return_token_type_ids=False)["input_ids"])
 
 
 def asked(
     prompts: Sequence[Prompt], tokenizer: Any, *, is_raw: bool = False, most: int | None = None
 ) -> tuple[list[AskedPrompt], list[str]]:
-    """The prompts that a model takes, which have 1 to `most` tokens, and a sentence for each of the others. A plain one
-    is put as a user's message where there is a chat template; with `is_raw`, and without a template, as the text that
-    it is.
+    """The prompts as tokens, and a sentence for each prompt that is left out because it has no token or more than
+    `most`. With a chat template a plain prompt becomes a user's message; without one, or with `is_raw`, it stays text.
 
-    Raises ConfigError where there is no tokenizer, and for messages that no template can put.
+    Raises ConfigError where there is no tokenizer, and for messages without a template.
     """
     if tokenizer is None:
         raise ConfigError("model: has no tokenizer, so prompts have no tokens")
     can_chat = has_template(tokenizer) and not is_raw
     found, left_out = [], []
     for one in prompts:
-        if can_chat:
-            tokens = chat_tokens(tokenizer, one.messages or [{"role": "user", "content": one.text}])
-        elif one.messages:
+        if one.messages and not can_chat:
             why = "with --raw" if is_raw else "and the model has no chat template"
             raise ConfigError(f'prompts, line {one.line}: holds messages, {why}; accepted: {{"prompt": "text"}}')
-        else:
-            tokens = list(tokenizer(one.text, return_token_type_ids=False)["input_ids"])
+        tokens = tokens_of(tokenizer, one.messages or [{"role": "user", "content": one.text}], is_raw=is_raw)
         if not tokens:
             left_out.append(f"the prompt in line {one.line} gives no token")
         elif most is not None and len(tokens) > most:
@@ -161,7 +158,7 @@ def _of_line(where: str, line: int, raw: dict[str, Any]) -> Prompt:
 
 
 def _messages(where: str, line: int, raw: Any) -> tuple[dict[str, str], ...]:
-    """Without an answer at the end, which is what the model is asked for."""
+    """The messages of a line. An answer at the end is dropped: the model gives its own."""
     if not isinstance(raw, list) or not raw:
         raise _error(where, line, f"messages={raw!r:.60}")
     for number, one in enumerate(raw):

@@ -1,4 +1,4 @@
-"""Recording what a loaded model routes: a trace in a folder, for as long as a `with` block runs."""
+"""Records what a loaded model routes, as a trace in a folder, for as long as a `with` block runs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Append = Callable[[Mapping[str, Array]], None]
 
 
 class Recorder:
-    """Calls `append` once a forward pass with its real (not pad) rows, in the order in which experts see them.
+    """Calls `append` once a forward pass with its rows without padding, in the order in which experts see them.
 
-    A pass that fails, or that runs no MoE layer, is left out. `append` must copy what it keeps. `collector` sees the
+    A pass that fails, or runs no MoE layer, is left out. `append` must copy what it keeps. `collector` sees the
     optional `fields`.
     """
 
@@ -117,7 +117,7 @@ class Recorder:
 
 
 class Columns:
-    """A blank [T, ...] array of a trace's field for each pass, in memory that is used again."""
+    """Blank [T, ...] arrays of a trace's fields, in memory that each pass uses again."""
 
     def __init__(self, fields: Iterable[FieldInfo]) -> None:
         self._arrays: dict[str, Array] = {field.name: np.empty((0, *field.shape), field.dtype) for field in fields}
@@ -133,7 +133,7 @@ class Columns:
 
 
 MAX_DISTANCE = 8
-"""Layers that `lookahead` looks ahead."""
+"""How many layers ahead `lookahead` looks."""
 
 COLLECTED: Mapping[str, Want] = {
     "embedding": "embedding",
@@ -145,7 +145,7 @@ COLLECTED: Mapping[str, Want] = {
 
 
 class Recording:
-    """A recording under way. `absent` says of each optional field that was asked for why it is not there."""
+    """A recording under way. `absent`: the optional fields that cannot be recorded, with reasons."""
 
     def __init__(self, writer: TraceWriter, recorder: Recorder, absent: dict[str, str]) -> None:
         self.absent = absent

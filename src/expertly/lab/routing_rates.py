@@ -1,4 +1,4 @@
-"""What the decoded tokens of a trace show MoEpic's configurator: which experts are needed, and which were predicted."""
+"""What a trace's decoded tokens show MoEpic's configurator: which experts are needed, and which were predicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WANTS: frozenset[Want] = frozenset({"experts", "lookahead"})
 
 @dataclass(frozen=True, slots=True)
 class RoutingRates:
-    """Of all layers."""
+    """The rates of all layers."""
 
     layers: tuple[LayerRates, ...]
     num_requests: int
@@ -30,10 +30,9 @@ class RoutingRates:
 def rates_of_trace(
     trace: Trace, spans: Sequence[RowRange], progress: Callable[[int, int], None] | None = None
 ) -> RoutingRates:
-    """Every decoded token of `spans` counts alike. Predicted is what a lookahead of one layer says, the first layer by
-    the last one of the token before; in a trace without lookahead nothing is. `progress(rows done, in all)`.
-
-    Raises ConfigError where no token was decoded.
+    """Count every decoded token of `spans`. An expert counts as predicted where a lookahead of one layer named it (for
+    the first layer: the last layer's, at the token before); in a trace without lookahead none does. `progress(rows
+    done, in all)`. Raises ConfigError where no token was decoded.
     """
     workload = TraceWorkload(trace, spans)
     gathering = _Gathering(trace)
@@ -51,7 +50,7 @@ def rates_of_trace(
 
 
 class _Gathering:
-    """Takes iterations in order."""
+    """Counts over iterations, which must come in order."""
 
     def __init__(self, trace: Trace) -> None:
         self._shapes = trace.manifest.layers
@@ -89,7 +88,7 @@ class _Gathering:
                 coming = scores
 
     def _for_first(self, requests: Sequence[int], layer: int) -> Floats | None:
-        """[T, E] of what the tokens before said of the first layer, 0 where they said nothing."""
+        """[T, E]: the scores that the tokens before gave the first layer's experts, 0 where they gave none."""
         said = [self._next.get(request) for request in requests]
         if not any(one is not None and one[0] == layer for one in said):
             return None

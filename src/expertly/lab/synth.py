@@ -43,12 +43,11 @@ def zipf(
     num_phases: int = 1,
     seed: int = 0,
 ) -> SynthWorkload:
-    """Skewed, sticky, shifting popularity.
+    """Skewed routing that repeats itself and changes over time.
 
-    In every layer the experts have ranks 1 to E in an order of their own, and a token draws K different ones with
-    weights rank^-`exponent` (one after the other, without replacement). With probability `keep` it holds on to each
-    of the previous token's experts first, and draws only the others. The order of ranks is drawn anew at
-    `num_phases` - 1 places, at equal distances.
+    In every layer the experts have ranks 1 to E in that layer's own order, and a token draws K different experts with
+    weights rank^-`exponent`, without replacement. With probability `keep` each of the previous token's experts stays,
+    and only the others are drawn. The order of ranks changes at `num_phases` - 1 places at equal distances.
     """
     _check_sizes(num_layers, num_experts, top_k, num_tokens)
     if not 1 <= num_phases <= num_tokens:
@@ -203,8 +202,9 @@ def _request_sizes(num_tokens: int, num_requests: int, prefill_tokens: int) -> n
 
 
 def _draw(rng: np.random.Generator, popularity: npt.NDArray[np.float32], top_k: int, num_rows: int) -> Experts:
-    """K different experts a row and layer, one after the other with those weights: the first K of a race whose
-    runners take exponential times of those rates."""
+    """K different experts for each row and layer, drawn one after the other with those weights: the first K of a race
+    in which each expert's time is exponential with its weight as the rate.
+    """
     num_layers, num_experts = popularity.shape
     times = rng.standard_exponential((num_rows, num_layers, num_experts), np.float32)
     times /= popularity
@@ -216,7 +216,7 @@ def _draw(rng: np.random.Generator, popularity: npt.NDArray[np.float32], top_k: 
 
 
 def _hold_on(drawn: Experts, is_kept: npt.NDArray[np.bool_], previous: Experts | None) -> Experts:
-    """Token after token: what is kept of the previous token's experts, then what was drawn and is not among it."""
+    """Token by token: the previous token's experts that stay, then drawn experts that are not among them."""
     top_k = drawn.shape[2]
     for token in range(len(drawn)):
         if previous is not None:

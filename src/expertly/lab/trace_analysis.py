@@ -27,7 +27,7 @@ def entropy(distributions: Array) -> Floats:
 
 @dataclass(slots=True)
 class _Running:
-    """What a request has routed so far."""
+    """The routing of a request so far."""
 
     num_rows: int
     total: Floats  # [L, E]
@@ -175,7 +175,7 @@ class ReuseMeter:
 
 
 DISTANCES = tuple(1 << i for i in range(11))
-"""Tokens within which the shares of reuse are given."""
+"""Distances in tokens for which the share of reuse is given."""
 
 PERCENTILES = (50, 90, 99)
 TOP_PERCENTS = (10, 25, 50)
@@ -279,7 +279,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _mean(layers: list[RoutingStatistics]) -> RoutingStatistics:
-    """Number by number, of the layers of which it is known; no expert is the most popular of all."""
+    """The mean of each number over the layers where it is known; no single expert is the most popular in all layers."""
 
     def of(values: list[Any]) -> Any:
         if isinstance(values[0], dict):

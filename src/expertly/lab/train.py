@@ -15,16 +15,17 @@ import torch.nn.functional as F
 
 from expertly.core.errors import ConfigError, TraceError
 from expertly.lab.accuracy import Accuracy, accuracies, means
-from expertly.lab.dataset import Dataset, Progress, Rows, needed
+from expertly.lab.dataset import Dataset, Rows, needed
 from expertly.policies.predictor.learned import LearnedWeights, Mlp, Pair, pairs
 from expertly.sim.schedule import Selection, make_schedule
+from expertly.sim.study import Progress
 from expertly.trace.reader import Trace
 
 _BLOCK_ROWS = 4096
 _OF_CHOICES = 2.0
-"""How much the choices weigh beside the router's scores, where both are known."""
+"""The weight of the choices' loss beside that of the router's scores, where both are known."""
 _MAX_SCALE = 6e4
-"""float16 holds it."""
+"""The largest scale that float16 can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class TrainOptions:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The networks, and of each pair how many epochs it took and how often it was right on the rows kept back."""
+    """The trained networks; for each its epochs and its accuracy on the rows kept back."""
 
     weights: LearnedWeights
     epochs: dict[Pair, int]
@@ -68,8 +69,9 @@ class Trained:
 def train(
     data: Dataset, training: Rows, validation: Rows, options: TrainOptions, progress: Progress | None = None
 ) -> Trained:
-    """Train on `training`, keep of each network what was best on `validation`. Of networks that look at the same layer
-    each is trained as if alone; they share the reading. Raises TraceError where no row shows a pair.
+    """Train on `training`, and keep each network as it was when it was best on `validation`. Networks that look at the
+    same layer share reading their inputs, but each is trained as if alone. Raises TraceError where no row shows a pair
+    of layers.
     """
     num_layers = len(data.layers)
     distances = tuple(dict.fromkeys(max(1, min(one, num_layers - 1)) for one in sorted(options.distances)))
@@ -128,7 +130,7 @@ class _Group:
         self._is_expert = self._is_expert.to(options.device)
 
     def train(self, training: Rows, validation: Rows) -> list[tuple[Mlp, int, float]]:
-        """Of each network: it, the epochs it took, and its accuracy on `validation`."""
+        """For each network: itself, its epochs, and its accuracy on `validation`."""
         data, options, source = self._data, self._options, self._source
         training, validation = (rows[data.ran[source, rows]] for rows in (training, validation))
         for target in self._targets:
@@ -248,12 +250,12 @@ def _blocks(rows: Rows) -> list[Rows]:
 # -- from a trace to trained weights and what they are worth: who is trained on, who says when to stop, who judges -----
 
 STOPPING = 10
-"""One in so many requests of the part that is learned from says when to stop."""
+"""One in so many of the requests that are learned from decides when training stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingStudy:
-    """What came of it. Accuracies are over the decode tokens of the requests kept back; all, where none is decode."""
+    """The result. Accuracies are of decode tokens of the requests kept back, or of all tokens where none is decode."""
 
     trained: Trained
     accuracies: list[Accuracy]
@@ -275,9 +277,8 @@ class TrainingStudy:
 def study(
     trace: Trace, split: tuple[int, int], options: TrainOptions, progress: Progress | None = None
 ) -> TrainingStudy:
-    """Train on the first part of the requests, as `simulate --split --seed` shares them out, and judge on the rest.
-
-    Raises ConfigError or TraceError where the trace does not have what that takes.
+    """Train on the first part of the requests, as `simulate --split --seed` divides them, and measure accuracy on the
+    rest. Raises ConfigError or TraceError where the trace lacks what training needs.
     """
     schedule = make_schedule(trace, Selection(split=split, seed=options.seed))
     num_stopping = max(1, len(schedule.training) // STOPPING)

@@ -63,6 +63,11 @@ class Stepper(Protocol):
     def cancel(self, name: str) -> None:
         """Drop a request, at the latest after the next forward pass. Unknown names are ignored."""
 
+    def num_cached(self, name: str) -> int:
+        """Tokens of the prompt that were not computed, as the KV cache of another request had them. Known when the
+        first token has been chosen; asked once.
+        """
+
     def is_alive(self) -> bool:
         """False where no request can run any more."""
 
@@ -145,6 +150,10 @@ class Batch:
             if name in self._running:
                 del self._running[name]
                 self._manager.cancel_request(name)
+                self._processor.num_cached.pop(name, None)
+
+    def num_cached(self, name: str) -> int:
+        return self._processor.num_cached.pop(name, 0)
 
     def is_alive(self) -> bool:
         return self._watcher.is_alive()
@@ -215,6 +224,7 @@ class Batch:
             others = [name for name in self._running if name not in in_pass]
             self._running.clear()
             self._processor.in_pass = []
+            self._processor.num_cached.clear()
             try:
                 self._manager.stop(block=True)
                 if isinstance(error, EngineClosedError):
@@ -241,6 +251,7 @@ class _ChooserProcessor:
         self._chooser = chooser
         self._processors = processors
         self.in_pass: list[Any] = []
+        self.num_cached: dict[str, int] = {}  # of the prompt of each request that has no token yet, or just its first
         self.has_run = False  # since it was given to a manager
 
     @property
@@ -257,6 +268,10 @@ class _ChooserProcessor:
     def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: torch.Tensor) -> torch.Tensor:
         self.in_pass = list(requests_in_batch)
         self.has_run = True
+        for future in self.in_pass:
+            if not future.state.generated_tokens:  # a part of its prompt is read
+                name, left = future.state.request_id, len(future.state.initial_tokens)
+                self.num_cached[name] = self.num_cached.get(name, left) - future.query_length
         return arg_storage
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, args: torch.Tensor) -> torch.Tensor:
@@ -301,6 +316,9 @@ class OneAtATime:
         with self._changed:
             self._waiting = [entry for entry in self._waiting if entry.name != name]
             self._is_cancelled = self._is_cancelled or self._running == name
+
+    def num_cached(self, name: str) -> int:
+        return 0
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()

@@ -108,11 +108,17 @@ def generate(model: Any, tokens: Sequence[int], config: Any, **more: Any) -> Any
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, name: str = "prompt") -> None:
     """Refuse what is no text for a model of so many tokens. Raises ConfigError naming the token and what it may be."""
-    if not tokens:
-        raise ConfigError(f"{name}: gives no token; write at least one word")
+    check_some(tokens, name)
     if not 0 <= min(tokens) <= max(tokens) < vocabulary:
         wrong = max(tokens) if max(tokens) >= vocabulary else min(tokens)
         raise ConfigError(f"{name}: token {wrong}; accepted: 0 to {vocabulary - 1}: is the tokenizer another model's?")
+
+
+def check_some(tokens: Sequence[int], name: str = "prompt") -> Sequence[int]:
+    """The tokens. Raises ConfigError where there are none."""
+    if not tokens:
+        raise ConfigError(f"{name}: gives no token; write at least one word")
+    return tokens
 
 
 def max_positions(model: Any) -> int | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import queue
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +13,13 @@ from typing import Any
 import jinja2
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from expertly.core.errors import ConfigError
+
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 """Exceptions of a chat template for messages that it was not written for."""
+
+RENDER_S = 10.0
+"""That a chat template may take for one conversation."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -71,6 +79,39 @@ def bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
     return bytes(byte_of[letter] for letter in raw) if byte_of.keys() >= set(raw) else text.encode()
 
 
+class _OverdueError(BaseException):
+    """Ends a thread that took too long; no `except Exception` of a template's way holds it."""
+
+
+def rendered(render: Callable[[], str], seconds: float = RENDER_S) -> str:
+    """A conversation as its chat template writes it, which `render` asks of the tokenizer.
+
+    Raises ConfigError where the template refuses the messages, or takes longer than `seconds`. It runs in a thread that
+    is ended at its next step of Python: what is inside one long step of C goes on until that ends, and the process does
+    not wait for it.
+    """
+    done: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((render(), None))
+        except BaseException as error:  # told to who waits
+            done.put(("", error))
+
+    thread = threading.Thread(target=run, name="expertly-template", daemon=True)
+    thread.start()
+    try:
+        text, error = done.get(timeout=seconds)
+    except queue.Empty:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_OverdueError))
+        raise ConfigError(f"messages: the model's chat template did not end in {seconds:g} s") from None
+    if isinstance(error, TEMPLATE_ERRORS):
+        raise ConfigError(f"messages: the model's chat template refuses them: {error}") from None
+    if error is not None:
+        raise error
+    return text
+
+
 class TextStreamer:
     """A streamer for transformers' `generate`, which calls `put` and `end`. Writes the text of a sequence as it comes,
     and notes the time of each token.
@@ -78,8 +119,8 @@ class TextStreamer:
 
     def __init__(
         self,
-        decode: Decode,
-        write: Callable[[str], None],
+        decode: Decode = lambda tokens: "",
+        write: Callable[[str], None] = lambda text: None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self._decoder = Decoder(decode)

@@ -19,11 +19,16 @@ Json = dict[str, Any]
 
 def usage(request: ServedRequest) -> Json:
     prompt, written = request.num_prompt_tokens, request.num_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+    return {
+        "prompt_tokens": prompt,
+        "prompt_tokens_details": {"cached_tokens": request.num_cached_tokens},
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+    }
 
 
 def parts_of(readers: Mapping[int, AnswerReader], delta: Delta) -> list[AnswerPart]:
-    """What `delta` adds to its text. Each delta is read once, in the order they came."""
+    """The parts that `delta` adds to its text. Call it once for each delta, in order."""
     reader = readers.get(delta.index)
     if reader is None:
         return [AnswerPart("content", delta.text)] if delta.text else []
@@ -36,13 +41,13 @@ def _reason(reason: str | None, num_calls: int) -> str | None:
 
 
 class _Answer:
-    """What the chunks of one answer, or all of it, have in common."""
+    """What whole answers and streams have in common."""
 
     prefix = kind = kind_of_chunk = ""
     done = b"data: [DONE]\n\n"
-    """The end of its stream."""
+    """The line that ends a stream."""
     failure = staticmethod(ApiError.body)
-    """The last event of a stream that failed."""
+    """Makes the last event of a stream that failed."""
 
     def __init__(self, asked: ChatRequest | CompletionRequest, prompts: Prompts, request: ServedRequest) -> None:
         self.prompts = prompts
@@ -52,7 +57,7 @@ class _Answer:
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
-        """All of it, from all deltas."""
+        """The whole answer, from all deltas."""
         choices = []
         for index in range(len(self.request.texts)):
             own = [delta for delta in deltas if delta.index == index]
@@ -60,7 +65,7 @@ class _Answer:
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage(self.request)}
 
     def last_chunks(self) -> list[Json]:
-        """With what was used, where that was asked for."""
+        """The chunk with the usage, where the client asked for it."""
         return [self._chunk() | {"usage": usage(self.request)}] if self._null else []
 
     def _choice(self, index: int, deltas: Sequence[Delta], tokens: Sequence[SampledToken]) -> Json:
@@ -71,7 +76,7 @@ class _Answer:
 
 
 class ChatAnswer(_Answer):
-    """`readers`: of the texts in which there may be more than content, by index."""
+    """`readers`: by index, the readers of texts that may hold reasoning or calls, too."""
 
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -83,7 +88,7 @@ class ChatAnswer(_Answer):
         self._num_calls: dict[int, int] = {}
 
     def chunks(self, delta: Delta) -> list[Json]:
-        """What a stream tells of `delta`."""
+        """The chunks of a stream for `delta`."""
         chunks = []
         if delta.index not in self._num_calls:
             self._num_calls[delta.index] = 0
@@ -153,7 +158,7 @@ class CompletionAnswer(_Answer):
         self._started: set[int] = set()
 
     def chunks(self, delta: Delta) -> list[Json]:
-        """What a stream tells of `delta`."""
+        """The chunks of a stream for `delta`."""
         if not (delta.text or delta.reason is not None or (delta.index in self._echo.keys() - self._started)):
             return []
         return [self._chunk(self._choice(delta.index, [delta], delta.choices))]
@@ -169,7 +174,7 @@ class CompletionAnswer(_Answer):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].reason}
 
     def _logprobs(self, index: int, choices: Sequence[SampledToken]) -> Json:
-        """Offsets count what each token is alone: near enough where characters span tokens."""
+        """Offsets count each token's own text, which is only near enough where a character spans tokens."""
         pieces = [self.prompts.text([choice.token], special=True) for choice in choices]
         offsets = []
         for piece in pieces:
@@ -190,5 +195,5 @@ class CompletionAnswer(_Answer):
 
 
 def finite(logprob: float | None) -> float:
-    """JSON has no infinity: OpenAI says -9999.0 for what is as good as impossible."""
+    """JSON has no infinity: as OpenAI does, -9999.0 stands for a probability of 0."""
     return -9999.0 if logprob is None or logprob < -9999.0 else logprob

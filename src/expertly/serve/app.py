@@ -52,7 +52,7 @@ TAKEN = (ChatRequest, CompletionRequest, ResponsesRequest, ModelName)
 
 
 def make_app(service: Service, view: View, access: Access, max_body_nbytes: int) -> Any:
-    """The ASGI application. It takes requests from when `service.scheduler` has been started."""
+    """The ASGI application. It accepts requests once `service.scheduler` has been started."""
     app = FastAPI(title="expertly", version=version("expertly"), docs_url=None, redoc_url=None)
     _add_errors(app)
     _add_state(app, service, view)

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: OpenAI's error object, whatever it was."""
+"""Errors as clients get them: OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def overloaded(waiting: int, retry_after_s: int) -> ApiError:
-    """As many wait as may."""
+    """The queue is full."""
     return ApiError(
         429,
         f"{waiting} requests wait already, which is all that may (--max-queue); try again in {retry_after_s} s",
@@ -65,10 +65,10 @@ def overloaded(waiting: int, retry_after_s: int) -> ApiError:
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """Not now, and not because of this request."""
+    """The server cannot serve now; the request is not the reason."""
     return ApiError(503, message, kind="server_error", code=code, headers={"Retry-After": "5"})
 
 
 def failed(message: str) -> ApiError:
-    """A request that was accepted and could not be served."""
+    """A request was accepted and then failed."""
     return ApiError(500, message, kind="server_error", code="step_failed")

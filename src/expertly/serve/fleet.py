@@ -1,6 +1,5 @@
-"""Several servers of one model: what each learns and counts reaches the others by way of one pool.
-
-How the pool is reached is the caller's: see `ray_app`.
+"""Several servers of one model that share what they learn and count, through one pool. The caller connects them to the
+pool, see `ray_app`.
 """
 
 from __future__ import annotations
@@ -19,17 +18,19 @@ from expertly.engine.learned import LearnedExchange
 Learned = Mapping[str, npt.NDArray[Any]]
 
 MAX_MEMBERS = 64
-"""Whose words the pool keeps; those who have not spoken for longest go first."""
+"""How many members the pool remembers; those that have been silent longest are forgotten first."""
 
 SILENT_S = 60.0
-"""Who has not spoken for so long is not counted any more; what it had learned stays."""
+"""A member that has been silent for so long is not counted any more; what it learned stays."""
 
 log = logging.getLogger("expertly.serve")
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a member tells. `learned`: where that has changed; `pool`, `version`: of the last news that it had."""
+    """What a member tells the pool. `learned`: its learned state, where that has changed; `pool`, `version`: of the
+    last news it got.
+    """
 
     name: str
     identity: str
@@ -41,7 +42,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What the others had to tell: who has learned what since, and the last metrics of each."""
+    """What the pool tells a member: the others' new learned state, and their last metrics."""
 
     pool: str
     version: int
@@ -59,7 +60,7 @@ class _Known:
 
 
 class Pool:
-    """In one place that all members reach. It may be lost: members tell a new one all that they know."""
+    """Lives in one place that all members reach. It may be lost: members tell a new pool everything."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
@@ -68,7 +69,7 @@ class Pool:
         self._members: dict[str, _Known] = {}  # who spoke last is last
 
     def swap(self, report: Report) -> News:
-        """Take a member's report, and tell it of the others: of their models, what those of its own have learned."""
+        """Take a member's report and return news of the others; learned state only of the same model."""
         now = self._now_s()
         one = self._members.pop(report.name, None) or _Known(report.identity, report.metrics, now)
         one.identity, one.metrics, one.at_s = report.identity, report.metrics, now
@@ -93,7 +94,7 @@ class Pool:
 
 
 class Member:
-    """One server's side. `sharing` None: it learns nothing; its metrics are told all the same."""
+    """A server's side of the pool. `sharing` is None where it learns nothing; its metrics are shared anyway."""
 
     def __init__(
         self,
@@ -115,7 +116,9 @@ class Member:
         self._is_told = True
 
     async def swap(self) -> None:
-        """Tell what is new, hear what is new. Raises what the way to the pool raises; the next one tells it again."""
+        """Report to the pool and take its news. Raises what reaching the pool raises; the next call reports the same
+        again.
+        """
         if self._sharing is not None and (learned := self._sharing.take()) is not None:
             self._learned, self._is_told = learned, False
         told = None if self._is_told else self._learned

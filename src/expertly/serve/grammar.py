@@ -16,7 +16,7 @@ MAX_SCHEMA = 256 << 10
 
 
 class Grammars:
-    """Of one tokenizer. Making the first takes it a moment; used in any thread."""
+    """Makes grammars for one tokenizer, in any thread. Making the first one takes a moment."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -25,11 +25,13 @@ class Grammars:
         self._of_library: Any = None
 
     def of_schema(self, schema: dict[str, Any], param: str) -> SchemaGrammar:
-        """JSON that follows `schema`. Raises ApiError naming what of it cannot be kept."""
+        """A grammar of JSON that follows `schema`. Raises ApiError naming what the schema asks for that is not
+        supported.
+        """
         return self._made(lambda library: library.grammar_from_json_schema(_text(schema, param)), param)
 
     def of_call(self, tools: Sequence[Tool], marks: tuple[str, str]) -> SchemaGrammar:
-        """One call of one of `tools`, as JSON between the marks. Raises ApiError."""
+        """A grammar of one call of one of `tools`, as JSON between the marks. Raises ApiError."""
         calls = []
         for tool in tools:
             arguments = tool.function.parameters or {"type": "object"}
@@ -88,7 +90,7 @@ class SchemaGrammar:
 
 
 def _text(schema: dict[str, Any], param: str) -> str:
-    """In one line: a model that may write white space between values may write it for ever."""
+    """JSON in one line: a model that may write white space between values may write it for ever."""
     text = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
     if len(text) > MAX_SCHEMA:
         raise invalid(f"{param}: {len(text)} characters; accepted: {MAX_SCHEMA}", param)

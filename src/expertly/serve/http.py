@@ -1,4 +1,4 @@
-"""Between HTTP and the service: streams that end when their client goes, errors in one shape."""
+"""Between HTTP and the service: streams that end when their client goes, and one form of errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from expertly.serve.errors import ApiError, failed
 from expertly.serve.settings import Access, is_loopback
 
 OPEN_PATHS = ("/", "/health", "/ready")
-"""Need no key: they tell nothing that anybody asked."""
+"""Paths that need no key, as they reveal nothing of requests."""
 
 Result = TypeVar("Result")
 
@@ -30,7 +30,9 @@ class ClientGone(Exception):
 
 
 async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """What `work` gives. Raises ClientGone, and ends it, when the connection is closed. The body has been read."""
+    """The result of `work`. Where the client closes the connection, cancels it and raises ClientGone. The body must
+    have been read.
+    """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
     try:
@@ -50,10 +52,8 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events: each of `events` as one, then `last`; what is raised on the way is the last one, as `failure`
-    tells it.
-
-    `closed` is called once, when the stream has ended, however it did.
+    """Server-sent events: each of `events`, then `last`. Where an exception ends the events, `failure` makes the last
+    one of it. `closed` is called once when the stream has ended, however it ended.
     """
 
     media_type = "text/event-stream"
@@ -90,13 +90,13 @@ class EventStream(Response):
 
 
 def as_event(value: Any) -> bytes:
-    """With its type as its name, where it has one."""
+    """One server-sent event, named by its type where it has one."""
     name = f"event: {value['type']}\n".encode() if "type" in value else b""
     return name + b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class Guard:
-    """The outermost layer: who may ask, and under which name."""
+    """The outermost layer: checks keys and host names."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
@@ -132,7 +132,7 @@ class Guard:
 
 
 def _host_of(header: str) -> str:
-    """Without the port."""
+    """The Host header without its port."""
     return header.partition("]")[0] if header.startswith("[") else header.partition(":")[0]
 
 
@@ -141,7 +141,7 @@ def error_response(error: ApiError) -> Response:
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """What the framework refuses: unknown paths and methods."""
+    """Errors of the framework: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     said = f"{request.method} {request.url.path}: {str(error.detail).lower()}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "refused")
@@ -153,7 +153,7 @@ async def on_bug(request: Request, error: Exception) -> Response:
 
 
 def as_told(error: Exception) -> ApiError:
-    """What is wrong with the model has a sentence for the client; a bug of ours is told to the log alone."""
+    """An exception as an ApiError: the model's errors are told to the client, a bug of ours only to the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ExpertlyError):

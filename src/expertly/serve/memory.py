@@ -1,4 +1,4 @@
-"""A server's part in the division of memory (engine/memory.py): how large its KV cache may be, and what came of it."""
+"""A server's part of dividing the memory (engine/memory.py): how large its KV cache may be, and what it got."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ PAGE_TOKENS = 32
 """Tokens of one page of the KV cache."""
 
 MAX_BATCH_TOKENS = 256
-"""Tokens of one forward pass; a longer prompt is read in parts, between which others write."""
+"""Tokens of one forward pass; a longer prompt is read in parts, between which other texts go on."""
 
 MAX_DEFAULT_CACHE = 32768
-"""Tokens of KV cache where nobody says more: attention on a CPU reads all of what runs."""
+"""The default limit of the KV cache in tokens: attention on a CPU reads the caches of all running texts."""
 
 _PADDING_PAGES = 2
-"""Pages more than are used: those that padding is written to."""
+"""Additional pages that padding is written to."""
 
 
 def cache_for(options: ServeOptions, store: PackedStore) -> SharedCache:
-    """Between one text of full length and as many as may run. Raises ConfigError naming the option."""
+    """A KV cache between one text of full length and as many texts as may run. Raises ConfigError naming the option."""
     if options.max_running > MAX_BATCH_TOKENS:
         raise ConfigError(f"max_running={options.max_running}: accepted: at most {MAX_BATCH_TOKENS}")
     context = _context(options, store)
@@ -43,13 +43,13 @@ def cache_for(options: ServeOptions, store: PackedStore) -> SharedCache:
 
 
 def room_for(options: ServeOptions, loaded: Handle) -> Room:
-    """What may run at a time in the cache that it got."""
+    """What may run at a time in the KV cache that the server got."""
     pages = loaded.division.context // PAGE_TOKENS - _PADDING_PAGES
     return Room(_context(options, loaded.store), PAGE_TOKENS, pages, options.max_running, options.max_queue)
 
 
 def memory_of(loaded: Handle, room: Room) -> dict[str, int]:
-    """Bytes by use, as they were divided. `working`: what activations and the libraries come to take."""
+    """Bytes by use, as they were divided. `working`: what activations and libraries need."""
     beside = loaded.division.beside
     return {
         "dense_bytes": beside.dense_nbytes,
@@ -60,7 +60,7 @@ def memory_of(loaded: Handle, room: Room) -> dict[str, int]:
 
 
 def _context(options: ServeOptions, store: PackedStore) -> int:
-    """Most tokens of one text."""
+    """The longest text in tokens."""
     most = store.positions
     context = options.context
     if context is None:
@@ -72,5 +72,5 @@ def _context(options: ServeOptions, store: PackedStore) -> int:
 
 
 def _pages_of_one(context: int) -> int:
-    """One more than its tokens fill, for where pages of layers differ."""
+    """Pages for one text; one more than its tokens fill, because pages of layers may not align."""
     return -(-context // PAGE_TOKENS) + 1

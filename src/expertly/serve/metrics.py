@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: how requests fared, and what the engine has counted, of one server or several."""
+"""Metrics for Prometheus: of requests and of the engine's counters, from one server or several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class RequestMetrics:
-    """See scheduler.Watcher."""
+    """A RequestWatcher that counts."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -63,7 +63,7 @@ class RequestMetrics:
 
 
 class EngineMetrics(Collector):
-    """Reads the engine's own counters when it is asked. `memory`: bytes by use, each name with _bytes."""
+    """Reads the engine's own counters when Prometheus asks. `memory`: bytes by use, names end in _bytes."""
 
     def __init__(
         self, stats: Callable[[], dict[str, Any]], memory: Callable[[], dict[str, int]], scheduler: RequestScheduler
@@ -73,7 +73,7 @@ class EngineMetrics(Collector):
         self._scheduler = scheduler
 
     def describe(self) -> list[Metric]:
-        """Nothing is read before somebody asks."""
+        """Empty, so that registering does not read the counters."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -143,7 +143,7 @@ def _unit(key: str) -> str:
 
 
 def prefetch_accuracy(stats: dict[str, Any]) -> float | None:
-    """Of what was loaded ahead, how much was needed."""
+    """The share of prefetched experts that were needed."""
     of_phases = stats["phases"].values()
     prefetched = sum(one["prefetched"] for one in of_phases)
     return sum(one["prefetched_needed"] for one in of_phases) / prefetched if prefetched else None
@@ -174,15 +174,15 @@ class _Together(Collector):
 
 
 def together(texts: Mapping[str, str]) -> bytes:
-    """By the name of the server, which each sample has as a label. Prometheus wants each metric in one piece, so the
-    texts cannot just be joined.
+    """The metrics of several servers as one text; each sample has its server's name as a label. Prometheus wants each
+    metric in one piece, so the texts cannot just be joined.
     """
     registry: Any = _Together(texts)
     return generate_latest(registry)
 
 
 def of_others(num_taken: int) -> str:
-    """What a server has learned from the others, as text."""
+    """How much the server learned from other servers, as text."""
     registry = CollectorRegistry()
     counter = Counter("expertly_learned_from_others", "Maps or matrices taken from other replicas", registry=registry)
     counter.inc(num_taken)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import ctypes
 import inspect
 import json
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,22 +15,22 @@ from typing import Any
 from expertly.core.errors import ConfigError
 from expertly.model.answers import AnswerFormat, known_template
 from expertly.model.generation import check_tokens
-from expertly.model.text import TEMPLATE_ERRORS, bytes_of
+from expertly.model.text import RENDER_S, bytes_of, rendered
 from expertly.serve.errors import invalid
 from expertly.serve.schema import Message, Tool
 
-RENDER_S = 10.0
-"""That a chat template may take for one conversation."""
-
 _MAX_RENDERED = 4
-"""Conversations at a time: a template that does not end takes no thread from the others before so many do not."""
+"""Conversations that are rendered at a time: templates that do not end must fill all of these threads before others
+wait.
+"""
 
 PLAIN_TEMPLATE = "{%- for message in messages -%}{{ message['content'] | trim }}\n\n{% endfor -%}"
-"""For a model that was never taught to chat: its messages are a text that it continues."""
+"""For a model without a chat template: it continues the text of the messages."""
 
 
 class Prompts:
-    """One tokenizer for writing prompts, in a thread of its own, and one for reading tokens: neither waits.
+    """Makes tokens of prompts with one tokenizer, in a thread of its own, and text of tokens with another, so that
+    neither waits for the other.
 
     Chat templates are rendered in other threads, each with a deadline. `template` replaces the model's own.
     """
@@ -67,7 +65,9 @@ class Prompts:
     async def of_messages(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any] | None = None
     ) -> list[int]:
-        """`variables`: more that the template is told. Raises ApiError where it refuses them, or does not end."""
+        """The tokens of a chat. `variables`: more for the template. Raises ApiError where it refuses the messages, or
+        does not end.
+        """
         for name in variables or ():
             if name in self._own_names:
                 raise invalid(
@@ -78,7 +78,7 @@ class Prompts:
         return await self._write(self._encoded, text)
 
     async def of_text(self, text: str) -> list[int]:
-        """As the tokenizer begins a text. Raises ApiError where that is no token."""
+        """The tokens of a text, with those that the tokenizer puts before one. Raises ApiError where there are none."""
         return await self._write(self._of_text, text)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
@@ -89,7 +89,7 @@ class Prompts:
             raise invalid(str(error), param) from None
 
     def text(self, tokens: Sequence[int], special: bool = False) -> str:
-        """`special`: with the tokens that are no text."""
+        """The text of tokens. `special`: with special tokens, which are no text."""
         with self._reader_lock:
             text: str = self._reader.decode(
                 list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
@@ -97,7 +97,7 @@ class Prompts:
         return text
 
     def piece(self, token: int) -> tuple[str, bytes]:
-        """One token alone: as text, and its bytes, which may be a part of a character."""
+        """One token alone: its text, and its bytes, which may be a part of a character."""
         text = self.text([token], special=True)
         return text, bytes_of(self._reader, token, text)
 
@@ -112,7 +112,7 @@ class Prompts:
     def _rendering(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]
     ) -> Callable[[], str]:
-        """What makes the text."""
+        """A function that renders the chat template."""
         if tools and not self.takes_tools:
             raise invalid("tools: this model's chat template knows none; accepted: no tools", "tools")
         told = {**variables, "add_generation_prompt": True, "tokenize": False}
@@ -125,13 +125,9 @@ class Prompts:
 
     def _rendered(self, render: Callable[[], str]) -> str:
         try:
-            return within(self._render_s, render)
-        except TimeoutError:
-            raise invalid(
-                f"messages: the model's chat template did not end in {self._render_s:g} s", "messages"
-            ) from None
-        except TEMPLATE_ERRORS as error:
-            raise invalid(f"messages: the model's chat template refuses them: {error}", "messages") from None
+            return rendered(render, self._render_s)
+        except ConfigError as error:
+            raise invalid(str(error), "messages") from None
 
     def _encoded(self, text: str) -> list[int]:
         tokens: list[int] = self._writer.encode(text, add_special_tokens=self.is_plain)
@@ -144,38 +140,8 @@ class Prompts:
         return tokens
 
 
-class _Overdue(BaseException):
-    """Ends a thread that took too long; no `except Exception` of a template's way holds it."""
-
-
-def within(seconds: float, work: Callable[[], str]) -> str:
-    """What `work` gives, in a thread of its own. Raises what it raises; TimeoutError after so long.
-
-    The thread is ended at its next step of Python: what is inside one long step of C goes on until that ends, and the
-    process does not wait for it.
-    """
-    done: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            done.put((work(), None))
-        except BaseException as error:  # told to who waits
-            done.put(("", error))
-
-    thread = threading.Thread(target=run, name="expertly-serve-template", daemon=True)
-    thread.start()
-    try:
-        result, error = done.get(timeout=seconds)
-    except queue.Empty:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Overdue))
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    return result
-
-
 def as_told(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """As templates and parsers expect them."""
+    """Tools as templates and parsers expect them."""
     return [tool.model_dump(exclude_none=True) for tool in tools]
 
 

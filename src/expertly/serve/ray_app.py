@@ -35,7 +35,9 @@ _NOTE_S = 1.0
 _SWAP_S = 5.0
 _PATIENCE_S = 30.0
 _SPARE_REQUESTS = 64
-"""That a replica takes beyond those that run and wait: it tells them 429 at once; and those for /metrics and such."""
+"""Requests that a replica accepts beyond those that run and wait: it answers them with 429 at once, and serves
+/metrics.
+"""
 
 log = logging.getLogger("expertly.serve")
 
@@ -48,7 +50,7 @@ def _above_zero(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class RayOptions(ServeOptions):
-    """What `app` can be told; files are read by each replica, on its own machine."""
+    """The options of `app`; each replica reads files on its own machine."""
 
     replicas: int = option(2, "servers", metavar="N", least=1)
     no_key: bool = option(False, "requests for localhost are answered without a key, and no others")
@@ -57,7 +59,7 @@ class RayOptions(ServeOptions):
     num_gpus: float = option(0.0, "that Ray counts a replica as", metavar="N")
 
     def check(self) -> None:
-        """What can be known before a replica starts. Raises ConfigError."""
+        """Checks what can be checked before a replica starts. Raises ConfigError."""
         if self.system != AUTO_SYSTEM:
             get_system(self.system)
         check_codec(self.codec)
@@ -71,7 +73,7 @@ class RayOptions(ServeOptions):
 
 
 class Exchange:
-    """The pool, as a deployment of its own."""
+    """The pool of learned state, as a deployment of its own."""
 
     def __init__(self) -> None:
         self._pool = Pool(time.monotonic)
@@ -81,7 +83,7 @@ class Exchange:
 
 
 class Replica:
-    """One server: it loads the model, and answers what Ray's proxies pass on."""
+    """One server: loads the model, and answers the requests that Ray's proxies pass on."""
 
     def __init__(self, options: RayOptions, exchange: Any) -> None:
         self._options = options
@@ -105,7 +107,7 @@ class Replica:
         return NamedReplica(server.app, self._name)
 
     def _open(self) -> tuple[Assembled, str]:
-        """As `expertly serve` does it; and the model's identity. What needs torch is imported here and not before."""
+        """Load the model as `expertly serve` does, and find its identity. Imports torch only here."""
         from expertly import api
         from expertly.serve.server import open_server
 
@@ -122,7 +124,7 @@ class Replica:
             raise RuntimeError(self._server.service.scheduler.problem)
 
     async def __del__(self) -> None:
-        """Ray has waited for what ran. What was learned is written, and told."""
+        """Runs when Ray has waited for running requests: writes what was learned, and shares it."""
         for task in self._tasks:
             task.cancel()
         if self._server is not None:
@@ -165,7 +167,7 @@ class Replica:
 
 
 class NamedReplica:
-    """Between Ray's proxies and a replica's server: every answer says who gave it."""
+    """Adds to every answer which replica gave it."""
 
     def __init__(self, inner: ASGIApp, name: str) -> None:
         self._inner = inner
@@ -228,7 +230,7 @@ async def _answer(response: Any) -> News:
 
 @contextlib.contextmanager
 def _noted(what: str) -> Iterator[None]:
-    """A replica serves on without the others."""
+    """Log an error of the exchange; a replica serves without the others."""
     try:
         yield
     except Exception as error:  # whatever Ray has to say of an actor that is not there

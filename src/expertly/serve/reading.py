@@ -1,4 +1,4 @@
-"""A request's body: hostile bytes until they are a checked model. Everything wrong with it is an ApiError."""
+"""Turns a request's body, which may be hostile, into a checked model. Everything wrong with it is an ApiError."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def read(request: Request, model: type[Checked], limit: int) -> Checked:
 
 
 def check(model: type[Checked], value: object) -> Checked:
-    """`value` as `model`. Raises ApiError naming the first field that is wrong, and what is accepted."""
+    """`value` as a `model`. Raises ApiError naming the first wrong field and what it accepts."""
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -19,7 +19,7 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What came to one text. `reason` is that of its end, once."""
+    """What one token adds to one text. `reason`: why the text ended, in its last delta."""
 
     index: int
     text: str
@@ -49,6 +49,7 @@ class Text:
         self.sampling = sampling
         self.tokens: list[int] = []
         self.reason: Reason | None = None
+        self.num_cached = 0  # tokens of the prompt that were not computed
         self.last_s: float | None = None  # when its last token came
         self._stops = StopStrings(stops)
         self._decoder = Decoder(request.decode)
@@ -56,11 +57,11 @@ class Text:
 
     @property
     def is_cut(self) -> bool:
-        """It ended where the model would have gone on."""
+        """Whether a stop string ended it where the model would have gone on."""
         return self._stops.is_stopped
 
     def add(self, choice: SampledToken) -> Delta:
-        """The model has written a token."""
+        """Add a token that the model has written."""
         self.tokens.append(choice.token)
         is_scripted = len(self.tokens) <= len(self.sampling.script)
         is_end = choice.token in self.ends
@@ -85,9 +86,9 @@ class Text:
 
 @dataclass(eq=False)
 class ServedRequest:
-    """All texts that one client asked for at once. It is admitted, and fails, as a whole.
+    """All texts that one client asked for at once. They are admitted together, and fail together.
 
-    Used in the server's thread alone. `deltas` ends with None, or with the exception that ended it.
+    Only the server's thread uses it. `deltas` ends with None, or with the exception that ended the request.
     """
 
     decode: Callable[[Sequence[int]], str]
@@ -109,9 +110,14 @@ class ServedRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Each prompt once, however many texts continue it."""
+        """Each prompt is counted once, however many texts continue it."""
         prompts = {id(text.prompt): len(text.prompt) + len(text.sampling.script) for text in self.texts}
         return sum(prompts.values())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of its prompts that the KV cache held already, as the first text of each prompt found them."""
+        return sum({id(text.prompt): text.num_cached for text in reversed(self.texts)}.values())
 
     @property
     def num_tokens(self) -> int:

@@ -1,5 +1,5 @@
-"""/v1/responses: OpenAI's newer way to ask. A request is turned into one for the next message of a chat; the answer
-into items, and a stream into events of them.
+"""/v1/responses, OpenAI's newer API: turns a request into one of the chat API, its answer into items, and a stream into
+events.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class TextWish(Strict):
 
 
 class ResponsesRequest(Strict):
-    """What it says is checked as a chat's request is. Nothing is stored: each request brings all that was said."""
+    """Its fields are checked as those of a chat's request. Nothing is stored: each request brings the whole
+    conversation.
+    """
 
     model: str = Field(max_length=512)
     input: str | Annotated[list[Item], Field(min_length=1, max_length=2048)]
@@ -50,7 +52,7 @@ class ResponsesRequest(Strict):
         *("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
         *("stop", "seed", "logit_bias", "generation_config"),
     )
-    """Fields of a chat's request that are taken, too."""
+    """Fields of the chat API that are accepted here, too."""
     cannot: ClassVar[dict[str, str]] = {
         "previous_response_id": "nothing is stored; send what was said",
         "conversation": "nothing is stored; send what was said",
@@ -59,7 +61,7 @@ class ResponsesRequest(Strict):
     }
 
     def as_chat(self) -> Json:
-        """The same as the body of a chat's request. Raises ApiError where an item has no place in one."""
+        """The same request for the chat API. Raises ApiError for an item that has no place in it."""
         messages: list[Json] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -128,7 +130,7 @@ def _tool(tool: Item) -> Json:
 
 
 class ResponsesAnswer:
-    """One answer as items: what was thought, what is said, each call."""
+    """One answer as items: its reasoning, its text, each tool call."""
 
     done = b""
 
@@ -142,14 +144,22 @@ class ResponsesAnswer:
         self._open: str | None = None  # "output" or "reasoning" of the last item, while text comes to it
         self._reason: str | None = None
         self._number = 0  # of the next event
+        self._num_thought = 0  # tokens of what was thought, with its marks
+        self._num_untold = 0  # tokens since the last that made a part
 
     def chunks(self, delta: Delta) -> list[Json]:
-        """The events that tell of `delta`."""
+        """The events for `delta`."""
         events: list[Json] = []
         if self._number == 0:
             for name in ("created", "in_progress"):
                 events.append(self._event(f"response.{name}", response=self._object("in_progress")))
-        for part in parts_of(self._readers, delta):
+        self._num_untold += 1  # a delta is one token
+        parts = parts_of(self._readers, delta)
+        if any(part.kind == "reasoning" for part in parts):
+            self._num_thought += self._num_untold
+        if parts:
+            self._num_untold = 0
+        for part in parts:
             if part.call is not None:
                 events += self._closed() + self._called(part.call)
             else:
@@ -174,7 +184,7 @@ class ResponsesAnswer:
         return self._object(self._status())
 
     def _said(self, kind: str, text: str) -> list[Json]:
-        """More of what is said, or thought."""
+        """The events for more text of one kind."""
         events = []
         if self._open != kind:
             events = self._closed()
@@ -195,7 +205,7 @@ class ResponsesAnswer:
         return [*events, self._of_text(f"response.{kind}_text.delta", delta=text, **self._no_logprobs())]
 
     def _closed(self) -> list[Json]:
-        """The item that was open, if one was."""
+        """The events that end the open item; none where no item is open."""
         if self._open is None:
             return []
         content = self._items[-1]["content"][0]
@@ -213,7 +223,7 @@ class ResponsesAnswer:
         return [*events, self._of_item("done")]
 
     def _of_item(self, what: str, begun: Json | None = None) -> Json:
-        """An item is added, or the last one done."""
+        """The event that adds an item, or ends the last one."""
         if begun is None:
             item = self._items[-1]
             item["status"] = "completed"
@@ -252,9 +262,9 @@ class ResponsesAnswer:
             "output": list(self._items) if is_over else [],
             "usage": {
                 "input_tokens": used["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": used["prompt_tokens_details"],
                 "output_tokens": used["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._num_thought},
                 "total_tokens": used["total_tokens"],
             }
             if is_over

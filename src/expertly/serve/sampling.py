@@ -17,19 +17,19 @@ MAX_TOP_LOGPROBS = 20
 
 
 _COLDEST = 1e-4
-"""Below it only the likeliest token has a probability that a float can tell from 0."""
+"""Below this temperature only the likeliest token has a probability that a float distinguishes from 0."""
 
 _FIRST_LOOK = 256
-"""So many of the likeliest tokens nearly always reach `top_p`, and cost less than sorting a vocabulary."""
+"""This many of the likeliest tokens nearly always reach `top_p`, and finding them costs less than sorting a vocabulary.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """A request's settings. `temperature` 0 is greedy; `top_k` 0 is all tokens; `seed` None draws one.
-
-    `logprobs`: how many alternatives to tell with each token; None: nothing is told. `min_p`: tokens below this share
-    of the likeliest one's probability are left out. `grammar`: what the text must follow.
-    `script`: the tokens that it begins with, whatever the model thinks of them.
+    """A request's settings. `temperature` 0 is greedy; `top_k` 0 means all tokens; without a `seed` one is drawn.
+    `logprobs`: how many alternatives each token is reported with, None for no report. `min_p`: tokens below this share
+    of the likeliest one's probability are left out. `grammar`: what the text must follow. `script`: tokens that the
+    text begins with, whatever the model prefers.
     """
 
     temperature: float = 1.0
@@ -59,18 +59,20 @@ class Grammar(Protocol):
     """What a text may hold, token by token."""
 
     def fork(self) -> Grammar:
-        """The same from its beginning, for one text."""
+        """A new one from the beginning, for one text."""
 
     def allowed(self) -> torch.Tensor:
         """Which tokens may come next, bool [V]. At the end of the text only those that end it."""
 
     def take(self, token: int) -> None:
-        """This one came."""
+        """Advance by a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token, and where that was asked for its log probability and those of the likeliest, before any setting."""
+    """A token and, where asked for, its log probability and those of the likeliest tokens, before any setting changes
+    them.
+    """
 
     token: int
     logprob: float | None = None
@@ -92,10 +94,10 @@ Told = Callable[[Sequence[tuple[str, SampledToken]]], None]
 
 
 class Sampler:
-    """See models.stepping.Chooser. `told(choices)` is called once a forward pass, in its thread.
+    """The server's Chooser (model/batching.py). Calls `told(choices)` once a forward pass, in the model's thread.
 
-    A request's randomness is its own: PCG64 from its seed, one number a token. With the same logits a seed gives the
-    same text in any company.
+    Each request has its own random numbers: PCG64 from its seed, one for each token. With the same logits a seed gives
+    the same text, whatever else is in the batch.
     """
 
     def __init__(self, told: Told) -> None:
@@ -104,7 +106,7 @@ class Sampler:
         self._states: dict[str, _State] = {}
 
     def add(self, name: str, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
-        """Before the request is submitted. A name that is known goes on where it was."""
+        """Call it before the request is submitted. A known name keeps its state."""
         with self._lock:
             if name not in self._states:
                 grammar = None if sampling.grammar is None else sampling.grammar.fork()
@@ -117,7 +119,7 @@ class Sampler:
             self._states.pop(name, None)
 
     def choose(self, names: Sequence[str], logits: torch.Tensor) -> list[int | None]:
-        """See Chooser. Raises NanError where there is no likeliest token."""
+        """Raises NanError where logits are NaN."""
         with self._lock:
             states = [self._states.get(name) for name in names]
         highest, places = logits.max(dim=-1)
@@ -148,7 +150,7 @@ class Sampler:
 
 
 def _adjusted(logits: torch.Tensor, state: _State) -> torch.Tensor:
-    """[V] with the biases, the penalties of what has been written, and nothing that the grammar does not allow."""
+    """The logits [V] after biases, repetition penalties and the grammar."""
     sampling = state.sampling
     if not sampling.changes_logits:
         return logits
@@ -172,7 +174,7 @@ def _adjusted(logits: torch.Tensor, state: _State) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, state: _State) -> int:
-    """One token by its own random number: of those of `top_k` and `min_p`, the fewest that together reach `top_p`."""
+    """Choose one token by the request's next random number, among those that `top_k`, `min_p` and `top_p` leave."""
     sampling = state.sampling
     if sampling.is_greedy:
         return int(logits.argmax())

@@ -1,4 +1,4 @@
-"""Who runs and who waits: requests are admitted in the order they came, each as soon as all of it fits."""
+"""Which requests run and which wait: they are admitted in the order they came, each when all of its texts fit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SHUTTING_DOWN = "this server is shutting down"
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What may run at a time: `max_running` texts in the `num_pages` of `page_tokens` of the KV cache, or the texts of
-    one request. `context` is one text, prompt included; `max_queue` requests may wait.
+    """What may run at a time: `max_running` texts, in `num_pages` pages of `page_tokens` of KV cache. A single request
+    runs even where its texts are more. `context`: the longest text, prompt included; `max_queue` requests may wait.
     """
 
     context: int
@@ -32,27 +32,28 @@ class Room:
     is_one_at_a_time: bool = False
 
     def pages_of(self, prompt: int, max_tokens: int) -> int:
-        """That a text needs when it has grown to its limit; one more for where pages of layers differ."""
+        """The pages that a text needs at its longest; one more, because pages of layers may not align."""
         return -(-(prompt + max_tokens) // self.page_tokens) + 1
 
 
 class RequestWatcher(Protocol):
-    """Is told what happens to requests; see metrics."""
+    """Is told what happens to requests, for metrics."""
 
     def first_token(self, request: ServedRequest) -> None:
-        """Of the first of its texts that has one; `token` follows."""
+        """The first token of a request; `token` is called after it."""
 
     def token(self, request: ServedRequest, seconds: float | None) -> None:
-        """Since the same text's last one; None: it is the text's first."""
+        """`seconds` since the text's previous token; None for its first."""
 
     def ended(self, request: ServedRequest, outcome: str) -> None:
-        """`stop` or `length` of its last text, `cancelled`, `failed`."""
+        """`outcome`: "stop" or "length" of its last text, "cancelled" or "failed"."""
 
 
 class RequestScheduler:
-    """Lives in the server's event loop, which alone calls it, but for `told` and `failed`: the model's threads do.
+    """Lives in the server's event loop, which alone calls it, except for `told` and `failed`: the model's threads call
+    these.
 
-    A text's pages are taken for its whole length when it is admitted, so that what runs never lacks any.
+    A text gets the pages for its whole length when it is admitted, so that a running text never lacks any.
     """
 
     def __init__(self, room: Room, watcher: RequestWatcher) -> None:
@@ -72,12 +73,12 @@ class RequestScheduler:
         self._is_closing = False
 
     def start(self, make: Callable[[Sampler, Callable[..., None]], Stepper]) -> None:
-        """Take requests from now on, in the loop that runs. `make(sampler, failed)` makes what runs the model."""
+        """Accept requests from now on, in the running loop. `make(sampler, failed)` makes what runs the model."""
         self._loop = asyncio.get_running_loop()
         self._stepper = make(self.sampler, self.failed)
 
     def close(self) -> None:
-        """End the model's threads, and with an error what they leave. Any thread may call. Idempotent."""
+        """End the model's threads; requests that they leave fail. Any thread may call. Idempotent."""
         if self._stepper is not None:
             self._is_closing = True  # what the model's threads say of their end is nobody's business
             self._stepper.close()
@@ -86,13 +87,13 @@ class RequestScheduler:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be served any more; None: it can."""
+        """Why nothing can be served any more; None where it can."""
         if self._problem is None and self._stepper is not None and not self._stepper.is_alive():
             return "the thread that runs the model has ended"
         return self._problem
 
     def check_size(self, prompt: int, max_tokens: int, num_texts: int, param: str) -> None:
-        """Raises ApiError where so much could never run."""
+        """Raises ApiError where a request of this size could never run."""
         room = self.room
         if prompt + max_tokens > room.context:
             raise invalid(
@@ -108,7 +109,9 @@ class RequestScheduler:
             raise invalid(f"n: {num_texts} texts of this length at a time; accepted: {most}", "n")
 
     def submit(self, request: ServedRequest) -> None:
-        """Raises ApiError 429 where as many wait as may, 503 where no new ones are taken."""
+        """Run the request, or queue it. Raises ApiError 429 where the queue is full, 503 where no requests are
+        accepted.
+        """
         if self.problem is not None:
             raise unavailable(self.problem, "model_stopped")
         if self.is_draining:
@@ -121,7 +124,7 @@ class RequestScheduler:
         self.waiting.append(request)
 
     def cancel(self, request: ServedRequest) -> None:
-        """Its client has gone. Idempotent."""
+        """Drop a request whose client has gone. Idempotent."""
         if request.is_done:
             return
         if request in self.waiting:
@@ -133,13 +136,13 @@ class RequestScheduler:
         self._next()
 
     async def drained(self) -> None:
-        """No new ones; returns when all that had been taken have ended."""
+        """Accept no more requests; returns when all accepted ones have ended."""
         self.is_draining = True
         self._next()
         await self._idle.wait()
 
     def abort(self) -> None:
-        """End all that has been taken."""
+        """Fail all accepted requests."""
         for request in self._taken():
             self._fail(request, unavailable(_SHUTTING_DOWN, "draining"))
 
@@ -159,12 +162,15 @@ class RequestScheduler:
     # -- the rest runs in the loop -------------------------------------------------------------------------------------
 
     def _take(self, choices: Sequence[tuple[str, SampledToken]]) -> None:
-        """A forward pass has given these tokens."""
+        """Handle the tokens of a forward pass."""
         for name, choice in choices:
             text = self.running.get(name)
             if text is None:
                 continue
             request, now = text.request, text.request.now_s()
+            if not text.tokens:
+                assert self._stepper is not None
+                text.num_cached = self._stepper.num_cached(name)
             try:
                 delta = text.add(choice)
             except Exception as error:  # of a tokenizer that does not know the token: nobody else waits here for it
@@ -229,14 +235,14 @@ class RequestScheduler:
             self._begin(text)
 
     def _begin(self, text: Text) -> None:
-        """Or go on: what it has written is a part of its prompt then."""
+        """Begin a text, or continue one after a failed pass; what it has written is then part of its prompt."""
         assert self._stepper is not None
         self.sampler.add(text.name, text.sampling, text.prompt)
         left = text.max_tokens - len(text.tokens)
         self._stepper.submit(Entry(text.name, [*text.prompt, *text.tokens], left, text.ends))
 
     def _release(self, text: Text) -> None:
-        """It has ended; or it must, and the model does not know: it was cancelled, or a stop string came."""
+        """Free a text's pages. Tells the model where it would go on: the text was cancelled, or met a stop string."""
         assert self._stepper is not None
         if self.running.pop(text.name, None) is None:
             return
@@ -257,13 +263,13 @@ class RequestScheduler:
         self.watcher.ended(request, "failed")
 
     def _next(self) -> None:
-        """Admit who has waited longest, as long as that fits."""
+        """Admit waiting requests in order, as long as they fit."""
         while self.waiting and self._fits(self.waiting[0]):
             self._admit(self.waiting.popleft())
         if self.is_draining and not self.waiting and not self.running:
             self._idle.set()
 
     def _wait_s(self) -> float:
-        """Until a place is free, roughly: the shortest that is left of what runs."""
+        """Roughly how long until a place is free: the shortest remainder of the running texts."""
         left = [text.max_tokens - len(text.tokens) for text in self.running.values()]
         return min(left, default=0) * self._step_s

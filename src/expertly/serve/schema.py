@@ -1,7 +1,7 @@
-"""The requests that are taken: OpenAI's, as far as a text model on one machine can serve them.
+"""The requests that are accepted: OpenAI's, as far as a text model on one machine can serve them.
 
-A field that asks for something which cannot be had is an error. Any other field that is not declared here is taken and
-has no effect; `unknown_fields` names it.
+A field that asks for something that cannot be had is an error. Any other undeclared field is accepted and has no
+effect; `unknown_fields` names it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from expertly.serve.sampling import MAX_TOP_LOGPROBS, Sampling
 
 MAX_CHOICES = 16
-"""Texts that one request may ask for: `n`, times its prompts."""
+"""Texts that one request may ask for: `n` times its prompts."""
 
 MAX_STOPS = 16
 MAX_TOKEN = 2**31 - 1
@@ -31,7 +31,7 @@ Count = Annotated[int, Field(ge=1, le=MAX_TOKEN)]
 
 
 class Strict(BaseModel):
-    """No text where a number belongs. `cannot`: fields that ask for what no text model on one machine has."""
+    """A model that accepts no text in place of a number. `cannot`: fields that ask for what no text model here has."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     cannot: ClassVar[dict[str, str]] = {}
@@ -45,7 +45,7 @@ class Strict(BaseModel):
 
 
 def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
-    """The names of what a checked request has and nobody reads, as `messages.audio`: without places in lists."""
+    """The names of fields that a checked request has and nothing reads, as `messages.audio`, without indices."""
     if isinstance(value, list):
         for one in value:
             yield from unknown_fields(one, path)
@@ -64,7 +64,7 @@ class ModelName(Strict):
 
 
 class Generation(ModelName):
-    """What both ways of asking have."""
+    """The fields that chat and completion requests share."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -185,7 +185,7 @@ class ResponseFormat(Strict):
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """The JSON schema that an answer must follow; None: any text will do."""
+        """The JSON schema that an answer must follow; None where any text will do."""
         if self.type == "json_schema" and self.json_schema is not None:
             return self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None
@@ -232,7 +232,7 @@ class ChatRequest(Generation):
     @model_validator(mode="before")
     @classmethod
     def _as_generate_says(cls, value: Any) -> Any:
-        """What `generation_config` says in generate's words, in OpenAI's."""
+        """Translate the fields of `generation_config` from generate's names to OpenAI's."""
         text = value.get("generation_config") if isinstance(value, dict) else None
         if not isinstance(text, str):
             return value
@@ -263,7 +263,7 @@ class ChatRequest(Generation):
 
     @property
     def forced(self) -> list[Tool] | None:
-        """One of these must be called; None: none must."""
+        """The tools of which one must be called; None where none must."""
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
             return [tool for tool in self.offered if tool.function.name == name]
@@ -271,7 +271,7 @@ class ChatRequest(Generation):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """For the chat template, beside messages and tools."""
+        """Variables for the chat template, beside messages and tools."""
         told: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             told = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.reasoning_effort != "none"}
@@ -283,7 +283,7 @@ class ChatRequest(Generation):
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that the model is told of."""
+        """The tools that the model is told about."""
         return [] if self.tool_choice == "none" else list(self.tools or ())
 
 
@@ -311,7 +311,7 @@ class CompletionRequest(Generation):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """One a text, as text or as tokens."""
+        """One prompt for each text, as text or as tokens."""
         prompt: Any = self.prompt
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             return [prompt]

@@ -1,4 +1,4 @@
-"""From a loaded model to a server that listens, and to its end: what was taken is finished, then it goes."""
+"""From a loaded model to a listening server, and to its end, which lets running requests finish."""
 
 from __future__ import annotations
 
@@ -30,28 +30,27 @@ from expertly.serve.view import View
 
 _NOTE_S = 1.0
 _LAST_WORDS_S = 5.0
-"""For answers that are whole to reach their clients, once nothing runs."""
+"""Time for finished answers to reach their clients."""
 
 log = logging.getLogger("expertly.serve")
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """All of a server but its socket."""
+    """A server without its socket."""
 
     model: Any
     app: Any
     service: Service
     view: View
     start: Callable[[], None]
-    """In the loop that serves: requests are taken from then on."""
+    """Accept requests from now on, in the running loop."""
     close: Callable[[], None]
 
 
 def open_server(options: ServeOptions, access: Access, progress: api.Progress | None = None) -> Assembled:
-    """Load the model, and make its server; `api.unload` of the model ends what stands behind it.
-
-    Raises ExpertlyError subclasses that name the option and what is accepted.
+    """Load the model and make its server; `api.unload` of the model frees both. Raises ExpertlyError subclasses that
+    name the option and what it accepts.
     """
     template = options.template()
     model, tokenizer = api.open_model(options.model, options, progress, lambda store: cache_for(options, store))
@@ -65,9 +64,8 @@ def open_server(options: ServeOptions, access: Access, progress: api.Progress | 
 def assemble(
     model: Any, tokenizer: Any, options: ServeOptions, access: Access, room: Room, template: str | None = None
 ) -> Assembled:
-    """`model` as `expertly.load` gives it, which nobody else runs from now on. Tries whether requests can share passes.
-
-    Raises ConfigError where it has no tokenizer.
+    """A server of a model that `expertly.load` made; nothing else may run the model from now on. Tries whether requests
+    can share forward passes. Raises ConfigError where there is no tokenizer.
     """
     loaded = api.handle(model)
     prompts = Prompts(tokenizer, model.config.get_text_config(decoder=True).vocab_size, template, model)
@@ -112,7 +110,7 @@ def assemble(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Before the model is loaded: a port that is taken is found at once. Raises ConfigError."""
+    """Bind before the model is loaded, so that a port in use is found at once. Raises ConfigError."""
     if port > 65535:
         raise ConfigError(f"port={port}: accepted: 0 to 65535")
     try:
@@ -126,7 +124,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class ApiServer(uvicorn.Server):
-    """Serves until SIGTERM or SIGINT, or `end`; then drains. A second signal does not wait any more."""
+    """Serves until SIGTERM, SIGINT or `end`, then drains. A second signal ends it at once."""
 
     def __init__(
         self, assembled: Assembled, drain_s: float = 600.0, announce: Callable[[], None] = lambda: None
@@ -166,7 +164,9 @@ class ApiServer(uvicorn.Server):
         await asyncio.to_thread(self._assembled.close)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """See uvicorn. It would stop listening at once; we say 503 until all that runs has ended."""
+        """uvicorn would stop listening at once; this keeps listening, and answers 503, until all running requests have
+        ended.
+        """
         if self._is_ending.is_set():
             self.should_exit = self.force_exit = True
         else:
@@ -174,7 +174,7 @@ class ApiServer(uvicorn.Server):
             self.end()
 
     def end(self) -> None:
-        """Drain, then go. Any thread, or a signal's handler, may call."""
+        """Drain, then stop. Any thread and signal handlers may call."""
         self._is_ending.set()
         if self._loop is not None:
             self._loop.call_soon_threadsafe(lambda: self._spawn(self._drain()))

@@ -1,4 +1,4 @@
-"""What the server does, apart from HTTP: checked requests in, requests that run out."""
+"""What the server does apart from HTTP: checks requests and runs them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from expertly.serve.scheduler import RequestScheduler
 from expertly.serve.schema import MAX_CHOICES, ChatRequest, CompletionRequest, Generation, unknown_fields
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's, for /v1/completions. A chat answer may fill what is left of the context."""
+"""OpenAI's default for /v1/completions. A chat answer may fill the rest of the context."""
 
 MAX_IGNORED_NAMED = 100
-"""Fields without effect that the log names."""
+"""How many fields without effect the log names."""
 
 log = logging.getLogger("expertly.serve")
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What is said of the model. `batching`: "continuous", or "one at a time" for the reason in `why`."""
+    """What the server tells of its model. `batching`: "continuous", or "one at a time" with the reason in `why`."""
 
     name: str
     created: int
@@ -47,7 +47,7 @@ class About:
     rounding: dict[str, Any] | None  # of experts that are not those of the checkpoint
 
     def as_dict(self) -> dict[str, Any]:
-        """OpenAI's object, and what it has no field for under `expertly`."""
+        """OpenAI's object; what OpenAI has no field for is under `expertly`."""
         told = {
             "context": self.context,
             "family": self.family,
@@ -89,7 +89,7 @@ class Service:
         return ResponsesAnswer(asked, request, readers)
 
     async def _conversation(self, asked: ChatRequest) -> tuple[ServedRequest, dict[int, AnswerReader]]:
-        """A request for the next message, and who parts each of its texts."""
+        """A request for the next message, and the readers that split each of its texts into parts."""
         self._check(asked)
         prompt = await self.prompts.of_messages(asked.messages, asked.offered, asked.variables)
         limit = asked.limit or max(1, self.scheduler.room.context - len(prompt))
@@ -140,7 +140,7 @@ class Service:
         return CompletionAnswer(asked, self.prompts, request)
 
     def start(self, request: ServedRequest) -> None:
-        """Let it run, or wait for its turn. Raises ApiError."""
+        """Run the request, or queue it. Raises ApiError."""
         self.scheduler.submit(request)
         log.info(
             "request %d: %d prompt tokens, %d texts of at most %d tokens",
@@ -154,12 +154,12 @@ class Service:
                 log.info("request %d: prompt %r", request.number, self.prompts.text(text.prompt, special=True))
 
     def _check(self, asked: Generation) -> None:
-        """Its model is here; fields that nobody reads are named in the log, each once."""
+        """Check the model's name. Fields that nothing reads are named in the log, each once."""
         self.check_model(asked.model)
         self._note_ignored(unknown_fields(asked))
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError where it is another."""
+        """Raises ApiError where the name is another model's."""
         if name != self.about.name:
             raise ApiError(
                 404,
@@ -196,7 +196,7 @@ class Service:
 
 
 def seeded(sampling: Sampling, number: int) -> Sampling:
-    """Of the texts with one seed each has its own, the first that of the request."""
+    """The settings of a request's text `number`: the first has the request's seed, the others seeds derived from it."""
     if sampling.seed is None or number == 0:
         return sampling
     return replace(sampling, seed=(sampling.seed + number * 0x9E3779B97F4A7C15) % 2**64)

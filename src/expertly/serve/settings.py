@@ -1,4 +1,4 @@
-"""What a server is told when it starts, on the command line or by Ray; and who may use it."""
+"""The options of a server, on the command line and under Ray, and who may use it."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ from expertly.core.errors import ConfigError
 from expertly.options import ADVANCED, MODEL_HELP, LoadOptions, argument, option
 
 MIN_KEY = 16
-"""Characters of a key: fewer can be guessed."""
+"""Characters of a key; shorter keys can be guessed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(LoadOptions):
     model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
-    api_key_file: str | None = option(None, "the keys that clients may have, one a line", metavar="FILE")
-    name: str | None = option(None, "of the model, as clients ask for it (default: that of MODEL)", metavar="NAME")
+    api_key_file: str | None = option(None, "a file of keys that clients must have one of, one a line", metavar="FILE")
+    name: str | None = option(None, "the model's name for clients (default: that of MODEL)", metavar="NAME")
     context: int | None = option(
-        None, "most tokens of one text, prompt included (default: 4096)", metavar="N", type=int, least=1
+        None, "the longest text in tokens, prompt included (default: 4096)", metavar="N", type=int, least=1
     )
-    max_running: int = option(16, "texts written at a time", metavar="N", least=1)
-    max_queue: int = option(256, "requests that may wait", metavar="N", panel=ADVANCED)
+    max_running: int = option(16, "how many texts are written at a time", metavar="N", least=1)
+    max_queue: int = option(256, "how many requests may wait", metavar="N", panel=ADVANCED)
     kv_tokens: int | None = option(
         None,
-        "KV cache (default: --max-running texts, at most 32768)",
+        "tokens of KV cache (default: for --max-running texts, at most 32768)",
         metavar="N",
         type=int,
         least=1,
         panel=ADVANCED,
     )
-    max_body: int = option(4 << 20, "of a request", metavar="BYTES", least=1, panel=ADVANCED)
+    max_body: int = option(4 << 20, "the largest request in bytes", metavar="BYTES", least=1, panel=ADVANCED)
     chat_template: str | None = option(
         None, "a Jinja template instead of the model's own", metavar="FILE", panel=ADVANCED
     )
-    drain_seconds: int = option(600, "for what runs at SIGTERM", metavar="N", panel=ADVANCED)
+    drain_seconds: int = option(
+        600, "how long running requests may take to end after SIGTERM", metavar="N", panel=ADVANCED
+    )
     cors: str | None = option(
-        None, "web sites whose pages may ask, parted by commas; * is any", metavar="ORIGIN", panel=ADVANCED
+        None, "web sites whose pages may send requests, with commas between; * is any", metavar="ORIGIN", panel=ADVANCED
     )
     log_prompts: bool = option(False, "write prompts to the log", panel=ADVANCED)
 
     @property
     def served_name(self) -> str:
-        """Of a folder the last part, as no client needs to know where it lies; all of a hub id."""
+        """A hub id as it is; of a folder its last part, as clients need not know where it lies."""
         if self.name or self.model is None:
             return self.name or "demo"
         path = Path(self.model)
@@ -58,14 +60,16 @@ class ServeOptions(LoadOptions):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may ask. Without keys nobody is asked for one; `origins`: web sites whose pages may."""
+    """Who may send requests. Without keys everybody may; `origins`: web sites whose pages may."""
 
     keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
 
     @staticmethod
     def of(options: ServeOptions, host: str = "127.0.0.1") -> Access:
-        """Raises ConfigError where a key or a site is none, or others could use the server without a key."""
+        """Raises ConfigError for a malformed key or site, and where the server could be reached from outside without a
+        key.
+        """
         keys = () if options.api_key_file is None else _read_keys(options.api_key_file)
         if not is_loopback(host) and not keys:
             raise ConfigError(
@@ -76,11 +80,11 @@ class Access:
 
     @property
     def checks_host(self) -> bool:
-        """Without a key, whoever can make a browser here send requests could use the server under another name."""
+        """Whether the Host header is checked: without keys, any web page could use the server under another name."""
         return not self.keys
 
     def knows(self, key: str) -> bool:
-        """In a time that says nothing of the keys: each is compared, and each in full."""
+        """Whether the key is valid, in a time that does not depend on the keys: each is compared in full."""
         given = key.encode("utf-8", "surrogateescape")
         found = False
         for one in self.keys:
@@ -108,7 +112,7 @@ def _origins(text: str, has_keys: bool) -> tuple[str, ...]:
 
 
 def _read_keys(path: str) -> tuple[str, ...]:
-    """One key a line; empty lines and those that begin with # are left out."""
+    """One key a line; empty lines and lines that begin with # are skipped."""
     lines = _read("api_key_file", path).splitlines()
     keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     if not keys:

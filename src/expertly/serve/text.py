@@ -1,4 +1,4 @@
-"""Text as a client gets it: nothing behind a stop string, nothing that may begin one."""
+"""The text that a client gets: nothing after a stop string, and nothing yet that may begin one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Lets text through up to the first of `stops`; the end that may be the start of one waits."""
+    """Passes text on up to the first of `stops`, and holds back an end that may begin one of them."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
@@ -14,7 +14,7 @@ class StopStrings:
         self.is_stopped = False
 
     def add(self, text: str) -> str:
-        """What may be shown. Nothing once `is_stopped`."""
+        """The text that may be shown now; nothing once `is_stopped`."""
         if self.is_stopped or not self._stops:
             return "" if self.is_stopped else text
         text = self._held + text
@@ -27,13 +27,13 @@ class StopStrings:
         return text[: len(text) - num_held]
 
     def end(self) -> str:
-        """What was held back, and was no stop string after all."""
+        """The text that was held back and turned out to be no stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def overlap(text: str, word: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `word`, and not all of it."""
+    """The length of the longest proper prefix of `word` that `text` ends with."""
     for length in range(min(len(text), len(word) - 1), 0, -1):
         if text.endswith(word[:length]):
             return length

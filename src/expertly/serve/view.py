@@ -1,4 +1,4 @@
-"""What can be seen of a running server: for Prometheus, for programs, for the dashboard."""
+"""A running server's state: for Prometheus, for programs, for the dashboard."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from expertly.serve.scheduler import RequestScheduler
 from expertly.serve.service import About
 
 RECENT_S = 60.0
-"""What "recent" is."""
+"""The time that "recent" figures cover."""
 
 _RATE_S = 5.0
-"""Over how long tokens per second are told."""
+"""The time that tokens per second are averaged over."""
 
 _ATTEMPTS = 5
 _FRESH_S = 0.25
 
 _RECENT = ("hits", "partial_hits", "misses", "loaded_nbytes", "stall_ns")
-"""Counters of a layer of which the last minute is told, in the order of their columns."""
+"""A layer's counters with recent figures, in the order of their columns."""
 
 Moment = tuple[float, int, npt.NDArray[np.int64]]
-"""When, the tokens computed by then, and the counters of each layer, [L, 5]."""
+"""A moment, the tokens computed until then, and each layer's counters, [L, 5]."""
 
 
 class View:
@@ -62,22 +62,22 @@ class View:
         self._moments: deque[Moment] = deque()
         self._stats: tuple[float, dict[str, Any]] | None = None
         self.shown_metrics = self.metrics
-        """What /metrics says: of this server, unless somebody knows of others."""
+        """The text of /metrics: this server's, unless something else collects that of several."""
         metrics.registry.register(EngineMetrics(self.stats, self.memory, scheduler))
 
     def note(self) -> None:
-        """Remember what rates are told from."""
+        """Remember the counters, from which rates are computed."""
         now, moment = self._now_s(), self._moment()
         with self._lock:
             _keep(self._written, (now, self._metrics.num_written), _RATE_S)
             _keep(self._moments, moment, RECENT_S)
 
     def metrics(self) -> bytes:
-        """As Prometheus reads them."""
+        """The text that Prometheus reads."""
         return generate_latest(self._metrics.registry)
 
     def experts(self) -> dict[str, Any]:
-        """How many segments of each expert are there, and how each layer fared of late."""
+        """How many segments of each expert are resident, and each layer's recent figures."""
         stats = self.stats()
         seconds, _, recent = self._recent()
         layers = []
@@ -98,7 +98,7 @@ class View:
         return {"object": "experts", **{name: stats[name] for name in told}, "recent_s": seconds, "layers": layers}
 
     def state(self) -> dict[str, Any]:
-        """The numbers of one look at the server."""
+        """The server's numbers now."""
         stats, scheduler = self.stats(), self._scheduler
         seconds, tokens, recent = self._recent()
         hits, partial_hits, misses, loaded_nbytes, stall_ns = (int(sum) for sum in recent.sum(axis=0))
@@ -133,12 +133,12 @@ class View:
         }
 
     def memory(self) -> dict[str, int]:
-        """Bytes by use: as they were divided, and what of the room for experts is taken."""
+        """Bytes by use, as they were divided, and how much of the experts' room is taken."""
         resident = sum(device["resident_bytes"] for device in self.stats()["devices"])
         return {**self._about.memory, "experts_resident_bytes": resident, **self.host_memory()}
 
     def host_memory(self) -> dict[str, int]:
-        """Host memory for experts behind the devices, and what of it is taken; empty where there is none."""
+        """Host memory for experts behind the devices, and how much is taken; empty where there is none."""
         tiers = [shard.device.tier for shard in self._executor.shards if hasattr(shard.device, "tier")]
         if not tiers:
             return {}
@@ -148,7 +148,7 @@ class View:
         }
 
     def stats(self) -> dict[str, Any]:
-        """`expertly.stats(model).as_dict()`, not older than a quarter of a second."""
+        """`expertly.stats(model).as_dict()`, at most a quarter of a second old."""
         with self._lock:
             if self._stats is not None and self._now_s() - self._stats[0] < _FRESH_S:
                 return self._stats[1]
@@ -158,7 +158,7 @@ class View:
         return found
 
     def _residency(self) -> list[list[int]]:
-        """Of each layer, of each expert by its number in the model: how many of its segments are on a device."""
+        """For each layer and each of its experts, how many of its segments are on a device."""
         placement = getattr(self._executor, "placement", None)
         rows = [[0] * layer.num_experts for layer in self._executor.geometry.layers]
         for number, device in enumerate(self._executor.shards):
@@ -172,7 +172,7 @@ class View:
         return rows
 
     def _recent(self) -> Moment:
-        """Seconds, tokens computed and counters of the layers over at most the last minute."""
+        """Seconds, computed tokens and the layers' counters over at most the last minute."""
         now_s, tokens, layers = now = self._moment()
         with self._lock:
             first_s, first_tokens, first_layers = self._moments[0] if self._moments else now
@@ -192,14 +192,14 @@ class View:
 
 
 def _keep(noted: deque[Any], last: Any, seconds: float) -> None:
-    """Those of so many seconds, and the last one before."""
+    """The moments of the last so many seconds, and the one before."""
     noted.append(last)
     while len(noted) > 2 and last[0] - noted[1][0] >= seconds:
         noted.popleft()
 
 
 def _read(read: Callable[[], Any]) -> Any:
-    """While a forward pass may be counting: a dictionary may grow while it is read; the next attempt finds it still."""
+    """Read while a forward pass may be counting: a dictionary that grows while it is read is read again."""
     for _ in range(_ATTEMPTS - 1):
         try:
             return read()
@@ -209,7 +209,7 @@ def _read(read: Callable[[], Any]) -> Any:
 
 
 def _history_of(stats: dict[str, Any]) -> str | None:
-    """Whether what it predicts by, or else evicts by, is from earlier runs; None where it learns neither."""
+    """Whether its predictor, else its eviction, began with learned state of earlier runs; None where neither learns."""
     told = [one["history"] for one in (stats["prediction"], stats["reuse"]) if one is not None]
     return next((history for history in told if history is not None), None)
 
@@ -218,7 +218,7 @@ def _history_of(stats: dict[str, Any]) -> str | None:
 
 
 def dashboard_page() -> tuple[str, dict[str, str]]:
-    """HTML, and headers by which nothing runs but its own script, which may ask nobody but its server."""
+    """The HTML, and headers that let only its own script run, and that script ask only its own server."""
     html = resources.files("expertly").joinpath("data/dashboard/index.html").read_text(encoding="utf-8")
     script, style = (_hash_of(html, tag) for tag in ("script", "style"))
     policy = (
@@ -229,6 +229,6 @@ def dashboard_page() -> tuple[str, dict[str, str]]:
 
 
 def _hash_of(html: str, tag: str) -> str:
-    """Of the page's one element of that name, as a browser takes it."""
+    """The hash of the page's one element of that name, as browsers compute it."""
     (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from expertly.lab.compare import engine
 from expertly.lab.compare.engine import EngineRuns, MachineWorker, Worker, WorkerError, can_be_together
 from expertly.lab.compare.settings import ComparisonSettings
 from expertly.lab.playing import RecordedRequest
+from tests.families import make_checkpoint
 
 REQUESTS = [RecordedRequest((1, 2, 3), 2, number) for number in range(2)]
 
@@ -28,7 +30,7 @@ class Stage:
         self.holding: set[str] = set()
         self.most_held = 0
 
-    def worker(self, name: str) -> Any:
+    def worker(self, name: str, loading: Any = None) -> Any:
         return _Actor(name, self)
 
 
@@ -170,6 +172,20 @@ def test_a_worker_says_what_failed_and_how_it_died() -> None:
         assert not worker.is_alive
     finally:
         worker.end()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_what_a_worker_packs_and_loads_is_told_while_it_does(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path / "tiny", seed=23)
+    told: list[tuple[str, int, int]] = []
+    worker = Worker("tried", lambda *one: told.append(one))
+    try:
+        facts = worker.ask("load", {"model": str(folder), "system": "resident"})
+    finally:
+        worker.end()
+    assert [what for what, done, total in told if done == total] == ["packing", "loading"]
+    assert told[-1] == ("loading", facts["expert_bytes"], facts["expert_bytes"])
 
 
 # -- the machine -----------------------------------------------------------------------------------------------------

@@ -80,8 +80,8 @@ def test_the_headline_says_who_is_fastest_and_how_far_from_baseline_and_bounds()
     (said,) = headline(rows, ["25%"], "lru")
     assert said == (
         "With 25% of the experts (3 MiB): lcp is fastest on the engine, 8.00 ms a token, 0.80x the time of lru; "
-        "quartiles 0.75 to 0.85. Best possible: in the simulator lcp takes 9.00 ms and oracle, which knows the future, "
-        "6.00 ms (1.50x). lcp loads 2 MiB for each token of an answer there, the least possible is 1 MiB "
+        "quartiles 0.75 to 0.85x. Best possible: in the simulator lcp takes 9.00 ms and oracle, which knows the "
+        "future, 6.00 ms (1.50x). lcp loads 2 MiB for each token of an answer there, the least possible is 1 MiB "
         "(belady-global)."
     )
 

@@ -156,11 +156,11 @@ def test_what_cannot_run_is_no_part_of_it() -> None:
 def test_finalists_differ() -> None:
     """Not two that the simulator cannot tell apart, and few of a preset; of equals the simplest."""
     result, _ = found()
-    names = [one.system.name for one in finalists(result.ranking, 4, 2)]
+    names = [one.system.name for one in finalists(result.ranking, 4, 2, lambda _: True)]
     assert [name.split(":")[0] for name in names].count("lfu") == 2
     clock = FakeClock()
     same = search(SEEDS, vary, lambda one, num, until: 1.0, 1, Deadline.after(clock, 1e9))
-    assert [one.system.name for one in finalists(same.ranking, 4, 2)] == ["lcp"]
+    assert [one.system.name for one in finalists(same.ranking, 4, 2, lambda _: True)] == ["lcp"]
 
 
 def test_what_nobody_measured_does_not_take_every_place() -> None:

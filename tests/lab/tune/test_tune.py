@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 import expertly
-from expertly.cli.tune import SHOWN, report, result_of
+from expertly.cli.tune import SHOWN, TuneOptions, report, result_of
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.engine.choice import choices_path, read_choices
 from expertly.lab.playing import Played, RecordedRequest
@@ -158,9 +157,11 @@ def test_what_the_model_cannot_be_given_is_an_error(model: Path) -> None:
 
 
 def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
-    other = make_checkpoint("switch_transformers", tmp_path / "other", tokenizer=True)
+    other = make_checkpoint("switch_transformers", tmp_path / "other", seed=37, tokenizer=True)
+    told: list[tuple[str, int, int]] = []
     with pytest.raises(ModelUseError, match="encoder-decoder"):
-        tune(replace(WISHES, model=str(other)), PROMPTS, no_machine)
+        tune(replace(WISHES, model=str(other)), PROMPTS, no_machine, loading=lambda *one: told.append(one))
+    assert [what for what, done, total in told if done == total] == ["packing"], "it is shown while it takes long"
 
 
 def test_both_codecs_that_are_packed_are_tried(tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def test_both_codecs_that_are_packed_are_tried(tmp_path: Path) -> None:
 def test_the_report_says_what_was_simulated_alone(fastest: Tuned, slower: Tuned) -> None:
     """And what could not be run, whenever that was found out."""
     for found in (fastest, slower):
-        result = result_of(argparse.Namespace(model="tiny", memory="50%"), found, None)
+        result = result_of(TuneOptions(model="tiny", memory="50%"), found, None)
         text, calibration = report(result), found.calibration
         for one, row in zip(found.found.ranking, result["search"]["ranking"], strict=True):
             assert row["overhead_s"] == calibration.overhead_s(one.candidate)

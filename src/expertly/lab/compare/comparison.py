@@ -1,5 +1,5 @@
-"""A comparison from its beginning to its results, with a model on the engine and simulated, with a trace simulated; and
-the folder that holds it: report.html, results.json, command.txt and the trace that was recorded.
+"""A comparison from beginning to end: with a model, on the engine and simulated; with a trace, simulated. Also the
+folder that holds it: report.html, results.json, command.txt and the recorded trace.
 """
 
 from __future__ import annotations
@@ -46,25 +46,24 @@ from expertly.policies.learned import LearnedState, read_learned
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule, Selection
-from expertly.sim.study import Memory, Study
+from expertly.sim.study import Memory, Progress, Study
 from expertly.trace.reader import Trace
 
 NUM_REQUESTS, NUM_TOKENS = 5, 24
-"""With a model: so many requests, of so many new tokens."""
+"""Defaults with a model: requests, and new tokens of each."""
 
 NUM_TRACE_REQUESTS = 20
-"""With a trace whose requests can be told apart."""
+"""Default with a trace whose requests can be told apart."""
 
 TRACE_HARDWARE = "rtx3090"
 
-Progress = Callable[[str, int, int], None]
 Tell = Callable[[str], None]
 
 
 @dataclass(slots=True)
 class Comparison:
-    """What is known so far. `results` may be asked for at any time: what has not run is left out. `keep` is called when
-    there is more that took long to find out.
+    """What is known so far. `results` may be asked for at any time, and leaves out what has not run. `keep` is called
+    whenever more has been measured.
     """
 
     settings: ComparisonSettings
@@ -89,7 +88,7 @@ class Comparison:
         )
 
     def results(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Everything known so far, as plain values."""
         settings = self.settings
         rows = rows_of(settings, self.runs, {} if self.simulated is None else self.simulated.rows)
         failures = list(self.failures) if self.runs is None else [*self.runs.failures, *self.failures]
@@ -121,20 +120,20 @@ class Comparison:
         }
 
     def _num_measured(self, failure: RunFailure) -> int | None:
-        """Requests before it failed; None where none would have been."""
+        """Requests that ran before it failed; None for failures outside the engine."""
         if self.runs is None or failure.where != "engine":
             return None
         return self.runs.num_measured(failure.memory, failure.system)
 
     def _notes_on_load(self) -> list[str]:
-        """Whether others were computing."""
+        """A note where other processes were computing."""
         load, num = os.getloadavg()[0], allowed_cpus()
         if self.runs is None or load <= num + 1:
             return []
         return [f"{load:.0f} processes were running on {num} CPUs: times wander; ratios are of the same moments"]
 
     def _memories_tried(self, rows: Sequence[dict[str, Any]], failures: Sequence[RunFailure]) -> list[str]:
-        """All of them, unless the comparison ended before its end."""
+        """The budgets that were tried: all of them, unless the comparison was interrupted."""
         tried = {row["memory"] for row in rows} | {one.memory for one in failures}
         return [memory for memory in self.settings.memories if memory in tried or self.is_whole]
 
@@ -145,8 +144,8 @@ def compare_trace(
     geometry: tuple[Any, Any, str | None],
     progress: Progress | None,
 ) -> None:
-    """Simulate a trace. `geometry`: its layers, its dense shape and where they come from. Raises ExpertlyError for what
-    cannot be asked.
+    """Simulate a trace. `geometry`: its layers, its dense shape and where they come from. Raises ExpertlyError where
+    the settings do not fit the trace.
     """
     settings = comparison.settings
     name = settings.hardware or TRACE_HARDWARE
@@ -172,14 +171,18 @@ def compare_model(
     folder: Path,
     progress: Progress | None,
     tell: Tell,
+    loading: Progress | None = None,
 ) -> None:
-    """Record the prompts' answers into `folder`, run them through the engine under every system, and simulate the same
-    requests. What the comparison holds when this raises is what was done by then.
+    """Record the answers to the prompts in `folder`, run them through the engine under every system, and simulate the
+    same requests. Where this raises, the comparison holds what was done by then. `loading` is told of bytes that are
+    packed and loaded.
     """
     settings = comparison.settings
     arguments = _arguments(settings, model)
-    machine = MachineWorker()
+    machine = MachineWorker(loading)
     try:
+        if settings.total_memories:
+            settings = share_out(comparison, machine.worker, arguments)
         tell("recording what the model routes")
         facts, trace, schedule = _record(comparison, machine.worker, arguments, prompts, folder)
         learned = machine.worker.ask("weights", arguments["predictor"], [*settings.systems])
@@ -206,7 +209,7 @@ def compare_model(
             machine.measure_again()
             comparison.keep()
 
-        engine = EngineRuns(settings, arguments, requests, lesson, between, progress, in_words)
+        engine = EngineRuns(settings, arguments, requests, lesson, between, progress, in_words, loading)
         comparison.runs = engine.runs
         engine.run(fits_together)
         tell("simulating")
@@ -221,7 +224,7 @@ def compare_model(
 
 
 def _arguments(settings: ComparisonSettings, model: str | None) -> dict[str, Any]:
-    """Of `expertly.load`, but for the memory and the system."""
+    """The arguments of `expertly.load` that all systems and budgets share."""
     return {
         "model": model,
         "segments": settings.segments,
@@ -233,10 +236,26 @@ def _arguments(settings: ComparisonSettings, model: str | None) -> dict[str, Any
     }
 
 
+def share_out(comparison: Comparison, machine: Worker, arguments: dict[str, Any]) -> ComparisonSettings:
+    """The settings with the memory that each `total_memory` leaves for experts, divided as `expertly run` does."""
+    memories = []
+    for total in comparison.settings.total_memories:
+        loading = load_arguments(arguments | {"segments": None}, "auto", "lru") | {"total_memory": total}
+        facts = machine.ask("load", loading)
+        left = facts["memory_bytes"]
+        if left >= facts["expert_bytes"]:
+            memories.append("100%")
+        else:
+            memories.append(f"{left >> 20}MiB" if left >= 100 << 20 else f"{left >> 10}KiB")
+        comparison.notes.append(f"total memory {total} leaves {memories[-1]} for experts")
+    settings = comparison.settings = replace(comparison.settings, memories=tuple(dict.fromkeys(memories)))
+    return settings
+
+
 def _record(
     comparison: Comparison, machine: Worker, arguments: dict[str, Any], prompts: Sequence[Prompt], folder: Path
 ) -> tuple[dict[str, Any], Trace, Schedule]:
-    """Facts of the loaded model, the trace of its answers, and what of it is played."""
+    """Facts of the loaded model, the trace of its answers, and the requests that are compared."""
     settings = comparison.settings
     num_tokens = settings.tokens or NUM_TOKENS
     facts = machine.ask("load", load_arguments(arguments | {"segments": None}, settings.timeline_memory, "lru"))
@@ -259,7 +278,7 @@ def _record(
     comparison.versions = facts["versions"]
     comparison.source |= _about_trace(trace, schedule)
     comparison.source |= {key: facts[key] for key in ("dtype", "device", "codec", "threads")}
-    comparison.notes = [f"the trace has no {what}" for what in absent] + _notes(trace, schedule, settings)
+    comparison.notes += [f"the trace has no {what}" for what in absent] + _notes(trace, schedule, settings)
     comparison.notes += _fewer(settings, len(wanted))
     if facts["is_templated"] and not settings.is_raw:
         comparison.notes.append("prompts are put through the model's chat template")
@@ -269,7 +288,9 @@ def _record(
 
 
 def _hardware(comparison: Comparison, machine: MachineWorker, given: Hardware) -> Hardware:
-    """What is simulated: a profile that was `given`, or this machine; noted as the comparison's, where it is known."""
+    """The machine to simulate: the profile `given`, or this machine as measured. Notes it in the comparison, where it
+    is known.
+    """
     settings = comparison.settings
     if settings.hardware is not None:
         comparison.hardware, comparison.measured_on = given, f"profile {settings.hardware}"
@@ -313,7 +334,7 @@ def _study(
 
 
 def _kept_nbytes(study: Study, memory: str, name: str) -> int:
-    """What a system holds of the experts."""
+    """Bytes of experts that a system keeps."""
     assert study.layers is not None
     geometry = Geometry(study.layers, 1)
     return geometry.nbytes if get_system(name).keeps_everything else Memory(memory).budget(geometry).memory_nbytes
@@ -351,13 +372,13 @@ def _notes(trace: Trace, schedule: Schedule, settings: ComparisonSettings) -> li
 
 
 def _fewer(settings: ComparisonSettings, num: int) -> list[str]:
-    """Where there are not as many requests as were asked for."""
+    """A note where there are fewer requests than were asked for."""
     is_short = settings.requests is not None and num < settings.requests
     return [f"{settings.requests} requests were asked for, {num} are there"] if is_short else []
 
 
 def _engine_values(runs: ComparedRuns) -> dict[str, Any]:
-    """What was measured, request by request."""
+    """The engine's measurements, request by request."""
     return {
         "together": runs.together,
         "loaded": [{"memory": memory, "asked": name, **facts} for (memory, name), facts in runs.loaded.items()],
@@ -377,10 +398,10 @@ REPORT, RESULTS, COMMAND, TRACE = "report.html", "results.json", "command.txt", 
 
 
 def prepare(folder: Path, command: str, force: bool = False) -> None:
-    """Make the folder, or clear an earlier comparison away, for which `force` is needed where it has results. It is
-    marked as one under way, so that one which was interrupted can be replaced.
+    """Make the folder, or empty it of an earlier comparison; one with results is only replaced with `force`. Marks the
+    folder as a comparison under way, so that an interrupted one can be replaced.
 
-    Raises ConfigError where it is there and holds anything else, or cannot be written.
+    Raises ConfigError where the folder holds anything else, or cannot be written.
     """
     with disk_errors(folder, "writing the comparison", ConfigError, "--out DIR"):
         if folder.exists() and not folder.is_dir():
@@ -401,7 +422,7 @@ def prepare(folder: Path, command: str, force: bool = False) -> None:
 
 
 def write_all(folder: Path, results: Mapping[str, Any], page: str) -> None:
-    """Each file is there whole or not at all. Raises ConfigError where it cannot be written."""
+    """Write the files, each whole or not at all. Raises ConfigError where that fails."""
     with disk_errors(folder, "writing the comparison", ConfigError, "--out DIR"):
         write_atomic(folder / COMMAND, (results["command"] + "\n").encode())
         text = json.dumps(finite(results), ensure_ascii=False, indent=1, allow_nan=False)
@@ -410,7 +431,7 @@ def write_all(folder: Path, results: Mapping[str, Any], page: str) -> None:
 
 
 def _holds_comparison(folder: Path) -> bool:
-    """All of it is what a comparison leaves, whole or interrupted."""
+    """Whether the folder holds nothing but what a comparison leaves."""
     names = {path.name for path in folder.iterdir()}
     known = {REPORT, RESULTS, COMMAND, TRACE}
     return COMMAND in names and all(name in known or name.startswith(".") for name in names)

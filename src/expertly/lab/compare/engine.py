@@ -1,7 +1,7 @@
-"""The same requests through the engine under every system, on this machine's clock: request by request in turn.
+"""Runs the same requests through the engine under every system, on this machine's clock, in turn.
 
-A child process holds one model; this side of the conversation imports nothing that takes long, as the child reads it
-before it can ignore interrupts.
+Each model lives in a child process. This module imports nothing slow, because a child reads it before it can ignore
+interrupts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -36,14 +37,22 @@ _ENDING_S = 10.0
 
 
 class WorkerError(ExpertlyError):
-    """What a worker was asked for failed, or the worker did; the message says how."""
+    """A worker's method failed, or its process ended; the message says how."""
+
+
+Progress = Callable[[str, int, int], None]
+
+_SHOW_EVERY_S = 0.1
 
 
 class Worker:
-    """One child. What it raises is raised here as WorkerError; after `end`, or when it died, it can be started anew."""
+    """One child process. Its exceptions are raised here as WorkerError; it can be started again after `end`, or when it
+    died. `loading` is told of the bytes that the child packs and loads.
+    """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, loading: Progress | None = None) -> None:
         self.name = name
+        self._loading = loading
         self._process: Any = None
         self._connection: Connection | None = None
 
@@ -52,7 +61,7 @@ class Worker:
         return self._process is not None and self._process.is_alive()
 
     def start(self) -> None:
-        """Begin to start it, if it is not there; what is asked first waits for it. Raises WorkerError."""
+        """Begin to start the child, unless it runs; `ask` waits until it is ready. Raises WorkerError."""
         if self.is_alive:
             return
         self.end()
@@ -62,7 +71,8 @@ class Worker:
                 ours, theirs = context.Pipe()
                 stack.callback(ours.close)
                 with theirs:
-                    process = context.Process(target=serve, args=(theirs,), name=self.name, daemon=True)
+                    arguments = (theirs, self._loading is not None)
+                    process = context.Process(target=serve, args=arguments, name=self.name, daemon=True)
                     process.start()
             except OSError as error:
                 raise WorkerError(f"its process could not be started: {error.strerror or error}") from error
@@ -70,23 +80,25 @@ class Worker:
         self._process, self._connection = process, ours
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """What a method of the child's Player gives."""
+        """Call a method of the child's Player and return its result."""
         self.start()
         assert self._connection is not None
         try:
             self._connection.send((method, arguments))
-            is_done, answer = self._connection.recv()
+            while (said := self._connection.recv())[0] == "loading":
+                assert self._loading is not None, "the child was told whether anybody listens"
+                self._loading(*said[1])
         except (EOFError, ConnectionError):
             self._process.join(_ENDING_S)
             code = self._process.exitcode
             self.end()
             raise WorkerError(f"its process ended ({_ending(code)}) when asked to {method}") from None
-        if not is_done:
-            raise WorkerError(answer)
-        return answer
+        if said[0] == "failed":
+            raise WorkerError(said[1])
+        return said[1]
 
     def hang_up(self) -> None:
-        """Let the child end, when it has done what it does. Several end at the same time that way."""
+        """Let the child end after what it is doing, without waiting; several children end at the same time that way."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -103,29 +115,45 @@ class Worker:
             process.close()
 
 
-def serve(connection: Connection) -> None:
-    """The child: does what it is asked until its parent hangs up. An interrupt is its parent's to deal with."""
+def serve(connection: Connection, tells_loading: bool) -> None:
+    """The child's loop: calls what its parent asks for until the parent hangs up. It ignores interrupts, which the
+    parent handles.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # what libraries print is no result of the command
     from expertly.lab.compare.player import Player
 
-    player = Player()
+    player = Player(_told_to(connection) if tells_loading else None)
     while True:
         try:
             method, arguments = connection.recv()
         except EOFError:
             break
         try:
-            answer = (True, getattr(player, method)(*arguments))
+            answer = ("done", getattr(player, method)(*arguments))
         except ExpertlyError as error:
-            answer = (False, str(error))
+            answer = ("failed", str(error))
         except Exception as error:  # handed to who waits for it
-            answer = (False, f"{type(error).__name__}: {error}")
+            answer = ("failed", f"{type(error).__name__}: {error}")
         try:
             connection.send(answer)
         except ConnectionError:
             break
     player.unload()
+
+
+def _told_to(connection: Connection) -> Progress:
+    """A progress callback that sends to the parent, a few times a second."""
+    next_s = 0.0
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal next_s
+        if done >= total or time.monotonic() >= next_s:
+            next_s = time.monotonic() + _SHOW_EVERY_S
+            with suppress(ConnectionError):  # the parent has hung up: the next answer ends this process
+                connection.send(("loading", (what, done, total)))
+
+    return tell
 
 
 def _ending(code: int | None) -> str:
@@ -138,7 +166,7 @@ def _ending(code: int | None) -> str:
 
 
 def load_arguments(arguments: dict[str, Any], memory: str, name: str) -> dict[str, Any]:
-    """Those of `expertly.load` for one system: what is of use to others alone is left out."""
+    """The arguments of `expertly.load` for one system, without weights and plans that it does not use."""
     system = get_system(name)
     given = arguments | {"memory": None if system.keeps_everything else memory, "system": name}
     if not system.takes_weights:
@@ -149,18 +177,18 @@ def load_arguments(arguments: dict[str, Any], memory: str, name: str) -> dict[st
 
 
 class MachineWorker:
-    """A worker beside those of the systems. Where measuring fails the comparison goes on: `problem` says why. What was
-    measured before it failed is kept.
+    """A worker that measures the machine. Where measuring fails the comparison goes on with what was measured before,
+    and `problem` says why.
     """
 
-    def __init__(self) -> None:
-        self.worker = Worker("machine")
+    def __init__(self, loading: Progress | None = None) -> None:
+        self.worker = Worker("machine", loading)
         self.problem: str | None = None
         self.memory: str | None = None  # what the experts had of it while they were measured
         self._profile: Profile | None = None
 
     def measure(self, arguments: dict[str, Any], memories: Sequence[str]) -> None:
-        """All costs of a model, with the first of these budgets that leaves enough in memory to measure."""
+        """Measure all costs of the model, with the first of these budgets under which it can be measured."""
         for memory in memories:
             try:
                 loading = load_arguments(arguments | {"segments": None}, memory, "lru")
@@ -174,7 +202,7 @@ class MachineWorker:
                 break
 
     def measure_again(self) -> None:
-        """What a decode step depends on, to follow a machine that is now faster and now slower."""
+        """Measure again what a decode step depends on, because a machine's speed drifts."""
         if self.memory is not None and self.problem is None:
             try:
                 self.worker.ask("measure", False)
@@ -182,7 +210,7 @@ class MachineWorker:
                 self.problem = str(error)
 
     def hardware(self, device: str) -> Hardware | None:
-        """The medians of what was measured, as a machine to simulate; None where there is nothing."""
+        """The medians of all measurements as a machine to simulate; None where there are none."""
         if self.problem is None and self._profile is not None:
             try:
                 self._profile = self.worker.ask("profile")
@@ -199,14 +227,12 @@ class MachineWorker:
 
 
 MOST_OF_FREE = 0.8
-"""Of the memory that is free, what models that are held at the same time may take."""
-
-Progress = Callable[[str, int, int], None]
+"""The share of the free memory that several models may take together."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFailure:
-    """A system that did not come through, and why."""
+    """A system that failed, where, and why."""
 
     where: str  # "engine" or "simulator"
     memory: str
@@ -217,7 +243,7 @@ class RunFailure:
 
 @dataclass(slots=True)
 class ComparedRuns:
-    """What was measured so far: `played[memory, system][round][request]`, see Player.play."""
+    """The measurements so far: `played[memory, system][round][request]`, see Player.play."""
 
     played: dict[tuple[str, str], list[list[dict[str, Any]]]] = field(default_factory=dict)
     loaded: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
@@ -228,17 +254,16 @@ class ComparedRuns:
         return any((one.memory, one.system) == (memory, name) for one in self.failures)
 
     def num_measured(self, memory: str, name: str) -> int:
-        """Requests, each round's."""
+        """Requests that were run, over all rounds."""
         return sum(map(len, self.played.get((memory, name), [])))
 
 
 @dataclass(slots=True)
 class EngineRuns:
-    """Plays. Every round begins with models that have just been loaded, so that each begins with empty caches.
+    """Runs all systems. Every round loads the models anew, so that it begins with empty caches.
 
-    Where the memory allows it every system has a process of its own that holds its model, and they take turns request
-    by request; else one process after the other holds a model and they take turns round by round. One computes at a
-    time.
+    Where memory allows it, every system has its own process and they take turns request by request; else one process
+    after the other holds a model, and they take turns round by round. Only one computes at a time.
     """
 
     settings: ComparisonSettings
@@ -248,15 +273,16 @@ class EngineRuns:
     between: Callable[[], None]  # called when nothing runs, about once a round
     progress: Progress | None = None
     tell: Callable[[str], None] | None = None  # in words, where nobody sees the progress
+    loading: Progress | None = None  # bytes that are packed and loaded
     runs: ComparedRuns = field(init=False, default_factory=ComparedRuns)
     _workers: dict[str, Worker] = field(init=False)
     _num_done: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self._workers = {name: Worker(name) for name in self.settings.systems}
+        self._workers = {name: Worker(name, self.loading) for name in self.settings.systems}
 
     def run(self, fits_together: Callable[[str], bool]) -> None:
-        """All of it; what fails is noted and left out. `runs` holds what there is, whatever this raises."""
+        """Run everything. Failures are noted and left out. `runs` holds what there is, whatever this raises."""
         settings = self.settings
         try:
             for memory in settings.memories:
@@ -322,7 +348,7 @@ class EngineRuns:
             self.progress(f"engine, {memory}", self._num_done, total)
 
     def _asked(self, memory: str, name: str, method: str, *arguments: Any) -> Any:
-        """The answer, or None where it failed, which is noted."""
+        """The worker's answer, or None where it failed; the failure is noted."""
         try:
             return self._workers[name].ask(method, *arguments)
         except WorkerError as error:
@@ -332,5 +358,5 @@ class EngineRuns:
 
 
 def can_be_together(each_nbytes: Sequence[int], free_nbytes: int, device: str) -> bool:
-    """Whether processes that take so much each may hold a model at the same time."""
+    """Whether processes that need so much memory each can hold their models at the same time."""
     return device == "cpu" and sum(each_nbytes) <= MOST_OF_FREE * free_nbytes

@@ -1,5 +1,5 @@
-"""The figures of each system under each budget, engine and simulator in the same terms, and what comes of them in
-words: which system is best, and how far from the baseline and the best possible.
+"""The figures of each system under each budget, in the same terms for engine and simulator, and their summary in words:
+which system is fastest, and how far it is from the baseline and from the best possible.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from expertly.core.units import format_nbytes, format_seconds, format_share
+from expertly.core.units import format_nbytes, format_range, format_ratio, format_seconds, format_share
 from expertly.lab.compare.engine import ComparedRuns
 from expertly.lab.compare.settings import ComparisonSettings
 from expertly.scheduler.counters import PhaseCounters
@@ -21,7 +21,7 @@ RATES = ("hit_rate", "partial_hit_rate", "coverage", "accuracy", "timeliness")
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Median and quartiles of what is known; None of nothing."""
+    """Median and quartiles of the known values; None where there are none."""
     rising = sorted(value for value in values if value is not None)
     if not rising:
         return None
@@ -33,7 +33,7 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
 def rows_of(
     settings: ComparisonSettings, runs: ComparedRuns | None, simulated: Mapping[tuple[str, str, int], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A row for each budget and system, those of BOUNDS behind the systems asked for."""
+    """A row for each budget and system; the bounds (BOUNDS) come after the systems."""
     rows = []
     for memory in settings.memories:
         of_memory = [_row(settings, memory, name, runs, simulated) for name in settings.systems]
@@ -67,7 +67,7 @@ def _row(
 
 
 def _bound_row(memory: str, name: str, simulated: Mapping[tuple[str, str, int], dict[str, Any]]) -> dict[str, Any]:
-    """Of all P: the one with the fewest bytes; of the oracle, which is to be fast, the fastest."""
+    """A bound's best row over all P: the fastest for `oracle` and `resident`, else the one with the fewest bytes."""
     found = [row for key, row in simulated.items() if key[:2] == (memory, name)]
     by = "tpot_s" if name in ("oracle", "resident") else "bytes_loaded"
     best = min(found, key=lambda row: (row[by] is None, row[by] or 0, row["segments"]), default=None)
@@ -78,15 +78,15 @@ def _bound_row(memory: str, name: str, simulated: Mapping[tuple[str, str, int], 
 def _facts(
     memory: str, name: str, ran: Mapping[str, Any] | None, has_failed: bool = False, is_bound: bool = False
 ) -> dict[str, Any]:
-    """`has_failed`: on the engine, under this budget."""
+    """What a row says beside its figures. `has_failed`: on the engine, under this budget."""
     size, segments = (None if ran is None else ran.get(key) for key in ("memory_bytes", "segments"))
     about = {"memory": memory, "memory_bytes": size, "system": name, "segments": segments}
     return about | {"is_bound": is_bound, "has_failed": has_failed}
 
 
 def engine_figures(rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians and quartiles over requests and rounds of times, sums of what is counted. `latencies_s`: of each request,
-    the median of its rounds, rising.
+    """Medians and quartiles of times over requests and rounds, and sums of counters. `latencies_s`: each request's
+    median over the rounds, rising.
     """
     played = [one for requests in rounds for one in requests]
     decode, prefill = (_sums(one[phase] for one in played) for phase in ("decode", "prefill"))
@@ -109,7 +109,7 @@ def engine_figures(rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]
 
 
 def simulated_figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a row of Study.results, which repeats itself exactly: one value instead of a spread."""
+    """The same figures from a row of Study.results: single values, as a simulation repeats exactly."""
     times = row["times_by_request"] or []
     middle = {name: spread(one[name] for one in times) for name in TIMES}
     return {
@@ -125,7 +125,7 @@ def simulated_figures(row: Mapping[str, Any]) -> dict[str, Any]:
 def ratio_to(
     rounds: Sequence[Sequence[dict[str, Any]]], beside: Sequence[Sequence[dict[str, Any]]]
 ) -> dict[str, float] | None:
-    """Spread of the ratios of TPOT to another system's, each of the same request in the same round."""
+    """The spread of TPOT relative to another system's, by pairs of the same request in the same round."""
     ratios = []
     for requests, others in zip(rounds, beside, strict=False):
         of_others = {one["request"]: one["tpot_s"] for one in others}
@@ -146,16 +146,16 @@ def _quotient(part: float | None, whole: float | None) -> float | None:
 
 
 HARDLY = 0.99
-"""Of the baseline's time: what is not below it is no lead."""
+"""A system whose time is above this share of the baseline's has no lead."""
 
 
 def headline(rows: Sequence[dict[str, Any]], memories: Sequence[str], baseline: str) -> list[str]:
-    """A sentence or a few for each budget."""
+    """A few sentences for each budget."""
     return [_of_memory([row for row in rows if row["memory"] == memory], memory, baseline) for memory in memories]
 
 
 def failures_in_words(results: Mapping[str, Any]) -> list[str]:
-    """Which systems did not come through under which budget, why, and how much of them was measured."""
+    """Which systems failed under which budget, why, and how much was measured before."""
     said = []
     for one in results["failures"]:
         sentence = f"{one['system']} ({one['where']}, {one['memory']}): {one['cause']}"
@@ -167,8 +167,9 @@ def failures_in_words(results: Mapping[str, Any]) -> list[str]:
 
 
 def best_row(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], str] | None:
-    """Of one budget: the system with the least time a token, by the engine where it ran; without times, with the most
-    hits. And where that was measured: "engine" or "simulated". Who failed, however fast until then, is not the best.
+    """The row of the fastest system under one budget, by the engine where it ran, else by the simulator; without times
+    the one with the most hits. And which of the two measured it: "engine" or "simulated". A system that failed is never
+    the best.
     """
     systems = _came_through(rows)
     for where in ("engine", "simulated"):
@@ -179,8 +180,8 @@ def best_row(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], str] | Non
 
 
 def _rising(rows: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """The systems that were timed, by their time against the baseline's for the same requests: what else the machine
-    did then slowed both down. Without a baseline by their times.
+    """The systems with times, the fastest first: by their times relative to the baseline's for the same requests, so
+    that other load on the machine cancels out; without a baseline, by their times.
     """
     timed = [row for row in _came_through(rows) if row[where] is not None and row[where]["tpot_s"] is not None]
     ratios = [row[where].get("tpot_to_baseline") for row in timed]
@@ -195,7 +196,7 @@ def _came_through(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tpot_of(figures: dict[str, Any]) -> float:
-    """The median time a token."""
+    """The median TPOT."""
     tpot = figures["tpot_s"]
     return float(tpot["median"] if isinstance(tpot, dict) else tpot)
 
@@ -218,7 +219,7 @@ def _outcome(rows: Sequence[dict[str, Any]], memory: str, baseline: str) -> str:
         ratio = best["simulated"]["tpot_s"] / oracle["tpot_s"]
         said.append(
             f"Best possible: in the simulator {best['system']} takes {format_seconds(best['simulated']['tpot_s'])} and "
-            f"oracle, which knows the future, {format_seconds(oracle['tpot_s'])} ({ratio:.2f}x)."
+            f"oracle, which knows the future, {format_seconds(oracle['tpot_s'])} ({format_ratio(ratio)})."
         )
     fewest = _bound(rows, "belady-global")
     if best["simulated"] is not None and fewest is not None and fewest["bytes_loaded"] is not None:
@@ -230,7 +231,7 @@ def _outcome(rows: Sequence[dict[str, Any]], memory: str, baseline: str) -> str:
 
 
 def _verdict(rows: Sequence[dict[str, Any]], best: dict[str, Any], where: str, memory: str, baseline: str) -> str:
-    """Who is fastest; a lead that the upper quartile does not bear out is none."""
+    """Which system is fastest. A lead counts only where the upper quartile shows it, too."""
     tpot = format_seconds(tpot_of(best[where]))
     place = "on the engine" if where == "engine" else "in the simulator"
     if best["system"] == baseline:
@@ -253,9 +254,9 @@ def _ratio(figures: dict[str, Any], baseline: str) -> str:
     if ratio is None:
         return ""
     if isinstance(ratio, dict):
-        quartiles = f"; quartiles {ratio['q1']:.2f} to {ratio['q3']:.2f}"
-        return f", {ratio['median']:.2f}x the time of {baseline}{quartiles}"
-    return f", {ratio:.2f}x the time of {baseline}"
+        quartiles = f"; quartiles {format_range(format_ratio, ratio['q1'], ratio['q3'])}"
+        return f", {format_ratio(ratio['median'])} the time of {baseline}{quartiles}"
+    return f", {format_ratio(ratio)} the time of {baseline}"
 
 
 def _by_hits(rows: Sequence[dict[str, Any]], best: dict[str, Any], memory: str, baseline: str) -> str:

@@ -1,4 +1,4 @@
-"""What a child process does with the one model it holds: each method is something its parent can ask for."""
+"""A child process's model, and what the parent can ask of it: one method each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import expertly
-from expertly.api import handle
+from expertly.api import Progress, handle
 from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.core.errors import ModelUseError
 from expertly.engine.learned import find_weights
@@ -29,17 +29,20 @@ PHASES = ("prefill", "decode")
 
 
 class Player:
-    """One model at a time."""
+    """Holds one model at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
+        self._progress = progress
         self._model: Any = None
         self._tokenizer: Any = None
         self._measurement: Measurement | None = None
 
     def load(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """`expertly.load` with these arguments; facts about what was loaded. Raises as it does."""
+        """Call `expertly.load` with these arguments and return facts about the model. Raises as it does."""
         self.unload()
-        self._model, self._tokenizer = expertly.load(arguments.pop("model"), learned="off", **arguments)
+        self._model, self._tokenizer = expertly.load(
+            arguments.pop("model"), learned="off", progress=self._progress, **arguments
+        )
         found, told = handle(self._model), expertly.stats(self._model).as_dict()
         keys = ("memory_bytes", "expert_bytes", "segments", "system")
         return {
@@ -61,18 +64,18 @@ class Player:
             expertly.unload(model)
 
     def peak_nbytes(self) -> int:
-        """The most memory that this process has held."""
+        """The process's peak memory."""
         return peak_rss_nbytes()
 
     def tokens(self, prompts: list[Prompt], num_new: int, is_raw: bool) -> list[AskedPrompt]:
-        """The prompts that the model can be given, and answer with so many tokens."""
+        """The prompts, as tokens, that leave the model room for so many tokens of answer."""
         if self._model.config.is_encoder_decoder:
             raise ModelUseError("an encoder-decoder model cannot be compared yet; accepted: one that decodes alone")
         limit = max_positions(self._model)
         return asked(prompts, self._tokenizer, is_raw=is_raw, most=None if limit is None else limit - num_new)[0]
 
     def record(self, folder: str, prompts: list[AskedPrompt], num_tokens: int, how: dict[str, Any]) -> list[str]:
-        """Answer the prompts and write the full trace; why optional fields are absent."""
+        """Record the answers to the prompts as a full trace; returns which optional fields are absent, and why."""
         choose = chooser(how["temperature"], how["seed"])
         names = {"name": how["name"], "created": how["created"], "command": how["command"]}
         with record(self._model, Path(folder), full=True, **names) as recording:
@@ -82,18 +85,18 @@ class Player:
         return [f"{field}: {reason}" for field, reason in recording.absent.items()]
 
     def learn(self, folder: str, selection: Selection) -> None:
-        """From the training part of a trace, see playing.learn."""
+        """Let the system learn from the training part of a trace, see playing.learn."""
         trace = Trace.open(Path(folder))
         learn(self._model, trace, make_schedule(trace, selection))
 
     def weights(self, predictor: str, systems: list[str]) -> LearnedState | None:
-        """Of the systems with a learned predictor, if there are any; see `expertly.load`."""
+        """The trained weights for the systems with a learned predictor; None where there are none."""
         taking = [system for system in map(get_system, systems) if system.takes_weights]
         return find_weights(predictor, taking[0], handle(self._model).store) if taking else None
 
     def play(self, request: RecordedRequest) -> dict[str, Any]:
-        """Feed a request. Times in seconds: to the choice of the first token, of each step after it, of all; and what
-        changed of the counters of the experts meanwhile, by phase.
+        """Feed a recorded request. Returns times in seconds (to the first token, of each later step, in all) and by how
+        much each counter rose, by phase.
         """
         before = {phase: self._counts(phase) for phase in PHASES}
         played = feed(self._model, request.tokens, request.num_prompt)
@@ -108,7 +111,7 @@ class Player:
         return {name: value for name, value in counters.items() if isinstance(value, int)}
 
     def measure(self, everything: bool) -> None:
-        """What passes and transfers cost with this model: all of it, or once more what a decode step depends on."""
+        """Measure passes and transfers with this model: everything, or only what a decode step depends on."""
         self._measurement = self._measurement or Measurement(self._model)
         tasks = self._measurement.tasks() if everything else self._measurement.tasks_of_a_token()
         with torch.no_grad():
@@ -116,7 +119,7 @@ class Player:
                 task()
 
     def profile(self) -> tuple[Link, MeasuredCompute, CodecCosts | None]:
-        """What was measured. Of a compressed store the link is the disk alone: decoding is added by who simulates."""
+        """The measured costs. For a compressed store the link is the disk's alone; the simulator adds decoding."""
         assert self._measurement is not None
         measured = self._measurement.profile()
         found = compressed_costs(self._model, measured)

@@ -1,5 +1,5 @@
-"""The report: one HTML file that holds everything it shows, without a script, made from the results alone. Its words,
-tables and style sheet are in report.html beside this file.
+"""The report: one HTML file without scripts or external files, made from the results alone. Its template is report.html
+beside this file.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from expertly.scheduler.presets import BOUNDS
 
 
 PLACES = {"engine": "engine", "simulated": "simulator"}
-"""Where figures of a row come from, and how that is called."""
+"""Where a row's figures come from, and how the report calls that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A figure of a row, and how its values and the numbers of its axis are written."""
+    """A figure of a row, and how its values and axis are written."""
 
     key: str
     name: str
@@ -60,14 +60,14 @@ MEASURES = (
     Measure("stall_s", "stall a token", format_seconds),
     Measure("bytes_loaded", "loaded a token", format_nbytes, base=1024),
 )
-"""Against the budget."""
+"""The figures that are drawn against the budget."""
 
 PREFETCH = (
     Measure("coverage", "coverage", format_share, True),
     Measure("accuracy", "accuracy", format_share, True),
     Measure("timeliness", "timeliness", format_share, True),
 )
-"""Of loading ahead."""
+"""The figures of prefetching."""
 
 KINDS = {
     "dense": ("dense", "attention, router, head"),
@@ -78,7 +78,7 @@ KINDS = {
     "ahead": ("s2", "loaded ahead"),
     "predict": ("s4", "predicting"),
 }
-"""What a token's bars stand for: colour and words."""
+"""The kinds of bars in a token's timeline: colour and words."""
 
 _SHARES = [0.0, 0.25, 0.5, 0.75, 1.0]
 _SIZE = (360.0, 232.0)
@@ -92,14 +92,14 @@ _LEAST_WAIT_NS = 1000
 
 
 def spread_of(value: Any) -> dict[str, Any] | None:
-    """A value that repeats itself exactly has no spread."""
+    """Median and quartiles; those of a single value, as a simulation gives, are that value."""
     if value is None:
         return None
     return value if isinstance(value, dict) else {"median": value, "q1": value, "q3": value}
 
 
 def sample(mark: Mark) -> str:
-    """A piece of its line, for a legend."""
+    """A short piece of a system's line, for the legend."""
     picture = Picture(32, 14)
     axes = picture.axes(0, 0, 0, 0)
     axes.set_axis_off()
@@ -113,7 +113,7 @@ def sample(mark: Mark) -> str:
 def against_budget(
     measure: Measure, where: str, rows: Sequence[dict[str, Any]], memories: Sequence[str], marks: Mapping[str, Mark]
 ) -> str | None:
-    """A line a system over the budgets, of the engine's or the simulator's figures. None where nothing is known."""
+    """A plot of one figure over the budgets, with a line for each system. None where nothing is known."""
     lines: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for row in rows:
         value = None if row[where] is None else spread_of(row[where][measure.key])
@@ -144,7 +144,7 @@ def against_budget(
 
 
 def latencies(where: str, memory: str, rows: Sequence[dict[str, Any]], marks: Mapping[str, Mark]) -> str | None:
-    """The share of requests that took at most so long, under one budget; a line a system that ends at 1."""
+    """A plot of the share of requests that took at most so long under one budget, with a line for each system."""
     lines = {
         row["system"]: row[where]["latencies_s"]
         for row in rows
@@ -176,8 +176,8 @@ def _panel(name: str, x_label: str) -> tuple[Picture, Any]:
 
 
 def token_in_time(timeline: Mapping[str, Any], length_ns: int) -> str:
-    """One decoded token under one system: what computed, what was loaded, and where the device waited. `timeline` as
-    TokenTimeline has it; the axis is so long, which makes several comparable.
+    """One decoded token's timeline under one system: computing, loads, waiting. `timeline` is TokenTimeline's;
+    `length_ns` is the length of the axis, the same for all systems so that they can be compared.
     """
     bars = token_bars(timeline)
     lanes = [lane for lane in _LANES if any(bar["lane"] == lane for bar in bars)]
@@ -221,8 +221,8 @@ def _draw_bar(picture: Picture, axes: Any, bar: Mapping[str, Any], y: float, len
 
 
 def token_bars(timeline: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Events as what is drawn, of KINDS: loads are told apart by whether their layer's router had spoken when they
-    began; gaps of the device in which something is on its way to it are waits.
+    """A timeline's events as bars, each of one of KINDS. A load is "demand" if its layer's router had run when it
+    began, else "ahead"; a gap of the device during which something loads for it is "wait".
     """
     events = timeline["events"]
     spoke: dict[int, int] = {}
@@ -281,9 +281,7 @@ COLUMNS: dict[str, tuple[str, Write]] = {
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """All of it. `results` are those of Comparison.results, as JSON has them. Raises ConfigError where there is no
-    matplotlib to draw with.
-    """
+    """The HTML. `results` are those of Comparison.results, as JSON has them. Raises ConfigError without matplotlib."""
     check_plot()
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -302,7 +300,7 @@ def page(results: Mapping[str, Any]) -> str:
 
 
 def _tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of each budget: a row a system, engine and simulator side by side."""
+    """For each budget, a table with a row for each system and the engine's and simulator's figures side by side."""
     rows, settings = results["rows"], results["settings"]
     columns = {header.format(baseline=settings["baseline"]): column for header, column in COLUMNS.items()}
     made = []
@@ -318,8 +316,8 @@ def _tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _table(
     rows: Sequence[dict[str, Any]], columns: Mapping[str, tuple[str, Write]], best: str | None = None
 ) -> dict[str, Any]:
-    """Of what there is of both; `fidelity` is how far the simulated times are from the measured ones. The row of system
-    `best` is marked.
+    """A table of the figures that engine or simulator have. `fidelity` is simulated relative to measured TPOT. The row
+    of system `best` is marked.
     """
     groups = [where for where in PLACES if any(row[where] is not None for row in rows)]
     lines = []
@@ -349,7 +347,7 @@ def _fidelity(row: dict[str, Any]) -> str:
 
 
 def _loading(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of systems that loaded anything ahead."""
+    """Rows of systems that prefetched anything."""
     return [row for row in rows if any(row[where] and row[where]["accuracy"] is not None for where in PLACES)]
 
 

@@ -12,7 +12,7 @@ from expertly.core.resources import parse_memory
 from expertly.scheduler.presets import BOUNDS, get_system, runnable_systems
 
 BASELINE = "lru"
-"""What the others are measured by, where it runs beside them; else the first one."""
+"""The system that others are compared with, where it is one of them; else the first is."""
 
 USUAL_SYSTEMS = "lru,lfu,lcp,moepic,adapmoe,expertly,expertly-ahead"
 DEFAULT_MEMORY = "10%,25%,50%"
@@ -20,10 +20,10 @@ DEFAULT_MEMORY = "10%,25%,50%"
 
 @dataclass(frozen=True, slots=True)
 class ComparisonSettings:
-    """Of one comparison; the defaults are those of the command line."""
+    """The settings of one comparison; the defaults are those of the command line."""
 
     systems: tuple[str, ...]
-    memories: tuple[str, ...]
+    memories: tuple[str, ...]  # for experts
     requests: int | None = None  # None: 5 with a model, 20 with a trace
     tokens: int | None = None  # of each answer; None: 24 with a model, all with a trace
     rounds: int = 2
@@ -37,6 +37,7 @@ class ComparisonSettings:
     hardware: str | None = None  # None: this machine as it is measured, or with a trace rtx3090
     predictor: Path | None = None
     plan: Path | None = None
+    total_memories: tuple[str, ...] = ()  # for everything; `memories` is what they leave, once a model was loaded
     is_raw: bool = False  # prompts are texts, whatever chat template the model has
 
     @property
@@ -45,7 +46,7 @@ class ComparisonSettings:
 
     @property
     def timeline_memory(self) -> str:
-        """The budget of which one token is shown in detail."""
+        """The budget under which one token's timeline is shown."""
         return self.memories[len(self.memories) // 2]
 
     def as_dict(self) -> dict[str, Any]:
@@ -56,9 +57,9 @@ class ComparisonSettings:
 
 
 def check_systems(names: Sequence[str]) -> tuple[str, ...]:
-    """The systems' own spellings, each once.
+    """The systems' full names, each once.
 
-    Raises ConfigError for one that does not exist, or that is a bound: those need to know the demands to come.
+    Raises ConfigError for a system that does not exist, or a bound, which knows future demands and cannot run.
     """
     found = []
     for name in names:
@@ -72,9 +73,11 @@ def check_systems(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def check_memories(labels: Sequence[str]) -> tuple[str, ...]:
-    """Shares or amounts, each once, as they were given. Raises ConfigError."""
+def check_memories(labels: Sequence[str], field: str = "memory") -> tuple[str, ...]:
+    """The shares or amounts as they were given, each once. Raises ConfigError."""
     for label in labels:
-        if parse_memory(label, 1 << 40) is None:
-            raise ConfigError(f'memory={label!r}: budgets are compared; accepted: shares ("25%") or amounts ("1.5GiB")')
+        if parse_memory(label, 1 << 40, field) is None:
+            raise ConfigError(
+                f'{field}={label!r}: budgets are compared; accepted: shares ("25%") or amounts ("1.5GiB")'
+            )
     return tuple(dict.fromkeys(labels))

@@ -14,14 +14,13 @@ from expertly.lab.compare.engine import RunFailure
 from expertly.lab.compare.settings import ComparisonSettings
 from expertly.scheduler.presets import BOUNDS
 from expertly.sim.schedule import Schedule, Selection, decode_passes, first_rows, make_schedule, with_answer
-from expertly.sim.study import Memory, Study
+from expertly.sim.study import Memory, Progress, Study
 from expertly.trace.reader import Trace
 
 
 class TokenTimeline:
-    """The events of one run that overlap its iteration number `iteration`. A Watcher of the simulator and its link.
-
-    `label`: the budget whose runs are watched.
+    """Records one run's events that overlap iteration number `iteration`, as a watcher of the simulator and its link.
+    `label`: the budget.
     """
 
     def __init__(self, iteration: int) -> None:
@@ -59,7 +58,7 @@ class TokenTimeline:
             self._events.append({"lane": lane, "begin_ns": begin_ns, "end_ns": end_ns} | found)
 
     def as_dict(self) -> dict[str, Any] | None:
-        """Its length and events, times from its begin; None where the run was over before."""
+        """The iteration's length and events, timed from its begin; None where the run ended before it."""
         if len(self._window_ns) < 2:
             return None
         begin, end = self._window_ns
@@ -72,7 +71,7 @@ class TokenTimeline:
 
 
 class TokenTimelines:
-    """A TokenTimeline of each run under one budget."""
+    """A TokenTimeline for each run under one budget."""
 
     def __init__(self, iteration: int | None, label: str) -> None:
         self._iteration = iteration
@@ -88,7 +87,7 @@ class TokenTimelines:
         return watcher
 
     def of(self, system: str, segments: int) -> dict[str, Any] | None:
-        """What was seen of a system that ran with so many segments."""
+        """The timeline of a system that ran with so many segments."""
         for name in (f"{system}, {self._label}, P = {segments}", f"{system}, {self._label}"):
             if name in self._runs:
                 return self._runs[name].as_dict()
@@ -96,7 +95,9 @@ class TokenTimelines:
 
 
 def selection_of(settings: ComparisonSettings, trace: Trace, usual_requests: int | None) -> Selection:
-    """`usual_requests`: picked where nobody said how many, and the trace's requests can be told apart."""
+    """The requests that are compared; `usual_requests` of them where the user did not say how many and the trace's
+    requests can be told apart.
+    """
     requests = settings.requests
     if requests is None and all(request.has_own_iterations for request in trace.requests):
         requests = usual_requests
@@ -104,9 +105,8 @@ def selection_of(settings: ComparisonSettings, trace: Trace, usual_requests: int
 
 
 def pick(trace: Trace, selection: Selection, num_answer: int | None) -> Schedule:
-    """The schedule with answers of at most so many tokens; of a trace that is taken whole, so many tokens in all.
-
-    Raises ConfigError as make_schedule.
+    """The schedule, with answers of at most so many tokens; for a trace without requests, so many tokens in all. Raises
+    ConfigError as make_schedule does.
     """
     schedule = make_schedule(trace, selection)
     if num_answer is None:
@@ -117,7 +117,9 @@ def pick(trace: Trace, selection: Selection, num_answer: int | None) -> Schedule
 
 
 def middle_decode_iteration(trace: Trace, schedule: Schedule) -> int | None:
-    """Counted over the picked requests: the decode step in the middle of the middle one; None where none decodes."""
+    """The number of the middle decode step of the middle request, counted over the picked requests; None where none
+    decodes.
+    """
     count, steps = 0, []
     for span in schedule.test:
         is_decode = decode_passes(trace, span)
@@ -131,14 +133,9 @@ def middle_decode_iteration(trace: Trace, schedule: Schedule) -> int | None:
     return int(middle[len(middle) // 2])
 
 
-Progress = Callable[[str, int, int], None]
-
-
 @dataclass(slots=True)
 class Simulated:
-    """What there is so far: rows of Study.results by (budget, system, P), in the end what each system did during one
-    token; what failed.
-    """
+    """What was simulated so far: rows of Study.results by (budget, system, P), timelines of one token, failures."""
 
     rows: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)
     timelines: list[dict[str, Any]] = field(default_factory=list)
@@ -146,7 +143,7 @@ class Simulated:
     notes: list[str] = field(default_factory=list)
 
     def add(self, found: Iterable[dict[str, Any]]) -> None:
-        """As they come, whatever raises then."""
+        """Add rows as they come, so that an exception loses none."""
         for row in found:
             if row["skipped"] is None:
                 self.rows[row["memory"], row["system"], row["segments"]] = row
@@ -156,7 +153,7 @@ class Simulated:
                 self.failures.append(failure)
 
     def failed(self, name: str, memory: str, cause: str) -> None:
-        """What fails with one cause under several budgets is one failure."""
+        """Note a failure; several budgets that fail for the same reason make one failure."""
         for index, one in enumerate(self.failures):
             if (one.system, one.cause) == (name, cause):
                 self.failures[index] = replace(one, memory=f"{one.memory}, {memory}")
@@ -165,7 +162,7 @@ class Simulated:
 
 
 def check_budgets(study: Study, settings: ComparisonSettings) -> None:
-    """Raises ConfigError (BudgetError) for a budget that cannot be, before anything runs."""
+    """Raises ConfigError (BudgetError) for an impossible budget before anything runs."""
     for label in settings.memories:
         Memory(label).budget(study.geometry, study.layers is not None)
 
@@ -178,9 +175,8 @@ def simulate(
     keep: Callable[[], None],
     progress: Progress | None = None,
 ) -> None:
-    """Every system under every budget; `iteration` is the one that is shown in detail. Where a system cannot be
-    simulated the others are, each with the bounds of its own. `into` has all that was done, whatever this raises;
-    `keep` is called after each budget.
+    """Simulate every system and bound under every budget; `iteration` is the one with timelines. A system that cannot
+    be simulated is left out. `into` holds what was done, whatever this raises; `keep` is called after each budget.
     """
     timelines = TokenTimelines(iteration, settings.timeline_memory)
     study.chrome = None if study.layers is None else timelines
@@ -209,7 +205,7 @@ def _one_by_one(study: Study, systems: Sequence[str], memory: Memory, into: Simu
 def _shown(
     timelines: TokenTimelines, rows: Mapping[tuple[str, str, int], dict[str, Any]], settings: ComparisonSettings
 ) -> list[dict[str, Any]]:
-    """Of each system, and of the best possible with whole experts or the fewest parts."""
+    """The timelines to show: of each system, and of the oracle, with the fewest segments that there are."""
     memory = settings.timeline_memory
     found, is_shown = [], set[str]()
     for label, name, segments in sorted(rows, key=lambda key: (key[1] in BOUNDS, key[2])):
@@ -228,7 +224,7 @@ def _shown(
 
 
 def notes_on(study: Study) -> Iterator[str]:
-    """What one must know to read simulated numbers."""
+    """What a reader must know about simulated numbers."""
     trace = study.trace
     if study.layers is None:
         yield "the trace does not know its experts' sizes: rates only; give --geometry for bytes and times"

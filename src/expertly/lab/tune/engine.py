@@ -1,4 +1,4 @@
-"""What tuning asks of the engine: to record the user's prompts, to measure model and machine, to play candidates."""
+"""What tuning does with the engine: record the user's prompts, measure the model on this machine, run candidates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from expertly.trace.reader import Trace
 
 
 SPLIT = (1, 1)
-"""Requests that systems learn from, and those that they are tried on."""
+"""The shares of the requests that systems learn from, and that they are tried on."""
 
 LEAST_REQUESTS = 2
 LEAST_NEW_TOKENS = 8
@@ -41,7 +41,7 @@ TEMPERATURE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class TunedWorkload:
-    """What was recorded, and what of it is learned from and tried."""
+    """The recorded requests, which of them systems learn from, and which they are tried on."""
 
     trace: Trace
     schedule: Schedule
@@ -64,7 +64,8 @@ def record_workload(
     command: str = "",
     is_raw: bool = False,
 ) -> TunedWorkload:
-    """Answer the prompts in turn, as far as time goes, two of them in any case; sampled, with the seed.
+    """Record the model's answers to the prompts, in turn and sampled with the seed, as many as time allows and at least
+    two.
 
     Raises ConfigError where fewer than two prompts give tokens that the model can take; ModelUseError for
     encoder-decoder models.
@@ -107,7 +108,7 @@ def _may_go_on(deadline: Deadline, num_tokens: int) -> bool:
 
 
 TOKENS = (1, 64)
-"""Of passes that are measured: steps and a prompt. Others take times in between, and beyond."""
+"""Passes that are measured, by their tokens: a decode step and a prompt. Others are interpolated."""
 
 
 def measure_hardware(
@@ -117,10 +118,12 @@ def measure_hardware(
     seconds: float,
     machine: Callable[[], Hardware],
 ) -> tuple[Hardware, str]:
-    """The machine that `model` is loaded on, and where its times are from, in words; takes about `seconds`, and one
-    round of everything at least. `other` loads the model in memory that its times can be measured in, where they cannot
-    in this one's. `stores`: of the model, by codec. `machine` measures the machine alone: it is asked for what lies
-    behind an accelerator, and where the model's own times cannot be measured at all.
+    """The machine as the simulator needs it, and where its times come from, in words. Takes about `seconds`, and at
+    least one round of every measurement.
+
+    `other` loads the model with a memory budget under which it can be measured, for where it cannot be under this one.
+    `stores` are the model's packed stores by codec. `machine` measures the machine without the model: it is called for
+    what lies behind an accelerator, and where the model cannot be measured at all.
     """
     is_hosted = not kind_of(model.device).runs_on_host
     hardware = machine() if is_hosted else Hardware.read("infinite")
@@ -143,7 +146,7 @@ def measure_hardware(
 
 
 def _measured(model: Any, other: Callable[[], Any], seconds: float) -> ModelProfile:
-    """Where all experts or hardly any stay in memory, with others that do."""
+    """Measure the model; where its budget keeps all experts or hardly any, measure one that `other` loads instead."""
     try:
         return measure_model(model, seconds, TOKENS)
     except ConfigError:
@@ -158,14 +161,15 @@ def _measured(model: Any, other: Callable[[], Any], seconds: float) -> ModelProf
 
 
 BESIDE_NBYTES = 256 << 20
-"""Of a loaded model, beside dense weights and experts: KV cache, activations."""
+"""What a loaded model takes beside dense weights and experts: KV cache and activations."""
 
 Load = Callable[..., tuple[Any, Any]]
 
 
 class EnginePlayer:
-    """Loads a candidate when it is played first, and again where others took its place; each time it runs the
-    workload's first request, which fills its caches. What learns has learned from the training part. For a `with`.
+    """Runs requests on candidates. A candidate is loaded when it is first run, and again where memory was needed for
+    others. After loading it learns from the training part and runs the workload's first request, which fills its
+    caches. A context manager: leaving it unloads all.
     """
 
     def __init__(
@@ -175,7 +179,9 @@ class EnginePlayer:
         load: Load,
         scratch: Path,
     ) -> None:
-        """`load` takes the arguments of `expertly.load` that differ between candidates; maps go to `scratch`."""
+        """`load` takes the arguments of `expertly.load` in which candidates differ; what they learn is saved in
+        `scratch`.
+        """
         self._workload = workload
         self._plan = plan
         self._load = load
@@ -197,7 +203,7 @@ class EnginePlayer:
         return feed(model, request.tokens, request.num_prompt)
 
     def maps(self, candidate: Candidate) -> Path:
-        """Where what it learns goes when it is unloaded."""
+        """The file that a candidate's learned state is saved in when it is unloaded."""
         safe = "".join(letter if letter.isalnum() else "-" for letter in candidate.label)
         return self._scratch / f"{safe[:150]}.learned"
 
@@ -219,7 +225,7 @@ class EnginePlayer:
         return model
 
     def _has_room(self, other: Any, candidate: Candidate) -> bool:
-        """Beside what is loaded; `other` is some of that."""
+        """Whether a candidate fits into memory beside what is loaded; `other` is one of the loaded models."""
         store, device = api.handle(other).store, other.device
         needed = candidate.budget_nbytes + store.dense_nbytes + BESIDE_NBYTES
         if not kind_of(device).runs_on_host and available_host_nbytes() < store.experts_nbytes:

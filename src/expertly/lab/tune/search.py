@@ -1,6 +1,8 @@
-"""What can be chosen, what the simulator says of it, and the search over it: successive
-halving (Jamieson and Talwalkar, AISTATS 2016). Many candidates are scored on a little of the workload, the best on more
-of it; on each rung the best are varied, so that what is found there goes on.
+"""The space of candidates, their simulated times, and the search: successive halving (Jamieson and Talwalkar, AISTATS
+2016).
+
+Many candidates are scored on a small part of the workload, the best of them on more of it; on each rung the best are
+varied, and variations that score well go on.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from expertly.sim.study import Memory, Study
 from expertly.trace.reader import Trace
 
 Clock = Callable[[], float]
-"""Seconds, rising."""
+"""Seconds that only rise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment of a clock."""
+    """A moment of a clock by which something must have ended."""
 
     clock: Clock
     end_s: float
@@ -42,7 +44,7 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Never under 0."""
+        """At least 0."""
         return max(0.0, self.end_s - self.clock())
 
     @property
@@ -50,7 +52,7 @@ class Deadline:
         return self.clock() >= self.end_s
 
     def share(self, part: float) -> Deadline:
-        """Of what is left now, the first `part`."""
+        """The deadline of the first `part` of the time that is left."""
         return Deadline(self.clock, self.clock() + part * self.left_s)
 
 
@@ -58,23 +60,23 @@ class Deadline:
 
 
 NUMBERS = {"segments": (1, 2, 4, 8), "distance": (1, 2, 3, 4, 6), "window": (2, 4, 8, 16)}
-"""What is tried of parts that are numbers."""
+"""Values that are tried for parts of a system that are numbers."""
 
 THETAS = ("0.25", "0.5", "0.75")
-"""Parts of experts that are kept, where an allocation is told."""
+"""Shares of an expert that allocations with an option `theta` are tried with."""
 
 BUDGET_SHARES = (1.0, 0.75, 0.5)
-"""Of the memory that is free, where nobody said how much to take."""
+"""Shares of the free memory that are tried where the user stated no amount."""
 
 OF_BASELINES = ("order", "preemption", "transfer")
-"""Parts that are there for systems of papers to be compared with: they are not varied."""
+"""Parts that exist to compare with the papers' systems; they are not varied."""
 
 _LEAST_USE = ("random", "index", "popularity")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A system, how it begins, and what it is given."""
+    """A system with its memory, its codec, and whether it begins with a plan."""
 
     system: System
     budget_nbytes: int
@@ -83,7 +85,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """In words, short."""
+        """Its name in reports."""
         name = self.system.name
         if self.is_planned:
             name += " with a plan"
@@ -93,15 +95,15 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int, str]:
-        """Of what does equally well, the least is taken: less memory, fewer parts."""
+        """The order among candidates that are equally fast: less memory first, then fewer changed parts."""
         parts = self.system.name.count(":") + self.is_planned
         return (self.budget_nbytes, parts, self.label)
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What is there to choose from for one model: its layers, its memory, the codecs that it is packed in, and what the
-    recorded trace and the user bring.
+    """The candidates that can run for one model, given its layers, the memory, the codecs it is packed in, the fields
+    of the recorded trace, and whether trained weights exist.
     """
 
     layers: Sequence[LayerGeometry]
@@ -112,16 +114,16 @@ class Space:
     is_free: bool = False  # nobody said how much memory to take
 
     def presets(self) -> Iterator[Candidate]:
-        """Every system by its name, as it is."""
+        """Every preset system that can run, unchanged."""
         for system in SYSTEMS.values():
             yield from self._candidates(system)
 
     def named(self, name: str) -> Candidate:
-        """One by its name, in the codec that comes first. Raises ConfigError where there is none."""
+        """The system of that name in the first codec. Raises ConfigError where there is no such system."""
         return next(self._candidates(get_system(name)))
 
     def variations(self, candidate: Candidate) -> Iterator[Candidate]:
-        """With one thing changed, each once; what does not fit together, or cannot run here, is left out."""
+        """The candidates that differ from this one in a single part, option, codec or amount of memory, and can run."""
         system = candidate.system
         for key, value in () if system.keeps_everything else self._settings(system):
             changed = with_setting(system, key, value)
@@ -139,7 +141,7 @@ class Space:
                     yield replace(candidate, budget_nbytes=int(share * self.memory_nbytes))
 
     def can_run(self, system: System) -> bool:
-        """With what the trace and the user bring, in this memory."""
+        """Whether a system can run with these fields, weights and memory."""
         if "future" in system.needs or any(name not in self.fields for name in system.needs):
             return False
         if system.keeps_everything and self.memory_nbytes < sum(layer.nbytes for layer in self.layers):
@@ -152,7 +154,7 @@ class Space:
                 yield Candidate(system, self.memory_nbytes, codec)
 
     def _settings(self, system: System) -> Iterator[tuple[str, str]]:
-        """Every other value of every part and option of it, what matters most first."""
+        """Every other value of each of the system's parts and options; those that matter most come first."""
         for key, values in NUMBERS.items():
             for number in values:
                 fits = key != "segments" or not any(layer.num_blocks % number for layer in self.layers)
@@ -167,7 +169,7 @@ class Space:
         yield from self._options(system)
 
     def _options(self, system: System) -> Iterator[tuple[str, str]]:
-        """Of its predictor and its allocation, those that are one of a few words; and theta."""
+        """Options of its policies that accept a few words, and theta."""
         for part, registry in REGISTRIES.items():
             name = getattr(system, part)
             for option in names_of_options(part, name):
@@ -178,7 +180,9 @@ class Space:
 
 
 def with_setting(system: System, key: str, value: str) -> System | None:
-    """The system with a part or an option changed, beside what it was given before; None where that cannot be."""
+    """The system with one part or option changed; None where that makes no valid system. Options of a policy that is
+    replaced are dropped.
+    """
     name, *given = system.name.split(":")
     settings = dict(one.split("=", 1) for one in given)
     if getattr(SYSTEMS[name], key, None) is not None and str(getattr(SYSTEMS[name], key)) == value:
@@ -211,7 +215,7 @@ def _needs_future(key: str, value: str) -> bool:
 
 
 def _words(kind: type[Any], option: str) -> tuple[str, ...]:
-    """What an option may be, where that is a few words."""
+    """The values that an option accepts, where it accepts a few words."""
     hint = get_type_hints(kind)[next(one.name for one in fields(kind) if one.name == option)]
     if hint is bool:
         return ("yes", "no")
@@ -222,12 +226,12 @@ def _words(kind: type[Any], option: str) -> tuple[str, ...]:
 
 
 class _OutOfTimeError(ExpertlyError):
-    """Raised within a simulation, to end it."""
+    """Ends a simulation from within its progress callback."""
 
 
 @dataclass(slots=True)
 class Simulation:
-    """Of the requests of `schedule.test`; what learns, learns from its training part."""
+    """Simulates candidates on the requests of `schedule.test`; predictors learn from its training part."""
 
     trace: Trace
     schedule: Schedule
@@ -239,8 +243,8 @@ class Simulation:
     _rates: Any = field(init=False, default=None)
 
     def score(self, candidate: Candidate, num_requests: int, deadline: Deadline) -> float | None:
-        """Seconds of the first requests, prompts and answers; None where the candidate cannot run in this memory, or
-        the time was up before it had.
+        """Simulated seconds of the first requests, prompts and answers. None where the candidate cannot run in this
+        memory, or time ran out.
         """
 
         def check(what: str, done: int, total: int) -> None:
@@ -260,19 +264,19 @@ class Simulation:
         return sum(one.num_rows - num_prompt_rows(self.trace, one) for one in self.schedule.test[:num_requests])
 
     def row(self, candidate: Candidate, num_requests: int, progress: Any = None) -> dict[str, Any]:
-        """As `Study.row`, of the first requests."""
+        """`Study.row` of the first requests."""
         plan = self.plan(candidate)
         study = self._study(num_requests, candidate.codec, plan)
         study.progress = progress
         return study.row(candidate.system, Memory(str(candidate.budget_nbytes)))
 
     def segments(self, candidate: Candidate) -> int:
-        """P, as it fits the model."""
+        """The candidate's P, as it divides this model's experts."""
         return self._study(1, "none", None).geometry_of(candidate.system).segments_per_expert
 
     def plan(self, candidate: Candidate) -> SplitPlan | None:
-        """What a planned candidate begins with: as `expertly lab configure` makes it of the training part. Raises
-        ConfigError where its memory is too little.
+        """The plan that a planned candidate begins with, made of the training part as `expertly lab configure` makes
+        one. Raises ConfigError where its memory is too small.
         """
         if not candidate.is_planned:
             return None
@@ -288,7 +292,7 @@ class Simulation:
         return self._plans[key]
 
     def _study(self, num_requests: int, codec: str, plan: SplitPlan | None) -> Study:
-        """Shared by all candidates that it is the same for: it reads the trace when it is made."""
+        """A Study, made once for all candidates that can share it, because making one reads the trace."""
         key = (num_requests, codec, plan)
         if key not in self._studies:
             schedule = Schedule(self.schedule.training, self.schedule.test[:num_requests])
@@ -310,18 +314,18 @@ class Simulation:
 
 
 Score = Callable[[Candidate, int, Deadline], float | None]
-"""Seconds that so many requests take; None: it cannot run, or the time was up."""
+"""Seconds that so many requests take; None: it cannot run, or time ran out."""
 
 Vary = Callable[[Candidate], Iterable[Candidate]]
 
 KEPT = (12, 8)
-"""Candidates that go on, from the first rungs."""
+"""How many candidates the first rungs keep."""
 
 VARIED = 4
-"""Of the best of a rung, those that are varied."""
+"""How many of a rung's best are varied."""
 
 ROUNDS = 3
-"""Of varying on one rung, at most: each from what the one before found."""
+"""Rounds of variations on one rung at most; each varies what the one before found."""
 
 _SHARES = (0.6, 0.6, 1.0)
 
@@ -337,8 +341,8 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best first, those that were scored on most requests before the others; how many were tried, and whether all
-    that was to be tried was.
+    """Candidates from the best on; those scored on more requests come first. `is_whole`: there was time to score
+    everything.
     """
 
     ranking: list[Scored]
@@ -352,9 +356,9 @@ def rungs_of(num_requests: int) -> list[int]:
 
 
 def search(seeds: Sequence[Candidate], vary: Vary, score: Score, num_requests: int, deadline: Deadline) -> SearchResult:
-    """The order in which candidates are tried depends on nothing but scores, so that what is found does not change from
-    run to run but by how far time goes. The first of the seeds is scored on every rung, first. What stays when time is
-    up is ranked.
+    """Successive halving over variations of the seeds. The order of trials depends on scores alone, so a run differs
+    from another only in how far its time went. The first seed is scored first on every rung. What has been scored when
+    time runs out is ranked.
     """
     scores: dict[tuple[Candidate, int], float] = {}
     is_whole, pool = True, list(dict.fromkeys(seeds))
@@ -392,11 +396,11 @@ def search(seeds: Sequence[Candidate], vary: Vary, score: Score, num_requests: i
 
 
 def finalists(
-    ranking: Sequence[Scored], limit: int, each: int, is_known: Callable[[Candidate], bool] = lambda _: True
+    ranking: Sequence[Scored], limit: int, each: int, is_known: Callable[[Candidate], bool]
 ) -> list[Candidate]:
-    """The best `limit` candidates that are worth running: no two that the simulator cannot tell apart, and at most
-    `each` made of one preset, as its times are less sure between systems than within one. Those that are not known to
-    be as fast as simulated have half of the places, and what the others leave.
+    """The best `limit` candidates that are worth running on the engine: no two with the same simulated time, and at
+    most `each` variants of one preset, since times are less comparable between presets. Candidates for which `is_known`
+    is false (parts whose overhead was not measured) get half of the places, and those that others leave.
     """
     chosen: list[Scored] = []
     seen: set[tuple[int, float]] = set()
@@ -421,6 +425,6 @@ def _best(scores: dict[tuple[Candidate, int], float], rung: int) -> list[Candida
 
 
 def _in_turn(lists: Sequence[Sequence[Candidate]]) -> Iterable[Candidate]:
-    """The first of each, the second of each: when time is up, none has had all of it."""
+    """The first of each list, then the second of each: running out of time cuts all of them alike."""
     for number in range(max(map(len, lists), default=0)):
         yield from (one[number] for one in lists if number < len(one))

@@ -1,4 +1,4 @@
-"""From a model and prompts to the system that runs them fastest here: record, measure, search, verify, choose."""
+"""Finds the fastest system for a model, its prompts and this machine: record, measure, search, verify, choose."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from expertly.lab.tune.search import Candidate, Clock, Deadline, SearchResult, S
 from expertly.lab.tune.verdict import (
     Calibration,
     CandidatePlayer,
-    Progress,
     Verdict,
     calibrate,
     decide,
@@ -34,27 +33,31 @@ from expertly.model.packing import pack_cached
 from expertly.policies.learned import LearnedState
 from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS, default_system, get_system, without_prediction
 from expertly.sim.hardware import Hardware
+from expertly.sim.study import Progress
 from expertly.store.cache import learned_beside
 from expertly.store.packed import PackedStore, is_packed_store
 
 FINALISTS, OF_A_PRESET = 4, 2
 
 RECORDING, CALIBRATING, SEARCHING = 0.15, 0.15, 0.4
-"""Of the time that is left, what stages take at most; simulating the presets and running the best of them, each."""
+"""The share of the remaining time that each stage may take; simulating the presets and running the best of them count
+as one stage each.
+"""
 
 MEASURING, MEASURING_S = 0.08, 20.0
-"""Of all the time, and at most."""
+"""The share of all the time that measuring may take, and the most seconds."""
 
 RESERVED_SHARE = 0.06
-"""Of the time, for what comes after the last turn, and for a turn that takes longer than those before."""
+"""The share of the time that is left for saving, and for a last turn that takes longer than the ones before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """As the command is told. `predictor`: "auto", "off" or a file, as of `expertly.load`."""
+    """What the user asked for. `predictor`: "auto", "off" or a file, see `expertly.load`."""
 
     model: str | None = None
     memory: str = "auto"
+    total_memory: str | None = None
     dtype: str | None = None
     codec: str = "auto"
     device: str | None = None
@@ -68,7 +71,7 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The workload, and what it runs on."""
+    """The recorded workload and the measured machine."""
 
     workload: TunedWorkload
     hardware: Hardware
@@ -109,11 +112,14 @@ def tune(
     clock: Clock = time.monotonic,
     begin: float | None = None,
     progress: Progress | None = None,
+    loading: Progress | None = None,
     make_player: MakePlayer = lambda player: player,
 ) -> Tuned:
-    """Everything but saving the choice. The time limit counts from `begin` on the clock (default: now); what cannot be
-    cut short is packing a model that is not packed, loading it, and one round of measuring. `machine` measures the
-    machine where the model's own times do not do; `make_player` may put something in the place of the engine.
+    """Find the best choice; `save` writes it. The time limit counts from `begin` on the clock (default: now). Packing,
+    loading and one round of measuring are never cut short.
+
+    `machine` measures the machine where the model's own times cannot be measured; `loading` is told of bytes that are
+    packed and loaded, as by `expertly.load`; `make_player` may replace the engine.
 
     Raises ExpertlyError subclasses that name what is wrong with the model, the memory or the prompts.
     """
@@ -121,11 +127,12 @@ def tune(
     begin = clock() if begin is None else begin
     deadline = Deadline(clock, begin + (1 - RESERVED_SHARE) * wishes.time_limit_s)
     stages = _Stages(clock, begin)
-    store = pack_cached(wishes.model, wishes.dtype, codec=wishes.codec)
+    packing = None if loading is None else partial(loading, "packing")
+    store = pack_cached(wishes.model, wishes.dtype, progress=packing, codec=wishes.codec)
     stages.end("packing")
     weights = _weights(wishes.predictor, store)
     stores = _packed(store, wishes.codec)
-    load = partial(api.load, wishes.model, dtype=wishes.dtype, device=wishes.device)
+    load = partial(api.load, wishes.model, dtype=wishes.dtype, device=wishes.device, progress=loading)
     with TemporaryDirectory(prefix="expertly-tune-") as name:
         scratch = Path(name)
         seen = _observed(wishes, prompts, stores, load, machine, deadline, scratch / "trace", stages, tell)
@@ -135,7 +142,7 @@ def tune(
             list(stores),
             list(seen.workload.trace.manifest.fields),
             has_weights=weights is not None,
-            is_free=wishes.memory == "auto",
+            is_free=wishes.memory == "auto" and wishes.total_memory is None,
         )
         simulation = Simulation(seen.workload.trace, seen.workload.schedule, seen.hardware, weights, wishes.seed)
         base = space.named(BASE_SYSTEM)
@@ -173,11 +180,13 @@ def _observed(
     stages: _Stages,
     tell: Progress,
 ) -> Observed:
-    """Loads the model once, in the codec whose loads can be measured by themselves, where there is a choice."""
+    """Load the model once, record and measure. Where there is a choice it is loaded uncompressed, because then loads
+    can be measured apart from decoding.
+    """
     codec = "none" if "none" in stores else next(iter(stores))
     load_base = partial(load, system=BASE_SYSTEM, learned=None, codec=codec)
     tell("recording", 0, 1)
-    model, tokenizer = load_base(memory=wishes.memory)
+    model, tokenizer = load_base(memory=wishes.memory, total_memory=wishes.total_memory)
     try:
         workload = record_workload(
             model,
@@ -203,7 +212,7 @@ def _observed(
 
 
 class _Stages:
-    """How long each took."""
+    """Measures how long each stage takes."""
 
     def __init__(self, clock: Clock, begin: float) -> None:
         self.seconds: dict[str, float] = {}
@@ -216,7 +225,7 @@ class _Stages:
 
 
 def _packed(store: PackedStore, codec: str) -> dict[str, PackedStore]:
-    """By codec: the store, and where nobody said which, what else the model is packed in."""
+    """The model's packed stores by codec: this one, and where the user named no codec, those that exist already."""
     others = [one for one in CODECS if one != store.codec and codec == "auto"]
     if store.folder != in_codec(store, store.codec):
         others = []
@@ -226,7 +235,7 @@ def _packed(store: PackedStore, codec: str) -> dict[str, PackedStore]:
 
 
 def _weights(predictor: str, store: PackedStore) -> LearnedState | None:
-    """Trained ones, as the first system that takes some would find them."""
+    """The trained weights that the first system with a learned predictor would use, if there are any."""
     taker = next((system for system in SYSTEMS.values() if system.takes_weights), None)
     return None if taker is None else find_weights(predictor, taker, store)
 
@@ -240,7 +249,7 @@ def _calibrated(
     deadline: Deadline,
     tell: Progress,
 ) -> Calibration:
-    """By the presets: a request of each is simulated, and the best are run."""
+    """Simulate a request under each preset, and run the best of them to measure what the simulator leaves out."""
     scored: dict[Candidate, float] = {}
     simulating = deadline.share(CALIBRATING)
     for candidate in dict.fromkeys([base, *space.presets()]):
@@ -283,7 +292,7 @@ def _searched(
 
 
 def _worth_it(found: SearchResult, base: Candidate, calibration: Calibration) -> list[Candidate]:
-    """The best few that are expected to be faster than the base, as far as it was scored, and did not fail before."""
+    """The best few that should be faster than the base and did not fail in calibration."""
     scores = {one.num_requests: one.seconds for one in found.ranking if one.candidate == base}
     ran = [one for one in found.ranking if one.candidate not in calibration.failed]
     faster = [one for one in ran if one.seconds < scores.get(one.num_requests, float("inf"))]
@@ -291,7 +300,7 @@ def _worth_it(found: SearchResult, base: Candidate, calibration: Calibration) ->
 
 
 def _load(load: Callable[..., tuple[Any, Any]], predictor: str, system: str, **others: Any) -> tuple[Any, Any]:
-    """With the weights, where the system takes some."""
+    """Load a system, with trained weights where it uses some."""
     weights = predictor if get_system(system).takes_weights else "off"
     return load(system=system, predictor=weights, **others)
 
@@ -311,7 +320,7 @@ def _choice(verdict: Verdict, simulation: Simulation, seen: Observed, wishes: Wi
         about={
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": wishes.command[:1000],
-            "memory": wishes.memory,
+            "memory": wishes.memory if wishes.total_memory is None else f"total {wishes.total_memory}",
             "requests": seen.workload.num_requests,
             "tokens": seen.workload.trace.num_rows,
             "times": seen.times[:1000],
@@ -320,8 +329,8 @@ def _choice(verdict: Verdict, simulation: Simulation, seen: Observed, wishes: Wi
 
 
 def keep_learned(learned: Path, system: str, store: PackedStore) -> None:
-    """What the system had learned in the file goes to where it looks for it, if there is nothing yet. Raises StoreError
-    where it cannot be written.
+    """Copy what the system learned while tuning to where `expertly.load` looks for it, unless something is there.
+    Raises StoreError where that cannot be written.
     """
     kind = get_system(system).learns
     if kind is not None and learned.exists() and not (there := learned_beside(store.folder, kind)).exists():
@@ -330,8 +339,8 @@ def keep_learned(learned: Path, system: str, store: PackedStore) -> None:
 
 
 def save(tuned: Tuned) -> Path | None:
-    """Beside the store, where system `auto` finds it; None, and nothing is written, where nothing was verified. Raises
-    StoreError where it cannot be written.
+    """Write the choice beside the store, where system `auto` finds it, and return the path. Writes nothing and returns
+    None where the choice was not verified. Raises StoreError.
     """
     if not tuned.verdict.is_verified:
         return None

@@ -1,9 +1,9 @@
-"""Which candidate is taken, by what was measured on the engine.
+"""Decides which candidate is chosen, by measurements on the engine.
 
-What predicting and choosing take of the processor is nothing that the simulator knows: it is measured of each kind
-first (Calibration). Then the best few run the same requests in turn, so that what else the machine does slows all of
-them (Turns), and the best of them runs once more against what nothing may be slower than, so that luck is no reason to
-be taken (decide).
+The simulator does not know how much processor time predicting and choosing take: that is measured for each kind of
+predictor and eviction first (`Calibration`). Then the best few run the same requests in turn, so that other load on the
+machine slows all of them alike (`Turns`). The best of them runs once more against the base, so that a lucky first run
+does not decide (`decide`).
 """
 
 from __future__ import annotations
@@ -16,34 +16,38 @@ from math import comb
 from typing import Protocol
 
 from expertly.core.errors import ExpertlyError
+from expertly.core.units import format_ratio
 from expertly.engine.choice import Gain
 from expertly.lab.playing import Played, RecordedRequest
 from expertly.lab.tune.search import Candidate, Deadline
+from expertly.sim.study import Progress
 
 # -- what the simulator leaves out -----------------------------------------------------------------------------------
 
 
 QUIET = 0.25
-"""Of the steps of a request those that take least, in which nothing else ran: the longest of them counts."""
+"""The share of a request's fastest steps that count as undisturbed; the slowest of these is what a step takes."""
 
 Kind = tuple[str, str]
-"""Of a part, "prediction" or "eviction": which it is."""
+"""A part ("prediction" or "eviction") and the policy that fills it."""
 
 
 @dataclass(slots=True)
 class Calibration:
-    """Seconds of a decode step beyond the simulated ones, by what predicts and what evicts, relative to the base."""
+    """Seconds that a decode step takes beyond its simulated time, by predictor and eviction, relative to the base."""
 
     base: Candidate
     overheads_s: dict[Kind, float] = field(default_factory=dict)
     failed: dict[Candidate, str] = field(default_factory=dict)
 
     def overhead_s(self, candidate: Candidate) -> float:
-        """Of a step; what was not measured counts as nothing, and what is measured at last shows it."""
+        """A candidate's overhead per step. A kind that was not measured counts as 0; running the finalists shows what
+        it really costs.
+        """
         return sum(self.overheads_s.get(kind, 0.0) for kind in kinds_of(candidate))
 
     def unmeasured(self, candidate: Candidate) -> list[Kind]:
-        """What it is of that nobody knows the overhead of: there was no time, it failed, or no preset is of it."""
+        """The candidate's kinds without a measured overhead: time ran out, it failed, or no preset has that kind."""
         known = kinds_of(self.base)
         return [kind for kind in kinds_of(candidate) if kind not in known and kind not in self.overheads_s]
 
@@ -57,9 +61,9 @@ def kinds_of(candidate: Candidate) -> list[Kind]:
 
 
 def representatives(scored: Collection[tuple[Candidate, float]], base: Candidate, base_s: float) -> list[Candidate]:
-    """Of each kind that the base is not of, the one that was simulated to be fastest, if that is faster than the base,
-    as nothing that is left out makes it so: evictions by systems that do not predict, where there are any. The fastest
-    come first: where there is no time for all, it is for those that would be taken for the best.
+    """For each kind that the base does not have, the preset with that kind that was simulated to be fastest, if it is
+    faster than the base (overheads only make it slower). Evictions are represented by systems that do not predict,
+    where there are any. The fastest come first, because time may not suffice for all.
     """
     found: dict[Kind, Candidate] = {}
     known = set(kinds_of(base))
@@ -80,10 +84,10 @@ def calibrate(
     request: RecordedRequest,
     deadline: Deadline,
 ) -> Calibration:
-    """Each is played between two times of the base, the slower of which counts, so that noise is no overhead. What
-    fails is left out, as is what there is no time for: that has no overhead then, which is never less than nothing. Of
-    a candidate of two kinds, the prediction has what the eviction does not explain, whichever was played first. A
-    request without a step tells nothing.
+    """Measure each candidate between two runs of the base, of which the slower counts, so that noise does not look like
+    overhead. What fails or finds no time left gets no overhead; overheads are never negative. In a candidate of two new
+    kinds, prediction is charged with what the eviction's own measurement does not explain, in whatever order they ran.
+    A request without decode steps tells nothing.
     """
     calibration = Calibration(base)
     base_s = simulated_step_s(base)
@@ -126,8 +130,8 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """`low` is at most the true median, and `high` at least it, in CONFIDENCE of all cases each; with fewer than five
-    values they are the least and the largest, which is less sure.
+    """A median and an interval around it: the true median lies below `low`, or above `high`, with a probability of at
+    most 1 - CONFIDENCE each. With fewer than five values they are the extremes, and less sure.
     """
 
     median: float
@@ -136,7 +140,9 @@ class Interval:
 
 
 def median_interval(values: Sequence[float]) -> Interval:
-    """Of independent values, by their order: how many of n lie above the median is a fair coin thrown n times."""
+    """The interval of independent values, by their order: how many of n lie above the true median is binomial with p =
+    1/2.
+    """
     ordered = sorted(values)
     count = len(ordered)
     below = 0.0
@@ -150,35 +156,33 @@ def median_interval(values: Sequence[float]) -> Interval:
 
 
 MIN_TURNS = 5
-"""Fewer do not say which of two is faster."""
+"""Fewer turns do not tell which of two is faster."""
 
 MAX_TURNS = 40
 
-Progress = Callable[[str, int, int], None]
-
 
 class CandidatePlayer(Protocol):
-    """Runs requests with candidates, which it loads as they are asked for; their caches are filled by then."""
+    """Runs requests on candidates. It loads them when they are asked for, with filled caches."""
 
     def play(self, candidate: Candidate, request: RecordedRequest) -> Played: ...
 
 
 @dataclass(slots=True)
 class Turns:
-    """What every candidate took for the requests of all turns so far."""
+    """Times of each candidate for the requests of all turns so far."""
 
     requests: Sequence[RecordedRequest]
     played: dict[Candidate, list[Played]] = field(default_factory=lambda: defaultdict(list))
     failed: dict[Candidate, str] = field(default_factory=dict)
-    """Those that could not be run, and why."""
+    """Candidates that failed, and why."""
 
     @property
     def count(self) -> int:
         return min((len(played) for played in self.played.values()), default=0)
 
     def gain(self, candidate: Candidate, over: Candidate) -> Gain:
-        """Medians over the turns of each request, summed over the requests; and how the turns' ratios are spread. Where
-        no answer has a second token neither is the slower in decode.
+        """Medians over the turns of each request, summed over the requests, relative to another candidate's; and the
+        interval of the turns' ratios. Where no answer has a second token the ratio of TPOT is 1.
         """
         pairs = list(zip(self.played[candidate], self.played[over], strict=False))
         ratios = median_interval([one.seconds / other.seconds for one, other in pairs])
@@ -193,7 +197,7 @@ class Turns:
         )
 
     def tpot_s(self, candidate: Candidate) -> float | None:
-        """Of a typical request; None where no answer has a second token."""
+        """TPOT of a typical request; None where no answer has a second token."""
         of_requests = self._typical(candidate, lambda one: one.tpot_s)
         return statistics.mean(of_requests) if of_requests else None
 
@@ -201,7 +205,7 @@ class Turns:
         return statistics.mean(self._typical(candidate, lambda one: one.ttft_s))
 
     def _typical(self, candidate: Candidate, of: Callable[[Played], float | None]) -> list[float]:
-        """The median over the turns, of each request of which it is known."""
+        """Of each request the median over the turns; requests of which nothing is known are left out."""
         found = ([of(one) for one in played] for played in self._by_request(candidate).values())
         known = ([value for value in values if value is not None] for values in found)
         return [statistics.median(values) for values in known if values]
@@ -221,9 +225,9 @@ def take_turns(
     deadline: Deadline,
     progress: Progress | None = None,
 ) -> Turns:
-    """Each turn is one request, which all run, in another order each time; a turn that would not end in time is not
-    begun, one is run in any case. What comes before the first counts for nothing: there all are loaded. Of the others,
-    those that cannot be are left out. Raises what running `base` raises.
+    """Run one request a turn on every candidate, in another order each turn. No turn begins that could not end in time,
+    except the first. Each candidate is run once before, uncounted, which loads it. Candidates that fail are left out.
+    Raises what running `base` raises.
     """
     turns = Turns(requests)
     player.play(base, requests[-1])
@@ -249,7 +253,7 @@ def take_turns(
 
 
 def is_faster(gain: Gain) -> bool:
-    """Whether it was measured to be: on the whole, in nearly all turns, and in decode alone."""
+    """Whether a candidate was measurably faster: over all, in nearly all turns, and in decode alone."""
     return gain.num_turns >= MIN_TURNS and gain.ratio < 1 and gain.high < 1 and gain.tpot_ratio <= 1
 
 
@@ -257,12 +261,14 @@ def is_faster(gain: Gain) -> bool:
 
 
 WANTED_PLAYS = 60
-"""Requests that are run in all, if that can be done by cutting them short."""
+"""How many requests should be run; they are cut short to fit that many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`final` and `heat`: what was measured; None: it was not run. `is_verified`: whether there was time to."""
+    """The choice. `heat` and `final` are the measurements that led to it, None where there was no time. `is_verified`:
+    there was time to verify it.
+    """
 
     chosen: Candidate
     why: str
@@ -272,7 +278,7 @@ class Verdict:
     failed: dict[Candidate, str] = field(default_factory=dict)
 
     def gains(self, over: Sequence[Candidate]) -> tuple[Gain, ...]:
-        """Of the choice, over each of these that it is not and that ran beside it."""
+        """The choice's gains over those candidates of `over` that ran beside it."""
         turns = self.final or self.heat
         if turns is None or self.chosen not in turns.played:
             return ()
@@ -289,9 +295,9 @@ def decide(
     deadline: Deadline,
     progress: Progress | None = None,
 ) -> Verdict:
-    """The fastest of what was found and the default, if it is measurably faster than `base`, else `base`. As many of
-    `found`, the best first, as there is time for run at all. Raises what running `base` raises; of the others, those
-    that fail are left out.
+    """The fastest of `found` and the default if it is measurably faster than `base`, else `base`. Runs as many of
+    `found` as there is time for, from the best on. Candidates that fail are left out; what running `base` raises is
+    raised.
     """
     if deadline.is_over:
         return Verdict(base, "there was no time left to verify anything", is_verified=False)
@@ -326,7 +332,7 @@ def decide(
     for one in ran:
         gain = final.gain(one, base)
         if is_faster(gain):
-            why = f"{one.label}: {gain.ratio:.3f}x the time of {base.label} in {gain.num_turns} turns"
+            why = f"{one.label}: {format_ratio(gain.ratio, 3)} the time of {base.label} in {gain.num_turns} turns"
             return Verdict(one, why, True, final, heat, failed)
     return Verdict(base, _why_base(base, final), final.count >= MIN_TURNS, final, heat, failed)
 
