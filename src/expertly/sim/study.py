@@ -44,7 +44,7 @@ FIELDS = (
     *("history", "predictor", "gate", "predictions_late", "contexts_dropped", "allocation", "skipped"),
     *("accuracy_by_distance", "fetch_rate_by_distance", "goodpred_by_distance"),
     *("latency_s", "layers", "requests", "tokens", "hit_rate_by_request"),
-    *("decode_iterations", "decode_stall_s", "times_by_request"),
+    *("decode_iterations", "decode_stall_s", "times_by_request", "phases"),
 )
 """Of a row. One is None where nothing was simulated, or where nobody can know it."""
 
@@ -280,6 +280,10 @@ class Study:
             "tokens": metrics.num_tokens,
             "hit_rate_by_request": [hits / num if num else None for hits, num in metrics.hits_by_request()],
             "allocation": system.sharing(scheduler),
+            "phases": {
+                "prefill": _phase(prefill, has_sizes=self.layers is not None),
+                "decode": _phase(decode, has_sizes=self.layers is not None),
+            },
         }
         if simulator.predictor is not None:
             row |= {
@@ -377,6 +381,21 @@ class Study:
         if codec is not None and not has_host_tier(self.hardware, self.geometry):
             seconds = max(codec.ratio * seconds, belady.decode_nbytes / codec.all_nbytes_per_s)
         return float(max(tpot_s, seconds / num_iterations))
+
+
+def _phase(counters: PhaseCounters, *, has_sizes: bool) -> dict[str, int | None]:
+    """What one phase counted, by the names that `expertly.stats` has; bytes are None where experts have no size."""
+    nbytes = {
+        "bytes_loaded": counters.loaded_nbytes,
+        "prefetched_bytes": counters.prefetched_nbytes,
+        "evicted_bytes": counters.evicted_nbytes,
+    }
+    return {
+        "hits": counters.hits,
+        "partial_hits": counters.partial_hits,
+        "misses": counters.misses,
+        **(nbytes if has_sizes else dict.fromkeys(nbytes)),
+    }
 
 
 def _distribution(rising: list[float]) -> dict[str, Any]:
