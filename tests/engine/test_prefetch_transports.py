@@ -102,7 +102,8 @@ class Counted:
 
 
 @pytest.mark.parametrize(
-    ("segments", "ahead", "failures"), [(1, "cache", 0.0), (1, "ring", 0.04), (4, "cache", 0.04), (4, "ring", 0.0)]
+    ("segments", "ahead", "failures"),
+    [(1, "cache", 0.0), (1, "staging", 0.04), (4, "cache", 0.04), (4, "staging", 0.0)],
 )
 @pytest.mark.parametrize(
     "kind",

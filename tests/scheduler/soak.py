@@ -21,7 +21,7 @@ from expertly.policies.eviction import EVICTIONS
 from expertly.policies.known import Known
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.prefetch import PREFETCHES
-from expertly.scheduler.budget import check_shares, split_budget
+from expertly.scheduler.budget import check_quotas, split_budget
 from expertly.scheduler.decisions import record, replay
 from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
@@ -173,7 +173,7 @@ class RandomQuotas(Allocation):
         self.shape, self.dice = shape, dice
         self.said: list[list[int]] = []
 
-    def shares(self, kept_slots: Sequence[int]) -> list[int]:
+    def quotas(self, kept_slots: Sequence[int]) -> list[int]:
         raise AssertionError("it is given the quotas that it begins with")
 
     def begin(self, shares: Sequence[int]) -> None:
@@ -322,7 +322,7 @@ def _note(control: CheckedScheduler, happened: Counter[str]) -> None:
     cache, shape = control.cache, control.geometry
     if len(cache.distinct_partitions) == len(cache.partitions):
         assert [one.capacity for one in cache.partitions] == cache.quotas
-        used = check_shares(shape, cache.quotas)
+        used = check_quotas(shape, cache.quotas)
         assert all(num <= most for num, most in zip(used, control.budget.kept_slots, strict=True))
     if isinstance(control.allocation, RandomQuotas) and control.allocation.said:
         assert (cache.targets or cache.quotas) == control.allocation.said[-1]

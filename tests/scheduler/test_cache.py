@@ -175,13 +175,13 @@ def test_adapmoe_gives_the_layer_that_misses_more_and_is_replayed(segments: int)
     dice = random.Random(0)
     for _ in range(255):
         skewed_token(control, dice)
-    assert tuple(control.cache.quotas) == budget.layer_shares, "before 256 tokens nobody knows"
+    assert tuple(control.cache.quotas) == budget.layer_quotas, "before 256 tokens nobody knows"
     for _ in range(300):
         skewed_token(control, dice)
         control.check()
     assert [quota // segments for quota in control.cache.quotas] == [3, 10, 3]
-    assert sum(control.cache.quotas) == sum(budget.layer_shares)
-    sharing = system.sharing(control)
+    assert sum(control.cache.quotas) == sum(budget.layer_quotas)
+    sharing = system.allocation_facts(control)
     assert sharing is not None and (sharing["name"], sharing["experts"]) == ("adapmoe", [3, 10, 3])
     again = system.scheduler(shape, budget)
     assert replay(lines, again, "here").difference is None

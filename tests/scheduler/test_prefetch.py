@@ -54,7 +54,7 @@ def test_a_right_prediction_that_comes_late_is_waited_for_and_not_loaded_again()
     ]
     control.loaded(spans[0])
     plan = control.begin_layer(one_token(1, [4, 5]), cancelled=spans[2:])
-    assert plan.ready == spans[:1] and plan.joined == [spans[1]]
+    assert plan.ready == spans[:1] and plan.in_flight == [spans[1]]
     assert [(span.expert, span.num_segments) for span in plan.loads] == [(5, 2)]
     finish(control, plan)
     counters = control.counters[1].decode
@@ -97,8 +97,8 @@ def test_a_prefetch_does_not_cost_another_its_place() -> None:
         ({"prefill": "evict"}, [4, 5], {4, 5}),
         ({"prefill": "stream", "prefetching": "decode"}, [], {0, 1}),
         ({"prefill": "evict", "prefetching": "decode"}, [], {0, 1}),
-        ({"prefill": "stream", "ahead": "ring"}, [4], {0, 1}),
-        ({"prefill": "evict", "ahead": "ring"}, [4], {0, 1}),
+        ({"prefill": "stream", "ahead": "staging"}, [4], {0, 1}),
+        ({"prefill": "evict", "ahead": "staging"}, [4], {0, 1}),
     ],
 )
 def test_what_is_prefetched_while_a_prompt_runs(way: dict[str, str], begun: list[int], kept: set[int]) -> None:
@@ -119,7 +119,7 @@ def test_what_is_prefetched_while_a_prompt_runs(way: dict[str, str], begun: list
 
 def test_a_wrong_prefetch_in_a_staging_slot_gives_way_to_a_load() -> None:
     """2 staging slots, nothing kept: 4 was prefetched, 0 and 1 are needed and both fit at once."""
-    control = made(geometry(layers=1, experts=8, top_k=2), [0], 2, ahead="ring")
+    control = made(geometry(layers=1, experts=8, top_k=2), [0], 2, ahead="staging")
     control.predict(prediction(0, [4, 5]))
     spans = control.prefetch()
     assert [span.expert for span in spans] == [4], "an expert's worth of staging slots stays free"
@@ -136,13 +136,13 @@ def test_the_newest_prediction_of_a_layer_counts() -> None:
     control.predict(prediction(1, [6, 7]))
     control.loaded(Span(1, 4, 0, 1, 0))
     assert [span.expert for span in control.prefetch()] == [6]
-    run(control, one_token(1, [4, 5]), joined=0)
+    run(control, one_token(1, [4, 5]), in_flight=0)
     assert control.counters[1].decode.by_distance == {2: (2, 2, 1), 1: (2, 0, 0)}
     assert control.prefetch() == [], "its router ran"
 
 
 def test_a_prediction_made_while_its_layer_runs_is_for_the_next_time() -> None:
-    control = made(geometry(layers=1, experts=8, top_k=2), [0], 2, ahead="ring")
+    control = made(geometry(layers=1, experts=8, top_k=2), [0], 2, ahead="staging")
     plan = control.begin_layer(one_token(0, [0, 1]))
     control.predict(prediction(0, [6]))
     assert control.prefetch() == [], "the staging slots are for loads"
@@ -153,7 +153,7 @@ def test_a_prediction_made_while_its_layer_runs_is_for_the_next_time() -> None:
 
 
 def test_what_was_prefetched_into_staging_slots_is_kept_when_it_is_needed() -> None:
-    control = made(geometry(layers=1, experts=8, top_k=2), [2], 2, ahead="ring")
+    control = made(geometry(layers=1, experts=8, top_k=2), [2], 2, ahead="staging")
     run(control, one_token(0, [0, 1]))
     control.predict(prediction(0, [5]))
     (span,) = control.prefetch()

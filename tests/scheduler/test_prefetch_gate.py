@@ -95,7 +95,7 @@ class Run:
         budget = Budget(0, (4,), (2 * LAYERS,), (2,) * LAYERS)
         self.gate = gate
         self.control: Scheduler = CheckedScheduler(
-            self.shape, budget, lambda capacity, layers: LRU(), ahead="ring", gate=gate
+            self.shape, budget, lambda capacity, layers: LRU(), ahead="staging", gate=gate
         )
         self.link = SlowLink(load_ns)
         self.routers: list[RouterRan] = []

@@ -107,7 +107,7 @@ def test_by_id_and_early_what_is_missing_is_asked_for_at_once_and_computed_in_it
     assert [span.expert for span in plan.loads] == [2] and [span.expert for span in plan.requested] == [4, 6]
     assert not control.loaded(plan.requested[1]) and control.loaded(plan.loads[0]), "6 has come, but 2 is on"
     following = control.computed([plan.loads[0]])
-    assert following == Plan(joined=[plan.requested[0]]), "4 is on its way"
+    assert following == Plan(in_flight=[plan.requested[0]]), "4 is on its way"
     assert control.loaded(plan.requested[0])
     assert control.computed([plan.requested[0]]) == Plan(ready=[plan.requested[1]])
     assert control.computed([plan.requested[1]]) is None
@@ -143,9 +143,9 @@ def test_found_late_a_guess_goes_on_until_its_expert_is_reached_and_is_a_demand_
     control.predict(prediction(0, [5, 6]))
     five, six = control.prefetch()
     plan = control.begin_layer(one_token(0, [3, 6, 0]))
-    assert [span.expert for span in plan.ready] == [0] and not plan.loads and not plan.joined
+    assert [span.expert for span in plan.ready] == [0] and not plan.loads and not plan.in_flight
     following = control.computed([plan.ready[0]])
-    assert following == Plan(joined=[six]), "what is under way goes before what is absent"
+    assert following == Plan(in_flight=[six]), "what is under way goes before what is absent"
     control.promote([six])
     assert control.loaded(six)
     following = control.computed([six])

@@ -64,7 +64,7 @@ def test_the_best_tops_are_kept_and_what_is_worth_less_is_staged_whole() -> None
 
 
 def test_of_what_is_predicted_what_is_lacking_is_loaded_and_a_hit_then() -> None:
-    control = split_scheduler(16 / 32, 0.5, "lcp:prediction=lookahead:ahead=ring")
+    control = split_scheduler(16 / 32, 0.5, "lcp:prediction=lookahead:ahead=staging")
     run_layer(control, 0, [0, 1])
     control.predict(Prediction(0, [0, 2, 1], [0.9, 0.8, 0.7], 1))
     spans = control.prefetch()
@@ -74,7 +74,7 @@ def test_of_what_is_predicted_what_is_lacking_is_loaded_and_a_hit_then() -> None
         control.loaded(span)
     control.check()
     plan = control.begin_layer(one_token(0, [0, 2]))
-    assert not plan.loads and not plan.joined
+    assert not plan.loads and not plan.in_flight
     assert sum(span.num_segments for span in plan.ready) == 8
     finish(control, plan)
     control.check()
@@ -84,7 +84,7 @@ def test_of_what_is_predicted_what_is_lacking_is_loaded_and_a_hit_then() -> None
 
 def test_prefetches_for_the_next_layer_may_take_all_staging_slots_but_one() -> None:
     """The guesses are wrong and on their way: the demand comes a segment at a time, as they leave."""
-    control = split_scheduler(8 / 32, 0.5, "lcp:prediction=lookahead:ahead=ring:window=99", layers=2, experts=4)
+    control = split_scheduler(8 / 32, 0.5, "lcp:prediction=lookahead:ahead=staging:window=99", layers=2, experts=4)
     assert (control.cache.quotas, control.cache.staging) == ([0, 0], [8])
     run_layer(control, 0, [0, 1])
     control.predict(Prediction(1, [0, 1], [0.9, 0.8], 1))
@@ -163,7 +163,7 @@ def test_an_allocation_that_asked_for_no_plan_takes_none() -> None:
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_whole_experts_are_what_the_policy_alone_keeps(share: float) -> None:
     """Theta 1: every decision, line by line, with and without guesses."""
-    for spec, way in (("lcp", ""), ("lcp", ":prediction=lookahead"), ("lcp", ":prediction=lookahead:ahead=ring")):
+    for spec, way in (("lcp", ""), ("lcp", ":prediction=lookahead"), ("lcp", ":prediction=lookahead:ahead=staging")):
         decisions = []
         for allocation in ("", ":allocation=split:theta=1"):
             system, lines = get_system(f"{spec}{way}{allocation}"), []

@@ -162,7 +162,7 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("pre-gated:eviction=lfu", r"eviction=lfu: of no use where nothing is kept \(allocation=none\)"),
         ("lru:allocation=none:scope=global", r"scope=global: of no use where nothing is kept"),
         ("lfu:allocation=none:admission=best", r"admission=best: of no use where nothing is kept"),
-        ("lru:ahead=ring", r"ahead=ring: of no use where nothing is predicted"),
+        ("lru:ahead=staging", r"ahead=staging: of no use where nothing is predicted"),
         ("lru:transfer=synchronous", r"transfer=synchronous: of no use where nothing is predicted"),
         ("fmoe:transfer=demand", r"transfer='demand': of a system that predicts; accepted: asynchronous, synchronous"),
         ("fmoe:preemption=never", r"preemption='never': unknown; accepted: early, late"),
@@ -183,7 +183,7 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("lru:segments=half", r"segments='half': must be a whole number"),
         ("on-demand:allocation=adapmoe", r"among layers, scope='global' does not; accepted: scope=layer"),
         ("static:allocation=adapmoe", r"by which eviction='static' goes; accepted: eviction=lru, lfu"),
-        ("fmoe:allocation=none", r"allocation='none' keeps no experts: .*accepted: ahead=ring"),
+        ("fmoe:allocation=none", r"allocation='none' keeps no experts: .*accepted: ahead=staging"),
         ("lru:admission=best", r"eviction='lru' does not have; accepted: admission=always, or eviction=lfu, lcp"),
         ("expertly:prefill=evict", r"is weighed against what is kept; accepted: prefill=stream, or admission=always"),
         ("belady:eviction=static", r"admission='best' compares scores, which eviction='static' does not have"),
@@ -277,3 +277,8 @@ def test_the_configurator_ranks_experts_as_the_caches_do(system: str, options: L
     assert isinstance(control.allocation, MoEpic)
     hits = control.allocation._seen[0].rates().hits.tolist()
     assert hits == expected.rates().hits.tolist() != other.rates().hits.tolist()
+
+
+def test_ring_is_the_older_name_of_staging() -> None:
+    assert get_system("fmoe:ahead=ring") == get_system("fmoe:ahead=staging")
+    assert replace(SYSTEMS["fmoe"], ahead="ring") == replace(SYSTEMS["fmoe"], ahead="staging")

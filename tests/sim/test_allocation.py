@@ -154,7 +154,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 
 
 def test_the_layer_that_needs_more_is_given_more_and_the_others_lose_nothing_by_it(planted: Trace) -> None:
-    study = make_study(planted, toy(link=Link(0.25e9, 0, 0)), matcher="inline")
+    study = make_study(planted, toy(link=Link(0.25e9, 0, 0)), predicting="inline")
     rows = results(study, ["moepic:tau=100", "moepic:allocation=split"], "50%")
     ours, fixed = rows["moepic:tau=100"], rows["moepic:allocation=split"]
     found = ours["allocation"]

@@ -33,10 +33,10 @@ def test_budgets_are_the_engines() -> None:
     geometry = Geometry(LAYERS, 2)
     segment = 24
     whole = Memory("50%").budget(geometry)
-    assert whole.pool_slots() == [24] and whole.ring_slots == (4,)
+    assert whole.pool_slots() == [24] and whole.staging_slots == (4,)
     assert Memory(f"{10 * segment}").budget(geometry).pool_slots() == [10]
     kept = Memory("3/layer", 3).budget(geometry)
-    assert (kept.layer_shares, kept.kept_slots, kept.ring_slots) == ((6, 6, 6), (18,), (4,))
+    assert (kept.layer_quotas, kept.kept_slots, kept.staging_slots) == ((6, 6, 6), (18,), (4,))
     assert kept.memory_nbytes == 22 * segment
 
 

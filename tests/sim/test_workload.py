@@ -129,7 +129,7 @@ def test_an_iteration_shows_its_rows(
         for router in iteration.layers:
             layer, shape = router.layer, WIDE[router.layer]
             routed = iteration.routed(router, EVERYTHING)
-            assert routed.demand is router
+            assert routed.router is router
             experts = fields["experts"][rows, layer, : shape.top_k]
             np.testing.assert_array_equal(routed.experts, experts)
             assert routed.scores is not None and routed.scores.dtype == np.float32

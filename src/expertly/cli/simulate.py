@@ -23,7 +23,7 @@ from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Selection, make_schedule, read_arrivals
-from expertly.sim.study import MATCHERS, Memory, Study
+from expertly.sim.study import PREDICTING, Memory, Study
 from expertly.trace.reader import Trace
 
 DEFAULT_MEMORY = "10%,25%,50%"
@@ -46,7 +46,7 @@ class SimulateOptions:
     predictor: Path | None = path_option(None, "for systems that take one: `expertly lab train` makes it")
     plan: Path | None = path_option(None, "for systems with split caching: `expertly lab configure` makes it")
     predict: str = option(
-        "virtual", "virtual (predicting takes its time) or inline", metavar="NAME", choices=MATCHERS, was="matcher"
+        "virtual", "virtual (predicting takes its time) or inline", metavar="NAME", choices=PREDICTING, was="matcher"
     )
     segments: int | None = option(None, "parts an expert is cut into", metavar="P", least=1)
     order: str | None = option(None, "resident (what is here first) or id", metavar="NAME")
@@ -93,7 +93,7 @@ def run(args: SimulateOptions) -> int:
             seed=args.seed,
             is_queued=arrivals is not None,
             order=args.order,
-            matcher=args.predict,
+            predicting=args.predict,
             learned=None if predictor is None else predictor.learned,
             plan=plan,
             chrome=chrome,
@@ -229,7 +229,7 @@ def _notes_on_predicting(study: Study, systems: Sequence[str]) -> Iterator[str]:
     if any(system.prediction == "modelled" for system in asked):
         yield "modelled-lookahead: its predictions are made from the future, with a stated accuracy"
     if study.layers is not None and any(system.prediction != "none" for system in asked):
-        if study.matcher == "inline":
+        if study.predicting == "inline":
             yield "predicting takes no time"
         elif not all("future" in system.needs or system.prediction == "none" for system in asked):
             yield f"predicting takes the time of {study.hardware.name}'s [predictor], beside the device"

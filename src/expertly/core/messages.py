@@ -71,16 +71,14 @@ class Prediction:
 
 @dataclass(slots=True)
 class Plan:
-    """What the driver does next for a layer: spans to compute now, spans to load and compute as they arrive, and spans
-    in flight already (prefetched, or loaded for an earlier Plan) to compute as they arrive.
-
-    The driver also loads `requested`, behind `loads`, without waiting: a later Plan says when they are ready or joined.
+    """What the driver does next for a layer. Spans that are `in_flight` were prefetched, or are loaded for an earlier
+    plan: the driver computes them as they arrive.
     """
 
-    ready: list[Span] = field(default_factory=list)
-    loads: list[Span] = field(default_factory=list)
-    joined: list[Span] = field(default_factory=list)
-    requested: list[Span] = field(default_factory=list)
+    ready: list[Span] = field(default_factory=list)  # compute now
+    loads: list[Span] = field(default_factory=list)  # load, and compute as they arrive
+    in_flight: list[Span] = field(default_factory=list)  # compute as they arrive
+    requested: list[Span] = field(default_factory=list)  # load behind `loads`; a later plan says when to compute them
 
 
 @dataclass(frozen=True, slots=True)

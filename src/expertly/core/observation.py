@@ -72,7 +72,7 @@ class Began:
 class Routed:
     """The router of a layer has chosen."""
 
-    demand: RouterRan
+    router: RouterRan
     experts: Ids | None = None  # [T, K]
     scores: Floats | None = None  # [T, E]
     lookahead: Floats | None = None  # [T, D, E] the routers of the next D layers, asked about this layer's input.
@@ -81,7 +81,12 @@ class Routed:
 
     @property
     def layer(self) -> int:
-        return self.demand.layer
+        return self.router.layer
+
+    @property
+    def demand(self) -> RouterRan:
+        """`router`, by the name that it had when users' predictors were first documented."""
+        return self.router
 
 
 @dataclass(frozen=True, slots=True)

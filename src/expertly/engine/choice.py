@@ -276,7 +276,7 @@ def _found(
         said.append(f"of which {_amount(memory, store)} are used, as more brought nothing")
     segments, plan = choice.segments if asked.segments is None else asked.segments, asked.plan
     if plan is None and choice.plan is not None:
-        if segments == choice.segments and _fits(choice, store, min(nbytes, choice.budget_nbytes), request.ring):
+        if segments == choice.segments and _fits(choice, store, min(nbytes, choice.budget_nbytes), request.staging):
             plan = choice.plan
         else:
             said.append("its plan does not fit here and is left out")
@@ -287,12 +287,12 @@ def _found(
     return FoundChoice(choice.system, settings, "; ".join(said))
 
 
-def _fits(choice: TunedChoice, store: PackedStore, nbytes: int, ring: int | None) -> bool:
+def _fits(choice: TunedChoice, store: PackedStore, nbytes: int, staging: int | None) -> bool:
     """Whether its system can begin with its plan in so much memory."""
     assert choice.plan is not None
     try:
         geometry = store.geometry(choice.plan.geometry.segments_per_expert)
-        division = divide(store, [geometry], choice.parts, MemoryRequest(nbytes, ring), [torch.device("cpu")])
+        division = divide(store, [geometry], choice.parts, MemoryRequest(nbytes, staging), [torch.device("cpu")])
         choice.parts.check_plan(choice.plan, geometry, division.budgets[0])
     except ConfigError:
         return False

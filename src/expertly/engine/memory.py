@@ -50,7 +50,7 @@ class MemoryRequest:
     """
 
     memory: str | int | None = None
-    ring: int | None = None
+    staging: int | None = None
     context: int | None = None
     total: str | int | None = None
     at_most: int | None = None
@@ -172,7 +172,7 @@ def divide(
         room += sum(max(0, a - b) for a, b, owner in zip(amounts, most, owners, strict=True) if owner == owners[0])
         amounts = [min(one, other) for one, other in zip(amounts, most, strict=True)]
     try:
-        budgets = _split_over(geometries, amounts, request.ring)
+        budgets = _split_over(geometries, amounts, request.staging)
         return Division(budgets, reason, beside, context, RoomBeside(room, beside))
     except BudgetError as error:
         raise BudgetError(f"{error}; {reason}") from None
@@ -217,7 +217,7 @@ def _divide_stated(
             )
         if request.total is not None or request.cache is not None:
             reason = f"{reason}: {format_nbytes(kept)}; {what}; {beside.sentence(context)}"
-    budgets = _split_over(geometries, amounts, None if system.keeps_everything else request.ring)
+    budgets = _split_over(geometries, amounts, None if system.keeps_everything else request.staging)
     return Division(budgets, reason, beside, context, room)
 
 
@@ -233,13 +233,13 @@ def shares_of(nbytes: int, geometries: Sequence[Geometry]) -> list[int]:
     return [nbytes * one.nbytes // total for one in geometries]
 
 
-def _split_over(geometries: Sequence[Geometry], amounts: Sequence[int], ring: int | None) -> list[Budget]:
-    """The slots of each device from its amount; `ring`: the staging slots of each. Raises BudgetError naming the least
-    that all need together.
+def _split_over(geometries: Sequence[Geometry], amounts: Sequence[int], staging: int | None) -> list[Budget]:
+    """The slots of each device from its amount; `staging`: the staging slots of each. Raises BudgetError naming the
+    least that all need together.
     """
     if len(geometries) == 1:
-        return [split_budget(geometries[0], amounts[0], ring)]
-    least = [least_nbytes(one, ring) if ring is None or ring > 0 else 0 for one in geometries]
+        return [split_budget(geometries[0], amounts[0], staging)]
+    least = [least_nbytes(one, staging) if staging is None or staging > 0 else 0 for one in geometries]
     if any(amount < need for amount, need in zip(amounts, least, strict=True)):
         total = sum(one.nbytes for one in geometries)
         enough = max(-(-need * total // one.nbytes) for need, one in zip(least, geometries, strict=True))
@@ -247,7 +247,7 @@ def _split_over(geometries: Sequence[Geometry], amounts: Sequence[int], ring: in
             f"memory={sum(amounts)} bytes over {len(geometries)} devices: below the staging slots through which each "
             f"streams its experts; the least that works is {enough} bytes"
         )
-    return [split_budget(one, amount, ring) for one, amount in zip(geometries, amounts, strict=True)]
+    return [split_budget(one, amount, staging) for one, amount in zip(geometries, amounts, strict=True)]
 
 
 # -- what is chosen where experts get what is left ---------------------------------------------------------------------

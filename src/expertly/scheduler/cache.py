@@ -8,7 +8,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan, Span
 from expertly.policies.eviction import EvictionPolicy, MakePolicy, ScoredPolicy
-from expertly.scheduler.budget import Budget, check_shares
+from expertly.scheduler.budget import Budget, check_quotas
 from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.slots import SlotTable, bits, highest_bits, lowest_bits
 
@@ -121,14 +121,14 @@ class Cache:
         """Whether layers keep parts of experts; what that leaves of their quotas is for staging."""
         self.tops = [self.slots.full] * geometry.num_layers if tops is None else [top_mask(num) for num in tops]
         """Of each layer, the segments that it keeps of a kept expert; the others are staged."""
-        self.quotas = list(budget.layer_shares)
+        self.quotas = list(budget.layer_quotas)
         """Of each layer, in segments: the capacity of its partition, where it has its own."""
         if tops is not None:
             assert scope == "layer", "a cache over all layers has no splits"
             self.quotas = [
                 whole_tops(geometry, layer, *one) for layer, one in enumerate(zip(self.quotas, tops, strict=True))
             ]
-        self.staging = list(budget.ring_slots)
+        self.staging = list(budget.staging_slots)
         """Slots of each size class that no quota holds."""
         self._find_staging()
         if scope == "layer":
@@ -319,12 +319,12 @@ class Cache:
         staging. `rearrange` gets there. Where there is one partition a layer.
         """
         assert len(self.distinct_partitions) == len(self.partitions), "a cache over all layers has no quotas"
-        sums, most = check_shares(self._geometry, quotas), self._budget.kept_slots
+        sums, most = check_quotas(self._geometry, quotas), self._budget.kept_slots
         if tops is not None and any(num > accepted for num, accepted in zip(sums, most, strict=True)):
-            raise ConfigError(f"allocation: shares={list(quotas)}: must be at most {list(most)} in each size class")
-        if tops is None and sums != check_shares(self._geometry, self.targets or self.quotas):
+            raise ConfigError(f"allocation: quotas={list(quotas)}: must be at most {list(most)} in each size class")
+        if tops is None and sums != check_quotas(self._geometry, self.targets or self.quotas):
             raise ConfigError(
-                f"allocation: shares={list(quotas)}: must have the sum of {self.quotas} in each size class"
+                f"allocation: quotas={list(quotas)}: must have the sum of {self.quotas} in each size class"
             )
         self.targets = list(quotas)
         if tops is not None:
@@ -350,7 +350,7 @@ class Cache:
                 self._set_quota(layer, partition.capacity)
         num_segments = self._geometry.segments_per_expert
         staged = [num and num + num_segments for num in self.staged]  # with room for a load beside it
-        every = zip(self.slots.pools, self._budget.ring_slots, staged, self._kept_slots(), strict=True)
+        every = zip(self.slots.pools, self._budget.staging_slots, staged, self._kept_slots(), strict=True)
         room = [pool.num_slots - max(least, num) - kept for pool, least, num, kept in every]
         for layer, target in enumerate(self.targets):
             size_class = self._classes[layer]

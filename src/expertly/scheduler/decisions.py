@@ -34,6 +34,8 @@ _SEALED = re.compile(r'(.*),(?:"crc32":)?"[0-9a-f]{8}"([\]}])\n', re.DOTALL)
 _END = '["end",null,null]'
 _MAX_SEGMENTS = 1 << 24
 """Of a model that a file says was run: what is made for it before anything is replayed takes memory by their number."""
+_OLD_NAMES = {"ring_slots": "staging_slots", "layer_shares": "layer_quotas"}
+"""What files written before December 2026 call these fields of a budget."""
 _UNTIL_THERE = "all decisions up to there are the same"
 
 
@@ -87,7 +89,7 @@ def _prediction(prediction: Prediction) -> list[Any]:
 
 def _plain(answer: Any) -> Any:
     if isinstance(answer, Plan):
-        spans = [answer.ready, answer.loads, answer.joined]
+        spans = [answer.ready, answer.loads, answer.in_flight]
         return [*spans, answer.requested] if answer.requested else spans
     return answer
 
@@ -326,17 +328,17 @@ def _scheduler(header: Mapping[str, Any], where: str, may_import: bool) -> Sched
         if not most <= _MAX_SEGMENTS:
             raise TraceError(f"{where}: fields 'layers', 'segments': {most} segments; accepted: up to {_MAX_SEGMENTS}")
         geometry = Geometry(layers, header["segments"])
-        raw = header["budget"]
+        raw = {_OLD_NAMES.get(key, key): value for key, value in dict(header["budget"]).items()}
         budget = Budget(
-            raw["memory_nbytes"], *(tuple(raw[key]) for key in ("ring_slots", "kept_slots", "layer_shares"))
+            raw["memory_nbytes"], *(tuple(raw[key]) for key in ("staging_slots", "kept_slots", "layer_quotas"))
         )
-        if (len(budget.ring_slots), len(budget.kept_slots), len(budget.layer_shares)) != (
+        if (len(budget.staging_slots), len(budget.kept_slots), len(budget.layer_quotas)) != (
             geometry.num_size_classes,
             geometry.num_size_classes,
             geometry.num_layers,
         ):
             raise TraceError(f"{where}: field 'budget': not of as many layers and sizes of experts as 'layers'")
-        if not all(0 <= slots <= most for slots in (*budget.ring_slots, *budget.kept_slots)):
+        if not all(0 <= slots <= most for slots in (*budget.staging_slots, *budget.kept_slots)):
             raise TraceError(f"{where}: field 'budget': {raw!r:.200}: accepted: 0 to {most} slots, all segments")
         plan = SplitPlan.from_dict(header["plan"]) if "plan" in header else None
         if plan is not None:

@@ -156,7 +156,7 @@ class _Chunks:
     def begin(self, plan: Plan) -> list[Span]:
         """What of the plan is to be computed now."""
         coming = self._num_coming
-        for spans in (plan.loads, plan.joined):
+        for spans in (plan.loads, plan.in_flight):
             for span in spans:
                 coming[span.expert] = coming.get(span.expert, 0) + span.num_segments
         if self._computes_tops:
@@ -176,14 +176,14 @@ class _Chunks:
             return []
         del self._num_coming[expert], self._here[expert]
         here.sort(key=lambda one: one.segment)
-        joined = here[:1]
+        spans = here[:1]
         for one in here[1:]:
-            last = joined[-1]
+            last = spans[-1]
             if (one.segment - last.segment, one.slot - last.slot) == (last.num_segments, last.num_segments):
-                joined[-1] = Span(last.layer, expert, last.segment, last.num_segments + one.num_segments, last.slot)
+                spans[-1] = Span(last.layer, expert, last.segment, last.num_segments + one.num_segments, last.slot)
             else:
-                joined.append(one)
-        return joined
+                spans.append(one)
+        return spans
 
 
 def _submit(plan: Plan, transport: Transport, prefetcher: Prefetcher | None) -> int:
@@ -194,12 +194,12 @@ def _submit(plan: Plan, transport: Transport, prefetcher: Prefetcher | None) -> 
     num_segments = 0
     for span in plan.loads:
         num_segments += span.num_segments
-    for span in plan.joined:
+    for span in plan.in_flight:
         num_segments += span.num_segments
     if plan.requested:
         spans = [*spans, *plan.requested]
-    if plan.joined and prefetcher is not None:
-        spans = [*prefetcher.promote(plan.joined), *spans]
+    if plan.in_flight and prefetcher is not None:
+        spans = [*prefetcher.promote(plan.in_flight), *spans]
     if spans:
         transport.submit(spans)
     return num_segments
@@ -275,11 +275,11 @@ class Prefetcher:
         self._take()
         self.refill()
 
-    def promote(self, joined: Sequence[Span]) -> Sequence[Span]:
+    def promote(self, awaited: Sequence[Span]) -> Sequence[Span]:
         """The layer waits for these: those that were not begun are to be submitted as loads."""
         if not self._scheduler.finds_late:
             return ()
-        cancelled = self._transport.cancel(joined[0].layer, {span.expert for span in joined})
+        cancelled = self._transport.cancel(awaited[0].layer, {span.expert for span in awaited})
         if cancelled:
             self._scheduler.promote(cancelled)
         return cancelled

@@ -55,7 +55,7 @@ static:eviction=static:scope=layer
     pins each layer's most popular experts, with two spare places
 expertly:eviction=reuse:scope=global:admission=best
     keeps what nearby layers' choices, learned while it runs, say is used again soon; the rest passes (ours)
-expertly-ahead:eviction=reuse:scope=global:prediction=lookahead:admission=best:ahead=ring:gate=measured
+expertly-ahead:eviction=reuse:scope=global:prediction=lookahead:admission=best:ahead=staging:gate=measured
     the same, and what the next router, asked early, names is loaded ahead where that is faster (ours)
 resident:eviction=none:scope=global:transfer=at load
     keeps every expert: the speed of enough memory
@@ -71,25 +71,25 @@ belady:eviction=belady:scope=layer:admission=best
     keeps what is used again soonest: the least that replacement in each layer must load
 belady-global:eviction=belady:scope=global:admission=best
     the same in one cache over all layers: no system loads fewer bytes
-oracle:eviction=belady:scope=global:prediction=perfect:distance={ALL_LAYERS}:admission=best:ahead=ring
+oracle:eviction=belady:scope=global:prediction=perfect:distance={ALL_LAYERS}:admission=best:ahead=staging
     belady-global with perfect prediction, loading as early as places and the link allow
 modelled-lookahead:eviction=lru:scope=layer:prediction=modelled
     LRU per layer with a lookahead of stated accuracy, modelled (ProMoE, section 4: 90.5% one layer ahead)
-adapmoe:eviction=lru:scope=layer:allocation=adapmoe:prediction=lookahead:ahead=ring:prefill=evict
+adapmoe:eviction=lru:scope=layer:allocation=adapmoe:prediction=lookahead:ahead=staging:prefill=evict
     LRU per layer with a lookahead; layers that miss more keep more, by dynamic programming (AdapMoE)
 fmoe:eviction=fmoe:scope=global:prediction=fmoe:distance=2:prefetch=proximity:prefill=evict
     expert maps of earlier iterations predict, order what is loaded ahead and say what goes (fMoE)
 promoe:eviction=lru:scope=layer:prediction=learned:distance=4:segments=4:prefill=evict
     LRU per layer, and small networks trained beforehand on router inputs, which predict (ProMoE)
-pre-gated:eviction=lru:scope=layer:allocation=none:prediction=learned:ahead=ring
+pre-gated:eviction=lru:scope=layer:allocation=none:prediction=learned:ahead=staging
     keeps nothing: a trained predictor says a layer ahead what passes through (Pre-gated MoE, but lossless)
-moepic:eviction=lcp:scope=layer:allocation=moepic:prediction=speculative:ahead=ring:segments=4:prefill=evict
+moepic:eviction=lcp:scope=layer:allocation=moepic:prediction=speculative:ahead=staging:segments=4:prefill=evict
     tops of experts kept by cache priority, the rest loaded ahead; layers get what hides most (MoEpic)
 moe-infinity:eviction=eam:scope=global:prediction=eam:prefill=evict
     activation matrices of earlier requests predict and say what goes (MoE-Infinity)
 """
 """Of each its parts, as a user would write them, and what it does. Other parts have the defaults of System; transfer is
-asynchronous where it predicts. `adapmoe` needs ahead=ring, as a layer that keeps nothing is prefetched, too.
+asynchronous where it predicts. `adapmoe` needs ahead=staging, as a layer that keeps nothing is prefetched, too.
 """
 
 
@@ -224,6 +224,8 @@ def _given(preset: System, settings: list[str], where: str) -> dict[str, str]:
         if key in given:
             raise ConfigError(f"{where}: {key!r:.80}: given twice")
         given[key] = value
+    if given.get("ahead") == "ring":  # what it was called until November 2026
+        given["ahead"] = "staging"
     fill = given.pop("fill", "demand")  # a part until November 2026; saved specs may name its default
     if fill != "demand":
         raise ConfigError(

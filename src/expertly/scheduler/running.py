@@ -104,7 +104,7 @@ class RunningLayer:
         self.num_open = 0
 
     def _opened(self, plan: Plan) -> None:
-        for spans in (plan.ready, plan.loads, plan.joined):
+        for spans in (plan.ready, plan.loads, plan.in_flight):
             for span in spans:
                 self.num_open += span.num_segments
 
@@ -113,7 +113,7 @@ class RunningLayer:
         cache, slots, first = self._cache, self._slots, self._first_of[router.layer]
         if missing and self._queue.is_used:
             for position in missing:
-                plan.joined.extend(slots.join(first + router.experts[position]))
+                plan.in_flight.extend(slots.await_in_flight(first + router.experts[position]))
         if self._keeps_best:
             needed = [first + expert for expert in router.experts]
             kept = cache.admit_best(router, needed, self._queue.upcoming() if self._queue.is_used else ())
@@ -127,7 +127,7 @@ class RunningLayer:
         else:
             self._admit_always(router, missing, plan)
         if self.deferred:
-            self._load_deferred(plan, is_idle=not (plan.ready or plan.loads or plan.joined))
+            self._load_deferred(plan, is_idle=not (plan.ready or plan.loads or plan.in_flight))
 
     def _admit_always(self, router: RouterRan, missing: list[int], plan: Plan) -> None:
         cache, slots, layer, experts = self._cache, self._slots, router.layer, router.experts
@@ -293,7 +293,7 @@ class TurnByTurn(RunningLayer):
         self._requested.pop(eid, None)
         if slots.resident[eid]:
             plan.ready.extend(slots.spans(eid, slots.resident[eid]))
-        plan.joined.extend(slots.join(eid))
+        plan.in_flight.extend(slots.await_in_flight(eid))
         mask = cache.not_kept(layer, eid)
         if mask:
             cache.begin(cache.is_decoding)  # other experts are protected than before
@@ -303,7 +303,7 @@ class TurnByTurn(RunningLayer):
                 self._load(position, kept, plan.loads)
             if kept != absent:
                 self.deferred.append((position, absent & ~kept))
-                self._load_deferred(plan, is_idle=not (plan.ready or plan.loads or plan.joined))
+                self._load_deferred(plan, is_idle=not (plan.ready or plan.loads or plan.in_flight))
 
     def _request(self, running: int) -> list[Span]:
         """Ask for what was missing, the lowest id first: it is kept, or staged if an expert's worth of staging slots

@@ -33,7 +33,7 @@ class Scheduler:
     was kept and what is needed, what the policy (a ScoredPolicy) values most; of a prompt, too. `prefill`: else, with
     "stream", what a prompt needs fills free places and passes through staging slots, and what is prefetched while it
     runs does; with "evict" it is kept as decode's is. `ahead`: what is prefetched goes to the "cache", which evicts for
-    it, or takes free places ("ring"). `prefetching`: "always", or in "decode" alone, by the layer that ran last.
+    it, or takes free places ("staging"). `prefetching`: "always", or in "decode" alone, by the layer that ran last.
     `prefetch`: what of it goes first. `window`: segments in flight for predictions; None: what one token's experts of a
     layer take.
     """
@@ -66,11 +66,11 @@ class Scheduler:
         """Experts wait for what was predicted: whoever drives this waits."""
         self.finds_late = preemption == "late"
         """A missing expert is found when its turn has come; until then, prefetches for the layer go on."""
-        tops, prompts_evict = self.allocation.tops(budget.layer_shares), prefill == "evict"
+        tops, prompts_evict = self.allocation.tops(budget.layer_quotas), prefill == "evict"
         self.cache = Cache(geometry, budget, make_policy, scope, self.counters, tops, prompts_evict=prompts_evict)
         self.slots = self.cache.slots
         if self.allocation.is_online:
-            self.allocation.begin(budget.layer_shares)
+            self.allocation.begin(budget.layer_quotas)
         if window is None:
             window = max(layer.top_k for layer in geometry.layers) * geometry.segments_per_expert
         self.queue = PrefetchQueue(

@@ -91,7 +91,7 @@ class SlotTable:
                 spans = self._spans(eid, self._slots[eid], resident)
                 self.whole[eid] = spans[0] if len(spans) == 1 else None
 
-    def join(self, eid: int) -> list[Span]:
+    def await_in_flight(self, eid: int) -> list[Span]:
         """The running layer needs the expert now: what is in flight of it is awaited. The spans of that."""
         mask = self.requested.pop(eid, 0) | self.prefetching.pop(eid, 0)
         if not mask:

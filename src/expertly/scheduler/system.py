@@ -52,6 +52,8 @@ class System:
     needs: tuple[str, ...] = ()  # "future": runs in simulations only; else fields of a trace. Those of its parts too
 
     def __post_init__(self) -> None:
+        if self.ahead == "ring":  # what it was called until November 2026
+            object.__setattr__(self, "ahead", "staging")
         _check(self)
         of_eviction = ("future",) if self._eviction and self._eviction.needs_future else ()
         of_predictor = self._predictor.needs if self._predictor else ()
@@ -137,7 +139,7 @@ class System:
             return budget
         return allocate(geometry, budget, self._allocation(geometry, known))
 
-    def sharing(self, scheduler: Scheduler) -> dict[str, object] | None:
+    def allocation_facts(self, scheduler: Scheduler) -> dict[str, object] | None:
         """How much each layer of its scheduler keeps now, for results; None where all keep the same.
 
         `experts`: the quota of each layer; `split`, where layers keep parts of experts: of how many, and how much of
@@ -278,10 +280,10 @@ def _problems_of_keeping(system: System, predictor: type[Predictor] | None, is_b
             f"allocation={system.allocation!r} changes the sizes of caches, by which eviction={system.eviction!r} "
             f"goes; accepted: eviction={others}"
         )
-    if not allocation.keeps and predictor and system.ahead != "ring":
+    if not allocation.keeps and predictor and system.ahead != "staging":
         yield (
             f"allocation={system.allocation!r} keeps no experts: what is predicted can be loaded into staging slots "
-            "only; accepted: ahead=ring"
+            "only; accepted: ahead=staging"
         )
 
 
@@ -332,7 +334,7 @@ ACCEPTED: dict[str, Collection[str]] = {
     "order": ORDERS,
     "admission": ADMISSIONS,
     "prefill": ("stream", "evict"),
-    "ahead": ("cache", "ring"),
+    "ahead": ("cache", "staging"),
     "prefetching": ("always", "decode"),
     "gate": GATES,
 }

@@ -44,7 +44,7 @@ class SimulationWatcher(Protocol):
 
 
 class VirtualLink:
-    """An AheadTransport on a clock that it moves in `wait`, and by what asking for spans and taking them costs. Spans
+    """A PrefetchTransport on a clock that it moves in `wait`, and by what asking for spans and taking them costs. Spans
     arrive one after the other.
 
     Behind the link there may be a disk: what the host's memory does not hold is read from there first, and meanwhile

@@ -16,7 +16,7 @@ from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.eviction.reuse import ReuseModel
 from expertly.policies.known import Known
 from expertly.policies.predictor.learned import LearnedWeights
-from expertly.scheduler.budget import Budget, class_segment_nbytes, default_ring, split_budget
+from expertly.scheduler.budget import Budget, class_segment_nbytes, default_staging, split_budget
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.presets import BOUNDS, SYSTEMS, get_system
 from expertly.scheduler.system import System
@@ -48,7 +48,7 @@ FIELDS = (
 )
 """Of a row. One is None where nothing was simulated, or where nobody can know it."""
 
-MATCHERS = ("virtual", "inline")
+PREDICTING = ("virtual", "inline")
 """Predictors take the hardware's time, or none."""
 
 Progress = Callable[[str, int, int], None]
@@ -81,19 +81,19 @@ class Memory:
             nbytes = parse_memory(self.label, geometry.nbytes)
             if nbytes is None:
                 raise ConfigError("memory='auto': there is no machine to ask; accepted: a share (\"25%\") or an amount")
-            self._check_ring(geometry, nbytes, has_sizes)
+            self._check_staging(geometry, nbytes, has_sizes)
             return split_budget(geometry, nbytes)
         most = min(layer.num_experts for layer in geometry.layers)
         if not 0 <= num_experts <= most:
             raise BudgetError(f"experts_per_layer={num_experts}: must be from 0 to the {most} experts of a layer")
         quota = num_experts * geometry.segments_per_expert
         kept = tuple(quota * geometry.size_classes.count(one) for one in range(geometry.num_size_classes))
-        budget = Budget(0, tuple(default_ring(geometry)), kept, (quota,) * geometry.num_layers)
-        return replace(budget, memory_nbytes=budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry))
+        budget = Budget(0, tuple(default_staging(geometry)), kept, (quota,) * geometry.num_layers)
+        return replace(budget, memory_nbytes=budget.kept_nbytes(geometry) + budget.staging_nbytes(geometry))
 
-    def _check_ring(self, geometry: Geometry, nbytes: int, has_sizes: bool) -> None:
+    def _check_staging(self, geometry: Geometry, nbytes: int, has_sizes: bool) -> None:
         """In the words of who asked: bytes say nothing where sizes are made up."""
-        rings = zip(default_ring(geometry), class_segment_nbytes(geometry), strict=True)
+        rings = zip(default_staging(geometry), class_segment_nbytes(geometry), strict=True)
         least = sum(slots * size for slots, size in rings)
         if nbytes < min(least, geometry.nbytes):
             percent = -(-10_000 * least // geometry.nbytes) / 100
@@ -123,7 +123,7 @@ class Study:
     seed: int = 0
     is_queued: bool = False
     order: str | None = None  # instead of the systems' own; what is run beside them for comparison keeps its own
-    matcher: str = "virtual"  # of MATCHERS; predictors that are told the future take no time in any case
+    predicting: str = "virtual"  # of PREDICTING; predictors that are told the future take no time in any case
     learned: LearnedWeights | None = None  # of a predictor that was trained before
     reuse: ReuseModel | None = None  # what evictions learned before, in place of what the training part teaches them
     plan: SplitPlan | None = None  # of the systems that take one
@@ -279,7 +279,7 @@ class Study:
             "requests": metrics.num_requests,
             "tokens": metrics.num_tokens,
             "hit_rate_by_request": [hits / num if num else None for hits, num in metrics.hits_by_request()],
-            "allocation": system.sharing(scheduler),
+            "allocation": system.allocation_facts(scheduler),
             "phases": {
                 "prefill": _phase(prefill, has_sizes=self.layers is not None),
                 "decode": _phase(decode, has_sizes=self.layers is not None),
@@ -297,7 +297,7 @@ class Study:
         if self.layers is not None:
             decoder = simulator.link.decoder
             row |= {
-                "memory_bytes": budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry),
+                "memory_bytes": budget.kept_nbytes(geometry) + budget.staging_nbytes(geometry),
                 "bytes_loaded": prefill.loaded_nbytes + decode.loaded_nbytes,
                 "prefetched_bytes": prefill.prefetched_nbytes + decode.prefetched_nbytes,
                 "wasted_bytes": prefill.wasted_nbytes + decode.wasted_nbytes,
@@ -357,7 +357,7 @@ class Study:
             clock,
             link,
             predictor=predictor,
-            costs=hardware.predictor if self.matcher == "virtual" and future is None else None,
+            costs=hardware.predictor if self.predicting == "virtual" and future is None else None,
             future=future,
             watcher=watcher,
             times=step_times(geometry, link.effective, compute),

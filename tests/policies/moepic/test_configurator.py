@@ -18,7 +18,7 @@ from expertly.policies.allocation.moepic import (
     uniform_plan,
 )
 from expertly.policies.allocation.moepic.configurator import Forecaster
-from expertly.policies.allocation.uniform import equal_shares
+from expertly.policies.allocation.uniform import equal_quotas
 from tests.policies.moepic.builders import allocations, gathered, perfect, random_model, shape_of, useless
 
 TIMES = {"attention_ns": 40_000, "moe_ns": 40_000, "load_ns": 100_000, "head_ns": 40_000}
@@ -55,7 +55,7 @@ def test_what_is_forecast_is_of_the_plan() -> None:
             assert following.window_ns == timing.next_window_ns(layer, np.array(one.loaded))
             assert 0 <= one.loaded <= timing.top_k[layer]
             assert one.exposed_ns == timing.exposed_ns(layer, np.array(one.loaded))
-        assert found.uniform_exposed_ns == forecaster.forecast(equal_shares(shape, [kept])).exposed_ns
+        assert found.uniform_exposed_ns == forecaster.forecast(equal_quotas(shape, [kept])).exposed_ns
         assert found.start_exposed_ns == exposed(forecaster, uniform_plan(shape, [kept]))
 
 
@@ -188,7 +188,7 @@ def test_moves_as_printed_are_algorithm_1() -> None:
         forecaster, step = Forecaster(shape, rates, timing), max(1, round(0.02 * kept))
         most = [layer.num_experts * shape.segments_per_expert for layer in shape.layers]
         layers = range(shape.num_layers)
-        now = list(equal_shares(shape, [kept]))
+        now = list(equal_quotas(shape, [kept]))
         while True:
             first = forecaster.forecast(now).exposed_ns
             more = forecaster.forecast([min(now[i] + step, most[i]) for i in layers]).exposed_ns

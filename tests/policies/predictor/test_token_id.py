@@ -79,7 +79,7 @@ def test_only_a_pass_that_was_seen_whole_and_ended_well_teaches(what: str) -> No
     for layer in range(3):
         routed = chose(layer, [3, 4], [3, 4]) if what == "other rows" and layer == 1 else chose(layer, [3, 4])
         if what == "no choices" and layer == 2:
-            routed = type(routed)(routed.demand)
+            routed = type(routed)(routed.router)
         if not (what == "a layer is missing" and layer == 1):
             list(one.router_ran(routed))
     if what == "no end":  # nor a beginning: these rows are not of 7

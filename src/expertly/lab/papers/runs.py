@@ -487,7 +487,7 @@ class Lab:
         traces: Sequence[Trace] | None = None,
         sizes: str | None = None,
         is_queued: bool = False,
-        matcher: str = "virtual",
+        predicting: str = "virtual",
     ) -> Runs:
         """Of other schedules, or other traces of the same model, one a seed."""
         subject = self.subject
@@ -505,7 +505,7 @@ class Lab:
                 dense,
                 seed=self.seed + number,
                 is_queued=is_queued,
-                matcher=matcher,
+                predicting=predicting,
                 learned=subject.weights,
                 progress=self.progress,
             )

@@ -13,14 +13,14 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.allocation.base import Allocation
-from expertly.policies.allocation.uniform import class_sums, layers_of, uniform_shares, with_rests
+from expertly.policies.allocation.uniform import class_sums, layers_of, uniform_quotas, with_rests
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.known import NOTHING, Known
 
 Costs = Sequence[npt.NDArray[np.floating[Any]] | npt.NDArray[np.integer[Any]]]
 
 _LEAST_GAIN = 0.01
-"""Share of the expected loads that other shares must spare, to be worth moving experts for (our choice)."""
+"""Share of the expected loads that other quotas must spare, to be worth moving experts for (our choice)."""
 
 _NEVER = 1 << 62
 _STEPS = 30
@@ -39,7 +39,7 @@ class AdapMoE(Allocation):
     misses_l is of an LRU cache, from stack distances; a_l is the share of what is needed that predictions name, and is
     prefetched. Prompts are left out: they fill what is empty and evict nothing.
 
-    With Known.usage, what a training part shows, shares are fixed. Without, they are uniform until `tau` tokens have
+    With Known.usage, what a training part shows, quotas are fixed. Without, they are uniform until `tau` tokens have
     been decoded; then, and after every `tau` more, they are worked out from all that was seen.
     """
 
@@ -54,30 +54,30 @@ class AdapMoE(Allocation):
         self.is_online = self._usage is None
         self._tau = self._due = options.tau
         self._seen = [StackDistances(layer.num_experts) for layer in geometry.layers] if self.is_online else []
-        self._shares: list[int] = []
+        self._quotas: list[int] = []
         self._recall: Sequence[float] = () if self._usage is None else self._usage.recall
         self._num_tokens = 0
         self._num_moves = 0
 
-    def shares(self, kept_slots: Sequence[int]) -> list[int]:
+    def quotas(self, kept_slots: Sequence[int]) -> list[int]:
         if self._usage is None:
-            return uniform_shares(self.geometry, kept_slots)
+            return uniform_quotas(self.geometry, kept_slots)
         return self._best(kept_slots, _expected_loads(self._usage.misses, self._usage.recall))
 
-    def begin(self, shares: Sequence[int]) -> None:
-        self._shares = list(shares)
+    def begin(self, quotas: Sequence[int]) -> None:
+        self._quotas = list(quotas)
 
-    def ran(self, demand: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
-        if not demand.serves_decode:
+    def ran(self, router: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
+        if not router.serves_decode:
             return None
-        self._seen[demand.layer].add(
+        self._seen[router.layer].add(
             (num, expert)
-            for num, expert, is_decode in zip(demand.num_tokens, demand.experts, demand.is_decode, strict=True)
+            for num, expert, is_decode in zip(router.num_tokens, router.experts, router.is_decode, strict=True)
             if num and is_decode
         )
-        if demand.layer < self.geometry.num_layers - 1:
+        if router.layer < self.geometry.num_layers - 1:
             return None
-        self._num_tokens += demand.batch_tokens if False not in demand.is_decode else 1  # a prompt's do not count
+        self._num_tokens += router.batch_tokens if False not in router.is_decode else 1  # a prompt's do not count
         if self._num_tokens < self._due:
             return None
         self._due = self._num_tokens + self._tau
@@ -85,32 +85,32 @@ class AdapMoE(Allocation):
 
     def _solve(self, recall: Sequence[float]) -> list[int] | None:
         costs = _expected_loads([seen.misses() for seen in self._seen], recall)
-        shares = self._best(class_sums(self.geometry, self._shares), costs)
+        quotas = self._best(class_sums(self.geometry, self._quotas), costs)
         num_segments = self.geometry.segments_per_expert
         before, after = (
-            float(sum(cost[share // num_segments] for cost, share in zip(costs, one, strict=True)))
-            for one in (self._shares, shares)
+            float(sum(cost[quota // num_segments] for cost, quota in zip(costs, one, strict=True)))
+            for one in (self._quotas, quotas)
         )
-        if shares == self._shares or (self._num_moves and after >= (1 - _LEAST_GAIN) * before):
+        if quotas == self._quotas or (self._num_moves and after >= (1 - _LEAST_GAIN) * before):
             return None
         self._recall = tuple(recall)
         self._num_moves += 1
-        self._shares = shares
-        return list(shares)
+        self._quotas = quotas
+        return list(quotas)
 
     def _best(self, kept_slots: Sequence[int], costs: Costs) -> list[int]:
         num_segments = self.geometry.segments_per_expert
-        shares = [0] * self.geometry.num_layers
+        quotas = [0] * self.geometry.num_layers
         for size_class, slots in enumerate(kept_slots):
             layers = layers_of(self.geometry, size_class)
-            best = cheapest_shares([costs[layer] for layer in layers], slots // num_segments)
+            best = cheapest_quotas([costs[layer] for layer in layers], slots // num_segments)
             for layer, num_experts in zip(layers, best, strict=True):
-                shares[layer] = num_experts * num_segments
-        return with_rests(self.geometry, kept_slots, shares)
+                quotas[layer] = num_experts * num_segments
+        return with_rests(self.geometry, kept_slots, quotas)
 
     def facts(self) -> dict[str, object]:
-        """`learned`: from where; `recall`: the a_l by which shares were chosen, None while there are none; `moves`: how
-        often shares changed.
+        """`learned`: from where; `recall`: the a_l by which quotas were chosen, None while there are none; `moves`: how
+        often quotas changed.
         """
         learned = f"online, from {self._num_tokens} decoded tokens" if self._usage is None else self._usage.origin
         recall = [round(a, 4) for a in self._recall]
@@ -151,7 +151,7 @@ class StackDistances:
         return beyond
 
 
-def cheapest_shares(costs: Costs, num_experts: int) -> list[int]:
+def cheapest_quotas(costs: Costs, num_experts: int) -> list[int]:
     """Experts of each layer, `num_experts` in all, with the least sum of `costs[layer][experts of it]`: exactly, by a
     dynamic program in O(sum of E x num_experts).
 
@@ -174,14 +174,14 @@ def cheapest_shares(costs: Costs, num_experts: int) -> list[int]:
                 np.minimum(least[num:end], following[: end - num] + price, out=least[num:end])
         most = min(num_experts, most + len(key) - 1)
         below.append(least)
-    shares, left = [], num_experts
+    quotas, left = [], num_experts
     for layer, key in enumerate(keys):
         here, following = below[len(keys) - layer][left], below[len(keys) - layer - 1]
         nums = np.arange(min(left, limits[layer]) + 1)
         (best,) = np.nonzero(key[nums] + following[left - nums] == here)
-        shares.append(int(best[-1]))
-        left -= shares[-1]
-    return shares
+        quotas.append(int(best[-1]))
+        left -= quotas[-1]
+    return quotas
 
 
 def _keys(costs: Costs) -> list[npt.NDArray[np.int64]]:

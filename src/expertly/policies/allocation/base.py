@@ -22,7 +22,7 @@ Job = Callable[["Timing"], "Configuration"]
 
 
 class Allocation(Policy, ABC):
-    """Of one model. Shares are in segments: of a layer, 0 to what its experts fill; together no more than is kept of
+    """Of one model. Quotas are in segments: of a layer, 0 to what its experts fill; together no more than is kept of
     each size class. What no layer keeps is staging slots. None reads a clock; ties are as docs/conventions.md says.
     """
 
@@ -49,17 +49,21 @@ class Allocation(Policy, ABC):
         """One with these options, as the user wrote them. Raises ConfigError."""
         return cls(geometry, cls.parse(given), known)
 
+    def __init_subclass__(cls) -> None:
+        if "shares" in vars(cls):
+            raise ConfigError(f"allocation {cls.__name__!r}: its method `shares` is called `quotas` now; rename it")
+
     @abstractmethod
-    def shares(self, kept_slots: Sequence[int]) -> list[int]:
+    def quotas(self, kept_slots: Sequence[int]) -> list[int]:
         """Before anything has run: of so many slots of each size class, those of each layer."""
         ...
 
-    def begin(self, shares: Sequence[int]) -> None:
-        """The caches have these shares now. Said once, before `ran`."""
+    def begin(self, quotas: Sequence[int]) -> None:
+        """The caches have these quotas now. Said once, before `ran`."""
 
-    def tops(self, shares: Sequence[int]) -> list[int] | None:
-        """Of each layer with these shares, how many segments of an expert the cache keeps, from its top, 1 to P; None:
-        whole experts. What a share leaves that does not hold such a top is staging slots.
+    def tops(self, quotas: Sequence[int]) -> list[int] | None:
+        """Of each layer with these quotas, how many segments of an expert the cache keeps, from its top, 1 to P; None:
+        whole experts. What a quota leaves that does not hold such a top is staging slots.
         """
         return None
 
@@ -74,8 +78,8 @@ class Allocation(Policy, ABC):
         """This is what layers keep from now on. Raises ConfigError where nobody asked for it."""
         raise ConfigError("plan: this allocation takes none; accepted: allocation=moepic")
 
-    def ran(self, demand: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
-        """A layer has run. Other shares from now on, with the same sum in each size class; None: as they were.
+    def ran(self, router: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
+        """A layer has run. Other quotas from now on, with the same sum in each size class; None: as they were.
 
         `recall`: of a layer, the share of what decode needed so far that predictions had named in time.
         """

@@ -15,7 +15,7 @@ from expertly.policies.allocation.moepic.plan import LayerSplit, SplitPlan
 from expertly.policies.allocation.moepic.statistics import Doubles, LayerRates
 from expertly.policies.allocation.moepic.subproblem import Curve, LayerProblem, Splits
 from expertly.policies.allocation.moepic.timing import Timing
-from expertly.policies.allocation.uniform import equal_shares
+from expertly.policies.allocation.uniform import equal_quotas
 
 DEFAULT_ZETA = 0.01
 
@@ -138,7 +138,7 @@ def configure(
         raise ConfigError(f"zeta={zeta}: must be above 0 and below 1")
     known = [one if one.hits[-1] else LayerRates.alike(one.num_experts) for one in rates]
     forecaster = Forecaster(geometry, known, timing)
-    uniform = forecaster.forecast(equal_shares(geometry, kept_segments))
+    uniform = forecaster.forecast(equal_quotas(geometry, kept_segments))
     pools = [
         _Pool([layer for layer, one in enumerate(geometry.size_classes) if one == size_class], uniform.budgets, zeta)
         for size_class in range(geometry.num_size_classes)
@@ -162,7 +162,7 @@ def uniform_plan(geometry: Geometry, kept_segments: Sequence[int]) -> SplitPlan:
     down to segments but not to none; less of one expert where the budget is less, more where half of all is less.
     """
     num_segments, layers = geometry.segments_per_expert, []
-    for budget, shape in zip(equal_shares(geometry, kept_segments), geometry.layers, strict=True):
+    for budget, shape in zip(equal_quotas(geometry, kept_segments), geometry.layers, strict=True):
         top = min(max(num_segments // 2, budget // shape.num_experts, 1), num_segments, budget)
         layers.append(LayerSplit(min(budget // top, shape.num_experts) if budget else 0, top, budget))
     return SplitPlan(geometry, tuple(layers))

@@ -17,7 +17,7 @@ from expertly.policies.allocation.moepic.configurator import DEFAULT_ZETA, Confi
 from expertly.policies.allocation.moepic.plan import LayerSplit, SplitPlan
 from expertly.policies.allocation.moepic.statistics import LayerRates, LayerStatistics
 from expertly.policies.allocation.moepic.timing import Timing
-from expertly.policies.allocation.uniform import class_sums, equal_shares, layers_of, uniform_shares
+from expertly.policies.allocation.uniform import class_sums, equal_quotas, layers_of, uniform_quotas
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.known import NOTHING, Known
 
@@ -39,7 +39,7 @@ class SplitOptions(PolicyOptions):
 
 
 class SplitExperts(Allocation):
-    """Equal shares; of each expert that is kept its first segments are, theta of it: the nearest number, the lower of
+    """Equal quotas; of each expert that is kept its first segments are, theta of it: the nearest number, the lower of
     two that are as near, at least one. More where a layer so keeps some of every expert and could keep more of each.
 
     With a plan, which fits the model and the budget, layers keep what that says, as where it comes while they run.
@@ -55,16 +55,16 @@ class SplitExperts(Allocation):
         self._plan = known.plan
         self._top = max(1, math.ceil(options.theta * geometry.segments_per_expert - 0.5))
 
-    def shares(self, kept_slots: Sequence[int]) -> list[int]:
+    def quotas(self, kept_slots: Sequence[int]) -> list[int]:
         """Whole tops, as equal as can be; what is left of one goes to the lowest layers that have room."""
         geometry, top = self.geometry, self._top
         if self._plan is not None:
             return [layer.budget_segments for layer in self._plan.layers]
         if top == geometry.segments_per_expert:
-            return uniform_shares(geometry, kept_slots)
-        shares = equal_shares(geometry, kept_slots)
+            return uniform_quotas(geometry, kept_slots)
+        quotas = equal_quotas(geometry, kept_slots)
         num_tops = [slots // top for slots in kept_slots]
-        experts = equal_shares(geometry, num_tops, 1)
+        experts = equal_quotas(geometry, num_tops, 1)
         for size_class, slots in enumerate(kept_slots):
             layers = layers_of(geometry, size_class)
             if sum(experts[layer] for layer in layers) < num_tops[size_class]:
@@ -72,18 +72,18 @@ class SplitExperts(Allocation):
             rest = slots % top
             for layer in layers:
                 most = geometry.layers[layer].num_experts * geometry.segments_per_expert
-                shares[layer] = min(experts[layer] * top + rest, most)
-                rest -= shares[layer] - experts[layer] * top
-        return shares
+                quotas[layer] = min(experts[layer] * top + rest, most)
+                rest -= quotas[layer] - experts[layer] * top
+        return quotas
 
-    def tops(self, shares: Sequence[int]) -> list[int] | None:
+    def tops(self, quotas: Sequence[int]) -> list[int] | None:
         geometry = self.geometry
         if self._plan is not None:
             return [layer.kept_segments or geometry.segments_per_expert for layer in self._plan.layers]
         if self._top == geometry.segments_per_expert:
             return None
-        pairs = zip(shares, geometry.layers, strict=True)
-        return [max(self._top, share // layer.num_experts) for share, layer in pairs]
+        pairs = zip(quotas, geometry.layers, strict=True)
+        return [max(self._top, quota // layer.num_experts) for quota, layer in pairs]
 
 
 @dataclass(frozen=True)
@@ -130,26 +130,26 @@ class MoEpic(SplitExperts):
         """None: something is being worked out."""
         self._num_configurations = 0
 
-    def begin(self, shares: Sequence[int]) -> None:
+    def begin(self, quotas: Sequence[int]) -> None:
         if self._plan is not None:  # what its tops leave of a budget is staging slots, but may be kept later
-            shares = [layer.budget_segments for layer in self._plan.layers]
-        self._kept_slots = class_sums(self.geometry, shares)
+            quotas = [layer.budget_segments for layer in self._plan.layers]
+        self._kept_slots = class_sums(self.geometry, quotas)
 
     def predicted(self, prediction: Prediction) -> None:
         self._predicted[prediction.layer] = prediction
 
-    def ran(self, demand: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
-        layer = demand.layer
+    def ran(self, router: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
+        layer = router.layer
         prediction, self._predicted[layer] = self._predicted[layer], None
-        if not demand.serves_decode:
+        if not router.serves_decode:
             return None
-        needed = demand.experts
-        if False in demand.is_decode or 0 in demand.num_tokens:
-            every = zip(needed, demand.num_tokens, demand.is_decode, strict=True)
+        needed = router.experts
+        if False in router.is_decode or 0 in router.num_tokens:
+            every = zip(needed, router.num_tokens, router.is_decode, strict=True)
             needed = [expert for expert, num, is_decode in every if num and is_decode]
         self._seen[layer].note(needed, None if prediction is None else prediction.experts)
         if layer == self.geometry.num_layers - 1:
-            self._num_tokens += demand.batch_tokens if False not in demand.is_decode else 1  # a prompt's do not count
+            self._num_tokens += router.batch_tokens if False not in router.is_decode else 1  # a prompt's do not count
         return None
 
     def due(self) -> Job | None:
@@ -202,12 +202,12 @@ def timed_split(geometry: Geometry, kept_segments: Sequence[int], timing: Timing
 
 def _plan(geometry: Geometry, kept_segments: Sequence[int], theta: float) -> SplitPlan:
     split = SplitExperts(geometry, SplitOptions(theta))
-    shares = split.shares(kept_segments)
-    tops = split.tops(shares) or [geometry.segments_per_expert] * geometry.num_layers
+    quotas = split.quotas(kept_segments)
+    tops = split.tops(quotas) or [geometry.segments_per_expert] * geometry.num_layers
     layers = []
-    for share, top, layer in zip(shares, tops, geometry.layers, strict=True):
-        kept = min(share // top, layer.num_experts)
-        layers.append(LayerSplit(kept, top if kept else 0, share))
+    for quota, top, layer in zip(quotas, tops, geometry.layers, strict=True):
+        kept = min(quota // top, layer.num_experts)
+        layers.append(LayerSplit(kept, top if kept else 0, quota))
     return SplitPlan(geometry, tuple(layers))
 
 

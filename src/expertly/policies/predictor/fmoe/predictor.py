@@ -145,7 +145,7 @@ class FMoE(Predictor):
         """Trajectory search over the layers seen, for the layer d ahead. Rows other than the pass began with, as those
         of another stack of the model, are not matched.
         """
-        now, scores, layer = self._pass, routed.scores, routed.demand.layer
+        now, scores, layer = self._pass, routed.scores, routed.router.layer
         self.work.num_calls += 1
         if now is None or scores is None or len(scores) != now.num_rows or layer <= now.last or not now.num_rows:
             return []
