@@ -1,4 +1,4 @@
-"""The presets: systems by name (docs/conventions.md). Adding one here is adding it everywhere, and each can be taken
+"""The presets: systems by name (docs/conventions.md). A preset that is added here exists everywhere. Each can be taken
 with other parts: `name:key=value:key=value`.
 """
 
@@ -29,16 +29,16 @@ from expertly.scheduler.system import (
 )
 
 BASE_SYSTEM = "lru"
-"""What others are measured against."""
+"""The baseline."""
 
 AUTO_SYSTEM = "auto"
-"""Where a model is loaded, unless it is said: what `expertly tune` chose for it, else `default_system`."""
+"""The default where a model is loaded: what `expertly tune` chose for it, else `default_system`."""
 
 BOUNDS = ("belady", "belady-global", "oracle", "resident")
-"""Simulated beside what is compared: what no system can beat, and every expert kept."""
+"""Simulated beside the systems that are compared: bounds, and every expert kept."""
 
 LEAST_NBYTES = 1 << 20
-"""Of an expert, for `expertly-ahead` to be the default: asking routers early takes longer than loading tiny ones."""
+"""Least bytes of an expert for `expertly-ahead` to be the default: loading tiny ones is faster than asking routers."""
 
 _PRESETS = f"""
 on-demand:eviction=lru:scope=global:prefill=evict
@@ -88,8 +88,8 @@ moepic:eviction=lcp:scope=layer:allocation=moepic:prediction=speculative:ahead=s
 moe-infinity:eviction=eam:scope=global:prediction=eam:prefill=evict
     activation matrices of earlier requests predict and say what goes (MoE-Infinity)
 """
-"""Of each its parts, as a user would write them, and what it does. Other parts have the defaults of System; transfer is
-asynchronous where it predicts. `adapmoe` needs ahead=staging, as a layer that keeps nothing is prefetched, too.
+"""Each preset as a user would write it, and what it does. Other parts have the defaults of System; transfer is
+asynchronous where it predicts. `adapmoe` needs ahead=staging, since layers that keep nothing are prefetched, too.
 """
 
 
@@ -112,20 +112,20 @@ SYSTEMS: Registry[System] = Registry(
     _presets(),
     lambda one: isinstance(one, System),
     "a System",
-    adopt=lambda system, name: replace(system, name=name),  # what it is asked for by is how it can be had again
+    adopt=lambda system, name: replace(system, name=name),  # named as users name it
 )
 
 
 def default_system(layers: Sequence[LayerGeometry]) -> tuple[str, float]:
-    """The system for a model that nothing has been tuned for, and the mean MiB of its experts, by which it is: of tiny
-    ones, loading what ours spare takes less time than finding out what that is.
+    """The default system for a model that was not tuned, and the mean MiB of its experts, which decides: loading a tiny
+    expert takes less time than working out whether it will be needed.
     """
     nbytes = sum(layer.nbytes for layer in layers) / sum(layer.num_experts for layer in layers)
     return "expertly-ahead" if nbytes >= LEAST_NBYTES else BASE_SYSTEM, nbytes / (1 << 20)
 
 
 def without_prediction(system: System) -> System:
-    """The same system where nothing can be predicted: the preset that it then is, else one named for what it was."""
+    """The system without its predictor: a preset if one is equal to that, else one named after it."""
     defaults: dict[str, Any] = {field.name: field.default for field in fields(System) if field.name in OF_PREDICTION}
     options = tuple((key, value) for key, value in system.options if key not in system.options_of("prediction"))
     name = f"{system.name} without prediction"
@@ -136,8 +136,7 @@ def without_prediction(system: System) -> System:
 
 def get_system(spec: str) -> System:
     """The preset of that name, or one with other parts: `name:key=value:key=value`. Keys are those of PARTS and the
-    options of its policies. The system's name is the spec with keys in a fixed order and values as they are usually
-    written: it names the same system again.
+    options of its policies. The system's name is the spec with its keys in a fixed order, and gives the same system.
 
     Raises ConfigError naming the key and what is accepted.
     """
@@ -148,8 +147,8 @@ def get_system(spec: str) -> System:
 
 
 def get_runnable(spec: str) -> System:
-    """`get_system` for an engine. Raises ConfigError, which names only systems that an engine can run, also for one
-    that needs the future.
+    """`get_system` for an engine. Raises ConfigError also for a system that needs the future; it names only systems
+    that an engine can run.
     """
     accepted = ", ".join([AUTO_SYSTEM, *runnable_systems()])
     name = spec.split(":")[0].strip()
@@ -164,12 +163,12 @@ def get_runnable(spec: str) -> System:
 
 
 def runnable_systems() -> list[str]:
-    """Names of the systems that an engine can run: those that do not need the future."""
+    """Names of the systems that do not need the future, so that an engine can run them."""
     return [name for name, system in SYSTEMS.items() if "future" not in system.needs]
 
 
 def paths_in(spec: str) -> list[str]:
-    """What `get_system` imports because the spec names it by its path, as KEY=PATH."""
+    """The paths in a spec that `get_system` would import, as KEY=PATH."""
     name, *settings = spec.split(":")
     named = [["system", name], *(setting.split("=", 1) for setting in settings if "=" in setting)]
     registries: dict[str, Registry[Any]] = {"system": SYSTEMS, **REGISTRIES}
@@ -197,7 +196,7 @@ def _derived(preset: System, settings: list[str], where: str) -> System:
     said = {**{key: parts[key] for key in PARTS if key in given}, **options}
     text = [f"{key}={value}" for key, value in said.items()]
     if ADMISSIONS[parts.get("admission", preset.admission)].weighs_scores:
-        parts.setdefault("prefill", "stream")  # weighed as well
+        parts.setdefault("prefill", "stream")  # prompts are weighed as well
     if prediction == "none":
         parts |= {field.name: field.default for field in fields(System) if field.name in OF_PREDICTION}
     elif "prediction" in parts:
@@ -238,9 +237,7 @@ def _given(preset: System, settings: list[str], where: str) -> dict[str, str]:
 def _options(
     preset: System, parts: dict[str, Any], given: dict[str, str], where: str
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Of a preset with other `parts`: the options that it has of parts which stay, and those that are given, as they
-    are usually written.
-    """
+    """For a preset with other `parts`: the options of policies that stay, and the `given` ones, written as usual."""
     kept: dict[str, str] = {}
     said: dict[str, str] = {}
     accepted, described = list(PARTS), []

@@ -100,7 +100,7 @@ class Simulator:
         clock, prefetcher, compute = self._clock, self._prefetcher, self._compute
         num_tokens = iteration.num_tokens
         clock.now_ns = max(clock.now_ns, iteration.arrival_ns)
-        if self._times is not None and (job := self.scheduler.configuration_due()) is not None:
+        if self._times is not None and (job := self.scheduler.allocation.due()) is not None:
             self.scheduler.configure(job(self._times).plan)
         begin_ns, stalled_ns = clock.now_ns, self._stall_ns()
         if prefetcher is not None:
