@@ -217,7 +217,7 @@ def _open_executor(chosen: _Chosen, targets: Sequence[torch.device], opened: Exi
     ]
     if chosen.options.decisions is not None:
         (scheduler,), (budget,) = schedulers, chosen.budgets
-        header = header_of(parts, chosen.placement.geometry, budget, chosen.order, chosen.known.plan)
+        header = header_of(parts, chosen.placement.geometry, budget, chosen.order, chosen.known.get(SplitPlan))
         file = DecisionsFile(Path(chosen.options.decisions), header)
         opened.callback(file.close)
         schedulers = [record(scheduler, file.write)]
@@ -281,7 +281,7 @@ def _known_of(
         raise ConfigError(f"plan={str(plan)!r}: {len(geometries)} devices share experts out; accepted: one device")
     read = plan if isinstance(plan, SplitPlan) else read_plan(plan)
     system.check_plan(read, geometries[0], budgets[0])
-    return Known(plan=read)
+    return Known(given=(read,))
 
 
 def _labelled(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:

@@ -13,10 +13,10 @@ from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
 from expertly.policies.allocation import ALLOCATIONS
-from expertly.policies.allocation.adapmoe import AdapMoE, StackDistances, cheapest_quotas
+from expertly.policies.allocation.adapmoe import AdapMoE, StackDistances, Usage, cheapest_quotas
 from expertly.policies.allocation.uniform import Uniform, equal_quotas, uniform_quotas
 from expertly.policies.eviction.simple import LRU
-from expertly.policies.known import Known, Usage
+from expertly.policies.known import Known
 from expertly.scheduler.budget import allocate, check_quotas, split_budget
 from tests.scheduler.drive import geometry
 
@@ -43,7 +43,7 @@ class TestConformance:
     def test_shares_are_what_there_is_of_each_size_at_every_budget(
         self, name: str, shape: Geometry, usage: bool
     ) -> None:
-        known = Known(usage=some_usage(shape) if usage else None)
+        known = Known(given=(some_usage(shape) if usage else None,))
         least = split_budget(shape, shape.nbytes).kept_slots
         for percent in range(30, 101, 5):
             before = split_budget(shape, shape.nbytes * percent // 100)
@@ -54,7 +54,7 @@ class TestConformance:
             assert allocate(shape, after, ALLOCATIONS[name].make(shape, known)) == after, "it is divided once"
 
     def test_new_shares_have_the_sums_of_the_old(self, name: str, shape: Geometry, usage: bool) -> None:
-        allocation = ALLOCATIONS[name].make(shape, Known(usage=some_usage(shape) if usage else None))
+        allocation = ALLOCATIONS[name].make(shape, Known(given=(some_usage(shape) if usage else None,)))
         if not allocation.is_online or allocation.is_configured:  # which changes shares when it is told to
             return
         budget, dice = allocate(shape, split_budget(shape, shape.nbytes * 8 // 10), allocation), random.Random(0)
@@ -175,7 +175,7 @@ def test_it_is_never_worse_than_equal_shares() -> None:
             def cost(shares: list[int]) -> float:
                 return sum(float(one[num]) for one, num in zip(costs, shares, strict=True))  # noqa: B023
 
-            best = AdapMoE(shape, known=Known(usage=usage)).quotas([num_experts])
+            best = AdapMoE(shape, known=Known(given=(usage,))).quotas([num_experts])
             assert cost(best) <= cost(uniform_quotas(shape, [num_experts])) + 1e-6
 
 

@@ -405,11 +405,11 @@ def test_a_model_that_was_taught_needs_no_time_to_learn() -> None:
             taught.observe(one_token(layer, experts))
     budget = scheduler(SHAPE, 0.35, "expertly").budget
     num = []
-    for known in (Known(), Known(reuse=taught)):
+    for known in (Known(), Known(given=(taught,))):
         control = SYSTEMS["expertly"].scheduler(SHAPE, budget, known)
         num.append(sum(len(run_layer(control, layer, e).loads) for one in routing for layer, e in enumerate(one)))
     assert num[1] < 0.95 * num[0]
-    control = SYSTEMS["expertly"].scheduler(SHAPE, budget, Known(reuse=taught))
+    control = SYSTEMS["expertly"].scheduler(SHAPE, budget, Known(given=(taught,)))
     again = sum(len(run_layer(control, layer, e).loads) for one in routing for layer, e in enumerate(one))
     assert again == num[1], "what is given is not changed"
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
+from expertly.policies.admission import AdmitBest
+from expertly.policies.base import PolicyOptions, option
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import split_budget
@@ -57,6 +60,34 @@ def test_what_goes_for_so_many_segments(
     cache = filled(8, held, whole=whole)
     assert cache.evict(num, protected) == victims
     assert cache.kept == left and cache.used == sum(mask.bit_count() for mask in left.values()) == 8 - cache.room
+
+
+@dataclass(frozen=True)
+class Bar(PolicyOptions):
+    bar: float = option(0.0, "score that an expert needs above those it replaces", least=0)
+
+
+class KeepsUnlessFarBetter(AdmitBest):
+    """A user's admission."""
+
+    options = Bar
+
+    def __init__(self, options: Bar) -> None:
+        self.bar = options.bar
+
+    def worth(self, scores: Sequence[float], experts: Sequence[int], kept: Mapping[int, int]) -> list[float]:
+        return [score - (0 if expert in kept else self.bar) for score, expert in zip(scores, experts, strict=True)]
+
+
+@pytest.mark.parametrize(("bar", "stays"), [(0, {1, 4}), (1, {1, 4}), (2, {0, 1}), (9, {0, 1})])
+def test_an_admission_from_outside_says_what_an_expert_must_be_worth(bar: float, stays: set[int]) -> None:
+    """Two places; experts 0 and 1 were used once and twice, 4 comes for the third time and is worth 2 more than 0."""
+    spec = f"lfu:admission={__name__}.KeepsUnlessFarBetter:bar={bar}"
+    shape = geometry(layers=1, experts=8, top_k=2)
+    control = get_system(spec).scheduler(shape, split_budget(shape, 4 * shape.layers[0].expert_nbytes))
+    for experts in ([0, 1], [1], [4], [4], [4]):
+        run(control, one_token(0, experts))
+    assert set(kept(control, 0)) == stays
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)

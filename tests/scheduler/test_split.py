@@ -112,7 +112,7 @@ def test_other_splits_take_place_between_layers() -> None:
     what is needed next is filled. Then of 1 of eight: what lies beyond goes at once.
     """
     control = split_scheduler(16 / 32, 0.5)
-    control.allocation.configured = lambda plan: None  # type: ignore[method-assign]
+    control.allocation.configured = lambda plan: plan.kept(control.geometry)  # type: ignore[method-assign]
     for pair in ([0, 1], [2, 3], [2, 3]):
         run_layer(control, 0, pair)
     shape = control.geometry
@@ -132,7 +132,7 @@ def test_other_splits_take_place_between_layers() -> None:
 
 def test_what_prefetched_is_not_cut_before_it_is_used() -> None:
     control = split_scheduler(16 / 32, 1.0, "lcp:prediction=lookahead")
-    control.allocation.configured = lambda plan: None  # type: ignore[method-assign]
+    control.allocation.configured = lambda plan: plan.kept(control.geometry)  # type: ignore[method-assign]
     run_layer(control, 0, [0, 1])
     control.predict(Prediction(0, [0], [0.9], 1))
     control.prefetch()

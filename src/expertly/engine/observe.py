@@ -538,7 +538,7 @@ def make_prefetching(
     predictor must see, or the weights are of another; StoreError as SavedState.read.
     """
     geometry = engine.executor.geometry
-    predictor = system.predictor(geometry, Known(learned=weights))
+    predictor = system.predictor(geometry, Known(given=(weights,)))
     if predictor is None:
         return None
     taps: Sequence[RouterTap | None] = find_routers(model, geometry.layers) if predictor.wants & OF_ROUTERS else ()

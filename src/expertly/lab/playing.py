@@ -16,6 +16,7 @@ import torch
 from expertly.api import handle
 from expertly.engine.learned import reuse_models
 from expertly.model.hooks import CACHE
+from expertly.policies.eviction.reuse import ReuseTraining
 from expertly.sim.schedule import Schedule, num_prompt_rows
 from expertly.sim.training import histories, teach
 from expertly.trace.reader import Trace
@@ -109,7 +110,7 @@ def learn(model: Any, trace: Trace, schedule: Schedule) -> None:
     """Let what predicts and what evicts learn from the training part, if they do."""
     engine = handle(model).engine
     for reuse in reuse_models(engine.executor):
-        teach(reuse, trace, schedule.training)
+        teach(ReuseTraining(reuse), trace, schedule.training)
     if engine.prefetching is not None:
         predictor = engine.prefetching.predictor
         for history in histories(trace, schedule.training, predictor.wants):

@@ -13,6 +13,8 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.policies.known import Training
 from expertly.policies.learned import LearnedState
 
 T = TypeVar("T")
@@ -66,6 +68,11 @@ class Policy:
         `where` begins its message.
         """
         return parse_options(cls.options, given, where or f"{cls.family}={cls.name or cls.__name__!r}")
+
+    @classmethod
+    def training(cls, geometry: Geometry) -> Training | None:
+        """What watches the training part of a trace for it; None: it makes nothing of one."""
+        return None
 
     @property
     def learned(self) -> LearnedState | None:

@@ -17,8 +17,7 @@ class PrefetchOrder(Policy, ABC):
     follows_distance: ClassVar[bool] = True
     """False: a priority stays as it is while the expert's layer comes nearer."""
 
-    def __init__(self, options: Any = PolicyOptions()) -> None:
-        self._options = options
+    def __init__(self, options: Any = PolicyOptions()) -> None: ...
 
     @classmethod
     def make(cls, given: Mapping[str, str] = NO_OPTIONS) -> PrefetchOrder:

@@ -7,6 +7,8 @@ from collections.abc import Container, Iterable, Sequence
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan, Span
+from expertly.policies.admission import Admission
+from expertly.policies.allocation.uniform import whole_tops
 from expertly.policies.eviction import EvictionPolicy, MakePolicy, ScoredPolicy
 from expertly.scheduler.budget import Budget, check_quotas
 from expertly.scheduler.counters import LayerCounters
@@ -126,9 +128,8 @@ class Cache:
         """For each layer, in segments: the capacity of its partition, where it has its own."""
         if tops is not None:
             assert scope == "layer", "a cache over all layers has no splits"
-            self.quotas = [
-                whole_tops(geometry, layer, *one) for layer, one in enumerate(zip(self.quotas, tops, strict=True))
-            ]
+            every = zip(self.quotas, tops, geometry.layers, strict=True)
+            self.quotas = [whole_tops(quota, top, layer.num_experts) for quota, top, layer in every]
         self.staging = list(budget.staging_slots)
         """For each size class, the slots that belong to no quota."""
         self._find_staging()
@@ -226,7 +227,9 @@ class Cache:
                 self._evicted(victim, gone)
         return partition.room
 
-    def admit_best(self, router: RouterRan, needed: list[int], upcoming: Iterable[int]) -> dict[int, int]:
+    def admit_best(
+        self, router: RouterRan, needed: list[int], upcoming: Iterable[int], admission: Admission
+    ) -> dict[int, int]:
         """Keep the most valuable of the kept and the needed experts; returns the kept mask of each needed one. The rest
         is staged until it is computed: at most as many segments that were kept as there are free staging slots. Never
         evicts `upcoming`.
@@ -234,7 +237,7 @@ class Cache:
         layer = router.layer
         partition, top = self.partitions[layer], self.tops[layer]
         policy, kept = partition.policy, partition.kept
-        assert isinstance(policy, ScoredPolicy), "admission best compares scores"
+        assert isinstance(policy, ScoredPolicy), "an admission that weighs scores needs them"
         policy.needed(needed, router)
         wanted: dict[int, int] = {}
         excess = partition.used - partition.capacity
@@ -245,7 +248,7 @@ class Cache:
         if excess > 0:
             others = policy.scored_victims({*needed, *upcoming})
             other = next(others, None)
-            own = sorted(zip(policy.scores(needed), needed, strict=True), reverse=True)
+            own = sorted(zip(admission.worth(policy.scores(needed), needed, kept), needed, strict=True), reverse=True)
             can_stage = self.staging_room(layer)
             while excess and (own or other):
                 if not own or (other and other <= own[-1]):
@@ -460,11 +463,6 @@ class Cache:
         given = zip(self._kept_slots(), self._budget.kept_slots, strict=True)
         assert all(num <= most for num, most in given), "quotas never exceed the budget"
         assert staged == self.staged, "segments that are not kept are staged"
-
-
-def whole_tops(geometry: Geometry, layer: int, quota: int, top: int) -> int:
-    """The segments of a layer's quota that hold whole tops, of `top` segments each."""
-    return min(quota // top, geometry.layers[layer].num_experts) * top
 
 
 def top_mask(num_segments: int) -> int:

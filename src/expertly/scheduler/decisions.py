@@ -42,10 +42,10 @@ def record(scheduler: Scheduler, write: Callable[[str], object]) -> Scheduler:
     """The scheduler, which now gives `write` a line (without line break) for each decision. What `write` raises
     reaches the driver, so that no decision goes unwritten.
     """
-    return cast(Scheduler, Recorder(scheduler, write))
+    return cast(Scheduler, DecisionRecorder(scheduler, write))
 
 
-class Recorder:
+class DecisionRecorder:
     """Wraps a scheduler: passes everything on, and writes down the calls that decide."""
 
     def __init__(self, scheduler: Scheduler, write: Callable[[str], object]) -> None:
@@ -145,7 +145,7 @@ def replay(lines: Iterable[str], scheduler: Scheduler, where: str) -> Replayed:
     """
     num_calls = num_layers = nbytes = 0
     made: list[str] = []
-    recorder = Recorder(scheduler, made.append)
+    recorder = DecisionRecorder(scheduler, made.append)
     for number, line in enumerate(lines, start=2):
         recorded = line.rstrip("\n")
         made.clear()
@@ -158,7 +158,7 @@ def replay(lines: Iterable[str], scheduler: Scheduler, where: str) -> Replayed:
     return Replayed(num_layers, num_calls, nbytes)
 
 
-def _answer(recorder: Recorder, line: str, made: list[str], where: str) -> str:
+def _answer(recorder: DecisionRecorder, line: str, made: list[str], where: str) -> str:
     """The line that this scheduler writes for the call of a recorded line."""
     call = _parsed(line, where)
     try:
@@ -342,7 +342,7 @@ def _scheduler(header: Mapping[str, Any], where: str, may_import: bool) -> Sched
         plan = SplitPlan.from_dict(header["plan"]) if "plan" in header else None
         if plan is not None:
             plan.check_fits(geometry)
-        return system.scheduler(geometry, budget, Known(plan=plan), header["order"])
+        return system.scheduler(geometry, budget, Known(given=(plan,)), header["order"])
     except KeyError as error:
         raise TraceError(f"{where}: field {error}: missing") from None
     except (TypeError, ValueError, LookupError, OverflowError, ConfigError) as error:

@@ -13,7 +13,7 @@ from expertly.scheduler.prefetch_gate import Moment
 from expertly.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from expertly.scheduler.decisions import Recorder
+    from expertly.scheduler.decisions import DecisionRecorder
 
 
 class Transport(Protocol):
@@ -45,7 +45,7 @@ class PrefetchTransport(Transport, Protocol):
 
 
 def run_layer(
-    scheduler: Scheduler | Recorder,
+    scheduler: Scheduler | DecisionRecorder,
     transport: Transport,
     router: RouterRan,
     compute: Callable[[Sequence[Span]], None],
@@ -191,7 +191,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        scheduler: Scheduler | Recorder,
+        scheduler: Scheduler | DecisionRecorder,
         transport: PrefetchTransport,
         channel: Channel,
         catch_up: Callable[[], None] | None = None,

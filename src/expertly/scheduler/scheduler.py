@@ -6,13 +6,14 @@ from collections.abc import Container, Sequence
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
+from expertly.policies.admission import Admission, AdmitAlways
 from expertly.policies.allocation import Allocation
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.allocation.uniform import Uniform
 from expertly.policies.eviction import MakePolicy
 from expertly.policies.prefetch import ByScore, PrefetchOrder
 from expertly.scheduler.budget import Budget
-from expertly.scheduler.cache import Cache, whole_tops
+from expertly.scheduler.cache import Cache
 from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.prefetch import PrefetchQueue
 from expertly.scheduler.prefetch_gate import Moment, PrefetchGate
@@ -38,7 +39,7 @@ class Scheduler:
         order: str = "resident",
         preemption: str = "early",
         transfer: str = "asynchronous",
-        admission: str = "always",
+        admission: Admission = AdmitAlways(),  # noqa: B008 - holds nothing
         prefill: str = "stream",
         ahead: str = "cache",
         prefetching: str = "always",
@@ -50,9 +51,9 @@ class Scheduler:
         """`order` and `preemption`: with "resident" and "early" a layer loads all that it lacks when its router ran,
         and computes the resident experts meanwhile; otherwise experts take turns (`TurnByTurn`).
         `transfer`: with "synchronous" no expert is computed before everything predicted so far has arrived.
-        `admission`: "always" keeps what a layer needs and evicts for it; "best" keeps the experts that the policy (a
-        ScoredPolicy) values most among those kept and those needed, in prompts too.
-        `prefill`, with admission "always": with "evict" a prompt's experts are kept as those of decode are; with
+        `admission`: keeps all that a layer needs, or what the eviction policy (a ScoredPolicy) values most among what
+        is kept and what is needed, in prompts too.
+        `prefill`, where all needed is kept: with "evict" a prompt's experts are kept as those of decode are; with
         "stream" they and what is prefetched meanwhile evict nothing: they take free slots, the rest is staged.
         `ahead`: prefetches go to the "cache", which evicts for them, or to free "staging" slots.
         `prefetching`: "always", or only while the layer that ran last served "decode".
@@ -86,13 +87,13 @@ class Scheduler:
         self._prefetches_always = prefetching == "always"
         self._running: RunningLayer
         self._takes_turns = order == "id" or self.finds_late
-        self._always_decides = admission == "best" or self._takes_turns or self.allocation.is_online
+        self._always_decides = admission.weighs_scores or self._takes_turns or self.allocation.is_online
         if self._takes_turns:
             by_id, is_early = order == "id", not self.finds_late
             self._running = TurnByTurn(geometry, self.cache, self.queue, self.counters, by_id=by_id, is_early=is_early)
         else:
-            best = admission == "best"
-            self._running = RunningLayer(geometry, self.cache, self.queue, self.counters, keeps_best=best)
+            best = admission if admission.weighs_scores else None
+            self._running = RunningLayer(geometry, self.cache, self.queue, self.counters, best)
         self._needed: Container[int] = frozenset()  # experts of the running layer, where anything is predicted
         self.computed = self._running.computed
         """`computed(spans)`: spans of the running layer were computed; returns what to do next, or None."""
@@ -276,20 +277,12 @@ class Scheduler:
     # -- what layers keep --------------------------------------------------------------------------------------
 
     def configure(self, plan: SplitPlan) -> None:
-        """Between layers: keep what the plan says, as soon as prefetches in flight allow. A layer whose budget holds
-        more tops than the plan's experts keeps them, too; the rest of the budget is for staging.
+        """Between layers: keep what the plan says, as soon as prefetches in flight allow; the rest is for staging.
 
         Raises ConfigError where the plan is of another model, or keeps more than there is room for.
         """
         assert self._running.router is None, "a layer runs"
-        plan.check_fits(self.geometry)
-        tops = [layer.kept_segments or self.geometry.segments_per_expert for layer in plan.layers]
-        quotas = [
-            whole_tops(self.geometry, number, layer.budget_segments, top)
-            for number, (layer, top) in enumerate(zip(plan.layers, tops, strict=True))
-        ]
-        self.cache.resize(quotas, tops)
-        self.allocation.configured(plan)
+        self.cache.resize(*self.allocation.configured(plan))
         self.cache.rearrange(self.queue.upcoming())
 
     def preload(self, layer: int, expert: int) -> list[Span]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from expertly.core.errors import ConfigError
@@ -13,7 +13,6 @@ from expertly.policies.allocation import ALLOCATIONS, Allocation
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.base import option_names
 from expertly.policies.eviction import EVICTIONS, EvictionPolicy
-from expertly.policies.eviction.lcp import LCPOptions
 from expertly.policies.known import Known
 from expertly.policies.predictor import PREDICTORS, Predictor
 from expertly.policies.prefetch import PREFETCHES
@@ -123,7 +122,7 @@ class System:
             order=order,
             preemption=self.preemption,
             transfer=self.transfer,
-            admission="best" if ADMISSIONS[self.admission].weighs_scores else "always",
+            admission=ADMISSIONS[self.admission].make(self.options_of("admission")),
             prefill=self.prefill,
             ahead=self.ahead,
             prefetching=self.prefetching,
@@ -191,10 +190,8 @@ class System:
         return PrefetchGate(always_observes=is_told or self._predictor.is_taught())
 
     def _allocation(self, geometry: Geometry, known: Known) -> Allocation:
-        if self.gate != "none":  # what a training part's predictions would spare says nothing of what the gate lets in
-            known = replace(known, usage=None)
-        if self._eviction is not None and self._eviction.options is LCPOptions:
-            known = replace(known, priority=self._eviction.parse(self.options_of("eviction")))
+        if self._eviction is not None:  # an allocation may rank experts as caches do
+            known = known.giving(self._eviction.parse(self.options_of("eviction")))
         return ALLOCATIONS[self.allocation].make(geometry, known, self.options_of("allocation"))
 
 

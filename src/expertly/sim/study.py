@@ -13,8 +13,8 @@ from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_
 from expertly.core.observation import Want
 from expertly.core.resources import parse_memory
 from expertly.policies.allocation.moepic import SplitPlan
-from expertly.policies.eviction.reuse import ReuseModel
 from expertly.policies.known import Known
+from expertly.policies.learned import LearnedState
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.budget import Budget, class_segment_nbytes, default_staging, split_budget
 from expertly.scheduler.counters import PhaseCounters
@@ -125,7 +125,7 @@ class Study:
     order: str | None = None  # instead of the systems' own; what is run beside them for comparison keeps its own
     predicting: str = "virtual"  # of PREDICTING; predictors that are told the future take no time in any case
     learned: LearnedWeights | None = None  # of a predictor that was trained before
-    reuse: ReuseModel | None = None  # what evictions learned before, in place of what the training part teaches them
+    taught: LearnedState | None = None  # to evictions, in place of what they find in the training part
     plan: SplitPlan | None = None  # of the systems that take one
     chrome: Timelines | None = None
     progress: Progress | None = None
@@ -335,10 +335,8 @@ class Study:
         if "future" in system.needs:
             self._next_uses = self._next_uses or next_uses(self._workload)
             future = TraceFuture(self._workload, geometry, self._next_uses)
-        known = Known(self._popularity, self.seed, future, self.learned, plan=self.plan)
-        usage = self._training.usage(system, geometry, known)
-        reuse = self._training.reuse(system, geometry) if self.reuse is None else self.reuse
-        known = replace(known, usage=usage, reuse=reuse)
+        known = Known(self._popularity, self.seed, future, (self.learned, self.plan, self.taught))
+        known = self._training.known(system, geometry, known)
         order = None if system.name in BOUNDS else self.order
         scheduler = system.scheduler(geometry, system.budget(geometry, budget, known), known, order)
         name = system.name if system.keeps_everything else f"{system.name}, {label}"

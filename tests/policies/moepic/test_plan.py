@@ -117,7 +117,7 @@ def test_a_plan_fits_its_own_model_only() -> None:
 
 GEOMETRY = shape_of(3)
 OF_SYSTEMS = SplitPlan(GEOMETRY, (LayerSplit(2, 3, 7), LayerSplit(0, 0, 0), LayerSplit(3, 4, 12)))
-KNOWN = Known(plan=OF_SYSTEMS)
+KNOWN = Known(given=(OF_SYSTEMS,))
 PLANNED = ("split", "moepic")
 
 

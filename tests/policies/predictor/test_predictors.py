@@ -32,7 +32,7 @@ from tests.weights import random_weights
 
 def known(shape: Geometry, future: ListFuture, seed: int = 0) -> Known:
     """All that a predictor may ask for."""
-    return Known(future=future, seed=seed, learned=random_weights(shape.layers, seed=seed))
+    return Known(future=future, seed=seed, given=(random_weights(shape.layers, seed=seed),))
 
 
 def watched(name: str, distance: int, **settings: Any) -> tuple[ListFuture, list[tuple[int, Prediction]]]:

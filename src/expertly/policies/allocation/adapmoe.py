@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
-from expertly.core.messages import RouterRan
+from expertly.core.messages import Prediction, RouterRan
 from expertly.policies.allocation.base import Allocation
 from expertly.policies.allocation.uniform import class_sums, layers_of, uniform_quotas, with_rests
 from expertly.policies.base import PolicyOptions, option
-from expertly.policies.known import NOTHING, Known
+from expertly.policies.known import NOTHING, Known, Training
 
 Costs = Sequence[npt.NDArray[np.floating[Any]] | npt.NDArray[np.integer[Any]]]
 
@@ -39,18 +39,17 @@ class AdapMoE(Allocation):
     misses_l is of an LRU cache, from stack distances; a_l is the share of what is needed that predictions name, and is
     prefetched. Prompts are left out: they fill what is empty and evict nothing.
 
-    With Known.usage, what a training part shows, quotas are fixed. Without, they are uniform until `tau` tokens have
+    With the Usage that a training part shows, quotas are fixed. Without, they are uniform until `tau` tokens have
     been decoded; then, and after every `tau` more, they are worked out from all that was seen.
     """
 
     name = "adapmoe"
     options = AdapMoEOptions
     needs_layers = True
-    takes_usage = True
 
     def __init__(self, geometry: Geometry, options: AdapMoEOptions = AdapMoEOptions(), known: Known = NOTHING) -> None:
         super().__init__(geometry)
-        self._usage = known.usage
+        self._usage = known.get(Usage)
         self.is_online = self._usage is None
         self._tau = self._due = options.tau
         self._seen = [StackDistances(layer.num_experts) for layer in geometry.layers] if self.is_online else []
@@ -58,6 +57,10 @@ class AdapMoE(Allocation):
         self._recall: Sequence[float] = () if self._usage is None else self._usage.recall
         self._num_tokens = 0
         self._num_moves = 0
+
+    @classmethod
+    def training(cls, geometry: Geometry) -> UsageTraining:
+        return UsageTraining(geometry)
 
     def quotas(self, kept_slots: Sequence[int]) -> list[int]:
         if self._usage is None:
@@ -70,11 +73,7 @@ class AdapMoE(Allocation):
     def ran(self, router: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
         if not router.serves_decode:
             return None
-        self._seen[router.layer].add(
-            (num, expert)
-            for num, expert, is_decode in zip(router.num_tokens, router.experts, router.is_decode, strict=True)
-            if num and is_decode
-        )
+        self._seen[router.layer].add(_decoding(router))
         if router.layer < self.geometry.num_layers - 1:
             return None
         self._num_tokens += router.batch_tokens if False not in router.is_decode else 1  # a prompt's do not count
@@ -115,6 +114,47 @@ class AdapMoE(Allocation):
         learned = f"online, from {self._num_tokens} decoded tokens" if self._usage is None else self._usage.origin
         recall = [round(a, 4) for a in self._recall]
         return {"learned": learned, "recall": recall or None, "moves": self._num_moves}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a training part shows of each layer's decode."""
+
+    misses: tuple[npt.NDArray[np.int64], ...]  # [E + 1] of each: demands that an LRU cache of s = 0..E experts misses
+    recall: tuple[float, ...]  # share of what a layer needed that the system's predictor named
+    origin: str  # in words
+
+
+class UsageTraining(Training):
+    """Counts the misses of caches of every size, and what the predictor names."""
+
+    needs_predictions = True
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._seen = [StackDistances(layer.num_experts) for layer in geometry.layers]
+        self._newest: dict[int, Sequence[int]] = {}  # experts that the newest prediction of each layer named
+        self._num_needed, self._num_named = [0] * geometry.num_layers, [0] * geometry.num_layers
+
+    def predicted(self, prediction: Prediction) -> None:
+        self._newest[prediction.layer] = prediction.experts
+
+    def router_ran(self, router: RouterRan) -> None:
+        decoding = _decoding(router)
+        self._seen[router.layer].add(decoding)
+        needed = {expert for _, expert in decoding}
+        self._num_needed[router.layer] += len(needed)
+        self._num_named[router.layer] += len(needed.intersection(self._newest.pop(router.layer, ())))
+
+    def found(self, origin: str) -> Usage:
+        pairs = zip(self._num_named, self._num_needed, strict=True)
+        recall = tuple(named / max(1, needed) for named, needed in pairs)
+        return Usage(tuple(one.misses() for one in self._seen), recall, origin)
+
+
+def _decoding(router: RouterRan) -> list[tuple[int, int]]:
+    """(tokens, expert) of those that decode needs."""
+    every = zip(router.num_tokens, router.experts, router.is_decode, strict=True)
+    return [(num, expert) for num, expert, is_decode in every if num and is_decode]
 
 
 def _expected_loads(misses: Sequence[npt.NDArray[np.int64]], recall: Sequence[float]) -> Costs:

@@ -31,10 +31,8 @@ class Allocation(Policy, ABC):
     """False: no layer keeps anything."""
     needs_layers: ClassVar[bool] = False
     """Works with one cache a layer only: over all layers there is nothing to share out."""
-    takes_usage: ClassVar[bool] = False
-    """Makes something of Known.usage."""
     splits: ClassVar[bool] = False
-    """May keep parts of experts, and begins with Known.plan where there is one."""
+    """May keep parts of experts, and begins with a known SplitPlan where there is one."""
     is_configured: ClassVar[bool] = False
     """Whether anything is ever `due`."""
 
@@ -74,8 +72,10 @@ class Allocation(Policy, ABC):
         """Between layers: what to work out now, once; None: nothing. It may take long, and holds nothing of this."""
         return None
 
-    def configured(self, plan: SplitPlan) -> None:
-        """This is what layers keep from now on. Raises ConfigError where nobody asked for it."""
+    def configured(self, plan: SplitPlan) -> tuple[list[int], list[int]]:
+        """Layers keep this from now on. Returns its `kept`. Raises ConfigError where the allocation takes no plan, or
+        the plan is for another model.
+        """
         raise ConfigError("plan: this allocation takes none; accepted: allocation=moepic")
 
     def ran(self, router: RouterRan, recall: Callable[[int], float]) -> list[int] | None:

@@ -73,6 +73,11 @@ def with_rests(geometry: Geometry, kept_slots: Sequence[int], quotas: list[int])
     return quotas
 
 
+def whole_tops(quota: int, top: int, num_experts: int) -> int:
+    """The segments of a layer's quota that hold whole tops, of `top` segments each."""
+    return min(quota // top, num_experts) * top
+
+
 def layers_of(geometry: Geometry, size_class: int) -> list[int]:
     """The layers of a size class, from the lowest."""
     return [layer for layer, its_class in enumerate(geometry.size_classes) if its_class == size_class]

@@ -21,7 +21,7 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.base import NO_OPTIONS
 from expertly.policies.eviction.base import MakePolicy, ScoredPolicy
-from expertly.policies.known import NOTHING, Known
+from expertly.policies.known import NOTHING, Known, Training
 from expertly.policies.learned import MAX_NBYTES, Arrays, Header, LearnedState, ModelShape
 
 Floats = npt.NDArray[np.float32]
@@ -412,6 +412,21 @@ def _targets(discount: float) -> Floats:
     return (weights / (1 - discount**HORIZON)).astype(np.float32)
 
 
+class ReuseTraining(Training):
+    """Teaches a model what a training part uses again soon."""
+
+    max_rows = 8192  # more teach little, and take seconds
+
+    def __init__(self, model: ReuseModel) -> None:
+        self._model = model
+
+    def router_ran(self, router: RouterRan) -> None:
+        self._model.observe(router)
+
+    def found(self, origin: str) -> ReuseModel:
+        return self._model
+
+
 class Reuse(ScoredPolicy):
     """The score is what `model` says, as seen from the layer that ran last. A cache that holds all experts of the model
     never asks, and spares itself the learning.
@@ -430,12 +445,17 @@ class Reuse(ScoredPolicy):
 
     @classmethod
     def of_model(cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> MakePolicy:
-        """They begin with what Known.reuse has learned, where it is of a model like this, or with nothing learned."""
+        """They share a model, which begins as a known one of a model like this, or with nothing learned."""
         cls.parse(given)
         shared = ReuseModel(geometry)
-        if known.reuse is not None and known.reuse.shape.num_experts == shared.shape.num_experts:
-            shared.restore(state_of(known.reuse))
+        taught = known.get(ReuseModel)
+        if taught is not None and taught.shape.num_experts == shared.shape.num_experts:
+            shared.restore(state_of(taught))
         return lambda capacity, layers: cls(geometry, shared, capacity)
+
+    @classmethod
+    def training(cls, geometry: Geometry) -> ReuseTraining:
+        return ReuseTraining(ReuseModel(geometry))
 
     @property
     def learned(self) -> ReuseModel:

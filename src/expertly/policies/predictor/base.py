@@ -47,7 +47,7 @@ class Predictor(Policy, ABC):
     default_distance: ClassVar[int | None] = None
     """Where a system takes it and does not say a distance; None: the system's own stays."""
     takes_weights: ClassVar[bool] = False
-    """It was trained before, on a trace (Known.learned)."""
+    """Whether it needs weights that were trained on a trace."""
 
     wants: frozenset[Want] = frozenset()
     """What it needs to see; of the rest it may be told, too. An instance may set its own."""

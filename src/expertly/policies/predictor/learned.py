@@ -219,7 +219,7 @@ class Learned(RankingPredictor):
     ) -> None:
         """Raises ConfigError where there are no weights, or they are of another model or of other distances."""
         super().__init__(geometry, distance, options, known)
-        weights = _checked(geometry, known.learned, self._distance)
+        weights = _checked(geometry, known.get(LearnedWeights), self._distance)
         self._networks: dict[int, list[tuple[int, Network]]] = {}  # by the layer that is looked at: what is predicted
         for source, target in pairs(weights.starts, self._distance):
             self._networks.setdefault(source, []).append((target, Network(weights.mlps[source, target])))

@@ -19,6 +19,7 @@ from expertly.policies.allocation.moepic.statistics import LayerRates, LayerStat
 from expertly.policies.allocation.moepic.timing import Timing
 from expertly.policies.allocation.uniform import class_sums, equal_quotas, layers_of, uniform_quotas
 from expertly.policies.base import PolicyOptions, option
+from expertly.policies.eviction.lcp import LCPOptions
 from expertly.policies.known import NOTHING, Known
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class SplitExperts(Allocation):
 
     def __init__(self, geometry: Geometry, options: Any = SplitOptions(), known: Known = NOTHING) -> None:
         super().__init__(geometry)
-        self._plan = known.plan
+        self._plan = known.get(SplitPlan)
         self._top = max(1, math.ceil(options.theta * geometry.segments_per_expert - 0.5))
 
     def quotas(self, kept_slots: Sequence[int]) -> list[int]:
@@ -117,7 +118,7 @@ class MoEpic(SplitExperts):
         super().__init__(geometry, SplitOptions(), known)
         self._options = options
         self._seen = [
-            LayerStatistics(layer.num_experts, options.tau, number, known.priority)
+            LayerStatistics(layer.num_experts, options.tau, number, known.get(LCPOptions))
             for number, layer in enumerate(geometry.layers)
         ]
         self._predicted: list[Prediction | None] = [None] * geometry.num_layers  # the newest of each layer
@@ -159,10 +160,12 @@ class MoEpic(SplitExperts):
         rates = [seen.rates() for seen in self._seen] if self._num_tokens >= self._least else None
         return partial(_work_out, self.geometry, list(self._kept_slots), rates, self._options)
 
-    def configured(self, plan: SplitPlan) -> None:
+    def configured(self, plan: SplitPlan) -> tuple[list[int], list[int]]:
+        kept = plan.kept(self.geometry)
         following = [num for num in self._early if num > self._num_tokens]
         self._due = following[0] if following else self._num_tokens + self._options.tau
         self._num_configurations += 1
+        return kept
 
     def facts(self) -> dict[str, object]:
         """`learned`: from how much; `configurations`: how often what is kept was worked out anew."""

@@ -24,12 +24,11 @@ from expertly.policies.learned import (
     check_born,
     check_numbers,
 )
+from expertly.policies.predictor.similarity import TIE, LayersSeen, inverse_root
 
 DEFAULT_CAPACITY = 120
 MAX_COUNT = 1 << 24
 """Tokens of an expert from which on float32 does not count; more are taken for so many."""
-TIE = 1e-6
-"""Cosines that differ by no more than this are equal."""
 
 _PHASES = ("prefill", "decode")
 
@@ -117,9 +116,7 @@ class Collection:
         self.columns[:, :, slot] = matrix
         squares = np.square(matrix, dtype=np.float64).sum(axis=1)
         self.squares[:, slot] = squares
-        lengths = np.sqrt(np.cumsum(squares))
-        lengths[lengths == 0] = np.inf
-        self.inverse_norms[:, slot] = 1 / lengths
+        self.inverse_norms[:, slot] = inverse_root(np.cumsum(squares))
         self.born[slot] = born
         self.total += matrix.astype(np.int64)
 
@@ -253,9 +250,7 @@ class Match:
         self._dots: Floats = np.zeros(n, np.float32)
         self._scratch: Floats = np.empty(n, np.float32)
         self._square = 0  # squared length of what has been seen
-        self._last = -1
-        self._has_gap = False  # a layer was left out
-        self._seen: list[int] = []
+        self._seen = LayersSeen()
 
     def observe(self, layer: int, counts: Mapping[int, int]) -> None:
         """A layer's experts and how many of the request's tokens each serves. Layers come in order."""
@@ -277,9 +272,7 @@ class Match:
             np.add(dots, scratch, out=dots)
             self.num_read = n * len(columns)
         self._square += sum(count * count for count in counts.values())
-        self._has_gap |= layer != self._last + 1
-        self._last = layer
-        self._seen.append(layer)
+        self._seen.add(layer)
 
     def nearest(self, num: int) -> NearestMatrices | None:
         """The `num` nearest, fewer where fewer have anything in common; of equal ones, but for rounding, the newest.
@@ -288,8 +281,9 @@ class Match:
         if not self._square or not len(self._dots):
             return None
         length = self._square**0.5
-        scores = self._scratch
-        np.multiply(self._dots, self._inverse_norms(), out=scores)  # cosines times `length`
+        scores, collection = self._scratch, self.collection
+        inverse_norms = self._seen.inverse_norms(collection.inverse_norms, collection.squares, len(scores))
+        np.multiply(self._dots, inverse_norms, out=scores)  # cosines times `length`
         best = float(scores[scores.argmax()])
         if best <= 0:
             return None
@@ -300,16 +294,6 @@ class Match:
         if len(slots) > num:
             is_sure = scores[slots] > least + tie
             equal = slots[~is_sure]
-            equal = equal[np.argsort(-self.collection.born[equal], kind="stable")]
+            equal = equal[np.argsort(-collection.born[equal], kind="stable")]
             slots = np.sort(np.concatenate([slots[is_sure], equal[: num - int(is_sure.sum())]]))
         return NearestMatrices(tuple(slots.tolist()), min(best / length, 1.0))
-
-    def _inverse_norms(self) -> Floats:
-        """[n] over the layers seen."""
-        collection, n = self.collection, len(self._dots)
-        if not self._has_gap:
-            return collection.inverse_norms[self._last, :n]
-        lengths = np.sqrt(collection.squares[self._seen, :n].sum(axis=0))
-        lengths[lengths == 0] = np.inf
-        inverse: Floats = (1 / lengths).astype(np.float32)
-        return inverse

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.observation import Floats
+from expertly.policies.predictor.similarity import TIE, inverse_root
 
 if TYPE_CHECKING:
     from expertly.policies.predictor.fmoe.store import MapStore
@@ -20,21 +21,10 @@ if TYPE_CHECKING:
 MAX_SCORES = 1 << 22
 """Redundancy scores that are held at a time."""
 
-TIE = 1e-6
-"""Cosines that differ by no more than this are equal: float32 rounds equal maps apart, by where they lie in memory."""
-
 
 def through_float16(values: Floats) -> Floats:
     """What float16 makes of them, in float32 and C order."""
     return np.ascontiguousarray(values, np.float16).astype(np.float32)
-
-
-def inverse_root(squares: Floats) -> Floats:
-    """1 / sqrt, and 0 for 0."""
-    roots: Floats = np.sqrt(squares)
-    roots[roots == 0] = np.inf
-    inverse: Floats = np.reciprocal(roots)
-    return inverse
 
 
 def unit_rows(rows: Floats) -> Floats:

@@ -25,7 +25,8 @@ from expertly.policies.learned import (
     check_born,
     check_numbers,
 )
-from expertly.policies.predictor.fmoe.redundancy import Incoming, Slots, inverse_root, place, through_float16, unit_rows
+from expertly.policies.predictor.fmoe.redundancy import Incoming, Slots, place, through_float16, unit_rows
+from expertly.policies.predictor.similarity import inverse_root
 
 NONE = MAX_EXPERTS + 1
 """Where `chosen` names no expert."""
