@@ -15,6 +15,7 @@ import numpy as np
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.core.observation import Began, Routed
+from expertly.policies.admission import ADMISSIONS
 from expertly.policies.allocation import Allocation
 from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
 from expertly.policies.eviction import EVICTIONS
@@ -233,6 +234,7 @@ def soak(
     plans: bool = False,
     failures: float = 0.0,
     num_iterations: int = 7,
+    admission: str = "always",
     **way: Any,
 ) -> Soaked:
     """Run random layers under a CheckedScheduler, then make every decision again from what was told. `plans`: other
@@ -250,6 +252,7 @@ def soak(
             budget,
             lambda capacity, layers: EVICTIONS[eviction].make(shape, capacity, Known(future=future)),
             prefetch=PREFETCHES[prefetch].make(),
+            admission=ADMISSIONS[admission].make(),
             gate=PrefetchGate() if has_gate else None,
             allocation=allocation and allocation(shape, random.Random(seed)),
             **way,

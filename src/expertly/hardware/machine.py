@@ -1,4 +1,4 @@
-"""Examines the machine for `expertly doctor`: measures it, and says what is missing."""
+"""Examines the machine for `expertly doctor`: measures it, and reports what is missing."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from expertly.hardware.profile import DeviceProfile, DiskProfile, DiskRate, Mach
 
 SCRATCH_NBYTES = 1 << 30
 LEAST_FREE_NBYTES = 8 << 30
-"""Disk for packed stores under which `doctor` warns: a small MoE model's."""
+"""Free disk for packed stores below which `doctor` warns: that of a small MoE model."""
 
 _DISTRIBUTIONS = ("torch", "transformers", "numpy", "safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is missing. An error keeps expertly from working here, a warning makes it slower or smaller."""
+    """Something that is missing. With an error expertly does not work here, with a warning it is slower or limited."""
 
     level: str  # "error", "warning" or "note"
     subject: str
@@ -130,9 +130,9 @@ def _examine_disk(folder: Path, effort: Effort, problems: list[Problem]) -> Disk
 
 
 def _reads(path: Path, seconds: float) -> list[DiskRate]:
-    """Every size at every depth, the better of two rounds: disks of virtual machines come and go.
+    """Every read size at every depth, the better of two rounds, since the disks of virtual machines vary.
 
-    On a disk too slow for that, one thread and the engine's number of them come first.
+    On a disk too slow for all of them, one thread and the engine's number of threads come first.
     """
     end = monotonic() + 1.5 * seconds
     each = seconds / (2 * len(measure.DEPTHS) * len(measure.READ_SIZES))
@@ -171,7 +171,7 @@ def _examine_devices(seconds: float, problems: list[Problem]) -> tuple[DevicePro
 
 
 def version_problems(requirements: Iterable[str], installed: Callable[[str], str | None]) -> list[Problem]:
-    """Requirements (as in package metadata, those of extras left out) that what is installed does not meet."""
+    """Requirements (as in package metadata, without those of extras) that installed packages do not meet."""
     from packaging.requirements import Requirement
 
     problems = []
@@ -196,7 +196,7 @@ def _installed(name: str) -> str | None:
 
 
 def last_level_cache_nbytes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Size of the largest cache of a core, 0 where the system does not say."""
+    """The size of a core's largest cache, 0 where the system does not say."""
     sizes = [0]
     for path in root.glob("index*/size"):
         text = path.read_text().strip()

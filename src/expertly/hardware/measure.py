@@ -1,5 +1,5 @@
-"""What `expertly doctor` measures, by the path the engine takes: disk, memory, products of matrices, and how fast
-compressed experts are decoded.
+"""The measurements of `expertly doctor`, by the paths that the engine takes: disk, memory, products of matrices, and
+decoding of compressed experts.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class ScratchFile:
 def scratch_file(folder: Path, nbytes: int, seconds: float) -> Iterator[ScratchFile]:
     """A file of incompressible bytes that are on the disk and not in the page cache; removed afterwards.
 
-    It is shorter than `nbytes` where writing it would take longer than `seconds`. Raises ConfigError where the
-    folder takes no such file.
+    It is shorter than `nbytes` where writing it would take longer than `seconds`. Raises ConfigError where the folder
+    takes no such file.
     """
     path = folder / f".doctor-{os.getpid()}.scratch"
     try:
@@ -77,7 +77,7 @@ def scratch_file(folder: Path, nbytes: int, seconds: float) -> Iterator[ScratchF
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Scratch files of processes that were killed."""
+    """Remove the scratch files of processes that were killed."""
     for path in folder.glob(".doctor-*.scratch"):
         if not Path("/proc", path.name.split("-")[1].split(".")[0]).exists():
             path.unlink(missing_ok=True)
@@ -102,7 +102,7 @@ def _write(path: Path, nbytes: int, seconds: float) -> ScratchFile:
 
 @dataclass(frozen=True, slots=True)
 class _OneExtent:
-    """As much of a PackedStore as readers use: one layer, which is the whole file."""
+    """The part of a PackedStore that readers use: one layer, which is the whole file."""
 
     path: Path
 
@@ -120,10 +120,10 @@ class _OneExtent:
 
 
 def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> DiskRate:
-    """Sustained rate of reads of `read_nbytes` (a multiple of 4096) at random places of `path`.
+    """The sustained rate of reads of `read_nbytes` (a multiple of 4096) at random places of `path`.
 
-    Goes through the engine's reader threads, `depth` of them, with enough spans queued that none is idle: as the
-    engine does, they cut large spans among themselves. No place is read twice before all have been read.
+    It uses the engine's reader threads, `depth` of them, with enough spans queued that none is idle; as in the engine,
+    they cut large spans among themselves. No place is read twice before all have been read.
     """
     num_places = path.stat().st_size // read_nbytes
     if read_nbytes % 4096 or num_places < 1:
@@ -196,8 +196,8 @@ _LEAST_NBYTES = 1 << 30  # more than any device's cache
 def measure_weights_rate(
     device: torch.device, dtype: torch.dtype, seconds: float, nbytes: int = _LEAST_NBYTES
 ) -> float:
-    """Bytes of weights a second used by products of 2048 x 2816 matrices, `nbytes` of them one after the other, with
-    one vector, by what multiplies a model's experts there.
+    """Bytes of weights a second in products of 2048 x 2816 matrices, `nbytes` of them one after the other, with one
+    vector, by the code that multiplies a model's experts.
     """
     count = -(-nbytes // (_MATRIX_SHAPE[0] * _MATRIX_SHAPE[1] * dtype.itemsize))
     matrices = [torch.full(_MATRIX_SHAPE, 0.01, dtype=dtype, device=device) for _ in range(count)]
@@ -209,7 +209,7 @@ def measure_weights_rate(
 
 
 def _product_of(x: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    """Of a matrix [r, H] with x [1, H]."""
+    """A function that multiplies a matrix [r, H] with x [1, H]."""
     kernels = choose_kernels(runs_on_host=kind_of(x.device).runs_on_host)
     if not kernels.takes(x.dtype):
         return partial(linear, x)
@@ -226,7 +226,7 @@ def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> f
 
 
 def _timed(device: torch.device, seconds: float, run: Callable[[], object]) -> tuple[int, float]:
-    """How often it ran, once to warm up left out, and in how many seconds."""
+    """How often it ran, without one warm-up, and in how many seconds."""
 
     def now() -> float:
         if not kind_of(device).runs_on_host:
@@ -245,13 +245,13 @@ def _timed(device: torch.device, seconds: float, run: Callable[[], object]) -> t
 
 
 READ_NBYTES = 1 << 20
-"""A reader's share of an expert."""
+"""The part of an expert that one reader decodes."""
 
 _LAYER = LayerGeometry(1, 1, hidden_size=1024, intermediate_size=1408, num_matrices=3, itemsize=2)
 
 
 def measure_decoding(seconds: float) -> DecodeProfile:
-    """By one thread, by as many as decode while a forward pass waits, and by all readers; `seconds` each."""
+    """With one thread, with as many as decode while a forward pass waits, and with all readers; `seconds` each."""
     sample = Sample(_LAYER, [[_trained_like(_LAYER.expert_nbytes // 2)]])
     threads = sorted({1, decoding_threads(allowed_cpus(), NUM_READERS), NUM_READERS})
     rates = tuple(DecodeRate(n, sample.decode_nbytes_per_s(n, seconds) * n) for n in threads)
@@ -259,21 +259,21 @@ def measure_decoding(seconds: float) -> DecodeProfile:
 
 
 def machine_costs(profile: MachineProfile) -> CodecCosts:
-    """Of weights as they were measured."""
+    """The codec's costs for weights as they were measured."""
     threads = decoding_threads(profile.num_cpus, NUM_READERS)
     rates = {rate.num_threads: rate.nbytes_per_s for rate in profile.decoding.rates}
     return CodecCosts(profile.decoding.ratio, rates[threads] / threads, threads, _threads_beside(threads))
 
 
 def machine_choice(profile: MachineProfile) -> CodecChoice:
-    """What `codec=auto` would be for such weights on the disk of the profile. Raises ConfigError where it has none."""
+    """What `codec=auto` chooses for such weights on the disk of the profile. Raises ConfigError where it has none."""
     costs = machine_costs(profile)
     disk_rate = profile.disk_nbytes_per_s(READ_NBYTES)
     return choose_codec(CodecRates(costs.ratio, disk_rate, costs.decode_nbytes_per_s, costs.threads))
 
 
 def store_costs(store: PackedStore) -> tuple[Link, CodecCosts]:
-    """The disk under a compressed store, and what its frames cost, as they are at this moment; takes a second."""
+    """The disk under a compressed store, and what decoding its frames costs, measured now; takes a second."""
     paths = [path for path, _ in store.extents]
     sample = read_sample(store.manifest.layers, store.frames)
     threads = decoding_threads(allowed_cpus(), NUM_READERS)
@@ -288,13 +288,13 @@ def store_costs(store: PackedStore) -> tuple[Link, CodecCosts]:
 
 
 def _threads_beside(num_decoding: int) -> int:
-    """Of those that decode, while a pass computes."""
+    """The decoding threads that run while a pass computes."""
     num_cpus = granted_cpus()
     num_computing = min(torch.get_num_threads(), computing_threads(num_cpus, NUM_READERS))
     return max(0, min(num_decoding, num_cpus - num_computing))
 
 
 def _trained_like(count: int) -> NDArray[np.uint8]:
-    """bfloat16 weights of a normal distribution, which is what those of trained models are nearly."""
+    """bfloat16 weights of a normal distribution, which is close to that of trained models."""
     values = np.random.default_rng(0).standard_normal(count, np.float32) * np.float32(0.02)
     return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)

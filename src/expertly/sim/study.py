@@ -46,31 +46,33 @@ FIELDS = (
     *("latency_s", "layers", "requests", "tokens", "hit_rate_by_request"),
     *("decode_iterations", "decode_stall_s", "times_by_request", "phases"),
 )
-"""Of a row. One is None where nothing was simulated, or where nobody can know it."""
+"""The fields of a row; None where nothing was simulated, or the trace does not tell."""
 
 PREDICTING = ("virtual", "inline")
-"""Predictors take the hardware's time, or none."""
+"""Predicting takes the time that the hardware says, or none."""
 
 Progress = Callable[[str, int, int], None]
 """`progress(what, rows done, rows in all)`."""
 
 
 class Timelines(Protocol):
-    """Where the events of runs go."""
+    """Takes the events of runs."""
 
     def begin_run(self, name: str) -> SimulationWatcher | None:
-        """Who sees the run of this name, "SYSTEM, BUDGET"; None: nobody."""
+        """The watcher of the run of this name, "SYSTEM, BUDGET"; None: nobody watches it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One budget, as it was asked for: an amount, or a number of experts that every layer keeps."""
+    """One budget as it was asked for: an amount, or a number of experts that every layer keeps."""
 
     label: str
     experts_per_layer: int | None = None
 
     def budget(self, geometry: Geometry, has_sizes: bool = True) -> Budget:
-        """Raises BudgetError or ConfigError naming what does not fit. Without sizes only shares can be cut."""
+        """Raises BudgetError or ConfigError naming what does not fit. Where experts have no known sizes, only a share
+        ("25%") is accepted.
+        """
         num_experts = self.experts_per_layer
         if num_experts is None:
             if not has_sizes and not self.label.strip().endswith("%"):
@@ -92,9 +94,9 @@ class Memory:
         return replace(budget, memory_nbytes=budget.kept_nbytes(geometry) + budget.staging_nbytes(geometry))
 
     def _check_staging(self, geometry: Geometry, nbytes: int, has_sizes: bool) -> None:
-        """In the words of who asked: bytes say nothing where sizes are made up."""
-        rings = zip(default_staging(geometry), class_segment_nbytes(geometry), strict=True)
-        least = sum(slots * size for slots, size in rings)
+        """Raises BudgetError in the words of the user: bytes mean nothing where sizes are made up."""
+        staging = zip(default_staging(geometry), class_segment_nbytes(geometry), strict=True)
+        least = sum(slots * size for slots, size in staging)
         if nbytes < min(least, geometry.nbytes):
             percent = -(-10_000 * least // geometry.nbytes) / 100
             raise BudgetError(
@@ -110,8 +112,8 @@ class _Outcome(NamedTuple):
 
 @dataclass(slots=True)
 class Study:
-    """What all runs share. Where `layers` is None experts have no known size: there are rates, no bytes or times, and
-    what is prefetched is there at once.
+    """What all runs share. Where `layers` is None, experts have no known size: there are rates, but no bytes or times,
+    and prefetches arrive at once.
     """
 
     trace: Trace
@@ -131,7 +133,7 @@ class Study:
     progress: Progress | None = None
     codec: str = "none"  # of CODECS: how experts lie on disk
     wants: set[Want] = field(init=False, default_factory=set)
-    """What the predictors of systems that ran so far looked at."""
+    """What the predictors of the systems that ran so far want to see."""
     _workload: TraceWorkload = field(init=False)
     _geometries: dict[int, Geometry] = field(init=False, default_factory=dict)  # by P
     _training: TrainingPart = field(init=False)
@@ -154,7 +156,7 @@ class Study:
             )
 
     def _check_codec(self) -> None:
-        """Raises ConfigError for one that is unknown or would do nothing."""
+        """Raises ConfigError for a codec that is unknown or would have no effect."""
         if self.codec not in CODECS:
             raise ConfigError(f"codec={self.codec!r}: unknown; accepted: {', '.join(CODECS)}")
         if self.codec == "none":
@@ -169,16 +171,16 @@ class Study:
 
     @property
     def codec_costs(self) -> CodecCosts | None:
-        """As the profile has them, or assumed; None where experts lie on disk as they are."""
+        """Of the profile, or assumed; None where experts are not compressed."""
         return None if self.codec == "none" else self.hardware.codec or CodecCosts()
 
     @property
     def geometry(self) -> Geometry:
-        """In whole experts, or the segments that were asked for."""
+        """Cut into the segments that were asked for, otherwise in whole experts."""
         return self._cut(self.segments or 1)
 
     def geometry_of(self, system: System) -> Geometry:
-        """In the segments that were asked for, or the system's own."""
+        """Cut into the segments that were asked for, otherwise into the system's own."""
         return self._cut(self._num_segments(system))
 
     def _num_segments(self, system: System) -> int:
@@ -202,7 +204,7 @@ class Study:
         return memory.budget(self._cut(num_segments), self.layers is not None)
 
     def results(self, systems: Sequence[str], memories: Sequence[Memory]) -> Iterator[dict[str, Any]]:
-        """A row for each system and budget, those of BOUNDS behind the systems asked for, for each P that these have.
+        """A row for each system and budget, and after them those of BOUNDS, for each P that the systems have.
 
         Raises ConfigError for a system that does not exist or a budget that cannot be, before anything runs.
         """
@@ -235,7 +237,9 @@ class Study:
             system.check_plan(self.plan, self._cut(num_segments), self._budget(memory, num_segments))
 
     def _bounds(self, asked: Mapping[tuple[str, int], System]) -> dict[tuple[str, int], System]:
-        """Those of BOUNDS, for each P of the systems asked for; per-layer Belady is of no use where none has layers."""
+        """The BOUNDS for each P of the systems asked for. Where no system has a cache a layer, belady is global,
+        too.
+        """
         bounds: dict[tuple[str, int], System] = {}
         for num_segments in dict.fromkeys(num_segments for _, num_segments in asked):
             beside = [system for (_, num), system in asked.items() if num == num_segments]
@@ -248,7 +252,7 @@ class Study:
         return bounds
 
     def row(self, system: System, memory: Memory) -> dict[str, Any]:
-        """The row of one system and budget alone: nothing says how far from the best it is. Raises as `results`."""
+        """The row of one system and budget alone, without its distance from the bounds. Raises as `results`."""
         self._check_plan(system, memory)
         return self._outcome(system, memory, self._num_segments(system), memory.label).row
 
@@ -328,7 +332,7 @@ class Study:
 
     def simulate(self, system: System, budget: Budget, label: str = "", geometry: Geometry | None = None) -> Simulator:
         """Run one system from an empty cache to the end. `label` names the budget in progress and timelines. `budget`
-        is of `geometry`, by default the system's.
+        is for `geometry`, by default the system's.
         """
         geometry, future = geometry or self.geometry_of(system), None
         hardware = Hardware.read("infinite") if self.layers is None else self.hardware
@@ -368,8 +372,8 @@ class Study:
         return simulator
 
     def _floor_tpot_s(self, resident: _Outcome, belady: _Outcome) -> float | None:
-        """What no system can beat in decode: computing alone, and the bytes of the best replacement over the link;
-        where these are decoded, stored bytes are read.
+        """What no system can beat in decode: the larger of computing alone and moving the bytes that the best
+        replacement loads; where experts are compressed, of reading their stored bytes.
         """
         tpot_s, num_iterations = resident.row["tpot_s"], belady.row["decode_iterations"]
         if tpot_s is None or not num_iterations:
@@ -382,7 +386,9 @@ class Study:
 
 
 def _phase(counters: PhaseCounters, *, has_sizes: bool) -> dict[str, int | None]:
-    """What one phase counted, by the names that `expertly.stats` has; bytes are None where experts have no size."""
+    """The counters of one phase, under the names that `expertly.stats` has; bytes are None where experts have no
+    size.
+    """
     nbytes = {
         "bytes_loaded": counters.loaded_nbytes,
         "prefetched_bytes": counters.prefetched_nbytes,

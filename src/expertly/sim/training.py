@@ -1,4 +1,6 @@
-"""What the training part of a trace shows before anything runs, each looked at once for all systems that share it."""
+"""Lets predictors and policies learn from the training part of a trace before anything runs, once for all systems that
+share the result.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _Key = tuple[object, ...]
 
 
 class TrainingPart:
-    """These rows of a trace. Without any, predictors begin empty and policies are told nothing."""
+    """The training part of a trace. Where it is empty, predictors start empty and policies are told nothing."""
 
     def __init__(self, trace: Trace, spans: Sequence[RowRange]) -> None:
         self.num_requests = len({span.request for span in spans})
@@ -38,7 +40,7 @@ class TrainingPart:
     def predictor(
         self, system: System, geometry: Geometry, known: Known, progress: Callable[[int, int], None] | None = None
     ) -> Predictor | None:
-        """The predictor of a system, filled where it learns, None where it has none; `progress(rows learned from, in
+        """The predictor of a system, taught by this part; None where it has none. `progress(rows learned from, rows in
         all)`.
         """
         predictor = system.predictor(geometry, known)
@@ -58,7 +60,7 @@ class TrainingPart:
         return deepcopy(self._filled[key])
 
     def history_of(self, predictor: Predictor | None) -> str | None:
-        """What a predictor begins with, in words; None where a training part makes no difference to it."""
+        """What a predictor starts with, in words; None where a training part makes no difference to it."""
         if predictor is None or not predictor.is_taught():
             return None
         return f"filled from {self.num_requests} requests" if self._spans else "empty"
@@ -78,8 +80,8 @@ class TrainingPart:
         return known
 
     def _look(self, training: Training, system: System, geometry: Geometry, known: Known) -> object:
-        """Where it needs predictions, the system's predictor runs beside the training part as it will beside the rest,
-        but cold: what it has learned from this part would be right too often.
+        """Where predictions are needed, the system's predictor runs beside the training part as it will beside the
+        rest, but cold: a predictor that had learned from this part would be right too often.
         """
         predictor, origin = None, f"{self.num_requests} requests"
         if training.needs_predictions and system.prediction != "none":
@@ -92,7 +94,7 @@ class TrainingPart:
 
 
 def popularity(trace: Trace, spans: Sequence[RowRange], geometry: Geometry) -> dict[int, int]:
-    """Tokens that each expert served in these rows, of those that served any."""
+    """Tokens that each expert served in these rows, for experts that served any."""
     no_expert = max_experts(trace.manifest.layers)
     counts = np.zeros((geometry.num_layers, no_expert + 1), dtype=np.int64)
     offsets = (np.arange(geometry.num_layers) * (no_expert + 1))[:, None]

@@ -1,4 +1,4 @@
-"""Layers that miss more keep more: the fewest expected loads (AdapMoE's cache allocation)."""
+"""Gives more slots to layers that miss more, for the fewest expected loads (AdapMoE's cache allocation)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from expertly.policies.known import NOTHING, Known, Training
 Costs = Sequence[npt.NDArray[np.floating[Any]] | npt.NDArray[np.integer[Any]]]
 
 _LEAST_GAIN = 0.01
-"""Share of the expected loads that other quotas must spare, to be worth moving experts for (our choice)."""
+"""The least share of the expected loads that new quotas must save to be taken (our choice)."""
 
 _NEVER = 1 << 62
 _STEPS = 30
@@ -35,12 +35,12 @@ class AdapMoEOptions(PolicyOptions):
 
 
 class AdapMoE(Allocation):
-    """Whole experts go where they spare most: of layer l with s kept, misses_l(s) x (1 - a_l) loads are expected.
-    misses_l is of an LRU cache, from stack distances; a_l is the share of what is needed that predictions name, and is
-    prefetched. Prompts are left out: they fill what is empty and evict nothing.
+    """Whole experts go where they save most: a layer l that keeps s experts is expected to load misses_l(s) x (1 -
+    a_l). misses_l is that of an LRU cache, from stack distances; a_l is the share of needed experts that predictions
+    name, and that are prefetched. Prompts do not count, since they evict nothing.
 
-    With the Usage that a training part shows, quotas are fixed. Without, they are uniform until `tau` tokens have
-    been decoded; then, and after every `tau` more, they are worked out from all that was seen.
+    With the Usage of a training part quotas are fixed. Without, they are uniform until `tau` tokens have been decoded;
+    then, and after every `tau` more, they are computed from everything seen so far.
     """
 
     name = "adapmoe"
@@ -108,8 +108,8 @@ class AdapMoE(Allocation):
         return with_rests(self.geometry, kept_slots, quotas)
 
     def facts(self) -> dict[str, object]:
-        """`learned`: from where; `recall`: the a_l by which quotas were chosen, None while there are none; `moves`: how
-        often quotas changed.
+        """`learned`: from what; `recall`: the a_l by which quotas were chosen, None before that; `moves`: how often
+        quotas changed.
         """
         learned = f"online, from {self._num_tokens} decoded tokens" if self._usage is None else self._usage.origin
         recall = [round(a, 4) for a in self._recall]
@@ -118,7 +118,7 @@ class AdapMoE(Allocation):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a training part shows of each layer's decode."""
+    """Each layer's decode in a training part."""
 
     misses: tuple[npt.NDArray[np.int64], ...]  # [E + 1] of each: demands that an LRU cache of s = 0..E experts misses
     recall: tuple[float, ...]  # share of what a layer needed that the system's predictor named
@@ -126,7 +126,7 @@ class Usage:
 
 
 class UsageTraining(Training):
-    """Counts the misses of caches of every size, and what the predictor names."""
+    """Counts the misses of LRU caches of every size, and how much the predictor names of what is needed."""
 
     needs_predictions = True
 
@@ -152,19 +152,19 @@ class UsageTraining(Training):
 
 
 def _decoding(router: RouterRan) -> list[tuple[int, int]]:
-    """(tokens, expert) of those that decode needs."""
+    """(tokens, expert) of the experts that decode needs."""
     every = zip(router.num_tokens, router.experts, router.is_decode, strict=True)
     return [(num, expert) for num, expert, is_decode in every if num and is_decode]
 
 
 def _expected_loads(misses: Sequence[npt.NDArray[np.int64]], recall: Sequence[float]) -> Costs:
-    """Of each layer, by the experts that it keeps."""
+    """For each layer, the expected loads by the number of experts that it keeps."""
     return [of_layer * (1 - a) for of_layer, a in zip(misses, recall, strict=True)]
 
 
 class StackDistances:
-    """How deep in least-recently-used order the experts lie that a layer is asked for (Mattson). A cache of s experts
-    that evicts the least recently used one holds the s topmost: one pass gives the misses of every size.
+    """Counts how deep demanded experts lie in least-recently-used order (Mattson). An LRU cache of s experts holds the
+    s topmost, so one pass gives the misses of every size.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -172,8 +172,8 @@ class StackDistances:
         self._counts = [0] * (num_experts + 1)  # requests by depth; the last entry: first requests
 
     def add(self, demands: Iterable[tuple[int, int]]) -> None:
-        """What one pass asks for: (tokens, expert) of each. All are looked up before any counts as used; then the
-        busiest is the most recent, as the policy `lru` has it.
+        """The (tokens, expert) that one pass demands. All are looked up before any counts as used; then the busiest is
+        the most recent, as in the policy `lru`.
         """
         stack, counts = self._stack, self._counts
         ranked = sorted(demands)
@@ -185,18 +185,18 @@ class StackDistances:
             stack.insert(0, expert)
 
     def misses(self) -> npt.NDArray[np.int64]:
-        """[E + 1]: the requests so far that a cache of s = 0..E experts would have missed."""
+        """[E + 1]: the demands so far that a cache of s = 0..E experts would have missed."""
         counts = np.array(self._counts, np.int64)
         beyond: npt.NDArray[np.int64] = counts.sum() - np.concatenate(([0], np.cumsum(counts[:-1])))
         return beyond
 
 
 def cheapest_quotas(costs: Costs, num_experts: int) -> list[int]:
-    """Experts of each layer, `num_experts` in all, with the least sum of `costs[layer][experts of it]`: exactly, by a
-    dynamic program in O(sum of E x num_experts).
+    """Experts of each layer, `num_experts` in all, with the least sum of `costs[layer][experts]`: exactly, by a dynamic
+    program in O(sum of E x num_experts).
 
-    `costs[layer]` is [E + 1], of at least 0, falling or not. Of what costs the same, what is most even (the least sum
-    of squares) comes first, then what gives the lowest layers most.
+    `costs[layer]` is [E + 1], at least 0, falling or not. Among equal sums the most even (of least sum of squares)
+    comes first, then the one that gives the lowest layers most.
     """
     limits = [len(cost) - 1 for cost in costs]
     if not 0 <= num_experts <= sum(limits):
@@ -225,7 +225,7 @@ def cheapest_quotas(costs: Costs, num_experts: int) -> list[int]:
 
 
 def _keys(costs: Costs) -> list[npt.NDArray[np.int64]]:
-    """Cost, then square, as one integer: sums of them compare as the pairs of sums do, without rounding."""
+    """Cost and square in one integer, whose sums compare as the pairs of sums do, without rounding."""
     squares = sum((len(cost) - 1) ** 2 for cost in costs).bit_length()
     whole = int(np.ceil(sum(float(cost.max()) for cost in costs))).bit_length()
     steps = min(_STEPS, 60 - squares - whole)

@@ -1,4 +1,4 @@
-"""Every layer keeps as much as any other, or nothing."""
+"""Equal quotas, or none at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Uniform(Allocation):
 
 
 class NoneKept(Allocation):
-    """No layer keeps anything (Pre-gated MoE): every expert uses staging slots, and is gone when its layer ends."""
+    """No layer keeps anything (Pre-gated MoE): every expert uses staging slots and is dropped when its layer ends."""
 
     name = "none"
     keeps = False
@@ -29,8 +29,8 @@ class NoneKept(Allocation):
 
 
 def equal_quotas(geometry: Geometry, totals: Sequence[int], segments_per_expert: int | None = None) -> list[int]:
-    """Of each layer: equal quotas of the segments of each size class, a remainder to the lowest layers; none gets more
-    than its experts fill. `segments_per_expert` 1: the same in whole experts; None: as the model is cut.
+    """For each layer an equal quota of the segments of its size class, the remainder to the lowest layers, and none
+    more than its experts fill. `segments_per_expert`: 1 counts whole experts; None: as the model is cut.
 
     Raises BudgetError where `totals` is not a number at least 0 for each class.
     """
@@ -53,10 +53,10 @@ def equal_quotas(geometry: Geometry, totals: Sequence[int], segments_per_expert:
 
 
 def uniform_quotas(geometry: Geometry, kept_slots: Sequence[int]) -> list[int]:
-    """Equal quotas of whole experts, then what is left of one.
+    """Equal quotas of whole experts; then the remainder.
 
-    A layer whose quota ends within an expert keeps a part of one, which leaves a hole in a block of slots; one such
-    layer a class is harmless, one in every layer left no whole block (3.5 spans an expert instead of 1, at P = 4).
+    A layer whose quota ends within an expert keeps a part of one, which leaves a hole in a block of slots. One such
+    layer a class is harmless; one in every layer left no whole block (3.5 spans an expert instead of 1, at P = 4).
     """
     num_segments = geometry.segments_per_expert
     experts = equal_quotas(geometry, [slots // num_segments for slots in kept_slots], 1)
@@ -64,7 +64,9 @@ def uniform_quotas(geometry: Geometry, kept_slots: Sequence[int]) -> list[int]:
 
 
 def with_rests(geometry: Geometry, kept_slots: Sequence[int], quotas: list[int]) -> list[int]:
-    """Quotas of whole experts; what is left of one in a size class goes to the lowest layer of it that is not full."""
+    """Quotas of whole experts to which what remains of one in a size class is added, in its lowest layer that is not
+    full.
+    """
     num_segments = geometry.segments_per_expert
     for size_class, slots in enumerate(kept_slots):
         if rest := slots % num_segments:
@@ -84,7 +86,7 @@ def layers_of(geometry: Geometry, size_class: int) -> list[int]:
 
 
 def class_sums(geometry: Geometry, quotas: Sequence[int]) -> list[int]:
-    """Of quotas of layers, the sum in each size class."""
+    """The sum of the layers' quotas in each size class."""
     sums = [0] * geometry.num_size_classes
     for size_class, quota in zip(geometry.size_classes, quotas, strict=True):
         sums[size_class] += quota

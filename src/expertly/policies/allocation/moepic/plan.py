@@ -60,7 +60,7 @@ class SplitPlan:
 
     @property
     def free_segments(self) -> tuple[int, ...]:
-        """Segments of each size class that the layers' budgets leave; they widen the staging slots."""
+        """Segments of each size class that the layers' budgets leave: they become staging slots."""
         free = [layer.budget_segments - layer.used_segments for layer in self.layers]
         return tuple(class_sums(self.geometry, free))
 

@@ -1,4 +1,6 @@
-"""The allocations `split` and `moepic`: of many experts a part instead of few whole (MoEpic, sections 3.1 and 3.3)."""
+"""The allocations `split` and `moepic`: layers keep a part of many experts instead of few whole ones (MoEpic, sections
+3.1 and 3.3).
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,10 @@ if TYPE_CHECKING:
     from expertly.policies.allocation.base import Job
 
 _FIRST = (64, 256)
-"""Tokens before the first configurations, where tau is more (our choice)."""
+"""Tokens before the first configurations, where tau is larger (our choice)."""
 
 _RIGHT = 0.8
-"""Of the first K predicted experts, so many are expected to be needed: about what a lookahead of one layer is right."""
+"""The expected share of the first K predicted experts that are needed: about what a lookahead of one layer reaches."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,10 @@ class SplitOptions(PolicyOptions):
 
 
 class SplitExperts(Allocation):
-    """Equal quotas; of each expert that is kept its first segments are, theta of it: the nearest number, the lower of
-    two that are as near, at least one. More where a layer so keeps some of every expert and could keep more of each.
+    """Equal quotas; of each kept expert the first segments, theta of it: rounded to the nearest number, a half down, at
+    least one. Layers that keep some of every expert and have more room keep more of each.
 
-    With a plan, which fits the model and the budget, layers keep what that says, as where it comes while they run.
+    With a plan for the model and budget, layers keep what that says.
     """
 
     name = "split"
@@ -57,7 +59,7 @@ class SplitExperts(Allocation):
         self._top = max(1, math.ceil(options.theta * geometry.segments_per_expert - 0.5))
 
     def quotas(self, kept_slots: Sequence[int]) -> list[int]:
-        """Whole tops, as equal as can be; what is left of one goes to the lowest layers that have room."""
+        """Whole tops, as equal as can be; the rest of one goes to the lowest layers that have room."""
         geometry, top = self.geometry, self._top
         if self._plan is not None:
             return [layer.budget_segments for layer in self._plan.layers]
@@ -99,14 +101,14 @@ class MoEpicOptions(PolicyOptions):
 
 
 class MoEpic(SplitExperts):
-    """Begins as `split` with theta 0.5. As soon as times are known, and nothing else is, the split is due that is best
-    by these (`start`). After 64 and 256 tokens, as far as tau is more, and every tau, a configuration is due, made from
-    what decode needed of each layer and what had been predicted of it by then (sections 3.3 and 3.4).
+    """Starts as `split` with theta 0.5. As soon as times are known, the split that is best by times alone is due
+    (`start`). After 64 and 256 tokens, as far as these are below tau, and after every tau, a configuration is due. It
+    is made from what decode needed of each layer and what had been predicted of it by then (sections 3.3 and 3.4).
 
-    A pass over several tokens counts as one that needs what all of them need: nobody says here which asked for what.
-    Prompts are left out: they fill what is empty and evict nothing.
+    A pass over several tokens counts as one that needs the experts of all of them, since who chose which is not known
+    here. Prompts do not count, since they evict nothing.
 
-    With a plan it begins with that, and the first configuration is due after tau tokens.
+    With a plan it starts with that, and the first configuration is due after tau tokens.
     """
 
     name = "moepic"
@@ -128,11 +130,11 @@ class MoEpic(SplitExperts):
         """Before tau, numbers of tokens after which configurations are due."""
         self._least = min([*self._early, options.tau])
         self._due: int | None = 0 if self._plan is None and options.start == "timed" else self._least
-        """None: something is being worked out."""
+        """Tokens after which a configuration is due; None: one is being worked out."""
         self._num_configurations = 0
 
     def begin(self, quotas: Sequence[int]) -> None:
-        if self._plan is not None:  # what its tops leave of a budget is staging slots, but may be kept later
+        if self._plan is not None:  # what its tops leave of a budget is staged now, and may be kept later
             quotas = [layer.budget_segments for layer in self._plan.layers]
         self._kept_slots = class_sums(self.geometry, quotas)
 
@@ -176,7 +178,7 @@ class MoEpic(SplitExperts):
 def _work_out(
     geometry: Geometry, kept: Sequence[int], rates: Sequence[LayerRates] | None, options: MoEpicOptions, timing: Timing
 ) -> Configuration:
-    """From rates; without, from times alone."""
+    """A configuration from rates or, without them, from times alone."""
     if not options.pieces:
         timing = timing.without_parts()
     if rates is None:
@@ -185,9 +187,9 @@ def _work_out(
 
 
 def timed_split(geometry: Geometry, kept_segments: Sequence[int], timing: Timing) -> Configuration:
-    """Where to begin when only times are known (ours): the theta of least exposed time, the same for all layers, where
-    experts are needed alike and four of five of the first K that are predicted are needed; of equal ones the nearest to
-    0.5, and that where parts cost nothing of their own: there it is the paper's start.
+    """The split to start with when only times are known (ours): the theta of least exposed time, the same for all
+    layers, where experts are needed alike and 80 % of the first K predicted experts are needed. Of equal ones the
+    nearest to 0.5, which is also the choice where parts cost nothing of their own: there it is the paper's start.
     """
     forecaster = Forecaster(geometry, [_expected(layer) for layer in geometry.layers], timing)
     most = geometry.segments_per_expert
@@ -215,7 +217,7 @@ def _plan(geometry: Geometry, kept_segments: Sequence[int], theta: float) -> Spl
 
 
 def _expected(layer: LayerGeometry) -> LayerRates:
-    """Of a layer of which nothing has been seen."""
+    """The rates expected of a layer of which nothing has been seen."""
     num, top_k = layer.num_experts, layer.top_k
     hits = 1 - (1 - np.linspace(0, 1, num + 1)) ** 2
     accuracy, predicted_hits = np.full(num, _RIGHT if num > top_k else 1.0), np.tile(hits, (num, 1))

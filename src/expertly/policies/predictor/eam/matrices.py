@@ -1,5 +1,5 @@
-"""Activation matrices: how many tokens of a past request each expert served, for a few requests that are unlike each
-other; and the match of a running iteration with them (MoE-Infinity, sections 4.3 and 4.5, appendix B.1).
+"""Activation matrices: how many tokens of a past request each expert served, kept for a few requests that differ from
+each other; and the match of a running iteration with them (MoE-Infinity, sections 4.3 and 4.5, appendix B.1).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from expertly.policies.predictor.similarity import TIE, LayersSeen, inverse_root
 
 DEFAULT_CAPACITY = 120
 MAX_COUNT = 1 << 24
-"""Tokens of an expert from which on float32 does not count; more are taken for so many."""
+"""Tokens beyond which float32 cannot count; more count as so many."""
 
 _PHASES = ("prefill", "decode")
 
@@ -36,8 +36,8 @@ Counts = npt.NDArray[np.int64]
 
 
 class Collection:
-    """Matrices of up to `capacity` requests, of one phase. Slots below `num_matrices` are filled; arrays are not to be
-    written to. Raises ConfigError where it would not fit into memory.
+    """Matrices of up to `capacity` requests, of one phase. Slots below `num_matrices` are filled; callers must not
+    write the arrays. Raises ConfigError where it would not fit into memory.
     """
 
     def __init__(self, shape: ModelShape, capacity: int = DEFAULT_CAPACITY) -> None:
@@ -51,8 +51,8 @@ class Collection:
         self.capacity = capacity
         self.num_matrices = 0
         self.generation = 0  # counts changes
-        # Twice, since a search runs along an expert and a prediction along a matrix. Zeroed pages take no memory
-        # before they are written to.
+        # Kept twice: a search reads along an expert, a prediction along a matrix. Zeroed pages take no memory before
+        # they are written to.
         self.matrices: Floats = np.zeros((capacity, num_layers, num_experts), np.float32)  # [C, L, E] tokens served
         self.columns: Floats = np.zeros((num_layers, num_experts, capacity), np.float32)  # [L, E, C] the same
         self.squares = np.zeros((num_layers, capacity))  # [L, C] squared length of a matrix' row
@@ -65,7 +65,8 @@ class Collection:
     def add(self, counts: npt.NDArray[Any]) -> None:
         """Add a request's matrix [L, E]; one without any token is left out.
 
-        While there is room it takes a free slot, then that of the nearest to it (appendix B.1), the oldest of equals.
+        It takes a free slot or, when none is left, that of the matrix nearest to it (appendix B.1), the oldest of
+        equals.
         """
         assert counts.shape == self.total.shape
         matrix = np.minimum(counts, MAX_COUNT).astype(np.float32)
@@ -82,12 +83,12 @@ class Collection:
         self.generation += 1
 
     def extend(self, other: Collection) -> None:
-        """Add all matrices of another one, the oldest first: to merge, or to make one smaller."""
+        """Add all matrices of another collection, the oldest first: to merge, or to make a smaller one."""
         for slot in np.argsort(other.born[: other.num_matrices], kind="stable").tolist():
             self.add(other.matrices[slot])
 
     def fill(self, matrices: npt.NDArray[Any], born: npt.NDArray[np.int64]) -> None:
-        """Of an empty one: take these matrices [n, L, E] as they are, and born [n]."""
+        """Take these matrices [n, L, E], and born [n], as they are; the collection is empty."""
         assert not self.num_matrices
         if len(born) > self.capacity:
             raise ConfigError(f"capacity={self.capacity}: must be at least {len(born)}, the matrices that there are")
@@ -97,7 +98,7 @@ class Collection:
         self._num_added = int(born.max(initial=-1)) + 1
 
     def absorb(self, other: Collection, known: Container[bytes], most: int) -> int:
-        """See LearnedStore."""
+        """As `LearnedStore.absorb`."""
         most = max(most, self.capacity - self.num_matrices)
         digests, order = other.digests(), np.argsort(other.born[: other.num_matrices], kind="stable")
         slots = [slot for slot in order.tolist() if digests[slot] not in known][-most:]
@@ -106,7 +107,7 @@ class Collection:
         return len(slots)
 
     def digests(self) -> list[bytes]:
-        """One of each matrix; equal ones have equal digests."""
+        """A digest of each matrix; equal ones have equal digests."""
         return [
             hashlib.blake2b(self.matrices[slot].tobytes(), digest_size=16).digest() for slot in range(self.num_matrices)
         ]
@@ -121,7 +122,7 @@ class Collection:
         self.total += matrix.astype(np.int64)
 
     def _nearest(self, matrix: Floats) -> int:
-        """The slot of the least cosine distance, all of them being filled."""
+        """The slot of the least cosine distance; all slots are filled."""
         cosines = matrix.reshape(-1) @ self.columns.reshape(-1, self.capacity)
         cosines *= self.inverse_norms[-1]
         tie = TIE * float(np.sqrt(np.square(matrix, dtype=np.float64).sum()))
@@ -130,8 +131,8 @@ class Collection:
 
 
 class Matrices(LearnedStore):
-    """What is kept of a model's requests: a collection of their prompts and one of their decoding, which are traced
-    apart (section 4.3).
+    """The matrices of a model's requests: a collection of their prompts and one of their decoding, which are traced
+    separately (section 4.3).
     """
 
     kind = "matrices"
@@ -169,7 +170,7 @@ class Matrices(LearnedStore):
         return max(self.prefill.num_matrices, self.decode.num_matrices)
 
     def extend(self, other: Matrices) -> None:
-        """Add all matrices of another one; see Collection."""
+        """Add all matrices of another one, the oldest first."""
         self.prefill.extend(other.prefill)
         self.decode.extend(other.decode)
 
@@ -218,7 +219,7 @@ class Matrices(LearnedStore):
 
     @classmethod
     def merged(cls, stores: Sequence[Matrices], capacity: int) -> Matrices:
-        """In a full collection each replaces the nearest to it."""
+        """In a full collection each new matrix replaces the one nearest to it."""
         out = cls(stores[0].shape, capacity)
         for store in stores:
             if store.shape != out.shape:
@@ -237,15 +238,15 @@ class NearestMatrices(NamedTuple):
 class Match:
     """The cosines of one request's iteration to every matrix of a collection, over the layers that it has run.
 
-    A layer costs one pass over the matrices for each expert that the request chose there (K in decode, E at most),
-    whatever its number. Holds for the collection as it was when it was made.
+    A layer costs one pass over the matrices for each expert that the request chose in it (K in decode, at most E).
+    Valid for the collection as it was when the match was made.
     """
 
     def __init__(self, collection: Collection) -> None:
         n = collection.num_matrices
         self.collection = collection
         self.num_read = 0
-        """Numbers of the collection that the last layer took."""
+        """Numbers of the collection that the last layer read."""
         self._generation = collection.generation
         self._dots: Floats = np.zeros(n, np.float32)
         self._scratch: Floats = np.empty(n, np.float32)
@@ -253,11 +254,11 @@ class Match:
         self._seen = LayersSeen()
 
     def observe(self, layer: int, counts: Mapping[int, int]) -> None:
-        """A layer's experts and how many of the request's tokens each serves. Layers come in order."""
+        """A layer's chosen experts, and how many of the request's tokens each serves. Layers come in order."""
         assert self._generation == self.collection.generation
         n, dots, scratch = len(self._dots), self._dots, self._scratch
         columns = self.collection.columns[layer]
-        if 3 * len(counts) <= len(columns) or len(counts) <= 8:  # one product reads all rows, but each of them faster
+        if 3 * len(counts) <= len(columns) or len(counts) <= 8:  # otherwise one product of all rows is faster
             for expert, count in counts.items():
                 if count == 1:
                     np.add(dots, columns[expert, :n], out=dots)
@@ -275,8 +276,8 @@ class Match:
         self._seen.add(layer)
 
     def nearest(self, num: int) -> NearestMatrices | None:
-        """The `num` nearest, fewer where fewer have anything in common; of equal ones, but for rounding, the newest.
-        None where there are none.
+        """The `num` nearest matrices, fewer where fewer have anything in common; of equal ones, up to rounding, the
+        newest. None where there are none.
         """
         if not self._square or not len(self._dots):
             return None

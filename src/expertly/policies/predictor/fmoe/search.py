@@ -1,4 +1,6 @@
-"""The maps nearest to one iteration: by its embedding before it runs, by its layers as they run (fMoE, section 4.2)."""
+"""Finds the stored maps most similar to an iteration: by its embedding before it runs, by its layers while it runs
+(fMoE, section 4.2).
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ class NearestMaps(NamedTuple):
 
 
 class Search:
-    """One iteration's similarity to every map of a store, [T, n], brought forward a layer at a time: a layer costs
-    O(T * n * E), whatever its number.
+    """The similarity of one iteration to every map of a store, [T, n], updated a layer at a time: a layer costs O(T * n
+    * E), whichever it is.
 
-    It holds for the store's generation of `begin`: afterwards `is_current` is false, and the rest must not be called.
+    Valid for the store as it was at `begin`: afterwards `is_current` is false, and nothing else may be called.
     """
 
     def __init__(self, store: MapStore) -> None:
@@ -52,8 +54,8 @@ class Search:
         return self._generation == self.store.generation
 
     def semantic(self, embedding: Floats) -> Floats | None:
-        """Cosines [T, n] of embeddings [T, H] to the stored ones (equation 4). None where none is stored, or a
-        row is not finite.
+        """Cosines [T, n] of embeddings [T, H] to the stored ones (equation 4). None where none is stored, or a row is
+        not finite.
         """
         store, n = self.store, self.num_maps
         if store.embeddings is None or not n:
@@ -78,7 +80,7 @@ class Search:
         return several
 
     def observe(self, layer: int, scores: Floats) -> None:
-        """A layer's routing scores [T, E of the layer]. Layers come in order; some may be left out."""
+        """The routing scores of a layer, [T, E of the layer]. Layers come in order; some may be left out."""
         n = self.num_maps
         maps = self.store.maps[layer, :n, : scores.shape[1]]
         into = self._product if self._seen.layers else self._dots
@@ -95,7 +97,7 @@ class Search:
 
     def trajectory(self) -> Floats | None:
         """Cosines [T, n] to the stored maps over the layers seen so far (equation 5); the next call and `observe`
-        overwrite them. None where nothing is stored, a row is not finite, or the only one is zero.
+        overwrite them. None where nothing is stored, a row is not finite, or the only row is zero.
         """
         store, seen = self.store, self._seen
         if not seen.layers:
@@ -103,7 +105,7 @@ class Search:
         return self._cosines(seen.inverse_norms(store.inverse_norms, store.squares, self.num_maps))
 
     def of_all_layers(self) -> Floats | None:
-        """The same over all layers, where those that were not seen are zero in the rows."""
+        """Cosines as of `trajectory`, over all layers; layers that were not seen are zero in the rows."""
         return self._cosines(self.store.inverse_norms[-1, : self.num_maps]) if self._seen.layers else None
 
     def _cosines(self, inverse_norms: Floats) -> Floats | None:
@@ -123,7 +125,7 @@ class Search:
         return cosines
 
     def nearest(self, cosines: Floats) -> NearestMaps:
-        """The highest of each row; of equal ones, but for rounding, the newest."""
+        """The most similar map of each row; of equal ones, up to rounding, the newest."""
         born = self.store.born
         if len(cosines) == 1:
             row = cosines[0]
