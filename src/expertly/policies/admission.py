@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from expertly.policies.base import NO_OPTIONS, Policy, PolicyOptions
 from expertly.policies.registry import PolicyRegistry
+
+Worth = Callable[[Sequence[float], Sequence[int], Mapping[int, int]], Sequence[float]]
+"""`Admission.worth`."""
 
 
 class Admission(Policy):
@@ -25,9 +28,14 @@ class Admission(Policy):
         """One with these options, as the user wrote them. Raises ConfigError."""
         return cls(cls.parse(given))
 
+    @property
+    def has_worth(self) -> bool:
+        """Whether `worth` differs from the scores."""
+        return type(self).worth is not Admission.worth
+
     def worth(self, scores: Sequence[float], experts: Sequence[int], kept: Mapping[int, int]) -> Sequence[float]:
-        """What keeping each needed expert, of this eviction score, is worth. `kept`: the experts that the cache holds
-        already. Those that the layer does not need are worth their scores.
+        """The value of keeping each needed expert, given its eviction score. `kept`: the experts that the cache holds
+        already. Kept experts that the layer does not need are worth their scores.
         """
         return scores
 

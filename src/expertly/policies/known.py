@@ -65,7 +65,7 @@ class Known:
         return next((one for one in self.given if isinstance(one, kind)), None)
 
     def giving(self, *more: object) -> Known:
-        """The same, with more behind what was given."""
+        """A copy with more behind what was given."""
         return replace(self, given=(*self.given, *more))
 
 

@@ -21,7 +21,7 @@ class Budget:
     layer_quotas: tuple[int, ...]  # kept slots of each layer at the start, where each has its own cache
 
     def pool_slots(self) -> list[int]:
-        """Of each size class, staging and kept slots together."""
+        """Staging and kept slots together, for each size class."""
         return [staging + kept for staging, kept in zip(self.staging_slots, self.kept_slots, strict=True)]
 
     def staging_nbytes(self, geometry: Geometry) -> int:
@@ -48,7 +48,7 @@ def default_staging(geometry: Geometry) -> list[int]:
 
 
 def least_nbytes(geometry: Geometry, staging: int | None = None) -> int:
-    """The least budget: staging slots alone."""
+    """The least budget: that of the staging slots."""
     return _nbytes(geometry, _staging_slots(geometry, staging))
 
 
@@ -78,8 +78,8 @@ def split_budget(geometry: Geometry, memory_nbytes: int, staging: int | None = N
 
 
 def allocate(geometry: Geometry, budget: Budget, allocation: Allocation) -> Budget:
-    """The same slots, with the quotas that layers begin with; what no layer keeps is for staging. Raises ConfigError
-    where an allocation gives what there is not.
+    """The budget with the quotas that an allocation starts with; slots that no layer keeps become staging slots. Raises
+    ConfigError where it keeps more than there is.
     """
     quotas = allocation.quotas(budget.kept_slots)
     kept = check_quotas(geometry, quotas)
@@ -92,7 +92,7 @@ def allocate(geometry: Geometry, budget: Budget, allocation: Allocation) -> Budg
 
 
 def check_quotas(geometry: Geometry, quotas: Sequence[int]) -> list[int]:
-    """Their sum in each size class. Raises ConfigError where a layer's cannot be."""
+    """The sum of the layers' quotas in each size class. Raises ConfigError where a quota is impossible."""
     kept = [0] * geometry.num_size_classes
     if len(quotas) != geometry.num_layers:
         raise ConfigError(f"allocation: {len(quotas)} quotas; must be one for each of {geometry.num_layers} layers")
@@ -105,12 +105,12 @@ def check_quotas(geometry: Geometry, quotas: Sequence[int]) -> list[int]:
 
 
 def _nbytes(geometry: Geometry, slots: Sequence[int]) -> int:
-    """Bytes of so many segments of each size class."""
+    """The bytes of so many segments of each size class."""
     return sum(num * nbytes for num, nbytes in zip(slots, class_segment_nbytes(geometry), strict=True))
 
 
 def _class_segments(geometry: Geometry) -> list[int]:
-    """Segments of all experts of each size class."""
+    """The segments of all experts of each size class."""
     totals = [0] * geometry.num_size_classes
     for layer, size_class in enumerate(geometry.size_classes):
         totals[size_class] += geometry.layers[layer].num_experts * geometry.segments_per_expert
@@ -124,6 +124,6 @@ def _staging_slots(geometry: Geometry, asked: int | None) -> list[int]:
 
 
 def _percent_up(part: int, whole: int) -> str:
-    """A percentage that, given back as a budget, is enough."""
+    """`part` of `whole` in percent, rounded up, so that it is enough when given back as a budget."""
     hundredths = -(-10_000 * part // whole)
     return f"{hundredths // 100}.{hundredths % 100:02}"

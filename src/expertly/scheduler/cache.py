@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan, Span
-from expertly.policies.admission import Admission
+from expertly.policies.admission import Worth
 from expertly.policies.allocation.uniform import whole_tops
 from expertly.policies.eviction import EvictionPolicy, MakePolicy, ScoredPolicy
 from expertly.scheduler.budget import Budget, check_quotas
@@ -108,10 +108,13 @@ class Cache:
         tops: Sequence[int] | None = None,
         *,
         prompts_evict: bool = False,
+        worth: Worth | None = None,
     ) -> None:
         """`tops`: for each layer, how many segments of an expert it keeps, from its top; None: whole experts.
-        `prompts_evict`: whether prompts evict (prefill "evict" of the Scheduler).
+        `prompts_evict`: whether prompts evict (prefill "evict" of the Scheduler). `worth`: of the admission; None:
+        scores are compared as they are.
         """
+        self._worth = worth
         self.prompts_evict = prompts_evict
         self._geometry = geometry
         self._budget = budget
@@ -227,9 +230,7 @@ class Cache:
                 self._evicted(victim, gone)
         return partition.room
 
-    def admit_best(
-        self, router: RouterRan, needed: list[int], upcoming: Iterable[int], admission: Admission
-    ) -> dict[int, int]:
+    def admit_best(self, router: RouterRan, needed: list[int], upcoming: Iterable[int]) -> dict[int, int]:
         """Keep the most valuable of the kept and the needed experts; returns the kept mask of each needed one. The rest
         is staged until it is computed: at most as many segments that were kept as there are free staging slots. Never
         evicts `upcoming`.
@@ -248,7 +249,10 @@ class Cache:
         if excess > 0:
             others = policy.scored_victims({*needed, *upcoming})
             other = next(others, None)
-            own = sorted(zip(admission.worth(policy.scores(needed), needed, kept), needed, strict=True), reverse=True)
+            scores = policy.scores(needed)
+            if self._worth is not None:
+                scores = self._worth(scores, needed, kept)
+            own = sorted(zip(scores, needed, strict=True), reverse=True)
             can_stage = self.staging_room(layer)
             while excess and (own or other):
                 if not own or (other and other <= own[-1]):

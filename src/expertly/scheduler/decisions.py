@@ -34,7 +34,7 @@ _END = '["end",null,null]'
 _MAX_SEGMENTS = 1 << 24
 """Most segments of the model that a file names: a scheduler for it takes memory in proportion."""
 _OLD_NAMES = {"ring_slots": "staging_slots", "layer_shares": "layer_quotas"}
-"""What files written before December 2026 call these fields of a budget."""
+"""Names of a budget's fields in files that were written before December 2026."""
 _UNTIL_THERE = "all decisions up to there are the same"
 
 

@@ -334,5 +334,5 @@ class Prefetcher:
 
 
 def only_demand(router: RouterRan) -> Callable[[], Routed]:
-    """What a predictor sees that wants to see only the router's choice."""
+    """For a predictor that wants to see only the router's choice."""
     return partial(Routed, router)

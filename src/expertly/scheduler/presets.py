@@ -50,43 +50,43 @@ lfu:eviction=lfu:scope=layer
 lcp:eviction=lcp:scope=layer
     keeps the experts of highest frequency x decayed recency (MoEpic)
 random:eviction=random:scope=layer
-    keeps any experts: the baseline every policy must beat
+    evicts at random: the baseline every policy must beat
 static:eviction=static:scope=layer
     pins each layer's most popular experts, with two spare places
 expertly:eviction=reuse:scope=global:admission=best
-    keeps what nearby layers' choices, learned while it runs, say is used again soon; the rest passes (ours)
+    keeps what is used again soonest, as it learns from nearby layers' routing while it runs (ours)
 expertly-ahead:eviction=reuse:scope=global:prediction=lookahead:admission=best:ahead=staging:gate=measured
-    the same, and what the next router, asked early, names is loaded ahead where that is faster (ours)
+    the same, and prefetches what the next router, asked early, names, where that is faster (ours)
 resident:eviction=none:scope=global:transfer=at load
     keeps every expert: the speed of enough memory
 deepspeed-index:eviction=lru:scope=global:prediction=index:prefill=evict
-    loads the next layer's experts by their numbers, whoever asks (DeepSpeed, as MoE-Infinity has it)
+    prefetches the next layer's experts in the order of their numbers (DeepSpeed, as MoE-Infinity has it)
 brainstorm:eviction=lfu:scope=global:prediction=popularity:prefill=evict
-    counts of all that was seen say what is next and what goes (BrainStorm, as MoE-Infinity has it)
+    predicts and evicts by how often experts were chosen so far (BrainStorm, as MoE-Infinity has it)
 mixtral-offloading:eviction=lru:scope=layer:prediction=lookahead:transfer=synchronous:prefill=evict
     LRU per layer; each layer waits for what the next one's router, asked early, makes it load
 moe-infinity-lfu:eviction=lfu:scope=global:prediction=counts:transfer=synchronous:prefill=evict
-    what each request has asked for most so far, waited for (MoE-Infinity, as fMoE and MoEpic measure it)
+    prefetches what each request chose most so far, and waits for it (MoE-Infinity, as fMoE and MoEpic have it)
 belady:eviction=belady:scope=layer:admission=best
-    keeps what is used again soonest: the least that replacement in each layer must load
+    keeps what is used again soonest: no replacement within layers loads less
 belady-global:eviction=belady:scope=global:admission=best
     the same in one cache over all layers: no system loads fewer bytes
 oracle:eviction=belady:scope=global:prediction=perfect:distance={ALL_LAYERS}:admission=best:ahead=staging
-    belady-global with perfect prediction, loading as early as places and the link allow
+    belady-global with perfect prediction, prefetching as early as slots and the link allow
 modelled-lookahead:eviction=lru:scope=layer:prediction=modelled
     LRU per layer with a lookahead of stated accuracy, modelled (ProMoE, section 4: 90.5% one layer ahead)
 adapmoe:eviction=lru:scope=layer:allocation=adapmoe:prediction=lookahead:ahead=staging:prefill=evict
     LRU per layer with a lookahead; layers that miss more keep more, by dynamic programming (AdapMoE)
 fmoe:eviction=fmoe:scope=global:prediction=fmoe:distance=2:prefetch=proximity:prefill=evict
-    expert maps of earlier iterations predict, order what is loaded ahead and say what goes (fMoE)
+    expert maps of earlier iterations predict, order prefetches and say what is evicted (fMoE)
 promoe:eviction=lru:scope=layer:prediction=learned:distance=4:segments=4:prefill=evict
     LRU per layer, and small networks trained beforehand on router inputs, which predict (ProMoE)
 pre-gated:eviction=lru:scope=layer:allocation=none:prediction=learned:ahead=staging
-    keeps nothing: a trained predictor says a layer ahead what passes through (Pre-gated MoE, but lossless)
+    keeps nothing: a trained predictor prefetches one layer ahead (Pre-gated MoE, but lossless)
 moepic:eviction=lcp:scope=layer:allocation=moepic:prediction=speculative:ahead=staging:segments=4:prefill=evict
-    tops of experts kept by cache priority, the rest loaded ahead; layers get what hides most (MoEpic)
+    keeps tops of experts by cache priority, prefetches the rest; layers get memory by what it hides (MoEpic)
 moe-infinity:eviction=eam:scope=global:prediction=eam:prefill=evict
-    activation matrices of earlier requests predict and say what goes (MoE-Infinity)
+    activation matrices of earlier requests predict and say what is evicted (MoE-Infinity)
 """
 """Each preset as a user would write it, and what it does. Other parts have the defaults of System; transfer is
 asynchronous where it predicts. `adapmoe` needs ahead=staging, since layers that keep nothing are prefetched, too.

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Plan, RouterRan, Span
-from expertly.policies.admission import Admission
 from expertly.scheduler.cache import Cache
 from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.prefetch import PrefetchQueue
@@ -25,9 +24,10 @@ class RunningLayer:
         cache: Cache,
         queue: PrefetchQueue,
         counters: Sequence[LayerCounters],
-        best: Admission | None = None,
+        *,
+        keeps_best: bool = False,
     ) -> None:
-        """`best`: the admission, where it weighs scores; None: every needed expert is kept."""
+        """`keeps_best`: the best of what is kept and needed is kept; otherwise every needed expert is."""
         self.router: RouterRan | None = None
         self.num_open = 0
         """Segments that a plan named and that were not computed yet."""
@@ -38,7 +38,7 @@ class RunningLayer:
         self._slots = cache.slots
         self._queue = queue
         self._counters = counters
-        self._best = best
+        self._keeps_best = keeps_best
         self._staged = cache.staged
         self._classes = geometry.size_classes
         self._first_of = [geometry.first_expert_id(layer) for layer in range(geometry.num_layers)]
@@ -58,7 +58,7 @@ class RunningLayer:
         """The router ran: `ready` are resident spans, `missing` positions of experts that are not wholly resident."""
         self.router = router
         plan = Plan(ready)
-        if missing or self._staged[self._classes[router.layer]] or self._best is not None:
+        if missing or self._staged[self._classes[router.layer]] or self._keeps_best:
             self._admit(router, missing, plan)
             self._opened(plan)
         else:
@@ -114,10 +114,9 @@ class RunningLayer:
         if missing and self._queue.is_used:
             for position in missing:
                 plan.in_flight.extend(slots.await_in_flight(first + router.experts[position]))
-        if self._best is not None:
+        if self._keeps_best:
             needed = [first + expert for expert in router.experts]
-            upcoming = self._queue.upcoming() if self._queue.is_used else ()
-            kept = cache.admit_best(router, needed, upcoming, self._best)
+            kept = cache.admit_best(router, needed, self._queue.upcoming() if self._queue.is_used else ())
             for position in missing:
                 eid = first + router.experts[position]
                 absent = slots.absent(eid)

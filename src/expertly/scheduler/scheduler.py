@@ -70,7 +70,10 @@ class Scheduler:
         self.finds_late = preemption == "late"
         """A missing expert is found when its turn comes; until then, prefetches for the layer continue."""
         tops, prompts_evict = self.allocation.tops(budget.layer_quotas), prefill == "evict"
-        self.cache = Cache(geometry, budget, make_policy, scope, self.counters, tops, prompts_evict=prompts_evict)
+        worth = admission.worth if admission.has_worth else None
+        self.cache = Cache(
+            geometry, budget, make_policy, scope, self.counters, tops, prompts_evict=prompts_evict, worth=worth
+        )
         self.slots = self.cache.slots
         if self.allocation.is_online:
             self.allocation.begin(budget.layer_quotas)
@@ -92,8 +95,8 @@ class Scheduler:
             by_id, is_early = order == "id", not self.finds_late
             self._running = TurnByTurn(geometry, self.cache, self.queue, self.counters, by_id=by_id, is_early=is_early)
         else:
-            best = admission if admission.weighs_scores else None
-            self._running = RunningLayer(geometry, self.cache, self.queue, self.counters, best)
+            best = admission.weighs_scores
+            self._running = RunningLayer(geometry, self.cache, self.queue, self.counters, keeps_best=best)
         self._needed: Container[int] = frozenset()  # experts of the running layer, where anything is predicted
         self.computed = self._running.computed
         """`computed(spans)`: spans of the running layer were computed; returns what to do next, or None."""

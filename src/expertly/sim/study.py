@@ -171,7 +171,7 @@ class Study:
 
     @property
     def codec_costs(self) -> CodecCosts | None:
-        """Of the profile, or assumed; None where experts are not compressed."""
+        """The profile's costs, or assumed ones; None where experts are not compressed."""
         return None if self.codec == "none" else self.hardware.codec or CodecCosts()
 
     @property

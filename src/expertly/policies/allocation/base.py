@@ -22,8 +22,9 @@ Job = Callable[["Timing"], "Configuration"]
 
 
 class Allocation(Policy, ABC):
-    """Of one model. Quotas are in segments, from 0 to all segments of a layer's experts; in each size class together at
-    most what is kept. What no layer keeps is staging slots. None reads a clock; ties are as docs/conventions.md says.
+    """Divides the slots of one model among its layers. Quotas are in segments, from 0 to all segments of a layer's
+    experts; in each size class together at most what is kept. What no layer keeps is staging slots. None reads a clock;
+    ties are as docs/conventions.md says.
     """
 
     family = "allocation"

@@ -32,7 +32,7 @@ class PredictorWork:
 
 
 class Predictor(Policy, ABC):
-    """Of one model. It sees layers in order and predicts layers that have not run; it reads no clock.
+    """Watches one model. It sees layers in order and predicts layers that have not run; it reads no clock.
 
     A class is made with (geometry, distance, options, known): how many layers it looks ahead, an instance of its
     `options`, and what is known beforehand. Under overload the driver leaves out observations: an iteration may lack

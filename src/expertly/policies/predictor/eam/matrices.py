@@ -180,7 +180,9 @@ class Matrices(LearnedStore):
     # -- as a file keeps it ------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
-        """Of n and m matrices: prefill [n, L, E] and prefill_born [n], decode [m, L, E] and decode_born [m]."""
+        """The filled parts, for n and m matrices: prefill [n, L, E] and prefill_born [n], decode [m, L, E] and
+        decode_born [m].
+        """
         arrays: dict[str, npt.NDArray[Any]] = {}
         for phase, one in zip(_PHASES, (self.prefill, self.decode), strict=True):
             arrays |= {phase: one.matrices[: one.num_matrices], f"{phase}_born": one.born[: one.num_matrices]}

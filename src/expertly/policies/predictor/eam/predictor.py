@@ -1,4 +1,4 @@
-"""What later layers will need, read off the activation matrices of similar requests (MoE-Infinity, section 4.5)."""
+"""Predicts later layers from the activation matrices of similar requests (MoE-Infinity, section 4.5)."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class FMoE(Predictor):
         return MapStore(self._shape, options.capacity, semantic_weight=self._weight, quota=options.quota)
 
     def _predict(self, kind: str, cosines: Floats, layers: range) -> list[Prediction]:
-        """Of each of these layers, by the maps that have something of it and are nearest to the rows."""
+        """Predict each of these layers from the nearest maps that have scores for it."""
         store, predictions = self._store, []
         best = self._search.nearest(cosines)
         is_counted = False
@@ -310,7 +310,7 @@ def select_rows(probabilities: Floats, scores: Floats, top_k: int, mode: Select 
 
 
 def union(probabilities: Floats, selected: npt.NDArray[np.bool_]) -> tuple[list[int], list[float]]:
-    """What any row selected, by its highest probability among the rows that did (ties: the lowest id)."""
+    """The experts that any row selected, by their highest probability among the rows that did (ties: the lowest id)."""
     highest = np.where(selected, probabilities, 0.0).max(axis=0)
     order = (-highest).argsort(kind="stable")[: int((highest > 0).sum())]
     return order.tolist(), highest[order].tolist()

@@ -203,6 +203,6 @@ def _as_slice(columns: Slots) -> slice | Slots:
 
 
 def _oldest_of_best(scores: Floats, ages: npt.NDArray[np.int64]) -> int:
-    """Of the highest scores, equal up to rounding, the one of the lowest age."""
+    """The lowest age among the highest scores, which are equal up to rounding."""
     best = np.flatnonzero(scores >= scores.max() - TIE)
     return int(best[0] if len(best) == 1 else best[ages[best].argmin()])
