@@ -93,7 +93,7 @@ def narrow(widths: list[int], experts: list[int]) -> Geometry:
         ([8, 16, 8], [4, 4, 4], [6, 5], [3, 5, 3]),  # size classes do not share
     ],
 )
-def test_equal_shares(widths: list[int], experts: list[int], slots: list[int], shares: list[int]) -> None:
+def test_equal_quotas(widths: list[int], experts: list[int], slots: list[int], shares: list[int]) -> None:
     shape = narrow(widths, experts)
     assert equal_quotas(shape, slots) == shares
     for wrong in ([*slots, 1], [-1] * len(slots)):
@@ -164,7 +164,7 @@ def test_no_division_is_cheaper_than_the_dynamic_programs(kind: str) -> None:
     assert cheapest_quotas([np.zeros(9)] * 5, 23) == [5, 5, 5, 4, 4], "ties are equal shares"
 
 
-def test_it_is_never_worse_than_equal_shares() -> None:
+def test_it_is_never_worse_than_equal_quotas() -> None:
     dice = np.random.default_rng(2)
     for seed in range(15):
         shape = geometry(int(dice.integers(1, 9)), 16, 2)

@@ -87,7 +87,7 @@ class CheckedScheduler(Scheduler):
         self._demanded(plan, held)
         for eid in dict(ahead):
             if eid not in self.left:
-                assert not self.cache.staged_of(layer, eid) & resident[eid], "a wrong guess frees its place"
+                assert not self.cache.staged_of(layer, eid) & resident[eid], "a wrong prefetch frees its slot"
         self._promises()
         return plan
 

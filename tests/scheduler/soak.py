@@ -129,7 +129,7 @@ def random_routers(dice: random.Random, num_iterations: int) -> list[RouterRan]:
     return [random_router(dice, layer, one, kind) for kind in kinds for layer, one in enumerate(LAYERS)]
 
 
-class RandomGuesses(Predictor):
+class RandomPredictor(Predictor):
     """Predictions right, wrong or both, of any layer at all, the running one and the one just named included."""
 
     def __init__(self, dice: random.Random, shape: Geometry, routers: list[RouterRan]) -> None:
@@ -138,12 +138,12 @@ class RandomGuesses(Predictor):
         self.step = 0
 
     def begin_iteration(self, began: Began) -> Iterator[Prediction]:
-        return self._guess()
+        return self._random()
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        return self._guess()
+        return self._random()
 
-    def _guess(self) -> Iterator[Prediction]:
+    def _random(self) -> Iterator[Prediction]:
         dice = self.dice
         for _ in range(dice.choice([0, 1, 1, 2, 4])):
             distance = dice.choice([1, 1, 1, 2, 3, self.shape.num_layers])
@@ -261,13 +261,13 @@ def soak(
 
     control: CheckedScheduler = make(CheckedScheduler, future=future)
     recorded = record(control, lines.append)
-    link, guesses, happened = (
+    link, predictor, happened = (
         RandomLink(dice, dice.choice([0.1, 0.4, 0.8])),
-        RandomGuesses(dice, shape, routers),
+        RandomPredictor(dice, shape, routers),
         control.happened,
     )
     times = accumulate(iter(lambda: dice.choice([1, 10, 1000]), 0))
-    prefetcher = Prefetcher(recorded, link, InlineChannel(guesses), now=partial(next, times))
+    prefetcher = Prefetcher(recorded, link, InlineChannel(predictor), now=partial(next, times))
     link.fails = lambda: dice.random() < failures
 
     def compute(spans: Sequence[Span]) -> None:
@@ -276,7 +276,7 @@ def soak(
             raise Failure
 
     for step, router in enumerate(routers):
-        future.step = guesses.step = step
+        future.step = predictor.step = step
         before = link.num_waits
         try:
             if router.layer == 0:

@@ -25,7 +25,7 @@ def test_staging_and_kept_are_the_whole_budget_and_never_more(segments: int) -> 
         assert sum(budget.layer_quotas) == sum(budget.kept_slots)
 
 
-def test_below_the_staging_the_least_budget_is_named() -> None:
+def test_below_the_staging_slots_the_least_budget_is_named() -> None:
     shape = geometry(3, 8, 2, segments=4)
     least = 2 * shape.layers[0].expert_nbytes
     with pytest.raises(BudgetError, match=f"least that works is {least} bytes"):
@@ -45,7 +45,7 @@ def test_the_least_budget_works_as_bytes_and_as_the_percentage_said() -> None:
             split_budget(shape, int(found[1]) - 1)
 
 
-def test_a_staging_larger_than_the_pool_is_cut() -> None:
+def test_more_staging_slots_than_segments_are_cut() -> None:
     shape = geometry(2, 4, 2)
     assert split_budget(shape, shape.nbytes, staging=1000).staging_slots == (0,)
     with pytest.raises(BudgetError, match=f"least that works is {shape.nbytes} bytes"):

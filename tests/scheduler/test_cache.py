@@ -49,7 +49,7 @@ def filled(capacity: int, experts: dict[int, int], *, whole: bool = False) -> Pa
         (False, {1: 0b1111, 2: 0b1111}, 9, set(), None, {1: 0b1111, 2: 0b1111}),
     ],
 )
-def test_what_goes_for_so_many_segments(
+def test_victims_for_so_many_segments(
     whole: bool,
     held: dict[int, int],
     num: int,
@@ -147,7 +147,7 @@ def test_a_layer_that_shrinks_evicts_by_its_policy_and_one_that_grows_fills_by_d
     assert kept(control, 1) == {0, 1, 2, 3, 4, 5} and not control.counters[1].decode.evicted_nbytes
 
 
-def test_what_is_protected_goes_later() -> None:
+def test_protected_experts_are_no_victims() -> None:
     control = four_kept_of_two_layers()
     cache = control.cache
     cache.resize([1, 7])
@@ -159,13 +159,13 @@ def test_what_is_protected_goes_later() -> None:
     control.check()
 
 
-@pytest.mark.parametrize(("chunks", "left"), [(False, 0b0011), (True, 0)])
-def test_a_part_of_an_expert_goes_from_its_end_and_all_of_it_where_it_comes_in_chunks(chunks: bool, left: int) -> None:
+@pytest.mark.parametrize(("is_predicted", "left"), [(False, 0b0011), (True, 0)])
+def test_victims_lose_their_last_segments_or_all_where_anything_is_predicted(is_predicted: bool, left: int) -> None:
     shape = geometry(layers=2, experts=8, top_k=2, segments=4)
     control = scheduler(shape, 10 / 16)
     for pair in ([0, 1], [2, 3]):
         run_layer(control, 0, pair)
-    if chunks:
+    if is_predicted:
         control.predict(prediction(1, []))
     control.cache.resize([16 - 6, 16 + 6])
     control.cache.rearrange(set())

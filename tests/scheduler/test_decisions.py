@@ -84,7 +84,7 @@ def test_predictions_are_written_and_decide_the_same_again(system: str, tmp_path
     assert any(call[2] for call in calls if call[0] == "prefetch")
 
 
-def test_probabilities_that_were_changed_change_what_goes(tmp_path: Path) -> None:
+def test_changed_probabilities_change_what_is_evicted(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     predicted(path, "fmoe")
 
@@ -225,7 +225,7 @@ def test_an_observation_that_cannot_be_is_a_difference(
         ["computed", [[0, 0, 1, 2, 0]], None],
     ],
 )
-def test_what_is_no_call_is_named_with_its_line(call: object, tmp_path: Path) -> None:
+def test_a_line_that_is_no_call_is_named(call: object, tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     record(path)
 

@@ -163,7 +163,7 @@ def test_what_was_prefetched_into_staging_slots_is_kept_when_it_is_needed() -> N
     assert set(control.cache.partitions[0].kept) == {1, 5}, "the use does"
 
 
-def test_low_scores_that_are_never_reached_do_not_pile_up() -> None:
+def test_memory_of_the_queue_is_bounded_under_low_scores() -> None:
     shape = geometry(layers=2, experts=64, top_k=2)
     control = SYSTEMS["lru"].scheduler(shape, split_budget(shape, shape.nbytes // 4))
     for step in range(2_000):
@@ -198,7 +198,7 @@ def test_a_near_prediction_is_loaded_before_a_surer_far_one() -> None:
     assert loaded == [(2, 6), (3, 1), (0, 7)]
 
 
-def test_what_is_said_of_a_layer_says_what_goes() -> None:
+def test_predicted_probabilities_decide_what_is_evicted() -> None:
     """One cache of four over two layers, frequencies equal: what the map of layer 1 holds least likely makes room."""
     shape = geometry(layers=2, experts=4, top_k=2)
     control = CheckedScheduler(
@@ -212,7 +212,7 @@ def test_what_is_said_of_a_layer_says_what_goes() -> None:
     assert set(control.cache.partitions[0].kept) == {0, 2, 4, 5}, "1 went: 0.05; what is predicted and here stays"
 
 
-def test_a_prediction_that_came_too_late_still_says_what_goes() -> None:
+def test_a_prediction_that_came_too_late_still_decides_what_is_evicted() -> None:
     """The same cache; the second map of layer 0 comes when that layer has run, and makes 1 likelier than 0."""
 
     class Late(Predictor):
@@ -296,7 +296,7 @@ class Naive:
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
 @pytest.mark.parametrize("seed", seeds(2, 6))
-def test_what_is_first_is_what_looking_through_everything_finds(prefetch: str, seed: int) -> None:
+def test_the_queue_agrees_with_a_scan_of_everything_predicted(prefetch: str, seed: int) -> None:
     dice = random.Random(seed)
     queue, naive = queue_of(prefetch), Naive(prefetch)
     asked = 0

@@ -23,7 +23,7 @@ from expertly.scheduler.scheduler import Scheduler
 from expertly.testing.made_up import ListFuture
 from tests.scheduler import drive
 from tests.scheduler.drive import WAYS, geometry, one_token, scheduler, ways
-from tests.scheduler.soak import BUDGETS, InstantLink, RandomGuesses, RandomLink, RandomQuotas, nothing_seen, soak
+from tests.scheduler.soak import BUDGETS, InstantLink, RandomLink, RandomPredictor, RandomQuotas, nothing_seen, soak
 from tests.tables import crossed, pairs
 
 KEEPING = [  # scope, order, admission, eviction
@@ -40,7 +40,7 @@ KEEPING = [  # scope, order, admission, eviction
 
 
 @pytest.mark.parametrize(("segments", "ahead", "keeping"), pairs([1, 4], ["cache", "staging"], KEEPING))
-def test_whatever_is_predicted(segments: int, ahead: str, keeping: tuple[str, str, str, str]) -> None:
+def test_random_predictions(segments: int, ahead: str, keeping: tuple[str, str, str, str]) -> None:
     scope, order, admission, eviction = keeping
     way: dict[str, Any] = {"scope": scope, "order": order, "admission": admission, "ahead": ahead, "eviction": eviction}
     prefetch = "proximity" if eviction == "fmoe" else "score"
@@ -60,7 +60,7 @@ def test_whatever_is_predicted(segments: int, ahead: str, keeping: tuple[str, st
 @pytest.mark.parametrize(
     ("way", "transfer", "ahead", "segments"), pairs(WAYS, ["asynchronous", "synchronous"], ["cache", "staging"], [1, 4])
 )
-def test_however_a_layer_runs(way: tuple[str, str], transfer: str, ahead: str, segments: int) -> None:
+def test_random_ways_to_run_a_layer(way: tuple[str, str], transfer: str, ahead: str, segments: int) -> None:
     order, preemption = way
     runs: dict[str, Any] = {"order": order, "preemption": preemption, "transfer": transfer, "ahead": ahead}
     happened: Counter[str] = Counter()
@@ -78,7 +78,7 @@ def test_however_a_layer_runs(way: tuple[str, str], transfer: str, ahead: str, s
     ("order", "preemption", "ahead", "segments"),
     [(*way, *more) for way, more in zip(WAYS, [("cache", 1), ("staging", 4)] * 2, strict=True)],
 )
-def test_whatever_steps_a_gate_opens(order: str, preemption: str, ahead: str, segments: int) -> None:
+def test_random_systems_with_a_gate(order: str, preemption: str, ahead: str, segments: int) -> None:
     """Its times are random."""
     happened: Counter[str] = Counter()
     way: dict[str, Any] = {"order": order, "preemption": preemption, "ahead": ahead, "num_iterations": 25}
@@ -93,7 +93,7 @@ def test_whatever_steps_a_gate_opens(order: str, preemption: str, ahead: str, se
     ("segments", "ahead", "keeping"),
     pairs([1, 4], ["cache", "staging"], [("lru", "always"), ("lfu", "best"), ("random", "always"), ("belady", "best")]),
 )
-def test_whatever_quotas_layers_get(segments: int, ahead: str, keeping: tuple[str, str]) -> None:
+def test_random_quotas(segments: int, ahead: str, keeping: tuple[str, str]) -> None:
     eviction, admission = keeping
     happened: Counter[str] = Counter()
     way: dict[str, Any] = {"eviction": eviction, "admission": admission, "ahead": ahead, "allocation": RandomQuotas}
@@ -106,7 +106,7 @@ def test_whatever_quotas_layers_get(segments: int, ahead: str, keeping: tuple[st
     ("segments", "ahead", "keeping"),
     pairs([1, 4], ["cache", "staging"], [("lcp", "always"), ("random", "always"), ("lcp", "best")]),
 )
-def test_whatever_is_kept_of_experts(segments: int, ahead: str, keeping: tuple[str, str]) -> None:
+def test_random_splits(segments: int, ahead: str, keeping: tuple[str, str]) -> None:
     eviction, admission = keeping
     happened: Counter[str] = Counter()
     way: dict[str, Any] = {"eviction": eviction, "admission": admission, "ahead": ahead, "plans": True}
@@ -120,7 +120,7 @@ def test_whatever_is_kept_of_experts(segments: int, ahead: str, keeping: tuple[s
 
 @pytest.mark.parametrize(("order", "preemption"), WAYS)
 @pytest.mark.parametrize("transfer", ["asynchronous", "synchronous"])
-def test_however_a_layer_runs_that_keeps_parts_of_experts(order: str, preemption: str, transfer: str) -> None:
+def test_random_layers_that_keep_parts_of_experts(order: str, preemption: str, transfer: str) -> None:
     for (share, staging), ahead in crossed(BUDGETS, ["cache", "staging"]):
         way: dict[str, Any] = {"order": order, "preemption": preemption, "transfer": transfer, "ahead": ahead}
         named = way | {"eviction": "lcp", "allocation": moepic, "plans": True, "num_iterations": 5}
@@ -250,10 +250,10 @@ def test_with_nothing_kept_what_is_prefetched_is_staged(share: float, segments: 
     control = drive.CheckedScheduler(shape, budget, lambda capacity, layers: drive.LRU(), ahead="staging")
     link = RandomLink(dice, 0.7)
     routers = [one_token(layer, dice.sample(range(8), 2)) for _ in range(60) for layer in range(4)]
-    guesses = RandomGuesses(dice, shape, routers)
-    prefetcher = Prefetcher(control, link, InlineChannel(guesses))
+    predictor = RandomPredictor(dice, shape, routers)
+    prefetcher = Prefetcher(control, link, InlineChannel(predictor))
     for step, router in enumerate(routers):
-        guesses.step = step
+        predictor.step = step
         if router.layer == 0:
             prefetcher.begin_iteration(nothing_seen)
         run_layer(control, link, router, lambda spans: None, prefetcher, drive.routed(router))

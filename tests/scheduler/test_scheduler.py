@@ -103,7 +103,7 @@ def test_an_expert_waits_for_staging_slots_that_can_hold_it_whole() -> None:
     control.check()
 
 
-def test_what_only_pads_chose_is_computed_and_not_counted() -> None:
+def test_experts_of_pads_alone_are_computed_and_not_counted() -> None:
     control = scheduler(geometry(layers=1, experts=8, top_k=2), 4 / 8)
     ran = run_layer(control, 0, [0, 1, 2], tokens=[2, 0, 1], decode=False)
     assert sorted(ran.loaded) == [0, 1, 2]
@@ -126,7 +126,7 @@ def test_one_at_a_time_by_id_thrashes_where_the_default_does_not() -> None:
 # -- a layer that fails --------------------------------------------------------------------------------------------
 
 
-def test_what_arrived_before_the_failure_is_a_hit_afterwards_and_what_did_not_is_a_miss() -> None:
+def test_after_a_failure_spans_that_had_arrived_are_hits_and_others_misses() -> None:
     control = scheduler(geometry(layers=1, experts=8, top_k=2), 6 / 8)
     plan = control.begin_layer(one_token(0, [3, 5]))
     assert [span.expert for span in plan.loads] == [3, 5]

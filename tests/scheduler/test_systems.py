@@ -193,7 +193,7 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("oracle:prefetch=proximity", r"prefetch='proximity' weighs probabilities.*accepted: score"),
     ],
 )
-def test_what_cannot_be_is_named_with_what_can(spec: str, message: str) -> None:
+def test_an_error_names_the_problem_and_what_is_accepted(spec: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         get_system(spec)
 
@@ -202,14 +202,14 @@ def test_what_cannot_be_is_named_with_what_can(spec: str, message: str) -> None:
     "spec",
     ["x" * 10**5, "fmoe" + ":a=b" * 10**5, *(f"fmoe:{key}{'9' * 10**5}" for key in ("", "capacity=", "select="))],
 )
-def test_what_is_wrong_with_a_very_long_spec_is_short(spec: str) -> None:
+def test_errors_of_a_very_long_spec_are_short(spec: str) -> None:
     with pytest.raises(ConfigError) as caught:
         get_system(spec)
     assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("spec", ["lru:prediction=perfect", "lru:eviction=belady:admission=best"])
-def test_what_needs_the_future_does_not_run_without(spec: str) -> None:
+def test_systems_that_need_the_future_do_not_run_without_it(spec: str) -> None:
     with pytest.raises(ConfigError, match="needs to know the demands to come"):
         get_system(spec).scheduler(SHAPE, BUDGET, Known())
         get_system(spec).predictor(SHAPE, Known())

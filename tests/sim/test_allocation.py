@@ -53,7 +53,7 @@ def test_without_a_training_part_they_are_learned_online(tmp_path: Path) -> None
     assert sum(row["allocation"]["experts"]) == 12 and row["allocation"]["experts"][1] == 8
 
 
-def test_what_needs_the_future_counts_as_unpredicted(tmp_path: Path) -> None:
+def test_predictors_that_need_the_future_count_as_none(tmp_path: Path) -> None:
     name = "modelled-lookahead:allocation=adapmoe"
     row = results(make_study(skewed(tmp_path), selection=Selection(split=(7, 3))), [name], "60%")[name]
     assert row["allocation"]["recall"] == [0.0, 0.0, 0.0]

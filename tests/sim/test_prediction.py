@@ -131,9 +131,7 @@ def test_rows_say_how_they_predicted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("segments", [1, 2])
-def test_bytes_loaded_ahead_for_nothing_are_those_of_experts_that_were_not_needed(
-    segments: int, tmp_path: Path
-) -> None:
+def test_wasted_bytes_are_those_of_prefetched_experts_that_were_not_needed(segments: int, tmp_path: Path) -> None:
     """With a link that takes no time whatever is begun arrives: whole experts."""
     study = make_study(random_trace(tmp_path), toy(link=INFINITE), predicting="inline", segments=segments)
     counters = study.simulate(get_system("fmoe"), Memory("40%").budget(study.geometry)).scheduler.counters

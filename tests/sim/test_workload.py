@@ -145,7 +145,7 @@ def test_an_iteration_shows_its_rows(
     assert num_rows == trace.num_rows
 
 
-def test_what_is_wanted_is_read_once_a_block_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_wanted_fields_are_read_once_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = mixed_trace(tmp_path / "trace", is_full=True)
     read: list[str] = []
     rows = Trace.rows

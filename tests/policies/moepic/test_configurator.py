@@ -45,7 +45,7 @@ def test_budgets_are_possible_and_no_worse_than_equal_ones(span_ns: int, zeta: f
         assert found == configure(shape, [kept], rates, timing, zeta)
 
 
-def test_what_is_forecast_is_of_the_plan() -> None:
+def test_the_forecast_is_that_of_the_plan() -> None:
     for seed in range(6):
         shape, kept, rates, timing = random_model(seed)
         found, forecaster = configure(shape, [kept], rates, timing), Forecaster(shape, rates, timing)
@@ -148,7 +148,7 @@ def test_memory_stays_in_its_size_class() -> None:
     assert budgets[1] > budgets[0] and budgets[3] > budgets[2]
 
 
-def test_what_does_not_fit_together_is_said() -> None:
+def test_parts_that_do_not_fit_together_are_refused() -> None:
     shape, kept, rates, timing = random_model(0)
     with pytest.raises(ConfigError, match=r"zeta=1\.0: must be above 0 and below 1"):
         configure(shape, [kept], rates, timing, zeta=1.0)

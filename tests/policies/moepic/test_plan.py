@@ -139,7 +139,7 @@ def test_round_trip(tmp_path: Path) -> None:
         (json.dumps({**PLAN.to_dict(), "layers": []}), "plan field layers="),
     ],
 )
-def test_what_is_no_plan(tmp_path: Path, text: str | None, message: str) -> None:
+def test_files_that_are_no_plans_are_refused(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "plan.json"
     if text is not None:
         path.write_text(text)
@@ -185,7 +185,7 @@ def test_layers_keep_what_it_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_the_rest_is_for_staging_until_another_plan_keeps_it(name: str) -> None:
+def test_the_rest_of_a_budget_is_staging_slots_until_a_plan_keeps_it(name: str) -> None:
     budget = split_budget(GEOMETRY, GEOMETRY.nbytes // 2)
     system = get_system(f"lru:allocation={name}")
     given = system.budget(GEOMETRY, budget, KNOWN)

@@ -53,7 +53,7 @@ def test_shares_are_whole_tops_and_the_rest_goes_to_the_lowest_layer() -> None:
 
 
 @pytest.mark.parametrize("theta", [0.1, 0.8])
-def test_at_every_budget_all_there_is_is_shared_out(theta: float) -> None:
+def test_every_slot_of_every_budget_has_a_quota(theta: float) -> None:
     small, large = LayerGeometry(2, 1, 4, 30, 3, 2), LayerGeometry(9, 3, 4, 60, 3, 2)
     shape = Geometry((small, large, small, large), 10)
     for first in range(0, 41, 3):
@@ -102,7 +102,7 @@ def test_it_is_due_after_tau_tokens_once_and_then_after_as_many_more() -> None:
 
 
 @pytest.mark.parametrize(("tau", "due_at"), [(700, [0, 64, 256, 956]), (100, [0, 64, 164]), (64, [0, 64, 128])])
-def test_what_is_kept_is_worked_out_soon_at_first(tau: int, due_at: list[int]) -> None:
+def test_the_first_configurations_come_early(tau: int, due_at: list[int]) -> None:
     """By times alone before anything has run, then after 64 and 256 tokens, then after every tau."""
     allocation, found = MoEpic(SHAPE, MoEpicOptions(tau=tau)), []
     allocation.begin(allocation.quotas([49]))
@@ -133,7 +133,7 @@ def test_before_anything_is_known_whole_experts_are_kept_where_spans_cost_much()
     assert kept == {"free": [(8, 2)] * 3, "dear": [(4, 4)] * 3, "not counted": [(8, 2)] * 3}
 
 
-def test_what_is_not_counted_changes_no_configuration() -> None:
+def test_uncounted_costs_change_no_configuration() -> None:
     for spans in (True, False):
         allocation = MoEpic(SHAPE, MoEpicOptions(tau=30, start="half", pieces=spans))
         allocation.begin(allocation.quotas([49]))

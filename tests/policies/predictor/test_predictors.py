@@ -66,7 +66,7 @@ def test_of_one_row_scores_are_probabilities(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PREDICTORS)
-def test_what_it_is_made_of_is_checked(name: str) -> None:
+def test_its_arrays_are_checked(name: str) -> None:
     one = PREDICTORS[name]
     with pytest.raises(ConfigError, match=f"prediction='{name}': option 'colour': unknown"):
         one.make(SHAPE, Known(future=some_future(SHAPE, 1)), 1, {"colour": "red"})
