@@ -77,7 +77,6 @@ def scratch_file(folder: Path, nbytes: int, seconds: float) -> Iterator[ScratchF
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove the scratch files of processes that were killed."""
     for path in folder.glob(".doctor-*.scratch"):
         if not Path("/proc", path.name.split("-")[1].split(".")[0]).exists():
             path.unlink(missing_ok=True)

@@ -79,7 +79,6 @@ class ModelShape:
 
     @classmethod
     def of(cls, geometry: Geometry) -> ModelShape:
-        """The shape of a model."""
         layers = geometry.layers
         return cls(tuple(layer.num_experts for layer in layers), tuple(layer.top_k for layer in layers))
 

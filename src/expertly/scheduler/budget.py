@@ -32,7 +32,6 @@ class Budget:
 
 
 def class_segment_nbytes(geometry: Geometry) -> list[int]:
-    """Bytes of a segment of each size class."""
     nbytes = [0] * geometry.num_size_classes
     for layer, size_class in enumerate(geometry.size_classes):
         nbytes[size_class] = geometry.segment_nbytes(layer)
@@ -105,12 +104,10 @@ def check_quotas(geometry: Geometry, quotas: Sequence[int]) -> list[int]:
 
 
 def _nbytes(geometry: Geometry, slots: Sequence[int]) -> int:
-    """The bytes of so many segments of each size class."""
     return sum(num * nbytes for num, nbytes in zip(slots, class_segment_nbytes(geometry), strict=True))
 
 
 def _class_segments(geometry: Geometry) -> list[int]:
-    """The segments of all experts of each size class."""
     totals = [0] * geometry.num_size_classes
     for layer, size_class in enumerate(geometry.size_classes):
         totals[size_class] += geometry.layers[layer].num_experts * geometry.segments_per_expert

@@ -43,7 +43,6 @@ class Partition:
             self.policy.admitted(expert)
 
     def drop(self, expert: int, mask: int) -> None:
-        """No longer keep these segments."""
         left = self.kept[expert] & ~mask
         self.used -= mask.bit_count()
         if left:

@@ -24,7 +24,6 @@ class Correlation:
     sum_xy: float = 0.0
 
     def add(self, x: float, y: float) -> None:
-        """One more pair."""
         self.count += 1
         from_x, from_y = x - self.mean_x, y - self.mean_y
         self.mean_x += from_x / self.count
@@ -34,7 +33,6 @@ class Correlation:
         self.sum_xy += from_x * (y - self.mean_y)
 
     def merge(self, other: Correlation) -> None:
-        """All pairs of the other."""
         if not other.count:
             return
         count = self.count + other.count

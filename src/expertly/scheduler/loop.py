@@ -223,7 +223,6 @@ class Prefetcher:
         self.refill()
 
     def end_iteration(self, ok: bool) -> None:
-        """The pass ended; `ok`: it did not fail."""
         self._channel.end_iteration(ok)
         if ok:
             self._tell(Moment.PASS_ENDED)
@@ -300,7 +299,6 @@ class Prefetcher:
         assert not awaited, "between layers nobody waits for a span"
 
     def refill(self) -> None:
-        """Prefetch more where there is room."""
         spans = self._scheduler.prefetch()
         if spans:
             self._transport.prefetch(spans)

@@ -31,17 +31,13 @@ class Channel(Protocol):
     function that is called where it is used, once at most.
     """
 
-    def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
-        """Publish that a forward pass begins."""
-        ...
+    def begin_iteration(self, step: int, began: Callable[[], Began]) -> None: ...
 
     def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
         """Publish what a router chose."""
         ...
 
-    def end_iteration(self, ok: bool) -> None:
-        """Publish that the pass ended."""
-        ...
+    def end_iteration(self, ok: bool) -> None: ...
 
     def take(self) -> Seen | None:
         """The next prediction that is ready, in the order in which they were made. Raises what making one raised."""
@@ -124,7 +120,6 @@ class ObservationQueue:
         return cls(PASSES_WAITING * (num_layers + 1))
 
     def begin_iteration(self, step: int, began: Callable[[], Began], at_ns: int = 0) -> None:
-        """A pass begins."""
         self._passes.append(_Pass(step, at_ns, began))
         self._published()
 
@@ -160,7 +155,6 @@ class ObservationQueue:
         return None
 
     def clear(self) -> None:
-        """Drop all that waits."""
         self._passes.clear()
         self._num_waiting = 0
 

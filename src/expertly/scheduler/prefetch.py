@@ -184,7 +184,6 @@ class PrefetchQueue:
 
     @property
     def num_in_flight(self) -> int:
-        """Segments that are prefetching."""
         return sum([mask.bit_count() for mask in self._slots.prefetching.values()])
 
     def upcoming(self) -> set[int]:
@@ -277,7 +276,6 @@ class PrefetchQueue:
                     phase.wasted_nbytes += one.num_segments * segment_nbytes
 
     def clear(self) -> None:
-        """Forget everything that is predicted or in flight."""
         self._queued.clear()
         self._heads.clear()
         self.now = self._geometry.num_layers - 1
@@ -294,12 +292,10 @@ class PrefetchQueue:
 
 
 def _mask_of(span: Span) -> int:
-    """The segments of a span."""
     return ((1 << span.num_segments) - 1) << span.segment
 
 
 def _single_segments(spans: list[Span]) -> list[Span]:
-    """Spans cut into single segments."""
     return [
         span if span.num_segments == 1 else Span(span.layer, span.expert, span.segment + i, 1, span.slot + i)
         for span in spans

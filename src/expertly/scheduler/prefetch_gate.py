@@ -88,7 +88,6 @@ class PrefetchGate:
         self._absent_nbytes += absent_nbytes
 
     def abandon(self) -> None:
-        """The pass failed."""
         self._began_ns = None
 
     def facts(self) -> dict[str, Any]:

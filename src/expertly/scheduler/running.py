@@ -98,7 +98,6 @@ class RunningLayer:
         return protected
 
     def clear(self) -> None:
-        """No layer runs."""
         self.router = None
         self.deferred.clear()
         self.num_open = 0

@@ -39,7 +39,6 @@ class SlotTable:
         self._blocks: dict[int, int] = {}  # for experts in one block of slots, in place of that: its first slot
 
     def absent(self, eid: int) -> int:
-        """Segments without a slot."""
         return self.full & ~(self.resident[eid] | self.in_flight[eid])
 
     def num_free(self, layer: int) -> int:
@@ -258,7 +257,6 @@ class BlockPool:
         self._blocks.append(block)
 
     def free_slots(self) -> list[int]:
-        """All free slots, for checks."""
         in_blocks = [block * self._size + i for block in self._blocks for i in range(self._size)]
         return sorted([*in_blocks, *self._loose])
 
@@ -313,7 +311,6 @@ class RunPool:
         self._add(first, length)
 
     def free_slots(self) -> list[int]:
-        """All free slots, for checks."""
         return sorted(first + i for first, length in self._length.items() for i in range(length))
 
     def _add(self, first: int, length: int) -> None:

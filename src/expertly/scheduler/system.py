@@ -308,7 +308,6 @@ def names_of_options(part: str, name: str) -> list[str]:
 
 
 def unknown(where: str, key: str, value: str) -> ConfigError:
-    """The error for a part that does not exist."""
     accepted = ", ".join(ACCEPTED[key])
     if (key, value) == ("gate", "confidence"):
         return ConfigError(

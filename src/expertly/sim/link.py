@@ -119,7 +119,6 @@ class VirtualLink:
         return self._take() if arrivals and arrivals[0][0] <= now else None
 
     def wait(self) -> Span:
-        """Moves the clock to the next arrival."""
         while not self._arrivals:
             self._begin_next()
         arrival = self._arrivals[0][0]
@@ -235,7 +234,6 @@ class TransferQueue:
             self.next_ns = max(ready_ns, self._free_at_ns)
 
     def next_span(self) -> Span:
-        """The span whose transfer begins next."""
         return self._next()[0][2]
 
     def begin(self, nbytes: int | None = None) -> tuple[Span, bool, int, int]:

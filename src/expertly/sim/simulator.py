@@ -212,7 +212,6 @@ class VirtualPredictorThread:
         self._has_waiting = True
 
     def take(self) -> Seen | None:
-        """The next prediction that is made by now."""
         now = self._clock.now_ns
         if self._has_waiting and self._free_at_ns <= now:
             self._read_until(now)

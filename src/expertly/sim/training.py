@@ -66,7 +66,6 @@ class TrainingPart:
         return f"filled from {self.num_requests} requests" if self._spans else "empty"
 
     def known(self, system: System, geometry: Geometry, known: Known) -> Known:
-        """`known`, and what the system's policies find in the training part."""
         if not self._spans or system.keeps_everything:
             return known
         for policy in (EVICTIONS[system.eviction], ALLOCATIONS[system.allocation]):

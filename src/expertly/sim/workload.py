@@ -138,7 +138,6 @@ class Iteration:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether any row belongs to a prompt."""
         return bool(self.prefilling)
 
     @property
@@ -220,7 +219,6 @@ class TraceWorkload:
 
 
 def _demands_of_token(experts_of_layers: list[list[int]], is_prefill: bool, has_gaps: bool) -> list[RouterRan]:
-    """The demands of one token."""
     demands = []
     ones, decode = [1] * len(experts_of_layers[0]), [not is_prefill] * len(experts_of_layers[0])  # all layers share
     for layer, chosen in enumerate(experts_of_layers):

@@ -77,7 +77,6 @@ def map_shard(folder: Path, shard: ShardInfo, fields: Sequence[FieldInfo]) -> di
 
 
 def record_dtype(fields: Sequence[FieldInfo]) -> np.dtype[Any]:
-    """The dtype of a record of the tail."""
     return np.dtype([*((field.name, field.dtype, field.shape) for field in fields), (ROWS_LEFT, "int32")])
 
 

@@ -81,12 +81,10 @@ def whole_tops(quota: int, top: int, num_experts: int) -> int:
 
 
 def layers_of(geometry: Geometry, size_class: int) -> list[int]:
-    """The layers of a size class, from the lowest."""
     return [layer for layer, its_class in enumerate(geometry.size_classes) if its_class == size_class]
 
 
 def class_sums(geometry: Geometry, quotas: Sequence[int]) -> list[int]:
-    """The sum of the layers' quotas in each size class."""
     sums = [0] * geometry.num_size_classes
     for size_class, quota in zip(geometry.size_classes, quotas, strict=True):
         sums[size_class] += quota

@@ -119,7 +119,6 @@ class ScoredPolicy(EvictionPolicy):
         """With admission `best`: a layer is about to run with these experts, kept or not, as `router` chose them."""
 
     def scores(self, experts: Sequence[int]) -> Sequence[float]:
-        """The scores of these experts, kept or not."""
         return [self.score(expert) for expert in experts]
 
     @abstractmethod
@@ -175,7 +174,6 @@ class ScoredPolicy(EvictionPolicy):
                     yield entry
 
     def _enter(self, scores: dict[int, float]) -> None:
-        """Take these scores of kept experts."""
         self._kept.update(scores)
         if not self._has_heap:
             return

@@ -38,7 +38,6 @@ class Perfect(Predictor):
         self._said = -1  # the last step named
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        """Predict the steps that have come within reach."""
         now = self._future.step
         for step in range(max(self._said, now) + 1, now + self._reach + 1):
             needs = self._future.needs(step - now)

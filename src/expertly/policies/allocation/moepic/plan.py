@@ -97,7 +97,6 @@ class SplitPlan:
                     )
 
     def to_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
         layers = [
             shape.as_dict() | asdict(layer) for shape, layer in zip(self.geometry.layers, self.layers, strict=True)
         ]

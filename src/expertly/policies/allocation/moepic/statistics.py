@@ -158,7 +158,6 @@ class LayerStatistics:
             self._weight = 1.0
 
     def _count(self) -> None:
-        """Count everything that was noted."""
         if not self._noted:
             return
         num = self.num_experts

@@ -82,7 +82,6 @@ class LayerProblem:
         self._is_split = (splits.experts > 0) & (splits.theta < 1)
 
     def outcomes(self, window_ns: float) -> Outcomes:
-        """The outcomes of all splits."""
         loaded, parts = self._loaded(window_ns)
         timing, layer = self._timing, self._layer
         exposed, window = timing.exposed_ns(layer, loaded, parts), timing.next_window_ns(layer, loaded, parts)

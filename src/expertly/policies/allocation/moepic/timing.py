@@ -83,7 +83,6 @@ class Timing:
         return replace(self, span_ns=(), ask_ns=())
 
     def counts_parts(self, layer: int) -> bool:
-        """Whether parts cost something of their own."""
         return bool(self.span_ns[layer] or self.ask_ns[layer])
 
     @property

@@ -98,7 +98,6 @@ class Collection:
         self._num_added = int(born.max(initial=-1)) + 1
 
     def absorb(self, other: Collection, known: Container[bytes], most: int) -> int:
-        """As `LearnedStore.absorb`."""
         most = max(most, self.capacity - self.num_matrices)
         digests, order = other.digests(), np.argsort(other.born[: other.num_matrices], kind="stable")
         slots = [slot for slot in order.tolist() if digests[slot] not in known][-most:]
@@ -154,7 +153,6 @@ class Matrices(LearnedStore):
 
     @property
     def generation(self) -> int:  # type: ignore[override]
-        """Counts changes."""
         return self.prefill.generation + self.decode.generation
 
     @property

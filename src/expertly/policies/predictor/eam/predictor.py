@@ -131,7 +131,6 @@ class EAM(Predictor):
         return self._predict({layer: layer + 1 for layer in self._layers[: self._distance]}, start)
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        """Match every request of the pass and predict the next layers."""
         sequences, experts, layer = self._pass, routed.experts, routed.layer
         self.work.num_calls += 1
         if sequences is None or experts is None or len(experts) != self._num_rows:
@@ -175,7 +174,6 @@ class EAM(Predictor):
                     self._sum_of(request, is_prefill)[...] += counts.reshape(shape.num_layers, num_experts)
 
     def finish(self) -> None:
-        """All requests are over."""
         self._close_all_but(set())
 
     def facts(self) -> dict[str, int | float | None]:

@@ -38,7 +38,6 @@ class Search:
         self._rows = np.empty((2, 0, 0), np.float32)  # of several
 
     def begin(self, num_rows: int) -> None:
-        """Start an iteration of `num_rows` rows."""
         store = self.store
         self._generation, self.num_maps, self._num_rows = store.generation, store.num_maps, num_rows
         n = store.num_maps

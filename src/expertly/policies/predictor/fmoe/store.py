@@ -93,7 +93,6 @@ class MapStore(LearnedStore):
 
     @property
     def max_of_request(self) -> int:
-        """Maps that one request may fill."""
         return max(1, int(self.quota * self.capacity))
 
     def add(
@@ -306,7 +305,6 @@ class MapStore(LearnedStore):
         self._measure(slots)
 
     def _measure(self, slots: slice | Slots) -> None:
-        """Update the lengths of these rows."""
         maps = self.maps[:, slots]
         squares = np.einsum("lce,lce->lc", maps, maps)
         self.squares[:, slots] = squares
