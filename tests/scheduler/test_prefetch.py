@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 
 import pytest
 
@@ -13,12 +14,11 @@ from expertly.policies.eviction.fmoe import FMoEEviction
 from expertly.policies.eviction.simple import LRU
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.prefetch import PREFETCHES, ByProximity
-from expertly.scheduler.budget import Budget, split_budget
+from expertly.scheduler.budget import Budget
 from expertly.scheduler.decisions import record, replay
 from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
 from expertly.scheduler.prefetch import PrefetchQueue
-from expertly.scheduler.presets import SYSTEMS
 from expertly.scheduler.scheduler import Scheduler
 from tests.scheduler.checked import CheckedScheduler
 from tests.scheduler.drive import WAYS, finish, geometry, made, one_token, prediction, routed, run
@@ -164,17 +164,19 @@ def test_what_was_prefetched_into_staging_slots_is_kept_when_it_is_needed() -> N
 
 
 def test_memory_of_the_queue_is_bounded_under_low_scores() -> None:
-    shape = geometry(layers=2, experts=64, top_k=2)
-    control = SYSTEMS["lru"].scheduler(shape, split_budget(shape, shape.nbytes // 4))
-    for step in range(2_000):
-        layer = step % 2
-        control.predict(Prediction(1 - layer, list(range(64)), [1.0 / (1 + i) for i in range(64)], 1))
-        spans = control.prefetch()
-        finish(control, control.begin_layer(one_token(layer, [0, 1])))
-        for span in spans:
-            control.loaded(span)
-    assert sum(len(queued) for queued in control.queue._queued.values()) <= 2 * 64
-    assert len(control.queue._heads) < 100
+    """The window is full, so what is predicted is never reached, and replaced by the next prediction of its layer."""
+    control = made(geometry(layers=2, experts=8, top_k=2), [2, 2], 2, window=1)
+    control.predict(prediction(0, [4]))
+    assert len(control.prefetch()) == 1, "it never arrives"
+    allocated = []
+    tracemalloc.start()
+    for step in range(5_000):
+        control.predict(Prediction(1, [5, 6], [0.2, 0.1], 1))
+        assert not control.prefetch()
+        if step in (500, 4_999):
+            allocated.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert allocated[1] < allocated[0] + 32_768, "a stale entry a step would be 400 KB"
 
 
 def test_a_near_prediction_is_loaded_before_a_surer_far_one() -> None:
