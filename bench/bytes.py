@@ -31,7 +31,7 @@ from common import print_report
 
 from expertly.cli.arguments import split
 from expertly.cli.inputs import trace_geometry
-from expertly.policies.eviction.reuse import ReuseModel
+from expertly.policies.eviction.reuse import ReuseModel, ReuseTraining
 from expertly.policies.learned import ModelShape
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
@@ -62,7 +62,7 @@ class Domain:
         layers, dense, _ = trace_geometry(self.trace, self.geometry)
         found: dict[str, dict[str, dict[str, Any]]] = {memory: {} for memory in args.memory}
         for machine in args.hardware:
-            study = Study(self.trace, schedule, Hardware.read(machine), layers, dense, seed=args.seed, reuse=reuse)
+            study = Study(self.trace, schedule, Hardware.read(machine), layers, dense, seed=args.seed, taught=reuse)
             for memory, rows in found.items():
                 for name in names:
                     row = study.row(get_system(name), Memory(memory))
@@ -92,7 +92,7 @@ def taught(some: list[tuple[Trace, list[RowRange]]], num_tokens: int) -> ReuseMo
     """From as many tokens of each."""
     model = ReuseModel(shape_of(some[0][0]).geometry())
     for trace, spans in some:
-        teach(model, trace, first_rows(spans, num_tokens // len(some)))
+        teach(ReuseTraining(model), trace, first_rows(spans, num_tokens // len(some)))
     return model
 
 

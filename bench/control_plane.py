@@ -4,7 +4,7 @@
 
 Bounds (medians): 25 us a layer when all is resident, 100 us with misses. `misses` is the mean number of missing experts
 of a layer that had any. `all miss`: every expert asked for is absent, so all 8 are loaded and 8 others evicted for them
-(two in `static`, which pins the rest; none where the budget is the ring alone).
+(two in `static`, which pins the rest; none where the budget is staging slots alone).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main() -> None:
     for all_miss in (False, True):
         for system in ("on-demand", "lru", "lfu", "lcp", "random", "static", "expertly"):
             rows.append(run(system, 0.25, tokens, all_miss))
-    rows.append(run("lru", TOP_K / (EXPERTS * LAYERS), tokens, all_miss=True) | {"memory": "the ring"})
+    rows.append(run("lru", TOP_K / (EXPERTS * LAYERS), tokens, all_miss=True) | {"memory": "staging slots"})
     print_report("control_plane", rows, vars(args))
 
 

@@ -161,7 +161,7 @@ def _choose(
     request = request or _memory_request(asked, store, cache)
     give_back_heap()  # before free memory is counted
     division = divide(store, [share.geometry for share in placement.shares], system, request, targets)
-    known = Known() if asked.plan is None else Known(plan=_read_plan(asked.plan, system, placement, division))
+    known = Known() if asked.plan is None else Known(given=(_read_plan(asked.plan, system, placement, division),))
     return _Chosen(asked, system, why_system, store, predict, order, files, weights, placement, division, known)
 
 
@@ -217,7 +217,9 @@ def _open_engine(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitS
     schedulers = [system.scheduler(geometry, budget, known, chosen.order) for geometry, budget in shares]
     if options.decisions is not None:
         ((geometry, budget),) = shares
-        file = DecisionsFile(Path(options.decisions), header_of(system, geometry, budget, chosen.order, known.plan))
+        file = DecisionsFile(
+            Path(options.decisions), header_of(system, geometry, budget, chosen.order, known.get(SplitPlan))
+        )
         opened.callback(file.close)
         schedulers = [record(schedulers[0], file.write)]
     executor = make_executor(chosen.placement, targets, schedulers, store, dtype, options.host_memory)

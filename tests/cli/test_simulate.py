@@ -95,7 +95,7 @@ def test_experts_per_layer(trace: Path, capsys: Captured) -> None:
     rows = simulate(capsys, trace, "--experts-per-layer", "0,4,8", "--system", "lru")["results"]
     lru = [row for row in rows if row["system"] == "lru"]
     assert [row["memory"] for row in lru] == ["0/layer", "4/layer", "8/layer"]
-    assert [row["memory_bytes"] for row in lru] == [2 * 48, (8 + 2) * 48, (16 + 2) * 48], "and the ring of 2"
+    assert [row["memory_bytes"] for row in lru] == [2 * 48, (8 + 2) * 48, (16 + 2) * 48], "and 2 staging slots"
     assert lru[0]["hit_rate"] == 0 and lru[0]["hit_rate"] < lru[1]["hit_rate"] < lru[2]["hit_rate"]
 
 

@@ -18,7 +18,7 @@ def test_json_has_the_same(capsys):
         "name", "summary", "eviction", "scope", "allocation", "prediction", "prefetch", "distance", "transfer",
         "preemption", "order", "admission", "ahead", "window", "gate", "prefill", "prefetching", "segments",
     }  # fmt: skip
-    assert (listed["lfu"]["ahead"], listed["promoe"]["segments"], listed["pre-gated"]["ahead"]) == (None, 4, "ring")
+    assert (listed["lfu"]["ahead"], listed["promoe"]["segments"], listed["pre-gated"]["ahead"]) == (None, 4, "staging")
 
 
 def test_people_read_every_system_its_parts_and_what_it_has_unlike_others(capsys):
@@ -29,7 +29,7 @@ def test_people_read_every_system_its_parts_and_what_it_has_unlike_others(capsys
     assert any("fmoe proximity 2 asynchronous" in " ".join(line.split()) for line in lines)
     assert any("perfect score all asynchronous" in " ".join(line.split()) for line in lines)
     assert f"promoe: {SYSTEMS['promoe'].summary} [prefill=evict, segments=4]" in lines
-    assert f"oracle: {SYSTEMS['oracle'].summary} [admission=best, ahead=ring]" in lines
+    assert f"oracle: {SYSTEMS['oracle'].summary} [admission=best, ahead=staging]" in lines
     assert f"lru: {SYSTEMS['lru'].summary}" in lines
 
 

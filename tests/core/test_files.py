@@ -29,7 +29,7 @@ def test_replaces_when_the_block_ends(tmp_path: Path) -> None:
     assert (tmp_path / "b").stat().st_mode == (tmp_path / "c").stat().st_mode
 
 
-def test_what_a_link_leads_to_is_replaced(tmp_path: Path) -> None:
+def test_the_target_of_a_symbolic_link_is_replaced(tmp_path: Path) -> None:
     path, link = tmp_path / "a", tmp_path / "links" / "b"
     link.parent.mkdir()
     link.symlink_to("../a")

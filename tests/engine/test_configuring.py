@@ -78,7 +78,7 @@ def configuring(job: Callable[[Any], Any]) -> Configuring:
     for layer in range(2):
         run_layer(control, layer, [0, 1])
     found = Configuring(control)
-    control.configuration_due = lambda: job  # type: ignore[method-assign]
+    control.allocation.due = lambda: job  # type: ignore[method-assign]
     for begin in (0, 100):
         found.times.begin(begin)
         for layer in range(2):

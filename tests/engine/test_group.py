@@ -91,7 +91,7 @@ def test_tokens_and_logits_are_the_reference(family: str, devices: Any, segments
         ("moe-infinity", "inline"),
         ("lru:prediction=lookahead:distance=2", "inline"),
         ("lru:prediction=lookahead:transfer=synchronous", "auto"),
-        ("lcp:prediction=popularity:ahead=ring", "auto"),
+        ("lcp:prediction=popularity:ahead=staging", "auto"),
         ("static", "auto"),
         ("resident", "auto"),
     ],
@@ -246,7 +246,7 @@ def test_what_a_pass_shows_is_published_once(cases: Cases, monkeypatch: pytest.M
         generate(model, case.prompts, 5)
         assert len(diary.began) == len(diary.ends) == 5
         assert [[one.layer for one in routed] for routed in diary.routed] == [[0, 1, 2]] * 5
-        assert all(max(one.demand.experts) > 2 for one in diary.routed[0]), "experts by their numbers in the model"
+        assert all(max(one.router.experts) > 2 for one in diary.routed[0]), "experts by their numbers in the model"
 
 
 # -- one observation queue for all -----------------------------------------------------------------------------------

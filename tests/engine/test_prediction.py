@@ -35,9 +35,9 @@ LOSSLESS = [  # system, family, memory ("least": one segment), segments, where i
     (f"{LOOKAHEAD}:distance=2", "qwen3_moe", "least", 4, "thread"),
     (SPECULATIVE, "switch_transformers", "50%", 4, "thread"),
     (SPECULATIVE, "qwen3_moe", "least", 1, "thread"),
-    ("lcp:prediction=speculative:ahead=ring:distance=2:window=9", "qwen3_moe", "50%", 1, "thread"),
+    ("lcp:prediction=speculative:ahead=staging:distance=2:window=9", "qwen3_moe", "50%", 1, "thread"),
     ("lfu:prediction=counts:distance=2", "qwen3_moe", "50%", 4, "inline"),
-    ("lru:allocation=none:prediction=lookahead:ahead=ring", "switch_transformers", "60%", 2, "thread"),
+    ("lru:allocation=none:prediction=lookahead:ahead=staging", "switch_transformers", "60%", 2, "thread"),
     ("moepic:gate=measured", "mixtral", "50%", 1, "inline"),
     ("expertly:prediction=fmoe:distance=1", "qwen3_moe", "50%", 4, "thread"),
 ]

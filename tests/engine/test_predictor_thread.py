@@ -42,7 +42,7 @@ class Diary(Predictor):
 
     def router_ran(self, routed: Routed) -> Iterable[Prediction]:
         self._note("router", routed.layer)
-        return [Prediction(routed.layer + 1, routed.demand.experts, [1.0], 1)]
+        return [Prediction(routed.layer + 1, routed.router.experts, [1.0], 1)]
 
     def end_iteration(self, ok: bool) -> None:
         self._note("end", ok)

@@ -31,7 +31,7 @@ from tests.engine import streams
 from tests.engine.disk import Disk
 from tests.engine.streams import Accelerator, Mark, RandomStreams
 from tests.scheduler.checked import CheckedScheduler
-from tests.scheduler.soak import LAYERS, RandomGuesses, nothing_seen, random_routers
+from tests.scheduler.soak import LAYERS, RandomPredictor, nothing_seen, random_routers
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -102,7 +102,8 @@ class Counted:
 
 
 @pytest.mark.parametrize(
-    ("segments", "ahead", "failures"), [(1, "cache", 0.0), (1, "ring", 0.04), (4, "cache", 0.04), (4, "ring", 0.0)]
+    ("segments", "ahead", "failures"),
+    [(1, "cache", 0.0), (1, "staging", 0.04), (4, "cache", 0.04), (4, "staging", 0.0)],
 )
 @pytest.mark.parametrize(
     "kind",
@@ -139,8 +140,8 @@ def soak(
     monkeypatch.setattr(reading, "ExpertFile", disk.open)
     monkeypatch.setattr(cuda, "AHEAD_NBYTES", dice.choice([1, 2 * shape.segment_nbytes(0)]))
     device = make(kind, disk, shape, budget.pool_slots(), dice)
-    transport, guesses = Counted(device, happened), RandomGuesses(dice, shape, routers)
-    prefetcher = Prefetcher(control, transport, InlineChannel(guesses))
+    transport, predictor = Counted(device, happened), RandomPredictor(dice, shape, routers)
+    prefetcher = Prefetcher(control, transport, InlineChannel(predictor))
 
     def compute(spans: Sequence[Span]) -> None:
         for span in spans:
@@ -150,7 +151,7 @@ def soak(
             device.used(span)
 
     for step, router in enumerate(routers):
-        future.step = guesses.step = step
+        future.step = predictor.step = step
         try:
             if router.layer == 0:
                 prefetcher.begin_iteration(nothing_seen)

@@ -89,9 +89,10 @@ def _run(replay: Replay, systems: Sequence[str], memories: str, segments: int) -
 
 
 def _case(row: dict[str, Any], trace: dict[str, Any]) -> Case:
-    """Whole numbers of a row of results. Counts are of decode, bytes and times of prefill and decode.
+    """Whole numbers of a row of results. Counts without a phase in their name are of decode, bytes and times of prefill
+    and decode.
 
-    The command prints fractions. Each request ran alone, one token an iteration: what they are fractions of is known.
+    Rates are printed as fractions. Each request ran alone, one token an iteration: what they are fractions of is known.
     Times are in nanoseconds, fractions in billionths.
     """
     if row["skipped"] is not None:
@@ -121,6 +122,7 @@ def _case(row: dict[str, Any], trace: dict[str, Any]) -> Case:
         "ttft_ns": [round(one["ttft_s"] * 1e9) for one in of_requests if one["ttft_s"] is not None],
         "latency_ns": [round(one["latency_s"] * 1e9) for one in of_requests],
         "request_hits": [round(rate * 1e9) for rate in row["hit_rate_by_request"] if rate is not None],
+        **{f"{phase}_{name}": num for phase, counts in row["phases"].items() for name, num in counts.items()},
         "layer_experts": (row["allocation"] or {}).get("experts"),
     }
     return {field: value for field, value in case.items() if value not in (None, [])}

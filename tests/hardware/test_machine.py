@@ -102,7 +102,7 @@ def fail(seconds: float):
     ],
 )
 @pytest.mark.usefixtures("unmeasured")
-def test_what_is_missing_is_told(
+def test_problems_of_the_machine_are_reported(
     where: Any, name: str, value: Any, subject: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(machine, "allowed_cpus", lambda: 4)

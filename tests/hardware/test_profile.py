@@ -90,7 +90,7 @@ def test_no_profile(tmp_path: Path, content: str | None):
         MachineProfile.read(path)
 
 
-def test_unwritable(tmp_path: Path):
+def test_a_profile_that_cannot_be_written_is_an_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         PROFILE.write(tmp_path / "file" / "machine.json")

@@ -13,11 +13,11 @@ from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
 from expertly.policies.allocation import ALLOCATIONS
-from expertly.policies.allocation.adapmoe import AdapMoE, StackDistances, cheapest_shares
-from expertly.policies.allocation.uniform import Uniform, equal_shares, uniform_shares
+from expertly.policies.allocation.adapmoe import AdapMoE, StackDistances, Usage, cheapest_quotas
+from expertly.policies.allocation.uniform import Uniform, equal_quotas, uniform_quotas
 from expertly.policies.eviction.simple import LRU
-from expertly.policies.known import Known, Usage
-from expertly.scheduler.budget import allocate, check_shares, split_budget
+from expertly.policies.known import Known
+from expertly.scheduler.budget import allocate, check_quotas, split_budget
 from tests.scheduler.drive import geometry
 
 SMALL, LARGE = LayerGeometry(5, 2, 4, 16, 3, 2), LayerGeometry(8, 3, 4, 32, 3, 2)
@@ -43,29 +43,29 @@ class TestConformance:
     def test_shares_are_what_there_is_of_each_size_at_every_budget(
         self, name: str, shape: Geometry, usage: bool
     ) -> None:
-        known = Known(usage=some_usage(shape) if usage else None)
+        known = Known(given=(some_usage(shape) if usage else None,))
         least = split_budget(shape, shape.nbytes).kept_slots
         for percent in range(30, 101, 5):
             before = split_budget(shape, shape.nbytes * percent // 100)
             after = allocate(shape, before, ALLOCATIONS[name].make(shape, known))
             assert after.pool_slots() == before.pool_slots() and after.memory_nbytes == before.memory_nbytes
-            assert list(after.kept_slots) == check_shares(shape, after.layer_shares)
+            assert list(after.kept_slots) == check_quotas(shape, after.layer_quotas)
             assert after.kept_slots == (before.kept_slots if ALLOCATIONS[name].keeps else (0,) * len(least))
             assert allocate(shape, after, ALLOCATIONS[name].make(shape, known)) == after, "it is divided once"
 
     def test_new_shares_have_the_sums_of_the_old(self, name: str, shape: Geometry, usage: bool) -> None:
-        allocation = ALLOCATIONS[name].make(shape, Known(usage=some_usage(shape) if usage else None))
+        allocation = ALLOCATIONS[name].make(shape, Known(given=(some_usage(shape) if usage else None,)))
         if not allocation.is_online or allocation.is_configured:  # which changes shares when it is told to
             return
         budget, dice = allocate(shape, split_budget(shape, shape.nbytes * 8 // 10), allocation), random.Random(0)
-        allocation.begin(budget.layer_shares)
+        allocation.begin(budget.layer_quotas)
         said = []
         for _ in range(900):
             for layer, one in enumerate(shape.layers):
                 few = one.top_k if layer < 2 else one.num_experts
                 shares = allocation.ran(decode(layer, dice.sample(range(few), one.top_k)), lambda layer: layer / 10)
                 if shares is not None:
-                    said.append(check_shares(shape, shares))
+                    said.append(check_quotas(shape, shares))
         assert said and all(one == list(budget.kept_slots) for one in said)
 
 
@@ -74,7 +74,7 @@ def test_none_makes_every_slot_one_for_staging() -> None:
     for share in (0.3, 1.0):
         before = split_budget(shape, int(shape.nbytes * share))
         budget = allocate(shape, before, ALLOCATIONS["none"].make(shape))
-        assert budget.ring_slots == tuple(before.pool_slots()) and budget.layer_shares == (0, 0, 0)
+        assert budget.staging_slots == tuple(before.pool_slots()) and budget.layer_quotas == (0, 0, 0)
 
 
 def narrow(widths: list[int], experts: list[int]) -> Geometry:
@@ -93,12 +93,12 @@ def narrow(widths: list[int], experts: list[int]) -> Geometry:
         ([8, 16, 8], [4, 4, 4], [6, 5], [3, 5, 3]),  # size classes do not share
     ],
 )
-def test_equal_shares(widths: list[int], experts: list[int], slots: list[int], shares: list[int]) -> None:
+def test_equal_quotas(widths: list[int], experts: list[int], slots: list[int], shares: list[int]) -> None:
     shape = narrow(widths, experts)
-    assert equal_shares(shape, slots) == shares
+    assert equal_quotas(shape, slots) == shares
     for wrong in ([*slots, 1], [-1] * len(slots)):
         with pytest.raises(BudgetError, match="kept_segments="):
-            equal_shares(shape, wrong)
+            equal_quotas(shape, wrong)
 
 
 class Wrong(Uniform):
@@ -106,23 +106,28 @@ class Wrong(Uniform):
         super().__init__(shape)
         self.wrong = wrong
 
-    def shares(self, kept_slots: object) -> list[int]:
+    def quotas(self, kept_slots: object) -> list[int]:
         return self.wrong
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ([1, 1, 1], "3 shares; must be one for each of 4 layers"),
-        ([0, 9, 0, 0], r"share=9 of layer 1: must be from 0 to its 8 segments"),
-        ([0, 0, -1, 0], r"share=-1 of layer 2"),
+        ([1, 1, 1], "3 quotas; must be one for each of 4 layers"),
+        ([0, 9, 0, 0], r"quota=9 of layer 1: must be from 0 to its 8 segments"),
+        ([0, 0, -1, 0], r"quota=-1 of layer 2"),
         ([8, 8, 8, 8], r"keeps \[32\] segments of each size; accepted: at most \(14,\)"),
     ],
 )
-def test_shares_that_cannot_be_are_refused(wrong: list[int], message: str) -> None:
+def test_quotas_that_cannot_be_are_refused(wrong: list[int], message: str) -> None:
     shape = SHAPES[0]
     with pytest.raises(ConfigError, match=message):
         allocate(shape, split_budget(shape, shape.nbytes // 2), Wrong(shape, wrong))
+
+
+def test_a_policy_with_the_older_name_of_quotas_is_told_the_new_one() -> None:
+    with pytest.raises(ConfigError, match="'Old': its method `shares` is called `quotas` now"):
+        type("Old", (Uniform,), {"shares": lambda self, kept_slots: []})
 
 
 # -- the optimum ---------------------------------------------------------------------------------------------------
@@ -155,11 +160,11 @@ def test_no_division_is_cheaper_than_the_dynamic_programs(kind: str) -> None:
         if kind == "fractions":
             costs = [cost * (1 - int(dice.integers(0, 8)) / 8) for cost in costs]
         num_experts = int(dice.integers(0, sizes.sum() + 1))
-        assert cheapest_shares(costs, num_experts) == brute_force(costs, num_experts)
-    assert cheapest_shares([np.zeros(9)] * 5, 23) == [5, 5, 5, 4, 4], "ties are equal shares"
+        assert cheapest_quotas(costs, num_experts) == brute_force(costs, num_experts)
+    assert cheapest_quotas([np.zeros(9)] * 5, 23) == [5, 5, 5, 4, 4], "ties are equal shares"
 
 
-def test_it_is_never_worse_than_equal_shares() -> None:
+def test_it_is_never_worse_than_equal_quotas() -> None:
     dice = np.random.default_rng(2)
     for seed in range(15):
         shape = geometry(int(dice.integers(1, 9)), 16, 2)
@@ -170,14 +175,14 @@ def test_it_is_never_worse_than_equal_shares() -> None:
             def cost(shares: list[int]) -> float:
                 return sum(float(one[num]) for one, num in zip(costs, shares, strict=True))  # noqa: B023
 
-            best = AdapMoE(shape, known=Known(usage=usage)).shares([num_experts])
-            assert cost(best) <= cost(uniform_shares(shape, [num_experts])) + 1e-6
+            best = AdapMoE(shape, known=Known(given=(usage,))).quotas([num_experts])
+            assert cost(best) <= cost(uniform_quotas(shape, [num_experts])) + 1e-6
 
 
 def test_a_large_model_takes_less_than_a_second_and_huge_counts_do_not_overflow() -> None:
     costs = [np.linspace(10**12 + layer, 0, 257) for layer in range(61)]
     start = time.process_time()
-    shares = cheapest_shares(costs, 61 * 128)
+    shares = cheapest_quotas(costs, 61 * 128)
     assert time.process_time() - start < 1.0
     assert sum(shares) == 61 * 128
 

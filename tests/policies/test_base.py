@@ -58,7 +58,7 @@ def test_texts_and_paths() -> None:
     assert found.count is None, "None is a default that has no bounds"
 
 
-def test_what_is_not_given_is_the_default() -> None:
+def test_options_that_are_not_given_have_their_defaults() -> None:
     assert parse_options(Some, {}, "x") == Some()
     assert parse_options(Some, {"count": "-7"}, "x") == Some(count=-7)
 
@@ -84,7 +84,7 @@ def test_every_kind_of_field() -> None:
         ("colour", "red", r"part 'p': option 'colour': unknown; accepted: is_on, count, share, kind, width"),
     ],
 )
-def test_what_cannot_be_is_named_with_what_can(key: str, text: str, message: str) -> None:
+def test_an_error_names_the_problem_and_what_is_accepted(key: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_options(Some, {key: text}, "part 'p'")
 
@@ -100,7 +100,7 @@ def test_a_kind_without_options_says_so() -> None:
 
 
 @pytest.mark.parametrize("given", [{"is_on": "true"}, {"count": "007"}, {"share": ".25"}, {"kind": "delta"}])
-def test_what_is_written_reads_as_the_same(given: dict[str, str]) -> None:
+def test_a_written_plan_is_read_back(given: dict[str, str]) -> None:
     parsed = parse_options(Some, given, "x")
     written = {key: option_text(getattr(parsed, key)) for key in given}
     assert parse_options(Some, written, "x") == parsed

@@ -101,7 +101,7 @@ def test_it_loads_the_least_that_is_possible(
         assert played(control, future) == least
 
 
-def test_what_is_never_needed_again_passes_and_ties_go_to_the_lowest_id() -> None:
+def test_experts_never_needed_again_are_not_kept_and_ties_go_to_the_lowest_id() -> None:
     """Two kept places, three needed: 2 and 0 are needed next, at once; then 1 and 2 never again."""
     shape = geometry(layers=1, experts=4, top_k=3)
     future = ListFuture(shape, [(0, [2, 1, 0]), (0, [0, 2]), (0, [3, 0])])

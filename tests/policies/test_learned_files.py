@@ -85,7 +85,7 @@ def refusal(
 
 
 @pytest.mark.parametrize("name", [*KINDS, *MORE])
-def test_what_was_saved_comes_back(tmp_path: Path, name: str) -> None:
+def test_a_saved_state_is_read_back(tmp_path: Path, name: str) -> None:
     learned = (KINDS | MORE)[name]()
     path = saved(tmp_path, learned)
     found = read_learned(path, type(learned), identity=IDENTITY, shape=learned.shape)
@@ -109,7 +109,7 @@ def test_the_safetensors_library_reads_it(tmp_path: Path, name: str) -> None:
         np.testing.assert_array_equal(array.astype(state[tensor].dtype), state[tensor])
 
 
-def test_what_learns_goes_on_from_a_file_as_it_would_have(tmp_path: Path) -> None:
+def test_learning_continues_from_a_file_as_without_it(tmp_path: Path) -> None:
     store = make_store(60)
     other = load_maps(saved(tmp_path, store))
     for seed in range(3):
@@ -175,13 +175,13 @@ def test_every_cut_and_every_flipped_byte_is_noticed(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\0" * 5000, b"\xff" * 100, b"x" * 9000])
-def test_what_is_no_such_file_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.learned"
     path.write_bytes(content)
     refusal(path, MapStore)
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     assert "No such file" in refusal(tmp_path / "absent", MapStore)
     assert "cannot be read" in refusal(tmp_path, MapStore)
     os.mkfifo(tmp_path / "pipe")

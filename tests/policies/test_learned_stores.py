@@ -41,7 +41,7 @@ def test_where_there_is_room_all_maps_are_kept_and_requests_stay_apart() -> None
         ([[3, 3, 1]], 1, [1]),  # the newest stays
     ],
 )
-def test_what_is_redundant_goes(stores: list[list[int]], capacity: int, kept: list[int]) -> None:
+def test_the_most_redundant_map_is_replaced(stores: list[list[int]], capacity: int, kept: list[int]) -> None:
     """Each map is sure of one expert."""
     made = []
     for experts in stores:
@@ -90,7 +90,7 @@ def test_merged_matrices_are_all_of_them_the_older_ones_first() -> None:
     assert Matrices.merged([one, other], 2).num_needed == 2
 
 
-def test_what_is_new_is_added_and_what_is_known_is_not() -> None:
+def test_new_items_are_added_and_known_ones_are_not() -> None:
     """Digests survive being stored again, else what one has told would come back as new, without end."""
     mine, theirs = make_store(6, seed=1), make_store(8, seed=2)
     other, before = mine.of_another(theirs.state()), set(mine.requests[:6].tolist())
@@ -122,7 +122,7 @@ def test_matrices_are_exchanged_by_phase() -> None:
 
 
 @pytest.mark.parametrize("kind", ["other shape", "other width", "missing", "other kind", "not a number", "too many"])
-def test_what_is_of_another_model_is_refused(kind: str) -> None:
+def test_states_of_another_model_are_refused(kind: str) -> None:
     states = {
         "other shape": MapStore(ONE_LAYER).state(),
         "other width": make_store(4, hidden_size=7).state(),

@@ -50,7 +50,7 @@ def give(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> list[str
     return reads
 
 
-def test_what_ships_is_there_without_a_look_at_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_ship_need_no_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = give(monkeypatch)
     found = numbers(one=1, two=2)
     assert found["one"] == 1 and "two" in found and found.get("one") == 1
@@ -119,7 +119,7 @@ def test_a_dotted_path_that_leads_nowhere_says_why(outside: str, path: str, mess
     assert str(caught.value).startswith(f"number='{path.format(outside)}': ")
 
 
-def test_what_is_no_path_is_unknown() -> None:
+def test_a_name_that_is_no_path_is_unknown() -> None:
     for name in ("", ".", "a.", ".b", "a..b", "1.5", "a b.c", "../a.b", "a-b.c", "x" * 10**5):
         assert name not in numbers(), name
 

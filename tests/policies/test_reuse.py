@@ -222,7 +222,7 @@ def taught() -> ReuseModel:
     return model
 
 
-def test_what_an_earlier_layer_chose_says_what_a_layer_needs_next() -> None:
+def test_it_learns_from_the_choices_of_an_earlier_layer() -> None:
     found = _taught()[1]
     assert np.mean(found[:100]) < 0.6, "nobody knows it at the start"
     assert np.mean(found[-600:]) > 0.88
@@ -299,7 +299,7 @@ def test_a_new_model_goes_on_with_what_another_learned() -> None:
     assert other.num_learned == 1499 + 199
 
 
-def test_what_was_taken_out_does_not_change() -> None:
+def test_rates_are_copies() -> None:
     model = taught()
     state = model.state()
     assert state is not None
@@ -312,7 +312,7 @@ def test_what_was_taken_out_does_not_change() -> None:
         np.testing.assert_array_equal(state[name], array)
 
 
-def test_what_was_used_lately_is_no_part_of_it() -> None:
+def test_the_state_holds_no_recent_uses() -> None:
     """Of two that learned the same, and of which one has just run something else."""
     model, other = taught(), ReuseModel(SHAPE)
     state = model.state()
@@ -405,11 +405,11 @@ def test_a_model_that_was_taught_needs_no_time_to_learn() -> None:
             taught.observe(one_token(layer, experts))
     budget = scheduler(SHAPE, 0.35, "expertly").budget
     num = []
-    for known in (Known(), Known(reuse=taught)):
+    for known in (Known(), Known(given=(taught,))):
         control = SYSTEMS["expertly"].scheduler(SHAPE, budget, known)
         num.append(sum(len(run_layer(control, layer, e).loads) for one in routing for layer, e in enumerate(one)))
     assert num[1] < 0.95 * num[0]
-    control = SYSTEMS["expertly"].scheduler(SHAPE, budget, Known(reuse=taught))
+    control = SYSTEMS["expertly"].scheduler(SHAPE, budget, Known(given=(taught,)))
     again = sum(len(run_layer(control, layer, e).loads) for one in routing for layer, e in enumerate(one))
     assert again == num[1], "what is given is not changed"
 

@@ -53,7 +53,7 @@ class CheckedScheduler(Scheduler):
         self.said: list[dict[int, list[int]]] = [{} for _ in self.geometry.layers]
         self.left: dict[int, int] = {}  # of the running layer: expert -> mask not computed yet
         self.settling: dict[int, int] = {}  # of the running layer: expert -> mask prefetched for it
-        self.was_prefetching: dict[Span, bool] = {}  # joined by the running layer -> see `prefetching`
+        self.was_prefetching: dict[Span, bool] = {}  # awaited by the running layer -> see `prefetching`
         self.early: dict[Span, None] = {}  # demanded before its turn, and not here
         self.was_decoding = True
         self.num_events = 0
@@ -87,7 +87,7 @@ class CheckedScheduler(Scheduler):
         self._demanded(plan, held)
         for eid in dict(ahead):
             if eid not in self.left:
-                assert not self.cache.staged_of(layer, eid) & resident[eid], "a wrong guess frees its place"
+                assert not self.cache.staged_of(layer, eid) & resident[eid], "a wrong prefetch frees its slot"
         self._promises()
         return plan
 
@@ -199,15 +199,15 @@ class CheckedScheduler(Scheduler):
     def _demanded(self, plan: Plan, held: list[int]) -> None:
         router = self._running.router
         assert router is not None
-        for span in plan.joined:
+        for span in plan.in_flight:
             parts = [one for one in (*self.early, *self.prefetching) if self._contains(span, one)]
-            assert sum(mask_of(one) for one in parts) == mask_of(span), "only what is in flight is joined"
+            assert sum(mask_of(one) for one in parts) == mask_of(span), "only what is in flight is awaited"
             for one in parts:
                 if one in self.early:
                     del self.early[one]
                 else:
                     self.was_prefetching[one] = self.prefetching.pop(one)
-                    self.happened["joined"] += 1
+                    self.happened["awaited"] += 1
         for span in plan.requested:
             self.early[span] = None
             self.happened["requested"] += 1

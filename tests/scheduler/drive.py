@@ -48,13 +48,13 @@ def scheduler(
     shape: Geometry,
     share: float,
     system: str = "lru",
-    ring: int | None = None,
+    staging: int | None = None,
     order: str | None = None,
     preemption: str = "early",
 ) -> Scheduler:
     """A scheduler whose whole budget is `share` of the experts."""
     parts = replace(get_system(system), preemption=preemption)
-    budget = parts.budget(shape, split_budget(shape, int(shape.nbytes * share), ring))
+    budget = parts.budget(shape, split_budget(shape, int(shape.nbytes * share), staging))
     return parts.scheduler(shape, budget, order=order)
 
 
@@ -84,23 +84,23 @@ def made(
     return CheckedScheduler(shape, budget, lambda capacity, layers: LRU(), scope=scope, ahead=ahead, **kwargs)
 
 
-def run(control: Scheduler, router: RouterRan, cancelled: Sequence[Span] = (), joined: int = 0) -> Plan:
+def run(control: Scheduler, router: RouterRan, cancelled: Sequence[Span] = (), in_flight: int = 0) -> Plan:
     """A layer to its end; what is loaded arrives in order."""
     plan = control.begin_layer(router, cancelled)
-    assert len(plan.joined) == joined
+    assert len(plan.in_flight) == in_flight
     finish(control, plan)
     return plan
 
 
 def finish(control: Scheduler, plan: Plan) -> None:
-    todo = [(span, True) for span in plan.ready] + [(span, False) for span in [*plan.joined, *plan.loads]]
+    todo = [(span, True) for span in plan.ready] + [(span, False) for span in [*plan.in_flight, *plan.loads]]
     while todo:
         span, is_here = todo.pop(0)
         assert is_here or control.loaded(span)
         following = control.computed([span])
         if following is not None:
             todo += [(one, True) for one in following.ready]
-            todo += [(one, False) for one in [*following.joined, *following.loads]]
+            todo += [(one, False) for one in [*following.in_flight, *following.loads]]
     control.end_layer()
 
 
@@ -135,9 +135,9 @@ def run_layer(
         following = control.computed([span])
         if following is not None:
             ready += following.ready
-            joined = {span.expert for span in following.joined}  # they arrive as they were requested
-            loading += [*following.loads, *(span for span in requested if span.expert in joined)]
-            requested = [*(span for span in requested if span.expert not in joined), *following.requested]
+            arriving = {span.expert for span in following.in_flight}  # they arrive as they were requested
+            loading += [*following.loads, *(span for span in requested if span.expert in arriving)]
+            requested = [*(span for span in requested if span.expert not in arriving), *following.requested]
             ran.loads += [*following.loads, *following.requested]
         if requested and dice is not None and dice.random() < 0.5:
             span = requested.pop(dice.randrange(len(requested)))

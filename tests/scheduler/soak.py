@@ -15,13 +15,14 @@ import numpy as np
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.core.observation import Began, Routed
+from expertly.policies.admission import ADMISSIONS
 from expertly.policies.allocation import Allocation
 from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.known import Known
 from expertly.policies.predictor.base import Predictor
 from expertly.policies.prefetch import PREFETCHES
-from expertly.scheduler.budget import check_shares, split_budget
+from expertly.scheduler.budget import check_quotas, split_budget
 from expertly.scheduler.decisions import record, replay
 from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
@@ -128,7 +129,7 @@ def random_routers(dice: random.Random, num_iterations: int) -> list[RouterRan]:
     return [random_router(dice, layer, one, kind) for kind in kinds for layer, one in enumerate(LAYERS)]
 
 
-class RandomGuesses(Predictor):
+class RandomPredictor(Predictor):
     """Predictions right, wrong or both, of any layer at all, the running one and the one just named included."""
 
     def __init__(self, dice: random.Random, shape: Geometry, routers: list[RouterRan]) -> None:
@@ -137,12 +138,12 @@ class RandomGuesses(Predictor):
         self.step = 0
 
     def begin_iteration(self, began: Began) -> Iterator[Prediction]:
-        return self._guess()
+        return self._random()
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        return self._guess()
+        return self._random()
 
-    def _guess(self) -> Iterator[Prediction]:
+    def _random(self) -> Iterator[Prediction]:
         dice = self.dice
         for _ in range(dice.choice([0, 1, 1, 2, 4])):
             distance = dice.choice([1, 1, 1, 2, 3, self.shape.num_layers])
@@ -173,7 +174,7 @@ class RandomQuotas(Allocation):
         self.shape, self.dice = shape, dice
         self.said: list[list[int]] = []
 
-    def shares(self, kept_slots: Sequence[int]) -> list[int]:
+    def quotas(self, kept_slots: Sequence[int]) -> list[int]:
         raise AssertionError("it is given the quotas that it begins with")
 
     def begin(self, shares: Sequence[int]) -> None:
@@ -233,6 +234,7 @@ def soak(
     plans: bool = False,
     failures: float = 0.0,
     num_iterations: int = 7,
+    admission: str = "always",
     **way: Any,
 ) -> Soaked:
     """Run random layers under a CheckedScheduler, then make every decision again from what was told. `plans`: other
@@ -250,6 +252,7 @@ def soak(
             budget,
             lambda capacity, layers: EVICTIONS[eviction].make(shape, capacity, Known(future=future)),
             prefetch=PREFETCHES[prefetch].make(),
+            admission=ADMISSIONS[admission].make(),
             gate=PrefetchGate() if has_gate else None,
             allocation=allocation and allocation(shape, random.Random(seed)),
             **way,
@@ -258,13 +261,13 @@ def soak(
 
     control: CheckedScheduler = make(CheckedScheduler, future=future)
     recorded = record(control, lines.append)
-    link, guesses, happened = (
+    link, predictor, happened = (
         RandomLink(dice, dice.choice([0.1, 0.4, 0.8])),
-        RandomGuesses(dice, shape, routers),
+        RandomPredictor(dice, shape, routers),
         control.happened,
     )
     times = accumulate(iter(lambda: dice.choice([1, 10, 1000]), 0))
-    prefetcher = Prefetcher(recorded, link, InlineChannel(guesses), now=partial(next, times))
+    prefetcher = Prefetcher(recorded, link, InlineChannel(predictor), now=partial(next, times))
     link.fails = lambda: dice.random() < failures
 
     def compute(spans: Sequence[Span]) -> None:
@@ -273,7 +276,7 @@ def soak(
             raise Failure
 
     for step, router in enumerate(routers):
-        future.step = guesses.step = step
+        future.step = predictor.step = step
         before = link.num_waits
         try:
             if router.layer == 0:
@@ -322,7 +325,7 @@ def _note(control: CheckedScheduler, happened: Counter[str]) -> None:
     cache, shape = control.cache, control.geometry
     if len(cache.distinct_partitions) == len(cache.partitions):
         assert [one.capacity for one in cache.partitions] == cache.quotas
-        used = check_shares(shape, cache.quotas)
+        used = check_quotas(shape, cache.quotas)
         assert all(num <= most for num, most in zip(used, control.budget.kept_slots, strict=True))
     if isinstance(control.allocation, RandomQuotas) and control.allocation.said:
         assert (cache.targets or cache.quotas) == control.allocation.said[-1]

@@ -14,23 +14,23 @@ from tests.scheduler.drive import geometry
 
 
 @pytest.mark.parametrize("segments", [1, 4])
-def test_ring_and_kept_are_the_whole_budget_and_never_more(segments: int) -> None:
+def test_staging_and_kept_are_the_whole_budget_and_never_more(segments: int) -> None:
     shape = geometry(3, 8, 2, segments)
     nbytes = shape.segment_nbytes(0)
     for memory in range(2 * segments * nbytes, shape.nbytes + nbytes, nbytes // 2):
         budget = split_budget(shape, memory)
-        used = budget.ring_nbytes(shape) + budget.kept_nbytes(shape)
+        used = budget.staging_nbytes(shape) + budget.kept_nbytes(shape)
         assert used <= min(memory, shape.nbytes)
         assert used > min(memory, shape.nbytes) - nbytes
-        assert sum(budget.layer_shares) == sum(budget.kept_slots)
+        assert sum(budget.layer_quotas) == sum(budget.kept_slots)
 
 
-def test_below_the_ring_the_least_budget_is_named() -> None:
+def test_below_the_staging_slots_the_least_budget_is_named() -> None:
     shape = geometry(3, 8, 2, segments=4)
     least = 2 * shape.layers[0].expert_nbytes
     with pytest.raises(BudgetError, match=f"least that works is {least} bytes"):
         split_budget(shape, least - 1)
-    assert split_budget(shape, least).layer_shares == (0, 0, 0)
+    assert split_budget(shape, least).layer_quotas == (0, 0, 0)
 
 
 def test_the_least_budget_works_as_bytes_and_as_the_percentage_said() -> None:
@@ -45,11 +45,11 @@ def test_the_least_budget_works_as_bytes_and_as_the_percentage_said() -> None:
             split_budget(shape, int(found[1]) - 1)
 
 
-def test_a_ring_larger_than_the_pool_is_cut() -> None:
+def test_more_staging_slots_than_segments_are_cut() -> None:
     shape = geometry(2, 4, 2)
-    assert split_budget(shape, shape.nbytes, ring=1000).ring_slots == (0,)
+    assert split_budget(shape, shape.nbytes, staging=1000).staging_slots == (0,)
     with pytest.raises(BudgetError, match=f"least that works is {shape.nbytes} bytes"):
-        split_budget(shape, shape.nbytes - 1, ring=1000)
+        split_budget(shape, shape.nbytes - 1, staging=1000)
 
 
 def test_any_shape_and_any_budget() -> None:
@@ -61,15 +61,15 @@ def test_any_shape_and_any_budget() -> None:
             for _ in range(dice.randint(1, 6))
         )
         shape = Geometry(layers, segments)
-        memory, ring = dice.randint(1, shape.nbytes + 10), dice.choice([None, None, 1, 5])
+        memory, staging = dice.randint(1, shape.nbytes + 10), dice.choice([None, None, 1, 5])
         try:
-            budget = split_budget(shape, memory, ring)
+            budget = split_budget(shape, memory, staging)
         except BudgetError:
             continue
-        assert budget.ring_nbytes(shape) + budget.kept_nbytes(shape) <= memory
+        assert budget.staging_nbytes(shape) + budget.kept_nbytes(shape) <= memory
         for size_class in range(shape.num_size_classes):
             of_class = [layer for layer, c in enumerate(shape.size_classes) if c == size_class]
-            shares = [budget.layer_shares[layer] for layer in of_class]
+            shares = [budget.layer_quotas[layer] for layer in of_class]
             most = [layers[layer].num_experts * segments for layer in of_class]
             assert sum(shares) == budget.kept_slots[size_class]
             assert all(share <= limit for share, limit in zip(shares, most, strict=True))

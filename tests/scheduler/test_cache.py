@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
+from expertly.policies.admission import AdmitBest
+from expertly.policies.base import PolicyOptions, option
 from expertly.policies.eviction import EVICTIONS
 from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import split_budget
@@ -46,7 +49,7 @@ def filled(capacity: int, experts: dict[int, int], *, whole: bool = False) -> Pa
         (False, {1: 0b1111, 2: 0b1111}, 9, set(), None, {1: 0b1111, 2: 0b1111}),
     ],
 )
-def test_what_goes_for_so_many_segments(
+def test_victims_for_so_many_segments(
     whole: bool,
     held: dict[int, int],
     num: int,
@@ -57,6 +60,34 @@ def test_what_goes_for_so_many_segments(
     cache = filled(8, held, whole=whole)
     assert cache.evict(num, protected) == victims
     assert cache.kept == left and cache.used == sum(mask.bit_count() for mask in left.values()) == 8 - cache.room
+
+
+@dataclass(frozen=True)
+class Bar(PolicyOptions):
+    bar: float = option(0.0, "score that an expert needs above those it replaces", least=0)
+
+
+class KeepsUnlessFarBetter(AdmitBest):
+    """A user's admission."""
+
+    options = Bar
+
+    def __init__(self, options: Bar) -> None:
+        self.bar = options.bar
+
+    def worth(self, scores: Sequence[float], experts: Sequence[int], kept: Mapping[int, int]) -> list[float]:
+        return [score - (0 if expert in kept else self.bar) for score, expert in zip(scores, experts, strict=True)]
+
+
+@pytest.mark.parametrize(("bar", "stays"), [(0, {1, 4}), (1, {1, 4}), (2, {0, 1}), (9, {0, 1})])
+def test_an_admission_from_outside_says_what_an_expert_must_be_worth(bar: float, stays: set[int]) -> None:
+    """Two places; experts 0 and 1 were used once and twice, 4 comes for the third time and is worth 2 more than 0."""
+    spec = f"lfu:admission={__name__}.KeepsUnlessFarBetter:bar={bar}"
+    shape = geometry(layers=1, experts=8, top_k=2)
+    control = get_system(spec).scheduler(shape, split_budget(shape, 4 * shape.layers[0].expert_nbytes))
+    for experts in ([0, 1], [1], [4], [4], [4]):
+        run(control, one_token(0, experts))
+    assert set(kept(control, 0)) == stays
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
@@ -116,7 +147,7 @@ def test_a_layer_that_shrinks_evicts_by_its_policy_and_one_that_grows_fills_by_d
     assert kept(control, 1) == {0, 1, 2, 3, 4, 5} and not control.counters[1].decode.evicted_nbytes
 
 
-def test_what_is_protected_goes_later() -> None:
+def test_protected_experts_are_no_victims() -> None:
     control = four_kept_of_two_layers()
     cache = control.cache
     cache.resize([1, 7])
@@ -128,13 +159,13 @@ def test_what_is_protected_goes_later() -> None:
     control.check()
 
 
-@pytest.mark.parametrize(("chunks", "left"), [(False, 0b0011), (True, 0)])
-def test_a_part_of_an_expert_goes_from_its_end_and_all_of_it_where_it_comes_in_chunks(chunks: bool, left: int) -> None:
+@pytest.mark.parametrize(("is_predicted", "left"), [(False, 0b0011), (True, 0)])
+def test_victims_lose_their_last_segments_or_all_where_anything_is_predicted(is_predicted: bool, left: int) -> None:
     shape = geometry(layers=2, experts=8, top_k=2, segments=4)
     control = scheduler(shape, 10 / 16)
     for pair in ([0, 1], [2, 3]):
         run_layer(control, 0, pair)
-    if chunks:
+    if is_predicted:
         control.predict(prediction(1, []))
     control.cache.resize([16 - 6, 16 + 6])
     control.cache.rearrange(set())
@@ -175,13 +206,13 @@ def test_adapmoe_gives_the_layer_that_misses_more_and_is_replayed(segments: int)
     dice = random.Random(0)
     for _ in range(255):
         skewed_token(control, dice)
-    assert tuple(control.cache.quotas) == budget.layer_shares, "before 256 tokens nobody knows"
+    assert tuple(control.cache.quotas) == budget.layer_quotas, "before 256 tokens nobody knows"
     for _ in range(300):
         skewed_token(control, dice)
         control.check()
     assert [quota // segments for quota in control.cache.quotas] == [3, 10, 3]
-    assert sum(control.cache.quotas) == sum(budget.layer_shares)
-    sharing = system.sharing(control)
+    assert sum(control.cache.quotas) == sum(budget.layer_quotas)
+    sharing = system.allocation_facts(control)
     assert sharing is not None and (sharing["name"], sharing["experts"]) == ("adapmoe", [3, 10, 3])
     again = system.scheduler(shape, budget)
     assert replay(lines, again, "here").difference is None

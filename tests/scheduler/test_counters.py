@@ -46,7 +46,7 @@ Y, N = True, False
         ([1, 0, 2], [Y, Y, N], 3, (1, 0, 0), (0, 0, 1)),
     ],
 )
-def test_which_phase_counts_what(
+def test_counts_by_phase(
     tokens: list[int], decode: list[bool], batch: int, decoded: tuple[int, ...], prefilled: tuple[int, ...]
 ) -> None:
     """Hits, partial hits and misses of expert 1, here; 2, of which half is here; and 3, which is absent."""
@@ -92,7 +92,7 @@ def test_goodpred_is_of_each_layer_and_distance() -> None:
     assert both.rates_by_distance() == layer.decode.rates_by_distance()
 
 
-def test_how_sure_it_was_is_set_against_how_right_its_surest_were() -> None:
+def test_confidence_is_correlated_with_the_hit_rate_of_the_surest_experts() -> None:
     """Of layer 1, at distance 2 (when the iteration began) and 1 (later); top-2, so the third does not matter."""
     nowhere = [False] * 8
     says = [(0.9, [1, 2, 7], 1.0), (0.5, [1, 7, 2], 0.5), (0.2, [7, 6, 1], 0.0), (0.6, [2], 0.5), (0.4, [], 0.0)]
@@ -168,7 +168,7 @@ def test_a_correlation_is_pearsons_however_it_is_cut(seed: int) -> None:
 
 
 @pytest.mark.parametrize("pairs", [[], [(1, 2)], [(1, 2), (1, 3)], [(1, 2), (3, 2)], [(0.1, 0.3)] * 50])
-def test_what_does_not_vary_has_no_correlation(pairs: list[tuple[float, float]]) -> None:
+def test_constant_series_have_no_correlation(pairs: list[tuple[float, float]]) -> None:
     assert correlation_of(pairs).pearson() is None
     total = correlation_of(pairs)
     total.merge(correlation_of(pairs))

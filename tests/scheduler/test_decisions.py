@@ -84,7 +84,7 @@ def test_predictions_are_written_and_decide_the_same_again(system: str, tmp_path
     assert any(call[2] for call in calls if call[0] == "prefetch")
 
 
-def test_probabilities_that_were_changed_change_what_goes(tmp_path: Path) -> None:
+def test_changed_probabilities_change_what_is_evicted(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     predicted(path, "fmoe")
 
@@ -133,7 +133,7 @@ DAMAGE: dict[str, tuple[Callable[[Lines], Lines], str]] = {
         lambda ls: changed(ls, 1, '"version":2', '"version":1'),
         "line 1: field 'version': 1; accepted: 2",
     ),
-    "other budget": (lambda ls: changed(ls, 1, '"ring_slots":[4]', '"ring_slots":[5]'), "line 1: checksum"),
+    "other budget": (lambda ls: changed(ls, 1, '"staging_slots":[4]', '"staging_slots":[5]'), "line 1: checksum"),
     "other system": (lambda ls: changed(ls, 1, '"lru"', '"lfu"'), "line 1: checksum"),
 }
 
@@ -225,7 +225,7 @@ def test_an_observation_that_cannot_be_is_a_difference(
         ["computed", [[0, 0, 1, 2, 0]], None],
     ],
 )
-def test_what_is_no_call_is_named_with_its_line(call: object, tmp_path: Path) -> None:
+def test_a_line_that_is_no_call_is_named(call: object, tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     record(path)
 
@@ -259,12 +259,12 @@ def test_what_is_no_call_is_named_with_its_line(call: object, tmp_path: Path) ->
         ("budget", {}, "field 'memory_nbytes': missing"),
         (
             "budget",
-            {"memory_nbytes": 1, "ring_slots": [], "kept_slots": [], "layer_shares": []},
+            {"memory_nbytes": 1, "staging_slots": [], "kept_slots": [], "layer_quotas": []},
             "field 'budget': not of as",
         ),
         (
             "budget",
-            {"memory_nbytes": 1, "ring_slots": [4], "kept_slots": [10**12], "layer_shares": [1, 1, 1]},
+            {"memory_nbytes": 1, "staging_slots": [4], "kept_slots": [10**12], "layer_quotas": [1, 1, 1]},
             "field 'budget': .*accepted: 0 to 48 slots",
         ),
     ],
@@ -277,6 +277,21 @@ def test_a_header_of_which_no_scheduler_can_be_made(key: str, value: object, exp
     DecisionsFile(path, header | {key: value}).close()
     with pytest.raises(TraceError, match=expected):
         replay_file(path)
+
+
+def test_a_file_with_the_older_names_of_its_fields_replays(tmp_path: Path) -> None:
+    path, old = tmp_path / "d.jsonl", tmp_path / "old.jsonl"
+    record(path)
+    header, *calls = [json.loads(line) for line in path.read_text().splitlines()]
+    del header["crc32"]
+    older = {"staging_slots": "ring_slots", "layer_quotas": "layer_shares"}
+    budget = {older.get(name, name): value for name, value in header["budget"].items()}
+    assert "ring_slots" in budget
+    file = DecisionsFile(old, header | {"budget": budget})
+    for call in calls[:-1]:
+        file.write(json.dumps(call[:-1], separators=(",", ":")))
+    file.close()
+    assert replay_file(old)[1] == replay_file(path)[1] and replay_file(old)[1].difference is None
 
 
 def test_a_file_that_is_not_there_or_cannot_be_written(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def by_the_slot(shape: Geometry, share: float, system: str) -> Scheduler:
         for i, layer in enumerate(layers):
             shares[layer] = slots // len(layers) + (i < slots % len(layers))
     parts = get_system(system)
-    return parts.scheduler(shape, replace(budget, layer_shares=tuple(shares)))
+    return parts.scheduler(shape, replace(budget, layer_quotas=tuple(shares)))
 
 
 KINDS = [["token"], ["token", "decode"], ["token", "token", "prefill", "decode", "mixed"]]
@@ -137,7 +137,7 @@ def test_every_decision_is_the_references(system: str, segments: int, kinds: lis
     for share in (0.13, 0.31, 0.5, 0.77):
         shape = geometry(layers, experts, top_k, segments)
         control = by_the_slot(shape, share, system)
-        reference = Reference(shape, system, control.budget.layer_shares)
+        reference = Reference(shape, system, control.budget.layer_quotas)
         dice = random.Random(f"{share} {kinds}")
         seen: Counter[tuple[bool, str]] = Counter()
         for step in range(60):
@@ -165,7 +165,7 @@ def test_layers_of_several_shapes_decide_each_for_itself(system: str) -> None:
     small, large = LayerGeometry(5, 2, 4, 16, 3, 2), LayerGeometry(9, 4, 4, 32, 3, 2)
     shape = Geometry((small, large, large, small), 2)
     control = by_the_slot(shape, 0.55, system)
-    reference = Reference(shape, system, control.budget.layer_shares)
+    reference = Reference(shape, system, control.budget.layer_quotas)
     dice = random.Random(1)
     for _ in range(60):
         for layer, one in enumerate(shape.layers):

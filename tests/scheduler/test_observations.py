@@ -100,7 +100,7 @@ def test_however_long_the_overload_lasts_whole_passes_are_read(reads: float) -> 
     assert backlog.num_dropped == (NUM_LAYERS + 1) * (passes - len(reader.begun)) > 0
 
 
-def test_when_it_is_too_much_what_is_read_next_is_the_running_pass() -> None:
+def test_under_overload_the_running_pass_is_read_next() -> None:
     backlog, reader = ObservationQueue.of_layers(NUM_LAYERS), Reader()
     for number in range(PASSES_WAITING):
         publish(backlog, number, reader)

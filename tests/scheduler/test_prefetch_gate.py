@@ -24,7 +24,7 @@ from tests.scheduler.soak import nothing_seen
 LAYERS, EXPERTS = 4, 8
 
 
-class Guesses(Predictor):
+class NextLayer(Predictor):
     """Of the next layer: what it needs, or what it does not."""
 
     def __init__(self, routers: list[RouterRan], *, right: bool) -> None:
@@ -95,12 +95,12 @@ class Run:
         budget = Budget(0, (4,), (2 * LAYERS,), (2,) * LAYERS)
         self.gate = gate
         self.control: Scheduler = CheckedScheduler(
-            self.shape, budget, lambda capacity, layers: LRU(), ahead="ring", gate=gate
+            self.shape, budget, lambda capacity, layers: LRU(), ahead="staging", gate=gate
         )
         self.link = SlowLink(load_ns)
         self.routers: list[RouterRan] = []
-        self.guesses = Guesses(self.routers, right=right)
-        self.loads = Prefetcher(self.control, self.link, InlineChannel(self.guesses), now=lambda: self.link.now_ns)
+        self.predictor = NextLayer(self.routers, right=right)
+        self.loads = Prefetcher(self.control, self.link, InlineChannel(self.predictor), now=lambda: self.link.now_ns)
 
     def steps(self, num: int) -> int:
         """The time of so many more."""
@@ -108,7 +108,7 @@ class Run:
         for number in range(first // LAYERS, first // LAYERS + num):
             self.routers += [one_token(layer, [2 * number % 8, (2 * number + 1) % 8]) for layer in range(LAYERS)]
         for step in range(first, len(self.routers)):
-            self.guesses.step, router = step, self.routers[step]
+            self.predictor.step, router = step, self.routers[step]
             if router.layer == 0:
                 self.loads.begin_iteration(nothing_seen)
             self.link.now_ns += 1000
@@ -138,7 +138,7 @@ def test_the_better_way_is_taken_after_a_few_steps(right: bool, load_ns: int, st
 
 @pytest.mark.parametrize("right", [True, False])
 def test_it_is_about_as_fast_as_the_better_way_on_a_link_that_changes(right: bool) -> None:
-    """Prefetching wins 16 % while the link is fast and what is guessed is right, and loses where it is wrong and loads
+    """Prefetching wins 16 % while the link is fast and predictions are right, and loses where they are wrong and loads
     take longer than a layer; where a load takes next to nothing it does not matter.
     """
     always, gated = Run(right=right), Run(right=right, gate=PrefetchGate())

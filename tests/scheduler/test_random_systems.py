@@ -23,7 +23,7 @@ from expertly.scheduler.scheduler import Scheduler
 from expertly.testing.made_up import ListFuture
 from tests.scheduler import drive
 from tests.scheduler.drive import WAYS, geometry, one_token, scheduler, ways
-from tests.scheduler.soak import BUDGETS, InstantLink, RandomGuesses, RandomLink, RandomQuotas, nothing_seen, soak
+from tests.scheduler.soak import BUDGETS, InstantLink, RandomLink, RandomPredictor, RandomQuotas, nothing_seen, soak
 from tests.tables import crossed, pairs
 
 KEEPING = [  # scope, order, admission, eviction
@@ -39,8 +39,8 @@ KEEPING = [  # scope, order, admission, eviction
 ]
 
 
-@pytest.mark.parametrize(("segments", "ahead", "keeping"), pairs([1, 4], ["cache", "ring"], KEEPING))
-def test_whatever_is_predicted(segments: int, ahead: str, keeping: tuple[str, str, str, str]) -> None:
+@pytest.mark.parametrize(("segments", "ahead", "keeping"), pairs([1, 4], ["cache", "staging"], KEEPING))
+def test_random_predictions(segments: int, ahead: str, keeping: tuple[str, str, str, str]) -> None:
     scope, order, admission, eviction = keeping
     way: dict[str, Any] = {"scope": scope, "order": order, "admission": admission, "ahead": ahead, "eviction": eviction}
     prefetch = "proximity" if eviction == "fmoe" else "score"
@@ -54,13 +54,13 @@ def test_whatever_is_predicted(segments: int, ahead: str, keeping: tuple[str, st
         seed = f"{share} {window} {failures}"
         ran = soak(seed, segments, share, staging, prefetch=prefetch, window=window, failures=failures, **way)
         happened += ran.happened
-    assert happened["joined"] and happened["cancelled"], "prefetches were in flight when their layers' routers ran"
+    assert happened["awaited"] and happened["cancelled"], "prefetches were in flight when their layers' routers ran"
 
 
 @pytest.mark.parametrize(
-    ("way", "transfer", "ahead", "segments"), pairs(WAYS, ["asynchronous", "synchronous"], ["cache", "ring"], [1, 4])
+    ("way", "transfer", "ahead", "segments"), pairs(WAYS, ["asynchronous", "synchronous"], ["cache", "staging"], [1, 4])
 )
-def test_however_a_layer_runs(way: tuple[str, str], transfer: str, ahead: str, segments: int) -> None:
+def test_random_ways_to_run_a_layer(way: tuple[str, str], transfer: str, ahead: str, segments: int) -> None:
     order, preemption = way
     runs: dict[str, Any] = {"order": order, "preemption": preemption, "transfer": transfer, "ahead": ahead}
     happened: Counter[str] = Counter()
@@ -70,15 +70,15 @@ def test_however_a_layer_runs(way: tuple[str, str], transfer: str, ahead: str, s
     is_late = preemption == "late"
     assert bool(happened["requested"]) == (order == "id" and not is_late)
     if transfer == "asynchronous":
-        assert happened["joined"] and happened["cancelled"]
+        assert happened["awaited"] and happened["cancelled"]
         assert bool(happened["promoted"]) == bool(happened["cancelled late"]) == is_late
 
 
 @pytest.mark.parametrize(
     ("order", "preemption", "ahead", "segments"),
-    [(*way, *more) for way, more in zip(WAYS, [("cache", 1), ("ring", 4)] * 2, strict=True)],
+    [(*way, *more) for way, more in zip(WAYS, [("cache", 1), ("staging", 4)] * 2, strict=True)],
 )
-def test_whatever_steps_a_gate_opens(order: str, preemption: str, ahead: str, segments: int) -> None:
+def test_random_systems_with_a_gate(order: str, preemption: str, ahead: str, segments: int) -> None:
     """Its times are random."""
     happened: Counter[str] = Counter()
     way: dict[str, Any] = {"order": order, "preemption": preemption, "ahead": ahead, "num_iterations": 25}
@@ -91,22 +91,22 @@ def test_whatever_steps_a_gate_opens(order: str, preemption: str, ahead: str, se
 
 @pytest.mark.parametrize(
     ("segments", "ahead", "keeping"),
-    pairs([1, 4], ["cache", "ring"], [("lru", "always"), ("lfu", "best"), ("random", "always"), ("belady", "best")]),
+    pairs([1, 4], ["cache", "staging"], [("lru", "always"), ("lfu", "best"), ("random", "always"), ("belady", "best")]),
 )
-def test_whatever_quotas_layers_get(segments: int, ahead: str, keeping: tuple[str, str]) -> None:
+def test_random_quotas(segments: int, ahead: str, keeping: tuple[str, str]) -> None:
     eviction, admission = keeping
     happened: Counter[str] = Counter()
     way: dict[str, Any] = {"eviction": eviction, "admission": admission, "ahead": ahead, "allocation": RandomQuotas}
     for share, failures in ((0.35, 0.02), (0.6, 0.0), (0.6, 0.02), (0.9, 0.0)):
         happened += soak(f"{share} {failures}", segments, share, failures=failures, num_iterations=10, **way).happened
-    assert happened["there"] and (ahead == "ring" or (happened["in flight"] and happened["on the way"]))
+    assert happened["there"] and (ahead == "staging" or (happened["in flight"] and happened["on the way"]))
 
 
 @pytest.mark.parametrize(
     ("segments", "ahead", "keeping"),
-    pairs([1, 4], ["cache", "ring"], [("lcp", "always"), ("random", "always"), ("lcp", "best")]),
+    pairs([1, 4], ["cache", "staging"], [("lcp", "always"), ("random", "always"), ("lcp", "best")]),
 )
-def test_whatever_is_kept_of_experts(segments: int, ahead: str, keeping: tuple[str, str]) -> None:
+def test_random_splits(segments: int, ahead: str, keeping: tuple[str, str]) -> None:
     eviction, admission = keeping
     happened: Counter[str] = Counter()
     way: dict[str, Any] = {"eviction": eviction, "admission": admission, "ahead": ahead, "plans": True}
@@ -120,8 +120,8 @@ def test_whatever_is_kept_of_experts(segments: int, ahead: str, keeping: tuple[s
 
 @pytest.mark.parametrize(("order", "preemption"), WAYS)
 @pytest.mark.parametrize("transfer", ["asynchronous", "synchronous"])
-def test_however_a_layer_runs_that_keeps_parts_of_experts(order: str, preemption: str, transfer: str) -> None:
-    for (share, staging), ahead in crossed(BUDGETS, ["cache", "ring"]):
+def test_random_layers_that_keep_parts_of_experts(order: str, preemption: str, transfer: str) -> None:
+    for (share, staging), ahead in crossed(BUDGETS, ["cache", "staging"]):
         way: dict[str, Any] = {"order": order, "preemption": preemption, "transfer": transfer, "ahead": ahead}
         named = way | {"eviction": "lcp", "allocation": moepic, "plans": True, "num_iterations": 5}
         ran = soak(f"{share}", 4, share, staging, **named)
@@ -159,7 +159,7 @@ def test_every_control_plane(
 def fail_after(control: Scheduler, router: RouterRan, num_events: int, dice: random.Random) -> bool:
     """Run a layer for so many events, then abandon it; False when it came to its end before."""
     plan = control.begin_layer(router)
-    ready, loading = list(plan.ready), plan.loads + plan.joined
+    ready, loading = list(plan.ready), plan.loads + plan.in_flight
     for _ in range(num_events):
         if loading and (not ready or dice.random() < 0.5):
             span = loading.pop(dice.randrange(len(loading)))
@@ -173,7 +173,7 @@ def fail_after(control: Scheduler, router: RouterRan, num_events: int, dice: ran
         following = control.computed([span])
         if following is not None:
             ready += following.ready
-            loading += following.loads + following.joined
+            loading += following.loads + following.in_flight
     control.abandon()
     control.check()
     return bool(ready or loading)
@@ -244,16 +244,16 @@ def test_the_oracle_wastes_nothing_and_loads_no_less_than_belady(segments: int, 
 def test_with_nothing_kept_what_is_prefetched_is_staged(share: float, segments: int) -> None:
     """At the least budget, too: nothing waits for ever, nothing is evicted, and nothing stays but what is to come."""
     shape, dice = geometry(layers=4, experts=8, top_k=2, segments=segments), random.Random(0)
-    system = get_system("lru:allocation=none:prediction=counts:ahead=ring")
+    system = get_system("lru:allocation=none:prediction=counts:ahead=staging")
     budget = system.budget(shape, split_budget(shape, int(shape.nbytes * share)))
     assert budget.kept_slots == (0,)
-    control = drive.CheckedScheduler(shape, budget, lambda capacity, layers: drive.LRU(), ahead="ring")
+    control = drive.CheckedScheduler(shape, budget, lambda capacity, layers: drive.LRU(), ahead="staging")
     link = RandomLink(dice, 0.7)
     routers = [one_token(layer, dice.sample(range(8), 2)) for _ in range(60) for layer in range(4)]
-    guesses = RandomGuesses(dice, shape, routers)
-    prefetcher = Prefetcher(control, link, InlineChannel(guesses))
+    predictor = RandomPredictor(dice, shape, routers)
+    prefetcher = Prefetcher(control, link, InlineChannel(predictor))
     for step, router in enumerate(routers):
-        guesses.step = step
+        predictor.step = step
         if router.layer == 0:
             prefetcher.begin_iteration(nothing_seen)
         run_layer(control, link, router, lambda spans: None, prefetcher, drive.routed(router))

@@ -80,7 +80,7 @@ def test_with_synchronous_transfer_experts_wait_for_what_is_predicted_of_their_r
     ], "5 had not begun when its layer's router spoke"
 
 
-def test_what_is_predicted_as_a_pass_begins_is_there_before_the_first_experts() -> None:
+def test_predictions_made_when_a_pass_begins_arrive_before_the_first_experts() -> None:
     said = {"after_-1": [prediction(1, [5])]}
     diary = diary_of(Said(**said), [one_token(0, [0, 1]), one_token(1, [5, 0])], transfer="synchronous")
     assert diary[:3] == ["router 0", "load 1.5", "compute 0.0"]
@@ -101,20 +101,20 @@ def test_found_late_experts_come_one_at_a_time() -> None:
     assert by_id == ["router 0", "compute 0.0", "load 0.2", "compute 0.2", "load 0.4", "compute 0.4"]
 
 
-def test_by_id_and_early_what_is_missing_is_asked_for_at_once_and_computed_in_its_turn() -> None:
+def test_by_id_and_early_missing_experts_are_requested_at_once_and_computed_in_turn() -> None:
     control = made(geometry(layers=1, experts=8, top_k=2), [4], 2, order="id")
     plan = control.begin_layer(one_token(0, [6, 2, 4]))
     assert [span.expert for span in plan.loads] == [2] and [span.expert for span in plan.requested] == [4, 6]
     assert not control.loaded(plan.requested[1]) and control.loaded(plan.loads[0]), "6 has come, but 2 is on"
     following = control.computed([plan.loads[0]])
-    assert following == Plan(joined=[plan.requested[0]]), "4 is on its way"
+    assert following == Plan(in_flight=[plan.requested[0]]), "4 is on its way"
     assert control.loaded(plan.requested[0])
     assert control.computed([plan.requested[0]]) == Plan(ready=[plan.requested[1]])
     assert control.computed([plan.requested[1]]) is None
     control.end_layer()
 
 
-def test_by_id_what_went_for_an_expert_before_is_loaded_again_in_its_turn() -> None:
+def test_by_id_an_expert_evicted_for_an_earlier_turn_is_loaded_again() -> None:
     """Two kept, 4 and 5; 0 and 1 go first, and take their places."""
     control = made(geometry(layers=1, experts=8, top_k=2), [2], 2, order="id")
     run(control, one_token(0, [4, 5]))
@@ -136,16 +136,16 @@ def test_by_id_what_went_for_an_expert_before_is_loaded_again_in_its_turn() -> N
     assert control.counters[0].decode.hits == 2, "they were here when the router spoke"
 
 
-def test_found_late_a_guess_goes_on_until_its_expert_is_reached_and_is_a_demand_from_then_on() -> None:
-    """5 and 6 are guessed for layer 0 and queued; 6 is needed, and 3, which is absent; 5 is not."""
+def test_found_late_a_prefetch_continues_until_its_expert_has_its_turn_and_is_a_load_from_then_on() -> None:
+    """5 and 6 are prefetched for layer 0 and did not begin; 6 is needed, and 3, which is absent; 5 is not."""
     control = made(geometry(layers=1, experts=8, top_k=2), [4], 2, preemption="late")
     run(control, one_token(0, [0, 1]))
     control.predict(prediction(0, [5, 6]))
     five, six = control.prefetch()
     plan = control.begin_layer(one_token(0, [3, 6, 0]))
-    assert [span.expert for span in plan.ready] == [0] and not plan.loads and not plan.joined
+    assert [span.expert for span in plan.ready] == [0] and not plan.loads and not plan.in_flight
     following = control.computed([plan.ready[0]])
-    assert following == Plan(joined=[six]), "what is under way goes before what is absent"
+    assert following == Plan(in_flight=[six]), "what is under way goes before what is absent"
     control.promote([six])
     assert control.loaded(six)
     following = control.computed([six])
@@ -263,10 +263,10 @@ def test_computed_together_or_one_by_one_the_same_is_loaded_and_computed(segment
         ("lcp:allocation=split", False, [(1, 0, 4), (2, 0, 4)]),
     ],
 )
-def test_what_comes_in_chunks_is_computed_whole_but_for_resident_tops(
+def test_experts_that_come_in_segments_are_computed_whole_except_resident_tops(
     system: str, decode: bool, expected: list[tuple[int, int, int]]
 ) -> None:
-    """Half of 1 is kept. The rest of it and all of 2 come in chunks, in turns: (expert, first segment, segments)."""
+    """Half of 1 is kept. The rest of it and all of 2 come in segments, in turns: (expert, first segment, segments)."""
     control = scheduler(geometry(layers=1, segments=4), 1 / 2, f"{system}:prediction=lookahead")
     cache, slots = control.cache, control.slots
     transport, computed = AtOnce(), list[Span]()
@@ -274,9 +274,9 @@ def test_what_comes_in_chunks_is_computed_whole_but_for_resident_tops(
     (top,) = cache.allocate(0, 1, 0b11, slots.awaited)
     assert control.loaded(top)
     control.predict(prediction(0, [1, 2]))
-    chunks = control.prefetch()
-    assert [(span.expert, span.num_segments) for span in chunks] == [(1, 1)] * 2 + [(2, 1)] * 4
-    transport.coming = [chunks[0], *chunks[2:4], chunks[1], *chunks[4:]]
+    spans = control.prefetch()
+    assert [(span.expert, span.num_segments) for span in spans] == [(1, 1)] * 2 + [(2, 1)] * 4
+    transport.coming = [spans[0], *spans[2:4], spans[1], *spans[4:]]
     run_layer(control, transport, one_token(0, [1, 2], decode), computed.extend)
     control.check()
     assert [(span.expert, span.segment, span.num_segments) for span in computed] == expected

@@ -62,7 +62,7 @@ def test_a_prompt_that_evicts_keeps_what_its_layer_still_needs() -> None:
 @pytest.mark.parametrize(("staging", "largest"), [(1, 1), (3, 3), (4, 4), (6, 4), (8, 4)])
 def test_experts_are_streamed_whole_where_staging_slots_can_hold_one(staging: int, largest: int) -> None:
     shape = geometry(layers=1, experts=8, top_k=2, segments=4)
-    control = scheduler(shape, staging / 32, ring=staging)
+    control = scheduler(shape, staging / 32, staging=staging)
     ran = run_layer(control, 0, list(range(8)), decode=False, dice=random.Random(0), check=True)
     assert sum(span.num_segments for span in ran.loads) == 32
     sizes = {span.num_segments for span in ran.loads}
@@ -88,7 +88,7 @@ def test_experts_stay_in_one_span_through_prefill_and_decode(system: str) -> Non
 
 def test_an_expert_waits_for_staging_slots_that_can_hold_it_whole() -> None:
     """The 4 staging slots are half taken by what expert 0 lacks: expert 1 waits rather than come in two parts."""
-    control = scheduler(geometry(layers=1, experts=8, top_k=2, segments=4), 6 / 32, ring=4)
+    control = scheduler(geometry(layers=1, experts=8, top_k=2, segments=4), 6 / 32, staging=4)
     run_layer(control, 0, [0], decode=False, check=True)
     assert control.slots.resident[0] == 0b0011
     plan = control.begin_layer(RouterRan(0, [0, 1], [9, 1], [False, False], 9))
@@ -103,7 +103,7 @@ def test_an_expert_waits_for_staging_slots_that_can_hold_it_whole() -> None:
     control.check()
 
 
-def test_what_only_pads_chose_is_computed_and_not_counted() -> None:
+def test_experts_of_pads_alone_are_computed_and_not_counted() -> None:
     control = scheduler(geometry(layers=1, experts=8, top_k=2), 4 / 8)
     ran = run_layer(control, 0, [0, 1, 2], tokens=[2, 0, 1], decode=False)
     assert sorted(ran.loaded) == [0, 1, 2]
@@ -126,7 +126,7 @@ def test_one_at_a_time_by_id_thrashes_where_the_default_does_not() -> None:
 # -- a layer that fails --------------------------------------------------------------------------------------------
 
 
-def test_what_arrived_before_the_failure_is_a_hit_afterwards_and_what_did_not_is_a_miss() -> None:
+def test_after_a_failure_spans_that_had_arrived_are_hits_and_others_misses() -> None:
     control = scheduler(geometry(layers=1, experts=8, top_k=2), 6 / 8)
     plan = control.begin_layer(one_token(0, [3, 5]))
     assert [span.expert for span in plan.loads] == [3, 5]

@@ -136,7 +136,7 @@ def test_a_whole_expert_is_one_span() -> None:
     (span,) = table.allocate(2, 0b1111, table.prefetching)
     assert span.num_segments == 4 and span.slot % 4 == 0
     assert table.whole[2] is None and table.absent(2) == 0, "in flight is not resident"
-    assert table.join(2) == [span] and table.awaited == {2: 0b1111} and not table.prefetching
+    assert table.await_in_flight(2) == [span] and table.awaited == {2: 0b1111} and not table.prefetching
     table.arrived(2, 0b1111, table.awaited)
     assert table.whole[2] == span
     table.release(2, 0b1000)
@@ -177,7 +177,7 @@ def test_any_history_keeps_every_slot_owned_once_and_every_segment_in_one_state(
                 if dice.random() < 0.7:
                     table.arrived(eid, mask, purpose)
         elif dice.random() < 0.2:
-            assert sum(span.num_segments for span in table.join(eid)) <= table.in_flight[eid].bit_count()
+            assert sum(span.num_segments for span in table.await_in_flight(eid)) <= table.in_flight[eid].bit_count()
             assert eid not in table.requested and eid not in table.prefetching
         elif held:
             table.release(eid, held if dice.random() < 0.6 else 1 << bits(held)[0])

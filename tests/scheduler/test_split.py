@@ -20,7 +20,7 @@ from expertly.scheduler.observations import InlineChannel
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.scheduler import Scheduler
 from tests.scheduler.drive import finish, geometry, one_token, routed, run_layer, scheduler
-from tests.scheduler.soak import LAYERS, InstantLink, RandomGuesses, RandomLink, random_routers
+from tests.scheduler.soak import LAYERS, InstantLink, RandomLink, RandomPredictor, random_routers
 
 
 def split_scheduler(share: float, theta: float, system: str = "lcp", **shape: int) -> Scheduler:
@@ -63,8 +63,8 @@ def test_the_best_tops_are_kept_and_what_is_worth_less_is_staged_whole() -> None
     assert counts.partial_hits and not counts.hits
 
 
-def test_of_what_is_predicted_what_is_lacking_is_loaded_and_a_hit_then() -> None:
-    control = split_scheduler(16 / 32, 0.5, "lcp:prediction=lookahead:ahead=ring")
+def test_missing_segments_of_predicted_experts_are_prefetched_and_hits_then() -> None:
+    control = split_scheduler(16 / 32, 0.5, "lcp:prediction=lookahead:ahead=staging")
     run_layer(control, 0, [0, 1])
     control.predict(Prediction(0, [0, 2, 1], [0.9, 0.8, 0.7], 1))
     spans = control.prefetch()
@@ -74,7 +74,7 @@ def test_of_what_is_predicted_what_is_lacking_is_loaded_and_a_hit_then() -> None
         control.loaded(span)
     control.check()
     plan = control.begin_layer(one_token(0, [0, 2]))
-    assert not plan.loads and not plan.joined
+    assert not plan.loads and not plan.in_flight
     assert sum(span.num_segments for span in plan.ready) == 8
     finish(control, plan)
     control.check()
@@ -83,8 +83,8 @@ def test_of_what_is_predicted_what_is_lacking_is_loaded_and_a_hit_then() -> None
 
 
 def test_prefetches_for_the_next_layer_may_take_all_staging_slots_but_one() -> None:
-    """The guesses are wrong and on their way: the demand comes a segment at a time, as they leave."""
-    control = split_scheduler(8 / 32, 0.5, "lcp:prediction=lookahead:ahead=ring:window=99", layers=2, experts=4)
+    """The predictor are wrong and on their way: the demand comes a segment at a time, as they leave."""
+    control = split_scheduler(8 / 32, 0.5, "lcp:prediction=lookahead:ahead=staging:window=99", layers=2, experts=4)
     assert (control.cache.quotas, control.cache.staging) == ([0, 0], [8])
     run_layer(control, 0, [0, 1])
     control.predict(Prediction(1, [0, 1], [0.9, 0.8], 1))
@@ -112,7 +112,7 @@ def test_other_splits_take_place_between_layers() -> None:
     what is needed next is filled. Then of 1 of eight: what lies beyond goes at once.
     """
     control = split_scheduler(16 / 32, 0.5)
-    control.allocation.configured = lambda plan: None  # type: ignore[method-assign]
+    control.allocation.configured = lambda plan: plan.kept(control.geometry)  # type: ignore[method-assign]
     for pair in ([0, 1], [2, 3], [2, 3]):
         run_layer(control, 0, pair)
     shape = control.geometry
@@ -130,9 +130,9 @@ def test_other_splits_take_place_between_layers() -> None:
     assert control.slots.resident[:8] == [0b0001] * 8, "a prompt fills the quota there is now"
 
 
-def test_what_prefetched_is_not_cut_before_it_is_used() -> None:
+def test_prefetched_segments_are_not_cut_before_they_are_used() -> None:
     control = split_scheduler(16 / 32, 1.0, "lcp:prediction=lookahead")
-    control.allocation.configured = lambda plan: None  # type: ignore[method-assign]
+    control.allocation.configured = lambda plan: plan.kept(control.geometry)  # type: ignore[method-assign]
     run_layer(control, 0, [0, 1])
     control.predict(Prediction(0, [0], [0.9], 1))
     control.prefetch()
@@ -162,8 +162,8 @@ def test_an_allocation_that_asked_for_no_plan_takes_none() -> None:
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_whole_experts_are_what_the_policy_alone_keeps(share: float) -> None:
-    """Theta 1: every decision, line by line, with and without guesses."""
-    for spec, way in (("lcp", ""), ("lcp", ":prediction=lookahead"), ("lcp", ":prediction=lookahead:ahead=ring")):
+    """Theta 1: every decision, line by line, with and without predictor."""
+    for spec, way in (("lcp", ""), ("lcp", ":prediction=lookahead"), ("lcp", ":prediction=lookahead:ahead=staging")):
         decisions = []
         for allocation in ("", ":allocation=split:theta=1"):
             system, lines = get_system(f"{spec}{way}{allocation}"), []
@@ -171,17 +171,17 @@ def test_whole_experts_are_what_the_policy_alone_keeps(share: float) -> None:
             budget = system.budget(shape, split_budget(shape, int(shape.nbytes * share)))
             control = record(system.scheduler(shape, budget), lines.append)
             routers = random_routers(dice, 20)
-            guesses = RandomGuesses(dice, shape, routers)
+            predictor = RandomPredictor(dice, shape, routers)
             link = RandomLink(dice)
-            prefetcher = Prefetcher(control, link, InlineChannel(guesses)) if way else None
+            prefetcher = Prefetcher(control, link, InlineChannel(predictor)) if way else None
             for step, router in enumerate(routers):
-                guesses.step = step
+                predictor.step = step
                 loop_layer(control, link, router, lambda spans: None, prefetcher, routed(router))
             decisions.append(lines)
         assert len(decisions[0]) > 300 and decisions[0] == decisions[1]
 
 
-def test_with_nothing_kept_hits_are_what_was_loaded_ahead() -> None:
+def test_with_nothing_kept_hits_are_prefetched_experts() -> None:
     shape = geometry(layers=3, experts=8, top_k=2, segments=4)
     system = get_system("moepic")
     control = system.scheduler(shape, system.budget(shape, split_budget(shape, shape.nbytes // 2)))

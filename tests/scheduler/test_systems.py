@@ -162,7 +162,7 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("pre-gated:eviction=lfu", r"eviction=lfu: of no use where nothing is kept \(allocation=none\)"),
         ("lru:allocation=none:scope=global", r"scope=global: of no use where nothing is kept"),
         ("lfu:allocation=none:admission=best", r"admission=best: of no use where nothing is kept"),
-        ("lru:ahead=ring", r"ahead=ring: of no use where nothing is predicted"),
+        ("lru:ahead=staging", r"ahead=staging: of no use where nothing is predicted"),
         ("lru:transfer=synchronous", r"transfer=synchronous: of no use where nothing is predicted"),
         ("fmoe:transfer=demand", r"transfer='demand': of a system that predicts; accepted: asynchronous, synchronous"),
         ("fmoe:preemption=never", r"preemption='never': unknown; accepted: early, late"),
@@ -183,7 +183,7 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("lru:segments=half", r"segments='half': must be a whole number"),
         ("on-demand:allocation=adapmoe", r"among layers, scope='global' does not; accepted: scope=layer"),
         ("static:allocation=adapmoe", r"by which eviction='static' goes; accepted: eviction=lru, lfu"),
-        ("fmoe:allocation=none", r"allocation='none' keeps no experts: .*accepted: ahead=ring"),
+        ("fmoe:allocation=none", r"allocation='none' keeps no experts: .*accepted: ahead=staging"),
         ("lru:admission=best", r"eviction='lru' does not have; accepted: admission=always, or eviction=lfu, lcp"),
         ("expertly:prefill=evict", r"is weighed against what is kept; accepted: prefill=stream, or admission=always"),
         ("belady:eviction=static", r"admission='best' compares scores, which eviction='static' does not have"),
@@ -193,7 +193,7 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("oracle:prefetch=proximity", r"prefetch='proximity' weighs probabilities.*accepted: score"),
     ],
 )
-def test_what_cannot_be_is_named_with_what_can(spec: str, message: str) -> None:
+def test_an_error_names_the_problem_and_what_is_accepted(spec: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         get_system(spec)
 
@@ -202,14 +202,14 @@ def test_what_cannot_be_is_named_with_what_can(spec: str, message: str) -> None:
     "spec",
     ["x" * 10**5, "fmoe" + ":a=b" * 10**5, *(f"fmoe:{key}{'9' * 10**5}" for key in ("", "capacity=", "select="))],
 )
-def test_what_is_wrong_with_a_very_long_spec_is_short(spec: str) -> None:
+def test_errors_of_a_very_long_spec_are_short(spec: str) -> None:
     with pytest.raises(ConfigError) as caught:
         get_system(spec)
     assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("spec", ["lru:prediction=perfect", "lru:eviction=belady:admission=best"])
-def test_what_needs_the_future_does_not_run_without(spec: str) -> None:
+def test_systems_that_need_the_future_do_not_run_without_it(spec: str) -> None:
     with pytest.raises(ConfigError, match="needs to know the demands to come"):
         get_system(spec).scheduler(SHAPE, BUDGET, Known())
         get_system(spec).predictor(SHAPE, Known())
@@ -277,3 +277,8 @@ def test_the_configurator_ranks_experts_as_the_caches_do(system: str, options: L
     assert isinstance(control.allocation, MoEpic)
     hits = control.allocation._seen[0].rates().hits.tolist()
     assert hits == expected.rates().hits.tolist() != other.rates().hits.tolist()
+
+
+def test_ring_is_the_older_name_of_staging() -> None:
+    assert get_system("fmoe:ahead=ring") == get_system("fmoe:ahead=staging")
+    assert replace(SYSTEMS["fmoe"], ahead="ring") == replace(SYSTEMS["fmoe"], ahead="staging")

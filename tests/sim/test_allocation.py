@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from expertly.core.geometry import LayerGeometry, fitting_segments
-from expertly.policies.allocation.adapmoe import StackDistances
+from expertly.policies.allocation.adapmoe import StackDistances, Usage
 from expertly.policies.eviction.reuse import ReuseModel, state_of
 from expertly.policies.known import Known
 from expertly.scheduler.presets import SYSTEMS, get_system
@@ -53,7 +53,7 @@ def test_without_a_training_part_they_are_learned_online(tmp_path: Path) -> None
     assert sum(row["allocation"]["experts"]) == 12 and row["allocation"]["experts"][1] == 8
 
 
-def test_what_needs_the_future_counts_as_unpredicted(tmp_path: Path) -> None:
+def test_predictors_that_need_the_future_count_as_none(tmp_path: Path) -> None:
     name = "modelled-lookahead:allocation=adapmoe"
     row = results(make_study(skewed(tmp_path), selection=Selection(split=(7, 3))), [name], "60%")[name]
     assert row["allocation"]["recall"] == [0.0, 0.0, 0.0]
@@ -66,7 +66,7 @@ def test_the_profile_is_that_of_decode_in_the_training_part(tmp_path: Path) -> N
     )
     study = make_study(trace, selection=Selection(split=(1, 1)))
     system = get_system("lru:allocation=adapmoe")
-    usage = study._training.usage(system, study.geometry, Known())
+    usage = study._training.known(system, study.geometry, Known()).get(Usage)
     assert usage is not None
     expected = [StackDistances(8) for _ in LAYERS]
     for span in study.schedule.training:
@@ -76,7 +76,7 @@ def test_the_profile_is_that_of_decode_in_the_training_part(tmp_path: Path) -> N
             for layer in range(3 * (not is_prefill)):
                 expected[layer].add([(1, int(expert)) for expert in row[layer]])
     assert [one.tolist() for one in usage.misses] == [one.misses().tolist() for one in expected]
-    assert study._training.usage(get_system("lru"), study.geometry, Known()) is None
+    assert study._training.known(get_system("lru"), study.geometry, Known()) == Known()
 
 
 # -- parts of experts ----------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 
 
 def test_the_layer_that_needs_more_is_given_more_and_the_others_lose_nothing_by_it(planted: Trace) -> None:
-    study = make_study(planted, toy(link=Link(0.25e9, 0, 0)), matcher="inline")
+    study = make_study(planted, toy(link=Link(0.25e9, 0, 0)), predicting="inline")
     rows = results(study, ["moepic:tau=100", "moepic:allocation=split"], "50%")
     ours, fixed = rows["moepic:tau=100"], rows["moepic:allocation=split"]
     found = ours["allocation"]
@@ -176,10 +176,11 @@ def test_a_training_part_teaches_once_and_only_who_asks(tmp_path: Path) -> None:
     trace = make_trace(tmp_path / "trace", passes, WIDE, num_requests=10)
     geometry = make_study(trace).geometry
     learning = TrainingPart(trace, make_schedule(trace, Selection(split=(7, 3))).training)
-    taught = learning.reuse(SYSTEMS["expertly"], geometry)
-    assert taught is not None and taught is learning.reuse(SYSTEMS["expertly"], geometry)
-    assert learning.reuse(SYSTEMS["lru"], geometry) is None and learning.reuse(SYSTEMS["resident"], geometry) is None
-    assert TrainingPart(trace, []).reuse(SYSTEMS["expertly"], geometry) is None
+    taught = learning.known(SYSTEMS["expertly"], geometry, Known()).get(ReuseModel)
+    assert taught is not None and taught is learning.known(SYSTEMS["expertly"], geometry, Known()).get(ReuseModel)
+    for system in ("lru", "resident"):
+        assert learning.known(SYSTEMS[system], geometry, Known()) == Known()
+    assert TrainingPart(trace, []).known(SYSTEMS["expertly"], geometry, Known()) == Known()
     model = ReuseModel(geometry)
     model.restore(state_of(taught))
     for layer in range(3):

@@ -187,7 +187,7 @@ def test_stalls_and_computing_are_all_the_time_there_is(segments: int, tmp_path:
     layers = sized(2, 10, 2)
     trace = make_trace(tmp_path / "trace", random_passes(6, layers, 25, prompt=3), layers)
     study = make_study(trace, segments=segments)
-    fast = make_study(trace, toy(link=INFINITE), segments=segments, matcher="inline")
+    fast = make_study(trace, toy(link=INFINITE), segments=segments, predicting="inline")
     for system in (*DEMAND_ONLY, *ASYNCHRONOUS, "resident"):
         memory = "100%" if system == "resident" else "30%"
         simulator = ran(study, system, memory)

@@ -76,7 +76,7 @@ def test_measured_costs_between_and_beyond_what_was_measured():
 @pytest.mark.parametrize(
     "layers", [(LAYER,), (LAYER,) * 3, (LAYER, replace(LAYER, top_k=3)), (replace(LAYER, itemsize=4),) * 2]
 )
-def test_what_was_measured_is_for_that_model_alone(layers: tuple[LayerGeometry, ...]):
+def test_measurements_of_another_model_are_refused(layers: tuple[LayerGeometry, ...]):
     with pytest.raises(HardwareError, match=r"hardware 'test': its \[compute\] was measured for a model \(2 layers"):
         compute_model(replace(MACHINE, compute=MEASURED), Geometry(layers), None)
 

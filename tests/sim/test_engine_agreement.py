@@ -34,7 +34,7 @@ PREDICTING = (
     "lru:prediction=lookahead:distance=2",
     "lru:prediction=lookahead:distance=2:next_token=yes",
     "lru:prediction=speculative",
-    "lcp:prediction=speculative:ahead=ring:window=9",
+    "lcp:prediction=speculative:ahead=staging:window=9",
     "lfu:prediction=counts:distance=2",
     "lru:prediction=popularity",
     "lru:prediction=token-id",
@@ -103,7 +103,7 @@ def simulated(trace: Trace, system: str, model: Any, order: str | None = None, c
         segments=engine.geometry.segments_per_expert,
         order=order,
         codec=codec,
-        matcher="inline",
+        predicting="inline",
         learned=random_weights(engine.geometry.layers, HIDDEN_SIZE),
     )
     return study.simulate(get_system(system), engine.budget)
@@ -125,7 +125,7 @@ def test_engine_and_simulator_count_the_same(
 ) -> None:
     settings: dict[str, Any] = {"memory": "100%" if SYSTEMS[system].keeps_everything else memory}
     if memory == "10%" and system != "resident":
-        settings["ring"] = 2  # the default one is more than that of these tiny models
+        settings["staging_slots"] = 2  # the default one is more than that of these tiny models
     with loaded(stores["qwen3_moe"], system=system, segments=segments, **settings) as model:
         run_engine(model, tmp_path / "trace")
         expected = counted(handle(model).engine.scheduler.counters)
@@ -193,9 +193,9 @@ def test_predictions_and_what_comes_of_them_agree(
 def test_with_compressed_experts_they_count_the_same(
     system: str, segments: int, stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"memory": "60%", "ring": 3 * segments}
+    settings: dict[str, Any] = {"memory": "60%", "staging_slots": 3 * segments}
     if get_system(system).prediction != "none":
-        settings["matcher"] = "inline"
+        settings["predict"] = "inline"
     with loaded(stores["compressed"], system=system, segments=segments, **settings) as model:
         engine = handle(model).engine
         make_transfers_instant(model)

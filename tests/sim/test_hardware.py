@@ -74,7 +74,7 @@ def test_a_file_without_predictor_costs_has_the_documented_ones(tmp_path: Path):
 
 
 @pytest.mark.parametrize("hardware", [FULL, replace(FULL, compute=None, disk=None, host_memory_nbytes=None)])
-def test_what_is_written_is_read_back(hardware: Hardware, tmp_path: Path):
+def test_a_written_file_is_read_back(hardware: Hardware, tmp_path: Path):
     path = tmp_path / "folder" / "machine.toml"
     hardware.write(path, ["made by\na test"])
     assert Hardware.read(str(path)) == hardware
@@ -148,7 +148,7 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
         ("name = ", "name : ", "not TOML"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, message: str):
+def test_errors_name_file_key_and_value(tmp_path: Path, old: str, new: str, message: str):
     path = written(tmp_path, (old, new))
     with pytest.raises(HardwareError, match=message) as error:
         Hardware.read(path)
@@ -161,7 +161,7 @@ def test_a_host_tier_too_small_needs_a_disk(tmp_path: Path):
         Hardware.read(str(tmp_path / "machine.toml"))
 
 
-def test_files_that_are_none(tmp_path: Path):
+def test_files_that_are_no_descriptions_are_refused(tmp_path: Path):
     for content, message in ((b"\xff\xfe", "not TOML"), (b"a = 1\n" * 200_000, "more than"), (b"", "lacks name")):
         (tmp_path / "machine.toml").write_bytes(content)
         with pytest.raises(HardwareError, match=message):
@@ -245,7 +245,7 @@ def test_all_weights_together_are_the_published_number(name: str):
         ("itemsize = 2", "itemsize = 2\n[dense]\nlayer_nbytes = -1\nhead_nbytes = 1", "dense.layer_nbytes=-1: must be"),
     ],
 )
-def test_what_is_wrong_with_a_geometry_is_named(tmp_path: Path, old: str, new: str, message: str):
+def test_errors_of_a_geometry_name_file_key_and_value(tmp_path: Path, old: str, new: str, message: str):
     path = tmp_path / "mine.toml"
     path.write_text(GOOD.replace(old, new))
     with pytest.raises(HardwareError, match=message) as error:

@@ -97,7 +97,7 @@ def test_loads_go_before_prefetches_but_never_stop_one_that_has_begun() -> None:
     assert [expert for expert, _ in arrivals(clock, link, 2)] == [1, 0], "submitted at once"
 
 
-def test_what_has_not_begun_of_a_layer_or_of_experts_is_cancelled() -> None:
+def test_prefetches_that_did_not_begin_are_cancelled_by_layer_or_expert() -> None:
     clock, link, _ = make()
     link.prefetch([span(0), span(1, layer=1), span(2), span(3)])
     clock.now_ns = 8
@@ -243,7 +243,7 @@ def test_a_large_span_is_decoded_by_several_threads_as_its_bytes_come() -> None:
     assert clock.now_ns == MIN_DECODE_NBYTES * 4 + per_part, "read at 0.5 bytes/ns, then the last quarter decoded"
 
 
-def test_what_no_reader_has_is_cancelled() -> None:
+def test_prefetches_that_no_reader_took_are_cancelled() -> None:
     clock, link, _ = make_coded(CodecCosts(0.5, 0.25e9, 1))
     link.prefetch([span(2), span(0), span(3), span(3, layer=1)])  # one for each reader
     link.prefetch([span(4), span(1), span(4, layer=1)])

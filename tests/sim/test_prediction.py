@@ -55,7 +55,7 @@ def mixed_trace(folder: Path) -> Trace:
 @pytest.mark.parametrize("kind", [random_trace, mixed_trace])
 def test_a_predictor_that_takes_no_time_is_one_within_the_pass(kind: Any, tmp_path: Path) -> None:
     trace = kind(tmp_path)
-    inline = results(make_study(trace, matcher="inline", segments=2), PREDICTING, "40%")
+    inline = results(make_study(trace, predicting="inline", segments=2), PREDICTING, "40%")
     virtual = results(make_study(trace, toy(predictor=NO_TIME), segments=2), PREDICTING, "40%")
     assert inline == virtual
     for name in PREDICTING:
@@ -85,13 +85,13 @@ def test_a_predictor_slower_than_its_passes_is_of_no_use_and_no_harm(tmp_path: P
 def test_maps_of_the_training_part_foretell_what_repeats(tmp_path: Path) -> None:
     trace = repeating_trace(tmp_path)
     name = "fmoe:select=top-k"
-    study = make_study(trace, toy(link=INFINITE), matcher="inline", selection=Selection(split=(3, 1), seed=1))
+    study = make_study(trace, toy(link=INFINITE), predicting="inline", selection=Selection(split=(3, 1), seed=1))
     row = results(study, [name], "50%")[name]
     assert row["history"] == "filled from 3 requests" and row["requests"] == 1 and row["tokens"] == 10
     assert row["recall"] > 0.99, "the ten iterations are in the store"
     assert row["predictor"]["maps"] == 3 * 10 + 10
     assert row["predictor"]["semantic_score"] == pytest.approx(1, abs=1e-3)
-    only_first = make_study(trace, toy(link=INFINITE), matcher="inline", selection=Selection(num_requests=1))
+    only_first = make_study(trace, toy(link=INFINITE), predicting="inline", selection=Selection(num_requests=1))
     empty = results(only_first, [name], "50%")[name]
     assert empty["history"] == "empty" and empty["predictor"]["maps"] == 10
     assert empty["recall"] < 0.9 and empty["coverage"] < row["coverage"]
@@ -131,11 +131,9 @@ def test_rows_say_how_they_predicted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("segments", [1, 2])
-def test_bytes_loaded_ahead_for_nothing_are_those_of_experts_that_were_not_needed(
-    segments: int, tmp_path: Path
-) -> None:
+def test_wasted_bytes_are_those_of_prefetched_experts_that_were_not_needed(segments: int, tmp_path: Path) -> None:
     """With a link that takes no time whatever is begun arrives: whole experts."""
-    study = make_study(random_trace(tmp_path), toy(link=INFINITE), matcher="inline", segments=segments)
+    study = make_study(random_trace(tmp_path), toy(link=INFINITE), predicting="inline", segments=segments)
     counters = study.simulate(get_system("fmoe"), Memory("40%").budget(study.geometry)).scheduler.counters
     for layer in counters:
         for phase in (layer.prefill, layer.decode):
@@ -156,7 +154,7 @@ def test_a_trace_that_lacks_what_a_predictor_looks_at(tmp_path: Path) -> None:
 def test_a_batch_is_predicted_for_all_of_its_requests(tmp_path: Path) -> None:
     trace = mixed_trace(tmp_path)
     names = ["fmoe", "fmoe:eviction=lru:select=top-k", "lru:prediction=counts", "lru:prediction=lookahead"]
-    rows = results(make_study(trace, toy(link=INFINITE), matcher="inline"), [*names, "belady-global"], "60%")
+    rows = results(make_study(trace, toy(link=INFINITE), predicting="inline"), [*names, "belady-global"], "60%")
     for name in names:
         assert rows[name]["requests"] == 6 and rows[name]["coverage"] > 0, name
         assert rows[name]["bytes_loaded"] >= rows["belady-global"]["bytes_loaded"]
@@ -166,7 +164,7 @@ def test_a_batch_is_predicted_for_all_of_its_requests(tmp_path: Path) -> None:
 
 def test_maps_are_the_rows_that_were_simulated(tmp_path: Path) -> None:
     trace = random_trace(tmp_path)
-    study = make_study(trace, selection=Selection(num_tokens=50), matcher="inline")
+    study = make_study(trace, selection=Selection(num_tokens=50), predicting="inline")
     simulator = study.simulate(get_system("fmoe"), Memory("40%").budget(study.geometry))
     assert isinstance(simulator.predictor, FMoE)
     store = simulator.predictor.learned
@@ -197,8 +195,8 @@ def domains(folder: Path, num_requests: int = 24) -> Trace:
 def test_a_filled_collection_predicts_more_of_what_is_needed_than_an_empty_one(tmp_path: Path) -> None:
     """Held-out requests of two domains."""
     trace = domains(tmp_path)
-    filled = make_study(trace, selection=Selection(split=(7, 3)), matcher="inline")
-    empty = Study(trace, Schedule([], filled.schedule.test), toy(), filled.layers, None, matcher="inline")
+    filled = make_study(trace, selection=Selection(split=(7, 3)), predicting="inline")
+    empty = Study(trace, Schedule([], filled.schedule.test), toy(), filled.layers, None, predicting="inline")
     found = {}
     for name, study in (("filled", filled), ("empty", empty)):
         found[name] = study.row(get_system(SYSTEM), Memory("40%"))
@@ -244,7 +242,7 @@ def full_trace(folder: Path) -> Trace:
 )
 def test_a_lookahead_that_is_right_past_the_last_layer_leaves_nothing_to_miss(system: str, tmp_path: Path) -> None:
     trace = knowing(full_trace(tmp_path / "full"), tmp_path / "knowing")
-    study = make_study(trace, toy(link=INFINITE), matcher="inline")
+    study = make_study(trace, toy(link=INFINITE), predicting="inline")
     row = results(study, [system], "60%")[system]
     assert row["predictions_late"] == 0
     counters = study.simulate(get_system(system), Memory("60%").budget(study.geometry)).scheduler.counters
@@ -257,7 +255,7 @@ def test_a_lookahead_that_is_right_past_the_last_layer_leaves_nothing_to_miss(sy
 
 
 def test_an_older_trace_knows_nothing_past_the_last_layer(tmp_path: Path) -> None:
-    study, name = make_study(full_trace(tmp_path / "full"), toy(link=INFINITE), matcher="inline"), ON
+    study, name = make_study(full_trace(tmp_path / "full"), toy(link=INFINITE), predicting="inline"), ON
     rows = results(study, [NEXT_TOKEN, name], "60%")
     row = rows[name]
     assert row["prediction_accuracy"] == row["recall"] == row["accuracy"] == row["timeliness"] == 1.0
@@ -266,11 +264,11 @@ def test_an_older_trace_knows_nothing_past_the_last_layer(tmp_path: Path) -> Non
     assert all(layer.decode.misses == 0 for layer in counters[1:]) and counters[0].decode.misses > 0
 
 
-@pytest.mark.parametrize("ahead", ["cache", "ring"])
+@pytest.mark.parametrize("ahead", ["cache", "staging"])
 def test_the_window_limits_how_far_down_the_scores_loading_goes(ahead: str, tmp_path: Path) -> None:
     """With a link that takes its time, few segments in flight are few prefetches; nothing is prefetched twice."""
     trace = knowing(full_trace(tmp_path / "full"), tmp_path / "knowing")
-    study = make_study(trace, toy(), matcher="inline")
+    study = make_study(trace, toy(), predicting="inline")
     loaded = []
     for window in (1, 8):
         name = f"lru:prediction=speculative:ahead={ahead}:window={window}"
@@ -297,7 +295,7 @@ def long_trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 def test_a_gate_is_about_as_fast_as_the_better_of_all_and_nothing(nbytes_per_s: float, long_trace: Trace) -> None:
     """It prefetches what is right and not what is wrong, and decides the same again."""
     machine = toy(link=Link(nbytes_per_s, 0, 0), layer_ns=200, iteration_ns=100)
-    study, gated = make_study(long_trace, machine, matcher="inline"), ":gate=measured"
+    study, gated = make_study(long_trace, machine, predicting="inline"), ":gate=measured"
     rows = results(study, ["lru", ON, WRONG, ON + gated, WRONG + gated], "50%")
     for on in (ON, WRONG):
         row = rows[on + gated]
@@ -308,7 +306,7 @@ def test_a_gate_is_about_as_fast_as_the_better_of_all_and_nothing(nbytes_per_s: 
         right, wrong = (rows[on + gated]["gate"] for on in (ON, WRONG))
         assert (right["state"], wrong["state"]) == ("on", "off")
         assert right["steps_with"] > 4 * right["steps_without"] and wrong["steps_without"] > 4 * wrong["steps_with"]
-        again = make_study(long_trace, machine, matcher="inline")
+        again = make_study(long_trace, machine, predicting="inline")
         assert results(again, [ON + gated], "50%")[ON + gated] == rows[ON + gated]
 
 
@@ -333,7 +331,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 )
 def test_none_starves_a_demand_at_any_budget(trace: Trace, system: str, kept: int, segments: int) -> None:
     """Down to the staging slots alone, where all that is predicted competes with what is needed for two places."""
-    study = make_study(trace, segments=segments, matcher="inline")
+    study = make_study(trace, segments=segments, predicting="inline")
     budget = Memory(f"{kept}/layer", kept).budget(study.geometry)
     simulator = study.simulate(get_system(system), budget)
     simulator.scheduler.check()
@@ -346,7 +344,7 @@ def test_none_starves_a_demand_at_any_budget(trace: Trace, system: str, kept: in
 
 
 def test_index_is_right_as_often_as_chance_and_reads_the_most(trace: Trace) -> None:
-    rows = results(make_study(trace, matcher="inline"), ("on-demand", *BASELINES), 3)
+    rows = results(make_study(trace, predicting="inline"), ("on-demand", *BASELINES), 3)
     index = rows["deepspeed-index"]
     assert index["recall"] == 1 and index["prediction_accuracy"] == pytest.approx(2 / 8), "it names all 8, 2 are needed"
     assert index["bytes_loaded"] == max(row["bytes_loaded"] for row in rows.values())
@@ -356,7 +354,7 @@ def test_index_is_right_as_often_as_chance_and_reads_the_most(trace: Trace) -> N
 def test_mixtral_offloading_waits_for_what_it_predicts_and_hits_it(trace: Trace) -> None:
     """The lookahead of this trace is right: all that is predicted is there, and what it takes is stall, not misses."""
     rows = results(
-        make_study(trace, matcher="inline"),
+        make_study(trace, predicting="inline"),
         ("lru", "mixtral-offloading", "mixtral-offloading:transfer=asynchronous"),
         3,
     )
@@ -370,7 +368,7 @@ def test_counts_keep_and_load_what_was_asked_for_most(tmp_path: Path) -> None:
     """Each layer needs 0 and 1 nine times of ten: soon they are kept and predicted, and the tenth evicts none."""
     often, seldom = [[0, 1]] * 4, [[[2, 3], [4, 5], [6, 7]][layer % 3] for layer in range(4)]
     passes = [(0, False, [seldom if step % 10 == 9 else often]) for step in range(60)]
-    study = make_study(make_trace(tmp_path / "trace", passes, SMALL), matcher="inline")
+    study = make_study(make_trace(tmp_path / "trace", passes, SMALL), predicting="inline")
     for name in ("brainstorm", "moe-infinity-lfu"):
         simulator = study.simulate(SYSTEMS[name], Memory("3/layer", 3).budget(study.geometry))
         decode = [counters.decode for counters in simulator.scheduler.counters]
@@ -387,7 +385,7 @@ def test_counts_keep_and_load_what_was_asked_for_most(tmp_path: Path) -> None:
 
 def test_token_ids_that_were_made_up_are_no_token_ids(trace: Trace, tmp_path: Path) -> None:
     system = "lru:prediction=token-id"
-    assert results(make_study(trace, matcher="inline"), (system,), 3)[system]["skipped"] is None
+    assert results(make_study(trace, predicting="inline"), (system,), 3)[system]["skipped"] is None
     passes = random_passes(0, SMALL, 10)
     bare = make_trace(tmp_path / "bare", passes, SMALL)
     manifest = bare.manifest
@@ -403,11 +401,11 @@ def test_token_ids_that_were_made_up_are_no_token_ids(trace: Trace, tmp_path: Pa
 
 def test_rows_tell_goodpred_by_layer_and_distance(trace: Trace) -> None:
     system = "lru:prediction=lookahead:distance=2"
-    row = results(make_study(trace, matcher="inline"), (system,), 3)[system]
+    row = results(make_study(trace, predicting="inline"), (system,), 3)[system]
     assert [one["layer"] for one in row["layers"]] == [0, 1, 2, 3]
     assert row["layers"][0]["goodpred"] is None, "nothing looks ahead to the first layer"
     assert set(row["layers"][1]["goodpred_by_distance"]) == {"1"} and set(row["goodpred_by_distance"]) == {"1", "2"}
     for one in (row, *row["layers"][1:]):
         for k, goodpred in one["goodpred_by_distance"].items():
             assert goodpred == one["accuracy_by_distance"][k] * one["fetch_rate_by_distance"][k]
-    assert results(make_study(trace, matcher="inline"), ("lru",), 3)["lru"]["layers"] is None
+    assert results(make_study(trace, predicting="inline"), ("lru",), 3)["lru"]["layers"] is None

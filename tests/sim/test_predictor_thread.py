@@ -138,7 +138,7 @@ def test_nothing_is_lost_unless_it_is_counted(seed: int) -> None:
     assert channel.num_dropped > 0, "it was busy"
 
 
-def test_who_catches_up_waits_until_all_has_been_read() -> None:
+def test_catching_up_waits_until_everything_was_read() -> None:
     predictor, clock = Notes(), Clock()
     channel = VirtualPredictorThread(predictor, clock, PredictorCosts(100, 1e9, float("inf")), ObservationQueue(10))
     channel.begin_iteration(-1, lambda: BEGAN)  # until 200

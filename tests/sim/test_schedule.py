@@ -204,7 +204,7 @@ def test_columns_are_found_by_name(tmp_path: Path):
         (HEADER + FIRST + '"2023-11-16', "not CSV"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str):
+def test_errors_name_file_key_and_value(tmp_path: Path, text: str, message: str):
     path = write(tmp_path, text)
     with pytest.raises(ConfigError, match=message) as error:
         read_arrivals(path)

@@ -33,10 +33,10 @@ def test_budgets_are_the_engines() -> None:
     geometry = Geometry(LAYERS, 2)
     segment = 24
     whole = Memory("50%").budget(geometry)
-    assert whole.pool_slots() == [24] and whole.ring_slots == (4,)
+    assert whole.pool_slots() == [24] and whole.staging_slots == (4,)
     assert Memory(f"{10 * segment}").budget(geometry).pool_slots() == [10]
     kept = Memory("3/layer", 3).budget(geometry)
-    assert (kept.layer_shares, kept.kept_slots, kept.ring_slots) == ((6, 6, 6), (18,), (4,))
+    assert (kept.layer_quotas, kept.kept_slots, kept.staging_slots) == ((6, 6, 6), (18,), (4,))
     assert kept.memory_nbytes == 22 * segment
 
 
@@ -52,7 +52,7 @@ def test_a_budget_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path)
         next(study.results(["no"], [Memory("50%")]))
 
 
-def test_what_was_measured_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HardwareError, match="its \\[compute\\] was measured for toy"):
         make_study(small(tmp_path), measured())
     trace = make_trace(tmp_path / "bare", random_passes(0, LAYERS, 5), BARE)
@@ -155,7 +155,7 @@ def test_where_computing_leaves_a_processor_decoding_goes_on_beside_it(tmp_path:
     assert tpot[0] > tpot[1] + 3 * 20 and tpot[1] == tpot[2]
 
 
-def test_what_is_kept_does_not_depend_on_how_it_is_stored(tmp_path: Path) -> None:
+def test_decisions_do_not_depend_on_how_experts_are_stored(tmp_path: Path) -> None:
     trace = make_trace(tmp_path / "trace", random_passes(1, LAYERS, 40, prompt=3), LAYERS)
     hardware = only_loading(INFINITE, CodecCosts(0.5, float("inf"), 3))
     for system in ("lru", "lfu", "on-demand", "oracle", "belady"):

@@ -129,7 +129,7 @@ def test_an_iteration_shows_its_rows(
         for router in iteration.layers:
             layer, shape = router.layer, WIDE[router.layer]
             routed = iteration.routed(router, EVERYTHING)
-            assert routed.demand is router
+            assert routed.router is router
             experts = fields["experts"][rows, layer, : shape.top_k]
             np.testing.assert_array_equal(routed.experts, experts)
             assert routed.scores is not None and routed.scores.dtype == np.float32
@@ -145,7 +145,7 @@ def test_an_iteration_shows_its_rows(
     assert num_rows == trace.num_rows
 
 
-def test_what_is_wanted_is_read_once_a_block_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_wanted_fields_are_read_once_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = mixed_trace(tmp_path / "trace", is_full=True)
     read: list[str] = []
     rows = Trace.rows

@@ -112,7 +112,7 @@ def test_a_tail_cut_anywhere_holds_whole_iterations(tmp_path: Path, fields) -> N
     assert_holds(Trace.open(folder), rows[:2])
 
 
-def test_what_a_lost_block_left_in_the_tail_is_not_believed(tmp_path: Path) -> None:
+def test_remains_of_a_lost_block_in_the_tail_are_ignored(tmp_path: Path) -> None:
     """After a power failure a file may end in zeros, or hold zeros where data was not written yet."""
     folder = tmp_path / "trace"
     rows = iterations([8, 2, 2, 2])

@@ -72,7 +72,7 @@ def test_a_source_without_tokens_and_weights(tmp_path: Path) -> None:
     assert set(trace.rows("weights", 0, 8).reshape(-1).tolist()) == {0.5}
 
 
-def test_what_lies_beside_the_file_is_used(tmp_path: Path) -> None:
+def test_files_beside_the_source_are_used(tmp_path: Path) -> None:
     probs = np.random.default_rng(1).integers(0, 256, (8, 3, 2), np.uint8)
     np.savez_compressed(tmp_path / "probs_u8.npz", probs_x255=probs)
     entries = [{"category": "code", "prompt": "a", "x": 1}, {"prompt": None}, {"category": "math"}]

@@ -20,7 +20,7 @@ SIZES = [5, 1, 1, 3, 9, 1, 1, 1, 1, 20, 2, 1]
 
 
 @pytest.mark.parametrize(("rows_per_shard", "fields"), [(1, ()), (8, ()), (8, FULL), (1000, FULL)])
-def test_what_is_written_is_read(tmp_path: Path, rows_per_shard: int, fields) -> None:
+def test_a_written_trace_is_read_back(tmp_path: Path, rows_per_shard: int, fields) -> None:
     rows = iterations(SIZES, fields)
     trace = Trace.open(write_trace(tmp_path / "trace", rows, rows_per_shard, fields))
     assert trace.is_complete

@@ -352,8 +352,8 @@ def _result(
         )
     return {
         "memory": memory,
-        "memory_bytes": budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry),
-        "ring_segments": list(budget.ring_slots),
+        "memory_bytes": budget.kept_nbytes(geometry) + budget.staging_nbytes(geometry),
+        "ring_segments": list(budget.staging_slots),
         "kept_segments": list(budget.kept_slots),
         "kept_experts": sum(budget.kept_slots) / num_segments,
         "free_segments": list(found.plan.free_segments),

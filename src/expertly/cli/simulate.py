@@ -28,7 +28,7 @@ from expertly.policies.learned import LearnedFile, LearnedState
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Selection, make_schedule, read_arrivals
-from expertly.sim.study import MATCHERS, Memory, Study
+from expertly.sim.study import PREDICTING, Memory, Study
 from expertly.trace.reader import Trace
 
 DEFAULT_MEMORY = "10%,25%,50%"
@@ -65,7 +65,7 @@ class SimulateOptions:
         "virtual",
         "virtual (predictions take their time) or inline (they take none)",
         metavar="NAME",
-        choices=MATCHERS,
+        choices=PREDICTING,
         was="matcher",
         panel=RESEARCH,
     )
@@ -120,7 +120,7 @@ def run(args: SimulateOptions) -> int:
             seed=args.seed,
             is_queued=arrivals is not None,
             order=args.order,
-            matcher=args.predict,
+            predicting=args.predict,
             learned=None if predictor is None else predictor.learned,
             plan=plan,
             chrome=chrome,
@@ -245,7 +245,7 @@ def _notes_on_predicting(study: Study, systems: Sequence[str]) -> Iterator[str]:
     if any(system.prediction == "modelled" for system in asked):
         yield "modelled-lookahead: its predictions are made from the future, with a stated accuracy"
     if study.layers is not None and any(system.prediction != "none" for system in asked):
-        if study.matcher == "inline":
+        if study.predicting == "inline":
             yield "predicting takes no time"
         elif not all("future" in system.needs or system.prediction == "none" for system in asked):
             yield f"predicting takes the time of {study.hardware.name}'s [predictor], beside the device"

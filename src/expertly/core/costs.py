@@ -22,8 +22,8 @@ def check_codec(name: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A serial server of transfers: n spans submitted together have all arrived after one latency and the sum of what
-    each occupies. With an infinite rate, no latency and no overhead it is infinitely fast.
+    """A serial server of transfers: n spans submitted together have all arrived after one latency and the sum of the
+    times that each occupies it. With an infinite rate, no latency and no overhead it is infinitely fast.
     """
 
     nbytes_per_s: float
@@ -31,7 +31,7 @@ class Link:
     overhead_ns: int  # of each span, beyond its bytes
 
     def occupies_ns(self, nbytes: int) -> int:
-        """How long a span of so many bytes keeps the link from serving the next."""
+        """How long a span of so many bytes keeps the link from serving the next one."""
         return self.overhead_ns + round(nbytes / self.nbytes_per_s * 1e9)
 
 
@@ -50,13 +50,13 @@ class CodecCosts:
 
     @property
     def all_nbytes_per_s(self) -> float:
-        """Of all threads together."""
+        """The rate of all threads together."""
         return self.decode_nbytes_per_s * self.threads
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """What the experts of layers with one number of wholly absent experts took, in decode steps of one token."""
+    """The time of a layer's experts, in decode steps of one token, where so many of them were wholly absent."""
 
     num_absent: int
     total_ns: int  # the median
@@ -65,7 +65,7 @@ class LayerTime:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCompute:
-    """What one model's passes cost on one machine, transfers apart. All its MoE layers are of one geometry.
+    """What one model's passes cost on one machine, without transfers. All its MoE layers have one geometry.
 
     The lists run over `tokens`: of the forward pass (`dense_ns`, `head_ns`) or of one expert. An expert that is
     computed in parts costs `parts_ns` in all, in proportion to their neurons, and `part_ns` for each.

@@ -1,4 +1,4 @@
-"""Every error a user can cause. The CLI prints them as one line and exits 2; nothing else is caught."""
+"""Every error that a user can cause. The CLI prints them as one line and exits 2; it catches nothing else."""
 
 
 class ExpertlyError(Exception):
@@ -10,7 +10,7 @@ class ConfigError(ExpertlyError):
 
 
 class CheckpointError(ExpertlyError):
-    """The source checkpoint is missing something, lies about itself or is not one we can run."""
+    """The source checkpoint lacks something, contradicts itself or is not one that expertly can run."""
 
 
 class UnsupportedModelError(CheckpointError):
@@ -38,7 +38,9 @@ class TransferError(ExpertlyError):
 
 
 class NanError(ExpertlyError):
-    """A forward pass gave NaN: weights hold it, or numbers grew beyond the dtype. Says which layer was the first."""
+    """A forward pass gave NaN: weights hold it, or numbers grew beyond the dtype. The message names the first such
+    layer.
+    """
 
 
 NAN_REASONS = "the checkpoint's weights hold NaN, or numbers grow beyond what its dtype holds (try dtype=float32)"
@@ -49,4 +51,4 @@ class EngineClosedError(ExpertlyError):
 
 
 class ModelUseError(ExpertlyError):
-    """A loaded model was asked for something that a model whose experts live elsewhere cannot do."""
+    """A loaded model was asked for something that is impossible for a model whose experts are elsewhere."""

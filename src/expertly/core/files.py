@@ -1,4 +1,4 @@
-"""Small files: written whole or not at all, JSON in and out, and what a user is told when the disk refuses."""
+"""Small files: written completely or not at all, JSON in and out, and messages for when the disk refuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Union, get_args, get_origin, get_type_hints
 from expertly.core.errors import ExpertlyError
 
 MAX_JSON_NBYTES = 256 << 20
-"""Of a file of JSON: the index of the largest checkpoint has a tenth of it."""
+"""Of a JSON file; the index of the largest checkpoint has a tenth of that."""
 
 MAX_TEXT = 4096
 """Characters of a text that `from_json` takes."""
@@ -49,7 +49,7 @@ def _reason(folder: Path, error: OSError, other_folder: str) -> str:
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest folder at or above `path` that exists."""
+    """The nearest existing folder at or above `path`."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -87,7 +87,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[BinaryIO]:
-    """The file at `path`, made where there is none, open, and nobody else's while the block runs."""
+    """The file at `path`, made where it is missing, open, and locked while the block runs."""
     while True:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with os.fdopen(os.open(path, flags, 0o666), "r+b") as file:
@@ -120,7 +120,7 @@ def json_bytes(value: Mapping[str, Any]) -> bytes:
 
 
 def finite(value: Any) -> Any:
-    """`value` with null in place of NaN and infinities, which JSON cannot say, at any depth."""
+    """`value` with null in place of NaN and infinities, which JSON does not have, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -131,8 +131,8 @@ def finite(value: Any) -> Any:
 
 
 def read_json_object(path: Path, error: type[ExpertlyError]) -> dict[str, Any]:
-    """The JSON object in `path`; anything else raises `error` naming the file. What is no file (a pipe, a device) or
-    longer than MAX_JSON_NBYTES is not read.
+    """The JSON object in `path`; anything else raises `error` naming the file. Pipes, devices and files longer than
+    MAX_JSON_NBYTES are not read.
     """
     try:
         about = path.stat()
@@ -161,9 +161,9 @@ def _kind_of(mode: int) -> str:
 
 def from_json(kind: Any, raw: Any, where: str, error: type[ExpertlyError]) -> Any:
     """`raw`, from a JSON file, as `kind`: a dataclass, tuple[X, ...], dict[str, X], a union or a plain type. A class
-    with `from_dict` reads itself; what an object says beside the fields is ignored.
+    with `from_dict` reads itself; keys that are no fields are ignored.
 
-    Raises `error` naming the field, its value and what is accepted; `where` is what `raw` is called.
+    Raises `error` naming the field, its value and what is accepted; `where` is the name of `raw`.
     """
     if hasattr(kind, "from_dict"):
         return kind.from_dict(raw)
@@ -206,5 +206,5 @@ _PLAIN = {
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether `name` is a file name and nothing that leads elsewhere."""
+    """Whether `name` is a file name that does not lead elsewhere."""
     return isinstance(name, str) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")

@@ -50,12 +50,12 @@ class LayerGeometry:
 
     @property
     def neuron_nbytes(self) -> int:
-        """Of one neuron's weights, as they are computed with."""
+        """Bytes of one neuron's weights, as they are computed with."""
         return self.num_matrices * self.hidden_size * self.itemsize
 
     @property
     def num_blocks(self) -> int:
-        """Of an expert: it can be cut between these alone."""
+        """Blocks of an expert; it can be cut only between them."""
         return self.intermediate_size // self.block_size
 
     @property
@@ -71,12 +71,12 @@ class LayerGeometry:
         return replace(self, format="", block_size=1, block_nbytes=0)
 
     def as_dict(self) -> dict[str, Any]:
-        """For a file: what is said of blocks only where there is a format."""
+        """For a file. Blocks are mentioned only where there is a format."""
         return {name: value for name, value in asdict(self).items() if self.format or name not in _OF_FORMAT}
 
     @classmethod
     def from_dict(cls, raw: object) -> LayerGeometry:
-        """The inverse, of any parsed JSON. Raises ConfigError naming the field and what is accepted."""
+        """The inverse of `as_dict`, for any parsed JSON. Raises ConfigError naming the field and what is accepted."""
         if not isinstance(raw, dict) or set(raw) not in ({*SIZE_FIELDS}, {*SIZE_FIELDS, *_OF_FORMAT}):
             raise ConfigError(f"{raw!r:.80}: must be an object of {', '.join(SIZE_FIELDS)}")
         for name, value in raw.items():
@@ -89,7 +89,7 @@ class LayerGeometry:
 
 _OF_FORMAT = ("format", "block_size", "block_nbytes")
 SIZE_FIELDS = tuple(field.name for field in fields(LayerGeometry) if field.name not in _OF_FORMAT)
-"""What is said of every layer."""
+"""The fields that every layer has in a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +180,13 @@ class Geometry:
 
 
 def stored_as(layers: Sequence[LayerGeometry], dtype: str) -> str:
-    """What experts that are computed in `dtype` are stored as: their weight formats, else that."""
+    """How experts that are computed in `dtype` are stored: in their weight formats, or else in that dtype."""
     return "+".join(sorted({name for layer in layers for name in (layer.format or dtype).split("+")}))
 
 
 def fitting_segments(layers: Sequence[LayerGeometry], wanted: int) -> int:
-    """`wanted` where the experts of all layers can be cut into so many segments; else the number up to 5 nearest 3 that
-    they can be cut into, the lower of two (ProMoE, section 5, cuts experts in 3; the rest is our choice).
+    """`wanted`, where the experts of all layers can be cut into so many segments; otherwise the possible number up to 5
+    that is nearest 3, the lower of two (ProMoE, section 5, cuts experts in 3; the rest is our choice).
     """
     width = gcd(*(layer.num_blocks for layer in layers))
     if not width % wanted:

@@ -1,4 +1,4 @@
-"""Safetensors headers: written, and read as hostile input, which is checked before anything is allocated for it."""
+"""Safetensors headers: written, and read as hostile input that is checked before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class TensorInfo:
 def read_safetensors_header(path: Path, failure: type[ExpertlyError]) -> dict[str, TensorInfo]:
     """The tensors of a safetensors file, in file order.
 
-    Raises `failure` naming the file, and the tensor where it is about one, if the file cannot be read, is truncated, or
-    its header is malformed or lies: names given twice, unknown dtypes, lengths that are not shape x dtype, tensors that
+    Raises `failure` naming the file, and the tensor in question, if the file cannot be read or is truncated, or its
+    header is malformed or wrong: names given twice, unknown dtypes, lengths that are not shape x dtype, tensors that
     overlap, leave bytes unused or reach beyond the file.
     """
     return parse_safetensors_header(path, read_header_bytes(path, failure), failure)
@@ -76,7 +76,7 @@ def read_header_bytes(path: Path, failure: type[ExpertlyError]) -> bytes:
 
 
 def header_bytes_of(file: FileIO, path: Path, failure: type[ExpertlyError]) -> bytes:
-    """As `read_header_bytes`, of a file that is open at its beginning. Raises OSError where reading fails."""
+    """`read_header_bytes` for an open file at its beginning. Raises OSError where reading fails."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(8)
     if len(prefix) < 8:
@@ -98,8 +98,8 @@ def header_bytes_of(file: FileIO, path: Path, failure: type[ExpertlyError]) -> b
 def parse_safetensors_header(
     path: Path, raw: bytes, failure: type[ExpertlyError], file_nbytes: int | None = None
 ) -> dict[str, TensorInfo]:
-    """As `read_safetensors_header`, of the `raw` that `read_header_bytes` returned. `file_nbytes` where the file that
-    was read may no longer be the one at `path`.
+    """`read_safetensors_header` for the `raw` that `read_header_bytes` returned. `file_nbytes`: given where the file
+    that was read may no longer be the one at `path`.
     """
     entries = _parse(path, raw, failure)
     entries.pop("__metadata__", None)
@@ -126,7 +126,7 @@ def parse_safetensors_header(
 
 
 def header_metadata(path: Path, raw: bytes, failure: type[ExpertlyError]) -> dict[str, str]:
-    """What a safetensors header says besides its tensors; empty where it says nothing. Raises `failure`."""
+    """The metadata of a safetensors header; empty where it has none. Raises `failure`."""
     metadata = _parse(path, raw, failure).get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise failure(f"{path}: __metadata__={metadata!r:.80}: must be an object of strings")
@@ -166,7 +166,9 @@ def _parse(path: Path, raw: bytes, failure: type[ExpertlyError]) -> dict[str, An
 
 
 def tensor_info(where: str, entry: object, start: int, failure: type[ExpertlyError]) -> TensorInfo:
-    """One entry of a header, checked by itself; `start` is where the file's data begins, `where` what it is called."""
+    """One entry of a header, checked by itself; `start`: where the file's data begins; `where`: its name in
+    messages.
+    """
     if not isinstance(entry, dict):
         raise failure(f"{where}: header entry is {entry!r:.80}; must be an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")

@@ -1,4 +1,4 @@
-"""What the scheduler and its drivers (engine, simulator) say to each other: plain data."""
+"""What the scheduler and its drivers (engine, simulator) tell each other: plain data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RouterRan:
     """The router of `layer` has chosen. Lists run over the distinct experts, in router order.
 
     `num_tokens` counts the real (not pad) tokens of each expert. An expert that only pads chose has 0: it is computed,
-    but is no hit and no miss. `is_decode` says whether a decoding request is among those that chose it.
+    but is no hit and no miss. `is_decode` is whether a decoding request is among those that chose it.
     """
 
     layer: int
@@ -47,7 +47,7 @@ class RouterRan:
 
     @property
     def serves_decode(self) -> bool:
-        """Whether the layer counts as decode: then what it loads is kept and may evict."""
+        """Whether the layer counts as decode, so that what it loads is kept and may evict."""
         return self.is_part_of_decode or True in self.is_decode
 
 
@@ -71,16 +71,14 @@ class Prediction:
 
 @dataclass(slots=True)
 class Plan:
-    """What the driver does next for a layer: spans to compute now, spans to load and compute as they arrive, and spans
-    in flight already (prefetched, or loaded for an earlier Plan) to compute as they arrive.
-
-    The driver also loads `requested`, behind `loads`, without waiting: a later Plan says when they are ready or joined.
+    """What the driver does next for a layer. Spans that are `in_flight` were prefetched, or are loaded for an earlier
+    plan: the driver computes them as they arrive.
     """
 
-    ready: list[Span] = field(default_factory=list)
-    loads: list[Span] = field(default_factory=list)
-    joined: list[Span] = field(default_factory=list)
-    requested: list[Span] = field(default_factory=list)
+    ready: list[Span] = field(default_factory=list)  # compute now
+    loads: list[Span] = field(default_factory=list)  # load, and compute as they arrive
+    in_flight: list[Span] = field(default_factory=list)  # compute as they arrive
+    requested: list[Span] = field(default_factory=list)  # load behind `loads`; a later plan says when to compute them
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ def group_by_expert(
     is_prefill: npt.NDArray[np.bool_],
     is_real: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[RouterRan, GroupedRows]:
-    """What the chosen `ids` [T, K] ask of a layer, and which rows each expert computes.
+    """What the chosen `ids` [T, K] demand of a layer, and which rows each expert computes.
 
     Ids outside 0..E-1 choose nothing; `is_real` [T] is False for pads. Router order: by the first row that chose an
     expert.

@@ -1,8 +1,8 @@
 """What a predictor may see of forward passes: arrays over the real (not pad) token rows.
 
 T rows, L layers, E experts, K top-k, H hidden, D distances looked ahead. Routing scores sum to 1 over the experts of a
-layer; where only the weights of the chosen experts are known, the other experts have 0. A field is None where nobody
-knows it or the predictor did not ask for it. All arrays are read-only.
+layer; where only the weights of the chosen experts are known, the others have 0. A field is None where it is unknown or
+the predictor did not ask for it. All arrays are read-only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Want = Literal["token_ids", "embedding", "experts", "scores", "inputs", "lookahe
 """What a predictor may ask to see."""
 
 _TOLERANCE = 0.01
-"""Scores that were normalised before they were rounded to 16 bits sum to 1 within this."""
+"""Within which normalised scores sum to 1 after they were rounded to 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Began:
 class Routed:
     """The router of a layer has chosen."""
 
-    demand: RouterRan
+    router: RouterRan
     experts: Ids | None = None  # [T, K]
     scores: Floats | None = None  # [T, E]
     lookahead: Floats | None = None  # [T, D, E] the routers of the next D layers, asked about this layer's input.
@@ -81,7 +81,12 @@ class Routed:
 
     @property
     def layer(self) -> int:
-        return self.demand.layer
+        return self.router.layer
+
+    @property
+    def demand(self) -> RouterRan:
+        """`router`, by the name that it had when users' predictors were first documented."""
+        return self.router
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +125,8 @@ def scores_of_choices(experts: Ids, weights: npt.NDArray[Any], num_experts: int)
 
 
 def normalised_scores(recorded: npt.NDArray[Any]) -> Floats:
-    """Recorded scores [..., E] as they should be: at least 0 and 1 in all. Rows that are, to 16 bits, and rows of 0
-    stay as they are.
+    """Recorded scores [..., E], made to be at least 0 and to sum to 1. Rows that do so already, to 16 bits, and rows of
+    0 stay the same.
     """
     scores = recorded.astype(np.float32)
     total = scores.sum(-1)

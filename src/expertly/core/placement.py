@@ -1,4 +1,6 @@
-"""Which device holds which expert: dealt out in the order of a hash of their ids (MoE-Infinity, appendix B.2)."""
+"""Which device holds which expert: experts are dealt out in the order of a hash of their ids (MoE-Infinity, appendix
+B.2).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ _MASK = (1 << 64) - 1
 
 
 class Share:
-    """The experts of one device, numbered anew in each layer by rising id. `geometry` has all layers with these experts
-    only, and a top-k of at most as many.
+    """The experts of one device, numbered anew in each layer by rising id. `geometry` has all layers with only these
+    experts, and a top-k of at most their number.
     """
 
     def __init__(self, geometry: Geometry, experts: list[list[int]]) -> None:
@@ -27,7 +29,7 @@ class Share:
         self._numbers = [{expert: number for number, expert in enumerate(held)} for held in experts]  # the inverse
 
     def router(self, router: RouterRan) -> RouterRan:
-        """What the router chose of these experts, in router order. The tokens of the pass are still all."""
+        """The router's choice among these experts, in router order. The pass still counts all its tokens."""
         numbers = self._numbers[router.layer]
         here = [i for i, expert in enumerate(router.experts) if expert in numbers]
         return RouterRan(
@@ -40,7 +42,9 @@ class Share:
         )
 
     def prediction(self, prediction: Prediction) -> Prediction:
-        """What a prediction says of these experts, in its order, without its confidence: that is in the whole."""
+        """The part of a prediction that concerns these experts, in its order. Confidence stays with the whole
+        prediction.
+        """
         layer, probabilities, outlook = prediction.layer, prediction.probabilities, prediction.outlook
         numbers = self._numbers[layer]
         here = [
@@ -62,9 +66,9 @@ class Share:
 class Placement:
     """A bijection between (layer, expert) and (device, layer, number on the device), the same on every machine.
 
-    The experts of a layer are dealt out in the order of a hash of their dense ids, each layer starting at the device
-    after the last one's: two devices differ by at most one expert, in a layer and in all, and neighbours in a layer are
-    not together more often than others. Raises ConfigError where a layer has fewer experts than there are devices.
+    The experts of a layer are dealt out in the order of a hash of their dense ids, each layer starting at the next
+    device. So two devices differ by at most one expert, in a layer and in all, and neighbours in a layer are not
+    together more often than others. Raises ConfigError where a layer has fewer experts than there are devices.
     """
 
     def __init__(self, geometry: Geometry, num_devices: int) -> None:

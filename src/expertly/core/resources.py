@@ -1,4 +1,4 @@
-"""Memory as users state it, and the processors that a process has and how they are divided."""
+"""Memory as users state it, and the processors of a process and how they are divided."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def allowed_cpus() -> int:
 
 
 def cpu_name() -> str:
-    """As the system calls the processor."""
+    """The system's name for the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -54,15 +54,15 @@ def cpu_name() -> str:
 
 
 def granted_cpus(cgroup: Path = _CGROUP) -> int:
-    """Processors that this process may really use, at least 1: also within its container's quota (of the cgroup at the
-    root that it sees). One and a half count as one: of two threads both would be held back.
+    """Processors that this process may fully use, at least 1: also within its container's quota (of the cgroup at the
+    root that it sees). One and a half count as one, since of two threads both would be throttled.
     """
     quota = _quota(cgroup)
     return allowed_cpus() if quota is None else max(1, min(allowed_cpus(), int(quota)))
 
 
 def _quota(cgroup: Path) -> float | None:
-    """Processors, None where there is no limit."""
+    """Processors; None where there is no limit."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (cgroup / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

@@ -1,5 +1,5 @@
-"""Numbers as people read them, in every command, report and page: three digits that count, and a unit. What is not
-known, or not finite, is "-".
+"""Numbers as people read them, in every command, report and page: three significant digits and a unit. "-" stands for
+what is unknown or not finite.
 """
 
 from __future__ import annotations

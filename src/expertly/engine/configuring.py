@@ -37,7 +37,7 @@ class Configuring:
     def begin_iteration(self) -> None:
         """A pass begins, and no layer runs yet. Call it after `times.begin`."""
         if self._thread is None:
-            if self.times.is_known and (job := self._scheduler.configuration_due()) is not None:
+            if self.times.is_known and (job := self._scheduler.allocation.due()) is not None:
                 self._thread = threading.Thread(
                     target=self._work, args=(job, self.times.timing()), name="expertly-configurator", daemon=True
                 )

@@ -538,7 +538,7 @@ def make_prefetching(
     must see or the weights are another model's, StoreError as SavedState.read.
     """
     geometry = engine.executor.geometry
-    predictor = system.predictor(geometry, Known(learned=weights))
+    predictor = system.predictor(geometry, Known(given=(weights,)))
     if predictor is None:
         return None
     routers: Sequence[HookedRouter | None] = (

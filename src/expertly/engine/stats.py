@@ -158,15 +158,15 @@ def of_device(device: Shard, system: System) -> dict[str, Any]:
     return {
         "device": device.name,
         "experts": geometry.num_experts,
-        "memory_bytes": budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry),
+        "memory_bytes": budget.kept_nbytes(geometry) + budget.staging_nbytes(geometry),
         "kept_bytes": budget.kept_nbytes(geometry),
-        "ring_bytes": budget.ring_nbytes(geometry),
+        "ring_bytes": budget.staging_nbytes(geometry),
         "resident_bytes": resident,
         "bytes_loaded": sum(one.loaded_nbytes for one in phases.values()),
         **moved(device),
         **{phase.value: {name: _as_dict(one)[name] for name in _OF_DEVICE} for phase, one in phases.items()},
         "predictions_late": device.num_late,
-        "allocation": system.sharing(scheduler),
+        "allocation": system.allocation_facts(scheduler),
         "gate": None if scheduler.gate is None else scheduler.gate.facts(),
         "numa": None if node is None else node.facts(),
     }

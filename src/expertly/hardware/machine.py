@@ -25,7 +25,7 @@ from expertly.hardware.profile import DeviceProfile, DiskProfile, DiskRate, Mach
 
 SCRATCH_NBYTES = 1 << 30
 LEAST_FREE_NBYTES = 8 << 30
-"""Disk for packed stores under which `doctor` warns: a small MoE model's."""
+"""Free disk for packed stores below which `doctor` warns: that of a small MoE model."""
 
 _DISTRIBUTIONS = ("torch", "transformers", "numpy", "safetensors")
 
@@ -129,9 +129,9 @@ def _examine_disk(folder: Path, effort: Effort, problems: list[Problem]) -> Disk
 
 
 def _reads(path: Path, seconds: float) -> list[DiskRate]:
-    """Every size at every depth, the better of two rounds: disks of virtual machines come and go.
+    """Every read size at every depth, the better of two rounds, since the disks of virtual machines vary.
 
-    On a disk too slow for that, one thread and the engine's number of them come first.
+    On a disk too slow for all of them, one thread and the engine's number of threads come first.
     """
     end = monotonic() + 1.5 * seconds
     each = seconds / (2 * len(measure.DEPTHS) * len(measure.READ_SIZES))
@@ -195,7 +195,7 @@ def _installed(name: str) -> str | None:
 
 
 def last_level_cache_nbytes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Size of the largest cache of a core, 0 where the system does not say."""
+    """The size of a core's largest cache, 0 where the system does not say."""
     sizes = [0]
     for path in root.glob("index*/size"):
         text = path.read_text().strip()

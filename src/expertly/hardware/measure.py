@@ -86,7 +86,7 @@ class _OneExtent:
 
 
 def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> DiskRate:
-    """Sustained rate of reads of `read_nbytes` (a multiple of 4096) at random places of `path`.
+    """The sustained rate of reads of `read_nbytes` (a multiple of 4096) at random places of `path`.
 
     `depth` of the engine's reader threads read, with enough spans queued that none is idle. Like in the engine they
     split large spans among themselves. No place is read twice before all have been read.
@@ -211,7 +211,7 @@ def _timed(device: torch.device, seconds: float, run: Callable[[], object]) -> t
 
 
 READ_NBYTES = 1 << 20
-"""A reader's share of an expert."""
+"""The part of an expert that one reader decodes."""
 
 _LAYER = LayerGeometry(1, 1, hidden_size=1024, intermediate_size=1408, num_matrices=3, itemsize=2)
 

@@ -43,7 +43,7 @@ class CopyRate:
 
 @dataclass(frozen=True, slots=True)
 class MatvecRate:
-    """Bytes of weights used by matrix-vector products over more weights than any cache holds."""
+    """Bytes of weights a second in matrix-vector products over more weights than any cache holds."""
 
     dtype: str
     num_threads: int
@@ -52,7 +52,7 @@ class MatvecRate:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRate:
-    """Bytes of weights that all threads together make of compressed ones, from RAM to RAM."""
+    """Bytes of weights a second that all threads together decode, from RAM to RAM."""
 
     num_threads: int
     nbytes_per_s: float
@@ -60,7 +60,7 @@ class DecodeRate:
 
 @dataclass(frozen=True, slots=True)
 class DecodeProfile:
-    """The codec `planes` on bfloat16 weights that are spread as trained ones are."""
+    """The codec `planes` on bfloat16 weights distributed as trained ones."""
 
     ratio: float  # stored bytes / bytes of weights
     rates: tuple[DecodeRate, ...]
@@ -86,7 +86,7 @@ class DeviceProfile:
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """Everything measured. `disk` is None where no file could be written."""
+    """All measurements. `disk` is None where no file could be written."""
 
     created: str  # ISO 8601, UTC
     platform: str
@@ -104,7 +104,7 @@ class MachineProfile:
     format_version: int = FORMAT_VERSION
 
     def disk_nbytes_per_s(self, read_nbytes: int, depth: int | None = None) -> float:
-        """Read rate at a size, interpolated between measured sizes; `depth` None is the best of each size.
+        """The read rate at a size, interpolated between measured sizes; `depth` None: the best depth of each size.
 
         Raises ConfigError where the disk was not measured, or not at that depth.
         """
@@ -137,7 +137,7 @@ class MachineProfile:
 
     @classmethod
     def read(cls, path: Path) -> MachineProfile:
-        """Raises ConfigError where there is none, or where a field is missing or of another type."""
+        """Raises ConfigError where the file is missing, or a field is missing or of another type."""
         try:
             raw = read_json_object(path, ConfigError)
         except ConfigError as error:

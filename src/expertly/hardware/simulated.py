@@ -1,4 +1,4 @@
-"""A measured machine as the simulator takes one."""
+"""Turns a measured machine into the simulator's."""
 
 from __future__ import annotations
 

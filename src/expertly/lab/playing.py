@@ -16,7 +16,7 @@ import torch
 from expertly.api import handle
 from expertly.engine.learned import eviction_policies
 from expertly.model.hooks import CACHE
-from expertly.policies.eviction.reuse import ReuseModel
+from expertly.policies.eviction.reuse import ReuseModel, ReuseTraining
 from expertly.sim.schedule import Schedule, num_prompt_rows
 from expertly.sim.training import histories, teach
 from expertly.trace.reader import Trace
@@ -111,7 +111,7 @@ def learn(model: Any, trace: Trace, schedule: Schedule) -> None:
     engine = handle(model).engine
     for policy in eviction_policies(engine.executor):
         if isinstance(policy.learned, ReuseModel):
-            teach(policy.learned, trace, schedule.training)
+            teach(ReuseTraining(policy.learned), trace, schedule.training)
     if engine.prefetching is not None:
         predictor = engine.prefetching.predictor
         for history in histories(trace, schedule.training, predictor.wants):

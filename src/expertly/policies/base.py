@@ -1,4 +1,4 @@
-"""What every policy says of itself: a name, what it is, and its options with their types, defaults, bounds and help.
+"""The base of all policies: a name, a family, options with types, defaults, bounds and help, and what a policy learns.
 
 Options are a frozen dataclass whose fields are made by `option`. Users write them as `key=value`.
 """
@@ -13,6 +13,8 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.policies.known import Training
 from expertly.policies.learned import LearnedState
 
 T = TypeVar("T")
@@ -49,16 +51,16 @@ class PolicyOptions:
 
 
 class Policy:
-    """A policy is a class; the registry of its family finds it and reads these attributes and those of the family."""
+    """A policy is a class. The registry of its family finds it and reads these attributes, and those of the family."""
 
     name: ClassVar[str] = ""
-    """By which users ask for it; a policy from outside the package is asked for by its path or entry point instead."""
+    """Its name for users; a policy from outside the package is named by its path or entry point instead."""
     family: ClassVar[str] = ""
-    """The part of a system that it is: "eviction", "prediction", ..."""
+    """Which part of a system it is: "eviction", "prediction", ..."""
     options: ClassVar[type[Any]] = PolicyOptions
     """A dataclass of bool, int, float, str, Path or Literal fields, or of one of them or None."""
     learns: ClassVar[type[LearnedState] | None] = None
-    """What it learns while it runs, where that can be kept in a file: then it has `learned` and `adopt`."""
+    """The class of what it learns while it runs and a file keeps; then it has `learned` and `adopt`."""
 
     @classmethod
     def parse(cls, given: Mapping[str, str], where: str = "") -> Any:
@@ -67,21 +69,26 @@ class Policy:
         """
         return parse_options(cls.options, given, where or f"{cls.family}={cls.name or cls.__name__!r}")
 
+    @classmethod
+    def training(cls, geometry: Geometry) -> Training | None:
+        """What watches the training part of a trace for it; None: nothing does."""
+        return None
+
     @property
     def learned(self) -> LearnedState | None:
-        """What it has learned so far, of the class `learns`; None where it learns nothing that is kept."""
+        """Its learned state, of the class `learns`; None where nothing is kept in a file."""
         return None
 
     def adopt(self, learned: Any) -> None:
-        """Go on from what a file or a replica of the model had learned, as far as there is room for it. What runs now
-        is not learned from.
+        """Continue from the state that a file or another replica of the model had learned, as far as there is room for
+        it. The running pass is not learned from.
         """
         raise NotImplementedError
 
 
 def parse_options(kind: type[T], given: Mapping[str, str], where: str) -> T:
-    """Make `kind`, an options dataclass, from texts; what is not given has its default. `where` begins messages.
-    Raises ConfigError naming the key, its value and what is accepted.
+    """Make `kind`, an options dataclass, from texts; options that are not given have their defaults. `where` begins
+    messages. Raises ConfigError naming the key, its value and what is accepted.
     """
     accepted = {one.name: one for one in fields(kind) if one.init}  # type: ignore[arg-type]
     types_of = get_type_hints(kind)
@@ -105,14 +112,14 @@ def option_names(kind: type[Any]) -> list[str]:
 
 
 def option_text(value: object) -> str:
-    """How a parsed value is written, so that equal values read the same."""
+    """The text of a parsed value; equal values have equal texts."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return repr(value) if isinstance(value, float) else str(value)
 
 
 def describe_options(kind: type[Any]) -> dict[str, str]:
-    """Of each option what it means, its default and its bounds."""
+    """For each option its help, default and bounds."""
     said: dict[str, str] = {}
     types_of = get_type_hints(kind)
     for one in fields(kind):
@@ -126,7 +133,7 @@ def describe_options(kind: type[Any]) -> dict[str, str]:
 
 
 def check_bounds(one: Field[Any], value: object) -> None:
-    """Raises ConfigError where a field's value is a number outside its bounds."""
+    """Raises ConfigError where a number is outside its field's bounds."""
     least, above, most, below = (one.metadata.get(name) for name in ("least", "above", "most", "below"))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return

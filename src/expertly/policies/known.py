@@ -1,19 +1,17 @@
-"""What a policy may be told beyond what it sees: a profile, a seed and, in simulations only, the future."""
+"""What policies may know before anything runs: a profile, a seed, what was trained or found in a training part and, in
+simulations only, the future.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
+from expertly.core.messages import Prediction, RouterRan
 
-if TYPE_CHECKING:
-    from expertly.policies.allocation.moepic import SplitPlan
-    from expertly.policies.eviction.lcp import LCPOptions
-    from expertly.policies.eviction.reuse import ReuseModel
-    from expertly.policies.learned import LearnedState
+T = TypeVar("T")
 
 NEVER = 1 << 62
 """The step of a next use that does not come."""
@@ -33,27 +31,42 @@ class Future(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What a training part shows of each layer's decode, for an allocation."""
+class Training(ABC):
+    """Watches the training part of a trace for a policy, before anything is simulated. See `Policy.training`."""
 
-    misses: tuple[npt.NDArray[np.int64], ...]  # [E + 1] of each: demands that an LRU cache of s = 0..E experts misses
-    recall: tuple[float, ...]  # share of what a layer needed that the system's predictor named
-    origin: str  # in words
+    max_rows: ClassVar[int | None] = None
+    """Rows of the training part that are enough, from its first on; None: all."""
+    needs_predictions: ClassVar[bool] = False
+    """Whether the system's predictor runs beside the training part, for `predicted`."""
+
+    def predicted(self, prediction: Prediction) -> None:  # noqa: B027 - most need not
+        """The predictor named these experts, before their layer's router ran."""
+
+    @abstractmethod
+    def router_ran(self, router: RouterRan) -> None:
+        """A router ran."""
+
+    @abstractmethod
+    def found(self, origin: str) -> object:
+        """The result, which its policy gets in `Known.given`. `origin`: the training part, in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Given to the makers of policies and predictors; each takes what it needs and says so where it is missing."""
+    """Given to the makers of policies and predictors. Each takes what it needs, and says so where it is missing."""
 
     popularity: Mapping[int, int] = field(default_factory=dict)  # tokens that each expert served in a training part
     seed: int = 0
     future: Future | None = None
-    learned: LearnedState | None = None  # of the predictor's own class (Predictor.weights), if it was trained before
-    usage: Usage | None = None  # of the layers in a training part; None: there is none
-    reuse: ReuseModel | None = None  # what a training part taught about reuse
-    priority: LCPOptions | None = None  # of the caches, where they go by it: an allocation ranks experts as they do
-    plan: SplitPlan | None = None  # what layers keep at the start, for an allocation that takes it
+    given: tuple[object, ...] = ()  # anything else, told apart by its class: trained weights, a split plan, ...
+
+    def get(self, kind: type[T]) -> T | None:
+        """The first thing of this class that was given; None: there is none."""
+        return next((one for one in self.given if isinstance(one, kind)), None)
+
+    def giving(self, *more: object) -> Known:
+        """A copy with more behind what was given."""
+        return replace(self, given=(*self.given, *more))
 
 
 NOTHING = Known()

@@ -1,8 +1,8 @@
 """What policies learn, and the one file format that keeps it.
 
-A file is safetensors: the arrays of `LearnedState.state`, and a header of texts with the kind of what was learned, the
-model it is of, and settings. It is replaced whole, sealed by a CRC-32 of the whole file, and read as hostile input:
-everything is checked before memory is allocated for it.
+A file is safetensors: the arrays of `LearnedState.state`, and a header of texts: the kind of state, the model it is of,
+and settings. It is replaced as a whole, sealed by a CRC-32, and read as hostile input: everything is checked before
+memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ VERSION = 1
 MAX_LAYERS = 4096
 MAX_EXPERTS = 0xFFFE
 MAX_CAPACITY = 1 << 20
-MAX_NBYTES = 1 << 36  # of what a file makes in memory: one of a few bytes must not take all there is
+MAX_NBYTES = 1 << 36  # that a file may take in memory: a small file must not claim all there is
 
-OF_A_TRACE = "trace:"  # begins the identity of what was made of a trace, of a model that nobody named
+OF_A_TRACE = "trace:"  # begins the identity of a state made of a trace whose model was not named
 
 NO_CHECKSUM = "0" * 8
 _CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{8})"')
@@ -79,12 +79,11 @@ class ModelShape:
 
     @classmethod
     def of(cls, geometry: Geometry) -> ModelShape:
-        """That of a model."""
         layers = geometry.layers
         return cls(tuple(layer.num_experts for layer in layers), tuple(layer.top_k for layer in layers))
 
     def geometry(self) -> Geometry:
-        """Of a model like this, with experts of any size."""
+        """A model of this shape, with experts of any size."""
         return Geometry(
             tuple(LayerGeometry(*one, 1, 1, 2, 1) for one in zip(self.num_experts, self.top_k, strict=True))
         )
@@ -104,12 +103,12 @@ class ModelShape:
 
 
 class Header:
-    """What a file says of itself, in texts. Whatever is asked of it is checked: StoreError names the file, the field
-    and its value.
+    """The texts of a file's header. Whatever is read from it is checked: StoreError names the file, the field and its
+    value.
     """
 
     def __init__(self, path: Path, texts: Mapping[str, str], shape: ModelShape | None = None) -> None:
-        """`shape`: where the texts say none."""
+        """`shape`: used where the texts have none."""
         self.path = path
         self.texts = texts
         self.identity = texts.get("identity", "")  # of the model, as its packed store has it
@@ -135,7 +134,7 @@ class Header:
         return tuple(numbers)
 
     def number(self, name: str, kind: Callable[[str], float] = float) -> Any:
-        """A finite number of this kind, int or float. Which are accepted says who is made of it."""
+        """A finite number of this kind, int or float. Its bounds are checked by whatever is made of it."""
         with contextlib.suppress(ValueError, OverflowError):
             value = kind(self.texts.get(name, ""))
             if math.isfinite(value):
@@ -143,7 +142,7 @@ class Header:
         self.refuse(name, "must be a whole number" if kind is int else "must be a number")
 
     def check(self, kind: type[LearnedState], identity: str | None, shape: ModelShape | None) -> None:
-        """Whether it is a header of this kind, of the model that it must be of (None: of any)."""
+        """Raises StoreError unless it is a header of this kind, for the given model (None: for any)."""
         if self.texts.get("version") != str(VERSION):
             self.refuse("version", f"this version of expertly reads {VERSION}; make the file again")
         if re.fullmatch("[0-9a-f]{8}", self.texts.get("checksum", "")) is None:
@@ -169,22 +168,22 @@ class Header:
 
 
 class LearnedState(ABC):
-    """What a policy learned, or was trained to know: plain numbers that a file can keep. One class a kind."""
+    """What a policy learned, as plain numbers that a file can keep. One class a kind."""
 
-    kind: ClassVar[str]  # a file's `format` is "expertly-" and this; beside a store its file has this name
-    holds: ClassVar[str]  # in words, and who goes by it
+    kind: ClassVar[str]  # a file's `format` is "expertly-KIND"; beside a store its file is called so
+    holds: ClassVar[str]  # in words, and which system uses it
     unit: ClassVar[str]  # what `num_learned` counts
-    made_by: ClassVar[str] = ""  # the command that makes a file of a trace, where one does
+    made_by: ClassVar[str] = ""  # the command that makes such a file of a trace, if there is one
     schema: ClassVar[Mapping[str, tuple[str, str]]]
-    """Of each array, in file order, its type in a file and its dimensions, a letter each: L layers, E experts of the
-    largest one, K chosen of one at most; another letter has the size that the first array with it has.
+    """Each array, in file order: its type in a file and a letter a dimension: L layers, E experts of the largest layer,
+    K the largest top-k; any other letter has the size of the first array that has it.
     """
     optional: ClassVar[frozenset[str]] = frozenset()  # arrays that may be missing
-    has_plain_facts: ClassVar[bool] = True  # whatever else a file says of itself is texts and numbers
+    has_plain_facts: ClassVar[bool] = True  # whether `about` holds texts and numbers only
 
     shape: ModelShape
-    generation: int = 0  # another one when it has changed
-    hidden_size: int = 0  # most numbers of a router input that it is made for; 0: it looks at none
+    generation: int = 0  # changes when the state changes
+    hidden_size: int = 0  # the largest router input that it is made for; 0: it looks at none
 
     @property
     @abstractmethod
@@ -196,16 +195,16 @@ class LearnedState(ABC):
         ...
 
     def settings(self) -> dict[str, str]:
-        """What its header says beside the model."""
+        """What the header holds beside the model."""
         return {}
 
     def lists(self) -> dict[str, Sequence[int]]:
-        """What `shape` says in its header."""
+        """What the header holds under `shape`."""
         return {"num_experts": self.shape.num_experts, "top_k": self.shape.top_k}
 
     @classmethod
     def sizes(cls, header: Header, found: Mapping[str, int]) -> Mapping[str, int]:
-        """What dimensions must have another size than was `found`. Checks the header. Raises StoreError."""
+        """Sizes that dimensions must have, where that is not what was `found`. Checks the header. Raises StoreError."""
         return {}
 
     @classmethod
@@ -217,52 +216,52 @@ class LearnedState(ABC):
     @classmethod
     @abstractmethod
     def restored(cls, header: Header, arrays: Arrays) -> Any:
-        """One of these arrays, which have passed `sizes` and `check`. Raises StoreError, and ConfigError where settings
-        in the header cannot be.
+        """A state of these arrays, which have passed `sizes` and `check`. Raises StoreError, and ConfigError where
+        settings in the header cannot be.
         """
         ...
 
     def check_model(self, path: Path, embedding_size: int) -> None:  # noqa: B027 - most need not
-        """Raises StoreError where it is not of a model with embeddings of so many numbers."""
+        """Raises StoreError unless it is of a model whose embeddings have so many numbers."""
 
 
 Own = TypeVar("Own", bound="LearnedStore")
 
 
 class LearnedStore(LearnedState):
-    """One that collects, up to a capacity: what others of the same model collected can be added."""
+    """A state that collects items up to a capacity, also those that another store of the same model collected."""
 
     capacity: int
 
     @property
     @abstractmethod
     def num_needed(self) -> int:
-        """The least capacity that would hold it all."""
+        """The least capacity that would hold all items."""
         ...
 
     @abstractmethod
     def digests(self) -> set[bytes]:
-        """One of each thing in it; equal ones have equal digests."""
+        """A digest of each item; equal items have equal digests."""
         ...
 
     @abstractmethod
     def absorb(self, other: Any, known: Container[bytes], most: int) -> int:
-        """Add what of `other` has a digest that is not in `known`, of all of it `most` at most, or as much as there is
-        room for; the newest ones, the oldest of them first. How many these are.
+        """Add the newest items of `other` whose digests are not in `known`, the oldest of them first: at most `most`,
+        or as many as there is room for. Returns how many were added.
         """
         ...
 
     @classmethod
     @abstractmethod
     def merged(cls, stores: Sequence[Any], capacity: int) -> Any:
-        """One of `capacity` given those of `stores` (at least one) one after the other, each oldest first: what is
-        redundant goes. Raises ConfigError where they are not of one model.
+        """A store of `capacity` to which the items of `stores` (at least one) were added one store after the other,
+        each oldest first; redundant items go. Raises ConfigError where they are not of one model.
         """
         ...
 
     def of_another(self: Own, arrays: Arrays) -> Own:
-        """A store of what another has learned, its `state`. Raises StoreError where it is of another kind or model, or
-        holds numbers that nobody can have learned.
+        """A store made of another one's `state`. Raises StoreError where it is of another kind or model, or holds
+        numbers that cannot have been learned.
         """
         longest = max((len(array) for array in arrays.values() if array.ndim == 1), default=1)
         texts = self.settings() | {"capacity": str(max(1, longest))}
@@ -277,7 +276,7 @@ AnyState = TypeVar("AnyState", bound=LearnedState)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is to be written, as it was at one moment."""
+    """The state at one moment, to be written."""
 
     kind: type[LearnedState]
     shape: ModelShape
@@ -287,7 +286,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, learned: LearnedState, *, copy: bool = False) -> Snapshot | None:
-        """`copy`: it goes on while this is written. None while another thread changes it."""
+        """`copy`: the state goes on changing while this is written. None while another thread changes it."""
         generation, state = learned.generation, learned.state()
         if state is None:
             return None
@@ -311,9 +310,9 @@ class LearnedFile(Generic[AnyState]):
 
 
 def save_learned(path: Path, learned: LearnedState | Snapshot, identity: str, about: Facts | None = None) -> None:
-    """Replace the file at `path`. `identity` is the model's, `about` whatever else the file shall say of itself, in
-    JSON. After a crash the file is what it was before. Raises StoreError where it cannot be written, or holds numbers
-    that nobody can have learned.
+    """Replace the file at `path`. `identity` is the model's; `about` are more facts for the header, as JSON. After a
+    crash the file is what it was before. Raises StoreError where it cannot be written, or holds numbers that cannot
+    have been learned.
     """
     shot = learned if isinstance(learned, Snapshot) else Snapshot.of(learned)
     assert shot is not None, "another thread changes it"
@@ -347,10 +346,10 @@ def save_learned(path: Path, learned: LearnedState | Snapshot, identity: str, ab
 def read_learned(
     path: Path, *kinds: type[AnyState], identity: str | None = None, shape: ModelShape | None = None
 ) -> LearnedFile[AnyState]:
-    """Read and check everything. `identity` and `shape` are what it must be of; None: whatever it is of.
+    """Read and check everything. `identity` and `shape` are those of the model that it must be of; None: of any.
 
     Raises StoreError naming the file and the field: a file that is missing, truncated, altered, of none of these kinds,
-    of another version or model, or that holds numbers that nobody can have learned.
+    of another version or model, or that holds numbers that cannot have been learned.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for who writes it
@@ -372,7 +371,7 @@ def read_learned(
 def check_numbers(
     path: Path, name: str, values: Array, is_right: npt.NDArray[np.bool_], axes: Sequence[str], accepted: str
 ) -> None:
-    """Raises StoreError naming the first of `values` that is not right: `axes` say what each dimension counts."""
+    """Raises StoreError naming the first of `values` that is not right. `axes`: what each dimension counts."""
     if not is_right.all():
         place = tuple(int(at) for at in np.unravel_index(int(is_right.argmin()), is_right.shape))
         where = ", ".join(f"{axis} {at}" for axis, at in zip(axes, place, strict=False))
@@ -380,13 +379,13 @@ def check_numbers(
 
 
 def check_born(path: Path, name: str, born: Array) -> None:
-    """The numbers by which things were added. Raises StoreError."""
+    """Raises StoreError unless `born` are the numbers by which things were added."""
     if len(np.unique(born)) != len(born) or (len(born) and born.min() < 0):
         raise StoreError(f"{path}: tensor {name!r}: must count what was added: from 0, none twice")
 
 
 def without_checksum(header: bytes) -> tuple[bytes, str]:
-    """A header as it was when its checksum was computed, and that checksum."""
+    """A header with a blank checksum, as it was when its checksum was computed, and that checksum."""
     match = _CHECKSUM.search(header)
     if match is None:
         return header, ""
@@ -412,7 +411,7 @@ def _header(
 
 
 def _check_tensors(kind: type[LearnedState], header: Header, found: Mapping[str, tuple[str, Shape]]) -> None:
-    """Raises StoreError where arrays of these types and shapes are not those of the header, or one is missing."""
+    """Raises StoreError where arrays of these types and shapes do not fit the header, or one is missing."""
     path, schema, shape = header.path, kind.schema, header.shape
     sizes = {"L": shape.num_layers, "E": shape.max_experts, "K": shape.max_top_k}
     for name, (_, letters) in schema.items():
@@ -456,7 +455,7 @@ def _bytes_of(array: Array) -> memoryview:
 
 
 def _read_arrays(file: FileIO, path: Path, raw: bytes, arrays: Mapping[str, Array]) -> None:
-    """Fill the arrays from a file that is at their beginning, and check its seal."""
+    """Fill the arrays from a file that is positioned at them, and check its seal."""
     blank, checksum = without_checksum(len(raw).to_bytes(8, "little") + raw)
     crc = zlib.crc32(blank)
     with BufferedReader(file) as reader:  # which reads on until an array is full

@@ -15,10 +15,9 @@ class PrefetchOrder(Policy, ABC):
 
     family = "prefetch"
     follows_distance: ClassVar[bool] = True
-    """False: a priority stays as it is while the expert's layer comes nearer."""
+    """Whether priorities change as the expert's layer comes nearer."""
 
-    def __init__(self, options: Any = PolicyOptions()) -> None:
-        self._options = options
+    def __init__(self, options: Any = PolicyOptions()) -> None: ...
 
     @classmethod
     def make(cls, given: Mapping[str, str] = NO_OPTIONS) -> PrefetchOrder:
@@ -27,14 +26,14 @@ class PrefetchOrder(Policy, ABC):
 
     @abstractmethod
     def priority(self, score: float, layers_to_go: int) -> float:
-        """Of an expert that a predictor gave this score, 1 or more layers before its layer runs: the higher, the
-        sooner. Never falls with the score.
+        """The priority of an expert with this score, 1 or more layers before its layer runs: the highest is loaded
+        first. Never falls as the score rises.
         """
         ...
 
 
 class ByScore(PrefetchOrder):
-    """The surest first, whichever layer it is of; the predictor may have weighed the distance itself."""
+    """The highest score first, whichever layer it is of; the predictor may have weighed the distance itself."""
 
     name = "score"
     follows_distance = False
@@ -44,7 +43,7 @@ class ByScore(PrefetchOrder):
 
 
 class ByProximity(PrefetchOrder):
-    """The surer and the nearer, the sooner: p / (l - l_now), for scores that are probabilities (fMoE, section 4.5)."""
+    """The highest p / (l - l_now) first, for scores that are probabilities (fMoE, section 4.5)."""
 
     name = "proximity"
 

@@ -18,17 +18,17 @@ T = TypeVar("T")
 P = TypeVar("P", bound=Policy)
 
 _SEPARATORS = ",:="
-"""What ends a name in `name:key=value,name`."""
+"""Characters that end a name in `name:key=value,name`."""
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Parts of one kind. A name is looked for among what ships, then among the entry points of installed distributions
-    in `group`; one with dots is then the path of an object to import. So nothing that is installed changes what a name
-    that ships means. It iterates over what ships and the entry points that load, and reads those when they are first
-    needed, never when it is made.
+    """Parts of one kind by name. A name is looked up among what ships, then among the entry points of installed
+    distributions in `group`; a name with dots is then imported as the path of an object. So nothing installed changes
+    the meaning of a name that ships. Iterating goes over what ships and the entry points that load. Entry points are
+    read when first needed.
 
-    Looking up a name that is there and cannot be had raises ConfigError with the reason, `in` does too; one that is not
-    there is a KeyError.
+    Looking up a name that exists but cannot be loaded raises ConfigError with the reason, also with `in`; an unknown
+    name is a KeyError.
     """
 
     def __init__(
@@ -40,7 +40,9 @@ class Registry(Mapping[str, T], Generic[T]):
         accepted: str,
         adopt: Callable[[T, str], T] = lambda one, name: one,
     ) -> None:
-        """`part` begins messages; `accepted` says what `accepts` takes; `adopt` makes ours of one that others named."""
+        """`part` begins messages; `accepted` describes what `accepts` takes; `adopt` is applied to objects of
+        others.
+        """
         self.built_in = dict(built_in)
         self._part = part
         self._group = group
@@ -49,7 +51,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._adopt = adopt
         self._entries: dict[str, EntryPoint] | None = None
         self._loaded: dict[str, T | ConfigError] = {}
-        self._unreachable: list[str] = []  # problems of entry points that no name leads to
+        self._unreachable: list[str] = []  # problems of entry points that no name refers to
 
     def __getitem__(self, name: str) -> T:
         if name in self.built_in:
@@ -64,7 +66,7 @@ class Registry(Mapping[str, T], Generic[T]):
         raise KeyError(name)
 
     def is_path(self, name: str) -> bool:
-        """Whether looking it up imports a module because it is named so."""
+        """Whether looking up the name imports a module."""
         if name in self.built_in or name in self._installed():
             return False
         return "." in name and all(step.isidentifier() for step in name.split("."))
@@ -79,7 +81,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return sum(1 for _ in self)
 
     def problems(self) -> list[str]:
-        """Of each entry point that cannot be had, why."""
+        """For each entry point that cannot be loaded, why."""
         failed = [found for name in self._installed() if isinstance(found := self._load(name), ConfigError)]
         return [*self._unreachable, *map(str, failed)]
 
@@ -106,14 +108,14 @@ class Registry(Mapping[str, T], Generic[T]):
         return self._entries
 
     def _load(self, name: str) -> T | ConfigError:
-        """What an entry point names, or why it cannot be had; it is tried once."""
+        """The object of an entry point, or why it cannot be loaded; tried once."""
         if name not in self._loaded:
             entry = self._installed()[name]
             try:
                 self._loaded[name] = self._checked(entry.load(), name, self._where(entry))
             except ConfigError as error:
                 self._loaded[name] = _about(error, self._where(entry))
-            except (Exception, SystemExit) as error:  # code of others, which must not stop the rest
+            except (Exception, SystemExit) as error:  # foreign code must not stop the rest
                 self._loaded[name] = ConfigError(f"{self._where(entry)}: cannot be loaded ({_reason(error)})")
         return self._loaded[name]
 
@@ -124,7 +126,7 @@ class Registry(Mapping[str, T], Generic[T]):
             module = import_module(module_name)
         except ConfigError as error:
             raise _about(error, where) from None
-        except (Exception, SystemExit) as error:  # code of others: whatever it raises is the reason
+        except (Exception, SystemExit) as error:  # foreign code: whatever it raises is the reason
             raise ConfigError(f"{where}: {module_name!r:.200} cannot be imported ({_reason(error)})") from error
         if not hasattr(module, name):
             others = [other for other, value in vars(module).items() if self._accepts(value)]

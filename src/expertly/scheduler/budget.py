@@ -8,37 +8,37 @@ from dataclasses import dataclass, replace
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry
 from expertly.policies.allocation import Allocation
-from expertly.policies.allocation.uniform import uniform_shares
+from expertly.policies.allocation.uniform import uniform_quotas
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Slots of each size class: `kept_slots` for caches, `ring_slots` for staging. They never exceed the memory."""
+    """Slots of each size class: `kept_slots` for caches, `staging_slots` for staging. They never exceed the memory."""
 
     memory_nbytes: int
-    ring_slots: tuple[int, ...]
+    staging_slots: tuple[int, ...]
     kept_slots: tuple[int, ...]
-    layer_shares: tuple[int, ...]  # kept slots of each layer at the start, where each has its own cache
+    layer_quotas: tuple[int, ...]  # kept slots of each layer at the start, where each has its own cache
 
     def pool_slots(self) -> list[int]:
-        return [ring + kept for ring, kept in zip(self.ring_slots, self.kept_slots, strict=True)]
+        """Staging and kept slots together, for each size class."""
+        return [staging + kept for staging, kept in zip(self.staging_slots, self.kept_slots, strict=True)]
 
-    def ring_nbytes(self, geometry: Geometry) -> int:
-        return _nbytes(geometry, self.ring_slots)
+    def staging_nbytes(self, geometry: Geometry) -> int:
+        return _nbytes(geometry, self.staging_slots)
 
     def kept_nbytes(self, geometry: Geometry) -> int:
         return _nbytes(geometry, self.kept_slots)
 
 
 def class_segment_nbytes(geometry: Geometry) -> list[int]:
-    """Bytes of a segment of each size class."""
     nbytes = [0] * geometry.num_size_classes
     for layer, size_class in enumerate(geometry.size_classes):
         nbytes[size_class] = geometry.segment_nbytes(layer)
     return nbytes
 
 
-def default_ring(geometry: Geometry) -> list[int]:
+def default_staging(geometry: Geometry) -> list[int]:
     """Staging slots of each size class: top_k * P, what one token's experts need."""
     slots = [1] * geometry.num_size_classes
     for layer, size_class in enumerate(geometry.size_classes):
@@ -46,83 +46,81 @@ def default_ring(geometry: Geometry) -> list[int]:
     return slots
 
 
-def least_nbytes(geometry: Geometry, ring: int | None = None) -> int:
-    """The least budget: staging slots alone."""
-    return _nbytes(geometry, _rings(geometry, ring))
+def least_nbytes(geometry: Geometry, staging: int | None = None) -> int:
+    """The least budget: that of the staging slots."""
+    return _nbytes(geometry, _staging_slots(geometry, staging))
 
 
-def split_budget(geometry: Geometry, memory_nbytes: int, ring: int | None = None) -> Budget:
-    """Cut `memory_nbytes` into staging slots (`ring` of each size class) and kept slots, which layers share equally;
-    the lowest get what is left. A budget that holds every expert keeps every expert and stages none.
+def split_budget(geometry: Geometry, memory_nbytes: int, staging: int | None = None) -> Budget:
+    """Cut `memory_nbytes` into staging slots (`staging` of each size class) and kept slots, which layers share
+    equally; the lowest get what is left. A budget that holds every expert keeps every expert and stages none.
 
     Raises BudgetError naming the least budget where it is below the staging slots.
     """
     totals = _class_segments(geometry)
     if memory_nbytes >= geometry.nbytes:
-        shares = tuple(layer.num_experts * geometry.segments_per_expert for layer in geometry.layers)
-        return Budget(memory_nbytes, (0,) * len(totals), tuple(totals), shares)
-    if ring is not None and ring < 1:
-        raise BudgetError(f"staging_slots={ring}: must be at least 1 segment")
-    rings = _rings(geometry, ring)
-    least = _nbytes(geometry, rings)
+        quotas = tuple(layer.num_experts * geometry.segments_per_expert for layer in geometry.layers)
+        return Budget(memory_nbytes, (0,) * len(totals), tuple(totals), quotas)
+    if staging is not None and staging < 1:
+        raise BudgetError(f"staging_slots={staging}: must be at least 1 segment")
+    staging_slots = _staging_slots(geometry, staging)
+    least = _nbytes(geometry, staging_slots)
     if memory_nbytes < least:
         raise BudgetError(
             f"memory={memory_nbytes} bytes: below the staging slots through which experts are streamed; the least that "
             f"works is {least} bytes ({_percent_up(least, geometry.nbytes)}% of the experts)"
         )
-    others = [total - num for total, num in zip(totals, rings, strict=True)]
+    others = [total - num for total, num in zip(totals, staging_slots, strict=True)]
     others_nbytes = _nbytes(geometry, others)  # the bytes left are shared in proportion to the classes' experts
     kept = [min(num, (memory_nbytes - least) * num // others_nbytes) if others_nbytes else 0 for num in others]
-    return Budget(memory_nbytes, tuple(rings), tuple(kept), tuple(uniform_shares(geometry, kept)))
+    return Budget(memory_nbytes, tuple(staging_slots), tuple(kept), tuple(uniform_quotas(geometry, kept)))
 
 
 def allocate(geometry: Geometry, budget: Budget, allocation: Allocation) -> Budget:
-    """The same slots, with the quotas that layers begin with; what no layer keeps is for staging. Raises ConfigError
-    where an allocation gives what there is not.
+    """The budget with the quotas that an allocation starts with; slots that no layer keeps become staging slots. Raises
+    ConfigError where it keeps more than there is.
     """
-    shares = allocation.shares(budget.kept_slots)
-    kept = check_shares(geometry, shares)
-    rings = [pool - slots for pool, slots in zip(budget.pool_slots(), kept, strict=True)]
-    if any(ring < least for ring, least in zip(rings, budget.ring_slots, strict=True)):
+    quotas = allocation.quotas(budget.kept_slots)
+    kept = check_quotas(geometry, quotas)
+    staging = [pool - slots for pool, slots in zip(budget.pool_slots(), kept, strict=True)]
+    if any(slots < least for slots, least in zip(staging, budget.staging_slots, strict=True)):
         raise ConfigError(f"allocation: keeps {kept} segments of each size; accepted: at most {budget.kept_slots}")
-    if allocation.tops(shares) is not None:  # what splits leave is for staging now, and another plan may keep it
-        return replace(budget, layer_shares=tuple(shares))
-    return Budget(budget.memory_nbytes, tuple(rings), tuple(kept), tuple(shares))
+    if allocation.tops(quotas) is not None:  # what splits leave is for staging now, and another plan may keep it
+        return replace(budget, layer_quotas=tuple(quotas))
+    return Budget(budget.memory_nbytes, tuple(staging), tuple(kept), tuple(quotas))
 
 
-def check_shares(geometry: Geometry, shares: Sequence[int]) -> list[int]:
-    """Their sum in each size class. Raises ConfigError where a layer's cannot be."""
+def check_quotas(geometry: Geometry, quotas: Sequence[int]) -> list[int]:
+    """The sum of the layers' quotas in each size class. Raises ConfigError where a quota is impossible."""
     kept = [0] * geometry.num_size_classes
-    if len(shares) != geometry.num_layers:
-        raise ConfigError(f"allocation: {len(shares)} shares; must be one for each of {geometry.num_layers} layers")
-    for layer, (size_class, share) in enumerate(zip(geometry.size_classes, shares, strict=True)):
+    if len(quotas) != geometry.num_layers:
+        raise ConfigError(f"allocation: {len(quotas)} quotas; must be one for each of {geometry.num_layers} layers")
+    for layer, (size_class, quota) in enumerate(zip(geometry.size_classes, quotas, strict=True)):
         most = geometry.layers[layer].num_experts * geometry.segments_per_expert
-        if not 0 <= share <= most:
-            raise ConfigError(f"allocation: share={share} of layer {layer}: must be from 0 to its {most} segments")
-        kept[size_class] += share
+        if not 0 <= quota <= most:
+            raise ConfigError(f"allocation: quota={quota} of layer {layer}: must be from 0 to its {most} segments")
+        kept[size_class] += quota
     return kept
 
 
 def _nbytes(geometry: Geometry, slots: Sequence[int]) -> int:
-    """Bytes of so many segments of each size class."""
     return sum(num * nbytes for num, nbytes in zip(slots, class_segment_nbytes(geometry), strict=True))
 
 
 def _class_segments(geometry: Geometry) -> list[int]:
-    """Segments of all experts of each size class."""
     totals = [0] * geometry.num_size_classes
     for layer, size_class in enumerate(geometry.size_classes):
         totals[size_class] += geometry.layers[layer].num_experts * geometry.segments_per_expert
     return totals
 
 
-def _rings(geometry: Geometry, ring: int | None) -> list[int]:
-    """Staging slots of each size class, where `ring` are asked for."""
-    rings = default_ring(geometry) if ring is None else [ring] * geometry.num_size_classes
-    return [min(slots, total) for slots, total in zip(rings, _class_segments(geometry), strict=True)]
+def _staging_slots(geometry: Geometry, asked: int | None) -> list[int]:
+    """Staging slots of each size class: as many as are `asked` for, at most all segments of the class."""
+    each = default_staging(geometry) if asked is None else [asked] * geometry.num_size_classes
+    return [min(slots, total) for slots, total in zip(each, _class_segments(geometry), strict=True)]
 
 
 def _percent_up(part: int, whole: int) -> str:
-    """A percentage that, given back as a budget, is enough."""
+    """`part` of `whole` in percent, rounded up, so that it is enough when given back as a budget."""
     hundredths = -(-10_000 * part // whole)
     return f"{hundredths // 100}.{hundredths % 100:02}"

@@ -1,4 +1,4 @@
-"""What is kept between layers and what only passes through: who has the slots of a device, and why."""
+"""What a device keeps between layers, what it only stages for a layer, and who has which slots."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Container, Iterable, Sequence
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan, Span
+from expertly.policies.admission import Worth
+from expertly.policies.allocation.uniform import whole_tops
 from expertly.policies.eviction import EvictionPolicy, MakePolicy, ScoredPolicy
-from expertly.scheduler.budget import Budget, check_shares
+from expertly.scheduler.budget import Budget, check_quotas
 from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.slots import SlotTable, bits, highest_bits, lowest_bits
 
@@ -16,11 +18,11 @@ _NONE_REFUSED = 1 << 62
 
 
 class Partition:
-    """The cache of one layer, or one over all layers of a size class. It counts segments; its policy orders experts."""
+    """The cache of one layer, or of all layers of a size class. It counts segments; its policy orders experts."""
 
     def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
         self.evicts_whole = False
-        """Whether victims lose all their segments, see `Cache.expect_chunks`."""
+        """Whether a victim loses all its segments (see `Cache.expect_prefetches`)."""
         self.capacity = capacity
         self.policy = policy
         self.used = 0
@@ -31,7 +33,7 @@ class Partition:
         return self.capacity - self.used
 
     def keep(self, expert: int, mask: int) -> None:
-        """Keep segments that were not kept. Needs room for them."""
+        """Keep segments that are not kept; there is room for them."""
         before = self.kept.get(expert, 0)
         assert not before & mask
         self.used += mask.bit_count()
@@ -41,7 +43,6 @@ class Partition:
             self.policy.admitted(expert)
 
     def drop(self, expert: int, mask: int) -> None:
-        """No longer keep these segments."""
         left = self.kept[expert] & ~mask
         self.used -= mask.bit_count()
         if left:
@@ -51,8 +52,9 @@ class Partition:
             self.policy.removed(expert)
 
     def evict(self, num_segments: int, protected: Container[int]) -> list[tuple[int, int]] | None:
-        """Drop so many segments of experts outside `protected`: (expert, mask) of each; None, and no change, where that
-        cannot be. Unless whole experts go, a victim loses its last segments first, so that what stays of it is its top.
+        """Drop so many segments of experts outside `protected`; returns (expert, mask) of each victim, or None, with
+        nothing dropped, if there are not enough. Unless whole experts go, a victim loses its last segments first and
+        keeps its top.
         """
         if num_segments > self.used:
             return None
@@ -64,7 +66,7 @@ class Partition:
         return victims
 
     def shrink(self, capacity: int, protected: Container[int]) -> list[tuple[int, int]]:
-        """Take this capacity, or the least above it that `protected` allows. What was evicted, as in `evict`."""
+        """Take this capacity, or the least above it that `protected` allows. Returns the victims, as `evict` does."""
         victims, missing = self._victims(max(0, self.used - capacity), protected)
         for expert, mask in victims:
             self.drop(expert, mask)
@@ -72,7 +74,7 @@ class Partition:
         return victims
 
     def _victims(self, num_segments: int, protected: Container[int]) -> tuple[list[tuple[int, int]], int]:
-        """What would be evicted for so many segments, and how many it falls short of that."""
+        """The victims for so many segments, and how many segments are then still lacking."""
         victims: list[tuple[int, int]] = []
         if not num_segments:
             return victims, 0
@@ -91,8 +93,8 @@ class Partition:
 
 
 class Cache:
-    """Owns the slot table and the partitions. A segment with a slot is kept (a partition counts it) or staged: it goes
-    once its layer has used it. Experts are dense ids, masks are of segments.
+    """Owns the slot table and the partitions. A segment with a slot is either kept (a partition counts it) or staged
+    (its slot is freed once its layer has used it). Experts are dense ids, masks have a bit a segment.
     """
 
     def __init__(
@@ -105,10 +107,13 @@ class Cache:
         tops: Sequence[int] | None = None,
         *,
         prompts_evict: bool = False,
+        worth: Worth | None = None,
     ) -> None:
-        """`tops`: of each layer, how many segments it keeps of an expert, from its top; None: whole experts.
-        `prompts_evict`: prefill "evict", see Scheduler.
+        """`tops`: for each layer, how many segments of an expert it keeps, from its top; None: whole experts.
+        `prompts_evict`: whether prompts evict (prefill "evict" of the Scheduler). `worth`: of the admission; None:
+        scores are compared as they are.
         """
+        self._worth = worth
         self.prompts_evict = prompts_evict
         self._geometry = geometry
         self._budget = budget
@@ -118,18 +123,17 @@ class Cache:
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self.slots = SlotTable(geometry, budget.pool_slots(), in_parts=tops is not None)
         self.is_split = tops is not None
-        """Whether layers keep parts of experts; what that leaves of their quotas is for staging."""
+        """Whether layers keep parts of experts. Then quotas hold whole tops; the rest is for staging."""
         self.tops = [self.slots.full] * geometry.num_layers if tops is None else [top_mask(num) for num in tops]
-        """Of each layer, the segments that it keeps of a kept expert; the others are staged."""
-        self.quotas = list(budget.layer_shares)
-        """Of each layer, in segments: the capacity of its partition, where it has its own."""
+        """For each layer, the segments that it keeps of a kept expert; the others are staged."""
+        self.quotas = list(budget.layer_quotas)
+        """For each layer, in segments: the capacity of its partition, where it has its own."""
         if tops is not None:
             assert scope == "layer", "a cache over all layers has no splits"
-            self.quotas = [
-                whole_tops(geometry, layer, *one) for layer, one in enumerate(zip(self.quotas, tops, strict=True))
-            ]
-        self.staging = list(budget.ring_slots)
-        """Slots of each size class that no quota holds."""
+            every = zip(self.quotas, tops, geometry.layers, strict=True)
+            self.quotas = [whole_tops(quota, top, layer.num_experts) for quota, top, layer in every]
+        self.staging = list(budget.staging_slots)
+        """For each size class, the slots that belong to no quota."""
         self._find_staging()
         if scope == "layer":
             self.partitions = [
@@ -145,26 +149,26 @@ class Cache:
             self.partitions = [shared[size_class] for size_class in self._classes]
         self.distinct_partitions = list({id(one): one for one in self.partitions}.values())
         self.targets: list[int] | None = None
-        """The quotas to come, where they differ from `quotas`."""
+        """The quotas to reach, where they differ from `quotas`."""
         self.staged = [0] * geometry.num_size_classes
-        """Segments that have slots and are not kept."""
-        self._unfilled = list(self.quotas)  # of each layer, what its quota lacks: below 0 where others left it more
-        self._refused = _NONE_REFUSED  # as many segments, or more, cannot be evicted for this layer
+        """For each size class, the segments that have slots and are not kept."""
+        self._unfilled = list(self.quotas)  # of each layer, segments below its quota; below 0: above it
+        self._refused = _NONE_REFUSED  # evicting so many segments failed for the running layer: more would, too
         self.is_decoding = True
-        """Whether the running layer, or the last, serves decode: evictions are counted in its phase."""
+        """Whether the running layer, or the last one, serves decode. Evictions count in its phase."""
         self.may_evict = True
-        """Whether it may evict for what is prefetched."""
+        """Whether prefetches may evict now."""
 
-    def expect_chunks(self) -> None:
-        """Something is predicted: from now on experts come in chunks, of which some are cancelled. Victims go whole, as
-        holes where single chunks were would scatter all that comes later over slots, and a span costs a launch; but
-        not where parts of experts are what is kept.
+    def expect_prefetches(self) -> None:
+        """Something is predicted: from now on experts come segment by segment, and some segments are cancelled. So
+        victims go whole: single free slots would scatter later experts over many spans, each of which costs a launch.
+        Where layers keep parts of experts, victims still go in parts.
         """
         for partition in self.distinct_partitions:
             partition.evicts_whole = not self.is_split
 
     def begin(self, is_decoding: bool) -> None:
-        """Another layer decides."""
+        """Another layer runs: what it may evict is not known yet."""
         self.is_decoding = is_decoding
         self.may_evict = is_decoding or self.prompts_evict
         self._refused = _NONE_REFUSED
@@ -190,15 +194,15 @@ class Cache:
     # -- keeping and evicting ----------------------------------------------------------------------------------
 
     def keep(self, layer: int, eid: int, mask: int) -> None:
-        """Keep segments from now on, staged ones among them; there is room."""
+        """Keep these segments, of which some may be staged; the partition has room."""
         if self.staged[self._classes[layer]]:
             self.staged[self._classes[layer]] -= (self.staged_of(layer, eid) & mask).bit_count()
         self.partitions[layer].keep(eid, mask)
         self._unfilled[layer] -= mask.bit_count()
 
     def admit(self, layer: int, eid: int, mask: int, protected: Container[int] | None) -> int:
-        """The part of `mask` (which is not kept) that is kept from now on, of the top that the layer keeps. What is not
-        `protected` is evicted for it; with None it only fills what is free of the layer's quota.
+        """Keep what can be kept of `mask`, which is not kept yet; returns the part that now is. Evicts experts outside
+        `protected`; with None it evicts nothing and fills what is free of the layer's quota.
         """
         mask &= self.tops[layer]
         count = mask.bit_count()
@@ -213,7 +217,7 @@ class Cache:
         return mask
 
     def make_room(self, layer: int, count: int, protected: Container[int]) -> int:
-        """Evict so that `count` segments fit, or nothing where that cannot be; the room there is."""
+        """Evict so that `count` segments fit, or nothing if they cannot. Returns the room that there is then."""
         partition = self.partitions[layer]
         missing = count - partition.room
         if 0 < missing < self._refused:
@@ -226,25 +230,28 @@ class Cache:
         return partition.room
 
     def admit_best(self, router: RouterRan, needed: list[int], upcoming: Iterable[int]) -> dict[int, int]:
-        """Of what is kept and what the layer needs, keep what its policy values most (admission "best"); of each needed
-        expert the mask that is kept. The rest is staged: what was kept of it stays in its slots until it is computed,
-        and no more of that than there are staging slots. Nothing of `upcoming` is evicted.
+        """Keep the most valuable of the kept and the needed experts; returns the kept mask of each needed one. The rest
+        is staged until it is computed: at most as many segments that were kept as there are free staging slots. Never
+        evicts `upcoming`.
         """
         layer = router.layer
         partition, top = self.partitions[layer], self.tops[layer]
         policy, kept = partition.policy, partition.kept
-        assert isinstance(policy, ScoredPolicy), "only scores compare what is kept with what is not"
+        assert isinstance(policy, ScoredPolicy), "an admission that weighs scores needs them"
         policy.needed(needed, router)
         wanted: dict[int, int] = {}
         excess = partition.used - partition.capacity
         for eid in needed:
             here = kept.get(eid, 0)
-            wanted[eid] = top | here  # of other tops before there may be more
+            wanted[eid] = top | here  # it may hold more than the top, from before the tops changed
             excess += (top & ~here).bit_count()
         if excess > 0:
             others = policy.scored_victims({*needed, *upcoming})
             other = next(others, None)
-            own = sorted(zip(policy.scores(needed), needed, strict=True), reverse=True)
+            scores = policy.scores(needed)
+            if self._worth is not None:
+                scores = self._worth(scores, needed, kept)
+            own = sorted(zip(scores, needed, strict=True), reverse=True)
             can_stage = self.staging_room(layer)
             while excess and (own or other):
                 if not own or (other and other <= own[-1]):
@@ -274,12 +281,12 @@ class Cache:
     def make_prefetch_room(
         self, layer: int, eid: int, mask: int, protected: Container[int] | None, *, is_next: bool = False
     ) -> bool:
-        """Find places for `mask`, which is prefetched; False, and no change, where there are none. What the layer keeps
-        of an expert is kept, evicting for it what is not `protected`; the rest is staged. With None all is staged, or
-        only that rest where the partition has room; so it is where a prompt must not evict, and the quota is filled.
+        """Make room for a prefetch of `mask`; returns False, with nothing changed, if there is none. The expert's top
+        is kept, evicting experts outside `protected`; the rest is staged. With None, and in a prompt that must not
+        evict, nothing is evicted: all is staged, or the top is kept where the partition has room.
 
-        An expert's worth of staging slots stays free: a load never waits for a prefetch. Where layers keep parts of
-        experts and this one `is_next` to run, one slot does: wrong prefetches for it go as soon as its router ran.
+        Staging slots for one expert stay free, so that a load never waits for a prefetch. Where layers keep parts of
+        experts and this layer `is_next` to run, one free slot is enough: its wrong prefetches go when its router ran.
         """
         count = mask.bit_count()
         num_free, partition = self.slots.num_free(layer), self.partitions[layer]
@@ -314,17 +321,17 @@ class Cache:
     # -- quotas ------------------------------------------------------------------------------------------------
 
     def resize(self, quotas: Sequence[int], tops: Sequence[int] | None = None) -> None:
-        """Layers shall have these quotas, in segments, and keep as many segments of an expert as `tops` says. Without
-        that, the sum in each size class is what they have now; with it, no more than the budget keeps: the rest is for
-        staging. `rearrange` gets there. Where there is one partition a layer.
+        """Set the quotas to reach, in segments, and how many segments of an expert layers keep (`tops`); `rearrange`
+        moves towards them. Without `tops` the sum in each size class stays the same; with it, it may be less, down from
+        what the budget keeps, and the rest is for staging. Only where each layer has its own partition.
         """
         assert len(self.distinct_partitions) == len(self.partitions), "a cache over all layers has no quotas"
-        sums, most = check_shares(self._geometry, quotas), self._budget.kept_slots
+        sums, most = check_quotas(self._geometry, quotas), self._budget.kept_slots
         if tops is not None and any(num > accepted for num, accepted in zip(sums, most, strict=True)):
-            raise ConfigError(f"allocation: shares={list(quotas)}: must be at most {list(most)} in each size class")
-        if tops is None and sums != check_shares(self._geometry, self.targets or self.quotas):
+            raise ConfigError(f"allocation: quotas={list(quotas)}: must be at most {list(most)} in each size class")
+        if tops is None and sums != check_quotas(self._geometry, self.targets or self.quotas):
             raise ConfigError(
-                f"allocation: shares={list(quotas)}: must have the sum of {self.quotas} in each size class"
+                f"allocation: quotas={list(quotas)}: must have the sum of {self.quotas} in each size class"
             )
         self.targets = list(quotas)
         if tops is not None:
@@ -334,9 +341,9 @@ class Cache:
             self.tops = [top_mask(num) for num in tops]
 
     def rearrange(self, protected: Container[int]) -> None:
-        """Between layers, once or until `targets` is None: what is kept beyond the tops goes; layers that shrink evict
-        by their policies, but nothing that is `protected`; those that grow, the lowest first, get the room there is
-        then. An expert of which less is kept than the top is filled when it is needed next.
+        """Between layers: move towards `targets`, which is None once they are reached. Segments beyond the tops go;
+        layers that shrink evict, by their policies, what is not `protected`; layers that grow, the lowest first, get
+        the room there is then. An expert of which less than the top is kept is filled when it is needed next.
         """
         if self.targets is None:
             return
@@ -345,12 +352,12 @@ class Cache:
         for layer, (partition, target) in enumerate(zip(self.partitions, self.targets, strict=True)):
             if target < self.quotas[layer]:
                 for victim, gone in partition.shrink(target, protected):
-                    assert not self.slots.in_flight[victim] & gone, "what is in flight is protected"
+                    assert not self.slots.in_flight[victim] & gone, "segments in flight are protected"
                     self._evicted(victim, gone)
                 self._set_quota(layer, partition.capacity)
         num_segments = self._geometry.segments_per_expert
-        staged = [num and num + num_segments for num in self.staged]  # with room for a load beside it
-        every = zip(self.slots.pools, self._budget.ring_slots, staged, self._kept_slots(), strict=True)
+        staged = [num and num + num_segments for num in self.staged]  # and room for one load
+        every = zip(self.slots.pools, self._budget.staging_slots, staged, self._kept_slots(), strict=True)
         room = [pool.num_slots - max(least, num) - kept for pool, least, num, kept in every]
         for layer, target in enumerate(self.targets):
             size_class = self._classes[layer]
@@ -364,7 +371,7 @@ class Cache:
             self.targets = None
 
     def _cut(self, protected: Container[int]) -> bool:
-        """Evict what is kept beyond the tops; whether nothing is left of it."""
+        """Evict what is kept beyond the tops; returns whether all of it is gone."""
         is_cut = True
         for partition, top in zip(self.partitions, self.tops, strict=True):
             for eid, mask in list(partition.kept.items()):
@@ -376,7 +383,7 @@ class Cache:
         return is_cut
 
     def _kept_slots(self) -> list[int]:
-        """Of each size class, the sum of the quotas."""
+        """For each size class, the sum of the quotas."""
         kept = [0] * self._geometry.num_size_classes
         for size_class, quota in zip(self._classes, self.quotas, strict=True):
             kept[size_class] += quota
@@ -394,14 +401,14 @@ class Cache:
     # -- slots -------------------------------------------------------------------------------------------------
 
     def allocate(self, layer: int, eid: int, mask: int, purpose: dict[int, int]) -> list[Span]:
-        """Slots for `mask`, see SlotTable; what is not kept of it is staged."""
+        """Give `mask` slots, as `SlotTable.allocate`; segments that are not kept count as staged."""
         staged = mask & ~self.partitions[layer].kept.get(eid, 0)
         if staged:
             self.staged[self._classes[layer]] += staged.bit_count()
         return self.slots.allocate(eid, mask, purpose)
 
     def free_staged(self, layer: int, eid: int, mask: int) -> None:
-        """Free the slots of what of `mask` is not kept."""
+        """Free the slots of the segments in `mask` that are not kept."""
         held = self.slots.resident[eid] | self.slots.in_flight[eid]
         mask &= held & ~self.partitions[layer].kept.get(eid, 0)
         if mask:
@@ -409,7 +416,7 @@ class Cache:
             self.slots.release(eid, mask)
 
     def forget(self, layer: int, eid: int, mask: int) -> None:
-        """Segments in flight will not come: neither kept nor in their slots any more."""
+        """Segments in flight will not come: free their slots, and do not keep them."""
         partition = self.partitions[layer]
         kept = partition.kept.get(eid, 0) & mask
         if kept:
@@ -429,14 +436,14 @@ class Cache:
         self._lost(self._layer_of[eid], mask)
 
     def _lost(self, layer: int, mask: int) -> None:
-        """In the phase of the layer that needed the room, of the layer that lost it."""
+        """Count evicted bytes: of the layer that lost them, in the phase of the layer that needed the room."""
         self._unfilled[layer] += mask.bit_count()
         counters = self._counters[layer]
         phase = counters.decode if self.is_decoding else counters.prefill
         phase.evicted_nbytes += mask.bit_count() * self._segment_nbytes[layer]
 
     def check(self) -> None:
-        """Slots, masks, quotas and budget agree."""
+        """Assert that slots, masks, quotas and budget agree."""
         slots, geometry = self.slots, self._geometry
         slots.check()
         kept: dict[int, int] = {}
@@ -450,20 +457,15 @@ class Cache:
         for layer, quota in enumerate(self.quotas):
             ids = range(geometry.first_expert_id(layer), geometry.expert_id(layer, geometry.layers[layer].num_experts))
             here = sum(kept.get(eid, 0).bit_count() for eid in ids)
-            assert self._unfilled[layer] == quota - here, "a prompt may fill what the quota lacks"
+            assert self._unfilled[layer] == quota - here, "prompts fill what is free of a quota"
             for eid in ids:
                 held = slots.resident[eid] | slots.in_flight[eid]
                 assert not (is_cut and kept.get(eid, 0) & ~self.tops[layer]), "only tops are kept"
-                assert not kept.get(eid, 0) & ~held, "what is kept has slots"
+                assert not kept.get(eid, 0) & ~held, "kept segments have slots"
                 staged[self._classes[layer]] += (held & ~kept.get(eid, 0)).bit_count()
         given = zip(self._kept_slots(), self._budget.kept_slots, strict=True)
-        assert all(num <= most for num, most in given), "no quota is lent"
-        assert staged == self.staged, "what is not kept is staged"
-
-
-def whole_tops(geometry: Geometry, layer: int, quota: int, top: int) -> int:
-    """Of a layer's quota, the segments that hold whole tops of so many segments each."""
-    return min(quota // top, geometry.layers[layer].num_experts) * top
+        assert all(num <= most for num, most in given), "quotas never exceed the budget"
+        assert staged == self.staged, "segments that are not kept are staged"
 
 
 def top_mask(num_segments: int) -> int:

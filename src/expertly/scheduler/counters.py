@@ -1,4 +1,4 @@
-"""What happened, counted a layer and a phase (docs/conventions.md, Hit)."""
+"""Counters of hits, loads, evictions and predictions, by layer and phase (docs/conventions.md, Hit)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class Correlation:
     sum_xy: float = 0.0
 
     def add(self, x: float, y: float) -> None:
-        """One more pair."""
         self.count += 1
         from_x, from_y = x - self.mean_x, y - self.mean_y
         self.mean_x += from_x / self.count
@@ -34,7 +33,6 @@ class Correlation:
         self.sum_xy += from_x * (y - self.mean_y)
 
     def merge(self, other: Correlation) -> None:
-        """All pairs of the other."""
         if not other.count:
             return
         count = self.count + other.count
@@ -66,16 +64,16 @@ class PhaseCounters:
     hit_nbytes: int = 0
     loaded_nbytes: int = 0
     evicted_nbytes: int = 0
-    prefetched_nbytes: int = 0  # of what was loaded, that nobody waited for when it was asked for
+    prefetched_nbytes: int = 0  # of the loaded bytes, those that were prefetched
     predicted: int = 0  # experts that predictions named, over all distances
     predicted_needed: int = 0
     predicted_resident: int = 0  # when the router ran
     predicted_of: int = 0  # experts that were needed, once for each prediction of their layer
-    prefetched: int = 0  # experts of which something was prefetched
+    prefetched: int = 0  # experts of which segments were prefetched
     prefetched_needed: int = 0
     prefetched_in_time: int = 0  # wholly resident when the router ran
-    wasted_nbytes: int = 0  # of what was prefetched, that of experts that were not needed
-    by_distance: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # predicted, needed of them, resident
+    wasted_nbytes: int = 0  # prefetched bytes of experts that were not needed
+    by_distance: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # experts predicted, needed, resident
     similarity_semantic: Correlation = field(default_factory=Correlation)  # see count_prediction
     similarity_trajectory: Correlation = field(default_factory=Correlation)
     stall_ns: int = 0
@@ -92,11 +90,11 @@ class PhaseCounters:
     def count_prediction(
         self, prediction: Prediction, needed: set[int], is_resident: Sequence[int], top_k: int
     ) -> None:
-        """The router of the predicted layer ran: was it right, and was what it named there?
+        """The router of the predicted layer ran: count named experts that are needed, and that are resident.
 
-        Where it says how sure it is, that is paired with the hit rate of its `top_k` surest (fMoE, figure 8):
-        `semantic` what was said when the iteration began, `trajectory` what was said later. `is_resident` is by expert,
-        0 or 1.
+        A prediction's confidence is paired with the hit rate of its `top_k` surest experts (fMoE, figure 8):
+        `semantic` for predictions made when the iteration began, `trajectory` for later ones. `is_resident` is by
+        expert, 0 or 1.
         """
         experts = prediction.experts
         right = len(needed.intersection(experts))
@@ -116,7 +114,7 @@ class PhaseCounters:
         self.by_distance[distance] = (before[0] + predicted, before[1] + needed, before[2] + resident)
 
     def count_prefetch(self, num_segments: int, segment_nbytes: int) -> None:
-        """So many segments are prefetched; fewer than 0: were cancelled, or became loads."""
+        """So many segments are prefetched; a negative number: were cancelled, or became loads."""
         self.loaded_nbytes += num_segments * segment_nbytes
         self.prefetched_nbytes += num_segments * segment_nbytes
 
@@ -126,7 +124,7 @@ class PhaseCounters:
 
     @property
     def coverage(self) -> float | None:
-        """Of what would have been missed, the share that prefetching served; None where nothing was prefetched."""
+        """The share of would-be misses that prefetching served; None where nothing was prefetched."""
         would_miss = self.prefetched_in_time + self.partial_hits + self.misses
         return _share(self.prefetched_in_time, would_miss) if self.prefetched else None
 
@@ -144,13 +142,13 @@ class PhaseCounters:
         }
 
     def goodpred(self) -> dict[str, Any]:
-        """The same rates, over all distances and of each."""
+        """ACCURACY, FETCHRATE and GOODPRED over all distances, and of each."""
         rates = self.rates()
         names = ("prediction_accuracy", "fetch_rate", "goodpred")
         return {name: rates[name] for name in names} | self.rates_by_distance()
 
     def rates(self) -> dict[str, float | None]:
-        """Shares (docs/conventions.md); None where there is nothing to have a share of."""
+        """Rates (docs/conventions.md); None where they would divide by 0."""
         accuracy = _share(self.predicted_needed, self.predicted)
         fetched = _share(self.predicted_resident, self.predicted)
         return {
@@ -191,10 +189,11 @@ class LayerCounters:
     def count_demand(
         self, router: RouterRan, missing: list[int], segments_here: list[int], expert_nbytes: int, num_segments: int
     ) -> None:
-        """Count what real tokens demand, before anything is admitted.
+        """Count the experts that real tokens demand, before anything is admitted. Experts that only pad tokens chose do
+        not count.
 
-        `missing`: positions in the router's list that are not wholly resident, `segments_here` of each how many
-        segments are. Experts that only pad tokens chose do not count.
+        `missing`: positions in the router's list of experts that are not wholly resident; `segments_here`: how many
+        segments of each are.
         """
         if not router.batch_tokens:
             return

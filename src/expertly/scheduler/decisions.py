@@ -1,9 +1,8 @@
-"""A file of every decision that a scheduler took, and its replay: the proof that nothing else decides.
+"""Records every decision of a scheduler in a file, and replays it: the proof that nothing else decides.
 
-The first line says how the scheduler was made. Then a line a call: `[name, observation, decision]`, in JSON. Fed to a
-new scheduler, the observations must give the same decisions, byte for byte. Each line ends with a checksum of itself
-and of all lines before it, the last line says that it is the last: a file that was changed or cut is never taken for
-what an engine did.
+The first line says how the scheduler was made. Each later line is a call: `[name, observation, decision]`, in JSON. A
+new scheduler that is given the observations must take the same decisions, byte for byte. Each line ends with a checksum
+of itself and all lines before it, and the last line marks the end: a file that was changed or cut is always noticed.
 """
 
 from __future__ import annotations
@@ -33,19 +32,21 @@ VERSION = 2
 _SEALED = re.compile(r'(.*),(?:"crc32":)?"[0-9a-f]{8}"([\]}])\n', re.DOTALL)
 _END = '["end",null,null]'
 _MAX_SEGMENTS = 1 << 24
-"""Of a model that a file says was run: what is made for it before anything is replayed takes memory by their number."""
+"""Most segments of the model that a file names: a scheduler for it takes memory in proportion."""
+_OLD_NAMES = {"ring_slots": "staging_slots", "layer_shares": "layer_quotas"}
+"""Names of a budget's fields in files that were written before December 2026."""
 _UNTIL_THERE = "all decisions up to there are the same"
 
 
 def record(scheduler: Scheduler, write: Callable[[str], object]) -> Scheduler:
-    """The scheduler, which hands `write` a line for each decision from now on, without its end. What `write` raises
-    reaches the driver: no decision goes unwritten.
+    """The scheduler, which now gives `write` a line (without line break) for each decision. What `write` raises
+    reaches the driver, so that no decision goes unwritten.
     """
-    return cast(Scheduler, _Recorder(scheduler, write))
+    return cast(Scheduler, DecisionRecorder(scheduler, write))
 
 
-class _Recorder:
-    """Stands before a scheduler: everything goes through, and calls that decide are written down."""
+class DecisionRecorder:
+    """Wraps a scheduler: passes everything on, and writes down the calls that decide."""
 
     def __init__(self, scheduler: Scheduler, write: Callable[[str], object]) -> None:
         self._scheduler = scheduler
@@ -67,7 +68,7 @@ class _Recorder:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of a scheduler that is recorded: its arguments as plain data, and from that."""
+    """How a recorded call becomes plain data (`told`), and its arguments again (`heard`)."""
 
     told: Callable[..., Any]
     heard: Callable[[Geometry, Any], Sequence[Any]]
@@ -87,7 +88,7 @@ def _prediction(prediction: Prediction) -> list[Any]:
 
 def _plain(answer: Any) -> Any:
     if isinstance(answer, Plan):
-        spans = [answer.ready, answer.loads, answer.joined]
+        spans = [answer.ready, answer.loads, answer.in_flight]
         return [*spans, answer.requested] if answer.requested else spans
     return answer
 
@@ -129,7 +130,7 @@ _CALLS = {
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """How much was replayed; `difference` is the first line that came out otherwise, with what was recorded."""
+    """How much was replayed, and the first line that differs from the recording, if any."""
 
     num_layers: int
     num_calls: int
@@ -138,13 +139,13 @@ class Replayed:
 
 
 def replay(lines: Iterable[str], scheduler: Scheduler, where: str) -> Replayed:
-    """Say to `scheduler` what was said and compare what it answers. `lines` begin behind the header.
+    """Repeat the recorded calls and compare the answers, up to the first difference. `lines` begin after the header.
 
-    Stops at the first difference. Raises TraceError naming the line where one cannot be read.
+    Raises TraceError naming a line that cannot be read.
     """
     num_calls = num_layers = nbytes = 0
     made: list[str] = []
-    recorder = _Recorder(scheduler, made.append)
+    recorder = DecisionRecorder(scheduler, made.append)
     for number, line in enumerate(lines, start=2):
         recorded = line.rstrip("\n")
         made.clear()
@@ -157,8 +158,8 @@ def replay(lines: Iterable[str], scheduler: Scheduler, where: str) -> Replayed:
     return Replayed(num_layers, num_calls, nbytes)
 
 
-def _answer(recorder: _Recorder, line: str, made: list[str], where: str) -> str:
-    """The line that this scheduler makes of the observation of a line."""
+def _answer(recorder: DecisionRecorder, line: str, made: list[str], where: str) -> str:
+    """The line that this scheduler writes for the call of a recorded line."""
     call = _parsed(line, where)
     try:
         name, told, _ = call
@@ -173,7 +174,7 @@ def _answer(recorder: _Recorder, line: str, made: list[str], where: str) -> str:
 
 
 def read_header(line: str, where: str) -> dict[str, Any]:
-    """How the scheduler was made. Raises TraceError naming the field."""
+    """The first line: how the scheduler was made. Raises TraceError naming the field."""
     header = _parsed(line, f"{where}, line 1")
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise TraceError(f"{where}, line 1: field 'format': must be {FORMAT!r}")
@@ -199,7 +200,7 @@ def _line(value: Any) -> str:
 def header_of(
     system: System, geometry: Geometry, budget: Budget, order: str, plan: SplitPlan | None = None
 ) -> dict[str, Any]:
-    """How a scheduler is made, as the first line of its file."""
+    """What the first line of a file says: how its scheduler was made."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -213,7 +214,7 @@ def header_of(
 
 
 class DecisionsFile:
-    """Takes the decisions of one engine; `header`: see `header_of`. Raises ConfigError where it cannot be written."""
+    """The file that one scheduler writes; `header`: of `header_of`. Raises ConfigError where it cannot be written."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self._path = path
@@ -230,7 +231,7 @@ class DecisionsFile:
             raise
 
     def write(self, line: str) -> None:
-        """One line, without its end."""
+        """Write one line, given without its line break."""
         self._crc, sealed = _sealed(line, self._crc)
         try:
             self._file.write(sealed + "\n")
@@ -238,12 +239,12 @@ class DecisionsFile:
             raise self._problem(error) from None
 
     def close(self) -> None:
-        """Idempotent. In a forked child the file is let go as it is: the parent writes it."""
+        """Write the end; idempotent. In a forked child nothing is written: the file is the parent's."""
         if self._file.closed:
             return
         if os.getpid() != self._process:
             with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), self._file.fileno())  # where goes what the child has in the file's buffer
+                os.dup2(nowhere.fileno(), self._file.fileno())  # swallows what the child has buffered
             self._file.close()
             return
         try:
@@ -259,11 +260,11 @@ class DecisionsFile:
 
 
 def replay_file(path: Path, *, may_import: bool = False) -> tuple[dict[str, Any], Replayed]:
-    """The header, and what a new scheduler makes of the observations. `may_import`: whether the file may name parts of
-    the system by their dotted paths, whose modules are imported, which runs their code.
+    """Replay a file with a new scheduler; returns its header, too. `may_import`: whether the file may name parts of the
+    system by dotted paths, whose modules are imported, which runs their code.
 
-    Raises TraceError naming file, line and field where it cannot be read, was changed, ends too early, or names a part
-    by its path and may not.
+    Raises TraceError naming file, line and field where it cannot be read, was changed, is cut, or names a path that it
+    may not.
     """
     try:
         with path.open("rb") as file:
@@ -282,7 +283,7 @@ def _sealed(line: str, crc: int) -> tuple[int, str]:
 
 
 def _unsealed(lines: Iterator[bytes], where: str) -> Iterator[str]:
-    """The lines of a file, without checksums. Raises TraceError at the first line that is not as it was written."""
+    """The lines of a file, without checksums. Raises TraceError at the first line that was changed."""
     crc, number = 0, 0
     for number, raw in enumerate(lines, start=1):
         try:
@@ -294,7 +295,7 @@ def _unsealed(lines: Iterator[bytes], where: str) -> Iterator[str]:
         match = _SEALED.fullmatch(sealed)
         line = match[1] + match[2] if match else sealed
         if number == 1:
-            read_header(line, where)  # of another format or version there is more to say than that it differs
+            read_header(line, where)  # says more of another format or version than a wrong checksum would
         crc, expected = _sealed(line, crc)
         if expected + "\n" != sealed:
             raise TraceError(
@@ -326,22 +327,22 @@ def _scheduler(header: Mapping[str, Any], where: str, may_import: bool) -> Sched
         if not most <= _MAX_SEGMENTS:
             raise TraceError(f"{where}: fields 'layers', 'segments': {most} segments; accepted: up to {_MAX_SEGMENTS}")
         geometry = Geometry(layers, header["segments"])
-        raw = header["budget"]
+        raw = {_OLD_NAMES.get(key, key): value for key, value in dict(header["budget"]).items()}
         budget = Budget(
-            raw["memory_nbytes"], *(tuple(raw[key]) for key in ("ring_slots", "kept_slots", "layer_shares"))
+            raw["memory_nbytes"], *(tuple(raw[key]) for key in ("staging_slots", "kept_slots", "layer_quotas"))
         )
-        if (len(budget.ring_slots), len(budget.kept_slots), len(budget.layer_shares)) != (
+        if (len(budget.staging_slots), len(budget.kept_slots), len(budget.layer_quotas)) != (
             geometry.num_size_classes,
             geometry.num_size_classes,
             geometry.num_layers,
         ):
             raise TraceError(f"{where}: field 'budget': not of as many layers and sizes of experts as 'layers'")
-        if not all(0 <= slots <= most for slots in (*budget.ring_slots, *budget.kept_slots)):
+        if not all(0 <= slots <= most for slots in (*budget.staging_slots, *budget.kept_slots)):
             raise TraceError(f"{where}: field 'budget': {raw!r:.200}: accepted: 0 to {most} slots, all segments")
         plan = SplitPlan.from_dict(header["plan"]) if "plan" in header else None
         if plan is not None:
             plan.check_fits(geometry)
-        return system.scheduler(geometry, budget, Known(plan=plan), header["order"])
+        return system.scheduler(geometry, budget, Known(given=(plan,)), header["order"])
     except KeyError as error:
         raise TraceError(f"{where}: field {error}: missing") from None
     except (TypeError, ValueError, LookupError, OverflowError, ConfigError) as error:

@@ -1,4 +1,4 @@
-"""Between a forward pass and its predictor: what the pass shows goes in, predictions come out when they are ready
+"""The queue between a forward pass and its predictor: observations go in, predictions come out when they are ready
 (publish and subscribe: fMoE, section 4.3).
 """
 
@@ -15,33 +15,29 @@ from expertly.core.observation import Began, Routed
 from expertly.policies.predictor.base import Predictor
 
 PASSES_WAITING = 4
-"""Forward passes whose observations may wait for a predictor that takes its time."""
+"""Forward passes whose observations may wait for a slow predictor."""
 
 
 class Seen(NamedTuple):
-    """A prediction, and the step that it was made of. A step is one layer of one iteration, counted from the start;
-    that at which an iteration begins is the last one of the iteration before."""
+    """A prediction, and the step whose observation it was made of. A step is one layer of one iteration, counted from
+    the start; an iteration begins at the last step of the one before."""
 
     step: int
     prediction: Prediction
 
 
 class Channel(Protocol):
-    """Nothing here makes the forward pass wait. Observations are functions, called once at most,
-    where they are used.
+    """Takes observations from a forward pass and gives it predictions, without making it wait. An observation is a
+    function that is called where it is used, once at most.
     """
 
-    def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
-        """Publish that a forward pass begins."""
-        ...
+    def begin_iteration(self, step: int, began: Callable[[], Began]) -> None: ...
 
     def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
-        """Publish what a router has said."""
+        """Publish what a router chose."""
         ...
 
-    def end_iteration(self, ok: bool) -> None:
-        """Publish that the pass ended."""
-        ...
+    def end_iteration(self, ok: bool) -> None: ...
 
     def take(self) -> Seen | None:
         """The next prediction that is ready, in the order in which they were made. Raises what making one raised."""
@@ -49,7 +45,7 @@ class Channel(Protocol):
 
 
 class InlineChannel:
-    """Predicts where it is told, at once: the same run gives the same predictions at the same moments."""
+    """Predicts within the pass, at once: the same run gives the same predictions at the same moments."""
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
@@ -71,7 +67,7 @@ class InlineChannel:
 
 
 class Work(NamedTuple):
-    """What a predictor does next: read how a pass began ("begin") or a router ("router"), or learn ("update")."""
+    """What a predictor does next: read how a pass began ("begin"), read a router ("router"), or learn ("update")."""
 
     what: Literal["begin", "router", "update"]
     step: int
@@ -87,13 +83,13 @@ class _Context(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """What has been published of a forward pass and not been read."""
+    """Observations of a forward pass that were published and not read yet."""
 
     step: int
     at_ns: int
     began: Callable[[], Began] | None
     routed: deque[_Context] = field(default_factory=deque)
-    ok: bool | None = None  # None: it runs, or nobody said how it ended
+    ok: bool | None = None  # None: it runs, or its end was never published
     ended_ns: int = 0
 
     @property
@@ -102,45 +98,44 @@ class _Pass:
 
 
 class ObservationQueue:
-    """Contexts in the order in which they were published, `max_waiting` at most. Pure: it knows times as it is told.
+    """Observations in the order in which they were published, `max_waiting` at most. Pure: it is told the time.
 
-    Of more, the oldest go, passes as a whole: all that have ended and were not begun to be read. What they would
-    predict is late, and what is read next is the running pass. The pass that is being read stays, so that there is
-    always one that is seen whole and can be learned from, however long the overload lasts. Only where those two are too
-    much the rest of it goes, then the oldest routers of the running one, which is of use without them.
+    When there are more, whole passes are dropped first: all that ended and were not begun to be read, since their
+    predictions would be late. The pass that is being read stays, so that even under lasting overload some passes are
+    seen whole and learned from. If that is not enough, the rest of the pass being read is dropped, then the oldest
+    routers of the running pass, which can be predicted from without them.
     """
 
     def __init__(self, max_waiting: int) -> None:
         assert max_waiting >= 1
         self.num_dropped = 0
-        """Contexts that nobody read, because of too many."""
+        """Observations that were dropped."""
         self._max_waiting = max_waiting
         self._num_waiting = 0
         self._passes: deque[_Pass] = deque()
 
     @classmethod
     def of_layers(cls, num_layers: int) -> ObservationQueue:
-        """With room for the contexts of PASSES_WAITING passes over so many layers."""
+        """A queue with room for PASSES_WAITING passes over so many layers."""
         return cls(PASSES_WAITING * (num_layers + 1))
 
     def begin_iteration(self, step: int, began: Callable[[], Began], at_ns: int = 0) -> None:
-        """A pass begins."""
         self._passes.append(_Pass(step, at_ns, began))
         self._published()
 
     def router_ran(self, step: int, routed: Callable[[], Routed], at_ns: int = 0) -> None:
-        """A router of it ran; nothing where none is open."""
+        """A router of the running pass ran; ignored where no pass runs."""
         if self._passes and self._passes[-1].ok is None:
             self._passes[-1].routed.append(_Context(step, at_ns, routed))
             self._published()
 
     def end_iteration(self, ok: bool, at_ns: int = 0) -> None:
-        """It ended. An end counts as no context."""
+        """The pass ended. An end does not count as an observation."""
         if self._passes:
             self._passes[-1].ok, self._passes[-1].ended_ns = ok, at_ns
 
     def next(self) -> Work | None:
-        """The oldest that has not been read, which now counts as read; None where nothing waits."""
+        """Take the oldest observation; None where nothing waits."""
         while self._passes:
             first = self._passes[0]
             if first.began is not None:
@@ -160,7 +155,6 @@ class ObservationQueue:
         return None
 
     def clear(self) -> None:
-        """Nothing waits."""
         self._passes.clear()
         self._num_waiting = 0
 

@@ -1,4 +1,4 @@
-"""What is predicted, what of it is loaded before its layer's router runs, and what came of that."""
+"""Predicted experts, those of them that are prefetched, and how useful that was."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from expertly.scheduler.cache import Cache
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
 
 _FEW = 64
-"""Heads of the queue among which void ones are not looked for."""
+"""Stale heads that the heap may hold before it is made anew."""
 
 
 @dataclass(slots=True)
 class _Prefetched:
-    """What was prefetched of an expert whose router ran."""
+    """What was prefetched of an expert of the layer whose router ran last."""
 
     num_segments: int
     is_needed: bool
@@ -30,10 +30,10 @@ _Head = tuple[float, int, int]  # (-priority, order of arrival, layer)
 
 
 class PrefetchQueue:
-    """Predicted experts by falling priority, and the segments that are in flight for them. Experts are dense ids.
+    """Predicted experts by falling priority, and the segments in flight for them. Experts are dense ids.
 
-    `window` bounds the segments in flight. `evicts`: what is prefetched goes to the cache, which evicts for it; else it
-    takes free places. The newest prediction of a layer replaces the one before, until the layer's router ran.
+    `window` bounds the segments in flight. `evicts`: prefetches go to the cache, which evicts for them; otherwise they
+    take free slots. A layer's newest prediction replaces the one before; it ends when the layer's router runs.
     """
 
     def __init__(
@@ -48,38 +48,38 @@ class PrefetchQueue:
     ) -> None:
         self.window = window
         self.now = geometry.num_layers - 1
-        """The layer whose router ran last; a pass begins behind the last layer."""
+        """The layer whose router ran last; before a pass, the last layer."""
         self.is_used = False
         """Whether anything was ever predicted."""
         self.needs_slots = False
-        """More would have been prefetched if staged segments had left slots. They may have since."""
+        """Whether more would have been prefetched, had there been free slots."""
         self.waiting: dict[int, int] = {}
-        """Experts prefetched for layers that have not run -> segments of that."""
+        """Experts prefetched for layers that have not run -> how many segments of each were."""
         self._geometry = geometry
         self._cache = cache
         self._slots = cache.slots
         self._counters = counters
         self._evicts = evicts
         self._priority = order.priority
-        self._is_steady = not order.follows_distance  # the same whatever runs
-        self._queued: dict[int, list[_Queued]] = {}  # layer -> in the order of need, the first at the end
-        self._heads: list[_Head] = []  # a heap with the first of each layer, and some that were
-        self._heads_of = self.now  # the layer that had run when their priorities were taken
+        self._is_steady = not order.follows_distance  # whether priorities stay the same while layers run
+        self._queued: dict[int, list[_Queued]] = {}  # by layer, the most urgent last
+        self._heads: list[_Head] = []  # a heap of each layer's most urgent expert, and of stale entries
+        self._heads_of = self.now  # the value of `now` that their priorities are for
         self._order = 0
-        self._likely: dict[int, dict[int, None]] = {}  # layer -> experts predicted to run: what is here should stay
-        self._for_decode: dict[int, int] = {}  # of what is in flight and was prefetched: what decode asked for
-        self._predicted: list[dict[int, Prediction]] = [{} for _ in geometry.layers]  # layer: distance -> the newest
+        self._likely: dict[int, dict[int, None]] = {}  # by layer, predicted experts that should stay
+        self._for_decode: dict[int, int] = {}  # segments in flight that were prefetched in decode
+        self._predicted: list[dict[int, Prediction]] = [{} for _ in geometry.layers]  # by layer, distance
         self._prefetched: tuple[int, PhaseCounters, dict[int, _Prefetched]] | None = None  # for the layer that ran last
 
     # -- the queue ---------------------------------------------------------------------------------------------
 
     def predict(self, prediction: Prediction) -> None:
-        """Queue these experts instead of what was queued of the layer. What is here of the surest top-k, and of those
-        that come up while it is here, is not evicted for other prefetches.
+        """Queue these experts in place of those queued for the layer. Resident ones among the surest top-k, and those
+        found resident when their turn to be prefetched comes, are not evicted for other prefetches.
         """
         if not self.is_used:
             self.is_used = True
-            self._cache.expect_chunks()
+            self._cache.expect_prefetches()
         layer, experts, order = prediction.layer, prediction.experts, self._order
         self._predicted[layer][prediction.distance] = prediction
         first = self._geometry.first_expert_id(layer)
@@ -97,11 +97,11 @@ class PrefetchQueue:
             return
         if len(self._heads) < _FEW + len(self._queued):
             heappush(self._heads, self._head(layer))
-        else:  # priorities so low that they are never reached would pile up
+        else:  # stale heads of low priority are never reached and would pile up
             self._rank()
 
     def _first(self) -> int | None:
-        """The expert that goes first, or None. It stays queued until `_pop`."""
+        """The most urgent expert, or None. It stays queued until `_pop`."""
         if self._heads_of != self.now:
             self._heads_of = self.now
             if not self._is_steady:
@@ -136,16 +136,16 @@ class PrefetchQueue:
     def begin(
         self, router: RouterRan | None, protected: Callable[[RouterRan | None], set[int]], *, waits: bool
     ) -> list[Span]:
-        """What to load next behind every load, as places allow: single segments, so that a load never
-        waits for more. `router`: of the layer that runs, if one does; `waits`: what is predicted of it is not begun
-        before it has run. `protected`: what must not be evicted.
+        """Spans to load behind every load, as free slots allow: a segment each, so that a load never waits long.
+        `router`: of the running layer, if any; `waits`: predictions for it wait until it has run. `protected(router)`:
+        experts that must not be evicted.
         """
         begun: list[Span] = []
         self.needs_slots = False
         geometry, cache, slots = self._geometry, self._cache, self._slots
         running = router.layer if waits and router is not None else None
         following = (self.now + 1) % geometry.num_layers
-        safe: set[int] | None = None  # from the first expert that needs room
+        safe: set[int] | None = None  # made for the first expert that needs room
         num_in_flight = self.num_in_flight
         while (room := self.window - num_in_flight) > 0 and (eid := self._first()) is not None:
             layer = geometry.layer_of_expert(eid)
@@ -164,7 +164,7 @@ class PrefetchQueue:
                     self.needs_slots = cache.is_split
                     break  # until a slot is free
             self._pop()
-            if not mask:  # it is here or in flight: so it should be when its layer runs
+            if not mask:  # resident or in flight: protect it until its layer runs
                 if self._likely[layer]:
                     self._likely[layer][eid] = None
                 if eid in slots.prefetching:
@@ -184,17 +184,16 @@ class PrefetchQueue:
 
     @property
     def num_in_flight(self) -> int:
-        """Segments."""
         return sum([mask.bit_count() for mask in self._slots.prefetching.values()])
 
     def upcoming(self) -> set[int]:
-        """What is prefetched and was not used yet, or is here and predicted to be needed."""
+        """Experts that must not be evicted: prefetched and not used yet, or resident and predicted."""
         if not self.is_used:
             return set()
         return {*self.waiting, *self._slots.prefetching}.union(*self._likely.values())
 
     def cancelled(self, eid: int, span: Span) -> None:
-        """A prefetch that was not begun will not come."""
+        """A prefetch that did not begin was taken back."""
         mask = _mask_of(span)
         if eid in self.waiting:
             self.waiting[eid] -= span.num_segments
@@ -204,12 +203,12 @@ class PrefetchQueue:
         self._cache.forget(span.layer, eid, mask)
 
     def promoted(self, eid: int, span: Span) -> None:
-        """A prefetch that was not begun is a load of the running layer now."""
+        """A prefetch that did not begin became a load of the running layer."""
         self._uncount(eid, span.num_segments)
         self._take_back(eid, _mask_of(span), span)
 
     def cancellable(self, layer: int) -> list[int]:
-        """Experts of a layer whose router ran that are in flight for it, and that it does not need."""
+        """Experts in flight for a layer that its router, which ran, did not choose."""
         first = self._geometry.first_expert_id(layer)
         end = first + self._geometry.layers[layer].num_experts
         return sorted(eid - first for eid in self._slots.prefetching if first <= eid < end and eid not in self.waiting)
@@ -225,17 +224,17 @@ class PrefetchQueue:
         self.forget_phase(eid, mask)
 
     def forget_phase(self, eid: int, mask: int) -> None:
-        """Segments that were prefetched are here, or will not come: nobody asks any more which phase wanted them."""
+        """Prefetched segments have arrived, or will not come: forget in which phase they were prefetched."""
         if eid in self._for_decode:
             self._for_decode[eid] &= ~mask
             if not self._for_decode[eid]:
                 del self._for_decode[eid]
 
-    # -- what came of it ---------------------------------------------------------------------------------------
+    # -- counting ----------------------------------------------------------------------------------------------
 
     def router_ran(self, router: RouterRan, is_decoding: bool) -> list[int]:
-        """Were the predictions of the layer right (ProMoE, section 4), did prefetching help? Nothing is queued of the
-        layer any more; the experts that were prefetched for it. Experts that only pad tokens chose do not count.
+        """Count how good the predictions for the layer were (ProMoE, section 4), note what was prefetched of it, and
+        empty its queue. Experts that only pad tokens chose do not count. Returns the experts that were prefetched.
         """
         layer, experts, geometry = router.layer, router.experts, self._geometry
         if 0 in router.num_tokens:
@@ -262,7 +261,7 @@ class PrefetchQueue:
         return ended
 
     def settle(self) -> None:
-        """Nothing that was prefetched for the layer that ran last is taken back any more: count it."""
+        """Count the prefetches for the layer that ran last; none of them is taken back any more."""
         if self._prefetched is None:
             return
         segment_nbytes, phase, outcomes = self._prefetched
@@ -277,7 +276,6 @@ class PrefetchQueue:
                     phase.wasted_nbytes += one.num_segments * segment_nbytes
 
     def clear(self) -> None:
-        """Nothing is predicted or in flight."""
         self._queued.clear()
         self._heads.clear()
         self.now = self._geometry.num_layers - 1
@@ -294,12 +292,10 @@ class PrefetchQueue:
 
 
 def _mask_of(span: Span) -> int:
-    """The segments of a span."""
     return ((1 << span.num_segments) - 1) << span.segment
 
 
 def _single_segments(spans: list[Span]) -> list[Span]:
-    """The same, a span a segment."""
     return [
         span if span.num_segments == 1 else Span(span.layer, span.expert, span.segment + i, 1, span.slot + i)
         for span in spans

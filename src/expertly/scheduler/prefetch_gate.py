@@ -1,4 +1,4 @@
-"""Whether anything is prefetched: an A/B test of decode steps with it and without it, while the model runs."""
+"""Turns prefetching on and off by an A/B test of decode steps with and without it, while the model runs."""
 
 from __future__ import annotations
 
@@ -9,63 +9,61 @@ from typing import Any
 from expertly.core.messages import RouterRan
 
 GATES = ("none", "measured")
-"""All that is predicted is prefetched; nothing is in steps that are slower with it."""
+"""none: everything predicted is prefetched. measured: nothing is where steps with prefetching are slower."""
 
 _LEAST_PAIRS, _MOST_PAIRS = 6, 16
-"""Pairs of steps in turns before one way is chosen: at least, and at most where they do not differ clearly."""
+"""Least pairs of steps (one with, one without prefetching) before a choice, and most where they hardly differ."""
 _FEW_PAIRS, _LARGE, _ALIKE = 2, 0.25, 0.8
-"""Pairs that are enough where they say the same and the difference is that large a share of a step's time."""
+"""So few pairs are enough where the difference is at least this share of a step's time and they agree so far."""
 _CLEAR = 3.0
-"""Standard errors that a clear difference has."""
+"""A difference is clear from so many standard errors on."""
 _KEPT = 15 / 16
-"""Of the pairs counted, what is left after another one."""
+"""The weight that earlier pairs keep when another one is added."""
 _COST = 0.01
-"""What trying the slower way again may cost, of the time of all steps; with the next, that says how often it is."""
+"""The share of all steps' time that trying the slower way again may cost; it says how often that happens."""
 _LEAST_STEPS, _MOST_STEPS = 8, 128
-"""Steps of the chosen way between two pairs."""
+"""Least and most steps of the chosen way between two pairs."""
 _CHANGED = 1.5
-"""Steps so many times slower or faster than before: another link, another load. All is measured anew."""
+"""Where steps become so many times slower or faster (another link, another load), the test starts again."""
 _SHORT, _LONG = 8, 64
-"""Steps that "now" and "before" are."""
+"""Steps over which the times "now" and "before" are averaged."""
 _LONGEST = 2.0
-"""Times the average that a step is taken for at most: a pause of the machine says nothing."""
+"""A step counts as at most so many average steps, so that a pause of the machine does not decide."""
 
 
 class Moment(str, Enum):
-    """What a driver tells the time of."""
+    """The moments of which a driver tells the time."""
 
     PASS_BEGAN = "pass began"
     PASS_ENDED = "pass ended"
 
 
 class PrefetchGate:
-    """Told when passes begin and end and what their layers lacked; it reads no clock.
+    """Compares decode steps of similar batch size (in powers of two) with and without prefetching. It is told when
+    passes begin and end and what their layers lacked; it reads no clock.
 
-    Decode steps of about as many tokens (in powers of two) are compared with each other. A pass goes as what the last
-    decode step's like would do next, prompts too.
+    Every pass, also of a prompt, does what the comparison of the last decode step's batch size wants next.
     """
 
     def __init__(self, *, always_observes: bool = False) -> None:
-        """`always_observes`: the predictor must see every pass, because it learns from them or eviction goes by what it
-        says.
-        """
+        """`always_observes`: the predictor sees every pass, because it learns from them or evictions depend on it."""
         self.is_open = True
         """Whether this pass prefetches."""
         self._always_observes = always_observes
         self._comparisons: dict[int, _Comparison] = {}  # by tokens of a step, in powers of two
         self._latest: _Comparison | None = None
-        self._running: _Comparison | None = None  # that this pass is a step of
+        self._running: _Comparison | None = None  # the one that this pass is a step of
         self._began_ns: int | None = None
         self._is_begun = False  # its first router ran
         self._absent_nbytes = 0
 
     @property
     def observes(self) -> bool:
-        """Whether the predictor is to see this pass."""
+        """Whether the predictor sees this pass."""
         return self.is_open or self._always_observes
 
     def at(self, moment: Moment, now_ns: int) -> None:
-        """A pass begins or has ended."""
+        """A pass began or ended at this time."""
         if moment is Moment.PASS_BEGAN:
             self._began_ns, self._running, self._is_begun, self._absent_nbytes = now_ns, None, False, 0
             self.is_open = self._latest is None or self._latest.tries
@@ -75,7 +73,7 @@ class PrefetchGate:
             self._began_ns = None
 
     def router_ran(self, router: RouterRan, absent_nbytes: int) -> None:
-        """A layer begins that needs so many bytes which were not here but for prefetching."""
+        """A layer's router ran; without prefetching, so many bytes of its experts would be absent."""
         if self._began_ns is None:
             return
         is_decode = bool(router.batch_tokens) and False not in router.is_decode
@@ -83,18 +81,17 @@ class PrefetchGate:
             self._is_begun = True
             if is_decode:
                 self._latest = self._comparisons.setdefault(router.batch_tokens.bit_length(), _Comparison())
-                self.is_open = self.is_open and self._latest.tries  # what began closed was not predicted
+                self.is_open = self.is_open and self._latest.tries  # a pass that began closed was not predicted
                 self._running = self._latest if self.is_open == self._latest.tries else None
         if not is_decode:
             self._running = None
         self._absent_nbytes += absent_nbytes
 
     def abandon(self) -> None:
-        """The pass failed."""
         self._began_ns = None
 
     def facts(self) -> dict[str, Any]:
-        """What it has come to, as plain data (docs/conventions.md): of the last decode step's comparison."""
+        """The state of the last decode step's comparison, as plain data (docs/conventions.md)."""
         every, latest = self._comparisons.values(), self._latest
         steps = [sum(one.num_steps[is_open] for one in every) for is_open in (True, False)]
         relative = None if latest is None else latest.difference
@@ -111,11 +108,11 @@ class PrefetchGate:
 
 
 class _Comparison:
-    """Steps with and without prefetching, in pairs of neighbours.
+    """Steps with and without prefetching, in pairs of neighbouring steps.
 
-    First all steps are pairs, until the difference is clear or small. Then the better way is taken, and now and then a
-    pair is run again. What a step lacks of the cache differs more than the two ways do, and is the same in both: the
-    difference of times is taken where that of lacking bytes is zero, on a line through the pairs.
+    At first all steps form pairs, until the difference is clear or known to be small. Then the better way is chosen,
+    and now and then a pair is run again. How many bytes a step lacks varies more than the effect of prefetching does.
+    So times are compared at an equal number of lacking bytes, on a line fitted through the pairs.
     """
 
     def __init__(self) -> None:
@@ -126,9 +123,9 @@ class _Comparison:
         self._now_ns = self._before_ns = 0.0  # of the chosen way's steps
         self._num_chosen = 0
         self._average_ns = 0.0  # of all steps
-        self._num_to_go = 0  # steps of the chosen way until the next pair
-        self._first: tuple[float, int] | None = None  # of the pair that is under way: time, lacking bytes
-        self._begins_open = True  # the pair that is under way, or the next
+        self._num_to_go = 0  # steps of the chosen way before the next pair
+        self._first: tuple[float, int] | None = None  # time and lacking bytes of the first step of the running pair
+        self._begins_open = True  # whether the running or next pair begins with prefetching
         self._clear()
 
     def _clear(self) -> None:
@@ -145,11 +142,11 @@ class _Comparison:
 
     @property
     def difference(self) -> float | None:
-        """Of a step's time, what prefetching adds; None before the first pair."""
+        """The share of a step's time that prefetching adds; None before the first pair."""
         return None if not self._num else self._estimate()[0] * self._num / self._time
 
     def add(self, step_ns: int, absent_nbytes: int) -> None:
-        """The step that `tries` was of ended."""
+        """A step ended that did what `tries` said."""
         is_open = self.tries
         self.num_steps[is_open] += 1
         num = sum(self.num_steps.values())
@@ -162,7 +159,7 @@ class _Comparison:
             self._first = taken_ns, absent_nbytes
         else:
             (first_ns, first_nbytes), self._first = self._first, None
-            sign = -1 if self._begins_open else 1  # this one, the second, is the one without
+            sign = -1 if self._begins_open else 1  # whether the second step is the one with prefetching
             self._add_pair(
                 sign * (taken_ns - first_ns), sign * (absent_nbytes - first_nbytes), (taken_ns + first_ns) / 2
             )
@@ -175,7 +172,7 @@ class _Comparison:
         self._xy = self._xy * _KEPT + x * y
 
     def _estimate(self) -> tuple[float, float]:
-        """What prefetching adds to a step, in nanoseconds, and the standard error of that."""
+        """The nanoseconds that prefetching adds to a step, and their standard error."""
         num = self._num
         mean_x, mean_y = self._x / num, self._y / num
         spread = self._xx - self._x * mean_x
@@ -199,7 +196,7 @@ class _Comparison:
         self._num_to_go = max(_LEAST_STEPS, min(_MOST_STEPS, round(share / _COST)))
 
     def _watch(self, step_ns: float) -> None:
-        """A step of the chosen way: are they as they were?"""
+        """Start the test again where steps of the chosen way take another time than before."""
         self._num_chosen += 1
         self._now_ns += (step_ns - self._now_ns) / min(self._num_chosen, _SHORT)
         self._before_ns += (step_ns - self._before_ns) / min(self._num_chosen, _LONG)
@@ -209,5 +206,5 @@ class _Comparison:
 
 
 def _counted(num_pairs: int) -> float:
-    """What so many pairs are counted for, less what rounding may take."""
+    """The weight of so many pairs, less a margin for rounding."""
     return (1 - _KEPT**num_pairs) / (1 - _KEPT) - 0.01

@@ -1,4 +1,4 @@
-"""The presets: systems by name (docs/conventions.md). Adding one here is adding it everywhere, and each can be taken
+"""The presets: systems by name (docs/conventions.md). A preset that is added here exists everywhere. Each can be taken
 with other parts: `name:key=value:key=value`.
 """
 
@@ -29,16 +29,16 @@ from expertly.scheduler.system import (
 )
 
 BASE_SYSTEM = "lru"
-"""What others are measured against."""
+"""The baseline."""
 
 AUTO_SYSTEM = "auto"
-"""Where a model is loaded, unless it is said: what `expertly tune` chose for it, else `default_system`."""
+"""The default where a model is loaded: what `expertly tune` chose for it, else `default_system`."""
 
 BOUNDS = ("belady", "belady-global", "oracle", "resident")
-"""Simulated beside what is compared: what no system can beat, and every expert kept."""
+"""Simulated beside the systems that are compared: bounds, and every expert kept."""
 
 LEAST_NBYTES = 1 << 20
-"""Of an expert, for `expertly-ahead` to be the default: asking routers early takes longer than loading tiny ones."""
+"""Least bytes of an expert for `expertly-ahead` to be the default: loading tiny ones is faster than asking routers."""
 
 _PRESETS = f"""
 on-demand:eviction=lru:scope=global:prefill=evict
@@ -50,46 +50,46 @@ lfu:eviction=lfu:scope=layer
 lcp:eviction=lcp:scope=layer
     keeps the experts of highest frequency x decayed recency (MoEpic)
 random:eviction=random:scope=layer
-    keeps any experts: the baseline every policy must beat
+    evicts at random: the baseline every policy must beat
 static:eviction=static:scope=layer
     pins each layer's most popular experts, with two spare places
 expertly:eviction=reuse:scope=global:admission=best
-    keeps what nearby layers' choices, learned while it runs, say is used again soon; the rest passes (ours)
-expertly-ahead:eviction=reuse:scope=global:prediction=lookahead:admission=best:ahead=ring:gate=measured
-    the same, and what the next router, asked early, names is loaded ahead where that is faster (ours)
+    keeps what is used again soonest, as it learns from nearby layers' routing while it runs (ours)
+expertly-ahead:eviction=reuse:scope=global:prediction=lookahead:admission=best:ahead=staging:gate=measured
+    the same, and prefetches what the next router, asked early, names, where that is faster (ours)
 resident:eviction=none:scope=global:transfer=at load
     keeps every expert: the speed of enough memory
 deepspeed-index:eviction=lru:scope=global:prediction=index:prefill=evict
-    loads the next layer's experts by their numbers, whoever asks (DeepSpeed, as MoE-Infinity has it)
+    prefetches the next layer's experts in the order of their numbers (DeepSpeed, as MoE-Infinity has it)
 brainstorm:eviction=lfu:scope=global:prediction=popularity:prefill=evict
-    counts of all that was seen say what is next and what goes (BrainStorm, as MoE-Infinity has it)
+    predicts and evicts by how often experts were chosen so far (BrainStorm, as MoE-Infinity has it)
 mixtral-offloading:eviction=lru:scope=layer:prediction=lookahead:transfer=synchronous:prefill=evict
     LRU per layer; each layer waits for what the next one's router, asked early, makes it load
 moe-infinity-lfu:eviction=lfu:scope=global:prediction=counts:transfer=synchronous:prefill=evict
-    what each request has asked for most so far, waited for (MoE-Infinity, as fMoE and MoEpic measure it)
+    prefetches what each request chose most so far, and waits for it (MoE-Infinity, as fMoE and MoEpic have it)
 belady:eviction=belady:scope=layer:admission=best
-    keeps what is used again soonest: the least that replacement in each layer must load
+    keeps what is used again soonest: no replacement within layers loads less
 belady-global:eviction=belady:scope=global:admission=best
     the same in one cache over all layers: no system loads fewer bytes
-oracle:eviction=belady:scope=global:prediction=perfect:distance={ALL_LAYERS}:admission=best:ahead=ring
-    belady-global with perfect prediction, loading as early as places and the link allow
+oracle:eviction=belady:scope=global:prediction=perfect:distance={ALL_LAYERS}:admission=best:ahead=staging
+    belady-global with perfect prediction, prefetching as early as slots and the link allow
 modelled-lookahead:eviction=lru:scope=layer:prediction=modelled
     LRU per layer with a lookahead of stated accuracy, modelled (ProMoE, section 4: 90.5% one layer ahead)
-adapmoe:eviction=lru:scope=layer:allocation=adapmoe:prediction=lookahead:ahead=ring:prefill=evict
+adapmoe:eviction=lru:scope=layer:allocation=adapmoe:prediction=lookahead:ahead=staging:prefill=evict
     LRU per layer with a lookahead; layers that miss more keep more, by dynamic programming (AdapMoE)
 fmoe:eviction=fmoe:scope=global:prediction=fmoe:distance=2:prefetch=proximity:prefill=evict
-    expert maps of earlier iterations predict, order what is loaded ahead and say what goes (fMoE)
+    expert maps of earlier iterations predict, order prefetches and say what is evicted (fMoE)
 promoe:eviction=lru:scope=layer:prediction=learned:distance=4:segments=4:prefill=evict
     LRU per layer, and small networks trained beforehand on router inputs, which predict (ProMoE)
-pre-gated:eviction=lru:scope=layer:allocation=none:prediction=learned:ahead=ring
-    keeps nothing: a trained predictor says a layer ahead what passes through (Pre-gated MoE, but lossless)
-moepic:eviction=lcp:scope=layer:allocation=moepic:prediction=speculative:ahead=ring:segments=4:prefill=evict
-    tops of experts kept by cache priority, the rest loaded ahead; layers get what hides most (MoEpic)
+pre-gated:eviction=lru:scope=layer:allocation=none:prediction=learned:ahead=staging
+    keeps nothing: a trained predictor prefetches one layer ahead (Pre-gated MoE, but lossless)
+moepic:eviction=lcp:scope=layer:allocation=moepic:prediction=speculative:ahead=staging:segments=4:prefill=evict
+    keeps tops of experts by cache priority, prefetches the rest; layers get memory by what it hides (MoEpic)
 moe-infinity:eviction=eam:scope=global:prediction=eam:prefill=evict
-    activation matrices of earlier requests predict and say what goes (MoE-Infinity)
+    activation matrices of earlier requests predict and say what is evicted (MoE-Infinity)
 """
-"""Of each its parts, as a user would write them, and what it does. Other parts have the defaults of System; transfer is
-asynchronous where it predicts. `adapmoe` needs ahead=ring, as a layer that keeps nothing is prefetched, too.
+"""Each preset as a user would write it, and what it does. Other parts have the defaults of System; transfer is
+asynchronous where it predicts. `adapmoe` needs ahead=staging, since layers that keep nothing are prefetched, too.
 """
 
 
@@ -112,20 +112,20 @@ SYSTEMS: Registry[System] = Registry(
     _presets(),
     lambda one: isinstance(one, System),
     "a System",
-    adopt=lambda system, name: replace(system, name=name),  # what it is asked for by is how it can be had again
+    adopt=lambda system, name: replace(system, name=name),  # named as users name it
 )
 
 
 def default_system(layers: Sequence[LayerGeometry]) -> tuple[str, float]:
-    """The system for a model that nothing has been tuned for, and the mean MiB of its experts, by which it is: of tiny
-    ones, loading what ours spare takes less time than finding out what that is.
+    """The default system for a model that was not tuned, and the mean MiB of its experts, which decides: loading a tiny
+    expert takes less time than working out whether it will be needed.
     """
     nbytes = sum(layer.nbytes for layer in layers) / sum(layer.num_experts for layer in layers)
     return "expertly-ahead" if nbytes >= LEAST_NBYTES else BASE_SYSTEM, nbytes / (1 << 20)
 
 
 def without_prediction(system: System) -> System:
-    """The same system where nothing can be predicted: the preset that it then is, else one named for what it was."""
+    """The system without its predictor: a preset if one is equal to that, else one named after it."""
     defaults: dict[str, Any] = {field.name: field.default for field in fields(System) if field.name in OF_PREDICTION}
     options = tuple((key, value) for key, value in system.options if key not in system.options_of("prediction"))
     name = f"{system.name} without prediction"
@@ -136,8 +136,7 @@ def without_prediction(system: System) -> System:
 
 def get_system(spec: str) -> System:
     """The preset of that name, or one with other parts: `name:key=value:key=value`. Keys are those of PARTS and the
-    options of its policies. The system's name is the spec with keys in a fixed order and values as they are usually
-    written: it names the same system again.
+    options of its policies. The system's name is the spec with its keys in a fixed order, and gives the same system.
 
     Raises ConfigError naming the key and what is accepted.
     """
@@ -148,8 +147,8 @@ def get_system(spec: str) -> System:
 
 
 def get_runnable(spec: str) -> System:
-    """`get_system` for an engine. Raises ConfigError, which names only systems that an engine can run, also for one
-    that needs the future.
+    """`get_system` for an engine. Raises ConfigError also for a system that needs the future; it names only systems
+    that an engine can run.
     """
     accepted = ", ".join([AUTO_SYSTEM, *runnable_systems()])
     name = spec.split(":")[0].strip()
@@ -164,12 +163,12 @@ def get_runnable(spec: str) -> System:
 
 
 def runnable_systems() -> list[str]:
-    """Names of the systems that an engine can run: those that do not need the future."""
+    """Names of the systems that do not need the future, so that an engine can run them."""
     return [name for name, system in SYSTEMS.items() if "future" not in system.needs]
 
 
 def paths_in(spec: str) -> list[str]:
-    """What `get_system` imports because the spec names it by its path, as KEY=PATH."""
+    """The paths in a spec that `get_system` would import, as KEY=PATH."""
     name, *settings = spec.split(":")
     named = [["system", name], *(setting.split("=", 1) for setting in settings if "=" in setting)]
     registries: dict[str, Registry[Any]] = {"system": SYSTEMS, **REGISTRIES}
@@ -197,7 +196,7 @@ def _derived(preset: System, settings: list[str], where: str) -> System:
     said = {**{key: parts[key] for key in PARTS if key in given}, **options}
     text = [f"{key}={value}" for key, value in said.items()]
     if ADMISSIONS[parts.get("admission", preset.admission)].weighs_scores:
-        parts.setdefault("prefill", "stream")  # weighed as well
+        parts.setdefault("prefill", "stream")  # prompts are weighed as well
     if prediction == "none":
         parts |= {field.name: field.default for field in fields(System) if field.name in OF_PREDICTION}
     elif "prediction" in parts:
@@ -224,6 +223,8 @@ def _given(preset: System, settings: list[str], where: str) -> dict[str, str]:
         if key in given:
             raise ConfigError(f"{where}: {key!r:.80}: given twice")
         given[key] = value
+    if given.get("ahead") == "ring":  # what it was called until November 2026
+        given["ahead"] = "staging"
     fill = given.pop("fill", "demand")  # a part until November 2026; saved specs may name its default
     if fill != "demand":
         raise ConfigError(
@@ -236,9 +237,7 @@ def _given(preset: System, settings: list[str], where: str) -> dict[str, str]:
 def _options(
     preset: System, parts: dict[str, Any], given: dict[str, str], where: str
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Of a preset with other `parts`: the options that it has of parts which stay, and those that are given, as they
-    are usually written.
-    """
+    """For a preset with other `parts`: the options of policies that stay, and the `given` ones, written as usual."""
     kept: dict[str, str] = {}
     said: dict[str, str] = {}
     accepted, described = list(PARTS), []

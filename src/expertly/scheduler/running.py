@@ -1,4 +1,4 @@
-"""The layer that runs: which of its missing experts are kept, loaded now, or wait for slots, and in which order."""
+"""The running layer: which of its missing experts are kept, loaded now or wait for slots, and in which order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from expertly.scheduler.slots import lowest_bits
 
 
 class RunningLayer:
-    """All that is missing is asked for when the router ran, and what is here is computed meanwhile. Positions are those
-    of the router's list, masks are of segments.
+    """Loads everything missing when the router ran; the driver computes resident experts meanwhile. Positions are
+    those of the router's list, masks have a bit a segment.
     """
 
     def __init__(
@@ -27,12 +27,12 @@ class RunningLayer:
         *,
         keeps_best: bool = False,
     ) -> None:
-        """`keeps_best`: admission "best", see Scheduler."""
+        """`keeps_best`: the best of what is kept and needed is kept; otherwise every needed expert is."""
         self.router: RouterRan | None = None
         self.num_open = 0
-        """Segments that a Plan named and that were not computed yet."""
+        """Segments that a plan named and that were not computed yet."""
         self.deferred: deque[tuple[int, int]] = deque()
-        """(position, mask) that wait for staging slots."""
+        """(position, mask) of segments that wait for staging slots."""
         self._geometry = geometry
         self._cache = cache
         self._slots = cache.slots
@@ -46,16 +46,16 @@ class RunningLayer:
 
     @property
     def holds_prefetching(self) -> bool:
-        """Loads wait for slots: nothing is to be prefetched."""
+        """Whether loads wait for slots, so that nothing may be prefetched."""
         return bool(self.deferred)
 
     @property
     def is_done(self) -> bool:
-        """Everything that the layer needs was computed."""
+        """Whether everything that the layer needs was computed."""
         return not (self.num_open or self.deferred)
 
     def begin(self, router: RouterRan, ready: list[Span], missing: list[int]) -> Plan:
-        """The router ran: `ready` is here, `missing` are positions of experts that are not wholly here."""
+        """The router ran: `ready` are resident spans, `missing` positions of experts that are not wholly resident."""
         self.router = router
         plan = Plan(ready)
         if missing or self._staged[self._classes[router.layer]] or self._keeps_best:
@@ -67,7 +67,7 @@ class RunningLayer:
         return plan
 
     def computed(self, spans: Sequence[Span]) -> Plan | None:
-        """These were computed: staging slots get them back. What can be done next, if anything."""
+        """Spans were computed: free those that are staged. Returns what to do next, or None."""
         cache, layer = self._cache, spans[0].layer
         if not (self.deferred or self._staged[self._classes[layer]]):
             for span in spans:
@@ -89,7 +89,7 @@ class RunningLayer:
         return plan
 
     def protected(self, router: RouterRan | None) -> set[int]:
-        """What must not be evicted: what the running layer needs, and what is predicted or prefetched."""
+        """Experts that must not be evicted: those that the running layer needs, and predicted or prefetched ones."""
         protected = self._queue.upcoming() if self._queue.is_used else set()
         if router is not None:
             first = self._first_of[router.layer]
@@ -98,22 +98,21 @@ class RunningLayer:
         return protected
 
     def clear(self) -> None:
-        """No layer runs."""
         self.router = None
         self.deferred.clear()
         self.num_open = 0
 
     def _opened(self, plan: Plan) -> None:
-        for spans in (plan.ready, plan.loads, plan.joined):
+        for spans in (plan.ready, plan.loads, plan.in_flight):
             for span in spans:
                 self.num_open += span.num_segments
 
     def _admit(self, router: RouterRan, missing: list[int], plan: Plan) -> None:
-        """Decide what is kept, and load: first what is kept, then as much as there are staging slots for."""
+        """Decide what is kept and load it; load the rest as far as there are staging slots."""
         cache, slots, first = self._cache, self._slots, self._first_of[router.layer]
         if missing and self._queue.is_used:
             for position in missing:
-                plan.joined.extend(slots.join(first + router.experts[position]))
+                plan.in_flight.extend(slots.await_in_flight(first + router.experts[position]))
         if self._keeps_best:
             needed = [first + expert for expert in router.experts]
             kept = cache.admit_best(router, needed, self._queue.upcoming() if self._queue.is_used else ())
@@ -127,17 +126,17 @@ class RunningLayer:
         else:
             self._admit_always(router, missing, plan)
         if self.deferred:
-            self._load_deferred(plan, is_idle=not (plan.ready or plan.loads or plan.joined))
+            self._load_deferred(plan, is_idle=not (plan.ready or plan.loads or plan.in_flight))
 
     def _admit_always(self, router: RouterRan, missing: list[int], plan: Plan) -> None:
         cache, slots, layer, experts = self._cache, self._slots, router.layer, router.experts
         first = self._first_of[layer]
-        is_predicted = self._queue.is_used  # else what is not kept has no slot either
+        is_predicted = self._queue.is_used  # otherwise segments that are not kept have no slot either
         if is_predicted:
             missing = [i for i, expert in enumerate(experts) if cache.not_kept(layer, first + expert)]
         protected = self.protected(router)
         evicting, filling = self._in_order(router, missing)
-        if len(evicting) > 1:  # room for all of them at once costs less than for each in turn; the victims are the same
+        if len(evicting) > 1:  # making room for all at once is cheaper, and evicts the same experts
             top = cache.tops[layer]
             lacking = [self._lacking(layer, first + experts[i], is_predicted) & top for i in evicting]
             cache.make_room(layer, sum(mask.bit_count() for mask in lacking), protected)
@@ -156,8 +155,8 @@ class RunningLayer:
             self._load(position, mask, plan.loads)
 
     def _in_order(self, router: RouterRan, missing: list[int]) -> tuple[list[int], list[int]]:
-        """Positions that may evict: decode's, in router order, and a prompt's where they may; and those that only fill
-        what is free. A prompt's, and pads', go by falling number of tokens, ties on the lowest id.
+        """Positions whose experts may evict (those of decode in router order, then those of prompts where prompts may)
+        and positions whose experts only take free slots. Prompts and pads: by falling number of tokens, then by id.
         """
         is_decode, experts, num_tokens = router.is_decode, router.experts, router.num_tokens
         evicting = [i for i in missing if is_decode[i] and num_tokens[i]]
@@ -171,7 +170,9 @@ class RunningLayer:
         return self._cache.not_kept(layer, eid) if is_predicted else self._slots.absent(eid)
 
     def _load(self, position: int, mask: int, loads: list[Span], purpose: dict[int, int] | None = None) -> None:
-        """Add to `loads` the segments `mask` of an expert, which have room. The layer awaits them, or `purpose`."""
+        """Give segments `mask` slots, of which there are enough, and add their spans to `loads`. `purpose`: as which
+        they are in flight (see SlotTable); awaited, unless said.
+        """
         router = self.router
         assert router is not None
         layer = router.layer
@@ -182,8 +183,8 @@ class RunningLayer:
         loads.extend(self._cache.allocate(layer, eid, mask, self._slots.awaited if purpose is None else purpose))
 
     def _load_deferred(self, plan: Plan, *, is_idle: bool) -> None:
-        """Load what waits for staging slots: whole experts where these can hold one, else what fits, and also where
-        the layer `is_idle`: nothing else of it will leave a slot.
+        """Load segments that wait for staging slots, an expert at a time: whole where the staging slots can hold that,
+        otherwise as much as fits. A layer that `is_idle` takes what fits, too: nothing it computes will free a slot.
         """
         assert self.router is not None
         layer = self.router.layer
@@ -207,10 +208,10 @@ class RunningLayer:
 class TurnByTurn(RunningLayer):
     """A layer whose experts take turns: the baselines of ProMoE's ablation (section 5).
 
-    `by_id`: experts go by rising id, and only the running one and what was requested is protected; else what is here
-    goes first, then what is in flight, then the absent ones, and all that the layer needs is protected. `is_early`
-    (where they go by id): what is missing when the router ran is requested at once, as slots allow; else a missing
-    expert is found when its turn has come.
+    `by_id`: turns go by rising id, and only the expert whose turn it is and requested ones are protected from eviction.
+    Otherwise resident experts go first, then those in flight, then absent ones, and all that the layer needs is
+    protected. `is_early` (only `by_id`): missing experts are requested when the router ran, as slots allow. Otherwise a
+    missing expert is found when its turn comes.
     """
 
     def __init__(
@@ -223,13 +224,13 @@ class TurnByTurn(RunningLayer):
         by_id: bool,
         is_early: bool,
     ) -> None:
-        assert by_id or not is_early, "what is not by id and early needs no turns"
+        assert by_id or not is_early, "turns that are early go by id"
         super().__init__(geometry, cache, queue, counters)
         self._by_id = by_id
         self._is_early = is_early
         self._left: dict[int, int] = {}  # experts whose turn has not come -> their positions
-        self._missed: deque[int] = deque()  # experts to request as soon as there are slots
-        self._requested: dict[int, None] = {}  # experts that were, and whose turn has not come
+        self._missed: deque[int] = deque()  # missing experts, to be requested as slots allow
+        self._requested: dict[int, None] = {}  # requested experts whose turn has not come
 
     @property
     def holds_prefetching(self) -> bool:
@@ -268,7 +269,7 @@ class TurnByTurn(RunningLayer):
         return plan
 
     def _turn(self) -> Plan:
-        """The next turn: of one expert, or of all that are here where they need not go by id."""
+        """Take the next turn: of one expert or, unless turns go by id, of all resident ones."""
         plan, slots = Plan(), self._slots
         if self._by_id:
             running = next(iter(self._left))
@@ -286,28 +287,28 @@ class TurnByTurn(RunningLayer):
         return plan
 
     def _reach(self, eid: int, plan: Plan) -> None:
-        """The turn of an expert: compute what is here of it, wait for what is in flight, load the rest."""
+        """The turn of an expert has come: compute resident segments, wait for those in flight, load the rest."""
         router, cache, slots = self.router, self._cache, self._slots
         assert router is not None
         layer, position = router.layer, self._left.pop(eid)
         self._requested.pop(eid, None)
         if slots.resident[eid]:
             plan.ready.extend(slots.spans(eid, slots.resident[eid]))
-        plan.joined.extend(slots.join(eid))
+        plan.in_flight.extend(slots.await_in_flight(eid))
         mask = cache.not_kept(layer, eid)
         if mask:
-            cache.begin(cache.is_decoding)  # other experts are protected than before
+            cache.begin(cache.is_decoding)  # what is protected differs from turn to turn
             absent = slots.absent(eid)
             kept = cache.admit(layer, eid, mask, self._protected_from(position, eid)) & absent
             if kept:
                 self._load(position, kept, plan.loads)
             if kept != absent:
                 self.deferred.append((position, absent & ~kept))
-                self._load_deferred(plan, is_idle=not (plan.ready or plan.loads or plan.joined))
+                self._load_deferred(plan, is_idle=not (plan.ready or plan.loads or plan.in_flight))
 
     def _request(self, running: int) -> list[Span]:
-        """Ask for what was missing, the lowest id first: it is kept, or staged if an expert's worth of staging slots
-        stays free for the running one. The first for which there is no slot waits, and all behind it.
+        """Request missing experts, the lowest id first. Each is kept, or staged if that leaves staging slots for one
+        whole expert, the running one. The first that gets no slots waits, and all behind it.
         """
         router, cache, slots = self.router, self._cache, self._slots
         assert router is not None
@@ -334,7 +335,7 @@ class TurnByTurn(RunningLayer):
         return spans
 
     def _protected_from(self, position: int, *eids: int) -> set[int] | None:
-        """What must not be evicted for an expert; None: it evicts nothing."""
+        """Experts that must not be evicted for the one at this position; None: it may evict nothing."""
         router = self.router
         assert router is not None
         if self._by_id:

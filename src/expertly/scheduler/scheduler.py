@@ -1,4 +1,4 @@
-"""The decisions of one device: what to compute now, what to load into which slots, what to keep, what to evict."""
+"""The decisions of one device: which segments to compute, to load into which slots, to keep and to evict."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Container, Sequence
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
-from expertly.policies.allocation import Allocation, Job
+from expertly.policies.admission import Admission, AdmitAlways
+from expertly.policies.allocation import Allocation
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.allocation.uniform import Uniform
 from expertly.policies.eviction import MakePolicy
 from expertly.policies.prefetch import ByScore, PrefetchOrder
 from expertly.scheduler.budget import Budget
-from expertly.scheduler.cache import Cache, whole_tops
+from expertly.scheduler.cache import Cache
 from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.prefetch import PrefetchQueue
 from expertly.scheduler.prefetch_gate import Moment, PrefetchGate
@@ -22,20 +23,10 @@ from expertly.scheduler.running import RunningLayer, TurnByTurn
 class Scheduler:
     """Takes observations, returns plans. Pure: no clock, no thread, no file, no tensor.
 
-    A layer goes `begin_layer` -> (`loaded` -> `computed`)* -> `end_layer`. A driver computes what is ready in any
-    order, says `loaded` for each span that has arrived and `computed` for spans whose bytes are no longer needed, which
-    frees staging slots and may return the next loads. `abandon` ends a layer that failed. `predict` may come at any
-    time; `prefetch` then says what to load behind every load. `loop.run_layer` drives it.
-
-    `order` and `preemption`: "resident" and "early" load all that is missing when the router ran, and compute what is
-    here meanwhile; otherwise see TurnByTurn. `transfer`: with "synchronous" nothing is computed before what was
-    predicted by then is there. `admission`: "always" keeps what a layer needs and evicts for it; "best" keeps, of what
-    was kept and what is needed, what the policy (a ScoredPolicy) values most; of a prompt, too. `prefill`: else, with
-    "stream", what a prompt needs fills free places and passes through staging slots, and what is prefetched while it
-    runs does; with "evict" it is kept as decode's is. `ahead`: what is prefetched goes to the "cache", which evicts for
-    it, or takes free places ("ring"). `prefetching`: "always", or in "decode" alone, by the layer that ran last.
-    `prefetch`: what of it goes first. `window`: segments in flight for predictions; None: what one token's experts of a
-    layer take.
+    A layer goes `begin_layer` -> (`loaded` -> `computed`)* -> `end_layer`. The driver computes ready spans in any
+    order. It calls `loaded` for each span that has arrived, and `computed` for spans whose bytes it no longer needs:
+    that frees staging slots and may return the next loads. `abandon` ends a layer that failed. `predict` may come at
+    any time; `prefetch` then returns what to load behind every load. `loop.run_layer` is the driver's loop.
     """
 
     def __init__(
@@ -48,7 +39,7 @@ class Scheduler:
         order: str = "resident",
         preemption: str = "early",
         transfer: str = "asynchronous",
-        admission: str = "always",
+        admission: Admission = AdmitAlways(),  # noqa: B008 - holds nothing
         prefill: str = "stream",
         ahead: str = "cache",
         prefetching: str = "always",
@@ -57,20 +48,35 @@ class Scheduler:
         allocation: Allocation | None = None,
         gate: PrefetchGate | None = None,
     ) -> None:
+        """`order` and `preemption`: with "resident" and "early" a layer loads all that it lacks when its router ran,
+        and computes the resident experts meanwhile; otherwise experts take turns (`TurnByTurn`).
+        `transfer`: with "synchronous" no expert is computed before everything predicted so far has arrived.
+        `admission`: keeps all that a layer needs, or what the eviction policy (a ScoredPolicy) values most among what
+        is kept and what is needed, in prompts too.
+        `prefill`, where all needed is kept: with "evict" a prompt's experts are kept as those of decode are; with
+        "stream" they and what is prefetched meanwhile evict nothing: they take free slots, the rest is staged.
+        `ahead`: prefetches go to the "cache", which evicts for them, or to free "staging" slots.
+        `prefetching`: "always", or only while the layer that ran last served "decode".
+        `prefetch`: the order of the prefetch queue. `window`: most segments in flight for predictions; None: as many as
+        one token's experts of a layer have.
+        """
         self.geometry = geometry
         self.budget = budget
         self.counters = [LayerCounters() for _ in geometry.layers]
         self.allocation = allocation or Uniform(geometry)
         self.gate = gate
         self.is_synchronous = transfer == "synchronous"
-        """Experts wait for what was predicted: whoever drives this waits."""
+        """The driver waits for prefetches before it computes experts."""
         self.finds_late = preemption == "late"
-        """A missing expert is found when its turn has come; until then, prefetches for the layer go on."""
-        tops, prompts_evict = self.allocation.tops(budget.layer_shares), prefill == "evict"
-        self.cache = Cache(geometry, budget, make_policy, scope, self.counters, tops, prompts_evict=prompts_evict)
+        """A missing expert is found when its turn comes; until then, prefetches for the layer continue."""
+        tops, prompts_evict = self.allocation.tops(budget.layer_quotas), prefill == "evict"
+        worth = admission.worth if admission.has_worth else None
+        self.cache = Cache(
+            geometry, budget, make_policy, scope, self.counters, tops, prompts_evict=prompts_evict, worth=worth
+        )
         self.slots = self.cache.slots
         if self.allocation.is_online:
-            self.allocation.begin(budget.layer_shares)
+            self.allocation.begin(budget.layer_quotas)
         if window is None:
             window = max(layer.top_k for layer in geometry.layers) * geometry.segments_per_expert
         self.queue = PrefetchQueue(
@@ -84,35 +90,30 @@ class Scheduler:
         self._prefetches_always = prefetching == "always"
         self._running: RunningLayer
         self._takes_turns = order == "id" or self.finds_late
-        self._always_decides = admission == "best" or self._takes_turns or self.allocation.is_online
+        self._always_decides = admission.weighs_scores or self._takes_turns or self.allocation.is_online
         if self._takes_turns:
             by_id, is_early = order == "id", not self.finds_late
             self._running = TurnByTurn(geometry, self.cache, self.queue, self.counters, by_id=by_id, is_early=is_early)
         else:
-            best = admission == "best"
+            best = admission.weighs_scores
             self._running = RunningLayer(geometry, self.cache, self.queue, self.counters, keeps_best=best)
-        self._needed: Container[int] = frozenset()  # by the running layer, where anything is predicted
+        self._needed: Container[int] = frozenset()  # experts of the running layer, where anything is predicted
         self.computed = self._running.computed
-        """The bytes of these spans, of the running layer, have been used. What can be done next, if anything."""
+        """`computed(spans)`: spans of the running layer were computed; returns what to do next, or None."""
         self._first_of = [geometry.first_expert_id(layer) for layer in range(geometry.num_layers)]
         self._expert_nbytes = [layer.expert_nbytes for layer in geometry.layers]
-
-    @property
-    def computes_tops(self) -> bool:
-        """Whether layers keep tops of experts, which decode computes while the rest arrives."""
-        return self.cache.is_split
 
     # -- one layer ---------------------------------------------------------------------------------------------
 
     def begin_layer(self, router: RouterRan, cancelled: Sequence[Span] = ()) -> Plan:
-        """The router ran: count hits, admit and evict, and say what to compute and to load. `cancelled`: prefetches for
-        this layer that were not begun; they will not come.
+        """Count hits, admit and evict; returns what to compute and to load. `cancelled`: prefetches for this layer
+        that the driver took back before they began.
         """
         assert self._running.router is None, "the layer before has not ended"
         layer, cache, slots, queue = router.layer, self.cache, self.slots, self.queue
         first = self._first_of[layer]
         queue.now = layer
-        num_spared = 0  # experts that are here because they were prefetched
+        num_spared = 0  # experts that are resident thanks to prefetching
         if queue.is_used:
             cache.begin(router.is_part_of_decode or True in router.is_decode)
             num_spared = self._settle_predictions(router, cancelled)
@@ -142,7 +143,7 @@ class Scheduler:
         return self._running.begin(router, ready, missing)
 
     def promote(self, spans: Sequence[Span]) -> None:
-        """Of what a plan says is joined: these prefetches had not been begun, and are loads now."""
+        """Turn prefetches that the running layer needs and that have not begun into loads."""
         router = self._running.router
         assert router is not None and self.finds_late
         nbytes = self.geometry.segment_nbytes(router.layer)
@@ -154,8 +155,8 @@ class Scheduler:
             phase.loaded_nbytes += span.num_segments * nbytes
 
     def loaded(self, span: Span) -> bool:
-        """A span has arrived. True where the running layer waits for it; False where it was prefetched, or requested
-        and its turn has not come.
+        """A span has arrived. Returns whether the running layer waits for it; it does not for one that was prefetched,
+        or requested for an expert whose turn has not come.
         """
         eid = self._first_of[span.layer] + span.expert
         mask = ((1 << span.num_segments) - 1) << span.segment
@@ -175,13 +176,13 @@ class Scheduler:
         return False
 
     def end_layer(self, cancelled: Sequence[Span] = ()) -> None:
-        """Everything the layer needed has been computed; the counters of the policy move now. `cancelled`: of what is
-        `cancellable`, spans that were not begun; they will not come.
+        """Everything that the layer needs was computed: tell its policy. `cancelled`: prefetches for `cancellable`
+        experts that the driver took back before they began.
         """
         running = self._running
         router = running.router
         assert router is not None and running.is_done
-        assert self.finds_late or not cancelled, "what is early was cancelled when the router ran"
+        assert self.finds_late or not cancelled, "early prefetches were cancelled when the router ran"
         if self.finds_late:
             self._cancel(router.layer, cancelled)
             self.queue.settle()
@@ -198,7 +199,7 @@ class Scheduler:
                 self.cache.rearrange(self.queue.upcoming())
 
     def abandon(self) -> None:
-        """The layer failed. No transfer may be running: what was in flight is dropped, its slots are free again."""
+        """The layer failed and no transfer runs: forget what was in flight and free its slots."""
         if self.gate is not None:
             self.gate.abandon()
         left = list(self.queue.waiting)
@@ -217,37 +218,16 @@ class Scheduler:
     # -- what is predicted -------------------------------------------------------------------------------------
 
     def predict(self, prediction: Prediction) -> None:
-        """What a layer will need, from now until its router ran. Of the running layer: when it runs next."""
+        """A layer will need these experts when it runs next. Valid until its router runs."""
         self.queue.predict(prediction)
         if self.allocation.is_online:
             self.allocation.predicted(prediction)
-        self._tell_policies(prediction)
+        self.foresee(prediction)
 
     def foresee(self, prediction: Prediction) -> None:
-        """From what came too late to load anything, eviction may still learn."""
-        self._tell_policies(prediction)
-
-    def prefetch(self) -> list[Span]:
-        """What to load behind every load, in this order; single segments, so that a load never waits for more."""
-        is_held = self._running.holds_prefetching or (self.gate is not None and not self.gate.is_open)
-        if is_held or not (self._prefetches_always or self.cache.is_decoding):
-            self.queue.needs_slots = False
-            return []
-        return self.queue.begin(self._running.router, self._running.protected, waits=self._takes_turns)
-
-    def cancellable(self) -> list[int]:
-        """Experts of the running layer that it does not need, but that are in flight for it."""
-        if not self.finds_late:
-            return []  # they were cancelled when the router ran
-        assert self._running.router is not None
-        return self.queue.cancellable(self._running.router.layer)
-
-    def at(self, moment: Moment, now_ns: int) -> None:
-        """Where there is a gate: it is that late."""
-        assert self.gate is not None
-        self.gate.at(moment, now_ns)
-
-    def _tell_policies(self, prediction: Prediction) -> None:
+        """Tell eviction policies what is predicted. This is all that a prediction does which comes too late to load
+        anything.
+        """
         layer, probabilities = prediction.layer, prediction.probabilities
         if probabilities is not None:
             self.cache.partitions[layer].policy.predicted(self._first_of[layer], probabilities)
@@ -255,9 +235,29 @@ class Scheduler:
             for partition in self.cache.distinct_partitions:
                 partition.policy.expected(prediction.outlook)
 
+    def prefetch(self) -> list[Span]:
+        """Spans to prefetch, in this order, behind every load. Each is one segment, so that a load never waits long."""
+        is_held = self._running.holds_prefetching or (self.gate is not None and not self.gate.is_open)
+        if is_held or not (self._prefetches_always or self.cache.is_decoding):
+            self.queue.needs_slots = False
+            return []
+        return self.queue.begin(self._running.router, self._running.protected, waits=self._takes_turns)
+
+    def cancellable(self) -> list[int]:
+        """Experts in flight for the running layer that its router did not choose."""
+        if not self.finds_late:
+            return []  # cancelled when the router ran
+        assert self._running.router is not None
+        return self.queue.cancellable(self._running.router.layer)
+
+    def at(self, moment: Moment, now_ns: int) -> None:
+        """Tell the prefetch gate when a pass began or ended."""
+        assert self.gate is not None
+        self.gate.at(moment, now_ns)
+
     def _settle_predictions(self, router: RouterRan, cancelled: Sequence[Span]) -> int:
-        """Count what was predicted of the layer whose router ran, and take back what was not begun. The experts that
-        it need not load because they were prefetched.
+        """Count how good the predictions for the layer were and drop prefetches that did not begin. Returns how many
+        needed experts are resident thanks to prefetching.
         """
         layer, first, queue = router.layer, self._first_of[router.layer], self.queue
         self._cancel(layer, cancelled)
@@ -266,10 +266,10 @@ class Scheduler:
         for eid in queue.router_ran(router, self.cache.is_decoding):
             if eid in self._needed:
                 num_spared += self.slots.resident[eid] == self.slots.full
-            else:  # what is still in flight is freed when it has arrived
+            else:  # segments still in flight are freed as they arrive
                 self.cache.free_staged(layer, eid, self.slots.resident[eid])
         if not self.finds_late:
-            queue.settle()  # nothing of it is cancelled any more
+            queue.settle()  # nothing more is cancelled
         return num_spared
 
     def _cancel(self, layer: int, spans: Sequence[Span]) -> None:
@@ -279,38 +279,24 @@ class Scheduler:
 
     # -- what layers keep --------------------------------------------------------------------------------------
 
-    def configuration_due(self) -> Job | None:
-        """Between layers: what to work out, beside the model, for `configure`; None: nothing, or nothing yet. A job is
-        said once, holds nothing of this, and takes the times of a decode step.
-        """
-        return self.allocation.due()
-
     def configure(self, plan: SplitPlan) -> None:
-        """Between layers: keep what the plan says from now on, as soon as what is prefetched allows. A layer whose
-        budget holds more tops than the plan counts on keeps them, too; what is left of one is for staging.
+        """Between layers: keep what the plan says, as soon as prefetches in flight allow; the rest is for staging.
 
-        Raises ConfigError where it is of other experts, or keeps more than there is room for.
+        Raises ConfigError where the plan is of another model, or keeps more than there is room for.
         """
         assert self._running.router is None, "a layer runs"
-        plan.check_fits(self.geometry)
-        tops = [layer.kept_segments or self.geometry.segments_per_expert for layer in plan.layers]
-        quotas = [
-            whole_tops(self.geometry, number, layer.budget_segments, top)
-            for number, (layer, top) in enumerate(zip(plan.layers, tops, strict=True))
-        ]
-        self.cache.resize(quotas, tops)
-        self.allocation.configured(plan)
+        self.cache.resize(*self.allocation.configured(plan))
         self.cache.rearrange(self.queue.upcoming())
 
     def preload(self, layer: int, expert: int) -> list[Span]:
-        """Keep a whole expert before anything ran; the spans to load. For systems that keep everything."""
+        """Keep a whole expert before anything runs; returns the spans to load. For systems that keep everything."""
         eid = self.geometry.expert_id(layer, expert)
         self.cache.keep(layer, eid, self.slots.full)
         return self.cache.allocate(layer, eid, self.slots.full, self.slots.awaited)
 
     def _recall(self, layer: int) -> float:
-        """The share of what a layer's decode needed that predictions named in time; with a gate, that prefetching
-        spared.
+        """The share of the experts needed by a layer's decode that predictions named in time; with a gate, the share
+        of its misses that prefetching spared.
         """
         decode = self.counters[layer].decode
         if self.gate is not None:
@@ -318,7 +304,9 @@ class Scheduler:
         return decode.predicted_needed / max(1, decode.predicted_of, decode.demands)
 
     def check(self) -> None:
-        """Slots, masks and budgets agree; between layers, only what is kept or prefetched has slots."""
+        """Assert that slots, masks and budgets agree, and that between layers only kept or prefetched segments have
+        slots.
+        """
         self.cache.check()
         if self._running.router is not None:
             return
@@ -328,4 +316,4 @@ class Scheduler:
             if self.cache.staged_of(self.geometry.layer_of_expert(eid), eid):
                 assert eid in queue.waiting or eid in slots.prefetching
         for pool, staging, num in zip(slots.pools, self.cache.staging, self.cache.staged, strict=True):
-            assert pool.num_free >= staging - num, "staging slots are free between layers, but for prefetches"
+            assert pool.num_free >= staging - num, "between layers only prefetches hold staging slots"

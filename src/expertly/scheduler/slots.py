@@ -11,13 +11,13 @@ _NO_SLOT = -1
 class SlotTable:
     """The state of every segment, and its slot. Experts are dense ids; masks have bit s for segment s.
 
-    A segment is absent (it has no slot), in flight or resident. One in flight is `awaited` (the running layer needs
-    it), `requested` (the running layer will need it, but other experts come first) or `prefetching` (predicted: nobody
-    waits for it yet). Each is one mask an expert; masks of one expert are disjoint, which `check` verifies.
+    A segment is absent (it has no slot), in flight or resident. In flight, it is `awaited` (the running layer needs it
+    now), `requested` (the running layer needs it in a later turn) or `prefetching` (it is predicted). Each state is one
+    mask an expert; the masks of an expert are disjoint, which `check` verifies.
     """
 
     def __init__(self, geometry: Geometry, slots_per_class: list[int], *, in_parts: bool = False) -> None:
-        """`in_parts`: experts come and go in parts, so that whole blocks for each would leave holes."""
+        """`in_parts`: experts come and go in parts, so that giving each a whole block would leave holes."""
         self.geometry = geometry
         self.full = (1 << geometry.segments_per_expert) - 1
         self.pools: list[BlockPool | RunPool] = [
@@ -25,7 +25,7 @@ class SlotTable:
         ]
         self.resident = [0] * geometry.num_experts
         self.whole: list[Span | None] = [None] * geometry.num_experts
-        """Experts that are wholly resident in adjacent slots: the span to compute."""
+        """The span of each expert that is wholly resident in adjacent slots."""
         self.in_flight = [0] * geometry.num_experts
         """Segments that are awaited, requested or prefetching."""
         self.awaited: dict[int, int] = {}
@@ -35,20 +35,19 @@ class SlotTable:
         self._layer_of = [geometry.layer_of_expert(eid) for eid in range(geometry.num_experts)]
         self._first_of = [geometry.first_expert_id(layer) for layer in range(geometry.num_layers)]
         self._pool_of = [self.pools[size_class] for size_class in geometry.size_classes]
-        self._slots: dict[int, list[int]] = {}  # of each expert with slots, by segment
-        self._blocks: dict[int, int] = {}  # instead, of experts in one block of slots: its first slot
+        self._slots: dict[int, list[int]] = {}  # of experts with slots, by segment
+        self._blocks: dict[int, int] = {}  # for experts in one block of slots, in place of that: its first slot
 
     def absent(self, eid: int) -> int:
-        """Segments without a slot."""
         return self.full & ~(self.resident[eid] | self.in_flight[eid])
 
     def num_free(self, layer: int) -> int:
-        """Free slots that the layer's experts may have."""
+        """Free slots of the layer's size class."""
         return self._pool_of[layer].num_free
 
     def allocate(self, eid: int, mask: int, purpose: dict[int, int]) -> list[Span]:
-        """Give absent segments slots; they are in flight from now on, as `purpose` (`awaited`, `requested` or
-        `prefetching`) says. The spans to load. Needs that many free slots.
+        """Give absent segments slots, of which there are enough: they are in flight as `purpose` says (`awaited`,
+        `requested` or `prefetching`). Returns the spans to load.
         """
         layer = self._layer_of[eid]
         pool = self._pool_of[layer]
@@ -73,13 +72,13 @@ class SlotTable:
         return self._spans(eid, slots, mask)
 
     def arrived(self, eid: int, mask: int, purpose: dict[int, int]) -> None:
-        """Segments that were in flight for this purpose are resident."""
+        """Segments in flight for this purpose are resident now."""
         left = purpose[eid] & ~mask
         if left:
             purpose[eid] = left
         else:
             del purpose[eid]
-        assert self.in_flight[eid] & mask == mask, "only what is in flight arrives"
+        assert self.in_flight[eid] & mask == mask, "only segments in flight arrive"
         self.in_flight[eid] ^= mask
         resident = self.resident[eid] = self.resident[eid] | mask
         if resident == self.full:
@@ -91,8 +90,8 @@ class SlotTable:
                 spans = self._spans(eid, self._slots[eid], resident)
                 self.whole[eid] = spans[0] if len(spans) == 1 else None
 
-    def join(self, eid: int) -> list[Span]:
-        """The running layer needs the expert now: what is in flight of it is awaited. The spans of that."""
+    def await_in_flight(self, eid: int) -> list[Span]:
+        """The running layer needs the expert now: its segments in flight are awaited. Returns their spans."""
         mask = self.requested.pop(eid, 0) | self.prefetching.pop(eid, 0)
         if not mask:
             return []
@@ -100,8 +99,8 @@ class SlotTable:
         return self.spans(eid, mask)
 
     def release(self, eid: int, mask: int) -> None:
-        """Free the slots of segments, resident or in flight: they are absent."""
-        assert (self.resident[eid] | self.in_flight[eid]) & mask == mask, "only what has a slot gives it back"
+        """Free the slots of segments that are resident or in flight: they are absent now."""
+        assert (self.resident[eid] | self.in_flight[eid]) & mask == mask, "only segments with a slot can be released"
         if self.in_flight[eid] & mask:
             self.in_flight[eid] &= ~mask
             for purpose in (self.awaited, self.requested, self.prefetching):
@@ -134,21 +133,21 @@ class SlotTable:
         return self._spans(eid, self._slots[eid], mask)
 
     def _own_slots(self, eid: int) -> list[int]:
-        """The slots of an expert by segment; a block is turned into single slots."""
+        """The slots of an expert by segment; its block, if it has one, becomes single slots."""
         start = self._blocks.pop(eid, None)
         if start is not None:
             self._slots[eid] = list(range(start, start + self._num_segments))
         return self._slots.setdefault(eid, [_NO_SLOT] * self._num_segments)
 
     def _home(self, slots: list[int]) -> int | None:
-        """First slot of the block in which the expert has its segments so far."""
+        """First slot of the block in which the expert has segments already."""
         for segment, slot in enumerate(slots):
             if slot != _NO_SLOT and slot % self._num_segments == segment:
                 return slot - segment
         return None
 
     def _take_runs(self, pool: RunPool, slots: list[int], mask: int) -> None:
-        """Slots for `mask`, beside those that the expert has."""
+        """Take slots for `mask`, next to those that the expert has."""
         segments = bits(mask)
         while segments:
             first = segments[0]
@@ -175,7 +174,7 @@ class SlotTable:
         return spans
 
     def check(self) -> None:
-        """Every slot is free or belongs to exactly one segment; every segment is in one state."""
+        """Assert that every slot is free or belongs to one segment, and that every segment is in one state."""
         owned: list[list[int]] = [[] for _ in self.pools]
         for eid in range(self.geometry.num_experts):
             purposes = [purpose.get(eid, 0) for purpose in (self.awaited, self.requested, self.prefetching)]
@@ -258,7 +257,6 @@ class BlockPool:
         self._blocks.append(block)
 
     def free_slots(self) -> list[int]:
-        """All free slots, for checks."""
         in_blocks = [block * self._size + i for block in self._blocks for i in range(self._size)]
         return sorted([*in_blocks, *self._loose])
 
@@ -313,7 +311,6 @@ class RunPool:
         self._add(first, length)
 
     def free_slots(self) -> list[int]:
-        """All free slots, for checks."""
         return sorted(first + i for first, length in self._length.items() for i in range(length))
 
     def _add(self, first: int, length: int) -> None:

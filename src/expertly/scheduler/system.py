@@ -1,9 +1,9 @@
-"""A system is a choice of parts: what evicts, predicts and allocates, and how layers run (docs/conventions.md)."""
+"""A system: a choice of policies and of how layers run (docs/conventions.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from expertly.core.errors import ConfigError
@@ -13,7 +13,6 @@ from expertly.policies.allocation import ALLOCATIONS, Allocation
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.base import option_names
 from expertly.policies.eviction import EVICTIONS, EvictionPolicy
-from expertly.policies.eviction.lcp import LCPOptions
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
 from expertly.policies.predictor import PREDICTORS, Predictor
@@ -33,26 +32,28 @@ class System:
     name: str
     summary: str
     eviction: str  # a key of EVICTIONS, or "none": nothing ever goes
-    scope: str  # "layer": one cache a layer; "global": one over all layers
+    scope: str  # "layer": one cache a layer; "global": one cache over all layers
     allocation: str = "uniform"  # a key of ALLOCATIONS: how many slots each layer keeps
     prediction: str = "none"  # a key of PREDICTORS, or "none"
     prefetch: str = "score"  # a key of PREFETCHES: which prediction is loaded first
-    transfer: str = "demand"  # see Prefetcher where something is predicted; "at load" where everything is kept
-    preemption: str = "early"  # see Scheduler
-    order: str = "resident"  # see Scheduler
-    admission: str = "always"  # see Scheduler
-    prefill: str = "stream"  # see Scheduler
-    ahead: str = "cache"  # see Scheduler
-    prefetching: str = "always"  # see Scheduler
+    transfer: str = "demand"  # where it predicts, see Prefetcher; "at load" where it keeps everything
+    preemption: str = "early"  # see Scheduler.__init__
+    order: str = "resident"  # see Scheduler.__init__
+    admission: str = "always"  # see Scheduler.__init__
+    prefill: str = "stream"  # see Scheduler.__init__
+    ahead: str = "cache"  # see Scheduler.__init__
+    prefetching: str = "always"  # see Scheduler.__init__
     gate: str = "none"  # see PrefetchGate
     distance: int = 1  # layers that the predictor looks ahead
-    window: int | None = None  # see Scheduler
+    window: int | None = None  # see Scheduler.__init__
     segments: int = 1  # P, where nobody asks for another (core.geometry.fitting_segments)
-    options: tuple[tuple[str, str], ...] = ()  # of its parts, as they were given
+    options: tuple[tuple[str, str], ...] = ()  # of its policies, as they were given
     keeps_everything: bool = False
-    needs: tuple[str, ...] = ()  # "future": runs in simulations only; else fields of a trace. Those of its parts too
+    needs: tuple[str, ...] = ()  # "future": simulations only; else fields of a trace. With those of its policies
 
     def __post_init__(self) -> None:
+        if self.ahead == "ring":  # what it was called until November 2026
+            object.__setattr__(self, "ahead", "staging")
         _check(self)
         of_eviction = ("future",) if self._eviction and self._eviction.needs_future else ()
         of_predictor = self._predictor.needs if self._predictor else ()
@@ -68,17 +69,17 @@ class System:
 
     @property
     def prediction_learns(self) -> str | None:
-        """The kind of what its predictor learns while it runs and a file can keep: "maps", ..."""
+        """The kind of state that its predictor learns ("maps", ...); None: nothing that a file keeps."""
         return self._predictor.learns.kind if self._predictor and self._predictor.learns else None
 
     @property
     def eviction_learns(self) -> str | None:
-        """The same of its eviction: "reuse"."""
+        """The kind of state that its eviction policy learns ("reuse"); None: nothing that a file keeps."""
         return self._eviction.learns.kind if self._eviction and self._eviction.learns else None
 
     @property
     def learns(self) -> str | None:
-        """What a file that is named for it keeps: what it predicts by, else what it evicts by; None: nothing."""
+        """The kind of state that a file named for it keeps: its predictor's, else its eviction policy's."""
         return self.prediction_learns or self.eviction_learns
 
     @property
@@ -88,16 +89,17 @@ class System:
 
     @property
     def takes_weights(self) -> bool:
+        """Whether its predictor needs trained weights: `expertly lab train`."""
         return self.weights is not None
 
     @property
     def takes_plan(self) -> bool:
-        """Whether its allocation can begin with a plan of splits: `expertly lab configure`."""
+        """Whether its allocation can begin with a split plan: `expertly lab configure`."""
         return not self.keeps_everything and ALLOCATIONS[self.allocation].splits
 
     def check_plan(self, plan: SplitPlan, geometry: Geometry, budget: Budget) -> None:
-        """Raises ConfigError where the system makes nothing of a plan, where it is of other experts or segments, or
-        keeps more than there are slots for.
+        """Raises ConfigError where the system does not take a plan, or where the plan is of other experts or segments,
+        or keeps more than there are slots for.
         """
         if not self.takes_plan:
             takers = ", ".join(name for name, one in ALLOCATIONS.items() if one.splits) or "there are none"
@@ -113,11 +115,11 @@ class System:
     def scheduler(
         self, geometry: Geometry, budget: Budget, known: Known = _NOTHING, order: str | None = None
     ) -> Scheduler:
-        """The control plane of this system, in another order where one is given. Raises ConfigError where that cannot
-        be, and where `known` lacks what it needs.
+        """The scheduler of this system. `order`: in place of the system's own. Raises ConfigError where the system
+        cannot have that order, and where `known` lacks what a policy needs.
         """
         order = self.ordered(order)
-        eviction = self._eviction or EVICTIONS["lru"]  # where everything is kept none is asked
+        eviction = self._eviction or EVICTIONS["lru"]  # never asked where everything is kept
         return Scheduler(
             geometry,
             budget,
@@ -126,7 +128,7 @@ class System:
             order=order,
             preemption=self.preemption,
             transfer=self.transfer,
-            admission="best" if ADMISSIONS[self.admission].weighs_scores else "always",
+            admission=ADMISSIONS[self.admission].make(self.options_of("admission")),
             prefill=self.prefill,
             ahead=self.ahead,
             prefetching=self.prefetching,
@@ -137,16 +139,16 @@ class System:
         )
 
     def budget(self, geometry: Geometry, budget: Budget, known: Known = _NOTHING) -> Budget:
-        """The same slots as this system begins with them: for staging, and the quota of each layer."""
+        """The budget's slots as this system begins with them: staging slots, and the quota of each layer."""
         if self.keeps_everything:
             return budget
         return allocate(geometry, budget, self._allocation(geometry, known))
 
-    def sharing(self, scheduler: Scheduler) -> dict[str, object] | None:
+    def allocation_facts(self, scheduler: Scheduler) -> dict[str, object] | None:
         """How much each layer of its scheduler keeps now, for results; None where all keep the same.
 
-        `experts`: the quota of each layer; `split`, where layers keep parts of experts: of how many, and how much of
-        each, from its top. The rest is what the allocation says of itself.
+        `experts`: the quota of each layer, in experts. `split`, where layers keep parts of experts: how many experts,
+        and which part of each, from its top. And the facts of the allocation.
         """
         if self.allocation == "uniform" or self.keeps_everything:
             return None
@@ -163,8 +165,8 @@ class System:
         return said | scheduler.allocation.facts()
 
     def ordered(self, order: str | None) -> str:
-        """The order in which experts are computed where `order` is asked for; None: the system's own. Raises
-        ConfigError for one that there is not, or that this system cannot have.
+        """`order`, in which experts are computed; the system's own where it is None. Raises ConfigError for one that
+        does not exist or that this system cannot have.
         """
         if order is None:
             return self.order
@@ -177,13 +179,13 @@ class System:
         return order
 
     def predictor(self, geometry: Geometry, known: Known = _NOTHING) -> Predictor | None:
-        """Its predictor, None where it has none. Raises ConfigError as `scheduler`."""
+        """Its predictor; None where it has none. Raises ConfigError where `known` lacks what it needs."""
         if self._predictor is None:
             return None
         return self._predictor.make(geometry, known, self.distance, self.options_of("prediction"))
 
     def options_of(self, part: str) -> dict[str, str]:
-        """Of its options, those of one of its parts, a key of REGISTRIES."""
+        """Those of its options that belong to one of its policies, a key of REGISTRIES."""
         names = names_of_options(part, getattr(self, part))
         return {key: value for key, value in self.options if key in names}
 
@@ -194,15 +196,13 @@ class System:
         return PrefetchGate(always_observes=is_told or self._predictor.is_taught())
 
     def _allocation(self, geometry: Geometry, known: Known) -> Allocation:
-        if self.gate != "none":  # what a training part's predictions would spare says nothing of what the gate lets in
-            known = replace(known, usage=None)
-        if self._eviction is not None and self._eviction.options is LCPOptions:
-            known = replace(known, priority=self._eviction.parse(self.options_of("eviction")))
+        if self._eviction is not None:  # an allocation may rank experts as caches do
+            known = known.giving(self._eviction.parse(self.options_of("eviction")))
         return ALLOCATIONS[self.allocation].make(geometry, known, self.options_of("allocation"))
 
 
 def _check(system: System) -> None:
-    """Raise ConfigError where a part is unknown, or does not fit the others."""
+    """Raise ConfigError where a part is unknown or does not fit the others."""
     where = f"system={system.name!r}"
     for key, accepted in ACCEPTED.items():
         value = getattr(system, key)
@@ -249,7 +249,7 @@ def _problems(system: System) -> Iterator[str]:
 
 
 def _problems_of_keeping(system: System, predictor: type[Predictor] | None, is_best: bool) -> Iterator[str]:
-    """Why a system cannot keep experts so: of its eviction and its allocation."""
+    """Why its eviction, admission and allocation do not fit together."""
     eviction, allocation = EVICTIONS[system.eviction], ALLOCATIONS[system.allocation]
     if is_best and not eviction.is_scored:
         scored = ", ".join(name for name, one in EVICTIONS.items() if one.is_scored)
@@ -283,15 +283,15 @@ def _problems_of_keeping(system: System, predictor: type[Predictor] | None, is_b
             f"allocation={system.allocation!r} changes the sizes of caches, by which eviction={system.eviction!r} "
             f"goes; accepted: eviction={others}"
         )
-    if not allocation.keeps and predictor and system.ahead != "ring":
+    if not allocation.keeps and predictor and system.ahead != "staging":
         yield (
             f"allocation={system.allocation!r} keeps no experts: what is predicted can be loaded into staging slots "
-            "only; accepted: ahead=ring"
+            "only; accepted: ahead=staging"
         )
 
 
 def _check_options(system: System, where: str) -> None:
-    """Raise ConfigError unless each option belongs to one part, and has a value that the part takes."""
+    """Raise ConfigError unless each option belongs to one policy, and has a value that the policy takes."""
     owners: dict[str, str] = {}
     for part, registry in REGISTRIES.items():
         name = getattr(system, part)
@@ -308,13 +308,12 @@ def _check_options(system: System, where: str) -> None:
 
 
 def names_of_options(part: str, name: str) -> list[str]:
-    """The options of a part, a key of REGISTRIES, where it is the policy of this name."""
+    """The options of the policy of this name; `part` is a key of REGISTRIES."""
     registry = REGISTRIES[part]
     return option_names(registry[name].options) if name in registry else []
 
 
 def unknown(where: str, key: str, value: str) -> ConfigError:
-    """For a part that does not exist."""
     accepted = ", ".join(ACCEPTED[key])
     if (key, value) == ("gate", "confidence"):
         return ConfigError(
@@ -337,11 +336,11 @@ ACCEPTED: dict[str, Collection[str]] = {
     "order": ORDERS,
     "admission": ADMISSIONS,
     "prefill": ("stream", "evict"),
-    "ahead": ("cache", "ring"),
+    "ahead": ("cache", "staging"),
     "prefetching": ("always", "decode"),
     "gate": GATES,
 }
-"""Of each part that is chosen by name, what it may be."""
+"""For each part that is chosen by name, the names it accepts."""
 
 REGISTRIES: dict[str, Registry[Any]] = {
     "prediction": PREDICTORS,
@@ -350,15 +349,15 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "prefetch": PREFETCHES,
     "admission": ADMISSIONS,
 }
-"""Parts that are policies: they have options, which a system's name has in this order, and may come from outside the
+"""Parts that are policies: they have options, which a system's name lists in this order, and may come from outside the
 package (docs/extending.md).
 """
 
 NUMBERS = ("distance", "window", "segments")
 OF_KEEPING = ("eviction", "scope", "admission", "prefill")
-"""Parts that are of no use where nothing is kept."""
+"""Parts that have no effect where nothing is kept."""
 OF_PREDICTION = ("prefetch", "transfer", "ahead", "prefetching", "gate", "distance", "window")
-"""Parts that are of no use where nothing is predicted."""
+"""Parts that have no effect where nothing is predicted."""
 
 PARTS = (*ACCEPTED, *NUMBERS)
-"""What `name:key=value` may say of any system but one that keeps everything, beside options."""
+"""The keys of `name:key=value` for any system that does not keep everything, beside options."""

@@ -1,4 +1,4 @@
-"""How long computing takes: from what the engine measured for this model, else from a roofline."""
+"""How long computing takes: as the engine measured it for this model, or by a roofline."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from expertly.sim.hardware import Hardware
 
 
 class ComputeModel(Protocol):
-    """Times in nanoseconds of computing alone, as whole numbers; a function of its arguments and nothing else."""
+    """Times in nanoseconds of computing alone, as whole numbers; they depend on the arguments only."""
 
     @property
     def slowdown_while_loading(self) -> float:
-        """At least 1: what is computed beside the experts takes so many times longer while the link is busy."""
+        """At least 1: how many times longer everything but experts takes while the link is busy."""
 
     @property
     def submit_ns(self) -> int:
-        """The computing thread's own time for spans that are loaded together, besides what the link takes."""
+        """The computing thread's own time to submit spans that are loaded together, besides the link's."""
 
     def load_ns(self, layer: int, num_segments: int) -> int:
-        """And for each of them, when it is taken."""
+        """The computing thread's own time for each such span, when it takes it."""
 
     def dense_ns(self, layer: int, num_tokens: int, /) -> int:
-        """Of one MoE layer's block without its experts: attention, norms, router, always-on experts, control plane."""
+        """One MoE layer's block without its experts: attention, norms, router, always-on experts, control plane."""
 
     def span_ns(self, layer: int, num_tokens: int, num_segments: int, /) -> int:
-        """Of `num_segments` adjacent segments of one expert, for that many of its tokens."""
+        """`num_segments` adjacent segments of one expert, for that many of its tokens."""
 
     def head_ns(self, num_tokens: int, /) -> int:
         """Once an iteration: embedding, layers without experts, last norm, head, choosing the token."""
 
 
 def compute_model(hardware: Hardware, geometry: Geometry, dense: DenseShape | None) -> ComputeModel:
-    """What `hardware` measured, if it measured anything; else a roofline over the bytes of `geometry` and `dense`.
+    """The measured times of `hardware`, if it has any; otherwise a roofline over the bytes of `geometry` and `dense`.
 
-    Raises HardwareError where what was measured is of another geometry. Without `dense`, a layer's block and the head
+    Raises HardwareError where the measured model has another geometry. Without `dense`, a layer's block and the head
     cost their fixed times alone.
     """
     if hardware.compute is None:
@@ -100,7 +100,9 @@ class Roofline:
 
 
 class Measured:
-    """What the engine measured, between the measured numbers of tokens by straight lines, beyond them by the last."""
+    """The engine's measurements: between the measured numbers of tokens by straight lines, beyond them by the last
+    one.
+    """
 
     def __init__(self, measured: MeasuredCompute, segments_per_expert: int) -> None:
         self._measured = measured
@@ -132,7 +134,7 @@ class Measured:
 
 
 def interpolate(points: Sequence[int], values: Sequence[int], at: int) -> int:
-    """The value at `at` on the straight lines through (points, values), the outermost ones going on; never under 0."""
+    """The value at `at` on straight lines through (points, values), of which the outermost continue; at least 0."""
     if len(points) == 1:
         return values[0]
     right = min(max(bisect_left(points, at), 1), len(points) - 1)
@@ -142,8 +144,8 @@ def interpolate(points: Sequence[int], values: Sequence[int], at: int) -> int:
 
 
 def step_times(geometry: Geometry, link: Link, compute: ComputeModel) -> Timing:
-    """How long the parts of a decode step of one token take, for who decides by that (MoEpic, section 3.4.1). An expert
-    is loaded a segment at a time from where the link begins, over an idle link.
+    """How long the parts of a decode step of one token take (MoEpic, section 3.4.1). An expert is loaded a segment at a
+    time from where the link begins, over an idle link.
     """
     layers, whole = range(geometry.num_layers), geometry.segments_per_expert
     halves = [num for num in (whole // 2, whole - whole // 2) if num]  # of an expert; together they take longer

@@ -1,4 +1,4 @@
-"""A disk whose experts are stored compressed: reader threads read parts of them and decode these, several at a time."""
+"""A disk whose experts are stored compressed: reader threads read parts of them and decode several at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from expertly.core.resources import MIN_DECODE_NBYTES, NUM_READERS
 NEVER_NS = 1 << 62
 
 _NOTHING_NS = 1e-3
-"""Less than this is left of what is done: work is divided, times are whole nanoseconds."""
+"""Work with less than this left is done: it is shared in fractions, while times are whole nanoseconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +29,7 @@ class _SpanUnderWay:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """A part of a span; times are what is left with the disk, and a processor, to itself."""
+    """A part of a span. Times are those that are left, with the disk or a processor to itself."""
 
     whole: _SpanUnderWay
     latency_ns: float
@@ -40,19 +40,19 @@ class _Part:
 
 class DecodingDisk:
     """Serves spans as a TransferQueue does. Times are in nanoseconds. The disk serves one read after the other, each
-    for the time of its stored bytes; all parts that are decoded share the processors, which also what computes takes,
-    and the disk while it reads (`CodecCosts.read_processors`).
+    for the time of its stored bytes. All parts being decoded share the processors; computing takes some of them, and so
+    does reading (`CodecCosts.read_processors`).
 
-    A prefetch begins only where no part of a load is left, one span at a time, or as many parts of small ones as there
-    are readers: as in the engine.
+    A prefetch begins only when no part of a load is left: one span at a time, or as many parts of small spans as there
+    are readers, as in the engine.
     """
 
     def __init__(self, disk: Link, costs: CodecCosts, moved: Callable[[Span, int, int], None] | None = None) -> None:
-        """`moved(span, begin, end)` is told of reads, as of one thing after the other."""
+        """`moved(span, begin, end)` is called for each read; reads follow each other."""
         self.next_ns = NEVER_NS
-        """When a part has been read or decoded, or their speeds change; NEVER_NS where nothing is to be done."""
+        """When the next part is read or decoded, or speeds change; NEVER_NS where there is nothing to do."""
         self.read_nbytes = 0
-        """Stored bytes that the disk brought."""
+        """Stored bytes that were read."""
         self._disk = disk
         self._costs = costs
         self._moved = moved
@@ -71,7 +71,7 @@ class DecodingDisk:
         self._computes_until_ns = 0
 
     def submit(self, span: Span, since_ns: int, nbytes: int, is_prefetch: bool) -> None:
-        """Bring so many bytes of weights of a span; it waits from `since_ns` on."""
+        """Bring a span of so many bytes of weights, which waits from `since_ns` on."""
         self._advance(since_ns)
         num = max(1, min(NUM_READERS, nbytes // MIN_DECODE_NBYTES))
         stored_nbytes = ceil(nbytes * self._costs.ratio)
@@ -90,7 +90,9 @@ class DecodingDisk:
         self._begin_parts()
 
     def begin(self) -> tuple[Span, bool, int, int] | None:
-        """Do what is next. Where that ends a span: (what, whether it is a prefetch, the begin of its read, its end)."""
+        """Do the next thing. If that completes a span: (span, whether it is a prefetch, begin of its read, end); else
+        None.
+        """
         self._advance(self.next_ns)
         done = None
         if (part := _finished(self._decoding, lambda part: part.decode_ns)) is not None:
@@ -115,8 +117,8 @@ class DecodingDisk:
         return None if done is None else (done.span, done.is_prefetch, done.read_begin_ns, self._now_ns)
 
     def computing(self, begin_ns: int, end_ns: int, slowdown: float) -> None:
-        """The model computes for so long, on the processors that this takes from decoding; `slowdown` times slower than
-        it would with them to itself, so that it takes less of them.
+        """The model computes for so long, which takes processors from decoding: fewer of them where it runs `slowdown`
+        times slower than alone.
         """
         self._advance(begin_ns)
         self._computes_until_ns = end_ns
@@ -124,7 +126,7 @@ class DecodingDisk:
         self._find_next()
 
     def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
-        """Forget prefetches of this layer, or of these experts of it, that have not begun."""
+        """Drop prefetches of this layer, or of these experts of it, that have not begun; returns their spans."""
         spans = [parts[0].whole.span for parts in self._prefetches]
         cancelled = [span for span in spans if is_of(span, layer, experts)]
         if cancelled:
@@ -132,7 +134,7 @@ class DecodingDisk:
         return cancelled
 
     def busy_until_ns(self, now_ns: int) -> int:
-        """When everything has been done, if reading and decoding could begin at once and be shared out evenly."""
+        """When everything would be done if reading and decoding began at once and were shared evenly."""
         waiting = [*self._late, *self._reading, *self._decoding, *self._queue]
         waiting += [part for parts in self._prefetches for part in parts]
         passed_ns = now_ns - self._now_ns
@@ -141,7 +143,7 @@ class DecodingDisk:
         return now_ns + max(0, ceil(max(reading_ns, decoding_ns) - passed_ns))
 
     def _begin_parts(self) -> None:
-        """Give readers what is to be done, loads first."""
+        """Give readers the next parts, loads first."""
         while self._prefetches and not self._num_load_parts:
             if self._num_prefetch_parts and self._num_prefetch_parts + len(self._prefetches[0]) > NUM_READERS:
                 break
@@ -167,7 +169,7 @@ class DecodingDisk:
             self._moved(whole.span, begin, self._moved_until_ns)
 
     def _advance(self, to_ns: int) -> None:
-        """Go on to a time up to which nothing ends."""
+        """Move on to a time before which nothing ends."""
         while self._now_ns < to_ns:
             end_ns = to_ns
             if self._now_ns < self._computes_until_ns < to_ns:
@@ -183,7 +185,7 @@ class DecodingDisk:
             self._now_ns = end_ns
 
     def _decoding_speed(self) -> float:
-        """Of a processor, for each part that is decoded."""
+        """The share of a processor that each part being decoded gets."""
         if not self._decoding:
             return 0.0
         left = self._processors
@@ -207,12 +209,12 @@ class DecodingDisk:
 
 
 def is_of(span: Span, layer: int, experts: Collection[int] | None) -> bool:
-    """Whether it is of this layer, and of one of these experts where they are given."""
+    """Whether a span is of this layer and, where experts are given, of one of them."""
     return span.layer == layer and (experts is None or span.expert in experts)
 
 
 def _finished(parts: list[_Part], left: Callable[[_Part], float]) -> _Part | None:
-    """The first of which nothing is left, taken out."""
+    """Take out the first part of which nothing is left."""
     for number, part in enumerate(parts):
         if left(part) <= _NOTHING_NS:
             return parts.pop(number)

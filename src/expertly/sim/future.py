@@ -1,5 +1,5 @@
-"""The future that `belady` and `oracle` need: when each demanded expert is demanded again; and how many hits that is at
-best.
+"""The future that `belady` and `oracle` need: when each demanded expert is demanded again, and how many hits that
+allows at best.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ Int32s = npt.NDArray[np.int32]
 
 
 class RowsFile:
-    """[num_rows, *shape] of int32 in the folder for temporary files. It has no name and goes with the object.
+    """[num_rows, *shape] of int32 in the folder for temporary files. The file has no name and disappears with the
+    object.
 
-    Read and written, not mapped: a disk that is full is an error then, and what was read is no memory of the process.
+    Read and written rather than mapped, so that a full disk is an error, and reading takes no memory of the process.
     """
 
     def __init__(self, num_rows: int, shape: tuple[int, ...]) -> None:
@@ -42,7 +43,7 @@ class RowsFile:
         self._block_row = 0
 
     def write(self, first_row: int, rows: Int32s) -> None:
-        """Rows from `first_row` on. Raises ConfigError where there is no room for them."""
+        """Write rows from `first_row` on. Raises ConfigError where the disk has no room for them."""
         assert rows.shape[1:] == self._shape and rows.dtype == np.int32
         try:
             self._file.seek(first_row * self._row_nbytes)
@@ -52,7 +53,7 @@ class RowsFile:
             raise self._problem(error) from None
 
     def read(self, first_row: int, num_rows: int) -> Int32s:
-        """[num_rows, *shape]. Meant for reading from the first row to the last."""
+        """[num_rows, *shape]. Fast when rows are read in order."""
         begin = first_row - self._block_row
         if begin < 0 or begin + num_rows > len(self._block):
             num_block = min(max(num_rows, _BLOCK_ROWS), self._num_rows - first_row)
@@ -71,10 +72,10 @@ class RowsFile:
 
 
 def next_uses(workload: TraceWorkload) -> RowsFile:
-    """[rows, L, K]: the iteration in which the chosen expert is chosen next, NEVER_AGAIN where it is not.
+    """[rows, L, K]: the next iteration that chooses the same expert, or NEVER_AGAIN.
 
-    Within an iteration of many rows only an expert's last row points beyond it. Filled from the last row to the first,
-    a chunk at a time.
+    In an iteration of several rows only the last row of an expert points beyond it. Filled from the last row to the
+    first, a chunk at a time.
     """
     file = RowsFile(workload.num_rows, (workload.num_layers, max_top_k(workload.layers)))
     no_expert = max_experts(workload.layers)
@@ -99,7 +100,7 @@ def next_uses(workload: TraceWorkload) -> RowsFile:
 
 
 def _chunks_backwards(workload: TraceWorkload) -> Iterator[tuple[int, int, int, npt.NDArray[np.int64]]]:
-    """(first row of the workload, of the trace, rows, iteration of each row in the workload), from the end."""
+    """(first row in the workload, first row in the trace, number of rows, iteration of each row), from the end."""
     firsts = []  # row and iteration of the workload with which each span begins
     row = iteration = 0
     for span in workload.spans:
@@ -119,8 +120,8 @@ def _iteration_of(workload: TraceWorkload, row: int) -> int:
 
 
 def belady_hits(demands: Sequence[int], capacity: int) -> int:
-    """How many of the demands, expert ids in order, no cache of `capacity` experts can exceed without loading ahead of
-    need: it begins with those that are needed soonest, and keeps what is needed again soonest (Belady, 1966).
+    """The most hits that a cache of `capacity` experts can have on `demands`, expert ids in order, without prefetching:
+    it starts with the experts that are needed soonest, and keeps what is needed again soonest (Belady, 1966).
     """
     following = [len(demands)] * len(demands)
     next_use: dict[int, int] = {}
@@ -143,7 +144,9 @@ def belady_hits(demands: Sequence[int], capacity: int) -> int:
 
 
 class TraceFuture:
-    """A policies.known.Future that a simulation tells where it is. It knows the running iteration and the next."""
+    """A policies.known.Future over a workload. The simulation tells it where it is; it knows the running iteration and
+    the next one.
+    """
 
     def __init__(self, workload: TraceWorkload, geometry: Geometry, uses: RowsFile) -> None:
         """`uses` is `next_uses(workload)`, which several runs may share."""
@@ -158,7 +161,7 @@ class TraceFuture:
         self._uses_of = -1
 
     def iterations(self) -> Iterator[Iteration]:
-        """Those of the workload, each while the next is known."""
+        """The iterations of the workload, each while the next one is known."""
         iterations = self._workload.iterations()
         self._next = next(iterations, None)
         while self._next is not None:
@@ -166,7 +169,7 @@ class TraceFuture:
             yield self._running
 
     def begin_layer(self, layer: int) -> None:
-        """The running iteration is at this layer."""
+        """The running iteration has reached this layer."""
         assert self._running is not None
         self.step = self._running.index * self._num_layers + layer
 
@@ -177,7 +180,7 @@ class TraceFuture:
         return self._uses[expert]
 
     def _of_layer(self, layer: int) -> dict[int, int]:
-        """By dense id, in the order in which the rows choose: an expert's last row is the one that counts."""
+        """The next use of each expert, by dense id, in the order in which rows choose: an expert's last row counts."""
         running = self._running
         assert running is not None
         first_id = self._geometry.first_expert_id(layer)

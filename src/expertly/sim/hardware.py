@@ -1,4 +1,6 @@
-"""What a simulation knows of machines and models: strict TOML files, shipped, of users, or written by `doctor`."""
+"""Machines and models as a simulation knows them: strict TOML files that ship, that users wrote or that `doctor`
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,10 @@ _FACTORS = {
     "read_processors": (0, _MAX_NUMBER),
     "slowdown_while_loading": (1, 1000),
 }
-"""The least and most of numbers that are no rates. Where the least is 0, only `read_processors` can be that."""
+"""The least and most of numbers that are no rates. Only `read_processors` may be 0."""
 
 _DEFAULTED = {"predictor", "threads_beside", "read_processors", "format", "block_size", "block_nbytes"}
-"""Keys that may be missing though what they say never is."""
+"""Keys that may be missing, for fields that always have a value."""
 
 _DATA = Path(__file__).resolve().parent.parent / "data"
 _T = TypeVar("_T")
@@ -60,11 +62,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class PredictorCosts:
-    """What the host takes to predict: a time for each thing it is told, and the larger of reading and computing.
+    """The host's time for predicting: one time for each observation, and the larger of reading and computing.
 
-    The defaults are rounded from what was measured of fMoE on one core of an Intel Xeon (docs/benchmarks.md): with 1000
-    maps 42 us a layer of a decode row (41 by these), 0.42 ms a semantic search (0.70), for 512 rows 3.1 ms a layer and
-    79 ms an update (3.3 and 85); with 32000 maps 0.99 ms a layer (0.70).
+    The defaults are rounded from measurements of fMoE on one core of an Intel Xeon (docs/benchmarks.md): with 1000 maps
+    42 us a layer of a decode row (41 by these), 0.42 ms a semantic search (0.70), for 512 rows 3.1 ms a layer and 79 ms
+    an update (3.3 and 85); with 32000 maps 0.99 ms a layer (0.70).
     """
 
     call_ns: int = 20_000
@@ -72,13 +74,15 @@ class PredictorCosts:
     flops_per_s: float = 20e9
 
     def work_ns(self, read_nbytes: int, flops: int) -> int:
-        """Of so many bytes read from memory and so many operations."""
+        """The time for so many bytes read from memory and so many operations."""
         return round(max(read_nbytes / self.read_nbytes_per_s, flops / self.flops_per_s) * 1e9)
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One machine: a device that computes from its memory, the link that fills it, what lies behind, and the host."""
+    """One machine: a device that computes from its memory, the link that fills it, what lies behind that, and the
+    host.
+    """
 
     name: str
     memory_nbytes_per_s: float  # weights streamed by the computing device
@@ -96,7 +100,9 @@ class Hardware:
 
     @property
     def experts_come_from_disk(self) -> bool:
-        """Whether the disk is in the way at all: it is the link, or lies behind a host tier that does not hold them."""
+        """Whether experts are read from the disk: it is the link, or lies behind a host tier that does not hold them
+        all.
+        """
         return self.disk is None or self.host_memory_nbytes is not None
 
     @classmethod
@@ -124,7 +130,7 @@ class Hardware:
         return found
 
     def with_model(self, link: Link, compute: MeasuredCompute) -> Hardware:
-        """The same machine with what was measured of one model."""
+        """The same machine with measurements of one model."""
         return replace(self, link=link, compute=compute)
 
     def with_disk(self, disk: Link) -> Hardware:
@@ -134,7 +140,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What a simulation needs to know of a model besides its routing, where the trace does not say it."""
+    """What a simulation needs to know of a model besides its routing, where the trace does not have it."""
 
     name: str
     num_layers: int
@@ -174,7 +180,7 @@ def _read(folder: str, what: str, names: Sequence[str], name_or_file: str, kind:
 def _parsed(kind: type[_T], raw: Mapping[str, Any], where: str, prefix: str) -> _T:
     """The dataclass that a table describes: a key a field, checked by the field's type and name.
 
-    Raises HardwareError naming the file, the key (behind `prefix`, its tables), its value and what is accepted.
+    Raises HardwareError naming the file, the key (with its tables, `prefix`), its value and what is accepted.
     """
 
     def refused(key: str, accepted: str) -> HardwareError:
@@ -231,7 +237,7 @@ def _is_accepted(hint: Any, key: str, value: object) -> bool:
 
 
 def _accepted(hint: Any, key: str) -> str:
-    """The same in words."""
+    """What such a value must be, in words."""
     if hint is str:
         return "must be a string of one line that is not empty"
     if hint is float and key in _FACTORS:
@@ -246,7 +252,7 @@ def _accepted(hint: Any, key: str) -> str:
 
 
 def _contradiction(found: object) -> tuple[str, str] | None:
-    """The first key that what stands beside it forbids, and what is accepted."""
+    """The first key that contradicts another one, and what is accepted."""
     if isinstance(found, Hardware) and found.host_memory_nbytes is not None and found.disk is None:
         return "host_memory_nbytes", "a host tier that does not hold everything needs a [disk] behind it"
     if isinstance(found, CodecCosts):

@@ -1,4 +1,4 @@
-"""The simulator's clock and its transport: a link that brings one span after the other, loads before prefetches."""
+"""The simulator's clock, and its transport: a link that brings one span after the other, loads before prefetches."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Clock:
 
 
 class SimulationWatcher(Protocol):
-    """Sees what a simulation does, with its times."""
+    """Is told what a simulation does, with its times."""
 
     def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
         """The device computed: "dense", "expert 7" or "head"."""
 
     def moved(self, where: str, span: Span, begin_ns: int, end_ns: int) -> None:
-        """The "link" or the "disk" served a span, or what of it was to be read."""
+        """The "link" or the "disk" served a span, or the part of it that was to be read."""
 
     def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
-        """The computing thread spent time on asking for spans ("ask") or on one that had arrived ("take")."""
+        """The computing thread spent time on submitting spans ("ask") or on one that had arrived ("take")."""
 
     def predicted(self, what: str, begin_ns: int, end_ns: int) -> None:
         """The predictor read what a pass showed when it began ("begin"), of a router ("router") or at its end
@@ -44,13 +44,13 @@ class SimulationWatcher(Protocol):
 
 
 class VirtualLink:
-    """An AheadTransport on a clock that it moves in `wait`, and by what asking for spans and taking them costs. Spans
-    arrive one after the other.
+    """A PrefetchTransport on a virtual clock. Spans arrive one after the other. `wait` moves the clock, and so does the
+    time that submitting and taking spans costs.
 
-    Behind the link there may be a disk: what the host's memory does not hold is read from there first, and meanwhile
-    the link serves others. With a `codec`, what comes from the disk (from the link, where no disk is behind it) is
-    decoded before it is there. `taking_ns(layer, segments)` is the computing thread's own time for a span it takes,
-    `submit_ns` for spans that are loaded together.
+    Behind the link there may be a disk: spans that the host's memory does not hold are read from it first; meanwhile
+    the link serves others. With a `codec`, what comes from the disk (or from the link, where no disk is behind it) is
+    decoded before it has arrived. `taking_ns(layer, segments)` is the computing thread's own time for a span that it
+    takes, `submit_ns` that for spans that are loaded together.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class VirtualLink:
         self.stall_ns = 0
         """Time that `wait` took."""
         self.effective = hardware.link
-        """What loading comes to, decoding beside it, for who decides by that."""
+        """The link as loading experiences it, decoding included."""
         self.decoder: DecodingDisk | None = None
         """Where experts are read and decoded, if they are stored compressed."""
         self._clock = clock
@@ -96,7 +96,7 @@ class VirtualLink:
 
     @property
     def decodes_beside_computing(self) -> bool:
-        """Whether decoding takes processors of who computes: `computing` is to be called."""
+        """Whether decoding shares the processors with computing, so that `computing` must be called."""
         return self._link is self.decoder
 
     def submit(self, spans: Sequence[Span]) -> None:
@@ -109,7 +109,7 @@ class VirtualLink:
             self._submit(spans, True)
 
     def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
-        """What is on its way from the disk to the link has not been begun, unless it is decoded."""
+        """Spans on their way from the disk to the link have not begun, unless they are decoded."""
         self._begin_until(self._clock.now_ns)
         return self._link.cancel(layer, experts) + self._disk.cancel(layer, experts)
 
@@ -119,7 +119,6 @@ class VirtualLink:
         return self._take() if arrivals and arrivals[0][0] <= now else None
 
     def wait(self) -> Span:
-        """The clock moves on to the next arrival."""
         while not self._arrivals:
             self._begin_next()
         arrival = self._arrivals[0][0]
@@ -129,15 +128,15 @@ class VirtualLink:
         return self._take()
 
     def computing(self, begin_ns: int, end_ns: int, slowdown: float = 1.0) -> None:
-        """The model computes for so long, which it would do `slowdown` times faster if nothing was loaded: processors
-        that do so decode nothing meanwhile.
+        """The model computes for so long, `slowdown` times slower than if nothing was loaded. Processors that compute
+        decode nothing meanwhile.
         """
         if self._link is self.decoder:
             self._begin_until(begin_ns)
             self.decoder.computing(begin_ns, end_ns, slowdown)
 
     def busy_until_ns(self) -> int:
-        """When the link has brought everything that could be on it by now."""
+        """When the link will have brought everything submitted so far."""
         self._begin_until(self._clock.now_ns)
         return self._link.busy_until_ns(self._clock.now_ns)
 
@@ -168,12 +167,12 @@ class VirtualLink:
                 self._watcher.spent(what, begin, begin + duration_ns)
 
     def _begin_until(self, now_ns: int) -> None:
-        """Begin every transfer that begins by then, in order: what is submitted later cannot go before it."""
+        """Begin, in order, every transfer that begins by then: nothing that is submitted later can go before these."""
         while self._link.next_ns <= now_ns or self._disk.next_ns <= now_ns:
             self._begin_next()
 
     def _begin_next(self) -> None:
-        """Begin the transfer that begins first."""
+        """Begin the earliest transfer."""
         if self._host is not None and NEVER_NS != self._disk.next_ns <= self._link.next_ns:
             self._read(self._host)
         else:
@@ -190,7 +189,7 @@ class VirtualLink:
             self._watcher.moved("link", span, begin, end)
 
     def _read(self, host: HostMemory) -> None:
-        """From the disk into the host's memory; then it waits for the link."""
+        """Read from the disk into the host's memory; then the span waits for the link."""
         if isinstance(self._disk, TransferQueue):
             span = self._disk.next_span()
             num_missing = host.num_missing(span)  # what was missing when it was submitted may have come since
@@ -207,10 +206,10 @@ class VirtualLink:
 
 
 class TransferQueue:
-    """One queue of a link or a disk, which serves one transfer at a time. Times are in nanoseconds.
+    """The queue of a link or a disk, which serves one transfer at a time. Times are in nanoseconds.
 
     A transfer begins when its latency has passed since it was submitted and the one before it has ended; a prefetch
-    only where no load begins as early.
+    only if no load begins as early.
     """
 
     def __init__(self, link: Link) -> None:
@@ -235,11 +234,12 @@ class TransferQueue:
             self.next_ns = max(ready_ns, self._free_at_ns)
 
     def next_span(self) -> Span:
-        """What begins next."""
         return self._next()[0][2]
 
     def begin(self, nbytes: int | None = None) -> tuple[Span, bool, int, int]:
-        """Begin it: (what, whether it is a prefetch, its begin, its end). `nbytes` where it became less."""
+        """Begin the next transfer: (span, whether it is a prefetch, its begin, its end). `nbytes`: where fewer are left
+        to move.
+        """
         queue, begin = self._next() if self._prefetches else self._loads, self.next_ns
         is_prefetch = queue is self._prefetches
         _, _, span, takes_ns = heappop(queue)
@@ -251,7 +251,7 @@ class TransferQueue:
         return span, is_prefetch, begin, end
 
     def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
-        """Forget prefetches of this layer, or of these experts of it, that have not begun."""
+        """Drop prefetches of this layer, or of these experts of it, that have not begun; returns their spans."""
         cancelled = sorted(entry for entry in self._prefetches if is_of(entry[2], layer, experts))
         if cancelled:
             self._waiting_ns -= sum(entry[3] for entry in cancelled)
@@ -261,7 +261,7 @@ class TransferQueue:
         return [entry[2] for entry in cancelled]
 
     def busy_until_ns(self, now_ns: int) -> int:
-        """When everything that waits has been served, if it could begin at once."""
+        """When everything that waits would have been served, if it began at once."""
         return max(self._free_at_ns, now_ns) + self._waiting_ns
 
     def _next(self) -> list[_Entry]:
@@ -278,9 +278,10 @@ class TransferQueue:
 
 
 class HostMemory:
-    """RAM between disk and link, as the engine keeps it: a least recently used cache of segments.
+    """RAM between disk and link, as in the engine: a least recently used cache of segments.
 
-    Filled at the start, from the first layer on, for nothing. What is read can move on even where it cannot stay.
+    At the start it is filled from the first layer on, which takes no time. What is read moves on to the link even if it
+    cannot stay.
     """
 
     def __init__(self, geometry: Geometry, memory_nbytes: int) -> None:
@@ -297,18 +298,18 @@ class HostMemory:
                     self._room -= nbytes
 
     def num_missing(self, span: Span) -> int:
-        """Segments to read."""
+        """How many segments of a span must be read."""
         return sum(key not in self._held for key in _keys(span))
 
     def use(self, span: Span, now_ns: int) -> int:
-        """All of a span is held, or on its way into the memory; when all of it is there."""
+        """A span that is held or on its way into memory is used; returns when all of it is there."""
         for key in _keys(span):
             self._held.move_to_end(key)
             now_ns = max(now_ns, self._held[key])
         return now_ns
 
     def put(self, span: Span, end_ns: int) -> int:
-        """What was missing of a span has been read by then; when all of it is there."""
+        """The missing part of a span has been read by then; returns when all of it is there."""
         for key in _keys(span):
             if key not in self._held:
                 self._held[key] = end_ns

@@ -1,4 +1,4 @@
-"""What a simulation measured, as formulas over the times of its iterations."""
+"""The metrics of a simulation, as formulas over the times of its iterations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _RequestTimes:
 
 
 class Metrics:
-    """Sums over iterations, and the times of each request; nothing a token is kept."""
+    """Sums over iterations, and the times of each request; nothing is stored for each token."""
 
     def __init__(self) -> None:
         self.busy_ns = 0  # iterations, from their begin to their end
@@ -90,7 +90,9 @@ class Metrics:
         return sum(times) / len(times) / 1e9 if times else None
 
     def hits_by_request(self) -> list[tuple[int, int]]:
-        """(hits, demands) of each request's decode, in the order in which they began; of batches nothing is known."""
+        """(hits, demands) of each request's decode, in the order in which they began; without the iterations of
+        batches.
+        """
         return [(request.hits, request.demands) for request in self._requests.values()]
 
     def times_by_request(self, is_queued: bool) -> list[dict[str, Any]]:
@@ -112,7 +114,7 @@ class Metrics:
 
 
 def percentile(rising: Sequence[float], percent: int) -> float | None:
-    """The least of the values that at least `percent` percent of them do not exceed; None of nothing."""
+    """The least value that is at least as high as `percent` percent of the values; None where there are none."""
     if not rising:
         return None
     return rising[max(0, -(-percent * len(rising) // 100) - 1)]

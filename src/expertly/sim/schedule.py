@@ -18,7 +18,7 @@ from expertly.sim.workload import RowRange
 from expertly.trace.reader import Trace, TraceRequest
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-"""Of the CSV of the Azure LLM inference traces."""
+"""Columns of the Azure LLM inference traces."""
 
 MAX_TOKENS = 10**9
 
@@ -40,7 +40,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """At most so many requests or tokens; of a split, the first part fills profiles and the rest is simulated."""
+    """At most so many requests or tokens; with a split, the first part fills profiles and the rest is simulated."""
 
     num_requests: int | None = None
     num_tokens: int | None = None
@@ -50,7 +50,9 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Spans to train on (none without a split) and to simulate; how many requests were cut short of their arrivals'."""
+    """Spans to train on (none without a split), spans to simulate, and how many requests are shorter than their
+    arrivals say.
+    """
 
     training: list[RowRange]
     test: list[RowRange]
@@ -80,7 +82,7 @@ def make_schedule(trace: Trace, selection: Selection, arrivals: Arrivals | None 
 
 
 def _apart(trace: Trace, reason: str) -> list[TraceRequest]:
-    """The requests that ran, each of which has its rows next to each other and its iterations for itself."""
+    """The requests that ran, where each has its rows side by side and its iterations to itself."""
     requests = [request for request in trace.requests if request.num_rows]
     in_order = sorted(requests, key=lambda request: request.first_row)
     mixed = [request for request in requests if not request.has_own_iterations]
@@ -96,10 +98,10 @@ def _apart(trace: Trace, reason: str) -> list[TraceRequest]:
 def split_requests(
     requests: Sequence[TraceRequest], split: tuple[int, int], seed: int
 ) -> tuple[list[TraceRequest], list[TraceRequest]]:
-    """Shuffled with the seed; each category is shared out in the same proportion.
+    """Requests shuffled with the seed, with each category split in the same proportion.
 
-    Over the categories so far the number in the first part is always the rounded one, so that many small categories
-    come out in proportion, too. Raises ConfigError where a part would be empty.
+    After each category the first part has the rounded number of requests, so that many small categories come out in
+    proportion, too. Raises ConfigError where a part would be empty.
     """
     dice = Random(seed)
     categories: dict[str | None, list[TraceRequest]] = {}
@@ -129,7 +131,7 @@ def _span(request: TraceRequest) -> RowRange:
 
 
 def first_rows(spans: list[RowRange], num_tokens: int | None) -> list[RowRange]:
-    """Of these spans the first `num_tokens` rows; None: all."""
+    """The first `num_tokens` rows of these spans; None: all."""
     if num_tokens is None:
         return spans
     kept: list[RowRange] = []
@@ -143,7 +145,7 @@ def first_rows(spans: list[RowRange], num_tokens: int | None) -> list[RowRange]:
 
 
 def num_prompt_rows(trace: Trace, span: RowRange) -> int:
-    """Of a request: the rows of its prompt."""
+    """The rows of a request's prompt."""
     return int(trace.rows("is_prefill", span.first_row, span.first_row + span.num_rows).sum())
 
 
@@ -153,7 +155,7 @@ def with_answer(trace: Trace, span: RowRange, num_tokens: int) -> RowRange:
 
 
 def decode_passes(trace: Trace, span: RowRange) -> npt.NDArray[np.bool_]:
-    """Of each pass of a span, whether it is of decode alone."""
+    """For each pass of a span, whether it is decode only."""
     rows = span.first_row, span.first_row + span.num_rows
     _, firsts = np.unique(trace.rows("iteration", *rows), return_index=True)
     found: npt.NDArray[np.bool_] = ~np.logical_or.reduceat(trace.rows("is_prefill", *rows), firsts)
@@ -161,9 +163,9 @@ def decode_passes(trace: Trace, span: RowRange) -> npt.NDArray[np.bool_]:
 
 
 def _arriving(trace: Trace, requests: Sequence[TraceRequest], arrivals: Arrivals) -> tuple[list[RowRange], int]:
-    """Requests one after the other take the arrivals' times, and their lengths as far as the trace holds them.
+    """Requests one after the other get the arrivals' times, and their lengths as far as the trace has so many tokens.
 
-    The first token of an answer comes out of the prompt's pass; where the trace has no prompts every token is a pass.
+    The first token of an answer comes from the prompt's pass; in a trace without prompts every token is a pass.
     """
     spans: list[RowRange] = []
     num_cut = 0
@@ -184,7 +186,7 @@ def read_arrivals(path: Path) -> Arrivals:
     """The requests of a CSV file with the columns TIMESTAMP, ContextTokens and GeneratedTokens; others are ignored.
 
     Raises ConfigError naming file, line, column and value, also where a request arrives before the one above it: the
-    published files are in order, and sorting what is not would hide that something else is wrong with it.
+    published files are in order, and sorting one that is not would hide another error in it.
     """
     found: list[tuple[int, int, int]] = []
     try:
@@ -205,7 +207,7 @@ def read_arrivals(path: Path) -> Arrivals:
 
 
 def _rows(path: Path, file: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-    """Where each request is, for messages, and its three fields."""
+    """For each request, its place in the file, for messages, and its three fields."""
     reader = csv.reader(file, strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]

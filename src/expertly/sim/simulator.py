@@ -1,4 +1,4 @@
-"""Runs a system over a workload on a virtual clock: the loop and the control plane are the engine's own."""
+"""Runs a system over a workload on a virtual clock, with the loop and the scheduler of the engine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from expertly.sim.workload import Iteration
 
 
 class Simulator:
-    """One device, one request at a time or the batches of the trace. `run` may be called once.
+    """One device, which runs one request at a time or the batches of the trace. `run` may be called once.
 
-    Predicting takes what `costs` say, beside the device; without them it takes no time. What is worked out from `times`
-    (those of a decode step) takes none.
+    Predicting takes the time that `costs` say, beside the device; without costs it takes none. Jobs of the allocation
+    are given `times` (those of a decode step) and take no time.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class Simulator:
 
     @property
     def num_late(self) -> int:
-        """Predictions that came when their layer's router had spoken."""
+        """Predictions that came after their layer's router ran."""
         return 0 if self._prefetcher is None else self._prefetcher.num_late
 
     @property
     def num_dropped(self) -> int:
-        """Observations that the predictor did not get to."""
+        """Observations that the predictor never read."""
         return 0 if self._predictor_thread is None else self._predictor_thread.num_dropped
 
     def preload(self) -> None:
-        """Keep every expert before anything runs; takes no time, as it is not part of any request."""
+        """Keep every expert before anything runs. It takes no time, as it is part of no request."""
         geometry = self.scheduler.geometry
         for layer in range(geometry.num_layers):
             for expert in range(geometry.layers[layer].num_experts):
@@ -100,7 +100,7 @@ class Simulator:
         clock, prefetcher, compute = self._clock, self._prefetcher, self._compute
         num_tokens = iteration.num_tokens
         clock.now_ns = max(clock.now_ns, iteration.arrival_ns)
-        if self._times is not None and (job := self.scheduler.configuration_due()) is not None:
+        if self._times is not None and (job := self.scheduler.allocation.due()) is not None:
             self.scheduler.configure(job(self._times).plan)
         begin_ns, stalled_ns = clock.now_ns, self._stall_ns()
         if prefetcher is not None:
@@ -128,7 +128,7 @@ class Simulator:
         self._hits, self._demands = hits, demands
 
     def _stall_ns(self) -> int:
-        """Time waited for transfers so far, and for predictions where their transfer is synchronous."""
+        """Time spent waiting for transfers so far and, where transfer is synchronous, for predictions."""
         return self.link.stall_ns + (0 if self._predictor_thread is None else self._predictor_thread.stall_ns)
 
     def _use(self, spans: Sequence[Span]) -> None:
@@ -143,7 +143,7 @@ class Simulator:
                 self._watcher.computed(f"expert {expert}", layer, begin, end)
 
     def _spend(self, what: str, layer: int, duration_ns: int) -> None:
-        """Compute for so long beside the experts; while the link is busy it takes longer by the slowdown."""
+        """Compute for so long, except experts; slower while the link is busy."""
         begin = self._clock.now_ns
         slowdown = 1.0
         if self._slowdown > 1.0:
@@ -160,11 +160,12 @@ class Simulator:
 
 
 class VirtualPredictorThread:
-    """A Channel whose other end is one thread, as the engine's: it reads one observation after the other, in order;
-    each takes `call_ns` and the time of the work that the predictor counts for it. Nothing waits for it but `catch_up`.
+    """A Channel whose predictor has one thread, as in the engine: it reads one observation after the other, in order.
+    Each takes `call_ns` and the time of the work that the predictor counts for it. Nothing waits for it except
+    `catch_up`.
 
-    Of what is published, `observations` says what waits and what is dropped. The predictor runs when the clock has come
-    to where the thread begins: it never sees what was dropped. With costs of 0 this is an InlineChannel.
+    `observations` decides what waits and what is dropped. The predictor runs when the clock has reached the time at
+    which its thread begins, so it never sees what was dropped. With costs of 0 this behaves as an InlineChannel.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class VirtualPredictorThread:
 
     @property
     def num_dropped(self) -> int:
-        """Observations that nobody read, because of too many."""
+        """Observations that were dropped unread."""
         return self._observations.num_dropped
 
     def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
@@ -206,12 +207,11 @@ class VirtualPredictorThread:
         self._has_waiting = True
 
     def end_iteration(self, ok: bool) -> None:
-        """What is learned from the pass takes its time, too."""
+        """The pass ended. Learning from it takes time, too."""
         self._observations.end_iteration(ok, self._clock.now_ns)
         self._has_waiting = True
 
     def take(self) -> Seen | None:
-        """Only what has been made by now."""
         now = self._clock.now_ns
         if self._has_waiting and self._free_at_ns <= now:
             self._read_until(now)
@@ -219,7 +219,7 @@ class VirtualPredictorThread:
         return ready.popleft()[1] if ready and ready[0][0] <= now else None
 
     def catch_up(self) -> None:
-        """Move the clock to where the thread has read all that was published."""
+        """Move the clock to when the thread has read everything that was published."""
         now = self._clock.now_ns
         self._read_until(NEVER_NS)
         if self._free_at_ns > now:
@@ -227,11 +227,11 @@ class VirtualPredictorThread:
             self._clock.now_ns = self._free_at_ns
 
     def close(self) -> None:
-        """Read all that is left: nothing else will be published."""
+        """Read everything left: nothing more will be published."""
         self._read_until(NEVER_NS)
 
     def _read_until(self, now_ns: int) -> None:
-        """Read what the thread begins with by then, of what has been published by now."""
+        """Read the published observations that the thread begins with by then."""
         while self._has_waiting and self._free_at_ns <= now_ns:
             work = self._observations.next()
             if work is None:
@@ -240,7 +240,7 @@ class VirtualPredictorThread:
                 self._read(work)
 
     def _read(self, work: Work) -> None:
-        """One observation. A prediction is there when it has been made, which may be before the last of them."""
+        """Read one observation. Each prediction is ready as soon as it is made."""
         done, costs = self._predictor.work, self._costs
         begin = max(self._free_at_ns, work.at_ns)
         called = begin + costs.call_ns

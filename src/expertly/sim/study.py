@@ -13,10 +13,9 @@ from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_
 from expertly.core.observation import Want
 from expertly.core.resources import parse_memory
 from expertly.policies.allocation.moepic import SplitPlan
-from expertly.policies.eviction.reuse import ReuseModel
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
-from expertly.scheduler.budget import Budget, class_segment_nbytes, default_ring, split_budget
+from expertly.scheduler.budget import Budget, class_segment_nbytes, default_staging, split_budget
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.presets import BOUNDS, SYSTEMS, get_system
 from expertly.scheduler.system import System
@@ -44,33 +43,35 @@ FIELDS = (
     *("history", "predictor", "gate", "predictions_late", "contexts_dropped", "allocation", "skipped"),
     *("accuracy_by_distance", "fetch_rate_by_distance", "goodpred_by_distance"),
     *("latency_s", "layers", "requests", "tokens", "hit_rate_by_request"),
-    *("decode_iterations", "decode_stall_s", "times_by_request"),
+    *("decode_iterations", "decode_stall_s", "times_by_request", "phases"),
 )
-"""Of a row. One is None where nothing was simulated, or where nobody can know it."""
+"""The fields of a row; None where nothing was simulated, or the trace does not tell."""
 
-MATCHERS = ("virtual", "inline")
-"""Predictors take the hardware's time, or none."""
+PREDICTING = ("virtual", "inline")
+"""Predicting takes the time that the hardware says, or none."""
 
 Progress = Callable[[str, int, int], None]
 """`progress(what, rows done, rows in all)`."""
 
 
 class Timelines(Protocol):
-    """Where the events of runs go."""
+    """Takes the events of runs."""
 
     def begin_run(self, name: str) -> SimulationWatcher | None:
-        """Who sees the run of this name, "SYSTEM, BUDGET"; None: nobody."""
+        """The watcher of the run of this name, "SYSTEM, BUDGET"; None: nobody watches it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One budget, as it was asked for: an amount, or a number of experts that every layer keeps."""
+    """One budget as it was asked for: an amount, or a number of experts that every layer keeps."""
 
     label: str
     experts_per_layer: int | None = None
 
     def budget(self, geometry: Geometry, has_sizes: bool = True) -> Budget:
-        """Raises BudgetError or ConfigError naming what does not fit. Without sizes only shares can be cut."""
+        """Raises BudgetError or ConfigError naming what does not fit. Where experts have no known sizes, only a share
+        ("25%") is accepted.
+        """
         num_experts = self.experts_per_layer
         if num_experts is None:
             if not has_sizes and not self.label.strip().endswith("%"):
@@ -81,20 +82,20 @@ class Memory:
             nbytes = parse_memory(self.label, geometry.nbytes)
             if nbytes is None:
                 raise ConfigError("memory='auto': there is no machine to ask; accepted: a share (\"25%\") or an amount")
-            self._check_ring(geometry, nbytes, has_sizes)
+            self._check_staging(geometry, nbytes, has_sizes)
             return split_budget(geometry, nbytes)
         most = min(layer.num_experts for layer in geometry.layers)
         if not 0 <= num_experts <= most:
             raise BudgetError(f"experts_per_layer={num_experts}: must be from 0 to the {most} experts of a layer")
         quota = num_experts * geometry.segments_per_expert
         kept = tuple(quota * geometry.size_classes.count(one) for one in range(geometry.num_size_classes))
-        budget = Budget(0, tuple(default_ring(geometry)), kept, (quota,) * geometry.num_layers)
-        return replace(budget, memory_nbytes=budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry))
+        budget = Budget(0, tuple(default_staging(geometry)), kept, (quota,) * geometry.num_layers)
+        return replace(budget, memory_nbytes=budget.kept_nbytes(geometry) + budget.staging_nbytes(geometry))
 
-    def _check_ring(self, geometry: Geometry, nbytes: int, has_sizes: bool) -> None:
-        """In the words of who asked: bytes say nothing where sizes are made up."""
-        rings = zip(default_ring(geometry), class_segment_nbytes(geometry), strict=True)
-        least = sum(slots * size for slots, size in rings)
+    def _check_staging(self, geometry: Geometry, nbytes: int, has_sizes: bool) -> None:
+        """Raises BudgetError in the words of the user: bytes mean nothing where sizes are made up."""
+        staging = zip(default_staging(geometry), class_segment_nbytes(geometry), strict=True)
+        least = sum(slots * size for slots, size in staging)
         if nbytes < min(least, geometry.nbytes):
             percent = -(-10_000 * least // geometry.nbytes) / 100
             raise BudgetError(
@@ -110,8 +111,8 @@ class _Outcome(NamedTuple):
 
 @dataclass(slots=True)
 class Study:
-    """What all runs share. Where `layers` is None experts have no known size: there are rates, no bytes or times, and
-    what is prefetched is there at once.
+    """What all runs share. Where `layers` is None, experts have no known size: there are rates, but no bytes or times,
+    and prefetches arrive at once.
     """
 
     trace: Trace
@@ -123,15 +124,15 @@ class Study:
     seed: int = 0
     is_queued: bool = False
     order: str | None = None  # instead of the systems' own; what is run beside them for comparison keeps its own
-    matcher: str = "virtual"  # of MATCHERS; predictors that are told the future take no time in any case
+    predicting: str = "virtual"  # of PREDICTING; predictors that are told the future take no time in any case
     learned: LearnedState | None = None  # of a predictor that was trained before
-    reuse: ReuseModel | None = None  # what evictions learned before, in place of what the training part teaches them
+    taught: LearnedState | None = None  # to evictions, in place of what they find in the training part
     plan: SplitPlan | None = None  # of the systems that take one
     chrome: Timelines | None = None
     progress: Progress | None = None
     codec: str = "none"  # of CODECS: how experts lie on disk
     wants: set[Want] = field(init=False, default_factory=set)
-    """What the predictors of systems that ran so far looked at."""
+    """What the predictors of the systems that ran so far want to see."""
     _workload: TraceWorkload = field(init=False)
     _geometries: dict[int, Geometry] = field(init=False, default_factory=dict)  # by P
     _training: TrainingPart = field(init=False)
@@ -154,7 +155,7 @@ class Study:
             )
 
     def _check_codec(self) -> None:
-        """Raises ConfigError for one that is unknown or would do nothing."""
+        """Raises ConfigError for a codec that is unknown or would have no effect."""
         if self.codec not in CODECS:
             raise ConfigError(f"codec={self.codec!r}: unknown; accepted: {', '.join(CODECS)}")
         if self.codec == "none":
@@ -169,16 +170,16 @@ class Study:
 
     @property
     def codec_costs(self) -> CodecCosts | None:
-        """As the profile has them, or assumed; None where experts lie on disk as they are."""
+        """The profile's costs, or assumed ones; None where experts are not compressed."""
         return None if self.codec == "none" else self.hardware.codec or CodecCosts()
 
     @property
     def geometry(self) -> Geometry:
-        """In whole experts, or the segments that were asked for."""
+        """Cut into the segments that were asked for, otherwise in whole experts."""
         return self._cut(self.segments or 1)
 
     def geometry_of(self, system: System) -> Geometry:
-        """In the segments that were asked for, or the system's own."""
+        """Cut into the segments that were asked for, otherwise into the system's own."""
         return self._cut(self._num_segments(system))
 
     def _num_segments(self, system: System) -> int:
@@ -202,7 +203,7 @@ class Study:
         return memory.budget(self._cut(num_segments), self.layers is not None)
 
     def results(self, systems: Sequence[str], memories: Sequence[Memory]) -> Iterator[dict[str, Any]]:
-        """A row for each system and budget, those of BOUNDS behind the systems asked for, for each P that these have.
+        """A row for each system and budget, and after them those of BOUNDS, for each P that the systems have.
 
         Raises ConfigError for a system that does not exist or a budget that cannot be, before anything runs.
         """
@@ -235,7 +236,9 @@ class Study:
             system.check_plan(self.plan, self._cut(num_segments), self._budget(memory, num_segments))
 
     def _bounds(self, asked: Mapping[tuple[str, int], System]) -> dict[tuple[str, int], System]:
-        """Those of BOUNDS, for each P of the systems asked for; per-layer Belady is of no use where none has layers."""
+        """The BOUNDS for each P of the systems asked for. Where no system has a cache a layer, belady is global,
+        too.
+        """
         bounds: dict[tuple[str, int], System] = {}
         for num_segments in dict.fromkeys(num_segments for _, num_segments in asked):
             beside = [system for (_, num), system in asked.items() if num == num_segments]
@@ -248,7 +251,7 @@ class Study:
         return bounds
 
     def row(self, system: System, memory: Memory) -> dict[str, Any]:
-        """The row of one system and budget alone: nothing says how far from the best it is. Raises as `results`."""
+        """The row of one system and budget alone, without its distance from the bounds. Raises as `results`."""
         self._check_plan(system, memory)
         return self._outcome(system, memory, self._num_segments(system), memory.label).row
 
@@ -279,7 +282,11 @@ class Study:
             "requests": metrics.num_requests,
             "tokens": metrics.num_tokens,
             "hit_rate_by_request": [hits / num if num else None for hits, num in metrics.hits_by_request()],
-            "allocation": system.sharing(scheduler),
+            "allocation": system.allocation_facts(scheduler),
+            "phases": {
+                "prefill": _phase(prefill, has_sizes=self.layers is not None),
+                "decode": _phase(decode, has_sizes=self.layers is not None),
+            },
         }
         if simulator.predictor is not None:
             row |= {
@@ -293,7 +300,7 @@ class Study:
         if self.layers is not None:
             decoder = simulator.link.decoder
             row |= {
-                "memory_bytes": budget.kept_nbytes(geometry) + budget.ring_nbytes(geometry),
+                "memory_bytes": budget.kept_nbytes(geometry) + budget.staging_nbytes(geometry),
                 "bytes_loaded": prefill.loaded_nbytes + decode.loaded_nbytes,
                 "prefetched_bytes": prefill.prefetched_nbytes + decode.prefetched_nbytes,
                 "wasted_bytes": prefill.wasted_nbytes + decode.wasted_nbytes,
@@ -324,17 +331,15 @@ class Study:
 
     def simulate(self, system: System, budget: Budget, label: str = "", geometry: Geometry | None = None) -> Simulator:
         """Run one system from an empty cache to the end. `label` names the budget in progress and timelines. `budget`
-        is of `geometry`, by default the system's.
+        is for `geometry`, by default the system's.
         """
         geometry, future = geometry or self.geometry_of(system), None
         hardware = Hardware.read("infinite") if self.layers is None else self.hardware
         if "future" in system.needs:
             self._next_uses = self._next_uses or next_uses(self._workload)
             future = TraceFuture(self._workload, geometry, self._next_uses)
-        known = Known(self._popularity, self.seed, future, self.learned, plan=self.plan)
-        usage = self._training.usage(system, geometry, known)
-        reuse = self._training.reuse(system, geometry) if self.reuse is None else self.reuse
-        known = replace(known, usage=usage, reuse=reuse)
+        known = Known(self._popularity, self.seed, future, (self.learned, self.plan, self.taught))
+        known = self._training.known(system, geometry, known)
         order = None if system.name in BOUNDS else self.order
         scheduler = system.scheduler(geometry, system.budget(geometry, budget, known), known, order)
         name = system.name if system.keeps_everything else f"{system.name}, {label}"
@@ -353,7 +358,7 @@ class Study:
             clock,
             link,
             predictor=predictor,
-            costs=hardware.predictor if self.matcher == "virtual" and future is None else None,
+            costs=hardware.predictor if self.predicting == "virtual" and future is None else None,
             future=future,
             watcher=watcher,
             times=step_times(geometry, link.effective, compute),
@@ -366,8 +371,8 @@ class Study:
         return simulator
 
     def _floor_tpot_s(self, resident: _Outcome, belady: _Outcome) -> float | None:
-        """What no system can beat in decode: computing alone, and the bytes of the best replacement over the link;
-        where these are decoded, stored bytes are read.
+        """What no system can beat in decode: the larger of computing alone and moving the bytes that the best
+        replacement loads; where experts are compressed, of reading their stored bytes.
         """
         tpot_s, num_iterations = resident.row["tpot_s"], belady.row["decode_iterations"]
         if tpot_s is None or not num_iterations:
@@ -381,6 +386,23 @@ class Study:
 
 def _made_by(weights: type[LearnedState]) -> str:
     return f", which `expertly {weights.made_by}` makes" if weights.made_by else f" of {weights.holds}"
+
+
+def _phase(counters: PhaseCounters, *, has_sizes: bool) -> dict[str, int | None]:
+    """The counters of one phase, under the names that `expertly.stats` has; bytes are None where experts have no
+    size.
+    """
+    nbytes = {
+        "bytes_loaded": counters.loaded_nbytes,
+        "prefetched_bytes": counters.prefetched_nbytes,
+        "evicted_bytes": counters.evicted_nbytes,
+    }
+    return {
+        "hits": counters.hits,
+        "partial_hits": counters.partial_hits,
+        "misses": counters.misses,
+        **(nbytes if has_sizes else dict.fromkeys(nbytes)),
+    }
 
 
 def _distribution(rising: list[float]) -> dict[str, Any]:

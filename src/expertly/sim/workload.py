@@ -1,4 +1,4 @@
-"""What is simulated: iterations of a trace in the order in which requests are served, as demands of each layer."""
+"""The iterations of a trace, in the order in which requests are served, as demands of each layer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from expertly.trace.reader import Trace
 from expertly.trace.schema import NO_EXPERT, max_experts
 
 _BLOCK_ROWS = 512
-"""Rows whose demands are Python objects at a time."""
+"""Rows whose demands become Python objects at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows of one request, or of a whole trace, that are served one after the other."""
+    """Rows of one request, or of a whole trace, that are served in order."""
 
     request: int | None  # None: the requests that the rows say
     first_row: int
@@ -37,8 +37,8 @@ class RowRange:
 class Rows:
     """Adjacent rows of a trace that hold whole iterations, as far as they are simulated.
 
-    A field that only predictors look at is read when it is first asked for, and kept for the iterations that follow;
-    a single iteration asks for each layer once.
+    A field that only predictors look at is read when first asked for and kept for the following iterations; in a single
+    iteration each layer is asked for once, and not kept.
     """
 
     def __init__(self, trace: Trace, first_row: int, columns: dict[str, npt.NDArray[Any]]) -> None:
@@ -58,17 +58,17 @@ class Rows:
         return len(self.request)
 
     def token_ids(self, wants: Collection[Want]) -> npt.NDArray[np.int32] | None:
-        """[rows], where they are wanted."""
+        """[rows], if wanted."""
         return self._read("token") if "token_ids" in wants else None
 
     def embedding(self, wants: Collection[Want]) -> Floats | None:
-        """[rows, H], where it is wanted and there."""
+        """[rows, H], if wanted and recorded."""
         if "embedding" not in wants or not self._trace.has("embedding"):
             return None
         return self._read("embedding", np.float32)
 
     def of_layer(self, field: str, layer: int) -> Floats | None:
-        """[rows, ...] of "scores" (each row's sum to 1), or of a field that the trace may lack."""
+        """[rows, ...] of "scores" (which sum to 1 in each row), or of a field that the trace may lack."""
         found = self._of_layers.get((field, layer))
         if found is None:
             if field == "scores":
@@ -138,16 +138,17 @@ class Iteration:
 
     @property
     def is_prefill(self) -> bool:
-        """Any row is of a prompt."""
         return bool(self.prefilling)
 
     @property
     def stack(self) -> range | None:
-        """The layers that run, from the first to the last: an encoder's, a decoder's or all. None where none does."""
+        """The layers that run, from first to last: those of an encoder, a decoder or the whole model. None where none
+        runs.
+        """
         return range(self.layers[0].layer, self.layers[-1].layer + 1) if self.layers else None
 
     def began(self, wants: Collection[Want]) -> Began:
-        """What a predictor that wants these may see of its begin."""
+        """What a predictor with these wants may see when it begins."""
         rows, own = self.rows, slice(self.begin, self.begin + self.num_tokens)
         embedding, token_ids = rows.embedding(wants), rows.token_ids(wants)
         return Began(
@@ -159,7 +160,7 @@ class Iteration:
         )
 
     def routed(self, router: RouterRan, wants: Collection[Want]) -> Routed:
-        """And of one of its layers."""
+        """What a predictor with these wants may see when a layer's router ran."""
         rows, layer, own = self.rows, router.layer, slice(self.begin, self.begin + self.num_tokens)
         experts = rows.experts[own, layer, : rows.layers[layer].top_k] if "experts" in wants else None
         scores = rows.of_layer("scores", layer) if "scores" in wants else None
@@ -187,7 +188,7 @@ class TraceWorkload:
         self.num_layers = len(self.layers)
 
     def iterations(self) -> Iterator[Iteration]:
-        """All of them, in order. Reads the trace block by block."""
+        """All iterations, in order. Reads the trace block by block."""
         index = row = 0
         for span in self.spans:
             for rows in read_rows(self.trace, span.first_row, span.num_rows, _BLOCK_ROWS):
@@ -218,7 +219,6 @@ class TraceWorkload:
 
 
 def _demands_of_token(experts_of_layers: list[list[int]], is_prefill: bool, has_gaps: bool) -> list[RouterRan]:
-    """The demands of one token."""
     demands = []
     ones, decode = [1] * len(experts_of_layers[0]), [not is_prefill] * len(experts_of_layers[0])  # all layers share
     for layer, chosen in enumerate(experts_of_layers):

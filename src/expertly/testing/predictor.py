@@ -136,7 +136,7 @@ def observations_may_be_left_out_and_say_nothing(policy: type[Predictor], distan
             list(predictor.begin_iteration(dice.choice(shown).began(step // SHAPE.num_layers)))
         if dice.random() < 0.8:
             routed = dice.choice(shown).routed(layer, experts)
-            for prediction in predictor.router_ran(routed if dice.random() < 0.8 else Routed(routed.demand)):
+            for prediction in predictor.router_ran(routed if dice.random() < 0.8 else Routed(routed.router)):
                 expect(bool(prediction.experts), "a prediction names experts")
         if layer == SHAPE.num_layers - 1 and dice.random() < 0.7:
             predictor.end_iteration(dice.random() < 0.7)

@@ -1,4 +1,4 @@
-"""Routing traces: what the control plane saw, on disk. Recorded, imported, made up; read as hostile input.
+"""Routing traces: what the scheduler saw, on disk. Recorded, imported or made up; read as hostile input.
 
 Imports core, the standard library and NumPy.
 """

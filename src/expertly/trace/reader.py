@@ -133,7 +133,7 @@ class Trace:
         return field in self.manifest.fields
 
     def is_real(self, field: str) -> bool:
-        """Whether the trace has the field and nothing about it was made up."""
+        """Whether the trace has the field and none of it was made up."""
         return self.has(field) and self.manifest.fields[field].is_real
 
     def is_modelled(self, field: str) -> bool:
@@ -216,7 +216,7 @@ class Trace:
 
 
 def _iteration_problem(values: npt.NDArray[np.int64], part: ShardInfo, start: int) -> tuple[int, str] | None:
-    """Iterations of a part count up by one from its first to its last."""
+    """Iterations must count up by one within a part."""
     if len(values) == 0:
         return None
     first, last = part.first_iteration, part.first_iteration + part.num_iterations - 1
@@ -231,7 +231,7 @@ def _iteration_problem(values: npt.NDArray[np.int64], part: ShardInfo, start: in
 
 
 def _read_requests(path: Path, is_complete: bool) -> list[TraceRequest]:
-    """The lines of `path`; half a line at the end of an unfinished recording is left out.
+    """The lines of `path`; an unfinished last line of a recording is left out.
 
     Raises TraceError naming the file, the line and the field.
     """

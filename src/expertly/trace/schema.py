@@ -1,4 +1,4 @@
-"""What a trace holds: layers, fields with their dtypes and shapes, shards; and what the values of a field must be.
+"""What a trace holds: layers, fields with their dtypes and shapes, shards; and which values a field may have.
 
 Shapes: T rows, L layers, K the largest top-k of a layer, E the largest number of experts, H hidden, D distances looked
 ahead.
@@ -52,11 +52,11 @@ TOKEN_VECTORS = "token-vectors"
 """Generator of an `embedding` that is not stored: a fixed random vector for each token id."""
 
 MODELLED = "modelled: "
-"""How the note of a field begins that was made up with the accuracy that the note states."""
+"""How the note of a field begins that was made up with a stated accuracy."""
 
 
 OF_FORMAT = ("format", "block_size", "block_nbytes")
-"""What a layer says only of weights that are quantised."""
+"""Fields that a layer has only where its weights are quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +78,18 @@ class TraceLayer:
         return cls(**dataclasses.asdict(layer))
 
     def as_dict(self) -> dict[str, Any]:
-        """For a file: what is said of blocks only where there is a format."""
+        """For a file. Blocks are mentioned only where there is a format."""
         return {name: value for name, value in dataclasses.asdict(self).items() if self.format or name not in OF_FORMAT}
 
     def geometry(self) -> LayerGeometry | None:
-        """Its geometry, or None where the trace does not know the sizes. Raises ConfigError where they cannot be."""
+        """Its geometry; None where the trace does not know the sizes. Raises ConfigError where they are impossible."""
         known = dataclasses.asdict(self)
         return None if None in known.values() else LayerGeometry(**known)
 
 
 @dataclass(frozen=True, slots=True)
 class FieldInfo:
-    """One field. `shape` is a row's. A field that is not real was made up for want of the real one; `note` says how."""
+    """One field. `shape` is a row's. A field that is not real was made up in place of the real one; `note` says how."""
 
     name: str
     dtype: str  # NumPy's name
@@ -104,7 +104,7 @@ class FieldInfo:
 
     @property
     def is_modelled(self) -> bool:
-        """Made up with a stated accuracy; results found with it are labelled."""
+        """Whether it was made up with a stated accuracy; results that use it are labelled."""
         return not self.is_real and self.note.startswith(MODELLED)
 
 
@@ -136,7 +136,7 @@ class TraceManifest:
 
     @property
     def geometries(self) -> tuple[LayerGeometry, ...] | None:
-        """Of all layers; None where the trace does not know the sizes of them all."""
+        """The geometry of all layers; None where the trace does not know all their sizes."""
         known = [one for layer in self.layers if (one := layer.geometry()) is not None]
         return tuple(known) if len(known) == len(self.layers) else None
 
@@ -197,7 +197,7 @@ def trace_field(
 
 
 def check_layers(layers: Sequence[TraceLayer]) -> None:
-    """Raises TraceError naming the layer and the number that cannot be."""
+    """Raises TraceError naming the layer and the number that is impossible."""
     if not 1 <= len(layers) <= MAX_LAYERS:
         raise TraceError(f"geometry.layers: {len(layers)} layers; must be from 1 to {MAX_LAYERS}")
     for index, layer in enumerate(layers):
@@ -213,7 +213,7 @@ def check_layers(layers: Sequence[TraceLayer]) -> None:
 
 
 class ValueChecks:
-    """What the values of each field must be. Every block of rows is checked, when it is written and when it is read."""
+    """Which values each field may have. Every block of rows is checked when it is written and when it is read."""
 
     def __init__(self, layers: Sequence[TraceLayer]) -> None:
         self._layers = tuple(layers)
@@ -222,7 +222,7 @@ class ValueChecks:
         self._beyond_top_k = np.arange(int(top_k.max())) >= top_k  # [L, K]
 
     def problem(self, name: str, values: Array, num_requests: int) -> tuple[int, str] | None:
-        """The first row of `values` [T, ...] of the field that cannot be, and what is wrong with it."""
+        """The first row of `values` [T, ...] of a field that is impossible, and what is wrong with it."""
         if name == "experts":
             return self._experts_problem(values)
         if values.dtype == np.float16:

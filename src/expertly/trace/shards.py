@@ -1,9 +1,9 @@
-"""Where the rows of a trace lie: shards, and the tail of a recording that is under way.
+"""Where the rows of a trace are: in shards, and in the tail of a recording that is not finished.
 
 A shard is a safetensors file of whole iterations, one tensor a field, written and mapped with NumPy alone. The tail is
 a file of fixed-size records, one a row, appended an iteration at a time. A record holds the row's stored fields and how
-many rows of its iteration follow it, so that a tail which ends anywhere opens up to its last complete iteration. The
-writer never changes a tail, it starts a new file: who has the old one mapped keeps its bytes.
+many rows of its iteration follow it, so that a tail that was cut anywhere opens up to its last complete iteration. The
+writer never changes a tail but starts a new file, so that whoever has mapped the old one keeps its bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def shard_name(index: int) -> str:
 
 
 def write_shard(path: Path, fields: Sequence[FieldInfo], rows: Mapping[str, Array]) -> int:
-    """Write all rows, in little memory; the file has its name when it is on the disk. Returns its size."""
+    """Write all rows, in little memory; the file gets its name once it is on the disk. Returns its size."""
     num_rows = len(rows[fields[0].name])
     with replacing(path) as file:
         file.write(safetensors_header([_spec(field, num_rows) for field in fields]))
@@ -77,15 +77,15 @@ def map_shard(folder: Path, shard: ShardInfo, fields: Sequence[FieldInfo]) -> di
 
 
 def record_dtype(fields: Sequence[FieldInfo]) -> np.dtype[Any]:
-    """Of a record of the tail."""
     return np.dtype([*((field.name, field.dtype, field.shape) for field in fields), (ROWS_LEFT, "int32")])
 
 
 def read_tail(folder: Path, dtype: np.dtype[Any], next_iteration: int) -> Records:
-    """The records that follow the shards, up to the last complete iteration; mapped, not read. None is no tail.
+    """The records that follow the shards, up to the last complete iteration; mapped, not read. No file is an empty
+    tail.
 
-    `next_iteration` follows the last one in a shard. Records of earlier iterations are left over from a writer that was
-    killed after it had made a shard of them. Raises TraceError if the tail cannot be read.
+    `next_iteration` is the one after the last in a shard. Records of earlier iterations are left over from a writer
+    that was killed after it had put them in a shard. Raises TraceError if the tail cannot be read.
     """
     path = folder / TAIL_NAME
     nothing: Records = np.empty(0, dtype)
@@ -107,7 +107,7 @@ def read_tail(folder: Path, dtype: np.dtype[Any], next_iteration: int) -> Record
 
 
 def _num_complete(iterations: npt.NDArray[np.int64], rows_left: npt.NDArray[np.int32], next_iteration: int) -> int:
-    """How many records, from the first, make up iterations that count up from `next_iteration` and are complete."""
+    """How many records, from the first, form complete iterations that count up from `next_iteration`."""
     if len(iterations) == 0 or iterations[0] != next_iteration:
         return 0
     left = rows_left.astype(np.int64)

@@ -42,13 +42,13 @@ _FLOAT16_MAX = 65504.0
 
 
 class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
-    """Makes a trace in `folder`, which must be new or empty.
+    """Writes a trace to `folder`, which must be new or empty.
 
-    `fields`: the optional fields to record, and those of every trace about which there is more to say than that they
-    are real (see `trace_field`). Rows are in the file system when `append` returns: a process that is killed loses
-    nothing; a machine that loses power keeps what is in shards. As a context manager: an exception leaves a trace
-    that is not complete and holds everything appended. Raises TraceError where the folder is in use or cannot be
-    written to, or where a field's rows are not what they must be.
+    `fields`: the optional fields to record, and those of every trace that need a note or are not real (see
+    `trace_field`). Rows are in the file system when `append` returns: a process that is killed loses nothing; a machine
+    that loses power keeps what is in shards. As a context manager: an exception leaves an incomplete trace with
+    everything appended. Raises TraceError where the folder is in use or cannot be written to, or where a field's rows
+    are not what they must be.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
         return number
 
     def append(self, rows: Mapping[str, npt.ArrayLike]) -> None:
-        """Add one iteration: every stored field but `iteration`, [T, ...]. No rows are no iteration.
+        """Add one iteration: every stored field but `iteration`, [T, ...]. No rows add no iteration.
 
         `request` may be left out where all rows belong to the request that began last.
         """
@@ -172,7 +172,7 @@ class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
         return records
 
     def _finish_shard(self) -> None:
-        """Make the tail's rows a shard. What a crash leaves between any two steps opens as the same rows."""
+        """Turn the tail's rows into a shard. After a crash between any two steps the trace opens with the same rows."""
         first = self._manifest
         name = shard_name(len(first.shards))
         with self._disk_errors(f"writing {name}"):
@@ -209,7 +209,7 @@ class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
 
 @contextlib.contextmanager
 def whole_trace(folder: Path, **arguments: Any) -> Iterator[TraceWriter]:
-    """A TraceWriter of these arguments whose trace is removed where an exception comes before its end."""
+    """A TraceWriter with these arguments; its trace is removed if an exception comes before its end."""
     writer = TraceWriter(folder, **arguments)
     try:
         with writer:
@@ -244,7 +244,7 @@ def _open_appending(path: Path) -> int:
 
 
 def _write_all(fd: int, data: bytes | memoryview) -> None:
-    """All of `data`, or nothing of it where the disk is full."""
+    """Write all of `data`, or nothing of it where the disk is full."""
     before = os.fstat(fd).st_size
     left = memoryview(data).cast("B")
     try:

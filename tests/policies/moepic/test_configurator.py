@@ -18,7 +18,7 @@ from expertly.policies.allocation.moepic import (
     uniform_plan,
 )
 from expertly.policies.allocation.moepic.configurator import Forecaster
-from expertly.policies.allocation.uniform import equal_shares
+from expertly.policies.allocation.uniform import equal_quotas
 from tests.policies.moepic.builders import allocations, gathered, perfect, random_model, shape_of, useless
 
 TIMES = {"attention_ns": 40_000, "moe_ns": 40_000, "load_ns": 100_000, "head_ns": 40_000}
@@ -45,7 +45,7 @@ def test_budgets_are_possible_and_no_worse_than_equal_ones(span_ns: int, zeta: f
         assert found == configure(shape, [kept], rates, timing, zeta)
 
 
-def test_what_is_forecast_is_of_the_plan() -> None:
+def test_the_forecast_is_that_of_the_plan() -> None:
     for seed in range(6):
         shape, kept, rates, timing = random_model(seed)
         found, forecaster = configure(shape, [kept], rates, timing), Forecaster(shape, rates, timing)
@@ -55,7 +55,7 @@ def test_what_is_forecast_is_of_the_plan() -> None:
             assert following.window_ns == timing.next_window_ns(layer, np.array(one.loaded))
             assert 0 <= one.loaded <= timing.top_k[layer]
             assert one.exposed_ns == timing.exposed_ns(layer, np.array(one.loaded))
-        assert found.uniform_exposed_ns == forecaster.forecast(equal_shares(shape, [kept])).exposed_ns
+        assert found.uniform_exposed_ns == forecaster.forecast(equal_quotas(shape, [kept])).exposed_ns
         assert found.start_exposed_ns == exposed(forecaster, uniform_plan(shape, [kept]))
 
 
@@ -148,7 +148,7 @@ def test_memory_stays_in_its_size_class() -> None:
     assert budgets[1] > budgets[0] and budgets[3] > budgets[2]
 
 
-def test_what_does_not_fit_together_is_said() -> None:
+def test_parts_that_do_not_fit_together_are_refused() -> None:
     shape, kept, rates, timing = random_model(0)
     with pytest.raises(ConfigError, match=r"zeta=1\.0: must be above 0 and below 1"):
         configure(shape, [kept], rates, timing, zeta=1.0)
@@ -188,7 +188,7 @@ def test_moves_as_printed_are_algorithm_1() -> None:
         forecaster, step = Forecaster(shape, rates, timing), max(1, round(0.02 * kept))
         most = [layer.num_experts * shape.segments_per_expert for layer in shape.layers]
         layers = range(shape.num_layers)
-        now = list(equal_shares(shape, [kept]))
+        now = list(equal_quotas(shape, [kept]))
         while True:
             first = forecaster.forecast(now).exposed_ns
             more = forecaster.forecast([min(now[i] + step, most[i]) for i in layers]).exposed_ns

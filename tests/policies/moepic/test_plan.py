@@ -117,7 +117,7 @@ def test_a_plan_fits_its_own_model_only() -> None:
 
 GEOMETRY = shape_of(3)
 OF_SYSTEMS = SplitPlan(GEOMETRY, (LayerSplit(2, 3, 7), LayerSplit(0, 0, 0), LayerSplit(3, 4, 12)))
-KNOWN = Known(plan=OF_SYSTEMS)
+KNOWN = Known(given=(OF_SYSTEMS,))
 PLANNED = ("split", "moepic")
 
 
@@ -139,7 +139,7 @@ def test_round_trip(tmp_path: Path) -> None:
         (json.dumps({**PLAN.to_dict(), "layers": []}), "plan field layers="),
     ],
 )
-def test_what_is_no_plan(tmp_path: Path, text: str | None, message: str) -> None:
+def test_files_that_are_no_plans_are_refused(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "plan.json"
     if text is not None:
         path.write_text(text)
@@ -179,17 +179,17 @@ def test_recorded_decisions_say_by_which_plan() -> None:
 def test_layers_keep_what_it_says(name: str) -> None:
     assert get_system(f"lru:allocation={name}").takes_plan
     allocation = ALLOCATIONS[name].make(GEOMETRY, KNOWN)
-    shares = allocation.shares([40])
+    shares = allocation.quotas([40])
     assert shares == [7, 0, 12]
     assert allocation.tops(shares) == [3, 4, 4], "of an expert that a layer without any would keep, all"
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_the_rest_is_for_staging_until_another_plan_keeps_it(name: str) -> None:
+def test_the_rest_of_a_budget_is_staging_slots_until_a_plan_keeps_it(name: str) -> None:
     budget = split_budget(GEOMETRY, GEOMETRY.nbytes // 2)
     system = get_system(f"lru:allocation={name}")
     given = system.budget(GEOMETRY, budget, KNOWN)
-    assert (given.kept_slots, given.ring_slots) == (budget.kept_slots, budget.ring_slots) == ((28,), (8,))
+    assert (given.kept_slots, given.staging_slots) == (budget.kept_slots, budget.staging_slots) == ((28,), (8,))
     scheduler = system.scheduler(GEOMETRY, given, KNOWN)
     assert scheduler.cache.quotas == [6, 0, 12] and scheduler.cache.staging == [36 - 18]
     if name == "split":
@@ -200,7 +200,7 @@ def test_the_rest_is_for_staging_until_another_plan_keeps_it(name: str) -> None:
 
 def test_it_is_configured_anew_after_tau_tokens_within_the_plans_memory() -> None:
     allocation = ALLOCATIONS["moepic"].make(GEOMETRY, KNOWN, {"tau": "5"})
-    allocation.begin(allocation.shares([40]))
+    allocation.begin(allocation.quotas([40]))
     dice = np.random.default_rng(0)
     for token in range(5):
         assert allocation.due() is None, token

@@ -47,18 +47,18 @@ def test_theta_is_the_nearest_number_of_segments(theta: float, segments: int, to
 def test_shares_are_whole_tops_and_the_rest_goes_to_the_lowest_layer() -> None:
     """Of 3 segments each: 20 are six tops, two a layer, and two segments over; 25 are eight and one over."""
     split = SplitExperts(SHAPE, SplitOptions(0.75))
-    assert split.shares([20]) == [8, 6, 6]
-    assert split.shares([25]) == [10, 9, 6]
+    assert split.quotas([20]) == [8, 6, 6]
+    assert split.quotas([25]) == [10, 9, 6]
     assert split.tops([10, 9, 6]) == [3, 3, 3]
 
 
 @pytest.mark.parametrize("theta", [0.1, 0.8])
-def test_at_every_budget_all_there_is_is_shared_out(theta: float) -> None:
+def test_every_slot_of_every_budget_has_a_quota(theta: float) -> None:
     small, large = LayerGeometry(2, 1, 4, 30, 3, 2), LayerGeometry(9, 3, 4, 60, 3, 2)
     shape = Geometry((small, large, small, large), 10)
     for first in range(0, 41, 3):
         for second in range(0, 181, 7):
-            shares = SplitExperts(shape, SplitOptions(theta)).shares([first, second])
+            shares = SplitExperts(shape, SplitOptions(theta)).quotas([first, second])
             assert (shares[0] + shares[2], shares[1] + shares[3]) == (first, second)
             assert all(0 <= share <= one.num_experts * 10 for share, one in zip(shares, shape.layers, strict=True))
 
@@ -68,7 +68,7 @@ def test_at_every_budget_all_there_is_is_shared_out(theta: float) -> None:
 
 def begun(tau: int = 3, share: float = 0.6) -> MoEpic:
     allocation = MoEpic(SHAPE, MoEpicOptions(tau=tau, start="half"))
-    allocation.begin(allocation.shares(split_budget(SHAPE, int(SHAPE.nbytes * share)).kept_slots))
+    allocation.begin(allocation.quotas(split_budget(SHAPE, int(SHAPE.nbytes * share)).kept_slots))
     return allocation
 
 
@@ -82,7 +82,7 @@ def tell(allocation: MoEpic, token: int) -> None:
 
 def test_it_is_due_after_tau_tokens_once_and_then_after_as_many_more() -> None:
     allocation = begun()
-    assert allocation.tops(allocation.shares([49])) == [2, 2, 2], "it begins with halves"
+    assert allocation.tops(allocation.quotas([49])) == [2, 2, 2], "it begins with halves"
     for token in range(3):
         assert allocation.due() is None
         tell(allocation, token)
@@ -102,10 +102,10 @@ def test_it_is_due_after_tau_tokens_once_and_then_after_as_many_more() -> None:
 
 
 @pytest.mark.parametrize(("tau", "due_at"), [(700, [0, 64, 256, 956]), (100, [0, 64, 164]), (64, [0, 64, 128])])
-def test_what_is_kept_is_worked_out_soon_at_first(tau: int, due_at: list[int]) -> None:
+def test_the_first_configurations_come_early(tau: int, due_at: list[int]) -> None:
     """By times alone before anything has run, then after 64 and 256 tokens, then after every tau."""
     allocation, found = MoEpic(SHAPE, MoEpicOptions(tau=tau)), []
-    allocation.begin(allocation.shares([49]))
+    allocation.begin(allocation.quotas([49]))
     for token in range(due_at[-1] + 1):
         if (job := allocation.due()) is not None:
             found.append(token)
@@ -123,7 +123,7 @@ def test_before_anything_is_known_whole_experts_are_kept_where_spans_cost_much()
         ("not counted", MoEpicOptions(pieces=False), Timing.of(SHAPE, 40, 40, 100, 40, span_ns=1000)),
     ):
         allocation = MoEpic(SHAPE, options)
-        allocation.begin(allocation.shares([49]))
+        allocation.begin(allocation.quotas([49]))
         job = allocation.due()
         assert job is not None
         plan = job(timing).plan
@@ -133,10 +133,10 @@ def test_before_anything_is_known_whole_experts_are_kept_where_spans_cost_much()
     assert kept == {"free": [(8, 2)] * 3, "dear": [(4, 4)] * 3, "not counted": [(8, 2)] * 3}
 
 
-def test_what_is_not_counted_changes_no_configuration() -> None:
+def test_uncounted_costs_change_no_configuration() -> None:
     for spans in (True, False):
         allocation = MoEpic(SHAPE, MoEpicOptions(tau=30, start="half", pieces=spans))
-        allocation.begin(allocation.shares([49]))
+        allocation.begin(allocation.quotas([49]))
         for token in range(30):
             tell(allocation, token)
         job = allocation.due()

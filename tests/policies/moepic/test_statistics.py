@@ -83,7 +83,7 @@ def test_nothing_observed_is_all_0_and_rates_do_not_change_afterwards() -> None:
     assert layer.rates().hits[-1] == 1
 
 
-def test_what_is_no_expert_is_not_counted() -> None:
+def test_ids_outside_the_layer_do_not_count() -> None:
     """Two needed where others need three: stored ids say so with -1, or the highest number of their type."""
     scores = np.array([[0.1, 0.2, 0.3, 0.35, 0.05]], np.float32)
     clean = LayerStatistics(5)
@@ -94,7 +94,7 @@ def test_what_is_no_expert_is_not_counted() -> None:
         assert_equal(layer.rates(), clean.rates())
 
 
-def test_what_was_long_ago_is_forgotten() -> None:
+def test_old_tokens_fade() -> None:
     """First experts 0 and 1 alone, then all eight in turn: two cached ones first hold all, then a quarter."""
     early = np.array([[0, 1]] * 1000)
     late = np.array([[2 * t % 8, (2 * t + 1) % 8] for t in range(1000)])

@@ -103,7 +103,7 @@ def test_in_lock_step_with_the_formulas(capacity: int, num_tokens: int, layers: 
                 assert found.cosine == pytest.approx(best, abs=1e-6) and found.cosine <= 1
 
 
-def test_of_equal_ones_the_newest_are_nearest_wherever_they_lie() -> None:
+def test_of_equally_near_matrices_the_newest_are_taken() -> None:
     """The length of a request does not matter, the share of its tokens does."""
     dice = np.random.default_rng(1)
     collection, same = Collection(SHAPE, 30), matrix_of(choices(dice, 9))
@@ -118,7 +118,7 @@ def test_of_equal_ones_the_newest_are_nearest_wherever_they_lie() -> None:
     assert one.cosine == pytest.approx(1, abs=1e-6)
 
 
-def test_what_has_nothing_in_common_is_no_match() -> None:
+def test_matrices_with_nothing_in_common_do_not_match() -> None:
     collection = Collection(SHAPE, 4)
     assert Match(collection).nearest(1) is None
     matrix = np.zeros((5, 7), np.int64)

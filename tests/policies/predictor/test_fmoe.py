@@ -269,7 +269,7 @@ def test_rows_of_another_stack_are_not_matched() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_what_is_not_finite_predicts_and_teaches_nothing(num_rows: int) -> None:
+def test_rows_that_are_not_finite_predict_and_teach_nothing(num_rows: int) -> None:
     predictor = learned(2, num_maps=5)
     rows = Rows(8, num_rows)
     rows.scores[0, 2, 0] = rows.embedding[0, 3] = np.nan

@@ -87,7 +87,7 @@ def test_nothing_is_like_an_empty_store_or_a_row_of_zeros() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_of_equal_maps_the_newest_is_nearest_wherever_it_lies(num_rows: int) -> None:
+def test_of_equally_near_maps_the_newest_is_taken(num_rows: int) -> None:
     dice = np.random.default_rng(2)
     store = filled(dice, 90)  # more than it holds: rows are not in the order of their age
     same, embedding = random_scores(dice, 1, LAYERS, EXPERTS), dice.standard_normal((1, HIDDEN), np.float32)

@@ -18,7 +18,7 @@ def born_of(store: MapStore) -> list[int]:
     return sorted(store.born[: store.num_maps].tolist())
 
 
-def test_what_is_no_expert_of_the_layer_is_no_choice() -> None:
+def test_ids_outside_the_layer_are_no_choices() -> None:
     store = MapStore(ModelShape((8, 4), (2, 2)), 4)
     chosen = np.array([[[7, 99], [4, 3]], [[-1, 0], [65535, 1]]], np.int32)
     store.add(random_scores(np.random.default_rng(0), 2, 2, 8), chosen, np.array([1, 2]))

@@ -32,7 +32,7 @@ from tests.weights import random_weights
 
 def known(shape: Geometry, future: ListFuture, seed: int = 0) -> Known:
     """All that a predictor may ask for."""
-    return Known(future=future, seed=seed, learned=random_weights(shape.layers, seed=seed))
+    return Known(future=future, seed=seed, given=(random_weights(shape.layers, seed=seed),))
 
 
 def watched(name: str, distance: int, **settings: Any) -> tuple[ListFuture, list[tuple[int, Prediction]]]:
@@ -66,7 +66,7 @@ def test_of_one_row_scores_are_probabilities(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PREDICTORS)
-def test_what_it_is_made_of_is_checked(name: str) -> None:
+def test_its_arrays_are_checked(name: str) -> None:
     one = PREDICTORS[name]
     with pytest.raises(ConfigError, match=f"prediction='{name}': option 'colour': unknown"):
         one.make(SHAPE, Known(future=some_future(SHAPE, 1)), 1, {"colour": "red"})

@@ -51,7 +51,7 @@ def test_an_id_asks_again_for_what_it_has_asked_for_most() -> None:
 
 
 @pytest.mark.parametrize("token", [9, -1])
-def test_of_an_id_that_is_not_known_the_most_popular(token: int) -> None:
+def test_for_an_unknown_id_the_most_popular_experts_are_named(token: int) -> None:
     one = token_id()
     for _ in range(2):
         run(one, [7], [[0, 1]], [[2, 3]], [[4, 5]])
@@ -79,7 +79,7 @@ def test_only_a_pass_that_was_seen_whole_and_ended_well_teaches(what: str) -> No
     for layer in range(3):
         routed = chose(layer, [3, 4], [3, 4]) if what == "other rows" and layer == 1 else chose(layer, [3, 4])
         if what == "no choices" and layer == 2:
-            routed = type(routed)(routed.demand)
+            routed = type(routed)(routed.router)
         if not (what == "a layer is missing" and layer == 1):
             list(one.router_ran(routed))
     if what == "no end":  # nor a beginning: these rows are not of 7
@@ -116,7 +116,7 @@ def test_it_is_filled_from_a_training_part_and_learns_on() -> None:
 # -- memory ----------------------------------------------------------------------------------------------------
 
 
-def test_of_more_ids_than_it_may_remember_those_seen_last_stay() -> None:
+def test_of_too_many_ids_those_seen_last_are_kept() -> None:
     """Against a dict of counts that is cut by hand, over prompts longer than the capacity, too."""
     dice = np.random.default_rng(3)
     counts, naive = IdCounts(SHAPE, capacity=5), dict[int, np.ndarray]()

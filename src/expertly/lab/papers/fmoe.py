@@ -649,7 +649,7 @@ def breakdown(lab: Lab) -> Finding:
         "link busy: loads and prefetches": (float(row.loading_s.sum()), "beside it"),
     }
     rows = [(what, where, spent / num, spent / total) for what, (spent, where) in parts.items()]
-    free = lab.runs_of(lab.schedules(), HARDWARE, matcher="inline").row(FMOE)
+    free = lab.runs_of(lab.schedules(), HARDWARE, predicting="inline").row(FMOE)
     checks = [
         rules.same(
             "matching and updating, which are asynchronous, add nothing to an iteration",

@@ -544,7 +544,7 @@ class Lab:
         *,
         traces: Sequence[Trace] | None = None,
         is_queued: bool = False,
-        matcher: str = "virtual",
+        predicting: str = "virtual",
     ) -> Runs:
         """Of other schedules, or other traces of the same model, one a seed."""
         subject = self.subject
@@ -558,7 +558,7 @@ class Lab:
                 subject.dense,
                 seed=self.seed + number,
                 is_queued=is_queued,
-                matcher=matcher,
+                predicting=predicting,
                 progress=self.progress,
             )
             for number, schedule in enumerate(schedules)

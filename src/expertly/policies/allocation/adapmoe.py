@@ -1,4 +1,4 @@
-"""Layers that miss more keep more: the fewest expected loads (AdapMoE's cache allocation)."""
+"""Gives more slots to layers that miss more, for the fewest expected loads (AdapMoE's cache allocation)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy.typing as npt
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
-from expertly.core.messages import RouterRan
+from expertly.core.messages import Prediction, RouterRan
 from expertly.policies.allocation.base import Allocation
-from expertly.policies.allocation.uniform import class_sums, layers_of, uniform_shares, with_rests
+from expertly.policies.allocation.uniform import class_sums, layers_of, uniform_quotas, with_rests
 from expertly.policies.base import PolicyOptions, option
-from expertly.policies.known import NOTHING, Known
+from expertly.policies.known import NOTHING, Known, Training
 
 Costs = Sequence[npt.NDArray[np.floating[Any]] | npt.NDArray[np.integer[Any]]]
 
 _LEAST_GAIN = 0.01
-"""Share of the expected loads that other shares must spare, to be worth moving experts for (our choice)."""
+"""The least share of the expected loads that new quotas must save to be taken (our choice)."""
 
 _NEVER = 1 << 62
 _STEPS = 30
@@ -35,49 +35,48 @@ class AdapMoEOptions(PolicyOptions):
 
 
 class AdapMoE(Allocation):
-    """Whole experts go where they spare most: of layer l with s kept, misses_l(s) x (1 - a_l) loads are expected.
-    misses_l is of an LRU cache, from stack distances; a_l is the share of what is needed that predictions name, and is
-    prefetched. Prompts are left out: they fill what is empty and evict nothing.
+    """Whole experts go where they save most: a layer l that keeps s experts is expected to load misses_l(s) x (1 -
+    a_l). misses_l is that of an LRU cache, from stack distances; a_l is the share of needed experts that predictions
+    name, and that are prefetched. Prompts do not count, since they evict nothing.
 
-    With Known.usage, what a training part shows, shares are fixed. Without, they are uniform until `tau` tokens have
-    been decoded; then, and after every `tau` more, they are worked out from all that was seen.
+    With the Usage of a training part quotas are fixed. Without, they are uniform until `tau` tokens have been decoded;
+    then, and after every `tau` more, they are computed from everything seen so far.
     """
 
     name = "adapmoe"
     options = AdapMoEOptions
     needs_layers = True
-    takes_usage = True
 
     def __init__(self, geometry: Geometry, options: AdapMoEOptions = AdapMoEOptions(), known: Known = NOTHING) -> None:
         super().__init__(geometry)
-        self._usage = known.usage
+        self._usage = known.get(Usage)
         self.is_online = self._usage is None
         self._tau = self._due = options.tau
         self._seen = [StackDistances(layer.num_experts) for layer in geometry.layers] if self.is_online else []
-        self._shares: list[int] = []
+        self._quotas: list[int] = []
         self._recall: Sequence[float] = () if self._usage is None else self._usage.recall
         self._num_tokens = 0
         self._num_moves = 0
 
-    def shares(self, kept_slots: Sequence[int]) -> list[int]:
+    @classmethod
+    def training(cls, geometry: Geometry) -> UsageTraining:
+        return UsageTraining(geometry)
+
+    def quotas(self, kept_slots: Sequence[int]) -> list[int]:
         if self._usage is None:
-            return uniform_shares(self.geometry, kept_slots)
+            return uniform_quotas(self.geometry, kept_slots)
         return self._best(kept_slots, _expected_loads(self._usage.misses, self._usage.recall))
 
-    def begin(self, shares: Sequence[int]) -> None:
-        self._shares = list(shares)
+    def begin(self, quotas: Sequence[int]) -> None:
+        self._quotas = list(quotas)
 
-    def ran(self, demand: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
-        if not demand.serves_decode:
+    def ran(self, router: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
+        if not router.serves_decode:
             return None
-        self._seen[demand.layer].add(
-            (num, expert)
-            for num, expert, is_decode in zip(demand.num_tokens, demand.experts, demand.is_decode, strict=True)
-            if num and is_decode
-        )
-        if demand.layer < self.geometry.num_layers - 1:
+        self._seen[router.layer].add(_decoding(router))
+        if router.layer < self.geometry.num_layers - 1:
             return None
-        self._num_tokens += demand.batch_tokens if False not in demand.is_decode else 1  # a prompt's do not count
+        self._num_tokens += router.batch_tokens if False not in router.is_decode else 1  # a prompt's do not count
         if self._num_tokens < self._due:
             return None
         self._due = self._num_tokens + self._tau
@@ -85,46 +84,87 @@ class AdapMoE(Allocation):
 
     def _solve(self, recall: Sequence[float]) -> list[int] | None:
         costs = _expected_loads([seen.misses() for seen in self._seen], recall)
-        shares = self._best(class_sums(self.geometry, self._shares), costs)
+        quotas = self._best(class_sums(self.geometry, self._quotas), costs)
         num_segments = self.geometry.segments_per_expert
         before, after = (
-            float(sum(cost[share // num_segments] for cost, share in zip(costs, one, strict=True)))
-            for one in (self._shares, shares)
+            float(sum(cost[quota // num_segments] for cost, quota in zip(costs, one, strict=True)))
+            for one in (self._quotas, quotas)
         )
-        if shares == self._shares or (self._num_moves and after >= (1 - _LEAST_GAIN) * before):
+        if quotas == self._quotas or (self._num_moves and after >= (1 - _LEAST_GAIN) * before):
             return None
         self._recall = tuple(recall)
         self._num_moves += 1
-        self._shares = shares
-        return list(shares)
+        self._quotas = quotas
+        return list(quotas)
 
     def _best(self, kept_slots: Sequence[int], costs: Costs) -> list[int]:
         num_segments = self.geometry.segments_per_expert
-        shares = [0] * self.geometry.num_layers
+        quotas = [0] * self.geometry.num_layers
         for size_class, slots in enumerate(kept_slots):
             layers = layers_of(self.geometry, size_class)
-            best = cheapest_shares([costs[layer] for layer in layers], slots // num_segments)
+            best = cheapest_quotas([costs[layer] for layer in layers], slots // num_segments)
             for layer, num_experts in zip(layers, best, strict=True):
-                shares[layer] = num_experts * num_segments
-        return with_rests(self.geometry, kept_slots, shares)
+                quotas[layer] = num_experts * num_segments
+        return with_rests(self.geometry, kept_slots, quotas)
 
     def facts(self) -> dict[str, object]:
-        """`learned`: from where; `recall`: the a_l by which shares were chosen, None while there are none; `moves`: how
-        often shares changed.
+        """`learned`: from what; `recall`: the a_l by which quotas were chosen, None before that; `moves`: how often
+        quotas changed.
         """
         learned = f"online, from {self._num_tokens} decoded tokens" if self._usage is None else self._usage.origin
         recall = [round(a, 4) for a in self._recall]
         return {"learned": learned, "recall": recall or None, "moves": self._num_moves}
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Each layer's decode in a training part."""
+
+    misses: tuple[npt.NDArray[np.int64], ...]  # [E + 1] of each: demands that an LRU cache of s = 0..E experts misses
+    recall: tuple[float, ...]  # share of what a layer needed that the system's predictor named
+    origin: str  # in words
+
+
+class UsageTraining(Training):
+    """Counts the misses of LRU caches of every size, and how much the predictor names of what is needed."""
+
+    needs_predictions = True
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._seen = [StackDistances(layer.num_experts) for layer in geometry.layers]
+        self._newest: dict[int, Sequence[int]] = {}  # experts that the newest prediction of each layer named
+        self._num_needed, self._num_named = [0] * geometry.num_layers, [0] * geometry.num_layers
+
+    def predicted(self, prediction: Prediction) -> None:
+        self._newest[prediction.layer] = prediction.experts
+
+    def router_ran(self, router: RouterRan) -> None:
+        decoding = _decoding(router)
+        self._seen[router.layer].add(decoding)
+        needed = {expert for _, expert in decoding}
+        self._num_needed[router.layer] += len(needed)
+        self._num_named[router.layer] += len(needed.intersection(self._newest.pop(router.layer, ())))
+
+    def found(self, origin: str) -> Usage:
+        pairs = zip(self._num_named, self._num_needed, strict=True)
+        recall = tuple(named / max(1, needed) for named, needed in pairs)
+        return Usage(tuple(one.misses() for one in self._seen), recall, origin)
+
+
+def _decoding(router: RouterRan) -> list[tuple[int, int]]:
+    """(tokens, expert) of the experts that decode needs."""
+    every = zip(router.num_tokens, router.experts, router.is_decode, strict=True)
+    return [(num, expert) for num, expert, is_decode in every if num and is_decode]
+
+
 def _expected_loads(misses: Sequence[npt.NDArray[np.int64]], recall: Sequence[float]) -> Costs:
-    """Of each layer, by the experts that it keeps."""
+    """For each layer, the expected loads by the number of experts that it keeps."""
     return [of_layer * (1 - a) for of_layer, a in zip(misses, recall, strict=True)]
 
 
 class StackDistances:
-    """How deep in least-recently-used order the experts lie that a layer is asked for (Mattson). A cache of s experts
-    that evicts the least recently used one holds the s topmost: one pass gives the misses of every size.
+    """Counts how deep demanded experts lie in least-recently-used order (Mattson). An LRU cache of s experts holds the
+    s topmost, so one pass gives the misses of every size.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -132,8 +172,8 @@ class StackDistances:
         self._counts = [0] * (num_experts + 1)  # requests by depth; the last entry: first requests
 
     def add(self, demands: Iterable[tuple[int, int]]) -> None:
-        """What one pass asks for: (tokens, expert) of each. All are looked up before any counts as used; then the
-        busiest is the most recent, as the policy `lru` has it.
+        """The (tokens, expert) that one pass demands. All are looked up before any counts as used; then the busiest is
+        the most recent, as in the policy `lru`.
         """
         stack, counts = self._stack, self._counts
         ranked = sorted(demands)
@@ -145,18 +185,18 @@ class StackDistances:
             stack.insert(0, expert)
 
     def misses(self) -> npt.NDArray[np.int64]:
-        """[E + 1]: the requests so far that a cache of s = 0..E experts would have missed."""
+        """[E + 1]: the demands so far that a cache of s = 0..E experts would have missed."""
         counts = np.array(self._counts, np.int64)
         beyond: npt.NDArray[np.int64] = counts.sum() - np.concatenate(([0], np.cumsum(counts[:-1])))
         return beyond
 
 
-def cheapest_shares(costs: Costs, num_experts: int) -> list[int]:
-    """Experts of each layer, `num_experts` in all, with the least sum of `costs[layer][experts of it]`: exactly, by a
-    dynamic program in O(sum of E x num_experts).
+def cheapest_quotas(costs: Costs, num_experts: int) -> list[int]:
+    """Experts of each layer, `num_experts` in all, with the least sum of `costs[layer][experts]`: exactly, by a dynamic
+    program in O(sum of E x num_experts).
 
-    `costs[layer]` is [E + 1], of at least 0, falling or not. Of what costs the same, what is most even (the least sum
-    of squares) comes first, then what gives the lowest layers most.
+    `costs[layer]` is [E + 1], at least 0, falling or not. Among equal sums the most even (of least sum of squares)
+    comes first, then the one that gives the lowest layers most.
     """
     limits = [len(cost) - 1 for cost in costs]
     if not 0 <= num_experts <= sum(limits):
@@ -174,18 +214,18 @@ def cheapest_shares(costs: Costs, num_experts: int) -> list[int]:
                 np.minimum(least[num:end], following[: end - num] + price, out=least[num:end])
         most = min(num_experts, most + len(key) - 1)
         below.append(least)
-    shares, left = [], num_experts
+    quotas, left = [], num_experts
     for layer, key in enumerate(keys):
         here, following = below[len(keys) - layer][left], below[len(keys) - layer - 1]
         nums = np.arange(min(left, limits[layer]) + 1)
         (best,) = np.nonzero(key[nums] + following[left - nums] == here)
-        shares.append(int(best[-1]))
-        left -= shares[-1]
-    return shares
+        quotas.append(int(best[-1]))
+        left -= quotas[-1]
+    return quotas
 
 
 def _keys(costs: Costs) -> list[npt.NDArray[np.int64]]:
-    """Cost, then square, as one integer: sums of them compare as the pairs of sums do, without rounding."""
+    """Cost and square in one integer, whose sums compare as the pairs of sums do, without rounding."""
     squares = sum((len(cost) - 1) ** 2 for cost in costs).bit_length()
     whole = int(np.ceil(sum(float(cost.max()) for cost in costs))).bit_length()
     steps = min(_STEPS, 60 - squares - whole)

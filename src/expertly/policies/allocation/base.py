@@ -1,4 +1,4 @@
-"""The contract of an allocation: it says how many slots each layer's cache has, and nothing else."""
+"""The contract of an allocation: how many slots each layer's cache has."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ if TYPE_CHECKING:
     from expertly.policies.allocation.moepic.timing import Timing
 
 Job = Callable[["Timing"], "Configuration"]
-"""From how long the parts of a decode step take to what layers should keep: plain data in and out."""
+"""From the times of a decode step to what layers should keep: plain data in and out."""
 
 
 class Allocation(Policy, ABC):
-    """Of one model. Shares are in segments: of a layer, 0 to what its experts fill; together no more than is kept of
-    each size class. What no layer keeps is staging slots. None reads a clock; ties are as docs/conventions.md says.
+    """Divides the slots of one model among its layers. Quotas are in segments, from 0 to all segments of a layer's
+    experts; in each size class together at most what is kept. What no layer keeps is staging slots. None reads a clock;
+    ties are as docs/conventions.md says.
     """
 
     family = "allocation"
     keeps: ClassVar[bool] = True
-    """False: no layer keeps anything."""
+    """Whether layers keep anything."""
     needs_layers: ClassVar[bool] = False
-    """Works with one cache a layer only: over all layers there is nothing to share out."""
-    takes_usage: ClassVar[bool] = False
-    """Makes something of Known.usage."""
+    """Whether it works with one cache a layer only."""
     splits: ClassVar[bool] = False
-    """May keep parts of experts, and begins with Known.plan where there is one."""
+    """Whether it may keep parts of experts, starting from a known SplitPlan where there is one."""
     is_configured: ClassVar[bool] = False
     """Whether anything is ever `due`."""
 
     is_online = False
-    """Whether it looks at what layers are asked for: only then are `ran` and `predicted` called."""
+    """Whether `ran` and `predicted` are called."""
 
     def __init__(self, geometry: Geometry, options: Any = PolicyOptions(), known: Known = NOTHING) -> None:
         self.geometry = geometry
@@ -49,38 +48,46 @@ class Allocation(Policy, ABC):
         """One with these options, as the user wrote them. Raises ConfigError."""
         return cls(geometry, cls.parse(given), known)
 
+    def __init_subclass__(cls) -> None:
+        if "shares" in vars(cls):
+            raise ConfigError(f"allocation {cls.__name__!r}: its method `shares` is called `quotas` now; rename it")
+
     @abstractmethod
-    def shares(self, kept_slots: Sequence[int]) -> list[int]:
-        """Before anything has run: of so many slots of each size class, those of each layer."""
+    def quotas(self, kept_slots: Sequence[int]) -> list[int]:
+        """The quota of each layer before anything has run, given the kept slots of each size class."""
         ...
 
-    def begin(self, shares: Sequence[int]) -> None:
-        """The caches have these shares now. Said once, before `ran`."""
+    def begin(self, quotas: Sequence[int]) -> None:
+        """The caches have these quotas now. Called once, before `ran`."""
 
-    def tops(self, shares: Sequence[int]) -> list[int] | None:
-        """Of each layer with these shares, how many segments of an expert the cache keeps, from its top, 1 to P; None:
-        whole experts. What a share leaves that does not hold such a top is staging slots.
+    def tops(self, quotas: Sequence[int]) -> list[int] | None:
+        """For each layer with these quotas, how many segments of an expert it keeps, from its top, 1 to P; None: whole
+        experts. The rest of a quota that holds no whole top is staging slots.
         """
         return None
 
     def predicted(self, prediction: Prediction) -> None:
-        """Of a layer, before its router has run."""
+        """A layer whose router has not run was predicted."""
 
     def due(self) -> Job | None:
-        """Between layers: what to work out now, once; None: nothing. It may take long, and holds nothing of this."""
+        """Between layers: what is to be worked out now, said once; None: nothing. The job may take long, beside the
+        model, and holds nothing of this.
+        """
         return None
 
-    def configured(self, plan: SplitPlan) -> None:
-        """This is what layers keep from now on. Raises ConfigError where nobody asked for it."""
+    def configured(self, plan: SplitPlan) -> tuple[list[int], list[int]]:
+        """Layers keep this from now on. Returns its `kept`. Raises ConfigError where the allocation takes no plan, or
+        the plan is for another model.
+        """
         raise ConfigError("plan: this allocation takes none; accepted: allocation=moepic")
 
-    def ran(self, demand: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
-        """A layer has run. Other shares from now on, with the same sum in each size class; None: as they were.
+    def ran(self, router: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
+        """A layer has run. Returns quotas to take from now on, of the same sum in each size class, or None.
 
-        `recall`: of a layer, the share of what decode needed so far that predictions had named in time.
+        `recall(layer)`: the share of what the layer's decode needed so far that predictions named in time.
         """
         return None
 
     def facts(self) -> dict[str, object]:
-        """What it has to say of itself, for results: plain data by names that its documentation explains."""
+        """Facts for results: plain data by names that its documentation explains."""
         return {}

@@ -1,4 +1,4 @@
-"""Every layer keeps as much as any other, or nothing."""
+"""Equal quotas, or none at all."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from expertly.policies.allocation.base import Allocation
 
 
 class Uniform(Allocation):
-    """Equal shares of whole experts, the remainder to the lowest layers."""
+    """Equal quotas of whole experts, the remainder to the lowest layers."""
 
     name = "uniform"
 
-    def shares(self, kept_slots: Sequence[int]) -> list[int]:
-        return uniform_shares(self.geometry, kept_slots)
+    def quotas(self, kept_slots: Sequence[int]) -> list[int]:
+        return uniform_quotas(self.geometry, kept_slots)
 
 
 class NoneKept(Allocation):
-    """No layer keeps anything (Pre-gated MoE): every expert uses staging slots, and is gone when its layer ends."""
+    """No layer keeps anything (Pre-gated MoE): every expert uses staging slots and is dropped when its layer ends."""
 
     name = "none"
     keeps = False
 
-    def shares(self, kept_slots: Sequence[int]) -> list[int]:
+    def quotas(self, kept_slots: Sequence[int]) -> list[int]:
         return [0] * self.geometry.num_layers
 
 
-def equal_shares(geometry: Geometry, totals: Sequence[int], segments_per_expert: int | None = None) -> list[int]:
-    """Of each layer: equal shares of the segments of each size class, a remainder to the lowest layers; none gets more
-    than its experts fill. `segments_per_expert` 1: the same in whole experts; None: as the model is cut.
+def equal_quotas(geometry: Geometry, totals: Sequence[int], segments_per_expert: int | None = None) -> list[int]:
+    """For each layer an equal quota of the segments of its size class, the remainder to the lowest layers, and none
+    more than its experts fill. `segments_per_expert`: 1 counts whole experts; None: as the model is cut.
 
     Raises BudgetError where `totals` is not a number at least 0 for each class.
     """
@@ -38,49 +38,54 @@ def equal_shares(geometry: Geometry, totals: Sequence[int], segments_per_expert:
         accepted = f"a number at least 0 for each of {geometry.num_size_classes} size classes"
         raise BudgetError(f"kept_segments={list(totals)}: must be {accepted}")
     per_expert = segments_per_expert or geometry.segments_per_expert
-    shares = [0] * geometry.num_layers
+    quotas = [0] * geometry.num_layers
     for size_class, total in enumerate(totals):
         most = {layer: geometry.layers[layer].num_experts * per_expert for layer in layers_of(geometry, size_class)}
         left = min(total, sum(most.values()))
-        waiting = sorted(most, key=most.__getitem__)  # those that an equal share more than fills come first
+        waiting = sorted(most, key=most.__getitem__)  # those that an equal quota more than fills come first
         while waiting and most[waiting[0]] * len(waiting) <= left:
             layer = waiting.pop(0)
-            shares[layer] = most[layer]
+            quotas[layer] = most[layer]
             left -= most[layer]
         for number, layer in enumerate(sorted(waiting)):
-            shares[layer] = left // len(waiting) + (number < left % len(waiting))
-    return shares
+            quotas[layer] = left // len(waiting) + (number < left % len(waiting))
+    return quotas
 
 
-def uniform_shares(geometry: Geometry, kept_slots: Sequence[int]) -> list[int]:
-    """Equal shares of whole experts, then what is left of one.
+def uniform_quotas(geometry: Geometry, kept_slots: Sequence[int]) -> list[int]:
+    """Equal quotas of whole experts; then the remainder.
 
-    A layer whose share ends within an expert keeps a part of one, which leaves a hole in a block of slots; one such
-    layer a class is harmless, one in every layer left no whole block (3.5 spans an expert instead of 1, at P = 4).
+    A layer whose quota ends within an expert keeps a part of one, which leaves a hole in a block of slots. One such
+    layer a class is harmless; one in every layer left no whole block (3.5 spans an expert instead of 1, at P = 4).
     """
     num_segments = geometry.segments_per_expert
-    experts = equal_shares(geometry, [slots // num_segments for slots in kept_slots], 1)
+    experts = equal_quotas(geometry, [slots // num_segments for slots in kept_slots], 1)
     return with_rests(geometry, kept_slots, [num * num_segments for num in experts])
 
 
-def with_rests(geometry: Geometry, kept_slots: Sequence[int], shares: list[int]) -> list[int]:
-    """Shares of whole experts; what is left of one in a size class goes to the lowest layer of it that is not full."""
+def with_rests(geometry: Geometry, kept_slots: Sequence[int], quotas: list[int]) -> list[int]:
+    """Quotas of whole experts to which what remains of one in a size class is added, in its lowest layer that is not
+    full.
+    """
     num_segments = geometry.segments_per_expert
     for size_class, slots in enumerate(kept_slots):
         if rest := slots % num_segments:
             layers = layers_of(geometry, size_class)
-            shares[next(one for one in layers if shares[one] < geometry.layers[one].num_experts * num_segments)] += rest
-    return shares
+            quotas[next(one for one in layers if quotas[one] < geometry.layers[one].num_experts * num_segments)] += rest
+    return quotas
+
+
+def whole_tops(quota: int, top: int, num_experts: int) -> int:
+    """The segments of a layer's quota that hold whole tops, of `top` segments each."""
+    return min(quota // top, num_experts) * top
 
 
 def layers_of(geometry: Geometry, size_class: int) -> list[int]:
-    """The layers of a size class, from the lowest."""
     return [layer for layer, its_class in enumerate(geometry.size_classes) if its_class == size_class]
 
 
-def class_sums(geometry: Geometry, shares: Sequence[int]) -> list[int]:
-    """Of shares of layers, the sum in each size class."""
+def class_sums(geometry: Geometry, quotas: Sequence[int]) -> list[int]:
     sums = [0] * geometry.num_size_classes
-    for size_class, share in zip(geometry.size_classes, shares, strict=True):
-        sums[size_class] += share
+    for size_class, quota in zip(geometry.size_classes, quotas, strict=True):
+        sums[size_class] += quota
     return sums

@@ -17,26 +17,26 @@ from expertly.policies.known import NOTHING, Known
 class EvictionPolicy(Policy, ABC):
     """Orders the kept experts of one cache (a layer's, or all layers'). Experts are dense expert ids.
 
-    The cache owns the accounting; a policy owns its counters, which persist after eviction (docs/conventions.md).
-    No policy reads a clock or iterates over a set; ties go to the lowest id.
+    The cache owns the accounting; a policy owns its counters, which persist after eviction (docs/conventions.md). No
+    policy reads a clock or iterates over a set; ties go to the lowest id.
     """
 
     family = "eviction"
     is_scored: ClassVar[bool] = False
-    """Whether it is a ScoredPolicy, by whose scores the admission `best` can go."""
+    """Whether it is a ScoredPolicy, whose scores the admission `best` compares."""
     needs_future: ClassVar[bool] = False
-    """Must be told the demands to come: runs in simulations only."""
+    """Whether it needs the future, so that it runs in simulations only."""
     needs_probabilities: ClassVar[bool] = False
-    """Goes by predicted probabilities, without which it is another policy."""
+    """Whether it needs predicted probabilities."""
     needs_best: ClassVar[bool] = False
-    """Must be told what is needed before it is kept: has no use without the admission `best`."""
+    """Whether it must be told what is needed before that is kept, as the admission `best` does."""
     is_sized: ClassVar[bool] = False
-    """Goes by the capacity that it was made for: its cache cannot change."""
+    """Whether it depends on the capacity that it was made for, which must not change then."""
 
     @classmethod
     def of_model(cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> MakePolicy:
-        """Makes the policies of all caches of one model, with options as the user wrote them. Raises ConfigError where
-        one is wrong, or `known` lacks what the policy needs.
+        """A function that makes the policies of all caches of one model, with options as the user wrote them. Raises
+        ConfigError where an option is wrong, or `known` lacks what the policy needs.
         """
         options = cls.parse(given)
 
@@ -52,13 +52,15 @@ class EvictionPolicy(Policy, ABC):
     def make(
         cls, geometry: Geometry, capacity: int, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS
     ) -> EvictionPolicy:
-        """The policy of the only cache of a model. Raises ConfigError as `of_model`."""
+        """The policy of a model's only cache. Raises ConfigError where an option is wrong, or `known` lacks what it
+        needs.
+        """
         return cls.of_model(geometry, known, given)(capacity, range(geometry.num_layers))
 
     @classmethod
     def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> EvictionPolicy:
-        """The policy of one cache of so many experts; popularity is that of experts which the cache is for. One that
-        goes by any of this overrides it.
+        """The policy of one cache of `capacity` experts; `known.popularity` holds only experts of the cache's layers. A
+        policy that uses any of this overrides it.
         """
         return cls()
 
@@ -71,56 +73,57 @@ class EvictionPolicy(Policy, ABC):
         """No segment of the expert is kept any more."""
 
     def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
-        """After a layer ran `batch_tokens` tokens: these experts served so many of them each (0: pad tokens only)."""
+        """A layer ran `batch_tokens` tokens; each of these experts served so many of them (0: pad tokens only)."""
 
     def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
-        """A layer's experts, from this id on, will be needed with these probabilities when the layer runs next."""
+        """The layer whose first expert has this id will need its experts with these probabilities when it runs next."""
 
     def expected(self, outlook: Sequence[float]) -> None:
-        """How likely each expert of the model, by its id, is used again; stays until it is said anew."""
+        """How likely each expert of the model, by id, is used again; holds until the next call."""
 
     @abstractmethod
     def victims(self, protected: Container[int]) -> Iterable[int]:
-        """Kept experts outside `protected`, the one to go first first. The cache may stop reading early."""
+        """Kept experts outside `protected`, in the order in which they are to be evicted. The cache may stop reading
+        early.
+        """
 
 
 MakePolicy = Callable[[int, Sequence[int]], EvictionPolicy]
-"""For a cache of so many experts, of these layers."""
+"""Makes the policy of a cache of so many experts, of these layers."""
 
 _Entry = tuple[float, int]  # (score, expert)
 
 _MANY = 64
-"""Kept experts from which on looking at all of them costs more than minding a heap."""
+"""Kept experts from which on sorting all of them costs more than keeping a heap."""
 
 
 class ScoredPolicy(EvictionPolicy):
-    """A policy that is a score a kept expert: the lowest goes first, then the lowest id.
+    """A policy that gives each kept expert a score: the lowest is evicted first, then the lowest id.
 
     A subclass calls `rescore` when scores have changed. Scored policies serve the admission `best`: they are told what
-    a layer needs before anything is decided, and value what is not kept, too.
+    a layer needs before anything is decided, and also score experts that are not kept.
     """
 
     is_scored = True
 
     def __init__(self) -> None:
-        self._kept: dict[int, float] = {}  # its score
-        # A cache over all layers keeps hundreds, of which a few go. So once there are many each has one live entry in a
-        # heap, no higher than its score: scores that rise cost nothing until their entry comes up.
+        self._kept: dict[int, float] = {}  # expert -> score
+        # A cache over all layers keeps hundreds of experts and evicts a few. So once there are many, each has one live
+        # entry in a heap, no higher than its score: a score that rises costs nothing until its entry comes up.
         self._has_heap = False
         self._heap: list[_Entry] = []
         self._live: dict[int, _Entry] = {}
-        self._out: list[_Entry] = []  # taken from the heap by the last question
+        self._out: list[_Entry] = []  # taken from the heap by the last `scored_victims`
 
     def needed(self, experts: Sequence[int], router: RouterRan) -> None:
-        """A layer is about to run with these experts, kept or not; `router` says how. Said if admission is `best`."""
+        """With admission `best`: a layer is about to run with these experts, kept or not, as `router` chose them."""
 
     def scores(self, experts: Sequence[int]) -> Sequence[float]:
-        """Of each of these experts, kept or not."""
         return [self.score(expert) for expert in experts]
 
     @abstractmethod
     def score(self, expert: int) -> float:
-        """What keeping the expert is worth."""
+        """The value of keeping the expert."""
 
     def admitted(self, expert: int) -> None:
         self._enter({expert: self.score(expert)})
@@ -129,7 +132,7 @@ class ScoredPolicy(EvictionPolicy):
         del self._kept[expert]
 
     def rescore(self, experts: Iterable[int]) -> None:
-        """Take the new scores of these experts, kept or not."""
+        """The scores of these experts, kept or not, have changed."""
         kept, score = self._kept, self.score
         self._enter({expert: score(expert) for expert in experts if expert in kept})
 
@@ -137,8 +140,8 @@ class ScoredPolicy(EvictionPolicy):
         return (expert for _, expert in self.scored_victims(protected))
 
     def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
-        """(score, expert) of the kept experts outside `protected`, by rising score, then id. To be read before anything
-        but `removed` is called, and before it is asked again.
+        """(score, expert) of the kept experts outside `protected`, by rising score, then id. The caller reads them
+        before it calls anything but `removed`, and before it asks again.
         """
         if not self._has_heap:
             if len(self._kept) < _MANY:
@@ -171,7 +174,6 @@ class ScoredPolicy(EvictionPolicy):
                     yield entry
 
     def _enter(self, scores: dict[int, float]) -> None:
-        """Take these scores of kept experts."""
         self._kept.update(scores)
         if not self._has_heap:
             return
@@ -191,7 +193,7 @@ class ScoredPolicy(EvictionPolicy):
         heapify(self._heap)
 
     def _put_back(self) -> None:
-        """Into the heap, what was taken from it and is kept still."""
+        """Return entries to the heap that the last question took out, as far as they are still kept."""
         for entry in self._out:
             expert = entry[1]
             if self._live.get(expert) is entry:

@@ -1,4 +1,4 @@
-"""The least likely to be used again goes first, later layers before earlier ones (MoE-Infinity, section 4.7)."""
+"""Evicts the expert least likely to be used again, in later layers before earlier ones (MoE-Infinity, section 4.7)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from expertly.policies.eviction.base import ScoredPolicy
 from expertly.policies.known import Known
 
 EPSILON = 1e-6
-"""Added to each p, and what the sum of a layer's is where it is 0."""
+"""Added to each p, and the sum of a layer's p where all are 0."""
 
 
 class EAMEviction(ScoredPolicy):
-    """The least (p + eps) x (1 - l / L) / sum of the layer's p, layers l from 0 (algorithm 1). The p are those of the
-    newest outlook; until there is one, of the newest prediction of each layer, 0 where there is none.
+    """Evicts the least (p + eps) x (1 - l / L) / sum of the layer's p, layers l from 0 (algorithm 1). The p are those
+    of the newest outlook; before the first one, of the newest prediction of each layer, or 0.
 
-    Outlooks come at most layers and all scores change with one, so scores are computed when somebody asks, all at once.
+    Each outlook changes all scores, and most layers bring one. So all scores are computed at once, when one is asked
+    for.
     """
 
     name = "eam"
@@ -53,7 +54,7 @@ class EAMEviction(ScoredPolicy):
             del self._order[bisect_left(self._order, (self.score(expert), expert))]
 
     def rescore(self, experts: Iterable[int]) -> None:
-        """Scores are those of what was said last."""
+        """Uses change no score."""
 
     def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
         if not self._has_outlook:

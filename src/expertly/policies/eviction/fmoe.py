@@ -1,4 +1,4 @@
-"""The highest 1 / (p * freq) goes first (fMoE, section 4.5)."""
+"""Evicts the highest 1 / (p * freq) first (fMoE, section 4.5)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from expertly.policies.eviction.base import ScoredPolicy
 
 LEAST = 1e-6
-"""The least p, and that of layers of which nothing has been said: there frequency alone orders."""
+"""The least p, and the p of layers without a map, where frequency alone decides."""
 
 
 class FMoEEviction(ScoredPolicy):
-    """p is the expert's probability in the map found last for its layer. The frequency starts at 1, counts tokens
-    served since the start, whether kept or not, and persists after eviction.
+    """p is the expert's probability in the newest map found for its layer. The frequency starts at 1, counts the tokens
+    served since the start, whether the expert was kept or not, and persists after eviction.
     """
 
     name = "fmoe"
@@ -21,9 +21,9 @@ class FMoEEviction(ScoredPolicy):
     def __init__(self) -> None:
         super().__init__()
         self._frequency: dict[int, int] = {}
-        self._probabilities: dict[int, Sequence[float]] = {}  # of a layer, by its first expert
-        self._first: dict[int, int] = {}  # of each expert of these layers: the first of its layer
-        self._kept_of: dict[int, dict[int, None]] = {}  # first expert -> kept ones of the layer
+        self._probabilities: dict[int, Sequence[float]] = {}  # by the first expert of a layer
+        self._first: dict[int, int] = {}  # expert -> first expert of its layer, where that has a map
+        self._kept_of: dict[int, dict[int, None]] = {}  # first expert of a layer -> its kept experts
 
     def admitted(self, expert: int) -> None:
         super().admitted(expert)

@@ -1,4 +1,4 @@
-"""Least cache priority goes first (MoEpic, section 3.3, equation 4)."""
+"""Evicts the least cache priority first (MoEpic, section 3.3, equation 4)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class LCPOptions(PolicyOptions):
 class CachePriority:
     """mu * rho ** (nu / omega): mu tokens served, nu tokens since the last use.
 
-    All priorities of a cache decay at the same rate between uses, so their order only changes at a use: what this gives
-    orders as they do and stays as it is until the next use. It is last_use + omega * log(mu) / log(1 / rho), in tokens,
-    which never underflows. The powers of two in mu are added apart: the priorities the formula makes equal (twice the
-    tokens, `halving` tokens earlier) stay equal.
+    All priorities of a cache decay at the same rate between uses, so their order changes only at a use. This computes a
+    number of the same order that stays the same until the next use: last_use + omega * log(mu) / log(1 / rho), in
+    tokens. It never underflows. Powers of two in mu are added separately, so that priorities which the formula makes
+    equal (twice the tokens, used `halving` tokens earlier) are equal here.
     """
 
     __slots__ = ("_halving",)
@@ -36,13 +36,13 @@ class CachePriority:
         self._halving = options.omega / -math.log2(options.rho)  # tokens in which a priority halves
 
     def __call__(self, count: int, last_use: int) -> float:
-        """Of an expert that served `count` tokens, at least 1, the last of them token number `last_use`."""
+        """The priority of an expert that served `count` tokens (at least 1), the last of them token `last_use`."""
         mantissa, exponent = math.frexp(count)
         return (last_use + exponent * self._halving) + math.log2(mantissa) * self._halving
 
 
 class LCP(ScoredPolicy):
-    """The score is the `CachePriority`; an expert that was never used has the least."""
+    """The score is the `CachePriority`; an expert that was never used has the lowest."""
 
     name = "lcp"
     options = LCPOptions

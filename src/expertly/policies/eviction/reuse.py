@@ -1,8 +1,8 @@
-"""What is used again soonest stays, by what a linear model of nearby layers' routing learns while it runs, as far as it
-has been right lately (ours).
+"""Keeps the experts that are used again soonest, as a linear model of nearby layers' routing predicts. The model learns
+while it runs; its predictions count as much as they have been right lately (ours).
 
-`Reuse` orders one cache; the caches of one model share a `ReuseModel`, which has a `LayerReuse` for each layer, and one
-`OwnPast` of all layers.
+`Reuse` orders one cache. The caches of one model share a `ReuseModel`, which has a `LayerReuse` for each layer and one
+`OwnPast` for all layers.
 """
 
 from __future__ import annotations
@@ -21,62 +21,62 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.base import NO_OPTIONS
 from expertly.policies.eviction.base import MakePolicy, ScoredPolicy
-from expertly.policies.known import NOTHING, Known
+from expertly.policies.known import NOTHING, Known, Training
 from expertly.policies.learned import MAX_NBYTES, Arrays, Header, LearnedState, ModelShape
 
 Floats = npt.NDArray[np.float32]
 
-DISCOUNT = 0.9  # of a use a step later
-HORIZON = 8  # steps after which it is known what a value should have been; what comes later is taken to go on like them
-FADING = np.exp(-1 / 2)  # what is left of a token's part in the inputs a token later
-RATE = 0.03  # of learning: the share of its error by which a value changes where the same inputs come again
-BATCH = 4  # steps that are learned from at once: one product of matrices costs less than four of vectors
-MEAN_RATE = 1e-3  # by which means of inputs follow, a token; faster while few have been seen
-OWN_WEIGHT = 1.0  # at the start: of an expert's own recent use; all else begins at 0
-REACH = 4  # layers before and behind that a layer looks at
+DISCOUNT = 0.9  # of a use that is one step later
+HORIZON = 8  # steps after which a value is compared with the uses that followed; later uses are taken to be as frequent
+FADING = np.exp(-1 / 2)  # by which a token's part in the inputs shrinks with each token
+RATE = 0.03  # of learning: the share of its error by which a value changes if the same inputs come again
+BATCH = 4  # steps that are learned from together: one product of matrices is cheaper than four of vectors
+MEAN_RATE = 1e-3  # of the means of inputs, per token; higher while few tokens have been seen
+OWN_WEIGHT = 1.0  # initial weight of an expert's own recent use; all others begin at 0
+REACH = 4  # layers before and after a layer whose inputs it uses
 MEANING: Mapping[str, float] = {"discount": DISCOUNT, "horizon": HORIZON, "fading": float(FADING), "reach": REACH}
-"""What weights are of: with other inputs or values they would mean nothing."""
+"""The definitions that weights depend on: with others they would be meaningless."""
 MAX_TOKENS = 1 << 53
-MAX_WEIGHT = 1e6  # far above any that is learned: what a file has must not overflow where it is used
-MOST_WEIGHTS = 1 << 18  # of a layer: with many experts it looks at fewer layers, at least at itself
+MAX_WEIGHT = 1e6  # far above any that is learned, so that a file's weights do not overflow
+MOST_WEIGHTS = 1 << 18  # of a layer: with many experts it uses the inputs of fewer layers, at least its own
 MOST_PRODUCTS = 1 << 17
-"""Multiplications in one product of matrices. BLAS divides larger ones among threads, which costs more than it saves
-here, and could round otherwise with another number of them.
+"""Multiplications in one product of matrices. BLAS splits larger ones among threads, which costs more than it saves
+here, and might round differently with another number of threads.
 """
 SURE = 100.0
-"""Added in a prompt to what layers yet to run are worth, more than any value: a prompt needs nearly all experts."""
+"""Added, in a prompt, to the values of layers yet to run; above any value, since a prompt needs nearly all experts."""
 
 NEAR_DISCOUNT = 0.8
-"""As DISCOUNT, where the model and experts' own past are weighed: an expert that is used often must not hide that
-another is about to be used once.
+"""The discount where the model and experts' own past are weighed; lower, so that an expert that is used often does not
+hide one that is about to be used once.
 """
-WEIGHED = 300  # tokens by which the two are weighed; what is older fades
-KNOWN = 1000  # tokens by which an expert's own past is known to say what it says
-MEANS_KNOWN = 100  # tokens of another process that means of inputs are held to: what is used most is its workload's
+WEIGHED = 300  # tokens over which the two are weighed; older ones fade
+KNOWN = 1000  # tokens over which the worth of each class of own past is averaged
+MEANS_KNOWN = 100  # tokens that a file's means of inputs count for, since its workload may have used other experts
 
 _SUM_OF_DISCOUNTS = 1 / (1 - DISCOUNT)
 _LEAST_NORM = 1e-3
-_ROUNDING = 1e-3  # how far above 1 a mean share of tokens of a file may be
+_ROUNDING = 1e-3  # by which a file's mean share of tokens may exceed 1
 _AGES = (*range(8), *(num << octave for octave in range(8) for num in (8, 10, 12, 14)))
-"""Steps since the last use: the most of each class but the last; 0 in the step that used it."""
-_AGE_CLASSES = np.searchsorted(_AGES, np.arange(_AGES[-1] + 2)).astype(np.int64)  # of 0, 1, 2, ... steps
+"""Steps since the last use (0 in the step itself): the most of each class but the last."""
+_AGE_CLASSES = np.searchsorted(_AGES, np.arange(_AGES[-1] + 2)).astype(np.int64)  # class of 0, 1, 2, ... steps
 _LEAST_OCTAVE = -13
-_LEAST_RATE = np.float32(2.0**_LEAST_OCTAVE)  # uses a step, and what is below
+_LEAST_RATE = np.float32(2.0**_LEAST_OCTAVE)  # uses a step; lower rates count as this
 _NUM_RATES = -2 * _LEAST_OCTAVE
 _FADING_OF_RATES = np.float32((1 - MEAN_RATE) ** BATCH)
-_FIRST_SEEN = 4.0  # uses that what is said of a class at first counts for
+_FIRST_SEEN = 4.0  # uses that the initial worth of a class counts for
 _FIRST_WEIGHT, _FIRST_WEIGHT_OF_MODEL = 0.5, 0.3
-_RIDGE = 5.0  # how firmly these are held to, in squares of values
-_AT_ONCE = 16  # victims put in order at a time beyond the number of those that are protected
-_MANY = 16  # times that: of so many kept experts finding the few to go costs less than putting all in order
+_RIDGE = 5.0  # how firmly the first weights are held to, in squares of values
+_AT_ONCE = 16  # victims sorted at a time, beyond the number of protected ones
+_MANY = 16  # times as many kept experts: finding the few victims costs less than sorting all
 
 
 class ReuseModel(LearnedState):
     """A value for each expert of a layer: the expected sum of DISCOUNT ** (k - 1) over the steps k from now on that
-    need it. The inputs are the shares of the last tokens that the experts of this layer and those near it served, of
-    layers behind it up to the step before; weights follow what then was needed.
+    need it. The inputs are the shares of the last tokens that the experts of this layer and of nearby layers served (of
+    later layers, up to the step before). Weights follow from what was then needed.
 
-    Every step costs a product of a layer's weights with a vector; what was learned is taken in every few steps.
+    Every step costs a product of a layer's weights with a vector. Every few steps the weights are updated.
     """
 
     kind = "reuse"
@@ -88,20 +88,20 @@ class ReuseModel(LearnedState):
         self.shape = ModelShape.of(geometry)
         num_experts = geometry.num_experts
         self._recent: Floats = np.zeros(num_experts, np.float32)  # by dense id
-        self._mean: Floats = np.zeros(num_experts, np.float32)  # what `_recent` is on average
-        self._values: Floats = np.zeros(num_experts, np.float32)  # said when each layer ran last
+        self._mean: Floats = np.zeros(num_experts, np.float32)  # the average of `_recent`
+        self._values: Floats = np.zeros(num_experts, np.float32)  # as computed when each layer ran last
         places = _places(self.shape.num_experts)
         past = OwnPast(len(places))
         self._layers = [LayerReuse(own, seen, self._recent, self._mean, past) for own, seen in places]
-        self._discounts: dict[int, Floats] = {}  # of a layer that runs: of every expert's value
+        self._discounts: dict[int, Floats] = {}  # running layer -> discount of every expert's value
         self._worth: Floats | None = self._values
-        self._layer = 0  # that runs, or ran last
+        self._layer = 0  # the running one, or the last that ran
         self._is_decode = True
-        self._num_begun = self._num_ended = 0  # changes of what it has learned: not as many while one is made
+        self._num_begun = self._num_ended = 0  # changes of its state: the numbers differ while one is made
         self._own = [(self._recent[layer.own], self._values[layer.own]) for layer in self._layers]
 
     def observe(self, router: RouterRan) -> None:
-        """A layer is about to run. Prompts move the inputs; only decode teaches."""
+        """A layer is about to run. Prompts move the inputs; only decode updates weights."""
         layer, batch_tokens, experts = router.layer, router.batch_tokens, router.experts
         self._layer, self._worth = layer, None
         self._is_decode = router.is_part_of_decode or True in router.is_decode
@@ -114,14 +114,14 @@ class ReuseModel(LearnedState):
         recent *= left
         for expert, num in zip(experts, router.num_tokens, strict=True):
             recent[expert] += num * share
-        if 0 in router.num_tokens:  # by pads alone
+        if 0 in router.num_tokens:  # chosen by pads alone
             experts = [expert for expert, num in zip(experts, router.num_tokens, strict=True) if num]
         values[:] = self._layers[layer].step(experts, batch_tokens, is_decode=self._is_decode)
         self._num_ended += 1
 
     def worth(self) -> Floats:
-        """Of every expert by dense id, its value as seen from the layer that runs: a layer that is yet to run in this
-        step is nearer than one that has run. Not to be written.
+        """The value of every expert by dense id, as seen from the running layer: a layer that has yet to run in this
+        step is nearer than one that has run. Callers must not write it.
         """
         if self._worth is None:
             self._worth = self._values * self._discount(self._layer)
@@ -131,9 +131,9 @@ class ReuseModel(LearnedState):
 
     def state(self) -> dict[str, npt.NDArray[Any]] | None:
         """A copy of what it has learned: `tokens` that each layer has seen, [L], the `mean` of all inputs, by dense id,
-        and all `weights`, layer after layer. What was used lately, and is yet to be learned from, is no part of it.
+        and all `weights`, layer after layer. Steps that it has yet to learn from are not part of it.
 
-        None while another thread lets it observe; and from then on, where that was interrupted half-way.
+        None while another thread lets it observe, and for ever after an observation was interrupted half-way.
         """
         num_begun = self._num_begun
         if num_begun != self._num_ended:
@@ -146,7 +146,7 @@ class ReuseModel(LearnedState):
         return state if num_begun == self._num_begun else None
 
     def restore(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Go on with what one of a model of the same layers had learned."""
+        """Continue from the state of a model with the same layers."""
         self._mean[:] = state["mean"]
         start = 0
         for layer, num_tokens in zip(self._layers, state["tokens"].tolist(), strict=True):
@@ -159,7 +159,7 @@ class ReuseModel(LearnedState):
 
     @property
     def num_learned(self) -> int:
-        """Tokens that it has seen, in the layer that saw most."""
+        """Tokens seen by the layer that saw most."""
         return max(layer.num_tokens for layer in self._layers)
 
     @property
@@ -208,9 +208,10 @@ class ReuseModel(LearnedState):
 
 
 class LayerReuse:
-    """Weights of the E experts of one layer, and what they have yet to learn from. `own` and `seen` are the dense ids
-    of these experts and of the S that the layer looks at, among which they are; `recent` and `mean` the inputs of all
-    experts by dense id, which the model moves, and what they are on average, which layers do. `past` is of all layers.
+    """The weights of the E experts of one layer, and the steps that they have yet to learn from. `own` and `seen` are
+    the dense ids of these experts and of the S experts whose inputs the layer uses, its own among them. `recent` and
+    `mean` are the inputs of all experts by dense id and their averages; the model updates the former, layers the
+    latter. `past` is shared by all layers.
     """
 
     def __init__(self, own: slice, seen: slice, recent: Floats, mean: Floats, past: OwnPast) -> None:
@@ -218,21 +219,21 @@ class LayerReuse:
         self.own = own
         self._own_seen = slice(own.start - seen.start, own.stop - seen.start)
         self.weights: Floats = np.zeros((num, num_seen), np.float32)
-        """What it has learned, [E, S]. Not to be written by others."""
+        """[E, S]. Callers must not write it."""
         experts = np.arange(num)
         self.weights[experts, self._own_seen.start + experts] = OWN_WEIGHT
-        self.num_tokens = 0  # seen so far
-        self._base: Floats = np.zeros(num, np.float32)  # the value where inputs are what they are on average
+        self.num_tokens = 0  # seen
+        self._base: Floats = np.zeros(num, np.float32)  # the value where inputs are at their averages
         num_kept = BATCH + HORIZON
-        self._inputs: Floats = np.zeros((num_kept, num_seen), np.float32)  # of the steps yet to be learned from
+        self._inputs: Floats = np.zeros((num_kept, num_seen), np.float32)  # of steps to learn from
         self._values: Floats = np.zeros((num_kept, num), np.float32)
         self._used: Floats = np.zeros((num_kept, num), np.float32)
         self._num_kept = 0
-        self._num_followed = 0  # tokens by which the means of its inputs are known
-        self._age = np.full(num, len(_AGE_CLASSES), np.int64)  # of each expert, steps since its last use
-        self._served: Floats = np.zeros(num, np.float32)  # of each expert, steps, or tokens of prompts; older ones fade
-        self._num_served = 1.0  # the same of the layer
-        self._rate_class = np.zeros(num, np.int64)  # of the two's ratio, see OwnPast
+        self._num_followed = 0  # tokens that the means of its inputs rest on
+        self._age = np.full(num, len(_AGE_CLASSES), np.int64)  # steps since each expert's last use
+        self._served: Floats = np.zeros(num, np.float32)  # steps, or prompt tokens, that each expert served; fading
+        self._num_served = 1.0  # those of the layer; fading
+        self._rate_class = np.zeros(num, np.int64)  # class of the ratio of the two (OwnPast)
         self._classes = np.zeros((num_kept, num), np.int64)
         self._worth: Floats = np.zeros(num, np.float32)
         self._targets, self._near = _targets(DISCOUNT), _targets(NEAR_DISCOUNT)
@@ -240,18 +241,18 @@ class LayerReuse:
         self._change: Floats = np.empty((min(num, self._num_together), num_seen), np.float32)
 
         self._past = past
-        # Views are made once, as numpy takes as long to make one as to add two rows.
+        # Views are made once: making one takes NumPy as long as adding two rows.
         self._recent, self._own_recent = recent[seen], recent[own]
         self._mean, self._own_mean = mean[seen], mean[own]
         self._rows = [*zip(self._inputs, self._values, self._used, self._classes, strict=True)]
 
     def step(self, used: Sequence[int], num_tokens: int, *, is_decode: bool) -> Floats:
-        """The layer is about to use these experts, by their numbers in it. The value of each expert, [E], until the
-        next step. Moves the mean of the layer's inputs.
+        """The layer is about to use these experts, by number in the layer. Returns the value of each expert, [E], valid
+        until the next step. Updates the mean of the layer's inputs.
         """
         if self._num_kept == BATCH + HORIZON:
             self._learn()
-        if not is_decode:  # what a prompt needs says nothing of the steps after it, which begin anew
+        if not is_decode:  # a prompt's experts say nothing of the steps after it
             self._num_kept = 0
             self._follow(self._own_recent, num_tokens)
             self._rebase()
@@ -283,7 +284,9 @@ class LayerReuse:
         return worth
 
     def restore(self, weights: Floats, num_tokens: int) -> None:
-        """Go on with what another process had learned from so many tokens, and its mean inputs, which are set."""
+        """Continue from the weights that another process learned from so many tokens, and from its mean inputs, which
+        are set already.
+        """
         self.weights[:] = weights
         self.num_tokens = num_tokens
         self._num_followed = min(num_tokens, MEANS_KNOWN)
@@ -291,7 +294,7 @@ class LayerReuse:
         self._rebase()
 
     def _learn(self) -> None:
-        """From the oldest steps, which go."""
+        """Learn from the oldest steps and drop them."""
         inputs = self._inputs[:BATCH] - self._mean
         self._past.learn(self._classes[:BATCH], self._values[:BATCH], np.matmul(self._near, self._used))
         errors = np.matmul(self._targets, self._used) - self._values[:BATCH]
@@ -322,26 +325,28 @@ class LayerReuse:
         np.subtract(self._own_mean * np.float32(_SUM_OF_DISCOUNTS), self._products(self._mean), out=self._base)
 
     def _products(self, inputs: Floats) -> Floats:
-        """Of each expert's weights with the inputs, [E]: a product of vectors each, which is no work for threads."""
+        """The product of each expert's weights with the inputs, [E]: one product of vectors each, which BLAS does not
+        thread.
+        """
         products: Floats = np.matmul(self.weights[:, None, :], inputs[:, None])
         return products[:, 0, 0]
 
 
 def state_of(model: ReuseModel) -> dict[str, npt.NDArray[Any]]:
-    """Of one that nobody lets observe meanwhile."""
+    """The state of a model that no other thread lets observe."""
     state = model.state()
     assert state is not None
     return state
 
 
 class OwnPast:
-    """What experts of all layers were worth that had been used last as long ago, and as often, as an expert has: the
-    order of LRU where recency tells, of LFU where frequency does, and what lies between. And how much this and what the
-    model says weigh: as a regression on what then was needed has it, over the last WEIGHED tokens. So what was learned
-    elsewhere counts as far as it holds here.
+    """What experts of all layers turned out to be worth, by how long ago and how often they had been used: the order of
+    LRU where recency tells, of LFU where frequency does, and mixtures. It also weighs this against the model: by a
+    regression on what was then needed, over the last WEIGHED tokens. So what was learned elsewhere counts as far as it
+    holds here.
 
-    A class is one of _AGE_CLASSES and one of rates of use, two an octave. Of nothing yet, recent and frequent use are
-    worth most.
+    A class is a pair of an age in _AGE_CLASSES and a rate of use (two classes an octave). Before anything was seen,
+    recent and frequent use are worth most.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -350,15 +355,15 @@ class OwnPast:
         self._first = (0.75 / (1 + ages) + 1.5 * rates[:, None]).clip(0, 1).reshape(-1)
         self._sums, self._nums = np.zeros(len(self._first)), np.zeros(len(self._first))
         self.said: Floats = self._first.astype(np.float32)
-        """By class. Not to be written by others."""
+        """The worth of each class. Callers must not write it."""
         self.weight, self.weight_of_model = np.float32(_FIRST_WEIGHT), np.float32(_FIRST_WEIGHT_OF_MODEL)
         self._products = np.zeros(5)
         self._fading = np.exp(-BATCH / (WEIGHED * num_layers))
         self._fading_of_said = np.exp(-BATCH / (KNOWN * num_layers))
 
     def learn(self, classes: npt.NDArray[np.int64], values: Floats, needed: Floats) -> None:
-        """Of some steps of a layer, each [B, E]: the classes of its experts, what the model said of them, and what they
-        were worth.
+        """Learn from some steps of a layer, [B, E] each: the classes of its experts, the values that the model gave
+        them, and what they turned out to be worth.
         """
         own = self.said[classes]
         pairs = ((values, values), (values, own), (own, own), (values, needed), (own, needed))
@@ -373,7 +378,7 @@ class OwnPast:
         self.said[:] = (self._sums + _FIRST_SEEN * self._first) / (self._nums + _FIRST_SEEN)
 
     def _weigh(self, mm: float, mo: float, oo: float, mn: float, on: float) -> None:
-        """By sums of products of what the model said (m), experts' own past (o) and what was needed (n)."""
+        """From sums of products of the model's values (m), those of experts' own past (o) and what was needed (n)."""
         mm, oo = mm + _RIDGE, oo + _RIDGE
         mn, on = mn + _RIDGE * _FIRST_WEIGHT_OF_MODEL, on + _RIDGE * _FIRST_WEIGHT
         of_model = (mn * oo - on * mo) / (mm * oo - mo * mo)
@@ -386,12 +391,12 @@ class OwnPast:
 
 
 def num_weights(num_experts: Sequence[int]) -> int:
-    """Of a model with so many experts a layer."""
+    """Weights of a model with so many experts a layer."""
     return sum((own.stop - own.start) * (seen.stop - seen.start) for own, seen in _places(num_experts))
 
 
 def _places(num_experts: Sequence[int]) -> list[tuple[slice, slice]]:
-    """Of each layer the dense ids of its experts, and of those that it looks at: of as many layers as MOST_WEIGHTS
+    """For each layer the dense ids of its experts and of those whose inputs it uses: of as many layers as MOST_WEIGHTS
     allows.
     """
     ends, places = [0, *accumulate(num_experts)], []
@@ -406,15 +411,30 @@ def _places(num_experts: Sequence[int]) -> list[tuple[slice, slice]]:
 
 
 def _targets(discount: float) -> Floats:
-    """[BATCH, BATCH + HORIZON]: what was used -> the discounted uses after each of the first BATCH steps."""
+    """[BATCH, BATCH + HORIZON]: uses -> the discounted uses after each of the first BATCH steps."""
     ahead = np.arange(BATCH + HORIZON) - np.arange(BATCH)[:, None]
     weights = np.where((ahead >= 1) & (ahead <= HORIZON), discount ** (ahead - 1.0), 0.0)
     return (weights / (1 - discount**HORIZON)).astype(np.float32)
 
 
+class ReuseTraining(Training):
+    """Teaches a model what the training part uses again soon."""
+
+    max_rows = 8192  # more teach little, and take seconds
+
+    def __init__(self, model: ReuseModel) -> None:
+        self._model = model
+
+    def router_ran(self, router: RouterRan) -> None:
+        self._model.observe(router)
+
+    def found(self, origin: str) -> ReuseModel:
+        return self._model
+
+
 class Reuse(ScoredPolicy):
-    """The score is what `model` says, as seen from the layer that ran last. A cache that holds all experts of the model
-    never asks, and spares itself the learning.
+    """The score is the model's value, as seen from the layer that ran last. A cache that holds all experts of the model
+    learns nothing, since it never evicts.
     """
 
     name = "reuse"
@@ -424,18 +444,23 @@ class Reuse(ScoredPolicy):
     def __init__(self, geometry: Geometry, model: ReuseModel, capacity: int) -> None:
         super().__init__()
         self.model = model
-        """What the caches of one model share."""
+        """The model that all caches share."""
         self._has_choice = capacity < geometry.num_experts
         self._is_kept = np.zeros(geometry.num_experts, np.bool_)
 
     @classmethod
     def of_model(cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> MakePolicy:
-        """They begin with what Known.reuse has learned, where it is of a model like this, or with nothing learned."""
+        """The caches share one model, which starts from a known one of the same layers, or with nothing learned."""
         cls.parse(given)
         shared = ReuseModel(geometry)
-        if known.reuse is not None and known.reuse.shape.num_experts == shared.shape.num_experts:
-            shared.restore(state_of(known.reuse))
+        taught = known.get(ReuseModel)
+        if taught is not None and taught.shape.num_experts == shared.shape.num_experts:
+            shared.restore(state_of(taught))
         return lambda capacity, layers: cls(geometry, shared, capacity)
+
+    @classmethod
+    def training(cls, geometry: Geometry) -> ReuseTraining:
+        return ReuseTraining(ReuseModel(geometry))
 
     @property
     def learned(self) -> ReuseModel:
@@ -456,10 +481,10 @@ class Reuse(ScoredPolicy):
         self._is_kept[expert] = False
 
     def rescore(self, experts: Iterable[int]) -> None:
-        """Scores are those that the model says when somebody asks."""
+        """Scores are computed when they are asked for."""
 
     def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
-        """The model observed it when it was needed."""
+        """The model observed the layer when it was needed."""
 
     def score(self, expert: int) -> float:
         return float(self.model.worth()[expert])
@@ -475,7 +500,7 @@ class Reuse(ScoredPolicy):
         while len(experts):
             some, those, num_left = scores, experts, 0
             if len(experts) > _MANY * count:
-                is_among = scores <= np.partition(scores, count)[count]  # with all that are equal to the last
+                is_among = scores <= np.partition(scores, count)[count]  # and all equal to the last
                 some, those = scores[is_among], experts[is_among]
                 scores, experts = scores[~is_among], experts[~is_among]
                 num_left = len(experts)

@@ -1,4 +1,4 @@
-"""Policies of a few lines: what was used last, most or never again stays; or anything."""
+"""Policies of a few lines: LRU, LFU, random eviction and Belady."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from expertly.policies.known import NEVER, Future, Known
 
 
 class LRU(EvictionPolicy):
-    """The least recently used goes first. Recency is the call of `used`, a token in decode. Within one call the busiest
-    expert is the most recent, and ties go to the lowest id. An expert admitted and not yet used counts as just used.
+    """Evicts the least recently used expert. Recency counts calls of `used`: a token in decode. Within one call the
+    busiest expert is the most recent, and ties go to the lowest id. An expert that was admitted and not used yet counts
+    as just used.
     """
 
     name = "lru"
@@ -41,7 +42,9 @@ class LRU(EvictionPolicy):
 
 
 class LFU(ScoredPolicy):
-    """The least frequently used goes first. Frequency counts tokens served since the start, whether kept or not."""
+    """Evicts the least frequently used expert. Frequency counts the tokens served since the start, whether it was kept
+    or not.
+    """
 
     name = "lfu"
 
@@ -61,8 +64,8 @@ class LFU(ScoredPolicy):
 
 
 class RandomEviction(EvictionPolicy):
-    """Any kept expert goes, with equal chance: the baseline every policy must beat. Seeded: the same demands give the
-    same victims.
+    """Evicts any kept expert, with equal chance: the baseline that every policy must beat. Seeded: the same demands
+    give the same victims.
     """
 
     name = "random"
@@ -82,7 +85,7 @@ class RandomEviction(EvictionPolicy):
         del self._kept[expert]
 
     def victims(self, protected: Container[int]) -> Iterator[int]:
-        candidates = [e for e in self._kept if e not in protected]  # a dict keeps its order: as repeatable as sorted
+        candidates = [e for e in self._kept if e not in protected]  # in the order of admission, which repeats
         while candidates:
             chosen = int(self._random.random() * len(candidates))
             candidates[chosen], candidates[-1] = candidates[-1], candidates[chosen]
@@ -90,8 +93,9 @@ class RandomEviction(EvictionPolicy):
 
 
 class Belady(ScoredPolicy):
-    """What is used again last goes first (Belady, 1966). Needs the future, which only a simulation has. Optimal with
-    the admission `best`: after a layer has run, what is kept of (kept + needed) is what is used again soonest.
+    """Evicts the expert that is used again last (Belady, 1966). Needs the future, which only a simulation has. Optimal
+    with the admission `best`: after a layer has run, the cache holds those of the kept and needed experts that are used
+    again soonest.
     """
 
     name = "belady"
@@ -111,7 +115,7 @@ class Belady(ScoredPolicy):
 
     def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         for expert in experts:
-            self._next_use[expert] = self._future.next_use(expert)  # the one after the running layer
+            self._next_use[expert] = self._future.next_use(expert)  # after the running layer
         self.rescore(experts)
 
     def score(self, expert: int) -> float:

@@ -1,4 +1,4 @@
-"""A fixed set of the most popular experts stays; the rest of the cache is a small LRU."""
+"""Pins the most popular experts; the rest of the cache is a small LRU."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class StaticOptions(PolicyOptions):
 
 
 class Static(LRU):
-    """Popularity is a profile (tokens served by each expert), or what the first `profile_tokens` tokens show.
+    """Popularity comes from a profile (tokens served by each expert), or from the first `profile_tokens` tokens.
 
-    The most popular `capacity - spare` experts are pinned once they are kept; the `spare` others are replaced least
-    recently used first. While popularity is still being learned nothing is pinned, the least popular goes first.
-    `capacity` counts experts.
+    The most popular `capacity - spare` experts are pinned once they are kept; the `spare` other places are an LRU.
+    While popularity is still being learned nothing is pinned, and the least popular expert is evicted first. `capacity`
+    counts experts.
     """
 
     name = "static"

@@ -1,4 +1,6 @@
-"""What later layers will need. One predictor a file or folder; `PREDICTORS` has their classes by name."""
+"""Predictors: which experts later layers will need. One predictor a file or folder; `PREDICTORS` has their classes by
+name.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The contract of a predictor: it watches forward passes and says what later layers will need; and what many of them
-share: when they predict which layer, and how scores become a prediction.
+"""The contract of a predictor, which watches forward passes and says what later layers will need; and what many
+predictors share: when they predict which layer, and how scores become a prediction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALL_LAYERS = 1 << 30
 
 @dataclass(slots=True)
 class PredictorWork:
-    """What predicting has cost so far; a simulation turns it into time."""
+    """The work done so far; a simulation turns it into time."""
 
     num_calls: int = 0
     read_nbytes: int = 0
@@ -33,25 +33,25 @@ class PredictorWork:
 
 
 class Predictor(Policy, ABC):
-    """One model. It sees layers in order and answers for layers that have not run; none reads a clock.
+    """Watches one model. It sees layers in order and predicts layers that have not run; it reads no clock.
 
-    A class is made with (geometry, distance, options, known): the layers it looks ahead, an instance of its `options`,
-    and what may be known beforehand. Under overload a driver leaves out observations: a layer may be missing in an
-    iteration, and its end.
+    A class is made with (geometry, distance, options, known): how many layers it looks ahead, an instance of its
+    `options`, and what is known beforehand. Under overload the driver leaves out observations: an iteration may lack
+    layers, and its end.
     """
 
     family = "prediction"
     needs: ClassVar[tuple[str, ...]] = ()
     """"future", which only simulations have; else fields that a trace must have."""
     gives_probabilities: ClassVar[bool] = True
-    """Of every expert of a layer: prefetch=proximity weighs its scores, and the eviction policy is told."""
+    """Whether it gives a probability for every expert of a layer, for prefetch=proximity and the eviction policy."""
     default_distance: ClassVar[int | None] = None
-    """Where a system takes it and does not say a distance; None: the system's own stays."""
+    """The distance of a system that names it without one; None: the system's own."""
     weights: ClassVar[type[LearnedState] | None] = None
-    """Where it was trained before: the class of what it was taught, which a file holds (Known.learned)."""
+    """The class of its weights, if it must be trained on a trace before: a file holds them (Known.get)."""
 
     wants: frozenset[Want] = frozenset()
-    """What it needs to see; of the rest it may be told, too. An instance may set its own."""
+    """What it needs to see; it may be shown more. An instance may set its own."""
 
     def __init__(self) -> None:
         self.work = PredictorWork()
@@ -60,50 +60,50 @@ class Predictor(Policy, ABC):
     def make(
         cls, geometry: Geometry, known: Known, distance: int = 1, given: Mapping[str, str] = NO_OPTIONS
     ) -> Predictor:
-        """One with these options, as the user wrote them. Raises ConfigError where `known` lacks what it needs or an
-        option is not one.
+        """One with these options, as the user wrote them. Raises ConfigError where an option is wrong, or `known` lacks
+        what it needs.
         """
         make: Any = cls
         made: Predictor = make(geometry, distance, cls.parse(given), known)
         return made
 
     def begin_iteration(self, began: Began) -> Iterable[Prediction]:
-        """A forward pass begins: what its first layers will need. A layer's distance is its number + 1."""
+        """A forward pass begins: predict its first layers. A layer's distance is then its number + 1."""
         return ()
 
     @abstractmethod
     def router_ran(self, routed: Routed) -> Iterable[Prediction]:
-        """A router has spoken: what the layers after it will need; past the last one, the first of the next pass."""
+        """A router ran: predict later layers; past the last one, the first layers of the next pass."""
         ...
 
     def end_iteration(self, ok: bool) -> None:
-        """The pass ended; what it showed may be learned from, unless it failed. All predictions have been read."""
+        """The pass ended; `ok`: it did not fail, and may be learned from. All predictions have been read."""
 
     @classmethod
     def is_taught(cls) -> bool:
-        """Whether passes teach it anything: then it must see them all."""
+        """Whether it learns from passes, so that it must see them all."""
         return cls.learn is not Predictor.learn
 
     def finish(self) -> None:
-        """Nothing runs any more: what waited for more of a request is learned."""
+        """No more passes come: learn what waited for more of a request."""
 
     def learn(self, history: History) -> None:
         """Learn from passes of a training part, before anything runs."""
 
     def facts(self) -> dict[str, int | float | None]:
-        """What it has to say of itself, by names that its documentation explains."""
+        """Facts about it for results, by names that its documentation explains."""
         return {}
 
 
 @dataclass(frozen=True)
 class WidthOptions(PolicyOptions):
-    """Options of the predictors that name a fixed number of experts a row."""
+    """Options of predictors that name a fixed number of experts for each row."""
 
     width: int | None = option(None, "experts named of each layer; as many as its router chooses, unless said", least=1)
 
 
 class RankingPredictor(Predictor):
-    """One that scores the experts of a layer and names the best `width` of each row."""
+    """Scores the experts of a layer and names the best `width` of each row."""
 
     options = WidthOptions
 
@@ -117,7 +117,7 @@ class RankingPredictor(Predictor):
 
 
 class FixedDistancePredictor(RankingPredictor):
-    """One that predicts a layer when the one `distance` before it has run, and the first layers when a pass begins."""
+    """Predicts a layer when the layer `distance` before it has run, and the first layers when a pass begins."""
 
     def begin_iteration(self, began: Began) -> Iterable[Prediction]:
         layers = range(len(self._layers)) if began.layers is None else began.layers
@@ -132,20 +132,20 @@ class FixedDistancePredictor(RankingPredictor):
 
     @abstractmethod
     def _predict(self, layer: int, distance: int) -> Prediction | None:
-        """Also counts its work."""
+        """Predicts one layer, and counts its work."""
         ...
 
 
 def distance_in(geometry: Geometry, distance: int) -> int:
-    """`distance`, or how far one can look in so few layers. Raises ConfigError where it is under 1."""
+    """`distance`, at most as many layers as one can look ahead in this model. Raises ConfigError below 1."""
     if distance < 1:
         raise ConfigError(f"distance={distance}: must be at least 1")
     return max(1, min(distance, geometry.num_layers - 1))
 
 
 def best_of_rows(layer: int, distance: int, scores: Floats, width: int) -> Prediction | None:
-    """The `width` best of each row, by falling score, ties to the lowest id; never one whose score is 0. The score of
-    an expert is the highest it has in the rows that name it. `scores` [T, E] are of the layer's E experts.
+    """The `width` best experts of each row of `scores` [T, E], by falling score, ties to the lowest id; never one whose
+    score is 0. An expert's score is the highest that it has in the rows that name it.
     """
     best, probabilities = scores[0], scores[0]
     if len(scores) > 1:
@@ -158,7 +158,7 @@ def best_of_rows(layer: int, distance: int, scores: Floats, width: int) -> Predi
 
 
 def _best_that_are_named(scores: Floats, width: int) -> Floats:
-    """Of each expert, [E], its highest score in the rows that have it among their `width` best; 0 where none has."""
+    """For each expert, [E], its highest score in the rows that have it among their `width` best; 0 where none has."""
     num_experts = scores.shape[1]
     width = min(width, num_experts)
     least = np.partition(scores, num_experts - width, axis=1)[:, num_experts - width, None]  # [T, 1]

@@ -1,4 +1,4 @@
-"""What a predictor must beat: experts by their numbers, and any experts at all."""
+"""Baselines that a predictor must beat: experts by their numbers, and random experts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class IndexOptions(WidthOptions):
 
 class Index(FixedDistancePredictor):
     """Names the experts 0, 1, 2, ... of the layer `distance` ahead, and of the first layers when a pass begins
-    (DeepSpeed, as MoE-Infinity describes it). Scores fall with the layers to go, then with the number: all of a nearer
-    layer come before any of a farther one.
+    (DeepSpeed, as MoE-Infinity describes it). Scores fall with the layers to go, then with the number: all experts of a
+    nearer layer come before any of a farther one.
     """
 
     name = "index"
@@ -37,8 +37,8 @@ class Index(FixedDistancePredictor):
 
 
 class RandomExperts(FixedDistancePredictor):
-    """As many experts as a layer chooses, drawn anew each time, of the layer `distance` ahead, and of the first layers
-    when a pass begins (MoEpic without its own prefetcher, table 3). The same seed draws the same.
+    """Names as many experts as a layer chooses, drawn anew each time, of the layer `distance` ahead, and of the first
+    layers when a pass begins (MoEpic without its own prefetcher, table 3). Equal seeds draw equally.
     """
 
     name = "random"

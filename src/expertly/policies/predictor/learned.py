@@ -1,5 +1,5 @@
-"""What small networks, trained on a trace, say of a layer's router input (ProMoE, section 4): their weights as plain
-data, and the predictor.
+"""Predicts by small networks, trained on a trace, that look at a layer's router input (ProMoE, section 4): their
+weights as plain data, and the predictor.
 
 H numbers of a router input, N hidden, E experts.
 """
@@ -25,7 +25,7 @@ from expertly.policies.predictor.base import RankingPredictor, WidthOptions, bes
 Weights = npt.NDArray[np.floating[Any]]
 
 Pair = tuple[int, int]
-"""The layer whose router input is looked at, and the layer that is predicted from it."""
+"""(layer whose router input is looked at, layer that is predicted from it)."""
 
 MAX_DISTANCES = 64
 MAX_WIDTH = 1 << 20  # of a router input or a hidden layer
@@ -33,9 +33,10 @@ MAX_WIDTH = 1 << 20  # of a router input or a hidden layer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mlp:
-    """Of one pair of layers: softmax(out @ relu(hidden @ z + hidden_bias) + direct @ z + bias), z = (x - mean) * scale.
+    """The network of a pair of layers: softmax(out @ relu(hidden @ z + hidden_bias) + direct @ z + bias), z = (x -
+    mean) * scale.
 
-    Two layers and a path past the first: what a router input says of a near layer is all but linear.
+    Two layers and a path around the first, because a near layer's choice is nearly linear in the router input.
     """
 
     mean: Weights  # [H]
@@ -57,7 +58,7 @@ _OF_EXPERTS = ("out", "direct", "bias")
 
 @dataclass(frozen=True, eq=False)
 class LearnedWeights(LearnedState):
-    """One `Mlp` for each pair that predicting at one of `distances` needs (see `pairs`)."""
+    """One `Mlp` for each pair of layers that predicting at one of `distances` needs (see `pairs`)."""
 
     kind = "predictor"
     holds = "the weights of a predictor, by which promoe predicts"
@@ -76,9 +77,9 @@ class LearnedWeights(LearnedState):
     }
     has_plain_facts = False
 
-    num_experts: tuple[int, ...]  # of each layer
+    num_experts: tuple[int, ...]  # by layer
     top_k: tuple[int, ...]
-    starts: tuple[int, ...]  # the first layer of the stack that the layer is in: 0, but of a decoder behind an encoder
+    starts: tuple[int, ...]  # first layer of each layer's stack: 0, except in a decoder behind an encoder
     distances: tuple[int, ...]
     mlps: Mapping[Pair, Mlp]
 
@@ -87,6 +88,7 @@ class LearnedWeights(LearnedState):
 
     @property
     def hidden_size(self) -> int:  # type: ignore[override]
+        """The largest size of a router input; 0 where nothing is predicted."""
         return max((mlp.hidden.shape[1] for mlp in self.mlps.values()), default=0)
 
     # -- as a file keeps it ------------------------------------------------------------------------------------
@@ -140,7 +142,7 @@ class LearnedWeights(LearnedState):
 
     @classmethod
     def restored(cls, header: Header, arrays: Arrays) -> LearnedWeights:
-        """Raises StoreError where a network is twice, of no use, or missing."""
+        """Raises StoreError where a network is there twice, is of no use, or is missing."""
         path, shape, (starts, distances) = header.path, header.shape, _stacks(header)
         useful = {pair for distance in distances for pair in pairs(starts, distance)}
         mlps: dict[Pair, Mlp] = {}
@@ -166,14 +168,14 @@ def _stacks(header: Header) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def pairs(starts: Sequence[int], distance: int) -> list[Pair]:
-    """What predicts each layer from `distance` layers before it, or from the first layer of its stack where that is
-    nearer (ProMoE, section 4, footnote 1). Nothing predicts a first layer.
+    """The pairs that predict each layer from `distance` layers before it, or from the first layer of its stack where
+    that is nearer (ProMoE, section 4, footnote 1). First layers are not predicted.
     """
     return [(max(start, layer - distance), layer) for layer, start in enumerate(starts) if layer > start]
 
 
 class Network:
-    """An `Mlp` made ready: float32, and one matrix for all that is done to an input."""
+    """An `Mlp` in float32, with one matrix for everything that is multiplied with an input."""
 
     def __init__(self, mlp: Mlp) -> None:
         self.num_parameters = mlp.num_parameters
@@ -189,7 +191,7 @@ class Network:
         return len(self._first)
 
     def probabilities(self, inputs: Floats) -> Floats:
-        """[T, E] of router inputs [T, up to H]; a model whose layers differ in width shows fewer numbers of some."""
+        """[T, E] for router inputs [T, up to H]; where a model's layers differ in width, some inputs are shorter."""
         both = inputs @ self._first[: inputs.shape[1]] + self._first_bias
         logits: Floats = np.maximum(both[:, : self._width], 0) @ self._out + both[:, self._width :]
         logits -= logits.max(axis=1, keepdims=True)
@@ -199,9 +201,9 @@ class Network:
 
 
 class Learned(RankingPredictor):
-    """After layer l, the best of layer l + distance; after the first layer of a stack, of all layers up to there. Rows
-    are looked at one by one, the prediction is the union of what they name. Scores are what the networks make of the
-    router's scores.
+    """After layer l, names the best experts of layer l + distance; after the first layer of a stack, of all layers up
+    to there. Each row is looked at by itself; the prediction is the union of what the rows name. Scores are the
+    networks' probabilities.
     """
 
     name = "learned"
@@ -212,15 +214,15 @@ class Learned(RankingPredictor):
     def __init__(
         self, geometry: Geometry, distance: int = 1, options: WidthOptions = WidthOptions(), known: Known = NOTHING
     ) -> None:
-        """Raises ConfigError where there are no weights, or they are of another model or of other distances."""
+        """Raises ConfigError where there are no weights, or they are for another model or other distances."""
         super().__init__(geometry, distance, options, known)
-        weights = _checked(geometry, known.learned, self._distance)
-        self._networks: dict[int, list[tuple[int, Network]]] = {}  # by the layer that is looked at: what is predicted
+        weights = _checked(geometry, known.get(LearnedWeights), self._distance)
+        self._networks: dict[int, list[tuple[int, Network]]] = {}  # source -> (target, network)
         for source, target in pairs(weights.starts, self._distance):
             self._networks.setdefault(source, []).append((target, Network(weights.mlps[source, target])))
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        """Raises ConfigError where the router input is not of the model that the weights are of."""
+        """Raises ConfigError where the router input is not of the model that the weights are for."""
         inputs = routed.inputs
         if inputs is None or not len(inputs):
             return

@@ -1,4 +1,6 @@
-"""What the routers of later layers say of a layer's input (MoEpic, section 3.2, equation 3; ProMoE, section 4)."""
+"""Asks the routers of later layers about the input of an earlier layer (MoEpic, section 3.2, equation 3; ProMoE,
+section 4).
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,17 @@ class LookaheadOptions(WidthOptions):
 
 @dataclass(frozen=True)
 class SpeculativeOptions(LookaheadOptions):
-    """Options of `speculative`; its `width` is all experts, for as long as there are time and room, unless said."""
+    """Options of `speculative`, whose `width` is all experts, unless said."""
 
     next_token: bool = option(True, "past the last layer, too: the first layers, as the next token will run them")
 
 
 class Lookahead(RankingPredictor):
-    """After layer l of a stack, the best of layer l + distance; after the first layer, of all layers up to there. Looks
-    no farther than what it is shown does.
+    """After layer l of a stack, names the best experts of layer l + distance; after the first layer, of all layers up
+    to there. It looks no farther than it is shown.
 
-    With `next_token` what lies past the last layer counts on from the first one, of the pass after this. Each
-    request's last row is asked then: its next token comes from there. Should another pass come, it was wrong.
+    With `next_token`, layers past the last one are the first ones of the next pass. Then each request's last row is
+    asked, since its next token follows from that. If no pass follows, the prediction was wrong.
     """
 
     name = "lookahead"
@@ -79,9 +81,9 @@ class Lookahead(RankingPredictor):
 
 
 class Speculative(Lookahead):
-    """MoEpic's speculative prefetcher: a lookahead that names every expert of a layer, so that loading goes down the
-    scores, past the K that the router will choose, until it has chosen; and that knows the first layer from the last
-    one of the token before.
+    """MoEpic's speculative prefetcher: names every expert of a layer, so that loading continues down the scores, past
+    the K that the router will choose, until it has chosen. It predicts the first layer from the last one of the token
+    before.
     """
 
     name = "speculative"
@@ -93,7 +95,7 @@ class Speculative(Lookahead):
 
 
 def _last_rows(requests: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
-    """Where each request's last row is; `requests` [T]."""
+    """The last row of each request; `requests` [T]."""
     from_the_end = np.unique(requests[::-1], return_index=True)[1]
     last: npt.NDArray[np.intp] = np.sort(len(requests) - 1 - from_the_end)
     return last

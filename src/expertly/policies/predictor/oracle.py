@@ -18,14 +18,14 @@ ACCURACY = {1: 0.905, 8: 0.545}
 
 
 def accuracy_at(distance: int) -> float:
-    """Share of predicted experts that are needed, `distance` layers ahead."""
+    """The share of named experts that are needed, `distance` layers ahead."""
     low, high = min(ACCURACY), max(ACCURACY)
     share = (min(max(distance, low), high) - low) / (high - low)
     return ACCURACY[low] + share * (ACCURACY[high] - ACCURACY[low])
 
 
 class Perfect(Predictor):
-    """Names what each of the next `distance` layers needs, the next one first, across iterations."""
+    """Names what each of the next `distance` layers needs, the next layer first, across iterations."""
 
     name = "perfect"
     needs = ("future",)
@@ -38,7 +38,6 @@ class Perfect(Predictor):
         self._said = -1  # the last step named
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        """The steps that have come into reach."""
         now = self._future.step
         for step in range(max(self._said, now) + 1, now + self._reach + 1):
             needs = self._future.needs(step - now)
@@ -50,10 +49,10 @@ class Perfect(Predictor):
 
 
 class ModelledLookahead(Predictor):
-    """A lookahead of stated accuracy, for studies of predictors that do not exist. Names as many experts as the layer
-    needs; each is right with the stated probability, else any other of the layer.
+    """A lookahead of stated accuracy, for studies of predictors that do not exist. It names as many experts as the
+    layer needs; each is right with the stated probability, otherwise any other expert of the layer.
 
-    Wrong experts are drawn uniformly, which flatters no cache: real predictors err towards popular experts.
+    Wrong experts are drawn uniformly, which no cache benefits from: real predictors err towards popular experts.
     """
 
     name = "modelled"
@@ -68,7 +67,9 @@ class ModelledLookahead(Predictor):
         self._random = Random(known.seed)
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        """The layer `distance` ahead, if this iteration has it; after the first layer, all up to there."""
+        """Predict the layer `distance` ahead, if this iteration has it; after the first layer, all layers up to
+        there.
+        """
         first = 1 if routed.layer == 0 else self._distance
         for distance in range(first, self._distance + 1):
             if routed.layer + distance >= len(self._num_experts):

@@ -1,5 +1,5 @@
-"""The most popular experts: of a layer, whoever asks; or of each request, by what it has asked for so far (the
-request-level hit counts that fMoE, section 2, measures maps against).
+"""Names the most popular experts: of a layer, or of each request by what it has chosen so far (the request-level hit
+counts that fMoE, section 2, compares maps with).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ LayerCounts = npt.NDArray[np.int64]
 
 
 def count(counts: LayerCounts, experts: Ids) -> None:
-    """Add the choices of rows, `experts` [T, K], to a layer's `counts` [E]; what is no expert is no choice."""
+    """Add the choices of rows, `experts` [T, K], to a layer's `counts` [E]; ids outside 0..E-1 do not count."""
     chosen = experts.ravel().astype(np.int64)
     counts += np.bincount(chosen[(chosen >= 0) & (chosen < len(counts))], minlength=len(counts))
 
 
 class Popular:
-    """How often each expert was chosen: in a training part where there is one, else in all that was seen so far."""
+    """How often each expert was chosen: in a training part where there is one, else in everything seen so far."""
 
     def __init__(self, geometry: Geometry, trained: Mapping[int, int]) -> None:
         self._counts = [np.zeros(layer.num_experts, np.int64) for layer in geometry.layers]
@@ -36,19 +36,19 @@ class Popular:
             self._counts[layer][eid - geometry.first_expert_id(layer)] = num
 
     def learn(self, experts: Ids) -> None:
-        """Rows of a training part, [T, L, K]."""
+        """Count rows of a training part, [T, L, K]."""
         if not self._is_given and len(experts):
             self._is_trained = True
             for layer, counts in enumerate(self._counts):
                 count(counts, experts[:, layer])
 
     def saw(self, layer: int, experts: Ids) -> None:
-        """Rows of a running pass, [T, K]."""
+        """Count rows of a running pass, [T, K]."""
         if not self._is_trained:
             count(self._counts[layer], experts)
 
     def shares(self, layer: int) -> Floats | None:
-        """Of the choices in this layer, [E]; None where there were none."""
+        """Each expert's share of the choices in this layer, [E]; None where there were none."""
         return shares(self._counts[layer])
 
 
@@ -84,15 +84,15 @@ class Popularity(FixedDistancePredictor):
         return best_of_rows(layer, distance, np.stack(scores), width) if scores else None
 
     def _shares(self, layer: int) -> list[Floats]:
-        """[E] each, of which the best are named."""
+        """Shares, [E] each, of which the best are named."""
         popular = self._popular.shares(layer)
         return [] if popular is None else [popular]
 
 
 class Counts(Popularity):
     """Names, for each request of a pass, the experts that it chose most often in the layer, `distance` layers ahead;
-    before it has chosen any there, the most popular. Scores are shares of the request's choices. A request that
-    a pass leaves out is forgotten.
+    before it has chosen any there, the most popular. Scores are shares of the request's choices. A request that is not
+    in the next pass is forgotten.
     """
 
     name = "counts"
@@ -124,7 +124,7 @@ class Counts(Popularity):
         return super().router_ran(routed)
 
     def facts(self) -> dict[str, int | float | None]:
-        """`requests`: those of the last pass, of which counts are kept."""
+        """`requests`: those of the last pass, whose counts are kept."""
         return {"requests": len(self._counts)}
 
     def _shares(self, layer: int) -> list[Floats]:

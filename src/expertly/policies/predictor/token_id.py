@@ -1,4 +1,4 @@
-"""What a token's id has asked for before: for each id, how often it chose each expert (ProMoE, section 4)."""
+"""Names the experts that a token's id has chosen before (ProMoE, section 4)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TokenIdOptions(WidthOptions):
 
 
 class IdCounts:
-    """How often the rows of each token id chose each expert. Of more than `capacity` ids those seen last are kept."""
+    """How often the rows of each token id chose each expert. Of more than `capacity` ids the last seen are kept."""
 
     def __init__(self, geometry: Geometry, capacity: int) -> None:
         self._capacity = capacity
@@ -43,19 +43,19 @@ class IdCounts:
         return len(self._slots)
 
     def slots(self, token_ids: TokenIds) -> Ids:
-        """Where the counts of these ids are, [T]; -1: nowhere."""
+        """The slots of the counts of these ids, [T]; -1 where an id has none."""
         return np.array([self._slots.get(token, -1) for token in token_ids.tolist()], np.int64)
 
     def shares(self, layer: int, slots: Ids) -> Floats:
-        """Of the choices of each of `slots` in a layer, [T, E]; 0 where there were none."""
+        """Each expert's share of the choices of `slots` in a layer, [T, E]; 0 where there were none."""
         first = self._firsts[layer]
         counts = self._counts[slots, first : first + self._sizes[layer]].astype(np.float32)
         shares: Floats = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
         return shares
 
     def add(self, token_ids: TokenIds, chosen: Mapping[int, Ids]) -> None:
-        """Rows that chose these experts of these layers, [T, K] each. Ids below 0 are of no token; an expert outside
-        0..E-1 is no choice.
+        """Count rows that chose these experts of these layers, [T, K] each. Ids below 0 are no tokens; experts outside
+        0..E-1 do not count.
         """
         self._see(token_ids)
         slots = self.slots(token_ids)
@@ -65,7 +65,7 @@ class IdCounts:
             np.add.at(self._counts, (slots[rows], self._firsts[layer] + experts[rows, places].astype(np.int64)), 1)
 
     def _see(self, token_ids: TokenIds) -> None:
-        """Make them the ids seen last; the oldest give their places to new ones."""
+        """Note that these ids were seen last; the oldest ids give their slots to new ones."""
         order = self._slots
         seen = list(dict.fromkeys(token for token in reversed(token_ids.tolist()) if token >= 0))[: self._capacity]
         seen.reverse()
@@ -85,13 +85,13 @@ class IdCounts:
 
 
 class TokenId(FixedDistancePredictor):
-    """Names, for each row, the experts that its token's id chose most often in a layer; for an id that is not known,
-    the most popular. All of it is known when a pass begins: with a distance of all layers it is said then
-    (iteration-wise, as in the paper), else of each layer when it is `distance` ahead. Scores are shares of the id's
+    """Names, for each row, the experts that its token's id chose most often in a layer; for an unknown id, the most
+    popular ones. All is known when a pass begins. With a distance of all layers it predicts all of them then
+    (iteration-wise, as in the paper), otherwise each layer when it is `distance` ahead. Scores are shares of the id's
     choices.
 
-    It is filled by `learn` and learns on from passes (our choice: the paper has an offline table), but only from those
-    that ended well and of which it saw everything.
+    It learns from a training part and from passes (our choice: the paper has an offline table), but only from passes
+    that ended well and were seen whole.
     """
 
     name = "token-id"
@@ -135,7 +135,9 @@ class TokenId(FixedDistancePredictor):
         return () if self._token_ids is None else super().router_ran(routed)
 
     def end_iteration(self, ok: bool) -> None:
-        """Count what the pass chose, if it ended well and every layer was seen, with as many rows as it began with."""
+        """Count the choices of the pass, if it ended well, every layer was seen, and the number of rows stayed the
+        same.
+        """
         token_ids, self._token_ids = self._token_ids, None
         if ok and token_ids is not None and list(self._chosen) == list(self._due):
             self._counts.add(token_ids, self._chosen)
@@ -149,13 +151,13 @@ class TokenId(FixedDistancePredictor):
             self._counts.add(history.token_ids, {layer: history.experts[:, layer] for layer in self._all_layers})
 
     def facts(self) -> dict[str, int | float | None]:
-        """`token_ids` remembered, and the share of rows whose id was when its pass began (`known`)."""
+        """`token_ids` remembered; `known`: the share of rows whose id was, when their pass began."""
         known = self._num_known / self._num_rows if self._num_rows else None
         return {"token_ids": len(self._counts), "known": known}
 
     def _note(self, routed: Routed) -> None:
-        """Keep what the rows chose. A layer that does not come after the last one is of a pass whose beginning was left
-        out, as are other rows than the pass began with.
+        """Keep the choices of the rows. A layer that does not follow the last one belongs to a pass whose beginning was
+        left out, and so do rows in another number than at its beginning.
         """
         token_ids, experts = self._token_ids, routed.experts
         if token_ids is None:

@@ -1,4 +1,4 @@
-"""What the importers of all formats take."""
+"""The options of all importers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from expertly.trace.schema import TraceLayer
 
 @dataclass(frozen=True, slots=True)
 class ImportOptions:
-    """What a source may leave open. `layers` must fit what it does say."""
+    """What a source may leave open. `layers` must fit what the source says."""
 
     model: str
     layers: tuple[TraceLayer, ...] | None = None

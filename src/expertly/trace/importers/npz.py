@@ -1,11 +1,11 @@
 """npz files of chosen experts, as published with routing studies: one token a row, sequence after sequence.
 
-Arrays: `experts` [N, L, K] ids, `seq_len` [R] tokens of each sequence (adding up to N), and where there are any
-`weights` [N, L, K] and `token_index` [N]. Beside the file may lie `probs_u8.npz` with `probs_x255` [N, L, K] (the
-weights of the chosen experts x 255) and `sequences.json`, a list with `category` and `prompt` of each sequence. Each
-sequence becomes a request and each token one decode iteration.
+Arrays: `experts` [N, L, K] ids, `seq_len` [R] tokens of each sequence (adding up to N), and optionally `weights` [N, L,
+K] and `token_index` [N]. Beside the file there may be `probs_u8.npz` with `probs_x255` [N, L, K] (the weights of the
+chosen experts x 255) and `sequences.json`, a list with `category` and `prompt` of each sequence. Each sequence becomes
+a request and each token one decode iteration.
 
-Arrays are read a block of rows at a time and as hostile input: nothing is unpickled or believed.
+Arrays are read a block of rows at a time and as hostile input: nothing is unpickled or trusted.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _DAMAGE = (
     RuntimeError,
     OverflowError,
 )
-"""What zipfile and NumPy raise for a file that is not what it should be (a lock, a method, a header)."""
+"""The errors of zipfile and NumPy for a file that is not what it should be (encryption, a method, a header)."""
 
 
 @contextlib.contextmanager
 def _damage(where: str, accepted: str = "damaged, or pickled objects, which are never loaded") -> Iterator[None]:
-    """Turn what a damaged file makes zipfile and NumPy raise into a TraceError."""
+    """Turns the errors of zipfile and NumPy on a damaged file into a TraceError."""
     try:
         yield
     except _DAMAGE as error:
@@ -112,7 +112,7 @@ def _open_npz(path: Path) -> zipfile.ZipFile:
 
 
 def _open_array(file: zipfile.ZipFile, name: str, num_dimensions: int, kinds: str) -> ArrayStream:
-    """An array that must have that many dimensions and a dtype of one of `kinds` (NumPy's letters)."""
+    """An array, which must have so many dimensions and a dtype of one of `kinds` (NumPy's letters)."""
     where = f"{file.filename}: array {name!r}"
     names = [one.removesuffix(".npy") for one in file.namelist()]
     if name not in names:
@@ -149,7 +149,7 @@ class _Columns:
                 raise TraceError(f"{stream.where}: shape {list(stream.shape)}; must be {list(shape)}, {whose}")
 
     def blocks(self, checks: ValueChecks) -> Iterator[dict[str, Array]]:
-        """Rows of a trace. Raises TraceError naming array and row where a value cannot be."""
+        """Rows of a trace. Raises TraceError naming array and row of an impossible value."""
         first = 0
         for ids in self.experts.blocks():
             num_rows = len(ids)
@@ -173,7 +173,7 @@ class _Columns:
 
 
 def import_npz(source: Path, folder: Path, options: ImportOptions) -> None:
-    """Where `options` say no number of experts it is the largest id + 1, rounded up to a power of two."""
+    """Where `options` do not give the number of experts, it is the largest id + 1, rounded up to a power of two."""
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(_open_npz(source))
         beside = source.parent / PROBS_NAME
@@ -236,7 +236,7 @@ def _guess_num_experts(source: Path) -> int:
 
 
 def _check_ids(experts: ArrayStream, ids: Array) -> int:
-    """The largest of them. Raises TraceError where any cannot be an expert's."""
+    """Returns the largest id. Raises TraceError where one cannot be an expert's."""
     least, largest = int(ids.min()), int(ids.max())
     if least < 0 or largest >= MAX_EXPERTS:
         raise TraceError(f"{experts.where}: ids from {least} to {largest}; must be from 0 to {MAX_EXPERTS - 1}")

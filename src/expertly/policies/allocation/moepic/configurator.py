@@ -1,4 +1,4 @@
-"""Memory to the layers that wait longest without it (MoEpic's algorithm 1, section 3.4.2)."""
+"""Gives memory to the layers that wait longest without it (MoEpic's algorithm 1, section 3.4.2)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from expertly.policies.allocation.moepic.plan import LayerSplit, SplitPlan
 from expertly.policies.allocation.moepic.statistics import Doubles, LayerRates
 from expertly.policies.allocation.moepic.subproblem import Curve, LayerProblem, Splits
 from expertly.policies.allocation.moepic.timing import Timing
-from expertly.policies.allocation.uniform import equal_shares
+from expertly.policies.allocation.uniform import equal_quotas
 
 DEFAULT_ZETA = 0.01
 
 _LEAST_GAIN = 1e-4
-"""Of the sum of exposed time: moves that gain less are not worth the thousands of trials that they take."""
+"""The least gain of a move, as a share of the exposed time: smaller ones are not worth the thousands of trials."""
 
 _MAX_OTHERS = 64
-"""Moves between other layers than the best, tried before giving up."""
+"""Moves between other pairs of layers that are tried before giving up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What to keep, and what is expected of it, layer by layer."""
+    """What to keep, and what is expected of it, by layer."""
 
     plan: SplitPlan
     outcomes: tuple[Outcome, ...]
@@ -65,7 +65,9 @@ class Forecast:
 
 
 class Forecaster:
-    """What a decode step would wait for, one layer's window leading to the next (ExpertSplit of algorithm 1)."""
+    """Forecasts what a decode step waits for: each layer's window follows from the layer before (ExpertSplit of
+    algorithm 1).
+    """
 
     def __init__(self, geometry: Geometry, rates: Sequence[LayerRates], timing: Timing) -> None:
         self._first_window_ns = timing.first_window_ns()
@@ -74,8 +76,8 @@ class Forecaster:
         self._problems = [LayerProblem(one, layer, timing, splits[one.num_experts]) for layer, one in enumerate(rates)]
 
     def forecast(self, budgets: Sequence[int], near: Forecast | None = None) -> Forecast:
-        """With these budgets. A layer whose window is that of `near` costs nothing anew: one that differs in few
-        budgets is the cheapest.
+        """The forecast for these budgets. Layers whose window is as in `near` cost nothing: a forecast of similar
+        budgets is the best to give.
         """
         windows, curves, exposed = [], [], []
         window = self._first_window_ns
@@ -89,7 +91,7 @@ class Forecaster:
         return Forecast(tuple(budgets), tuple(windows), tuple(curves), tuple(exposed), sum(exposed))
 
     def outcomes(self, splits: Sequence[LayerSplit]) -> tuple[Outcome, ...]:
-        """Of these splits, good or bad."""
+        """The outcomes of these splits, whether or not they are the best."""
         found = []
         window = self._first_window_ns
         for problem, split in zip(self._problems, splits, strict=True):
@@ -108,22 +110,22 @@ def configure(
     *,
     as_printed: bool = False,
 ) -> Configuration:
-    """The best budgets and splits found for so many kept segments in each size class; the buffer is not among them.
+    """The best budgets and splits found for so many kept segments in each size class, without staging slots.
 
-    Starts with equal budgets and moves memory, zeta of a class's at a time, from the layer that loses least to the one
-    that gains most, while the sum of exposed time falls. It ends, as every move lowers that sum; no layer that had
-    some is left without any. What is left that no layer gains by stays in the budget it is in, free
+    Starts from equal budgets and moves memory, a share zeta of a class's at a time, from the layer that loses least to
+    the one that gains most, as long as the sum of exposed time falls. It ends, since every move lowers that sum. No
+    layer that had memory is left without any. Memory that no layer gains by stays free in its budget
     (`SplitPlan.free_segments`). A layer of which nothing was observed counts as one whose experts are all alike. Ours,
     not the paper's:
 
-    - a layer's gain and loss are taken with the window it has now, not with that of a model all of whose layers
-      have more or less; what the move does to other windows is seen when it is tried, in the sum;
+    - a layer's gain and loss are computed with the window that it has now, not with that of a model all of whose layers
+      have more or less; effects on other windows show when the move is tried, in the sum;
     - a move that gains less than a ten-thousandth ends it;
     - where no move of zeta helps, steps of zeta times powers of two, up and down to one segment, are tried, the most
       promising first; then what several layers cannot use goes to one together; then other pairs of layers. After each
-      that helps zeta's turn comes again.
+      that helps zeta is tried again.
 
-    With `as_printed` none of this: algorithm 1, lines 15 to 25, and the budgets that it ends with.
+    `as_printed`: algorithm 1, lines 15 to 25, without any of this, and the budgets that it ends with.
 
     Raises ConfigError where the sizes do not fit, or `zeta` is not between 0 and 1.
     """
@@ -138,7 +140,7 @@ def configure(
         raise ConfigError(f"zeta={zeta}: must be above 0 and below 1")
     known = [one if one.hits[-1] else LayerRates.alike(one.num_experts) for one in rates]
     forecaster = Forecaster(geometry, known, timing)
-    uniform = forecaster.forecast(equal_shares(geometry, kept_segments))
+    uniform = forecaster.forecast(equal_quotas(geometry, kept_segments))
     pools = [
         _Pool([layer for layer, one in enumerate(geometry.size_classes) if one == size_class], uniform.budgets, zeta)
         for size_class in range(geometry.num_size_classes)
@@ -159,17 +161,17 @@ def configure(
 
 def uniform_plan(geometry: Geometry, kept_segments: Sequence[int]) -> SplitPlan:
     """Equal budgets and half of each expert: MoEpic without its configurator (algorithm 1, line 4). A half is rounded
-    down to segments but not to none; less of one expert where the budget is less, more where half of all is less.
+    down to segments, but not to none; a smaller budget keeps less of one expert, a larger one more than half of all.
     """
     num_segments, layers = geometry.segments_per_expert, []
-    for budget, shape in zip(equal_shares(geometry, kept_segments), geometry.layers, strict=True):
+    for budget, shape in zip(equal_quotas(geometry, kept_segments), geometry.layers, strict=True):
         top = min(max(num_segments // 2, budget // shape.num_experts, 1), num_segments, budget)
         layers.append(LayerSplit(min(budget // top, shape.num_experts) if budget else 0, top, budget))
     return SplitPlan(geometry, tuple(layers))
 
 
 def _improved(forecaster: Forecaster, pools: Sequence[_Pool], now: Forecast) -> Forecast | None:
-    """After the first move that lowers the sum, as tried; None: no move does."""
+    """The forecast after the first move that lowers the sum; None: no move does."""
     if not now.total_ns:
         return None
     changes = [(pool, pool.changes(now)) for pool in pools]
@@ -187,8 +189,8 @@ def _improved(forecaster: Forecaster, pools: Sequence[_Pool], now: Forecast) -> 
 
 
 def _improved_as_printed(forecaster: Forecaster, pools: Sequence[_Pool], now: Forecast) -> Forecast | None:
-    """After the one move that algorithm 1 tries, in the first pool where it lowers the sum; None: it rolls back. What a
-    layer gains and loses is that of a model all of whose layers have zeta more, or less.
+    """The forecast after the one move that algorithm 1 tries, in the first pool where it lowers the sum; None: it rolls
+    back. A layer's gain and loss are those in a model all of whose layers have zeta more, or less.
     """
     for pool in pools:
         more, less = ([budget + sign * pool.unit for budget in now.budgets] for sign in (1, -1))
@@ -220,14 +222,14 @@ class _Move(NamedTuple):
 
 
 class _Changes(NamedTuple):
-    """[steps, layers] of exposed time."""
+    """Gained and lost exposed time, [steps, layers] each."""
 
     gains_ns: Doubles  # less of it with a step more; -inf: the layer has all its experts
     losses_ns: Doubles  # more of it with a step less; inf: the layer has no step to give
 
 
 class _Pool:
-    """Layers of one size class, which share their slots: the moves of memory among them, the most promising first
+    """Layers of one size class, which share their slots, and the moves of memory among them, the most promising first
     (algorithm 1, lines 15-19).
     """
 
@@ -241,7 +243,7 @@ class _Pool:
         self._steps = np.array(sorted(powers), np.intp)
 
     def changes(self, now: Forecast) -> _Changes:
-        """What each step does to each layer, as long as its window stays."""
+        """What each step changes for each layer, if its window stays the same."""
         shape = (len(self._steps), len(self.layers))
         gains, losses = np.full(shape, -np.inf), np.full(shape, np.inf)
         for place, layer in enumerate(self.layers):
@@ -253,10 +255,10 @@ class _Pool:
         return _Changes(gains, losses)
 
     def best_moves(self, changes: _Changes) -> list[_Move]:
-        """Those that promise to gain: one for each step, that of zeta first, then by falling promise.
+        """The moves that promise to gain: one for each step, that of zeta first, then by falling promise.
 
-        As the paper has it, a step's move goes to the layer that gains most, from the one, of the rest, that loses
-        least. Ties go to the lowest layer, and the smallest step.
+        As in the paper, memory goes to the layer that gains most, from the one of the others that loses least. Ties go
+        to the lowest layer, and to the smallest step.
         """
         found = []
         for number, step in enumerate(self._steps.tolist()):
@@ -270,8 +272,8 @@ class _Pool:
         return [move for _, move in sorted(found, key=lambda one: (one[0], -one[1].net_ns))]
 
     def leftover_moves(self, now: Forecast) -> list[_Move]:
-        """Of what layers have and cannot use, a part of an expert or what their windows make needless: all of it that
-        one layer gains by, for each layer, by falling gain.
+        """Moves of what layers have and cannot use (a part of an expert, or what their windows make needless): for each
+        layer, all of it that the layer gains by; by falling gain.
         """
         free = {}
         for layer in self.layers:
@@ -295,8 +297,8 @@ class _Pool:
         return sorted(found, key=lambda move: -move.net_ns)
 
     def other_moves(self, changes: _Changes) -> Iterator[_Move]:
-        """The best of all, by any step from any layer to any other, whatever they promise: the windows of layers that
-        follow may make up for it.
+        """The best moves by any step from any layer to any other, even if they promise a loss: the windows of later
+        layers may make up for it.
         """
         net = changes.gains_ns[:, :, None] - changes.losses_ns[:, None, :]  # [steps, to, from]
         themselves = range(len(self.layers))

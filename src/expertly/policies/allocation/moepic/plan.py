@@ -10,7 +10,7 @@ from typing import Any
 from expertly.core.errors import ConfigError
 from expertly.core.files import disk_errors, json_bytes, read_json_object, write_atomic
 from expertly.core.geometry import SIZE_FIELDS, Geometry, LayerGeometry
-from expertly.policies.allocation.uniform import class_sums
+from expertly.policies.allocation.uniform import class_sums, whole_tops
 
 _FORMAT = "expertly-split-plan"
 _VERSION = 1
@@ -60,9 +60,18 @@ class SplitPlan:
 
     @property
     def free_segments(self) -> tuple[int, ...]:
-        """Segments of each size class that the layers' budgets leave; they widen the staging slots."""
+        """Segments of each size class that the layers' budgets leave: they become staging slots."""
         free = [layer.budget_segments - layer.used_segments for layer in self.layers]
         return tuple(class_sums(self.geometry, free))
+
+    def kept(self, geometry: Geometry) -> tuple[list[int], list[int]]:
+        """What each layer keeps: its quota, in segments, and how many segments of an expert. A layer whose budget holds
+        more tops than the plan's experts keeps them, too. Raises ConfigError where the plan is not for this model.
+        """
+        self.check_fits(geometry)
+        tops = [layer.kept_segments or geometry.segments_per_expert for layer in self.layers]
+        layers = zip(self.layers, tops, geometry.layers, strict=True)
+        return [whole_tops(layer.budget_segments, top, shape.num_experts) for layer, top, shape in layers], tops
 
     def check_fits(self, geometry: Geometry, kept_slots: Sequence[int] | None = None) -> None:
         """Raises ConfigError where the plan is for other experts or segments than these, or where its budgets take more
@@ -88,7 +97,6 @@ class SplitPlan:
                     )
 
     def to_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
         layers = [
             shape.as_dict() | asdict(layer) for shape, layer in zip(self.geometry.layers, self.layers, strict=True)
         ]

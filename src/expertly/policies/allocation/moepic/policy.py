@@ -1,4 +1,6 @@
-"""The allocations `split` and `moepic`: of many experts a part instead of few whole (MoEpic, sections 3.1 and 3.3)."""
+"""The allocations `split` and `moepic`: layers keep a part of many experts instead of few whole ones (MoEpic, sections
+3.1 and 3.3).
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,19 @@ from expertly.policies.allocation.moepic.configurator import DEFAULT_ZETA, Confi
 from expertly.policies.allocation.moepic.plan import LayerSplit, SplitPlan
 from expertly.policies.allocation.moepic.statistics import LayerRates, LayerStatistics
 from expertly.policies.allocation.moepic.timing import Timing
-from expertly.policies.allocation.uniform import class_sums, equal_shares, layers_of, uniform_shares
+from expertly.policies.allocation.uniform import class_sums, equal_quotas, layers_of, uniform_quotas
 from expertly.policies.base import PolicyOptions, option
+from expertly.policies.eviction.lcp import LCPOptions
 from expertly.policies.known import NOTHING, Known
 
 if TYPE_CHECKING:
     from expertly.policies.allocation.base import Job
 
 _FIRST = (64, 256)
-"""Tokens before the first configurations, where tau is more (our choice)."""
+"""Tokens before the first configurations, where tau is larger (our choice)."""
 
 _RIGHT = 0.8
-"""Of the first K predicted experts, so many are expected to be needed: about what a lookahead of one layer is right."""
+"""The expected share of the first K predicted experts that are needed: about what a lookahead of one layer reaches."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,10 @@ class SplitOptions(PolicyOptions):
 
 
 class SplitExperts(Allocation):
-    """Equal shares; of each expert that is kept its first segments are, theta of it: the nearest number, the lower of
-    two that are as near, at least one. More where a layer so keeps some of every expert and could keep more of each.
+    """Equal quotas; of each kept expert the first segments, theta of it: rounded to the nearest number, a half down, at
+    least one. Layers that keep some of every expert and have more room keep more of each.
 
-    With a plan, which fits the model and the budget, layers keep what that says, as where it comes while they run.
+    With a plan for the model and budget, layers keep what that says.
     """
 
     name = "split"
@@ -52,19 +55,19 @@ class SplitExperts(Allocation):
 
     def __init__(self, geometry: Geometry, options: Any = SplitOptions(), known: Known = NOTHING) -> None:
         super().__init__(geometry)
-        self._plan = known.plan
+        self._plan = known.get(SplitPlan)
         self._top = max(1, math.ceil(options.theta * geometry.segments_per_expert - 0.5))
 
-    def shares(self, kept_slots: Sequence[int]) -> list[int]:
-        """Whole tops, as equal as can be; what is left of one goes to the lowest layers that have room."""
+    def quotas(self, kept_slots: Sequence[int]) -> list[int]:
+        """Whole tops, as equal as can be; the rest of one goes to the lowest layers that have room."""
         geometry, top = self.geometry, self._top
         if self._plan is not None:
             return [layer.budget_segments for layer in self._plan.layers]
         if top == geometry.segments_per_expert:
-            return uniform_shares(geometry, kept_slots)
-        shares = equal_shares(geometry, kept_slots)
+            return uniform_quotas(geometry, kept_slots)
+        quotas = equal_quotas(geometry, kept_slots)
         num_tops = [slots // top for slots in kept_slots]
-        experts = equal_shares(geometry, num_tops, 1)
+        experts = equal_quotas(geometry, num_tops, 1)
         for size_class, slots in enumerate(kept_slots):
             layers = layers_of(geometry, size_class)
             if sum(experts[layer] for layer in layers) < num_tops[size_class]:
@@ -72,18 +75,18 @@ class SplitExperts(Allocation):
             rest = slots % top
             for layer in layers:
                 most = geometry.layers[layer].num_experts * geometry.segments_per_expert
-                shares[layer] = min(experts[layer] * top + rest, most)
-                rest -= shares[layer] - experts[layer] * top
-        return shares
+                quotas[layer] = min(experts[layer] * top + rest, most)
+                rest -= quotas[layer] - experts[layer] * top
+        return quotas
 
-    def tops(self, shares: Sequence[int]) -> list[int] | None:
+    def tops(self, quotas: Sequence[int]) -> list[int] | None:
         geometry = self.geometry
         if self._plan is not None:
             return [layer.kept_segments or geometry.segments_per_expert for layer in self._plan.layers]
         if self._top == geometry.segments_per_expert:
             return None
-        pairs = zip(shares, geometry.layers, strict=True)
-        return [max(self._top, share // layer.num_experts) for share, layer in pairs]
+        pairs = zip(quotas, geometry.layers, strict=True)
+        return [max(self._top, quota // layer.num_experts) for quota, layer in pairs]
 
 
 @dataclass(frozen=True)
@@ -98,14 +101,14 @@ class MoEpicOptions(PolicyOptions):
 
 
 class MoEpic(SplitExperts):
-    """Begins as `split` with theta 0.5. As soon as times are known, and nothing else is, the split is due that is best
-    by these (`start`). After 64 and 256 tokens, as far as tau is more, and every tau, a configuration is due, made from
-    what decode needed of each layer and what had been predicted of it by then (sections 3.3 and 3.4).
+    """Starts as `split` with theta 0.5. As soon as times are known, the split that is best by times alone is due
+    (`start`). After 64 and 256 tokens, as far as these are below tau, and after every tau, a configuration is due. It
+    is made from what decode needed of each layer and what had been predicted of it by then (sections 3.3 and 3.4).
 
-    A pass over several tokens counts as one that needs what all of them need: nobody says here which asked for what.
-    Prompts are left out: they fill what is empty and evict nothing.
+    A pass over several tokens counts as one that needs the experts of all of them, since who chose which is not known
+    here. Prompts do not count, since they evict nothing.
 
-    With a plan it begins with that, and the first configuration is due after tau tokens.
+    With a plan it starts with that, and the first configuration is due after tau tokens.
     """
 
     name = "moepic"
@@ -117,7 +120,7 @@ class MoEpic(SplitExperts):
         super().__init__(geometry, SplitOptions(), known)
         self._options = options
         self._seen = [
-            LayerStatistics(layer.num_experts, options.tau, number, known.priority)
+            LayerStatistics(layer.num_experts, options.tau, number, known.get(LCPOptions))
             for number, layer in enumerate(geometry.layers)
         ]
         self._predicted: list[Prediction | None] = [None] * geometry.num_layers  # the newest of each layer
@@ -127,29 +130,29 @@ class MoEpic(SplitExperts):
         """Before tau, numbers of tokens after which configurations are due."""
         self._least = min([*self._early, options.tau])
         self._due: int | None = 0 if self._plan is None and options.start == "timed" else self._least
-        """None: something is being worked out."""
+        """Tokens after which a configuration is due; None: one is being worked out."""
         self._num_configurations = 0
 
-    def begin(self, shares: Sequence[int]) -> None:
-        if self._plan is not None:  # what its tops leave of a budget is staging slots, but may be kept later
-            shares = [layer.budget_segments for layer in self._plan.layers]
-        self._kept_slots = class_sums(self.geometry, shares)
+    def begin(self, quotas: Sequence[int]) -> None:
+        if self._plan is not None:  # what its tops leave of a budget is staged now, and may be kept later
+            quotas = [layer.budget_segments for layer in self._plan.layers]
+        self._kept_slots = class_sums(self.geometry, quotas)
 
     def predicted(self, prediction: Prediction) -> None:
         self._predicted[prediction.layer] = prediction
 
-    def ran(self, demand: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
-        layer = demand.layer
+    def ran(self, router: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
+        layer = router.layer
         prediction, self._predicted[layer] = self._predicted[layer], None
-        if not demand.serves_decode:
+        if not router.serves_decode:
             return None
-        needed = demand.experts
-        if False in demand.is_decode or 0 in demand.num_tokens:
-            every = zip(needed, demand.num_tokens, demand.is_decode, strict=True)
+        needed = router.experts
+        if False in router.is_decode or 0 in router.num_tokens:
+            every = zip(needed, router.num_tokens, router.is_decode, strict=True)
             needed = [expert for expert, num, is_decode in every if num and is_decode]
         self._seen[layer].note(needed, None if prediction is None else prediction.experts)
         if layer == self.geometry.num_layers - 1:
-            self._num_tokens += demand.batch_tokens if False not in demand.is_decode else 1  # a prompt's do not count
+            self._num_tokens += router.batch_tokens if False not in router.is_decode else 1  # a prompt's do not count
         return None
 
     def due(self) -> Job | None:
@@ -159,10 +162,12 @@ class MoEpic(SplitExperts):
         rates = [seen.rates() for seen in self._seen] if self._num_tokens >= self._least else None
         return partial(_work_out, self.geometry, list(self._kept_slots), rates, self._options)
 
-    def configured(self, plan: SplitPlan) -> None:
+    def configured(self, plan: SplitPlan) -> tuple[list[int], list[int]]:
+        kept = plan.kept(self.geometry)
         following = [num for num in self._early if num > self._num_tokens]
         self._due = following[0] if following else self._num_tokens + self._options.tau
         self._num_configurations += 1
+        return kept
 
     def facts(self) -> dict[str, object]:
         """`learned`: from how much; `configurations`: how often what is kept was worked out anew."""
@@ -173,7 +178,7 @@ class MoEpic(SplitExperts):
 def _work_out(
     geometry: Geometry, kept: Sequence[int], rates: Sequence[LayerRates] | None, options: MoEpicOptions, timing: Timing
 ) -> Configuration:
-    """From rates; without, from times alone."""
+    """A configuration from rates or, without them, from times alone."""
     if not options.pieces:
         timing = timing.without_parts()
     if rates is None:
@@ -182,9 +187,9 @@ def _work_out(
 
 
 def timed_split(geometry: Geometry, kept_segments: Sequence[int], timing: Timing) -> Configuration:
-    """Where to begin when only times are known (ours): the theta of least exposed time, the same for all layers, where
-    experts are needed alike and four of five of the first K that are predicted are needed; of equal ones the nearest to
-    0.5, and that where parts cost nothing of their own: there it is the paper's start.
+    """The split to start with when only times are known (ours): the theta of least exposed time, the same for all
+    layers, where experts are needed alike and 80 % of the first K predicted experts are needed. Of equal ones the
+    nearest to 0.5, which is also the choice where parts cost nothing of their own: there it is the paper's start.
     """
     forecaster = Forecaster(geometry, [_expected(layer) for layer in geometry.layers], timing)
     most = geometry.segments_per_expert
@@ -202,17 +207,17 @@ def timed_split(geometry: Geometry, kept_segments: Sequence[int], timing: Timing
 
 def _plan(geometry: Geometry, kept_segments: Sequence[int], theta: float) -> SplitPlan:
     split = SplitExperts(geometry, SplitOptions(theta))
-    shares = split.shares(kept_segments)
-    tops = split.tops(shares) or [geometry.segments_per_expert] * geometry.num_layers
+    quotas = split.quotas(kept_segments)
+    tops = split.tops(quotas) or [geometry.segments_per_expert] * geometry.num_layers
     layers = []
-    for share, top, layer in zip(shares, tops, geometry.layers, strict=True):
-        kept = min(share // top, layer.num_experts)
-        layers.append(LayerSplit(kept, top if kept else 0, share))
+    for quota, top, layer in zip(quotas, tops, geometry.layers, strict=True):
+        kept = min(quota // top, layer.num_experts)
+        layers.append(LayerSplit(kept, top if kept else 0, quota))
     return SplitPlan(geometry, tuple(layers))
 
 
 def _expected(layer: LayerGeometry) -> LayerRates:
-    """Of a layer of which nothing has been seen."""
+    """The rates expected of a layer of which nothing has been seen."""
     num, top_k = layer.num_experts, layer.top_k
     hits = 1 - (1 - np.linspace(0, 1, num + 1)) ** 2
     accuracy, predicted_hits = np.full(num, _RIGHT if num > top_k else 1.0), np.tile(hits, (num, 1))

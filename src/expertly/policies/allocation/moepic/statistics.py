@@ -1,4 +1,6 @@
-"""How well a layer's experts could be cached and are predicted: H(C), P(y), PH(y, C) (MoEpic, section 3.4.2)."""
+"""How well a layer's experts could be cached, and how well they are predicted: H(C), P(y), PH(y, C) (MoEpic, section
+3.4.2).
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,18 @@ Doubles = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]
 
 DEFAULT_HALF_LIFE = 5000.0
-"""Tokens: as many as go by between two configurations (tau)."""
+"""Tokens; as many as tau, the time between two configurations."""
 
 _MAX_WEIGHT = 2.0**100
 _TOGETHER = 64  # tokens
 
 _Noted = tuple[Sequence[int], bytes | None, float, int]
-"""A token: needed experts; the ids of all by falling score, where there was a prediction; weight; pass, from 0."""
+"""A token: needed experts; all ids by falling score, where there was a prediction; weight; number of its pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRates:
-    """What was seen of one layer, E experts. An expert's rank is its place, from 0, by falling cache priority."""
+    """The rates of one layer, E experts. An expert's rank is its place, from 0, by falling cache priority."""
 
     hits: Doubles  # [E+1] H(C), C = 0..E: share of the needed experts whose rank was below C
     accuracy: Doubles  # [E] P(y) at y - 1: share of tokens that needed the expert of the y-th highest predicted score
@@ -38,7 +40,7 @@ class LayerRates:
 
     @classmethod
     def alike(cls, num_experts: int) -> LayerRates:
-        """Each expert is needed as often as any other, and none was predicted."""
+        """The rates where each expert is needed as often as any other, and none was predicted."""
         return cls(np.linspace(0, 1, num_experts + 1), np.zeros(num_experts), np.zeros((num_experts, num_experts + 1)))
 
     @property
@@ -49,11 +51,11 @@ class LayerRates:
 class LayerStatistics:
     """Gathers the rates of one layer, online. Memory: 8 bytes * E * E.
 
-    Ranks are those before the update that a pass makes, as a cache finds them; ties, of ranks and of predicted scores,
-    go to the lowest id, and experts that were never used come last. The paper counts all tokens alike for ever; here
-    (our choice) a token's weight halves with every `half_life` tokens that follow it, so that what is configured next
-    fits what runs now; None counts as the paper does. Tokens are counted 64 at a time, which is cheaper; the first time
-    `early` tokens earlier, so that not all layers count beside the same token.
+    Ranks are those before a pass updates them, as a cache finds them. Ties, of ranks and of predicted scores, go to the
+    lowest id; experts that were never used come last. The paper counts all tokens alike for ever. Here (our choice) a
+    token's weight halves with every `half_life` tokens that follow it, so that a configuration fits what runs now; None
+    counts as the paper does. Tokens are counted 64 at a time, which is cheaper; the first time `early` tokens earlier,
+    so that not all layers count at the same token.
 
     Raises ConfigError for a `half_life` that is not above 0.
     """
@@ -65,7 +67,7 @@ class LayerStatistics:
         early: int = 0,
         priority: LCPOptions | None = None,
     ) -> None:
-        """`priority`: of the caches, by which experts are ranked; None: as it is by default."""
+        """`priority`: options of the caches' priority, which ranks experts; None: the defaults."""
         if half_life is not None and not half_life > 0:
             raise ConfigError(f"half_life={half_life}: must be above 0 tokens")
         self.num_experts = num_experts
@@ -89,7 +91,7 @@ class LayerStatistics:
 
     def note(self, needed: Sequence[int], predicted: Sequence[int] | None = None) -> None:
         """A pass of one token: the experts that it needs, all in 0..E-1 and none twice, and the predicted ones by
-        falling score, where there was a prediction; those that it does not name come last.
+        falling score, where there was a prediction; experts that it does not name come last.
         """
         if predicted is not None and len(predicted) < self.num_experts:
             is_named = np.zeros(self.num_experts, np.bool_)
@@ -106,8 +108,8 @@ class LayerStatistics:
     ) -> None:
         """The rows of one pass, each a token: [T, K] needed experts and [T, E] predicted scores.
 
-        What is not in 0..E-1 is no expert; none is twice in a row. All rows find the ranks that the passes before left.
-        Rows outside `is_predicted`, [T], and all where there are no scores, had no prediction: they count for H alone.
+        Ids outside 0..E-1 are no experts; none is twice in a row. All rows see the ranks that the passes before left.
+        Rows outside `is_predicted`, [T], and all rows without scores, had no prediction: they count for H alone.
         """
         orders = None if predicted is None else (-predicted).argsort(axis=1, kind="stable").astype(self._id_dtype)
         for number, row in enumerate(experts.tolist()):
@@ -119,7 +121,7 @@ class LayerStatistics:
         self._end_pass(len(experts))
 
     def rates(self) -> LayerRates:
-        """Of what was observed; all 0 for what was not. Copies: what follows does not change them."""
+        """The rates observed so far, 0 where nothing was observed; copies."""
         self._count()
         num = self.num_experts
         hits, accuracy, predicted_hits = np.zeros(num + 1), np.zeros(num), np.zeros((num, num + 1))
@@ -156,7 +158,6 @@ class LayerStatistics:
             self._weight = 1.0
 
     def _count(self) -> None:
-        """All that was noted."""
         if not self._noted:
             return
         num = self.num_experts
@@ -180,9 +181,9 @@ class LayerStatistics:
         self._noted.clear()
 
     def _take_ranks(self) -> Ints:
-        """[passes, E]: the ranks that each pass found. From here on only what the last one left is known.
+        """[passes, E]: the ranks that each pass finds. Afterwards only those that the last pass left are known.
 
-        All scores are put in order once. Their places are small whole numbers, which sort faster than the scores.
+        All scores are sorted once; their places are small whole numbers, which sort faster than the scores.
         """
         ids, scores = np.array(self._ids), np.array(self._scores)
         order = np.lexsort((ids, scores))
@@ -198,7 +199,7 @@ class LayerStatistics:
 
 
 def _places(orders: npt.NDArray[Any]) -> Ints:
-    """Of each row of ids, [N, E]: where in it each id is."""
+    """For each row of ids, [N, E]: the place of each id in it."""
     places = np.empty(orders.shape, np.intp)
     np.put_along_axis(places, orders.astype(np.intp), np.arange(orders.shape[1])[None, :], axis=1)
     return places

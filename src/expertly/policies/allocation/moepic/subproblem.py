@@ -21,7 +21,7 @@ class Splits:
     """Every way to keep `segments` of each of `experts` experts, (0, 0) included, by rising memory, then experts.
 
     theta, the kept share of an expert, is segments / P: V / C rounded down, so that C * theta * P segments <= V * P.
-    What that leaves of V is kept free for other layers: a layer's budget is what it may use.
+    The rest of V stays free for other layers: a layer's budget is what it may use.
     """
 
     def __init__(self, num_experts: int, segments_per_expert: int) -> None:
@@ -40,7 +40,7 @@ class Splits:
 
 
 class Outcomes(NamedTuple):
-    """What comes of a layer's splits, an element each."""
+    """What comes of a layer's splits, one element each."""
 
     loaded: Doubles  # m: experts' worth of what is needed that is there when the router has run
     exposed_ns: Doubles
@@ -49,7 +49,7 @@ class Outcomes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What a layer makes of each budget 0..E*P, in segments, with one prefetching window."""
+    """The best split of a layer for each budget 0..E*P, in segments, with one prefetching window."""
 
     splits: Splits
     split: Counts  # [E*P+1] the best one, by its number in `splits`
@@ -58,7 +58,7 @@ class Curve:
     next_window_ns: Doubles  # [E*P+1]
 
     def best(self, budget: int) -> LayerSplit:
-        """The best split of so many segments."""
+        """The best split for so many segments."""
         number = self.split[budget]
         return LayerSplit(int(self.splits.experts[number]), int(self.splits.segments[number]), budget)
 
@@ -82,14 +82,13 @@ class LayerProblem:
         self._is_split = (splits.experts > 0) & (splits.theta < 1)
 
     def outcomes(self, window_ns: float) -> Outcomes:
-        """Of all splits."""
         loaded, parts = self._loaded(window_ns)
         timing, layer = self._timing, self._layer
         exposed, window = timing.exposed_ns(layer, loaded, parts), timing.next_window_ns(layer, loaded, parts)
         return Outcomes(loaded, exposed, window)
 
     def curve(self, window_ns: float) -> Curve:
-        """The best split for each budget: the least exposed time; of equal ones the highest m, then that which keeps
+        """The best split for each budget: the least exposed time; of equal ones the highest m, then the one that keeps
         most of what is needed, then the least memory, then the fewest experts.
         """
         splits, (loaded, exposed, next_window) = self.splits, self.outcomes(window_ns)
@@ -106,11 +105,11 @@ class LayerProblem:
         return Curve(splits, chosen, loaded[chosen], exposed[chosen], next_window[chosen])
 
     def _loaded(self, window_ns: float) -> tuple[Doubles, Parts | None]:
-        """m of each split: what is kept, and of the predicted experts the first Y, as many as can be prefetched
-        (equation 9) in the window and into a buffer of K experts. And the parts, where these cost something.
+        """m of each split: what is kept, and the first Y predicted experts, as many as can be prefetched (equation 9)
+        in the window and into a buffer of K experts. And the parts, where these cost something.
 
         Parts (ours): where tops are kept, every needed expert comes in two spans. Its rest lies where the buffer had
-        room; one that is not kept gets its top a place among the kept ones. Those tops whose rest is not there yet are
+        room; an expert that is not kept gets its top a place among the kept ones. Tops whose rest has not arrived are
         computed meanwhile.
         """
         num_experts, theta, begin = self.splits.num_experts, self.splits.theta, self._begin

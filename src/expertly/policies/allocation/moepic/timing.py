@@ -1,4 +1,4 @@
-"""How long loads can hide behind computing, a layer of a decode step (MoEpic, section 3.4.1, equations 5-7)."""
+"""How long loads can hide behind computing, for each layer of a decode step (MoEpic, section 3.4.1, equations 5-7)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What computing and loading experts in parts costs beyond the paper's model, expected, of one layer (ours)."""
+    """What computing and loading experts in parts is expected to cost one layer, beyond the paper's model (ours)."""
 
     further: Doubles  # spans beyond one an expert
     early: Doubles  # of their fixed costs, so many are paid while what is missing loads, beyond those in m
@@ -26,14 +26,14 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Measured times of one decode step; the tuples are over the L layers.
+    """Measured times of one decode step; tuples are over the L layers.
 
     `loaded` below is the paper's m: how many of the K needed experts, in parts of experts, are on the device when the
-    router has run. With alpha experts there whole, beta as tops of theta, m = alpha + beta * theta; as alpha + beta +
-    gamma = K, the paper's beta * (1 - theta) + gamma is K - m. Methods take arrays, an element a split.
+    router has run. With alpha experts there whole and beta as tops of theta, m = alpha + beta * theta; as alpha + beta
+    + gamma = K, the paper's beta * (1 - theta) + gamma is K - m. Methods take arrays, an element a split.
 
-    The paper computes a part of an expert in that part of its time: with `span_ns` and `ask_ns` 0, their default,
-    these are its equations. Raises ConfigError naming the field, its value and what is accepted.
+    In the paper a part of an expert takes that part of its time: these are its equations where `span_ns` and `ask_ns`
+    are 0, their default. Raises ConfigError naming the field, its value and what is accepted.
     """
 
     top_k: tuple[int, ...]
@@ -70,7 +70,7 @@ class Timing:
         span_ns: int | Sequence[int] = 0,
         ask_ns: int | Sequence[int] = 0,
     ) -> Timing:
-        """For a model; a single time holds for all its layers."""
+        """The timing of a model; a single time holds for all its layers."""
         top_k = tuple(layer.top_k for layer in geometry.layers)
         attention, moe, load, span, ask = (
             (times,) * len(top_k) if isinstance(times, int) else tuple(times)
@@ -79,11 +79,10 @@ class Timing:
         return cls(top_k, attention, moe, load, head_ns, span, ask)
 
     def without_parts(self) -> Timing:
-        """As the paper counts: parts cost nothing of their own."""
+        """The timing as the paper counts: parts cost nothing of their own."""
         return replace(self, span_ns=(), ask_ns=())
 
     def counts_parts(self, layer: int) -> bool:
-        """Whether parts cost something of their own."""
         return bool(self.span_ns[layer] or self.ask_ns[layer])
 
     @property
@@ -95,7 +94,7 @@ class Timing:
         return float(self.head_ns + self.attention_ns[0])
 
     def next_window_ns(self, layer: int, loaded: Doubles, parts: Parts | None = None) -> Doubles:
-        """T_wind of the layer after `layer`: from when that one has loaded all that it needs (equation 7)."""
+        """T_wind of the layer after `layer`: it begins when `layer` has loaded all that it needs (equation 7)."""
         hide, spans = self._hide_ns(layer, loaded), np.zeros_like(loaded)
         if parts is not None:
             hide = hide + parts.early * self.span_ns[layer]
@@ -105,10 +104,10 @@ class Timing:
         return window
 
     def exposed_ns(self, layer: int, loaded: Doubles, parts: Parts | None = None) -> Doubles:
-        """T: what of the loading no computing hides (equation 6).
+        """T: the part of loading that no computing hides (equation 6).
 
-        With `parts` (ours) all that the layer takes beyond what it does with everything there and whole, as the mean
-        over tokens, not that of the mean token: each of the K needed experts lacks something as often as any other.
+        With `parts` (ours): all that the layer takes beyond its time with everything resident and whole, as the mean
+        over tokens, not that of the mean token; each of the K needed experts lacks something equally often.
         """
         if parts is None:
             return np.maximum(0.0, self._miss_ns(layer, loaded) - self._hide_ns(layer, loaded))
@@ -124,9 +123,9 @@ class Timing:
         return exposed
 
     def _hide_ns(self, layer: int, loaded: Doubles) -> Doubles:
-        """T_hide: computing what is there (equation 5)."""
+        """T_hide: computing what has been loaded (equation 5)."""
         return loaded * (self.moe_ns[layer] / self.top_k[layer])
 
     def _miss_ns(self, layer: int, loaded: Doubles) -> Doubles:
-        """T_miss: loading what is not."""
+        """T_miss: loading what has not."""
         return (self.top_k[layer] - loaded) * float(self.load_ns[layer])

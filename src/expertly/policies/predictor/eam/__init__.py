@@ -1,5 +1,5 @@
-"""MoE-Infinity: activation matrices of past requests predict (sections 4.3 to 4.5). `EAM` is the door; `Matrices` are
-what it learns.
+"""MoE-Infinity: activation matrices of past requests predict (sections 4.3 to 4.5). `EAM` predicts; it learns
+`Matrices`.
 """
 
 from expertly.policies.predictor.eam.predictor import EAM, EAMOptions

@@ -1,5 +1,5 @@
-"""Activation matrices: how many tokens of a past request each expert served, for a few requests that are unlike each
-other; and the match of a running iteration with them (MoE-Infinity, sections 4.3 and 4.5, appendix B.1).
+"""Activation matrices: how many tokens of a past request each expert served, kept for a few requests that differ from
+each other; and the match of a running iteration with them (MoE-Infinity, sections 4.3 and 4.5, appendix B.1).
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from expertly.policies.learned import (
     check_born,
     check_numbers,
 )
+from expertly.policies.predictor.similarity import TIE, LayersSeen, inverse_root
 
 DEFAULT_CAPACITY = 120
 MAX_COUNT = 1 << 24
-"""Tokens of an expert from which on float32 does not count; more are taken for so many."""
-TIE = 1e-6
-"""Cosines that differ by no more than this are equal."""
+"""Tokens beyond which float32 cannot count; more count as so many."""
 
 _PHASES = ("prefill", "decode")
 
@@ -37,8 +36,8 @@ Counts = npt.NDArray[np.int64]
 
 
 class Collection:
-    """Matrices of up to `capacity` requests, of one phase. Slots below `num_matrices` are filled; arrays are not to be
-    written to. Raises ConfigError where it would not fit into memory.
+    """Matrices of up to `capacity` requests, of one phase. Slots below `num_matrices` are filled; callers must not
+    write the arrays. Raises ConfigError where it would not fit into memory.
     """
 
     def __init__(self, shape: ModelShape, capacity: int = DEFAULT_CAPACITY) -> None:
@@ -52,8 +51,8 @@ class Collection:
         self.capacity = capacity
         self.num_matrices = 0
         self.generation = 0  # counts changes
-        # Twice, since a search runs along an expert and a prediction along a matrix. Zeroed pages take no memory
-        # before they are written to.
+        # Kept twice: a search reads along an expert, a prediction along a matrix. Zeroed pages take no memory before
+        # they are written to.
         self.matrices: Floats = np.zeros((capacity, num_layers, num_experts), np.float32)  # [C, L, E] tokens served
         self.columns: Floats = np.zeros((num_layers, num_experts, capacity), np.float32)  # [L, E, C] the same
         self.squares = np.zeros((num_layers, capacity))  # [L, C] squared length of a matrix' row
@@ -66,7 +65,8 @@ class Collection:
     def add(self, counts: npt.NDArray[Any]) -> None:
         """Add a request's matrix [L, E]; one without any token is left out.
 
-        While there is room it takes a free slot, then that of the nearest to it (appendix B.1), the oldest of equals.
+        It takes a free slot or, when none is left, that of the matrix nearest to it (appendix B.1), the oldest of
+        equals.
         """
         assert counts.shape == self.total.shape
         matrix = np.minimum(counts, MAX_COUNT).astype(np.float32)
@@ -83,12 +83,12 @@ class Collection:
         self.generation += 1
 
     def extend(self, other: Collection) -> None:
-        """Add all matrices of another one, the oldest first: to merge, or to make one smaller."""
+        """Add all matrices of another collection, the oldest first: to merge, or to make a smaller one."""
         for slot in np.argsort(other.born[: other.num_matrices], kind="stable").tolist():
             self.add(other.matrices[slot])
 
     def fill(self, matrices: npt.NDArray[Any], born: npt.NDArray[np.int64]) -> None:
-        """Of an empty one: take these matrices [n, L, E] as they are, and born [n]."""
+        """Take these matrices [n, L, E], and born [n], as they are; the collection is empty."""
         assert not self.num_matrices
         if len(born) > self.capacity:
             raise ConfigError(f"capacity={self.capacity}: must be at least {len(born)}, the matrices that there are")
@@ -98,7 +98,6 @@ class Collection:
         self._num_added = int(born.max(initial=-1)) + 1
 
     def absorb(self, other: Collection, known: Container[bytes], most: int) -> int:
-        """See LearnedStore."""
         most = max(most, self.capacity - self.num_matrices)
         digests, order = other.digests(), np.argsort(other.born[: other.num_matrices], kind="stable")
         slots = [slot for slot in order.tolist() if digests[slot] not in known][-most:]
@@ -107,7 +106,7 @@ class Collection:
         return len(slots)
 
     def digests(self) -> list[bytes]:
-        """One of each matrix; equal ones have equal digests."""
+        """A digest of each matrix; equal ones have equal digests."""
         return [
             hashlib.blake2b(self.matrices[slot].tobytes(), digest_size=16).digest() for slot in range(self.num_matrices)
         ]
@@ -117,14 +116,12 @@ class Collection:
         self.columns[:, :, slot] = matrix
         squares = np.square(matrix, dtype=np.float64).sum(axis=1)
         self.squares[:, slot] = squares
-        lengths = np.sqrt(np.cumsum(squares))
-        lengths[lengths == 0] = np.inf
-        self.inverse_norms[:, slot] = 1 / lengths
+        self.inverse_norms[:, slot] = inverse_root(np.cumsum(squares))
         self.born[slot] = born
         self.total += matrix.astype(np.int64)
 
     def _nearest(self, matrix: Floats) -> int:
-        """The slot of the least cosine distance, all of them being filled."""
+        """The slot of the least cosine distance; all slots are filled."""
         cosines = matrix.reshape(-1) @ self.columns.reshape(-1, self.capacity)
         cosines *= self.inverse_norms[-1]
         tie = TIE * float(np.sqrt(np.square(matrix, dtype=np.float64).sum()))
@@ -133,8 +130,8 @@ class Collection:
 
 
 class Matrices(LearnedStore):
-    """What is kept of a model's requests: a collection of their prompts and one of their decoding, which are traced
-    apart (section 4.3).
+    """The matrices of a model's requests: a collection of their prompts and one of their decoding, which are traced
+    separately (section 4.3).
     """
 
     kind = "matrices"
@@ -156,7 +153,6 @@ class Matrices(LearnedStore):
 
     @property
     def generation(self) -> int:  # type: ignore[override]
-        """Counts changes."""
         return self.prefill.generation + self.decode.generation
 
     @property
@@ -172,7 +168,7 @@ class Matrices(LearnedStore):
         return max(self.prefill.num_matrices, self.decode.num_matrices)
 
     def extend(self, other: Matrices) -> None:
-        """Add all matrices of another one; see Collection."""
+        """Add all matrices of another one, the oldest first."""
         self.prefill.extend(other.prefill)
         self.decode.extend(other.decode)
 
@@ -182,7 +178,9 @@ class Matrices(LearnedStore):
     # -- as a file keeps it ------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
-        """Of n and m matrices: prefill [n, L, E] and prefill_born [n], decode [m, L, E] and decode_born [m]."""
+        """The filled parts, for n and m matrices: prefill [n, L, E] and prefill_born [n], decode [m, L, E] and
+        decode_born [m].
+        """
         arrays: dict[str, npt.NDArray[Any]] = {}
         for phase, one in zip(_PHASES, (self.prefill, self.decode), strict=True):
             arrays |= {phase: one.matrices[: one.num_matrices], f"{phase}_born": one.born[: one.num_matrices]}
@@ -221,7 +219,7 @@ class Matrices(LearnedStore):
 
     @classmethod
     def merged(cls, stores: Sequence[Matrices], capacity: int) -> Matrices:
-        """In a full collection each replaces the nearest to it."""
+        """In a full collection each new matrix replaces the one nearest to it."""
         out = cls(stores[0].shape, capacity)
         for store in stores:
             if store.shape != out.shape:
@@ -240,29 +238,27 @@ class NearestMatrices(NamedTuple):
 class Match:
     """The cosines of one request's iteration to every matrix of a collection, over the layers that it has run.
 
-    A layer costs one pass over the matrices for each expert that the request chose there (K in decode, E at most),
-    whatever its number. Holds for the collection as it was when it was made.
+    A layer costs one pass over the matrices for each expert that the request chose in it (K in decode, at most E).
+    Valid for the collection as it was when the match was made.
     """
 
     def __init__(self, collection: Collection) -> None:
         n = collection.num_matrices
         self.collection = collection
         self.num_read = 0
-        """Numbers of the collection that the last layer took."""
+        """Numbers of the collection that the last layer read."""
         self._generation = collection.generation
         self._dots: Floats = np.zeros(n, np.float32)
         self._scratch: Floats = np.empty(n, np.float32)
         self._square = 0  # squared length of what has been seen
-        self._last = -1
-        self._has_gap = False  # a layer was left out
-        self._seen: list[int] = []
+        self._seen = LayersSeen()
 
     def observe(self, layer: int, counts: Mapping[int, int]) -> None:
-        """A layer's experts and how many of the request's tokens each serves. Layers come in order."""
+        """A layer's chosen experts, and how many of the request's tokens each serves. Layers come in order."""
         assert self._generation == self.collection.generation
         n, dots, scratch = len(self._dots), self._dots, self._scratch
         columns = self.collection.columns[layer]
-        if 3 * len(counts) <= len(columns) or len(counts) <= 8:  # one product reads all rows, but each of them faster
+        if 3 * len(counts) <= len(columns) or len(counts) <= 8:  # otherwise one product of all rows is faster
             for expert, count in counts.items():
                 if count == 1:
                     np.add(dots, columns[expert, :n], out=dots)
@@ -277,19 +273,18 @@ class Match:
             np.add(dots, scratch, out=dots)
             self.num_read = n * len(columns)
         self._square += sum(count * count for count in counts.values())
-        self._has_gap |= layer != self._last + 1
-        self._last = layer
-        self._seen.append(layer)
+        self._seen.add(layer)
 
     def nearest(self, num: int) -> NearestMatrices | None:
-        """The `num` nearest, fewer where fewer have anything in common; of equal ones, but for rounding, the newest.
-        None where there are none.
+        """The `num` nearest matrices, fewer where fewer have anything in common; of equal ones, up to rounding, the
+        newest. None where there are none.
         """
         if not self._square or not len(self._dots):
             return None
         length = self._square**0.5
-        scores = self._scratch
-        np.multiply(self._dots, self._inverse_norms(), out=scores)  # cosines times `length`
+        scores, collection = self._scratch, self.collection
+        inverse_norms = self._seen.inverse_norms(collection.inverse_norms, collection.squares, len(scores))
+        np.multiply(self._dots, inverse_norms, out=scores)  # cosines times `length`
         best = float(scores[scores.argmax()])
         if best <= 0:
             return None
@@ -300,16 +295,6 @@ class Match:
         if len(slots) > num:
             is_sure = scores[slots] > least + tie
             equal = slots[~is_sure]
-            equal = equal[np.argsort(-self.collection.born[equal], kind="stable")]
+            equal = equal[np.argsort(-collection.born[equal], kind="stable")]
             slots = np.sort(np.concatenate([slots[is_sure], equal[: num - int(is_sure.sum())]]))
         return NearestMatrices(tuple(slots.tolist()), min(best / length, 1.0))
-
-    def _inverse_norms(self) -> Floats:
-        """[n] over the layers seen."""
-        collection, n = self.collection, len(self._dots)
-        if not self._has_gap:
-            return collection.inverse_norms[self._last, :n]
-        lengths = np.sqrt(collection.squares[self._seen, :n].sum(axis=0))
-        lengths[lengths == 0] = np.inf
-        inverse: Floats = (1 / lengths).astype(np.float32)
-        return inverse

@@ -1,4 +1,4 @@
-"""What later layers will need, read off the activation matrices of similar requests (MoE-Infinity, section 4.5)."""
+"""Predicts later layers from the activation matrices of similar requests (MoE-Infinity, section 4.5)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIGITS = 6
 
 @dataclass(frozen=True)
 class EAMOptions(PolicyOptions):
-    """What of a prediction is ours to say."""
+    """Options of `eam`; the paper leaves these open."""
 
     capacity: int = option(DEFAULT_CAPACITY, "matrices, of prompts and of decoding each", least=1, most=MAX_CAPACITY)
     matches: int = option(4, "nearest matrices that are summed", least=1)
@@ -54,16 +54,17 @@ class _Sequence:
 
 
 class EAM(Predictor):
-    """Names the experts of the next `distance` layers, after each router anew: those that most tokens of the `matches`
-    nearest requests chose there, of the requests whose matrices, over the layers that this iteration has run, have the
-    least cosine distance to its own. When an iteration begins, the most popular ones of its phase. A score is p x
-    (1 - (i - l) / L), the layer i being predicted after layer l (p alone without `proximity`);
-    confidence is the (mean) cosine. Every request of a pass is matched on its own; the prediction is the union, by the
+    """Names the experts of the next `distance` layers, anew after each router. Of the stored requests, it takes the
+    `matches` whose matrices, over the layers that this iteration has run, are nearest to its own by cosine, and names
+    the experts that most of their tokens chose. When an iteration begins, it names the most popular experts of its
+    phase. A score is p x (1 - (i - l) / L) for layer i predicted after layer l (p alone without `proximity`);
+    confidence is the mean cosine. Every request of a pass is matched by itself; the prediction is the union, by the
     highest p.
 
-    A request's iterations are summed, those of its prompt and of its decoding apart, and enter the collection when a
-    pass comes that it is not part of (or `finish`); one that comes back after that begins anew. An iteration that
-    failed, or of which a layer was not seen, is left out, so that all rows of a sum count the same tokens, K times.
+    A request's iterations are summed, those of its prompt and of its decoding separately. The sums enter the collection
+    at the first pass without that request (or at `finish`); a request that comes back later starts anew. An iteration
+    that failed, or of which a layer was not seen, is left out, so that all rows of a sum count the same tokens, K
+    times.
     """
 
     name = "eam"
@@ -96,7 +97,7 @@ class EAM(Predictor):
         return self._store
 
     def adopt(self, learned: Matrices) -> None:
-        """Those whose capacity is this one are taken as they are, else cut."""
+        """Matrices of the same capacity are taken as they are, otherwise copied."""
         if learned.shape != self._shape:
             raise ConfigError(f"activation matrices: are of another model: {learned.shape}, must be {self._shape}")
         store = Matrices(self._shape, self._options.capacity)
@@ -108,7 +109,9 @@ class EAM(Predictor):
         self._pass = self._said = None
 
     def begin_iteration(self, began: Began) -> Iterator[Prediction]:
-        """The most popular experts of the phase, in the first layers. Requests that are not here are over."""
+        """Predict the most popular experts of the phase, in the first layers. Requests that are not in the pass are
+        over.
+        """
         self._leave_out()
         requests, first = np.unique(began.requests, return_index=True)
         self._close_all_but(set(requests.tolist()))
@@ -128,7 +131,6 @@ class EAM(Predictor):
         return self._predict({layer: layer + 1 for layer in self._layers[: self._distance]}, start)
 
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
-        """Match every request of the pass, and name what the next layers need."""
         sequences, experts, layer = self._pass, routed.experts, routed.layer
         self.work.num_calls += 1
         if sequences is None or experts is None or len(experts) != self._num_rows:
@@ -143,7 +145,7 @@ class EAM(Predictor):
         return self._predict({ahead: ahead - layer for ahead in range(layer + 1, last + 1)}, layer)
 
     def end_iteration(self, ok: bool) -> None:
-        """The iteration is added to the sums of its requests, if it ended well and all of it was seen."""
+        """Add the iteration to the sums of its requests, if it ended well and was seen whole."""
         self.work.num_calls += 1
         sequences = self._pass
         if sequences is None or not ok or self._num_seen != len(self._layers):
@@ -156,7 +158,7 @@ class EAM(Predictor):
                 self.work.read_nbytes += sequence.counts.nbytes
 
     def learn(self, history: History) -> None:
-        """As if these rows had run here; a request is over when a block has nothing of it."""
+        """Learn as if these rows had run; a request is over when a block has nothing of it."""
         requests, shape = history.requests, self._shape
         self._close_all_but(set(requests.tolist()))
         num_experts, num_numbers = shape.max_experts, shape.num_layers * shape.max_experts
@@ -172,12 +174,11 @@ class EAM(Predictor):
                     self._sum_of(request, is_prefill)[...] += counts.reshape(shape.num_layers, num_experts)
 
     def finish(self) -> None:
-        """All requests are over."""
         self._close_all_but(set())
 
     def facts(self) -> dict[str, int | float | None]:
-        """Matrices of prompts (`prefill_matrices`) and of decoding, each of `capacity`; `left_out` iterations that were
-        not seen whole, or failed; requests matched after a layer (`searches`) and their mean `cosine`.
+        """Matrices of prompts (`prefill_matrices`) and of decoding, of `capacity` each; iterations `left_out` that
+        failed or were not seen whole; requests matched after a layer (`searches`) and their mean `cosine`.
         """
         count, total = self._found
         return {
@@ -205,7 +206,7 @@ class EAM(Predictor):
                 collection.add(counts)
 
     def _sum_of(self, request: int, is_prefill: bool) -> Counts:
-        """[L, E] of a request that is not over."""
+        """The sums of a request that is not over, [L, E]."""
         sums = self._open.get(request)
         if sums is None:
             shape = self._is_expert.shape
@@ -213,7 +214,7 @@ class EAM(Predictor):
         return sums[0 if is_prefill else 1]
 
     def _observe(self, sequence: _Sequence, layer: int, experts: Ids) -> None:
-        """What a layer's router chose for the rows of a request, [T, K]."""
+        """A layer's router chose these experts for the rows of a request, [T, K]."""
         counts = _counted(experts, self._shape.num_experts[layer])
         row = sequence.counts[layer]
         for expert, num in counts.items():
@@ -234,8 +235,8 @@ class EAM(Predictor):
             self.work.read_nbytes += 4 * len(nearest.slots) * sequence.predicted.size
 
     def _predict(self, distances: Mapping[int, int], now: int) -> Iterator[Prediction]:
-        """Of these layers, nearer ones first; `now` is the layer that has run. The first of them says the outlook, if
-        it is another.
+        """Predict these layers, nearer ones first; `now` is the layer that has run. The first prediction carries the
+        outlook, if that changed.
         """
         sequences = [sequence for sequence in self._pass or () if sequence.predicted is not None]
         rows = [sequence.predicted for sequence in sequences if sequence.predicted is not None]
@@ -261,7 +262,7 @@ class EAM(Predictor):
             is_first = False
 
     def _outlook(self, sequences: list[_Sequence], rows: list[Floats]) -> tuple[float, ...] | None:
-        """The predicted matrices as one, by the highest p; None where they are those that were said last."""
+        """The predicted matrices as one, by the highest p; None where it is the last outlook again."""
         made_of = tuple(
             (one.match.collection.generation, one.is_prefill, one.slots, None if one.slots is not None else one.request)
             for one in sequences
@@ -274,7 +275,7 @@ class EAM(Predictor):
         return tuple(numbers)
 
     def _count_work(self, collection: Collection, num_numbers: int) -> None:
-        """So many numbers of the collection, or made of it, are read, and each is multiplied and added."""
+        """Count that so many numbers are read, and each is multiplied and added."""
         self.work.read_nbytes += 4 * num_numbers
         self.work.flops += 2 * num_numbers
 

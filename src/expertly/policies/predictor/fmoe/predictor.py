@@ -1,4 +1,4 @@
-"""fMoE: what later layers will need, read off the most similar past iteration (fMoE, sections 4.1 to 4.4)."""
+"""fMoE: predicts later layers from the most similar past iteration (fMoE, sections 4.1 to 4.4)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from expertly.policies.predictor.fmoe.search import NearestMaps, Search
 from expertly.policies.predictor.fmoe.store import MapStore
 
 MAX_SCORES = 1 << 24
-"""Similarities that one pass may hold: of more than 2^24 / capacity rows, as many are taken, evenly spread."""
+"""Similarities that one pass may hold. Of more than 2^24 / capacity rows so many are matched, evenly spread."""
 BLOCK = 4096
 """Rows of a history that are learned at a time."""
 
@@ -32,8 +32,8 @@ Select = Literal["delta", "top-k"]
 
 @dataclass(frozen=True)
 class FMoEOptions(PolicyOptions):
-    """What of fMoE is on. Without `trajectory`, the semantic match of an iteration serves all of its layers; without
-    `semantic`, its first layers go without.
+    """Which parts of fMoE are on. Without `trajectory`, the semantic match of an iteration serves all of its layers;
+    without `semantic`, nothing is predicted of its first layers.
     """
 
     semantic: bool = option(True, "match an iteration by its embedding, for its first layers")
@@ -52,7 +52,7 @@ class FMoEOptions(PolicyOptions):
 
 
 class _MatchedPass:
-    """What one iteration has shown of the rows that are matched."""
+    """What an iteration has shown of the rows that are matched."""
 
     def __init__(self, began: Began, shape: ModelShape, max_rows: int) -> None:
         num_rows = len(began.requests)
@@ -74,13 +74,13 @@ class _MatchedPass:
 
 class FMoE(Predictor):
     """Predicts the first d layers when an iteration begins, by its embedding, and layer l+d when the router of layer l
-    has spoken, by the layers so far. Every row is matched on its own, to the maps that have something of the predicted
-    layer; the prediction is the union of what the rows select, by the highest probability, and its confidence the mean
+    ran, by the layers so far. Each row is matched by itself, with the maps that have scores for the predicted layer.
+    The prediction is the union of what the rows select, by the highest probability; its confidence is the mean
     similarity of their matches.
 
-    The maps of a pass are added when it ends well and no layer was left out. Of a model of two stacks a pass is one of
-    them; its maps are 0 in the layers of the other. `distance` d is at most L - 1. Raises ConfigError where it is under
-    1.
+    The maps of a pass are added if it ends well and no layer was left out. In a model of two stacks each stack is a
+    pass of its own; its maps are 0 in the other stack's layers. `distance` d is at most L - 1. Raises ConfigError where
+    it is below 1.
     """
 
     name = "fmoe"
@@ -110,7 +110,7 @@ class FMoE(Predictor):
         return self._store
 
     def adopt(self, learned: MapStore) -> None:
-        """One whose settings are these is taken as it is, else as a copy that has them."""
+        """A store with the same settings is taken as it is, otherwise copied into one that has them."""
         if learned.shape != self._shape:
             raise ConfigError(f"map store: is of another model: {learned.shape}, must be {self._shape}")
         store = self._empty()
@@ -125,7 +125,7 @@ class FMoE(Predictor):
         self._pass = None
 
     def begin_iteration(self, began: Began) -> list[Prediction]:
-        """Semantic search. Empty store, or no embeddings: nothing."""
+        """Semantic search. Without stored maps or embeddings nothing is predicted."""
         self.work.num_calls += 1
         now = self._pass = _MatchedPass(began, self._shape, self._max_rows)
         if not self._options.semantic:
@@ -142,10 +142,10 @@ class FMoE(Predictor):
         return self._predict("semantic", now.semantic, layers)
 
     def router_ran(self, routed: Routed) -> list[Prediction]:
-        """Trajectory search over the layers seen, for the layer d ahead. Rows other than the pass began with, as those
-        of another stack of the model, are not matched.
+        """Trajectory search over the layers seen, for the layer d ahead. Ignored if the number of rows is not that of
+        the pass's beginning, as in another stack of the model.
         """
-        now, scores, layer = self._pass, routed.scores, routed.demand.layer
+        now, scores, layer = self._pass, routed.scores, routed.router.layer
         self.work.num_calls += 1
         if now is None or scores is None or len(scores) != now.num_rows or layer <= now.last or not now.num_rows:
             return []
@@ -213,7 +213,7 @@ class FMoE(Predictor):
         return MapStore(self._shape, options.capacity, semantic_weight=self._weight, quota=options.quota)
 
     def _predict(self, kind: str, cosines: Floats, layers: range) -> list[Prediction]:
-        """Of each of these layers, by the maps that have something of it and are nearest to the rows."""
+        """Predict each of these layers from the nearest maps that have scores for it."""
         store, predictions = self._store, []
         best = self._search.nearest(cosines)
         is_counted = False
@@ -264,7 +264,7 @@ class FMoE(Predictor):
         self._store.add(scores, chosen, requests, embedding, semantic, trajectory)
 
     def _count_work(self, num_rows: int, width: int) -> None:
-        """A product of rows with all stored maps, of `width` numbers each."""
+        """Count a product of rows with all stored maps, of `width` numbers each."""
         work, numbers = self.work, self._store.num_maps * width
         work.read_nbytes += 4 * numbers
         work.flops += 2 * num_rows * numbers
@@ -310,7 +310,7 @@ def select_rows(probabilities: Floats, scores: Floats, top_k: int, mode: Select 
 
 
 def union(probabilities: Floats, selected: npt.NDArray[np.bool_]) -> tuple[list[int], list[float]]:
-    """What any row selected, by its highest probability among the rows that did (ties: the lowest id)."""
+    """The experts that any row selected, by their highest probability among the rows that did (ties: the lowest id)."""
     highest = np.where(selected, probabilities, 0.0).max(axis=0)
     order = (-highest).argsort(kind="stable")[: int((highest > 0).sum())]
     return order.tolist(), highest[order].tolist()

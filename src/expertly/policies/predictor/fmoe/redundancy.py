@@ -1,5 +1,5 @@
-"""Where new maps go in a full store: each replaces the stored one most redundant to it (fMoE, section 4.4). And the
-arithmetic that the parts of the store share, all in float32.
+"""Where new maps go in a full store: each replaces the stored map most redundant to it (fMoE, section 4.4). All in
+float32.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.observation import Floats
+from expertly.policies.predictor.similarity import TIE, inverse_root
 
 if TYPE_CHECKING:
     from expertly.policies.predictor.fmoe.store import MapStore
@@ -20,21 +21,10 @@ if TYPE_CHECKING:
 MAX_SCORES = 1 << 22
 """Redundancy scores that are held at a time."""
 
-TIE = 1e-6
-"""Cosines that differ by no more than this are equal: float32 rounds equal maps apart, by where they lie in memory."""
-
 
 def through_float16(values: Floats) -> Floats:
-    """What float16 makes of them, in float32 and C order."""
+    """Values rounded to float16, as float32 in C order."""
     return np.ascontiguousarray(values, np.float16).astype(np.float32)
-
-
-def inverse_root(squares: Floats) -> Floats:
-    """1 / sqrt, and 0 for 0."""
-    roots: Floats = np.sqrt(squares)
-    roots[roots == 0] = np.inf
-    inverse: Floats = np.reciprocal(roots)
-    return inverse
 
 
 def unit_rows(rows: Floats) -> Floats:
@@ -49,7 +39,7 @@ Slots = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """T maps as a store keeps them."""
+    """T maps in the form in which a store keeps them."""
 
     scores: Floats  # [L, T, E]
     chosen: npt.NDArray[np.uint16]  # [T, L, K]
@@ -59,8 +49,8 @@ class Incoming:
 
 
 def place(store: MapStore, incoming: Incoming, semantic: Floats | None, trajectory: Floats | None) -> None:
-    """Put all rows into the store, as if one after the other. `semantic` and `trajectory` [T, num_maps] are the cosines
-    to the stored maps where they are known.
+    """Put all rows into the store, as if one after the other. `semantic` and `trajectory` [T, num_maps]: cosines to the
+    stored maps, where they are known.
     """
     placement = _Placement(store, incoming, semantic, trajectory)
     row = 0
@@ -69,7 +59,7 @@ def place(store: MapStore, incoming: Incoming, semantic: Floats | None, trajecto
 
 
 class _Placement:
-    """Rows in order. Scores of many rows are computed at once, and brought up to date where a row took a place."""
+    """Places rows in order. The scores of many rows are computed at once, and updated where a row took a place."""
 
     def __init__(self, store: MapStore, incoming: Incoming, semantic: Floats | None, trajectory: Floats | None) -> None:
         self._store = store
@@ -94,7 +84,7 @@ class _Placement:
         return inverse_root(np.einsum("th,th->t", embedding, embedding))
 
     def fill(self, first: int) -> int:
-        """Rows from `first` on take free places as long as that is where they go; the first that does not."""
+        """Rows from `first` on take free places as long as they may; returns the first row that may not."""
         store, count, limit = self._store, self._store.num_of_request, self._store.max_of_request
         row, num_free = first, store.capacity - store.num_maps
         while row < len(self._requests) and row - first < num_free and count[self._requests[row]] < limit:
@@ -107,7 +97,7 @@ class _Placement:
         return row
 
     def replace(self, first: int) -> int:
-        """Some rows from `first` on, each where it goes; the first of those left."""
+        """Place some rows from `first` on, each by redundancy; returns the first row that is left."""
         store, limit, count = self._store, self._store.max_of_request, self._store.num_of_request
         last = min(len(self._requests), first + min(256, max(16, MAX_SCORES // store.num_maps)))
         requests = self._requests[first:last]
@@ -207,12 +197,12 @@ class _Placement:
 
 
 def _as_slice(columns: Slots) -> slice | Slots:
-    """The same rows, without a copy where they are all from the first on."""
+    """A slice where `columns` are all rows from the first on, which needs no copy; otherwise `columns`."""
     n = len(columns)
     return slice(0, n) if n and columns[-1] == n - 1 else columns
 
 
 def _oldest_of_best(scores: Floats, ages: npt.NDArray[np.int64]) -> int:
-    """Of the highest scores, equal but for rounding, the one of the lowest age."""
+    """The lowest age among the highest scores, which are equal up to rounding."""
     best = np.flatnonzero(scores >= scores.max() - TIE)
     return int(best[0] if len(best) == 1 else best[ages[best].argmin()])

@@ -1,4 +1,6 @@
-"""The maps nearest to one iteration: by its embedding before it runs, by its layers as they run (fMoE, section 4.2)."""
+"""Finds the stored maps most similar to an iteration: by its embedding before it runs, by its layers while it runs
+(fMoE, section 4.2).
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.observation import Floats
-from expertly.policies.predictor.fmoe.redundancy import TIE, inverse_root
 from expertly.policies.predictor.fmoe.store import MapStore
+from expertly.policies.predictor.similarity import TIE, LayersSeen, inverse_root
 
 
 class NearestMaps(NamedTuple):
@@ -21,10 +23,10 @@ class NearestMaps(NamedTuple):
 
 
 class Search:
-    """One iteration's similarity to every map of a store, [T, n], brought forward a layer at a time: a layer costs
-    O(T * n * E), whatever its number.
+    """The similarity of one iteration to every map of a store, [T, n], updated a layer at a time: a layer costs O(T * n
+    * E), whichever it is.
 
-    It holds for the store's generation of `begin`: afterwards `is_current` is false, and the rest must not be called.
+    Valid for the store as it was at `begin`: afterwards `is_current` is false, and nothing else may be called.
     """
 
     def __init__(self, store: MapStore) -> None:
@@ -36,16 +38,13 @@ class Search:
         self._rows = np.empty((2, 0, 0), np.float32)  # of several
 
     def begin(self, num_rows: int) -> None:
-        """Start an iteration of `num_rows` rows."""
         store = self.store
         self._generation, self.num_maps, self._num_rows = store.generation, store.num_maps, num_rows
         n = store.num_maps
         if num_rows != 1 and self._rows.shape[1:] != (num_rows, n):
             self._rows = np.empty((2, num_rows, n), np.float32)
         self._dots, self._product = self._row[:, :n] if num_rows == 1 else self._rows
-        self._last = -1
-        self._has_gap = False  # a layer was left out
-        self._seen: list[int] = []
+        self._seen = LayersSeen()
         self._own_squares: Floats | float = 0.0  # of the rows
 
     @property
@@ -54,8 +53,8 @@ class Search:
         return self._generation == self.store.generation
 
     def semantic(self, embedding: Floats) -> Floats | None:
-        """Cosines [T, n] of embeddings [T, H] to the stored ones (equation 4). None where none is stored, or a
-        row is not finite.
+        """Cosines [T, n] of embeddings [T, H] to the stored ones (equation 4). None where none is stored, or a row is
+        not finite.
         """
         store, n = self.store, self.num_maps
         if store.embeddings is None or not n:
@@ -80,10 +79,10 @@ class Search:
         return several
 
     def observe(self, layer: int, scores: Floats) -> None:
-        """A layer's routing scores [T, E of the layer]. Layers come in order; some may be left out."""
+        """The routing scores of a layer, [T, E of the layer]. Layers come in order; some may be left out."""
         n = self.num_maps
         maps = self.store.maps[layer, :n, : scores.shape[1]]
-        into = self._product if self._seen else self._dots
+        into = self._product if self._seen.layers else self._dots
         if self._num_rows == 1:
             row = scores[0]
             np.dot(maps, row, out=into)
@@ -91,21 +90,22 @@ class Search:
         else:
             np.dot(scores, maps.T, out=into)
             self._own_squares = self._own_squares + np.einsum("te,te->t", scores, scores)
-        if self._seen:
+        if self._seen.layers:
             self._dots += self._product
-        self._has_gap |= layer != self._last + 1
-        self._last = layer
-        self._seen.append(layer)
+        self._seen.add(layer)
 
     def trajectory(self) -> Floats | None:
         """Cosines [T, n] to the stored maps over the layers seen so far (equation 5); the next call and `observe`
-        overwrite them. None where nothing is stored, a row is not finite, or the only one is zero.
+        overwrite them. None where nothing is stored, a row is not finite, or the only row is zero.
         """
-        return self._cosines(self._inverse_norms()) if self._seen else None
+        store, seen = self.store, self._seen
+        if not seen.layers:
+            return None
+        return self._cosines(seen.inverse_norms(store.inverse_norms, store.squares, self.num_maps))
 
     def of_all_layers(self) -> Floats | None:
-        """The same over all layers, where those that were not seen are zero in the rows."""
-        return self._cosines(self.store.inverse_norms[-1, : self.num_maps]) if self._seen else None
+        """Cosines as of `trajectory`, over all layers; layers that were not seen are zero in the rows."""
+        return self._cosines(self.store.inverse_norms[-1, : self.num_maps]) if self._seen.layers else None
 
     def _cosines(self, inverse_norms: Floats) -> Floats | None:
         own_squares = self._own_squares
@@ -124,7 +124,7 @@ class Search:
         return cosines
 
     def nearest(self, cosines: Floats) -> NearestMaps:
-        """The highest of each row; of equal ones, but for rounding, the newest."""
+        """The most similar map of each row; of equal ones, up to rounding, the newest."""
         born = self.store.born
         if len(cosines) == 1:
             row = cosines[0]
@@ -143,10 +143,3 @@ class Search:
             last = np.searchsorted(rows[order], np.arange(len(cosines)), side="right") - 1
             slots = equals[order][last]
         return NearestMaps(slots, np.minimum(scores, 1.0))
-
-    def _inverse_norms(self) -> Floats:
-        """[n] of the stored maps, over the layers seen."""
-        store, n = self.store, self.num_maps
-        if not self._has_gap:
-            return store.inverse_norms[self._last, :n]
-        return inverse_root(store.squares[self._seen, :n].sum(axis=0))

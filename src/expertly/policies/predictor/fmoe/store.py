@@ -1,4 +1,6 @@
-"""The expert map store: routing scores of past iterations, the least redundant ones (fMoE, sections 4.1 and 4.4)."""
+"""The expert map store: routing scores of past iterations, of which it keeps the least redundant (fMoE, sections 4.1
+and 4.4).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from expertly.policies.learned import (
     check_born,
     check_numbers,
 )
-from expertly.policies.predictor.fmoe.redundancy import Incoming, Slots, inverse_root, place, through_float16, unit_rows
+from expertly.policies.predictor.fmoe.redundancy import Incoming, Slots, place, through_float16, unit_rows
+from expertly.policies.predictor.similarity import inverse_root
 
 NONE = MAX_EXPERTS + 1
 """Where `chosen` names no expert."""
@@ -36,9 +39,9 @@ _ROUNDING = 0.02
 
 
 class MapStore(LearnedStore):
-    """Maps of up to `capacity` iterations. Rows below `num_maps` are filled; arrays are not to be written to.
+    """Maps of up to `capacity` iterations. Rows below `num_maps` are filled; callers must not write the arrays.
 
-    `semantic_weight` is d/L of the redundancy score, from 0 to 1; `quota` the share of the capacity that one request
+    `semantic_weight` is d/L of the redundancy score, from 0 to 1; `quota` is the share of the capacity that one request
     may fill, above 0 up to 1. Raises ConfigError.
     """
 
@@ -90,7 +93,6 @@ class MapStore(LearnedStore):
 
     @property
     def max_of_request(self) -> int:
-        """Maps that one request may fill."""
         return max(1, int(self.quota * self.capacity))
 
     def add(
@@ -131,7 +133,7 @@ class MapStore(LearnedStore):
         self.generation += 1
 
     def extend(self, other: MapStore) -> None:
-        """Add all maps of another store of these requests, the oldest first: to make one smaller."""
+        """Add all maps of another store for the same requests, the oldest first: to make a smaller store."""
         order = other.by_age()
         self._take(other, order, other.requests[order])
 
@@ -153,7 +155,7 @@ class MapStore(LearnedStore):
         return state
 
     def fill(self, arrays: Arrays) -> None:
-        """Of an empty one: take what is the `state` of another. Raises ConfigError where there is no room for it."""
+        """Take the `state` of another store; this one is empty. Raises ConfigError where there is no room for it."""
         n = len(arrays["requests"])
         assert not self.num_maps
         if n > self.capacity:
@@ -223,7 +225,7 @@ class MapStore(LearnedStore):
 
     @classmethod
     def restored(cls, header: Header, arrays: Arrays) -> MapStore:
-        """Requests are numbered down from -1, so that none of them is one that a running model counts up from 0."""
+        """Requests are numbered down from -1, so that none is a number that a running model counts up from 0."""
         settings = {name: header.number(name) for name in ("semantic_weight", "quota")}
         store = cls(header.shape, header.number("capacity", int), **settings)
         _, ranks = np.unique(arrays["requests"], return_inverse=True)
@@ -256,7 +258,7 @@ class MapStore(LearnedStore):
 
     @classmethod
     def merged(cls, stores: Sequence[MapStore], capacity: int) -> MapStore:
-        """Weight and quota are the first one's."""
+        """Weight and quota are those of the first store."""
         first = stores[0]
         out = cls(first.shape, capacity, semantic_weight=first.semantic_weight, quota=first.quota)
         sizes = {store.embeddings.shape[1] for store in stores if store.embeddings is not None}
@@ -269,7 +271,9 @@ class MapStore(LearnedStore):
         return out
 
     def _digests(self) -> list[bytes]:
-        """Of each map. Not of embeddings: a store scales what it is given, so that they differ in the last digit."""
+        """A digest of each map, without its embedding: stores scale embeddings, so that they differ in the last
+        digit.
+        """
         maps, digests = self.maps.astype(np.float16), []
         for slot in range(self.num_maps):
             made = hashlib.blake2b(np.ascontiguousarray(maps[:, slot]).tobytes(), digest_size=16)
@@ -278,20 +282,20 @@ class MapStore(LearnedStore):
         return digests
 
     def _take_of_others(self, other: MapStore, slots: Slots) -> None:
-        """Add these maps of another store, whose requests are none of this one's: they are numbered down from its."""
+        """Add these maps of another store, whose requests are none of this one's: they get numbers below its own."""
         _, ranks = np.unique(other.requests[slots], return_inverse=True)
         lowest = int(self.requests[: self.num_maps].min(initial=0))
         self._take(other, slots, lowest - 1 - ranks.reshape(-1))
 
     def _take(self, other: MapStore, slots: Slots, requests: npt.NDArray[np.int64]) -> None:
-        """Add these maps of another store, as of these requests."""
+        """Add these maps of another store, under these requests."""
         embeddings = None if other.embeddings is None else other.embeddings[slots]
         self.add(other.maps[:, slots].transpose(1, 0, 2), other.chosen[slots], requests, embeddings)
 
     # -- rows --------------------------------------------------------------------------------------------------
 
     def write(self, slots: Slots, incoming: Incoming, rows: slice | Slots) -> None:
-        """Fill `slots`, distinct ones, with these rows; requests are counted by the caller."""
+        """Fill `slots`, distinct ones, with these rows; the caller counts requests."""
         self.maps[:, slots] = incoming.scores[:, rows]
         self.chosen[slots] = incoming.chosen[rows]
         self.requests[slots] = incoming.requests[rows]
@@ -301,7 +305,6 @@ class MapStore(LearnedStore):
         self._measure(slots)
 
     def _measure(self, slots: slice | Slots) -> None:
-        """Bring the lengths of these rows up to date."""
         maps = self.maps[:, slots]
         squares = np.einsum("lce,lce->lc", maps, maps)
         self.squares[:, slots] = squares
@@ -327,7 +330,7 @@ class MapStore(LearnedStore):
     def _prepare(
         self, scores: Floats, chosen: Ids, requests: npt.NDArray[np.int64], embedding: Floats | None
     ) -> Incoming:
-        """Rows as they are stored."""
+        """Rows in the form in which they are stored."""
         shape = self.shape
         ids = chosen.astype(np.int64)
         limits = np.array(shape.num_experts)[:, None]
@@ -343,7 +346,7 @@ class MapStore(LearnedStore):
 
 
 class CoverageBound(NamedTuple):
-    """With so many maps, any iteration has one at least that similar to it."""
+    """With so many maps, every iteration has one that is at least this similar."""
 
     num_maps: int
     similarity: float
