@@ -195,16 +195,9 @@ def belady_nbytes(requests: list[np.ndarray], capacity: int, expert_nbytes: int)
 
 def main() -> None:
     args = options(
-        __doc__,
-        shares="50%,25%",
-        systems="lru,expertly",
-        requests=4,
-        tokens=48,
-        threads=2,
-        routing=str(ROUTING),
-        dtype=None,
-        out=None,
-    )
+        __doc__, shares="50%,25%", systems="lru,expertly", requests=4, tokens=48, threads=2, routing=str(ROUTING),
+        dtype=None, out=None,
+    )  # fmt: skip
     from expertly.engine.transfer import NUM_READERS
     from expertly.hardware.measure import measure_disk
     from expertly.store.packed import PackedStore
