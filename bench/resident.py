@@ -80,17 +80,11 @@ def main() -> None:
                     prefill[name].append(filled)
     rows = []
     for name in models:
-        rows.append(
-            {
-                "name": name,
-                "decode_ms": 1e3 * statistics.median(decode[name]),
-                "prefill_ms": 1e3 * statistics.median(prefill[name]) if prefill[name] else None,
-            }
-        )
-    fastest_decode = min(row["decode_ms"] for row in rows if row["name"].startswith("transformers"))
-    fastest_prefill = min(
-        row["prefill_ms"] for row in rows if row["name"].startswith("transformers") and row["prefill_ms"]
-    )
+        filled_ms = 1e3 * statistics.median(prefill[name]) if prefill[name] else None
+        rows.append({"name": name, "decode_ms": 1e3 * statistics.median(decode[name]), "prefill_ms": filled_ms})
+    theirs = [row for row in rows if row["name"].startswith("transformers")]
+    fastest_decode = min(row["decode_ms"] for row in theirs)
+    fastest_prefill = min(row["prefill_ms"] for row in theirs if row["prefill_ms"])
     for row in rows:
         row["decode_ratio"] = row["decode_ms"] / fastest_decode
         row["prefill_ratio"] = row["prefill_ms"] / fastest_prefill if row["prefill_ms"] else None

@@ -3,7 +3,6 @@
     python bench/tpot.py TRACE [--systems lru,lfu,fmoe] [--memory 25%] [--requests 6] [--tokens 48] [--experts-gib 3]
     python bench/tpot.py TRACE --ablation promoe|moepic [--warm-up 96]
 
-
 The trace is of the demo model (see prompts.py); inflating it does not change what it routes. 70 % of its requests
 fill stores and counts, requests of the other 30 % are fed to the engine, the same tokens for every system. Systems
 take turns, request by request, in another order each time. `--ablation`: the steps of ProMoE's figures 13 and 14 from

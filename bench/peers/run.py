@@ -1,14 +1,14 @@
 """`expertly` against llama.cpp's mmap and accelerate's disk offload: the same model, cgroup and tokens, in turns.
 
     python bench/peers/run.py [--sizes 4x,2x,ram] [--peers expertly,llama.cpp,accelerate] [--requests 3] [--tokens 32]
-                              [--systems lru,expertly,expertly-ahead] [--codecs none,auto] [--threads 1,2]
+                              [--systems lru,expertly,expertly-ahead] [--codecs none,auto,mxfp4] [--threads 1,2]
                               [--model like|3gib] [--experts Q4_0|MXFP4]
 
 `4x`: a memory cgroup (version 1) of a quarter of the whole model's bytes, for each process, from its first byte on;
 `ram`: all the memory there is. Peers take turns, request by request, and each request with each number of threads; what
 is fed does not depend on what a model would choose. `--experts`: a GGUF file with experts rounded to that type, which
-`expertly` and llama.cpp both run. The first request only fills caches. Needs the packages of the
-extra `peers`; a peer whose package is not there is left out, and said so. Columns: docs/peers.md.
+`expertly` and llama.cpp both run; `--codecs` mxfp4, int4, int8: experts rounded to it. The first request only fills
+caches. A peer whose package (extra `peers`) is not there is left out, and said so. Columns: docs/peers.md.
 """
 
 from __future__ import annotations
@@ -226,7 +226,9 @@ def _is_like(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _ours(system: str, codec: str, memory: str) -> dict[str, Any]:
-    return {"system": system, "codec": codec, "memory": memory}
+    is_rounded = codec in ("mxfp4", "int4", "int8")
+    about = {"codec": "auto" if is_rounded else codec, "quantize": codec if is_rounded else None}
+    return {"system": system, "memory": memory, **about}
 
 
 def _is_there(peer: str) -> bool:

@@ -24,6 +24,7 @@ class Expertly(TorchPeer):
             memory=settings["memory"],
             context=settings["context"] if settings["memory"] == "auto" else None,
             codec=settings["codec"],
+            quantize=settings["quantize"],
             learned="off",
             device="cpu",
         )

@@ -129,7 +129,7 @@ def made(form: ExpertFormat, width: int, hidden: int, num_matrices: int) -> tupl
         one.parts_of(tensors, *shape) for one, (tensors, _), shape in zip(forms, matrices, shapes, strict=True)
     )
     *weights, last = (weight for _, weight in matrices)
-    return torch.from_numpy(form.pack(inner, down)), torch.stack([*weights, last.T], dim=1)
+    return torch.from_numpy(np.concatenate(list(form.pack(inner, down)))), torch.stack([*weights, last.T], dim=1)
 
 
 @pytest.mark.parametrize(("width", "hidden", "num_matrices"), SIZES)

@@ -8,7 +8,7 @@ linear layer's matrix by itself is blocks of 16 outputs by all inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 TILE_OUTPUTS = 16
 
 Bytes = npt.NDArray[np.uint8]
+
+_PACKED_NBYTES = 2 << 20
+"""Of an expert at a time, that what is made of it stays in a processor's cache."""
 
 
 class TiledFormat(Protocol):
@@ -169,12 +172,17 @@ class ExpertFormat:
         nbytes += layer.hidden_size // TILE_OUTPUTS * self.down.tile_nbytes
         return replace(layer, format=self.name, block_size=self.down.group, block_nbytes=nbytes)
 
-    def pack(self, inner: Sequence[Sequence[Bytes]], down: Sequence[Bytes]) -> Bytes:
-        """An expert's blocks [I / B, block_nbytes], from the parts of its inner matrices [I, H] and of down [H, I]."""
-        size = self.down.group
-        blocks = [self.inner.tiles([_inner_tiles(part, size) for part in parts]) for parts in inner]
-        blocks.append(self.down.tiles([_down_tiles(part) for part in down]))
-        return np.concatenate([tiles.reshape(len(tiles), -1) for tiles in blocks], axis=1)
+    def pack(self, inner: Sequence[Sequence[Bytes]], down: Sequence[Bytes]) -> Iterator[Bytes]:
+        """An expert's blocks [I / B, block_nbytes], some at a time, from the parts of its inner matrices [I, H] and of
+        down [H, I].
+        """
+        size, num_blocks = self.down.group, down[0].shape[1]
+        step = max(1, _PACKED_NBYTES * num_blocks // sum(part.nbytes for parts in (*inner, down) for part in parts))
+        for first in range(0, num_blocks, step):
+            some, rows = slice(first, first + step), slice(first * size, (first + step) * size)
+            blocks = [self.inner.tiles([_inner_tiles(part[rows], size) for part in parts]) for parts in inner]
+            blocks.append(self.down.tiles([_down_tiles(part[:, some]) for part in down]))
+            yield np.concatenate([tiles.reshape(len(tiles), -1) for tiles in blocks], axis=1)
 
     def decode(self, blocks: torch.Tensor, num_matrices: int, hidden_size: int) -> torch.Tensor:
         """Float32 weights [r, M, H] of r neurons from their blocks [r / B, block_nbytes], on the blocks' device."""

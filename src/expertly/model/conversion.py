@@ -328,13 +328,13 @@ class ExpertsReader:
         experts = range(geometry.num_experts) if only is None else only
         if self._format is not None:
             for expert in experts:
-                yield self._kept(self._format, expert).reshape(-1)
+                yield from self._kept(self._format, expert)
             return
         step = max(1, _CHUNK_NBYTES // geometry.neuron_nbytes)
         try:
             for expert in experts:
                 if self._rounding is not None:
-                    yield self._rounded(self._rounding, expert, dtype).reshape(-1)
+                    yield from self._rounded(self._rounding, expert, dtype)
                     continue
                 matrices = list(self._matrices(expert))
                 what = f"expert {expert} of {self._site.name}"
@@ -361,7 +361,7 @@ class ExpertsReader:
         down = self._weight(second, expert)
         yield down if site.is_transposed else down.T
 
-    def _kept(self, form: ExpertFormat, expert: int) -> Bytes:
+    def _kept(self, form: ExpertFormat, expert: int) -> Iterator[Bytes]:
         """The blocks of an expert in the checkpoint's own format."""
         site = self._site
         first, second = site.expert_weight_names(expert)
@@ -396,7 +396,7 @@ class ExpertsReader:
         inner, down = (types[name].pop() for name in self._site.expert_weight_names(0))
         return ExpertFormat(OF_GGUF_TYPE[inner], OF_GGUF_TYPE[down])
 
-    def _rounded(self, form: RoundingFormat, expert: int, dtype: torch.dtype) -> Bytes:
+    def _rounded(self, form: RoundingFormat, expert: int, dtype: torch.dtype) -> Iterator[Bytes]:
         """The blocks of an expert with each weight rounded to a number of the format."""
         *inner, down = self._matrices(expert)
         what = f"expert {expert} of {self._site.name}"

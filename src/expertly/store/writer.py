@@ -7,10 +7,13 @@ import errno
 import fcntl
 import json
 import logging
+import mmap
 import os
 import shutil
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +25,7 @@ import xxhash
 from expertly.core.costs import CODECS
 from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.core.files import existing_parent, json_bytes, sync_folder, write_atomic
-from expertly.core.geometry import LayerGeometry
+from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
 from expertly.core.headers import TensorSpec, safetensors_header
 from expertly.store.cache import store_errors
 from expertly.store.checkpoint import INDEX_NAME, Bytes
@@ -47,6 +50,9 @@ _LOCK_NAME = "lock"
 
 _PART_SUFFIX = ".part"
 _PART_CHUNK_NBYTES = 8 << 20
+
+_WRITE_NBYTES, _NUM_WRITES = 1 << 20, 3
+"""Of a large file at a time; and how many lie in memory: one being written, the others filled or waiting."""
 
 _EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _EXTRA_NAMES = ("LICENSE", "NOTICE")
@@ -253,21 +259,12 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
 
     def _write(self, name: str, parts: Iterable[tuple[bytes | memoryview, int]]) -> FileEntry:
         """Write a large file of `parts`, each with the bytes of weights that it is."""
-        path = self._partial / name
-        checksum = nbytes = 0
-        fast = xxhash.xxh3_64()
-        with store_errors(self._partial, f"writing {name}"), path.open("wb") as file:
+        with store_errors(self._partial, f"writing {name}"), _LargeFile(self._partial / name) as file:
             for part, weights_nbytes in parts:
-                checksum = zlib.crc32(part, checksum)
-                fast.update(part)
-                nbytes += file.write(part)
+                file.write(part)
                 if weights_nbytes:
                     self._report(weights_nbytes)
-            file.flush()
-            os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # the store is read past the page cache
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return FileEntry(nbytes, checksum, fast.intdigest())
+            return file.finish()
 
     def _mark(self, entries: Mapping[str, FileEntry]) -> None:
         """Files that are done, all of them or, after a crash, none."""
@@ -311,6 +308,74 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         self._written += nbytes
         if self._progress is not None:
             self._progress(self._written, self._total)
+
+
+class _LargeFile(contextlib.AbstractContextManager["_LargeFile"]):
+    """A file that a thread sums and writes while its caller makes what comes next; past the page cache, as the store is
+    read, where the file system can. Its caller hears of an error in one of the next calls. Raises OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            self._fd = os.open(path, flags | os.O_DIRECT, 0o666)
+        except (OSError, AttributeError):  # EINVAL where unsupported; no O_DIRECT outside Linux
+            self._fd = os.open(path, flags, 0o666)
+        self._free = deque(memoryview(mmap.mmap(-1, _WRITE_NBYTES)) for _ in range(_NUM_WRITES))
+        self._used = 0  # of the first of them
+        self._writing: deque[Future[None]] = deque()
+        self._thread = ThreadPoolExecutor(1, "expertly-pack")
+        self._nbytes = self._checksum = 0
+        self._fast = xxhash.xxh3_64()
+
+    def write(self, part: bytes | memoryview) -> None:
+        part = memoryview(part)
+        while len(part):
+            taken = part[: _WRITE_NBYTES - self._used]
+            self._free[0][self._used : self._used + len(taken)] = taken
+            self._used += len(taken)
+            part = part[len(taken) :]
+            if self._used == _WRITE_NBYTES:
+                self._submit()
+
+    def finish(self) -> FileEntry:
+        """All of it on the disk."""
+        self._submit()
+        while self._writing:
+            self._writing.popleft().result()
+        os.ftruncate(self._fd, self._nbytes)
+        os.fsync(self._fd)
+        if hasattr(os, "posix_fadvise"):  # where it went through the page cache
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return FileEntry(self._nbytes, self._checksum, self._fast.intdigest())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        os.close(self._fd)
+
+    def _submit(self) -> None:
+        chunk = self._free.popleft()
+        self._writing.append(self._thread.submit(self._put, chunk, self._used))
+        self._free.append(chunk)
+        self._used = 0
+        if len(self._writing) == _NUM_WRITES:  # the next chunk is still in that write
+            self._writing.popleft().result()
+
+    def _put(self, chunk: memoryview, nbytes: int) -> None:
+        """In the thread. Whole pages are written; `finish` cuts the last one."""
+        self._checksum = zlib.crc32(chunk[:nbytes], self._checksum)
+        self._fast.update(chunk[:nbytes])
+        self._nbytes += nbytes
+        left = chunk[: -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES]
+        while left:
+            try:
+                left = left[os.write(self._fd, left) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not fcntl.fcntl(self._fd, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
+                    raise
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)  # the device wants larger blocks than pages
 
 
 def copy_extras(source: Path, folder: Path) -> None:
