@@ -31,6 +31,8 @@ class Device(Protocol):
     """What is computed in."""
     node: MemoryNode | None
     """Where its host memory lies, on a machine with several places for it."""
+    host_memory: str | None
+    """Whether the RAM behind it is page-locked, and why not; None where it has none."""
     queues_uses: bool
     """Whether computing goes on behind the host, so that it must be told of `used` spans."""
     waits: list[tuple[Any, Any]]
