@@ -78,19 +78,13 @@ def main() -> None:
                 decode[name].append(decoded)
                 if name != "transformers batched_mm":
                     prefill[name].append(filled)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in models:
-        rows.append(
-            {
-                "name": name,
-                "decode_ms": 1e3 * statistics.median(decode[name]),
-                "prefill_ms": 1e3 * statistics.median(prefill[name]) if prefill[name] else None,
-            }
-        )
-    fastest_decode = min(row["decode_ms"] for row in rows if row["name"].startswith("transformers"))
-    fastest_prefill = min(
-        row["prefill_ms"] for row in rows if row["name"].startswith("transformers") and row["prefill_ms"]
-    )
+        prefill_ms = 1e3 * statistics.median(prefill[name]) if prefill[name] else None
+        rows.append({"name": name, "decode_ms": 1e3 * statistics.median(decode[name]), "prefill_ms": prefill_ms})
+    plain_rows = [row for row in rows if row["name"].startswith("transformers")]
+    fastest_decode = min(row["decode_ms"] for row in plain_rows)
+    fastest_prefill = min(row["prefill_ms"] for row in plain_rows if row["prefill_ms"])
     for row in rows:
         row["decode_ratio"] = row["decode_ms"] / fastest_decode
         row["prefill_ratio"] = row["prefill_ms"] / fastest_prefill if row["prefill_ms"] else None
