@@ -20,14 +20,16 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.expertly-setup
 DOCS_STAMP := $(VENV)/.expertly-docs
+TRITON_STAMP := $(VENV)/.expertly-triton
 
-.PHONY: help setup demo test lint types unit format docs dist test-dist test-versions clean
+.PHONY: help setup demo test lint types unit triton format docs dist test-dist test-versions clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    set up and let the demo model answer with a quarter of its experts in memory"
 	@echo "make test    set up, lint, check types, run the tests"
 	@echo "make setup   make $(VENV) with expertly and its development tools in it"
+	@echo "make triton  the tests of the kernels over slots, in Triton's interpreter and compiler; no GPU is needed"
 	@echo "make format  rewrite the code as 'make lint' wants it"
 	@echo "make docs    write the tables of README and docs/ from bench/results, and the site into site/"
 	@echo "make dist    the wheel and the source distribution, in dist/"
@@ -52,7 +54,7 @@ $(STAMP): pyproject.toml $(wildcard src/expertly/*/*.[ch])
 demo: $(STAMP)
 	$(BIN)/expertly run demo "The old man looked at the sea and said" --memory 25% --max-new-tokens 100
 
-test: lint types unit
+test: lint types unit $(if $(filter Linux,$(shell uname -s)),triton)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -68,6 +70,14 @@ ifeq ($(strip $(PYTEST_FLAGS)),)
 else
 	$(BIN)/python -m pytest -q $(PYTEST_FLAGS)
 endif
+
+# In a folder of its own: beside torch it makes processes that import torch._dynamo 70 MiB larger, which tests would see.
+$(TRITON_STAMP): $(STAMP)
+	$(PIP) install --quiet $(PIP_FLAGS) --target $(VENV)/triton "triton>=3.5,<4"
+	@touch $@
+
+triton: $(TRITON_STAMP)
+	PYTHONPATH=$(abspath $(VENV)/triton) $(BIN)/python -m pytest -q -n $(JOBS) tests/native/test_triton.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -4,9 +4,9 @@
 
 Two models: an inflated demo model in bfloat16, and gpt-oss-20b's shape in MXFP4 with random weights and as many layers
 as come to those bytes. All decode the same tokens; the host has room for all experts. What the time does not
-suffice for is named and left out; so is promoe of the second, which has no predictor. `experts_share`: of the memory's
-bandwidth, what experts reach when all are resident, by the device's clock. `least_copy_s`: a step's bytes over
-the bandwidth of pinned copies. The package `moe_infinity`, if it is installed, decodes the first model, too.
+suffice for is named and left out; so is promoe of the second, which has no predictor. Kernel rows: what the kernels
+over slots reach, and its share of the memory's bandwidth. `least_copy_s`: a step's bytes over the bandwidth of
+pinned copies. The package `moe_infinity`, if it is installed, decodes the first model, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ import expertly  # isort: skip  (before torch: how its threads wait)
 import torch
 from common import GIB, inflated_model, options, print_report
 from real_shape import make_checkpoint, work_folder
+from torch.nn.functional import silu
 from tpot import predictor_of, run_request
+
+from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.core.messages import Span
+from expertly.engine.reading import layer_rows
+from expertly.formats import expert_format
+from expertly.native.kernels import choose_kernels
 
 SYSTEMS = ("on-demand", "expertly-ahead", "expertly", "lru", "moe-infinity", "moepic", "fmoe", "promoe")
 NUM_PROMPT = 16
@@ -50,6 +57,22 @@ def bandwidths(device: str) -> dict[str, float]:
     return {"memory_bytes_per_s": memory, "link_bytes_per_s": link}
 
 
+def kernels(form: str, hidden: int, width: int, device: str, bytes_per_s: float) -> dict[str, Any]:
+    """A row: a call for one token of each of 64 experts, more than any cache holds, so that the host runs ahead."""
+    shape = LayerGeometry(64, 64, hidden, width, 3, 2)
+    shape = expert_format(form).geometry(shape) if form else shape
+    flat = torch.full((shape.nbytes,), 0x3C, dtype=torch.uint8, device=device)
+    rows, chosen = layer_rows(flat, Geometry((shape,)), 0, torch.bfloat16), choose_kernels(runs_on_host=device == "cpu")
+    layer = chosen.slots(shape, torch.bfloat16, 1, rows, lambda gate, up: silu(gate) * up, (), None)
+    row: dict[str, Any] = {"model": form or "bfloat16", "system": f"kernel: {chosen.name}"}
+    if layer is None:
+        return row
+    x, out = (torch.ones(num, hidden, dtype=torch.bfloat16, device=device) for num in (1, 64))
+    works = [(Span(0, expert, 0, 1, expert), (0,), (expert,)) for expert in range(64)]
+    found = rate(shape.nbytes, lambda: layer.begin(x, out).add(works), torch.accelerator.synchronize)
+    return row | {"experts_bytes_per_s": found, "share_of_memory": found / bytes_per_s}
+
+
 def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str) -> dict[str, Any]:
     """A row: behind a long prompt of other tokens, which brings most experts into the host's memory."""
     settings: dict[str, Any] = {"memory": memory, "device": device, "learned": "off"}
@@ -63,10 +86,9 @@ def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str
     with torch.no_grad():
         run_request(model, list(range(240 + num_tokens)), 240)
         row: dict[str, Any] = {"system": system, "memory": memory, **run_request(model, ids, NUM_PROMPT)}
-    stats = expertly.stats(model).as_dict()
-    decode, row["synchronisations"] = stats["phases"]["decode"], stats["synchronisations_per_pass"]
+    row["synchronisations"] = expertly.stats(model).as_dict()["synchronisations_per_pass"]
     expertly.unload(model)
-    return row | {"experts_bytes_per_s": decode["demanded_bytes"] / decode["experts_s"]}
+    return row
 
 
 def moe_infinity(folder: Path, system: str, memory: str, num_tokens: int, device: str) -> dict[str, Any]:
@@ -90,7 +112,8 @@ def main() -> None:
     ends_at, found = time.monotonic() + args.seconds, bandwidths(device)
     num_layers = max(1, round(args.experts_gib * GIB / (32 * 13.2e6)))
     mxfp4 = work_folder().parent / f"gpt-oss-{num_layers}-layers"
-    rows, left_out = list[dict[str, Any]](), list[str]()
+    left_out, sizes = list[str](), (("", 2048, 768), ("mxfp4", 2880, 2880), ("fp8", 2048, 768), ("int4_g32", 2048, 768))
+    rows = [kernels(*one, device, found["memory_bytes_per_s"]) for one in (sizes if accelerator else sizes[:1])]
     wanted = [("resident", "100%"), *((system, memory) for memory in ("50%", "25%", "75%") for system in SYSTEMS)]
     if importlib.util.find_spec("moe_infinity") is not None and device == "cuda":
         wanted[9:9] = [("moe_infinity", memory) for memory in ("25%", "50%", "75%")]
@@ -107,8 +130,6 @@ def main() -> None:
             row["against_resident"] = row["tpot_s"] / tpot["resident", "100%"]
             if ("on-demand", memory) in tpot:
                 row["against_on_demand"] = row["tpot_s"] / tpot["on-demand", memory]
-            if system == "resident":
-                row["experts_share"] = row["experts_bytes_per_s"] / found["memory_bytes_per_s"]
             if "loaded_a_token" in row:
                 row["least_copy_s"] = row["loaded_a_token"] / found["link_bytes_per_s"]
             rows.append({"model": name} | row)

@@ -78,7 +78,7 @@ def main() -> None:
                 decode[name].append(decoded)
                 if name != "transformers batched_mm":
                     prefill[name].append(filled)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in models:
         filled_ms = 1e3 * statistics.median(prefill[name]) if prefill[name] else None
         rows.append({"name": name, "decode_ms": 1e3 * statistics.median(decode[name]), "prefill_ms": filled_ms})

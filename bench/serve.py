@@ -104,15 +104,11 @@ class Bench:
         """And what was loaded meanwhile, a forward pass."""
         before = self._counts()
         found: dict[str, float] = child(
-            "serve.py",
-            {"port": self.port, "concurrent": concurrent, "first": first, "tokens": self.args.tokens},
+            "serve.py", {"port": self.port, "concurrent": concurrent, "first": first, "tokens": self.args.tokens}
         )
         after = self._counts()
         passes = after[0] - before[0]
-        return found | {
-            "loaded": (after[1] - before[1]) / passes,
-            "stall_s": (after[2] - before[2]) / passes,
-        }
+        return found | {"loaded": (after[1] - before[1]) / passes, "stall_s": (after[2] - before[2]) / passes}
 
     def _counts(self) -> tuple[int, int, float]:
         import expertly

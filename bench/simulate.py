@@ -59,13 +59,8 @@ def main() -> None:
         made = synth.zipf(LAYERS, EXPERTS, TOP_K, args.iterations, keep=0.5)
         synth.write_workload(folder, made, model="made up")
         for system in args.systems.split(","):
-            few, many = (
-                child(
-                    "simulate.py",
-                    {"folder": str(folder), "system": system, "iterations": num, "segments": args.segments},
-                )
-                for num in (short, args.iterations)
-            )
+            asked = {"folder": str(folder), "system": system, "segments": args.segments}
+            few, many = (child("simulate.py", asked | {"iterations": num}) for num in (short, args.iterations))
             per_iteration = many["seconds"] / args.iterations
             rows.append(
                 {

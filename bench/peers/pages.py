@@ -6,14 +6,8 @@ from pathlib import Path
 from typing import Any
 
 PAGES = (
-    "specialnames",
-    "compound",
-    "types",
-    "formatstrings",
-    "string-methods",
-    "debugger",
-    "attribute-access",
-    "typesseq",
+    *("specialnames", "compound", "types", "formatstrings"),
+    *("string-methods", "debugger", "attribute-access", "typesseq"),
 )
 """Each long enough for a request of 2 000 tokens, which begins at its first line."""
 

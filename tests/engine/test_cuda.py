@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import expertly
 from expertly.api import handle
+from expertly.cli.stats_report import report
 from expertly.core.costs import Link
 from expertly.core.errors import ConfigError, TransferError
 from expertly.core.geometry import Geometry, LayerGeometry
@@ -231,25 +232,63 @@ def test_streams_are_those_of_a_device_with_a_number_and_a_failed_pinning_leaves
     monkeypatch.setattr(torch, "zeros", launch)
     streams = cuda.CudaStreams(torch.device("cuda"))
     assert streams._copy_stream.device == torch.device("cuda:1")
-    with pytest.raises(ConfigError, match="cannot be page-locked"):
+    with pytest.raises(OSError, match="8 B cannot be registered"):
         streams.register(torch.ones(8, dtype=torch.uint8))
     assert not errors
     streams.synchronize()
     assert waited == [torch.device("cuda:1")], "all of its streams, whichever thread has queued something"
 
 
-def test_memory_that_cannot_be_pinned_leaves_nothing_behind(cases: Cases) -> None:
-    class Unpinnable(LateStreams):
-        def register(self, memory: torch.Tensor) -> Callable[[], None]:
-            raise ConfigError("host_memory: cannot be page-locked")
+class Unpinnable(LateStreams):
+    """Memory cannot be registered, and is allocated while `can_allocate`."""
+
+    def __init__(self, can_allocate: bool) -> None:
+        super().__init__()
+        self.num_given_back = 0
+        self._can_allocate = can_allocate
+
+    def register(self, memory: torch.Tensor) -> Callable[[], None]:
+        raise OSError("it cannot be registered")
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if not self._can_allocate:
+            raise OSError("nor allocated")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def give_back(self) -> None:
+        self.num_given_back += 1
+
+
+@pytest.mark.parametrize(
+    ("can_allocate", "how"),
+    [(True, "allocated; it cannot be registered"), (False, "pageable; it cannot be registered; nor allocated")],
+)
+def test_memory_that_cannot_be_registered_is_allocated_or_not_page_locked(
+    can_allocate: bool, how: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, streams = cases["mixtral"], Unpinnable(can_allocate)
+    put_in_place(monkeypatch, make=lambda: streams)
+    with loaded(case.store, memory="25%", segments=4) as model:
+        assert generate(model, case.prompts) == case.tokens
+        stats = expertly.stats(model).as_dict()
+        assert stats["devices"][0]["host_memory"] == how
+        assert f"[host memory: {how}]" in report(stats)
+        assert streams.num_given_back == (not can_allocate), "what failed left nothing"
+    assert streams.num_given_back == 1 and reader_threads() == []
+
+
+def test_what_fails_behind_the_pool_leaves_nothing(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **more: Any) -> None:
+        raise ConfigError("no readers")
 
     store = PackedStore.open(cases["qwen3_moe"].store)
     geometry = store.geometry()
     slots = split_budget(geometry, geometry.nbytes).pool_slots()
-    threads = len(reader_threads())
-    with pytest.raises(ConfigError, match="page-locked"):
-        CudaDevice(torch.device("cpu"), Unpinnable(), store, geometry, slots, torch.float32, geometry.nbytes)
-    assert len(reader_threads()) == threads and open_files(store.folder) == []
+    threads, streams = len(reader_threads()), Unpinnable(can_allocate=True)
+    monkeypatch.setattr(cuda, "Readers", fail)
+    with pytest.raises(ConfigError, match="no readers"):
+        CudaDevice(torch.device("cpu"), streams, store, geometry, slots, torch.float32, geometry.nbytes)
+    assert len(reader_threads()) == threads and open_files(store.folder) == [] and streams.num_given_back == 1
 
 
 # -- prefetches beside loads, story by story: disk and streams get on when they are told to --------------------------

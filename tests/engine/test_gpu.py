@@ -12,6 +12,8 @@ import torch
 import expertly
 from expertly.api import handle
 from tests.engine.conftest import Case, Cases
+from tests.engine.observe import Call
+from tests.engine.test_compute import TOLERANCE, reference_calls, relative_error, run
 from tests.families import FAMILIES, HIDDEN_SIZE, NUM_EXPERTS, generate, load_reference, logits_of
 
 pytestmark = pytest.mark.gpu
@@ -114,6 +116,25 @@ def test_no_system_changes_a_token(system: str, family: str, cases: Cases) -> No
         assert stats["synchronisations_per_pass"] <= len(stats["layers"]) + 2
         configuring = handle(model).engine.executor.shards[0].configuring
         assert configuring is None or configuring.times.is_known, "by the device's clock"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_few_tokens_are_the_kernels_over_slots(segments: int, dtype: str, cases: Cases) -> None:
+    """On the reference's inputs: which computed them is counted, and torch has prompts alone."""
+    pytest.importorskip("triton", reason="torch computes without it")
+    case = cases["qwen3_moe"]
+    calls = reference_calls(case.folder, case.prompts, getattr(torch, dtype))
+    with loaded(Case(case.folder, case.folder), dtype=dtype, memory="45%", segments=segments) as model:
+        told = expertly.stats(model).as_dict()["kernels"]
+        assert told["name"] == "triton", told["why"]
+        for call in calls:
+            on_device = Call(call.layer, call.hidden.cuda(), call.index.cuda(), call.weights.cuda())
+            assert call.output is not None
+            error = relative_error(run(model, on_device).cpu(), call.output)
+            assert error < TOLERANCE[call.hidden.dtype], f"layer {call.layer}, {len(call.index)} tokens"
+        told = expertly.stats(model).as_dict()["kernels"]
+        assert told["native"] > 0 and told["torch"] == 0
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])

@@ -48,6 +48,8 @@ def report(result: dict[str, Any]) -> str:
     parts = [figures_table(_by_phase(layers), columns), _storage(result), _kernels(result["kernels"])]
     if len(result["devices"]) > 1:
         parts.append(device_table(result["devices"]))
+    pinned = {one["host_memory"] for one in result["devices"]} - {None, "registered"}
+    parts += [in_brackets(f"host memory: {problem}") for problem in sorted(pinned)]
     if result["prediction"] is not None:
         parts.append(_prediction(result["prediction"], [result["phases"][name] for name in PHASES]))
     if (reuse := result["reuse"]) is not None:

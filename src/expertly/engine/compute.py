@@ -21,10 +21,7 @@ from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan, Span
 from expertly.formats import ExpertFormat, expert_format
 from expertly.native.activations import recognise
-from expertly.native.kernels import MAX_TILE_TOKENS, NO_DOWN, ExpertProducts, Kernels
-
-Work = tuple[Span, Sequence[int], Sequence[int]]
-"""A span, the rows of its expert's inputs, and those of its outputs."""
+from expertly.native.kernels import MAX_TILE_TOKENS, NO_DOWN, ExpertProducts, Kernels, Work
 
 _FIRST = (0,)
 
@@ -57,7 +54,7 @@ class Dispatch:
     top_k: int
     num_rows: int  # of the outputs
     covers_all_rows: bool  # False where a choice is no expert: its row is zero
-    rows: dict[int, torch.Tensor] | None  # expert -> rows [n]; None for a single token
+    rows: dict[int, torch.Tensor] | None  # expert -> rows [n], in the host's memory; None for a single token
     positions: dict[int, int] | None  # expert -> row, for a single token
     places: dict[int, slice] | None = None  # expert -> where its rows are in the outputs; None: at their numbers
 
@@ -108,6 +105,8 @@ class LayerCompute:
         self._address = rows.data_ptr()
         self._products: ExpertProducts | None = None  # one call for all that an expert is; None: torch activates
         biases = () if in_bias is None else in_bias
+        self.slots = kernels.slots(geometry, dtype, num_segments, rows, self._activate, biases, down_bias)
+        """What computes all that is here in one call, parts of experts, too; None: nothing does."""
         if self.max_tokens and {bias.dtype for bias in (*biases, down_bias) if bias is not None} <= {dtype}:
             activation = recognise(self._activate, dtype, is_gated=self._is_gated)
             if activation is not None:
@@ -283,18 +282,23 @@ class LayerCall:
         self.outputs = torch.empty(work.num_rows, hidden.shape[1], dtype=compute.dtype, device=hidden.device)
         if not work.covers_all_rows:
             self.outputs.zero_()
+        self._there: dict[int, torch.Tensor] | None = None  # the rows of experts, where they are computed
+        self._slots = None if compute.slots is None else compute.slots.begin(self._hidden, self.outputs)
         is_short = work.positions is not None or (compute.joins and len(hidden) <= MAX_TILE_TOKENS)
-        self.takes_several = is_short and compute.max_tokens > 0 and self._hidden.dtype == compute.dtype
-        """Whether experts that are here can be computed in one call, by the compiled products: those of few tokens."""
+        self.takes_several = self._slots is not None or (is_short and compute.max_tokens > 0)
+        """Whether experts that are here can be computed in one call, by the kernels: those of few tokens."""
 
     def compute(self, spans: Sequence[Span]) -> None:
         """Use the bytes of spans: afterwards their slots may be used again."""
+        if self._slots is not None:
+            self._slots.add([(span, *self._rows(span.expert)) for span in spans])
+            return
         if self.takes_several:
-            compute, positions = self._compute, self._work.positions
+            compute = self._compute
             few: list[Work] = []
             others: list[Span] = []
             for span in spans:
-                rows = self._rows(span.expert) if positions is None else (_FIRST, (positions[span.expert],))
+                rows = self._rows(span.expert)
                 if span.num_segments == compute.num_segments and len(rows[0]) <= compute.max_tokens:
                     few.append((span, *rows))
                 else:
@@ -306,12 +310,25 @@ class LayerCall:
             self._one(span)
 
     def _rows(self, expert: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Its rows of the hidden states, and of the outputs, of several tokens."""
+        """Its rows of the hidden states, and of the outputs."""
         work = self._work
+        if work.positions is not None:
+            return _FIRST, (work.positions[expert],)
         assert work.rows is not None
         rows = work.rows[expert].tolist()
         tokens = [row // work.top_k for row in rows]
         return tokens, rows if work.places is None else range(work.places[expert].start, work.places[expert].stop)
+
+    def _rows_there(self, expert: int) -> torch.Tensor:
+        """Those of all experts go over in one copy, for which the host does not wait."""
+        if self._there is None:
+            rows, device = self._work.rows, self._hidden.device
+            assert rows is not None
+            self._there = rows
+            if device.type != "cpu":
+                every = torch.cat(list(rows.values())).to(device, non_blocking=True)
+                self._there = dict(zip(rows, every.split([len(some) for some in rows.values()]), strict=True))
+        return self._there[expert]
 
     def _one(self, span: Span) -> None:
         compute, work, expert, rows = self._compute, self._work, span.expert, None
@@ -319,8 +336,7 @@ class LayerCall:
             row = work.positions[expert]
             x, out = self._hidden, self.outputs[row : row + 1]
         else:
-            assert work.rows is not None
-            rows = work.rows[expert]
+            rows = self._rows_there(expert)
             x = self._hidden[rows // work.top_k]
             if work.places is None:
                 out = torch.empty(len(rows), self._hidden.shape[1], dtype=compute.dtype, device=x.device)

@@ -33,6 +33,7 @@ class CpuDevice:
         self.dtype = dtype
         self.queues_uses = False
         self.node = node
+        self.host_memory: str | None = None
         self._pool = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype, node)
         self.rows = self._pool.rows
         self._readers = readers = Readers(store, geometry, self._pool.buffer, node=node)

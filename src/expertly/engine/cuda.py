@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -20,6 +21,7 @@ from expertly.core.errors import BudgetError, ConfigError, ModelUseError, Transf
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import parse_memory
+from expertly.core.units import format_nbytes
 from expertly.engine.device import Device, DeviceKind, Handover
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.numa import MemoryNode, node_of_pci_device
@@ -79,7 +81,7 @@ class CudaDevice:
         host_nbytes: int,
         node: MemoryNode | None = None,
     ) -> None:
-        """`host_nbytes`: pinned RAM."""
+        """`host_nbytes`: RAM, pinned where the system allows it."""
         self.torch_device = device
         self.dtype = dtype
         self.queues_uses = True
@@ -111,6 +113,7 @@ class CudaDevice:
         self._copied_nbytes = 0
         self._hit_nbytes = 0
         self.tier = HostTier(streams, store, geometry, host_nbytes, dtype, node)
+        self.host_memory: str | None = self.tier.pinning
         streams.watch(self._ended)
 
     def rows(self, layer: int) -> torch.Tensor:
@@ -392,7 +395,7 @@ class CudaDevice:
 
 
 class HostTier:
-    """Brings the segments of a device span into pinned host slots. Its spans carry host slots, not device slots. An
+    """Brings the segments of a device span into host slots. Its spans carry host slots, not device slots. An
     expert is not evicted while a copy out of its slots may still be running.
     """
 
@@ -419,10 +422,8 @@ class HostTier:
         self._loading: dict[Span, None] = {}
         self._copied: dict[int, Any] = {}  # expert id -> mark of the last copy out of its slots, in their order
         with contextlib.ExitStack() as opened:  # closed from the last to the first
-            self.pool = HostPool(geometry, slots, self._slot_nbytes, dtype, node)
-            opened.callback(self.pool.close)
-            for memory in self.pool.regions:
-                opened.callback(streams.register(memory))
+            make = partial(HostPool, geometry, slots, self._slot_nbytes, dtype, node)
+            self.pool, self.pinning = _pinned_pool(streams, make, opened)
             opened.callback(streams.synchronize)
             self.readers = Readers(store, geometry, self.pool.buffer, node=node, arrived=streams.wake)
             opened.callback(self.readers.close)
@@ -548,6 +549,31 @@ class HostTier:
         return True
 
 
+def _pinned_pool(
+    streams: CudaStreams, make: Callable[..., HostPool], opened: contextlib.ExitStack
+) -> tuple[HostPool, str]:
+    """A pool in page-locked memory: by registration, else by allocation, else in memory that is not, from which copies
+    are slower and make who queues them wait. How it is, and why not otherwise.
+    """
+    problems: list[str] = []
+    while True:
+        how = ("registered", "allocated", "pageable")[len(problems)]
+        try:
+            with contextlib.ExitStack() as trying:
+                if how == "allocated":
+                    trying.callback(streams.give_back)
+                pool = make(streams.allocate) if how == "allocated" else make()
+                trying.callback(pool.close)
+                for memory in pool.regions if how == "registered" else ():
+                    trying.callback(streams.register(memory))
+                opened.push(trying.pop_all())
+            return pool, "; ".join((how, *problems))
+        except OSError as error:
+            if how == "pageable":
+                raise
+            problems.append(str(error))
+
+
 # -- streams -------------------------------------------------------------------------------------------------------
 
 
@@ -618,8 +644,8 @@ class CudaStreams(CopyThread):
         return torch.cuda.is_current_stream_capturing()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> Any:
-        """Queue a copy on the copy stream, after these marks of the compute stream. The mark behind it. The source must
-        be pinned.
+        """Queue a copy on the copy stream, after these marks of the compute stream. The mark behind it. The host waits
+        where the source is not page-locked.
         """
         for mark in after:
             self._copy_stream.wait_event(mark)
@@ -672,19 +698,28 @@ class CudaStreams(CopyThread):
         return int(begin.elapsed_time(end) * 1e6) if end.query() else None  # of milliseconds
 
     def register(self, memory: torch.Tensor) -> Callable[[], object]:
-        """Pin host memory; call the result to undo. The caching allocator would round a large region up to a power of
-        two. Raises ConfigError.
-        """
+        """Pin host memory; call the result to undo. Raises OSError."""
         runtime = torch.cuda.cudart()  # HIP's, where torch is built for it
         address, nbytes = memory.data_ptr(), memory.numel()
         error = runtime.cudaHostRegister(address, nbytes, 0)
         if int(error) != 0:
             with contextlib.suppress(RuntimeError):  # else whoever launches the next kernel is told of this error
                 torch.zeros(1, device=self._device).add_(1)
-            raise ConfigError(
-                f"host_memory={nbytes} bytes: cannot be page-locked ({error}); state less, or raise ulimit -l"
-            )
+            raise OSError(f"{format_nbytes(nbytes)} cannot be registered ({error})")
         return lambda: runtime.cudaHostUnregister(address)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Pinned bytes, of which torch takes a power of two. Raises OSError."""
+        if 1 << (nbytes - 1).bit_length() > available_host_nbytes():
+            raise OSError(f"{format_nbytes(nbytes)} cannot be allocated: torch takes the next power of two")
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise OSError(f"{format_nbytes(nbytes)} cannot be allocated ({error})") from error
+
+    def give_back(self) -> None:
+        """What was allocated and is free, to the system."""
+        torch.accelerator.empty_host_cache()
 
 
 class CudaHandover(Handover):

@@ -31,6 +31,8 @@ class Device(Protocol):
     """Of the experts' outputs."""
     node: MemoryNode | None
     """The NUMA node of its host memory, on a machine with several."""
+    host_memory: str | None
+    """Whether the RAM behind it is page-locked, and if not, why; None if it has none."""
     queues_uses: bool
     """Whether kernels run behind the host, so that `used` must be called."""
     waits: list[tuple[Any, Any]]

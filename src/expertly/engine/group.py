@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -178,7 +178,7 @@ class ShardGroup:
         target, router = shard.device.torch_device, part.work.router
         self._handover.take(mark, target)
         begin = shard.stamp()
-        outputs, waits = shard.run_layer(part.to(target), hidden.to(target, non_blocking=True), routed)
+        outputs, waits = shard.run_layer(part.work, hidden.to(target, non_blocking=True), routed)
         outputs = outputs.to(hidden.device, non_blocking=True)
         phase = Phase.DECODE if router.serves_decode else Phase.PREFILL
         shard.note_times(router.layer, phase, begin, shard.stamp(), waits)
@@ -190,14 +190,7 @@ class Part:
     """One device's part of a layer. Its n output rows lie side by side."""
 
     work: Dispatch
-    rows: torch.Tensor  # [n] their places in the outputs of the layer
-
-    def to(self, device: torch.device) -> Dispatch:
-        """The work with its rows on `device`; the host does not wait for the copy."""
-        if self.work.places is None:
-            return self.work
-        rows = self.rows.to(device, non_blocking=True)
-        return replace(self.work, rows={expert: rows[place] for expert, place in self.work.places.items()})
+    rows: torch.Tensor  # [n] their places in the outputs of the layer, on the device that has those
 
 
 def part_of(work: Dispatch, share: Share, device: torch.device) -> Part:
@@ -215,8 +208,10 @@ def part_of(work: Dispatch, share: Share, device: torch.device) -> Part:
     for number, some in zip(router.experts, rows, strict=True):
         places[number] = slice(end, end + len(some))
         end += len(some)
-    every = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64, device=device)
-    return Part(Dispatch(router, work.top_k, end, True, {}, None, places), every)
+    every = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+    of_experts = dict(zip(router.experts, rows, strict=True))
+    part = Dispatch(router, work.top_k, end, True, of_experts, None, places)
+    return Part(part, every.to(device, non_blocking=True))
 
 
 # -- one predictor for all devices -------------------------------------------------------------------------------------

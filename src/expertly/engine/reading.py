@@ -234,21 +234,20 @@ class HostPool:
         segment_nbytes: Sequence[int],
         dtype: torch.dtype,
         node: MemoryNode | None = None,
+        allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
+        """`allocate`: what gives so many bytes; None: the system, with large pages. Raises OSError."""
         self.regions: list[torch.Tensor] = []
         """The memory as bytes, one region a size class."""
         slots: list[tuple[memoryview, int]] = []
         flats: list[torch.Tensor] = []
         for num_slots, nbytes in zip(slots_per_class, segment_nbytes, strict=True):
             size = num_slots * nbytes
-            memory = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            region = torch.frombuffer(memory, dtype=torch.uint8)
+            region = (_mapped if allocate is None else allocate)(max(size, mmap.PAGESIZE))
             if node is not None:
-                node.bind(region.data_ptr(), len(memory))
+                node.bind(region.data_ptr(), len(region))
             self.regions.append(region)
-            slots.append((memoryview(memory), nbytes))
+            slots.append((region.numpy().data, nbytes))
             flats.append(region[:size])
         self._slots = [slots[c] for c in geometry.size_classes]
         self._rows = [layer_rows(flats[c], geometry, layer, dtype) for layer, c in enumerate(geometry.size_classes)]
@@ -267,6 +266,13 @@ class HostPool:
     def close(self) -> None:
         """Drop the memory. Idempotent."""
         self.regions, self._slots, self._rows = [], [], []
+
+
+def _mapped(nbytes: int) -> torch.Tensor:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def layer_rows(flat: torch.Tensor, geometry: Geometry, layer: int, dtype: torch.dtype) -> torch.Tensor:

@@ -19,7 +19,7 @@ from expertly.core.observation import IterationInfo
 from expertly.core.resources import NUM_READERS, computing_threads, granted_cpus
 from expertly.engine.compute import Dispatch
 from expertly.engine.device import Device
-from expertly.native.kernels import MAX_TILE_TOKENS, Kernels
+from expertly.native.kernels import Kernels
 from expertly.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class Engine:
         begin = executor.stamp()
         with torch.no_grad():
             ids, num_experts = executor.to_host(top_k_index), executor.geometry.layers[layer].num_experts
-            work = dispatch(layer, ids, num_experts, self._info, top_k_index.device)
+            work = dispatch(layer, ids, num_experts, self._info)
             try:
                 routed = None
                 if prefetching is not None:
@@ -307,16 +307,8 @@ def _has_nan(values: torch.Tensor, rows: torch.Tensor) -> bool:
     return bool((is_nan & rows if len(is_nan) == len(rows) else is_nan).any())
 
 
-def dispatch(
-    layer: int,
-    top_k_index: torch.Tensor,
-    num_experts: int,
-    info: IterationInfo | None,
-    device: torch.device | None = None,
-) -> Dispatch:
-    """Group choices [T, K] in host memory by expert. Ids outside 0..E-1 are dropped: their output rows stay zero.
-    `device`: where the row numbers are needed; None: on the host.
-    """
+def dispatch(layer: int, top_k_index: torch.Tensor, num_experts: int, info: IterationInfo | None) -> Dispatch:
+    """Group choices [T, K] in host memory by expert. Ids outside 0..E-1 are dropped: their output rows stay zero."""
     num_tokens, top_k = top_k_index.shape
     if num_tokens == 1:
         ids = top_k_index[0].tolist()
@@ -328,12 +320,10 @@ def dispatch(
                 num_real = int(info.is_pad is None or not info.is_pad[0])
             router = RouterRan(layer, ids, [num_real] * top_k, [is_decode] * top_k, num_real)
             return Dispatch(router, top_k, top_k, True, None, positions)
-    return _dispatch_many(layer, top_k_index, num_experts, info, device)
+    return _dispatch_many(layer, top_k_index, num_experts, info)
 
 
-def _dispatch_many(
-    layer: int, top_k_index: torch.Tensor, num_experts: int, info: IterationInfo | None, device: torch.device | None
-) -> Dispatch:
+def _dispatch_many(layer: int, top_k_index: torch.Tensor, num_experts: int, info: IterationInfo | None) -> Dispatch:
     num_tokens, top_k = top_k_index.shape
     if info is None or len(info.is_prefill) != num_tokens:
         is_prefill = np.full(num_tokens, num_tokens > 1)
@@ -342,8 +332,6 @@ def _dispatch_many(
         is_prefill, is_real = info.is_prefill, None if info.is_pad is None else ~info.is_pad
     router, grouped = group_by_expert(layer, top_k_index.numpy(), num_experts, is_prefill, is_real)
     order, bounds = torch.from_numpy(grouped.order), grouped.bounds
-    if device is not None:
-        order = order.to(device, non_blocking=True)
     rows = {e: order[bounds[e] : bounds[e + 1]] for e in router.experts}
     num_rows = num_tokens * top_k
     return Dispatch(router, top_k, num_rows, int(bounds[-1] - bounds[0]) == num_rows, rows, None)
@@ -353,8 +341,7 @@ def combine(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor, 
     """Weighted sum over K, rounded as in the reference: product in the promoted type, sum, then the input's type."""
     num_tokens, top_k = weights.shape
     if (
-        num_tokens <= MAX_TILE_TOKENS
-        and kernels.takes(outputs.dtype)
+        kernels.combines(outputs, weights)
         and hidden.dtype == outputs.dtype
         and weights.dtype in (torch.float32, outputs.dtype)
         and weights.is_contiguous()

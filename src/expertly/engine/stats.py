@@ -169,6 +169,7 @@ def of_device(device: Shard, system: System) -> dict[str, Any]:
         "allocation": system.allocation_facts(scheduler),
         "gate": None if scheduler.gate is None else scheduler.gate.facts(),
         "numa": None if node is None else node.facts(),
+        "host_memory": device.device.host_memory,
     }
 
 

@@ -409,12 +409,17 @@ def _in_parts(
 ) -> None:
     """Compute the expert that begins at `slot`, at once or in equal parts."""
     size = compute.num_segments // num_parts
-    if num_parts == 1:
-        compute.whole(x, Span(0, 0, 0, compute.num_segments, slot), out)
+    spans = [Span(0, 0, first, size, slot + first) for first in range(0, compute.num_segments, size)]
+    in_slots = None if compute.slots is None else compute.slots.begin(x, out)
+    if in_slots is not None:
+        for span in spans:
+            in_slots.add([(span, range(len(x)), range(len(x)))])
+    elif num_parts == 1:
+        compute.whole(x, spans[0], out)
     else:
         expert = PartialExpert(compute, x, out)
-        for first in range(0, compute.num_segments, size):
-            expert.add(Span(0, 0, first, size, slot + first))
+        for span in spans:
+            expert.add(span)
     synchronise()
 
 

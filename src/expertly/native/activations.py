@@ -32,22 +32,27 @@ class Activation:
         return first * (up if self.g is None else _at(self.g, up))
 
 
-_known: list[tuple[torch.dtype, bool, Activation]] = []  # with a gate or without; layers share their tables
+_known: list[tuple[tuple[torch.dtype, torch.device, bool], Activation]] = []  # or no gate; layers share their tables
 
 
-def recognise(activate: Callable[..., torch.Tensor], dtype: torch.dtype, *, is_gated: bool) -> Activation | None:
-    """What `activate`, of (gate [n, r], up [n, r]) or (up [n, r]) in `dtype`, computes; None: nothing of this kind."""
+def recognise(
+    activate: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device | str = "cpu", *, is_gated: bool
+) -> Activation | None:
+    """What `activate`, of (gate [n, r], up [n, r]) or (up [n, r]) in `dtype` on `device`, computes there, where its
+    tables are, too; None: nothing of this kind.
+    """
     with torch.no_grad():
         if dtype == torch.float32:
-            return _in_float32(activate, is_gated=is_gated)
-        pairs = _pairs(dtype)[: 2 if is_gated else 1]
+            return _in_float32(activate, device, is_gated=is_gated)
+        pairs = [numbers.to(device) for numbers in _pairs(dtype)[: 2 if is_gated else 1]]
         expected = activate(*pairs)
-        for its_dtype, has_gate, known in _known:
-            if (its_dtype, has_gate) == (dtype, is_gated) and _is_same(known(*pairs), expected):
+        kind = dtype, pairs[0].device, is_gated
+        for its_kind, known in _known:
+            if its_kind == kind and _is_same(known(*pairs), expected):
                 return known
-        for found in _candidates(activate, _numbers(dtype), is_gated=is_gated):
+        for found in _candidates(activate, _numbers(dtype).to(device), is_gated=is_gated):
             if _is_same(found(*pairs), expected):
-                _known.append((dtype, is_gated, found))
+                _known.append((kind, found))
                 return found
     return None
 
@@ -80,9 +85,11 @@ def _candidates(
             yield Activation(f[0], g[0])
 
 
-def _in_float32(activate: Callable[..., torch.Tensor], *, is_gated: bool) -> Activation | None:
+def _in_float32(
+    activate: Callable[..., torch.Tensor], device: torch.device | str, *, is_gated: bool
+) -> Activation | None:
     generator = torch.Generator().manual_seed(0)
-    gate, up = (torch.randn(1, 4096, generator=generator) * 8 for _ in range(2))
+    gate, up = ((torch.randn(1, 4096, generator=generator) * 8).to(device) for _ in range(2))
     is_silu = _is_same(activate(gate, up), silu(gate) * up) if is_gated else _is_same(activate(gate), silu(gate))
     return Activation() if is_silu else None
 

@@ -12,12 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from expertly.core.errors import ConfigError
+from expertly.core.messages import Span
 from expertly.core.resources import granted_cpus
 from expertly.native.activations import Activation
+
+if TYPE_CHECKING:
+    from expertly.native.triton_slots import SlotProducts
 
 VARIABLE = "EXPERTLY_KERNELS"
 """The environment's choice: "auto", "native", "torch", or an instruction set of the compiled products."""
@@ -41,6 +46,9 @@ NORM_STYLES = {"rounded": 0, "weighed": 1, "one more": 2}
 
 _BOOLEAN = 3
 """A mask's kind beside the dtypes, whose masks are added to the scores."""
+
+Work = tuple[Span, Sequence[int], Sequence[int]]
+"""A span, the rows of its expert's inputs, and those of its outputs."""
 
 _INT, _LONG, _ADDRESS = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
@@ -187,7 +195,7 @@ class Kernels:
         self.max_tokens = 0 if library is None else library.max_tokens  # of one product that they take
         self.dtypes = {} if library is None else library.dtypes  # of matrices that they take, in the host's memory
         self.max_threads = granted_cpus()
-        self.num_native = 0  # experts, or parts of one, that were computed by the compiled products
+        self.num_native = 0  # experts, or parts of one, that were computed by the compiled products, or Triton's
         self.num_torch = 0  # the same by torch: prompts, mostly
         self.num_attention = 0  # layers' attentions that were computed by the compiled kernels
 
@@ -197,6 +205,14 @@ class Kernels:
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether the compiled products are for such matrices, and up to `max_tokens` tokens at a time."""
         return dtype in self.dtypes
+
+    def slots(self, *layer: Any) -> SlotProducts | None:
+        """What computes a layer's experts in slots of an accelerator, from what SlotProducts says; None: torch does."""
+        return None
+
+    def combines(self, rows: torch.Tensor, weights: torch.Tensor) -> bool:
+        """Whether `combine` is for these."""
+        return len(weights) <= MAX_TILE_TOKENS and self.takes(rows.dtype)
 
     def facts(self) -> dict[str, str | int]:
         counts = {"native": self.num_native, "torch": self.num_torch, "attention": self.num_attention}
@@ -528,7 +544,7 @@ def choose_kernels(wanted: str | None = None, *, runs_on_host: bool = True) -> K
     if wanted == "torch":
         return Kernels(None, f"{VARIABLE}=torch")
     if not runs_on_host:
-        return Kernels(None, "the compiled ones are for a CPU")
+        return _of_accelerator() if wanted in ("auto", "native") else Kernels(None, "the compiled ones are for a CPU")
     found, why = libraries()
     chosen = [one for one in found if wanted in ("auto", "native", one.name)]
     if not chosen:
@@ -538,6 +554,15 @@ def choose_kernels(wanted: str | None = None, *, runs_on_host: bool = True) -> K
         return Kernels(None, why)
     library = chosen[0]
     return Kernels(library, "the fastest of this processor" if wanted in ("auto", "native") else f"{VARIABLE}={wanted}")
+
+
+def _of_accelerator() -> Kernels:
+    try:
+        from expertly.native.triton_slots import TritonKernels, why_not
+    except ImportError as error:
+        return Kernels(None, f"Triton is not installed: {error}")
+    why = why_not()
+    return Kernels(None, why) if why else TritonKernels("Triton compiles for this device")
 
 
 def kernels_over(devices: Sequence[Kernels]) -> dict[str, str | int]:

@@ -1,0 +1,549 @@
+"""Experts in slots of an accelerator, in Triton: all that is here of a layer, whole experts and parts, in two launches.
+
+`_inner_kernel` makes the activations of every span into a scratch; `_down_kernel` sums an expert's down rows over its
+spans. `_combine_kernel` weighs and sums experts' outputs. A launch is told slots and rows by a plan: one list of
+numbers that goes over in one asynchronous copy. Nothing here makes the host wait.
+
+Memory traffic: each byte of a span is read once, whatever the number of tokens: two thirds of them (gate and up) by the
+first kernel, the rest by the second. What else moves is a token's H inputs and I activations for each program, out of
+the L2 cache. So a call is to take the bytes of its spans over the card's bandwidth, and two launches. Loads are runs of
+512 bytes or more along a row in the first kernel, and of 128 or more, a strip of neighbouring rows, in the second; the
+next ones are on their way while one is multiplied. One token multiplies elementwise in float32 and sums at the end;
+more go through `tl.dot`, padded to 16 or 32. Block sizes fit the 99 KiB of shared memory of consumer cards.
+
+Weights are rounded to the layer's dtype where it computes, sums are float32, and what is rounded is rounded as torch
+does it: gate and up, with their biases; the activation; an expert's output, before and after its bias.
+
+Shapes: T tokens, K top-k, H hidden, I intermediate, M matrices of an expert, n tokens of one expert, r neurons of one
+span; G inputs and 16 outputs a tile of a format (formats/tiles.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from subprocess import SubprocessError
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn.functional import silu
+
+from expertly.core.geometry import LayerGeometry
+from expertly.core.messages import Span
+from expertly.formats import expert_format
+from expertly.formats.tiles import TILE_OUTPUTS
+from expertly.native.activations import Activation, recognise
+from expertly.native.kernels import Kernels, Work
+
+MAX_TOKENS = 32
+"""Most tokens of a pass: with more, an expert's weights are worth decoding once for torch's products."""
+
+_NUM_FIELDS = 8
+"""Numbers of a span, and of an expert, in a plan."""
+
+_STRIP = 64
+"""Outputs of a program that sums down rows."""
+
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+_TILE, _FIELDS = tl.constexpr(TILE_OUTPUTS), tl.constexpr(_NUM_FIELDS)
+_CONTINUES, _ENDS = tl.constexpr(1), tl.constexpr(2)  # of an expert: other spans of it came before; no others come
+_E2M1, _E4M3 = tl.constexpr(2.0**126), tl.constexpr(2.0**120)  # from the least exponents of float32 to those of a code
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """Float32 numbers as they are in `dtype`, to nearest even. Triton's interpreter cuts bfloat16 off instead."""
+    if dtype == tl.bfloat16 and _INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        rounded = tl.where(x == x, even, 0x7FC00000).to(tl.float32, bitcast=True)
+    else:
+        rounded = x.to(dtype).to(tl.float32)
+    return rounded
+
+
+@triton.jit
+def _places(x, dtype: tl.constexpr):
+    """Where rounded numbers are in a table by their 16 bits."""
+    if dtype == tl.bfloat16:
+        places = x.to(tl.uint32, bitcast=True) >> 16
+    else:
+        places = x.to(tl.float16).to(tl.uint16, bitcast=True)
+    return places.to(tl.int32)
+
+
+@triton.jit
+def _product(x, weights, total, BT: tl.constexpr, dtype: tl.constexpr):
+    """`total` [BT, N] + x [BT, K] @ weights [K, N] of `dtype`. One token is x [K]; `total` [K, N] is to be summed."""
+    if BT == 1:
+        total += weights.to(tl.float32) * x.to(tl.float32)[:, None]
+    elif dtype == tl.float32 or _INTERPRETED:  # whose product of bfloat16 is wrong
+        total = tl.dot(x.to(tl.float32), weights.to(tl.float32), total, input_precision="ieee")
+    else:
+        total = tl.dot(x, weights.to(dtype), total)
+    return total
+
+
+# -- weights of formats ------------------------------------------------------------------------------------------------
+# Of tiles at addresses [KT, N], each with the output [N] of its 16 that is wanted: float32 [KT * G, N].
+
+
+@triton.jit
+def _words(tiles, place):
+    """Four bytes each at addresses [KT, N] plus [words, N]: [KT, words, N]."""
+    return tl.load((tiles[:, None, :] + place[None, :, :]).to(tl.pointer_type(tl.uint32)))
+
+
+@triton.jit
+def _dwords(tiles, of, NUM: tl.constexpr):
+    """Those that lie 16 outputs after the other."""
+    return _words(tiles, (tl.arange(0, NUM) * 64)[:, None] + (of * 4)[None, :])
+
+
+@triton.jit
+def _nibbles(words):
+    """Codes of 4 bits [..., words, 8, N], the first in the lowest bits, of [..., words, N]."""
+    return (words[:, :, None, :] >> (tl.arange(0, 8) * 4)[None, None, :, None]) & 15
+
+
+@triton.jit
+def _halves(places, SCALES: tl.constexpr):
+    return tl.load(places.to(tl.pointer_type(SCALES))).to(tl.float32)
+
+
+@triton.jit
+def _flat(values):
+    return tl.reshape(values, (values.shape[0] * values.shape[1] * values.shape[2], values.shape[3]))
+
+
+@triton.jit
+def _mxfp4(tiles, of, FORM: tl.constexpr):
+    codes = _nibbles(_dwords(tiles, of, 4))
+    values = (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True) * _E2M1
+    powers = tl.load(tiles + (256 + of)[None, :]).to(tl.uint32)
+    scales = tl.where(powers == 0, 0x00400000, powers << 23).to(tl.float32, bitcast=True)
+    return _flat(values * scales[:, None, None, :])
+
+
+@triton.jit
+def _fp8(tiles, of, FORM: tl.constexpr):
+    words = _dwords(tiles, of, 32)
+    moved = words[:, :, None, :] >> (tl.arange(0, 4) * 8)[None, None, :, None]
+    bits = ((moved & 0xF0) << 19) | ((moved & 7) << 20) | ((moved & 8) << 28)
+    values = bits.to(tl.float32, bitcast=True) * _E4M3
+    scales = tl.load((tiles + 2048).to(tl.pointer_type(tl.float32)))
+    return _flat(values * scales[:, None, None, :])
+
+
+@triton.jit
+def _int4(tiles, of, FORM: tl.constexpr):
+    """FORM: G, the scales' dtype, and whether there are zero points."""
+    G: tl.constexpr = FORM[0]
+    number = tl.arange(0, G // 8)
+    place = ((number // 4) * 256 + (number % 4) * 4)[:, None] + (of * 16)[None, :]
+    codes = _nibbles(_words(tiles, place)).to(tl.float32)
+    scales = _halves(tiles + (G * 8 + of * 2)[None, :], FORM[1])
+    if FORM[2]:
+        pairs = tl.load(tiles + (G * 8 + 32 + of // 2)[None, :]).to(tl.int32)
+        zeros = ((pairs >> ((of % 2) * 4)[None, :]) & 15).to(tl.float32)
+        codes = codes - zeros[:, None, None, :]
+    else:
+        codes = codes - 8.0
+    return _flat(_rounded(codes * scales[:, None, None, :], FORM[1]))
+
+
+@triton.jit
+def _q4_0(tiles, of, FORM: tl.constexpr):
+    scales = _halves(tiles + (256 + of * 2)[None, :], tl.float16)
+    return _flat((_nibbles(_dwords(tiles, of, 4)).to(tl.float32) - 8.0) * scales[:, None, None, :])
+
+
+@triton.jit
+def _q8_0(tiles, of, FORM: tl.constexpr):
+    number = tl.arange(0, 32)  # of an input: of every 8 those at even places are one word, those at odd ones the next
+    place = (number // 8 * 2 + number % 2) * 64 + (number % 8) // 2
+    codes = tl.load(tiles[:, None, :] + (place[:, None] + (of * 4)[None, :])[None, :, :]).to(tl.int8, bitcast=True)
+    scales = _halves(tiles + (512 + of * 2)[None, :], tl.float16)
+    return tl.reshape(codes.to(tl.float32) * scales[:, None, :], (tiles.shape[0] * 32, of.shape[0]))
+
+
+# -- the kernels -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _inner_weights(
+    slot, MATRIX: tl.constexpr, begin, num, k, H: tl.constexpr, M: tl.constexpr, DECODE: tl.constexpr,
+    FORM: tl.constexpr, G: tl.constexpr, TILE_NBYTES: tl.constexpr, B: tl.constexpr, BLOCK_NBYTES: tl.constexpr,
+    dtype: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """[BK, BN] of inputs from `k` on and neurons from `begin` on, of `num` in a slot."""
+    of = tl.arange(0, BN)
+    if DECODE is None:
+        inputs, neurons = k + tl.arange(0, BK), begin + of
+        is_there = (inputs < H)[:, None] & (neurons < num)[None, :]
+        place = (neurons * (M * H) + MATRIX * H)[None, :] + inputs[:, None]
+        weights = tl.load(slot + place, mask=is_there, other=0.0, eviction_policy="evict_first")
+    else:
+        tiles = tl.minimum(k // G + tl.arange(0, BK // G), H // G - 1)  # what is beyond is multiplied with 0
+        first = (MATRIX * (B // _TILE) + begin % B // _TILE) * (H // G)
+        place = begin // B * BLOCK_NBYTES + (first + tiles) * TILE_NBYTES
+        weights = _rounded(DECODE(slot + place[:, None] + (of * 0)[None, :], of, FORM), dtype)
+    return weights
+
+
+@triton.jit(do_not_specialize=["tokens_at", "rows_at"])
+def _inner_kernel(
+    slots, x, h, plan, f, g, gate_bias, up_bias, tokens_at, rows_at, x_stride,
+    H: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, SLOT: tl.constexpr, DECODE: tl.constexpr, FORM: tl.constexpr,
+    G: tl.constexpr, TILE_NBYTES: tl.constexpr, B: tl.constexpr, BLOCK_NBYTES: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Activations of BN neurons of a span for all its tokens, into `h` [rows, I]. `SLOT`: numbers, or bytes, a slot."""
+    dtype: tl.constexpr = h.dtype.element_ty
+    STAGES: tl.constexpr = 3 if DECODE is None else 5
+    span = plan + tl.program_id(0) * _FIELDS
+    num, begin = tl.load(span + 3), tl.program_id(1) * BN
+    if begin >= num:
+        return
+    slot = slots + tl.load(span).to(tl.int64) * SLOT
+    row, numbers = tl.load(span + 4), tl.arange(0, BT)
+    is_token = numbers < tl.load(span + 5)
+    tokens = tl.load(plan + tokens_at + row + numbers, mask=is_token, other=0)
+    gate = tl.zeros((BK if BT == 1 else BT, BN), tl.float32)
+    up = gate
+    for k in tl.range(0, H, BK, num_stages=STAGES):
+        inputs = k + tl.arange(0, BK)
+        if BT == 1:
+            values = tl.load(x + tokens * x_stride + inputs, mask=inputs < H, other=0.0)
+        else:
+            place = (tokens * x_stride)[:, None] + inputs[None, :]
+            values = tl.load(x + place, mask=is_token[:, None] & (inputs < H)[None, :], other=0.0)
+        weights = _inner_weights(
+            slot, 0, begin, num, k, H, M, DECODE, FORM, G, TILE_NBYTES, B, BLOCK_NBYTES, dtype, BN, BK
+        )
+        gate = _product(values, weights, gate, BT, dtype)
+        if M == 3:
+            weights = _inner_weights(
+                slot, 1, begin, num, k, H, M, DECODE, FORM, G, TILE_NBYTES, B, BLOCK_NBYTES, dtype, BN, BK
+            )
+            up = _product(values, weights, up, BT, dtype)
+    neurons = begin + tl.arange(0, BN)
+    is_neuron = neurons < num
+    neurons += tl.load(span + 2)
+    biases = tl.load(span + 1) * WIDTH + neurons
+    active = _activation_input(gate, gate_bias, biases, is_neuron, BT, dtype)
+    active = active / (1.0 + tl.exp(-active)) if f is None else tl.load(f + _places(active, dtype)).to(tl.float32)
+    if M == 3:
+        factor = _activation_input(up, up_bias, biases, is_neuron, BT, dtype)
+        if g is not None:
+            factor = tl.load(g + _places(factor, dtype)).to(tl.float32)
+        active = active * factor
+    rows = tl.load(plan + rows_at + row + numbers, mask=is_token, other=0)
+    place = (rows * WIDTH)[:, None] + neurons[None, :]
+    tl.store(h + place, _rounded(active, dtype).to(dtype), mask=is_token[:, None] & is_neuron[None, :])
+
+
+@triton.jit
+def _activation_input(total, bias, biases, is_neuron, BT: tl.constexpr, dtype: tl.constexpr):
+    """[BT, BN] from the sums of a matrix, rounded, and with its bias rounded again."""
+    if BT == 1:
+        total = tl.sum(total, axis=0)[None, :]
+    total = _rounded(total, dtype)
+    if bias is not None:
+        total = _rounded(total + tl.load(bias + biases, mask=is_neuron, other=0.0).to(tl.float32)[None, :], dtype)
+    return total
+
+
+@triton.jit(do_not_specialize=["experts_at", "rows_at"])
+def _down_kernel(
+    slots, h, out, sums, plan, down_bias, experts_at, rows_at,
+    H: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, SLOT: tl.constexpr, DECODE: tl.constexpr, FORM: tl.constexpr,
+    TILE_NBYTES: tl.constexpr, B: tl.constexpr, BLOCK_NBYTES: tl.constexpr, INNER_NBYTES: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """BN outputs of an expert for all its tokens: into `out` [rows, H] with its last spans, until then into `sums`."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    STAGES: tl.constexpr = 3 if DECODE is None else 5
+    expert = plan + experts_at + tl.program_id(0) * _FIELDS
+    row, numbers, flags = tl.load(expert + 3), tl.arange(0, BT), tl.load(expert + 5)
+    is_token = numbers < tl.load(expert + 4)
+    rows = tl.load(plan + rows_at + row + numbers, mask=is_token, other=0)
+    outputs = tl.program_id(1) * BN + tl.arange(0, BN)
+    is_output = outputs < H
+    total = tl.zeros((BK if BT == 1 else BT, BN), tl.float32)
+    for number in range(tl.load(expert + 1), tl.load(expert + 2)):
+        span = plan + number * _FIELDS
+        slot, num = slots + tl.load(span).to(tl.int64) * SLOT, tl.load(span + 3)
+        first = tl.load(span + 2)
+        for k in tl.range(0, num, BK, num_stages=STAGES):
+            neurons = k + tl.arange(0, BK)
+            is_neuron = neurons < num
+            if BT == 1:
+                values = tl.load(h + rows * WIDTH + first + neurons, mask=is_neuron, other=0.0)
+            else:
+                place = (rows * WIDTH + first)[:, None] + neurons[None, :]
+                values = tl.load(h + place, mask=is_token[:, None] & is_neuron[None, :], other=0.0)
+            if DECODE is None:
+                place = (neurons * (M * H) + (M - 1) * H)[:, None] + outputs[None, :]
+                is_there = is_neuron[:, None] & is_output[None, :]
+                weights = tl.load(slot + place, mask=is_there, other=0.0, eviction_policy="evict_first")
+            else:
+                blocks = tl.minimum(k // B + tl.arange(0, BK // B), num // B - 1)
+                of = tl.minimum(outputs, H - 1)
+                place = (blocks * BLOCK_NBYTES + INNER_NBYTES)[:, None] + (of // _TILE * TILE_NBYTES)[None, :]
+                weights = _rounded(DECODE(slot + place, of % _TILE, FORM), dtype)
+            total = _product(values, weights, total, BT, dtype)
+    if BT == 1:
+        total = tl.sum(total, axis=0)[None, :]
+    is_there = is_token[:, None] & is_output[None, :]
+    place = (rows * H)[:, None] + outputs[None, :]
+    if sums is not None:
+        if flags & _CONTINUES:
+            total += tl.load(sums + place, mask=is_there, other=0.0)
+        if flags & _ENDS == 0:
+            tl.store(sums + place, total, mask=is_there)
+            return
+    total = _rounded(total, dtype)
+    if down_bias is not None:
+        bias = tl.load(down_bias + tl.load(expert) * H + outputs, mask=is_output, other=0.0)
+        total = _rounded(total + bias.to(tl.float32)[None, :], dtype)
+    tl.store(out + place, total.to(dtype), mask=is_there)
+
+
+@triton.jit
+def _combine_kernel(rows, weights, out, H: tl.constexpr, K: tl.constexpr, BN: tl.constexpr):
+    """A token's BN outputs from the rows [K, H] of its experts: products in the wider type, as torch promotes them."""
+    dtype: tl.constexpr = rows.dtype.element_ty
+    token, outputs = tl.program_id(0), tl.program_id(1) * BN + tl.arange(0, BN)
+    is_output = outputs < H
+    total = tl.zeros((BN,), tl.float32)
+    for k in range(K):
+        weight = tl.load(weights + token * K + k).to(tl.float32)
+        values = tl.load(rows + (token * K + k) * H + outputs, mask=is_output, other=0.0).to(tl.float32)
+        total += _rounded(values * weight, weights.dtype.element_ty)
+    tl.store(out + token * H + outputs, _rounded(total, dtype).to(dtype), mask=is_output)
+
+
+# -- what calls them ---------------------------------------------------------------------------------------------------
+
+_DECODERS: dict[str, tuple[Any, Any]] = {
+    "mxfp4": (_mxfp4, None),
+    "fp8": (_fp8, None),
+    "q4_0": (_q4_0, None),
+    "q8_0": (_q8_0, None),
+    **{
+        f"int4_g{group}{zeros}{half}": (_int4, (group, tl.float16 if half else tl.bfloat16, bool(zeros)))
+        for group in (32, 128)
+        for zeros in ("", "_zeros")
+        for half in ("", "_f16")
+    },
+}
+"""Of a format by its name: its function, and what that is told."""
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class SlotProducts:
+    """What calls for the experts of one layer have in common: `rows`, the slots as engine/compute.py has them, of
+    `num_segments` an expert; biases of each inner matrix [E, I] and of down [E, H], contiguous, of the layer's dtype.
+    """
+
+    def __init__(
+        self,
+        geometry: LayerGeometry,
+        dtype: torch.dtype,
+        num_segments: int,
+        rows: torch.Tensor,
+        kernels: Kernels,
+        activation: Activation,
+        inner_bias: Sequence[torch.Tensor],
+        down_bias: torch.Tensor | None,
+    ) -> None:
+        self.kernels = kernels
+        self.num_segments, self.width = num_segments, geometry.intermediate_size
+        self._rows, self._hidden, self._down_bias = rows, geometry.hidden_size, down_bias
+        self._between = (activation.f, activation.g, *(*inner_bias, None, None)[:2])
+        form = expert_format(geometry.format) if geometry.format else None
+        self._most = 512 // dtype.itemsize  # weights of a row that a program has at a time
+        item = 1 if form is not None else dtype.itemsize
+        shape: dict[str, Any] = {
+            "H": geometry.hidden_size,
+            "WIDTH": geometry.intermediate_size,
+            "M": geometry.num_matrices,
+            "SLOT": geometry.expert_nbytes // num_segments // item,
+            "B": geometry.block_size,
+            "BLOCK_NBYTES": geometry.block_nbytes,
+        }
+        self._inner = shape | {"DECODE": None, "FORM": None, "G": 1, "TILE_NBYTES": 0}
+        self._down = shape | {"DECODE": None, "FORM": None, "INNER_NBYTES": 0, "TILE_NBYTES": 0}
+        if form is not None:
+            for kernel, one in ((self._inner, form.inner), (self._down, form.down)):
+                kernel["DECODE"], kernel["FORM"] = _DECODERS[one.name]
+                kernel["TILE_NBYTES"] = one.tile_nbytes
+            self._inner["G"] = form.inner.group
+            of_down = geometry.hidden_size // TILE_OUTPUTS * form.down.tile_nbytes
+            self._down["INNER_NBYTES"] = geometry.block_nbytes - of_down
+
+    def begin(self, hidden: torch.Tensor, out: torch.Tensor) -> SlotCall | None:
+        """A call of the layer, of hidden states [T, H] and for outputs [rows, H]; None: it has too many tokens."""
+        return SlotCall(self, hidden, out) if len(hidden) <= MAX_TOKENS else None
+
+    def run(
+        self,
+        x: torch.Tensor,
+        h: torch.Tensor,
+        out: torch.Tensor,
+        sums: torch.Tensor | None,
+        lists: Sequence[list[int]],
+        num_neurons: int,
+        num_tokens: int,
+    ) -> None:
+        """Queue both kernels. `lists`: spans, experts, rows of `x` [*, H] and of `h` [*, I], `out` and `sums` [*, H];
+        `num_neurons` and `num_tokens` are the most of a span and of an expert.
+        """
+        spans, experts, of_x, _ = lists
+        experts_at, x_at = len(spans), len(spans) + len(experts)
+        plan = _to_device([number for one in lists for number in one], x.device)
+        padded = 1 if num_tokens == 1 else 16 if num_tokens <= 16 else 32
+        blocks = {"BT": padded, "BN": TILE_OUTPUTS}
+        blocks["BK"] = max(_power_of_two(self._hidden, self._most // (1 if padded == 1 else 2)), self._inner["G"])
+        grid = experts_at // _NUM_FIELDS, triton.cdiv(num_neurons, TILE_OUTPUTS)
+        numbers = x_at, x_at + len(of_x), x.stride(0)
+        _launch(_inner_kernel, grid, (self._rows, x, h, plan, *self._between, *numbers), self._inner | blocks, 4)
+        blocks = {"BT": padded, "BN": _STRIP}
+        blocks["BK"] = max(_power_of_two(num_neurons, self._most // 2), self._down["B"])
+        grid = len(experts) // _NUM_FIELDS, triton.cdiv(self._hidden, _STRIP)
+        args = self._rows, h, out, sums, plan, self._down_bias, experts_at, x_at + len(of_x)
+        _launch(_down_kernel, grid, args, self._down | blocks, 8 if padded == 1 else 4)
+
+
+class SlotCall:
+    """One call of a layer, whose outputs come as its experts do. `hidden` [T, H] and `out` [rows, H], contiguous, are
+    of the layer's dtype.
+    """
+
+    def __init__(self, layer: SlotProducts, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        self._layer, self._out = layer, out
+        self._hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+        self._scratch = out.new_empty(len(out), layer.width)
+        self._sums: torch.Tensor | None = None  # [rows, H], of experts that came in part
+        self._num_left: dict[int, int] = {}  # of these, segments that have not come
+
+    def add(self, works: Sequence[Work]) -> None:
+        """Queue what uses these spans' slots. An expert's output is there when all its segments have come, in this call
+        or in several.
+        """
+        together: dict[int, list[Work]] = {}
+        for work in works:
+            together.setdefault(work[0].expert, []).append(work)
+        layer = self._layer
+        layer.kernels.num_native += len(works)
+        lists: tuple[list[int], ...] = ([], [], [], [])
+        spans, experts, of_x, of_out = lists
+        per_segment = layer.width // layer.num_segments
+        most_neurons = most_tokens = 1
+        for expert, some in together.items():
+            at, n = len(of_x), len(some[0][1])
+            of_x += some[0][1]
+            of_out += some[0][2]
+            first, num_come = len(spans) // _NUM_FIELDS, 0
+            for span, *_ in some:
+                num_come += span.num_segments
+                num = span.num_segments * per_segment
+                spans += (span.slot, expert, span.segment * per_segment, num, at, n, 0, 0)
+                most_neurons = max(most_neurons, num)
+            before = self._num_left.pop(expert, layer.num_segments)
+            flags = _CONTINUES.value * (before < layer.num_segments) + _ENDS.value * (before == num_come)
+            if before > num_come:
+                self._num_left[expert] = before - num_come
+            experts += (expert, first, first + len(some), at, n, flags, 0, 0)
+            most_tokens = max(most_tokens, n)
+        if self._num_left and self._sums is None:
+            self._sums = self._out.new_empty(self._out.shape, dtype=torch.float32)
+        layer.run(self._hidden, self._scratch, self._out, self._sums, lists, most_neurons, most_tokens)
+
+
+class TritonKernels(Kernels):
+    """Those of an accelerator: of experts in slots, and of their weighted sum. torch has the rest."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(None, why)
+        self.name = "triton"
+
+    def slots(  # type: ignore[override]
+        self,
+        geometry: LayerGeometry,
+        dtype: torch.dtype,
+        num_segments: int,
+        rows: torch.Tensor,
+        activate: Callable[..., torch.Tensor],
+        inner_bias: Sequence[torch.Tensor],
+        down_bias: torch.Tensor | None,
+    ) -> SlotProducts | None:
+        form = expert_format(geometry.format) if geometry.format else None
+        dtypes = {bias.dtype for bias in (*inner_bias, down_bias) if bias is not None}
+        if dtype not in _DTYPES or not dtypes <= {dtype}:
+            return None
+        if form is not None and not {form.inner.name, form.down.name} <= _DECODERS.keys():
+            return None
+        activation = recognise(activate, dtype, rows.device, is_gated=geometry.num_matrices == 3)
+        if activation is None:
+            return None
+        down_bias = None if down_bias is None else down_bias.contiguous()
+        return SlotProducts(geometry, dtype, num_segments, rows, self, activation, inner_bias, down_bias)
+
+    def combines(self, rows: torch.Tensor, weights: torch.Tensor) -> bool:
+        return len(weights) <= MAX_TOKENS and rows.dtype in _DTYPES
+
+    def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        (num_tokens, top_k), width = weights.shape, rows.shape[1]
+        out = rows.new_empty(num_tokens, width)
+        sizes = {"H": width, "K": top_k, "BN": _power_of_two(width, 1024)}
+        _launch(_combine_kernel, (num_tokens, triton.cdiv(width, sizes["BN"])), (rows, weights, out), sizes, 4)
+        return out
+
+
+@cache
+def why_not() -> str:
+    """Why these cannot be used on this machine's accelerator; "" where they can. Computes an expert of two tokens."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if _INTERPRETED.value:
+        device = torch.device("cpu")
+    if device is None:
+        return "there is no accelerator"
+    weights = torch.linspace(-1, 1, 16 * 3 * 32).view(16, 3, 32).to(device, torch.bfloat16)
+    x, out = weights[:2, 0] / 2, torch.empty(2, 32, dtype=torch.bfloat16, device=device)
+    gate, up = (x.float() @ weights[:, number].float().T for number in range(2))
+    expected = (silu(gate) * up) @ weights[:, 2].float()
+    layer = LayerGeometry(1, 1, 32, 16, 3, 2)
+    try:
+        one = TritonKernels("").slots(layer, weights.dtype, 1, weights, lambda gate, up: silu(gate) * up, (), None)
+        assert one is not None
+        SlotCall(one, x, out).add([(Span(0, 0, 0, 1, 0), range(2), range(2))])
+        error = float((out.float() - expected).norm() / expected.norm())
+    except (triton.TritonError, RuntimeError, OSError, SubprocessError) as failed:
+        return f"Triton cannot compile for this device: {failed}"
+    return "" if error < 2e-2 else f"what Triton computes on this device is wrong by {error:.2g}"
+
+
+def _power_of_two(size: int, most: int) -> int:
+    """The next one, of 16 on."""
+    return max(16, min(most, triton.next_power_of_2(size)))
+
+
+def _to_device(numbers: list[int], device: torch.device) -> torch.Tensor:
+    """A copy that nobody waits for: the allocator keeps the pinned memory until it has been made."""
+    here = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type != "cpu")
+    return here.to(device, non_blocking=True)
+
+
+def _launch(kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any], warps: int) -> None:
+    """On the device and the stream of the first argument."""
+    device = args[0].device
+    with contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index):
+        kernel[grid](*args, **constants, num_warps=warps)

@@ -1,0 +1,384 @@
+"""The Triton kernels over slots: in Triton's interpreter, against sums in float64, formats' own decoders, torch's path
+and the unmodified models; and compiled to machine code for the cards that they are for, which needs no card.
+
+Triton interprets where TRITON_INTERPRET is set when it is first imported: these tests run in a process of their own,
+which `test_in_the_interpreter` starts. What the interpreter forgives a compiler does not (types, constants, shapes of
+blocks): so every kernel is compiled as it is launched, for sm_80 and sm_90.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import relu, silu
+
+import expertly
+from expertly.api import handle
+from expertly.core.geometry import LayerGeometry
+from expertly.core.messages import Span
+from expertly.engine import shard
+from expertly.formats import expert_format
+from expertly.native.kernels import VARIABLE, choose_kernels
+from tests.engine.conftest import Cases
+from tests.engine.observe import Call, loaded
+from tests.engine.streams import put_in_place
+from tests.engine.test_compute import TOLERANCE, reference_calls, relative_error, run, scatter, watch_spans
+from tests.families import generate, logits_of
+from tests.formats.test_formats import made
+from tests.model.checkpoints import make_fp8_checkpoint, make_int4_checkpoint, make_mxfp4_checkpoint
+
+triton = pytest.importorskip("triton")
+
+from expertly.native import triton_slots  # noqa: E402
+from expertly.native.triton_slots import MAX_TOKENS, SlotCall, SlotProducts, TritonKernels  # noqa: E402
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the interpreter's process")
+compiled = pytest.mark.skipif(IS_INTERPRETED, reason="nothing is compiled in the interpreter's process")
+pytestmark = pytest.mark.timeout(600)
+
+FORMATS = sorted(triton_slots._DECODERS)
+COMPILED = ("", "mxfp4", "fp8", "q4_0", "q8_0", "int4_g32", "int4_g128_zeros", "int4_g32_zeros_f16")
+
+
+@compiled
+def test_in_the_interpreter() -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    paths = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    ran = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=590)
+    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-6000:] + ran.stderr[-2000:]
+
+
+# -- a layer whose weights are known -----------------------------------------------------------------------------------
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return silu(gate) * up
+
+
+def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def ungated(up: torch.Tensor) -> torch.Tensor:
+    """nemotron_h's."""
+    return relu(up).square()
+
+
+class Layer:
+    """Two experts of weights [E, I, M, H] in slots, one segment a slot, in any order, with garbage in the others."""
+
+    def __init__(
+        self,
+        weights: torch.Tensor,
+        activate: Callable[..., torch.Tensor],
+        segments: int = 1,
+        blocks: torch.Tensor | None = None,
+        form: str = "",
+        has_bias: bool = True,
+    ) -> None:
+        """`blocks` [E, I / B, nbytes]: the same in a format."""
+        dice = torch.Generator().manual_seed(7)
+        (num, width, matrices, hidden), self.dtype = weights.shape, weights.dtype
+        self.weights, self.activate, self.segments = weights, activate, segments
+        shape = LayerGeometry(num, 1, hidden, width, matrices, self.dtype.itemsize)
+        shape = expert_format(form).geometry(shape) if form else shape
+        stored = weights if blocks is None else blocks
+        num_rows = stored.shape[1] // segments
+        self.slots = torch.randperm(2 * num * segments, generator=dice)[: num * segments].view(num, segments).tolist()
+        garbage = torch.full((2 * num * segments, num_rows, *stored.shape[2:]), 0xFF, dtype=torch.uint8)
+        rows = garbage if form else torch.full(garbage.shape, torch.nan, dtype=self.dtype)
+        for expert, of_expert in enumerate(self.slots):
+            for segment, slot in enumerate(of_expert):
+                rows[slot] = stored[expert, segment * num_rows : (segment + 1) * num_rows]
+        biases = [torch.randn(num, width, generator=dice).to(self.dtype) for _ in range(matrices - 1)]
+        self.inner_bias = biases if has_bias else []
+        self.down_bias = torch.randn(num, hidden, generator=dice).to(self.dtype) if has_bias else None
+        made = TritonKernels("").slots(
+            shape, self.dtype, segments, rows.flatten(0, 1), activate, self.inner_bias, self.down_bias
+        )
+        assert isinstance(made, SlotProducts)
+        self.products = made
+
+    def span(self, expert: int, segment: int) -> Span:
+        return Span(0, expert, segment, 1, self.slots[expert][segment])
+
+    def exact(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """Of inputs [n, H], rounded where the reference rounds."""
+        rows = self.weights[expert].double()
+        inner = [(x.double() @ rows[:, m].T).to(self.dtype) for m in range(rows.shape[1] - 1)]
+        if self.down_bias is not None:
+            inner = [values + bias[expert] for values, bias in zip(inner, self.inner_bias, strict=True)]
+        out = (self.activate(*inner).double() @ rows[:, -1]).to(self.dtype)
+        return out if self.down_bias is None else out + self.down_bias[expert]
+
+    def check(self, num_tokens: int) -> None:
+        """Both experts, of all tokens and of the last one, in calls as segments may come."""
+        dice = torch.Generator().manual_seed(num_tokens)
+        x = torch.randn(num_tokens, self.weights.shape[-1], generator=dice).to(self.dtype)
+        out = torch.full((num_tokens + 2, x.shape[1]), torch.nan, dtype=self.dtype)
+        call = self.products.begin(x, out)
+        assert isinstance(call, SlotCall)
+        rows = (range(num_tokens), range(1, num_tokens + 1)), ([num_tokens - 1], [0])
+        works = [(self.span(e, s), *rows[e]) for s in range(self.segments) for e in (0, 1)]
+        first = len(works) // 2 + 1 if self.segments > 1 else len(works)
+        for some in (works[:first], works[first : first + 1], works[first + 1 :]):
+            if some:
+                call.add(some)
+        assert self.products.kernels.num_native == len(works)
+        self.products.kernels.num_native = 0
+        for found, expert, inputs in ((out[1:-1], 0, x), (out[:1], 1, x[-1:])):
+            error = relative_error(found, self.exact(inputs, expert))
+            assert error < {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}[self.dtype]
+        assert out[-1].isnan().all(), "nothing else is written"
+
+
+def layer_of(dtype: torch.dtype, activate: Callable[..., torch.Tensor], **more: Any) -> Layer:
+    matrices = 2 if activate is ungated else 3
+    dice = torch.Generator().manual_seed(3)
+    return Layer((torch.randn(2, 40, matrices, 72, generator=dice) / 6).to(dtype), activate, **more)
+
+
+@interpreted
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 16, 32])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_experts_in_slots(segments: int, num_tokens: int) -> None:
+    """Sizes that are no whole blocks of a program; parts that come in several calls."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        layer_of(dtype, gated, segments=segments).check(num_tokens)
+
+
+@interpreted
+@pytest.mark.parametrize("activate", [gated, clamped, ungated])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gates_of_all_kinds(has_bias: bool, activate: Callable[..., torch.Tensor]) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        layer = layer_of(dtype, activate, segments=2, has_bias=has_bias)
+        for num_tokens in (1, 3):
+            layer.check(num_tokens)
+
+
+@interpreted
+@pytest.mark.parametrize("form", FORMATS)
+def test_formats(form: str) -> None:
+    """Of random bytes: weights are the format's own, so that outputs are those of the decoded experts."""
+    is_wide = expert_format(form).down.group > 32
+    blocks, weights = made(expert_format(form), 2, 2 if is_wide else 3, 3)
+    blocks = torch.stack((blocks, blocks.flip(0)))
+    weights = torch.stack((weights, weights.unflatten(0, (2, -1)).flip(0).flatten(0, 1)))
+    dtypes = [torch.float16] if form.endswith("_f16") else [torch.bfloat16, torch.float32]
+    for dtype in dtypes[: 1 if is_wide else 2]:
+        layer = Layer(weights.to(dtype), gated, 2, blocks, form)
+        for num_tokens in (1, 5):
+            layer.check(num_tokens)
+
+
+@interpreted
+def test_outputs_are_weighed_as_torch_does() -> None:
+    """To the bit, ties among them: halves of numbers that are odd in their last place."""
+    kernels = TritonKernels("")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for weights_dtype in {dtype, torch.float32}:
+            for num_tokens, top_k, width in ((1, 8, 2048), (5, 1, 3), (32, 4, 100), (0, 2, 16)):
+                rows = torch.randn(num_tokens * top_k, width).to(dtype)
+                weights = torch.rand(num_tokens, top_k).to(weights_dtype)
+                weights[: num_tokens // 2] = 0.5 + 2**-8
+                assert kernels.combines(rows, weights)
+                found = kernels.combine(rows, weights)
+                expected = (rows.view(num_tokens, top_k, width) * weights[..., None]).sum(dim=1).to(dtype)
+                assert found.dtype == dtype
+                if dtype == torch.float32:
+                    torch.testing.assert_close(found, expected)
+                else:
+                    assert float((found != expected).float().mean() if found.numel() else 0) < 2e-3, "order of sums"
+
+
+@interpreted
+def test_what_is_not_theirs_is_torchs() -> None:
+    kernels = TritonKernels("")
+    shape, rows = LayerGeometry(1, 1, 256, 256, 3, 4), torch.zeros(256, 3, 256)
+    for activate, dtype in ((clamped, torch.float32), (gated, torch.float64), (torch.maximum, torch.bfloat16)):
+        assert kernels.slots(shape, dtype, 1, rows.to(dtype), activate, (), None) is None
+    q4_k = expert_format("q4_k").geometry(shape)
+    blocks = torch.zeros(q4_k.num_blocks, q4_k.block_nbytes, dtype=torch.uint8)
+    assert kernels.slots(q4_k, torch.float32, 1, blocks, gated, (), None) is None
+    of_other = torch.zeros(1, 256, dtype=torch.bfloat16)
+    assert kernels.slots(shape, torch.float32, 1, rows, gated, (of_other, of_other), None) is None
+    layer = layer_of(torch.float32, gated).products
+    x = torch.zeros(MAX_TOKENS + 1, 72)
+    assert layer.begin(x, torch.zeros(MAX_TOKENS + 1, 72)) is None
+    assert not kernels.combines(x, torch.zeros(MAX_TOKENS + 1, 1))
+
+
+# -- models on a simulated accelerator ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    return Cases(tmp_path_factory.mktemp("families"))
+
+
+@pytest.fixture
+def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_kernels(runs_on_host=False).name == "triton", "they have been tried"
+    monkeypatch.setattr(shard, "choose_kernels", lambda **_: TritonKernels("for a test"))
+
+
+def kernels_of(model: Any) -> dict[str, Any]:
+    told: dict[str, Any] = expertly.stats(model).as_dict()["kernels"]
+    return told
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("family", "dtype", "segments"),
+    [
+        ("qwen3_moe", torch.bfloat16, 1),
+        ("qwen3_moe", torch.float32, 4),
+        ("gpt_oss", torch.bfloat16, 4),
+        ("gpt_oss", torch.float16, 1),
+    ],
+    ids=str,
+)
+def test_a_layer_on_the_references_inputs(
+    family: str,
+    dtype: torch.dtype,
+    segments: int,
+    families: Cases,
+    triton_everywhere: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = families[family]
+    put_in_place(monkeypatch)
+    calls = reference_calls(case.folder, case.prompts, dtype)[::4]
+    with loaded(case.folder, dtype=str(dtype).removeprefix("torch."), segments=segments, memory="45%") as model:
+        scatter(model)
+        num_spans = watch_spans(model)
+        for call in calls:
+            actual = run(model, call)
+            assert call.output is not None and actual.dtype == call.output.dtype
+            assert relative_error(actual, call.output) < TOLERANCE[dtype], f"{len(call.index)} tokens"
+        told = kernels_of(model)
+        assert (told["name"], told["torch"]) == ("triton", 0)
+        assert told["native"] == num_spans["whole"] + num_spans["part"] > 0
+        assert segments == 1 or num_spans["part"] > num_spans["whole"]
+
+
+@interpreted
+@pytest.mark.parametrize(("system", "segments"), [("lru", 1), ("expertly-ahead", 4)])
+def test_tokens_are_the_references(
+    system: str, segments: int, families: Cases, triton_everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Garbage is in a slot until its copy was waited for. The host waits once a layer, for what the router chose."""
+    case, devices = families["qwen3_moe"], put_in_place(monkeypatch)
+    settings = {} if system == "lru" else {"predict": "inline"}
+    with loaded(case.store, memory="45%", system=system, segments=segments, **settings) as model:
+        assert generate(model, case.prompts) == case.tokens
+        torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
+        devices[0].tier.check()
+        stats = expertly.stats(model).as_dict()
+        assert stats["kernels"]["native"] > 0 and stats["kernels"]["torch"] == 0
+        assert stats["synchronisations_per_pass"] == len(stats["layers"]) + 1
+
+
+def make_fp8(folder: Path) -> Path:
+    return make_fp8_checkpoint("qwen3_moe", folder, block=128, hidden_size=128, moe_intermediate_size=128)
+
+
+@interpreted
+@pytest.mark.parametrize("make", [make_mxfp4_checkpoint, make_fp8, make_int4_checkpoint])
+def test_quantised_models_are_torchs(
+    make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call of the first layer with 1 and 9 tokens, beside the decoded experts by torch."""
+    folder, outputs = make(tmp_path / "checkpoint"), list[list[torch.Tensor]]()
+    put_in_place(monkeypatch)
+    for kernels in ("torch", "triton"):
+        with monkeypatch.context() as patch:
+            patch.setenv(VARIABLE, "torch")
+            if kernels == "triton":
+                patch.setattr(shard, "choose_kernels", lambda **_: TritonKernels("for a test"))
+            with loaded(folder, memory="60%") as model:
+                outputs.append([run(model, call) for call in calls_of(model)])
+                assert kernels_of(model)["name"] == kernels
+                assert (kernels_of(model)["native"] > 0) == (kernels == "triton")
+                assert handle(model).store.manifest.layers[0].format
+    for found, expected in zip(outputs[1], outputs[0], strict=True):
+        assert relative_error(found, expected) < TOLERANCE[torch.bfloat16] / 2
+
+
+def calls_of(model: Any) -> Sequence[Call]:
+    dice = torch.Generator().manual_seed(0)
+    layer = handle(model).engine.executor.geometry.layers[0]
+    dtype = handle(model).engine.device.dtype
+    calls = []
+    for n in (1, 9):
+        index = torch.stack([torch.randperm(layer.num_experts, generator=dice)[: layer.top_k] for _ in range(n)])
+        hidden, weights = torch.randn(n, layer.hidden_size, generator=dice), torch.rand(n, layer.top_k, generator=dice)
+        calls.append(Call(0, hidden.to(dtype), index, weights.to(dtype)))
+    return calls
+
+
+# -- the compiler ------------------------------------------------------------------------------------------------------
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
+LEAST_SHARED_NBYTES = 99 << 10
+"""That a program may take on every card from sm_80 on: an RTX 3090's."""
+
+
+@compiled
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("form", COMPILED)
+def test_every_kernel_compiles(form: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is launched for a real model's sizes, down to machine code: in the shared memory of every such card, and
+    with numbers below float32's normal ones kept, which decoding needs.
+    """
+    seen: set[str] = set()
+
+    def compile(kernel: Any, _: Any, args: Sequence[Any], constants: dict[str, Any], warps: int) -> None:
+        signature, constexprs, attributes = {}, {}, {}
+        values = [*args, *(constants[name] for name in kernel.arg_names[len(args) :])]
+        for place, (name, value) in enumerate(zip(kernel.arg_names, values, strict=True)):
+            if isinstance(value, torch.Tensor):
+                signature[name] = f"*{TYPES[value.dtype]}"
+            elif place < len(args) and value is not None:
+                signature[name] = "i32"
+            else:
+                signature[name], constexprs[(place,)] = "constexpr", value
+            if isinstance(value, torch.Tensor) or name == "x_stride":
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        source = triton.compiler.ASTSource(kernel, signature, constexprs, attributes)
+        target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+        found = triton.compile(source, target=target, options={"num_warps": warps})
+        assert found.asm["cubin"] and found.metadata.shared <= LEAST_SHARED_NBYTES
+        assert ".ftz" not in found.asm["ptx"]
+        seen.add(kernel.__name__.rpartition(".")[2])
+
+    monkeypatch.setattr(triton_slots, "_launch", compile)
+    of_format = (torch.float16 if form.endswith("_f16") else torch.bfloat16,)
+    for dtype in of_format if form else (torch.bfloat16, torch.float32):
+        shape, rows = LayerGeometry(1, 1, 2048, 768, 3, dtype.itemsize), torch.zeros(768, 3, 2048, dtype=dtype)
+        if form:
+            shape = expert_format(form).geometry(shape)
+            rows = torch.zeros(shape.num_blocks, shape.block_nbytes, dtype=torch.uint8)
+        *inner_bias, down_bias = (torch.zeros(1, size, dtype=dtype) for size in (768, 768, 2048))
+        activate = gated if dtype == torch.float32 else clamped
+        kernels = TritonKernels("")
+        layer = kernels.slots(shape, dtype, 2, rows, activate, inner_bias, down_bias)
+        assert layer is not None
+        for n in (1, 2):
+            x, out = torch.zeros(n, 2048, dtype=dtype), torch.zeros(n, 2048, dtype=dtype)
+            SlotCall(layer, x, out).add([(Span(0, 0, 0, n, 0), range(n), range(n))])  # of one token in part
+            kernels.combine(out, torch.zeros(n, 1))
+    assert seen == {"_inner_kernel", "_down_kernel", "_combine_kernel"}
