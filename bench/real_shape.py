@@ -248,9 +248,8 @@ def main() -> None:
                     "ttft_s": found["ttft"],
                 }
             )
-    sizes = {"stored_as": store.manifest.stored_as, "experts_gib": store.experts_nbytes / GIB}
-    settings = sizes | {"disk_gb_per_s": disk / 1e9}
-    print_report("real_shape", rows, settings | common | {"kernels": resident["kernels"]}, args.out)
+    common |= {"stored_as": store.manifest.stored_as, "experts_gib": store.experts_nbytes / GIB}
+    print_report("real_shape", rows, common | {"disk_gb_per_s": disk / 1e9, "kernels": resident["kernels"]}, args.out)
 
 
 if __name__ == "__main__":

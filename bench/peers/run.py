@@ -175,8 +175,7 @@ class Bench:
                 warm = answers[1:]
                 row["tokens_per_s"] = len(warm) / sum(one["tpot_s"] for one in warm)
                 row |= {key: statistics.median(one[key] for one in warm) for key in ("tpot_s", "ttft_s")}
-                kept = [key for key in warm[0] if key.endswith("_a_token")]
-                row |= {key: statistics.mean(one[key] for one in warm) for key in kept}
+                row |= {key: statistics.mean(one[key] for one in warm) for key in warm[0] if key.endswith("_a_token")}
                 row |= {"peak_rss_bytes": max(one["peak_rss_bytes"] for one in answers), "group_peak_bytes": peak}
                 row |= {"tpots": [one["tpot_s"] for one in warm], "greedy": [one["greedy"] for one in answers]}
                 facts = entry.player.loaded["facts"] if entry.player is not None else {}
@@ -186,8 +185,7 @@ class Bench:
 
     def compare(self, rows: list[dict[str, Any]]) -> None:
         """Ratios between rows; `greedy` and `tpots` go."""
-        disk = statistics.median(self._disk)
-        self.facts |= {"disk_bytes_per_s": disk}
+        self.facts["disk_bytes_per_s"] = disk = statistics.median(self._disk)
         resident = [row for row in rows if row["kind"] == "resident" and "tpots" in row]
         reference = next((row["greedy"] for row in [*resident, *rows] if "greedy" in row), None)
         for row in rows:
@@ -195,8 +193,9 @@ class Bench:
                 continue
             chosen = [a == b for x, y in zip(row["greedy"], reference, strict=False) for a, b in zip(x, y, strict=True)]
             row["greedy_agreement"] = sum(chosen) / len(chosen)
+            alike = [one for one in rows if (one["size"], one["threads"]) == (row["size"], row["threads"])]
             for peer in ("llama.cpp", "accelerate"):
-                theirs = [one for one in rows if one["peer"] == peer and _is_like(one, row) and "tpots" in one]
+                theirs = [one for one in alike if one["peer"] == peer and "tpots" in one]
                 if theirs and row["peer"] != peer:
                     pairs = zip(theirs[0]["tpots"], row["tpots"], strict=False)
                     row[f"to_{peer}"] = statistics.median(a / b for a, b in pairs)
@@ -219,10 +218,6 @@ class Bench:
         from expertly.store.codec_choice import disk_rate_of
 
         return disk_rate_of(path for path, _ in self._stores["none"].extents)
-
-
-def _is_like(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one["size"] == other["size"] and one["threads"] == other["threads"]
 
 
 def _ours(system: str, codec: str, memory: str) -> dict[str, Any]:

@@ -542,7 +542,7 @@ def query(lab: Lab) -> Finding:
         rules.below(
             f"a query of {num} matrices takes no longer than the paper's",
             {"here": found[num], "the paper": bound},
-            f"measured on {machine}; another run is in `bench/results/matrices.json`",
+            f"measured on {machine}",
             unit="us",
             paper=show(bound, "us"),
         )
