@@ -53,6 +53,10 @@ INLINE void put_half(float value, char *p) {
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#if defined(__clang__) || __GNUC__ >= 10
+#define HAS_PAIRS 1 /* the compiler knows AVX512-BF16 */
+#endif
+
 #define PUT_HALF_X86(value, p)                                     \
     do {                                                           \
         uint16_t half = (uint16_t)_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); \
@@ -94,7 +98,11 @@ INLINE void put_half(float value, char *p) {
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
+#ifdef HAS_PAIRS
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
+#else
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c,prefer-vector-width=512")
+#endif
 #endif
 #define V 16
 #define NAME(f) NAME_(f, avx512)
@@ -118,7 +126,9 @@ INLINE void put_half(float value, char *p) {
 #define LOOKUP_IN(a, codes) ((vf)_mm512_permutexvar_ps((__m512i)(codes), (__m512)(a)))
 #define HAS_ZERO(bytes) _mm512_testn_epi8_mask((__m512i)(bytes), (__m512i)(bytes))
 #define LABEL "avx512" /* which uses nothing of bf16 itself */
+#ifdef HAS_PAIRS
 #define PAIRS_LABEL "avx512_bf16"
+#endif
 #define HAS_HALF 1
 #define LOAD_HALF(p, v) ((v) = (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p))))
 #define HALF_VALUE(p) HALF_VALUE_X86(p)
@@ -141,7 +151,9 @@ static const instruction_set *set_at(int level) {
     int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
     if (level == 2 && has_avx512) return &set_avx512;
+#ifdef HAS_PAIRS
     if (level == 3 && has_avx512 && __builtin_cpu_supports("avx512bf16")) return &pairs_set_avx512;
+#endif
 #endif
     return NULL;
 }
