@@ -280,7 +280,7 @@ def test_a_layer_on_the_references_inputs(
 def test_tokens_are_the_references(
     system: str, segments: int, families: Cases, triton_everywhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Garbage is in a slot until its copy was waited for. The host waits once a layer, for what the router chose."""
+    """Garbage is in a slot until its copy was waited for. The host waits once a layer, for the router's choice."""
     case, devices = families["qwen3_moe"], put_in_place(monkeypatch)
     settings = {} if system == "lru" else {"predict": "inline"}
     with loaded(case.store, memory="45%", system=system, segments=segments, **settings) as model:
@@ -289,7 +289,7 @@ def test_tokens_are_the_references(
         devices[0].tier.check()
         stats = expertly.stats(model).as_dict()
         assert stats["kernels"]["native"] > 0 and stats["kernels"]["torch"] == 0
-        assert stats["synchronisations_per_pass"] == len(stats["layers"]) + 1
+        assert stats["synchronisations_per_pass"] == len(stats["layers"]) + 2  # the two checks for NaN of a pass
 
 
 def make_fp8(folder: Path) -> Path:
