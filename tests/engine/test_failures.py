@@ -342,7 +342,7 @@ def test_two_interrupts_while_a_disk_is_slow(
         (range(412, 9000, 818), {"segments": 4}),
         (range(3, 3000, 862), {"system": "lru", "devices": TWO, "device": None}),
         (range(434, 3000, 862), {"system": "fmoe", "devices": TWO, "device": None}),
-        (range(5, 9000, 1909), {"system": "fmoe", "predict": "inline"}),
+        (range(5, 9000, 409), {"system": "fmoe", "predict": "inline"}),
         (range(7, 5000, 331), {"system": "lru:prediction=lookahead:preemption=late:order=id", "predict": "inline"}),
     ],
     ids=["P=1", "P=4", "two devices", "two devices that prefetch", "inline", "late, by id"],
