@@ -171,6 +171,15 @@ def test_what_is_no_number_and_what_is_too_large_for_the_type(kernels: Kernels) 
         assert out[0, 0, 0] == 16 and out[0, 0, 1].isnan() and out[0, 0, 2].isinf()
 
 
+def test_avx512_bf16_multiplies_with_its_own_instruction(kernels: Kernels) -> None:
+    """Which, as no other way does, counts a number below the least normal one as zero."""
+    tiny, large = 2.0**-130, 2.0**30
+    rows, h = torch.full((4, 1, 32), tiny, dtype=torch.bfloat16), torch.full((1, 4), large, dtype=torch.bfloat16)
+    least = 0 if kernels.name.endswith("avx512_bf16") else tiny * large
+    assert bool((dots(kernels, rows, torch.full((1, 32), large, dtype=torch.bfloat16)) == 32 * least).all())
+    assert bool((sums(kernels, rows[:, 0], h) == 4 * least).all())
+
+
 def test_rounding_is_to_nearest_and_ties_go_to_even(kernels: Kernels) -> None:
     for dtype in dtypes(kernels):
         if dtype == torch.float32:
