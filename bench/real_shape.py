@@ -22,6 +22,7 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -136,13 +137,13 @@ class Router:
 
     def __init__(self, model: Any) -> None:
         self.chosen = np.zeros((0, 0, 0))  # of the tokens that the next pass reads: [T, L, K]
-        self._is_run, self._dice = False, np.random.default_rng(0)  # run by the model, not asked early
+        self._calls, self._dice = threading.local(), np.random.default_rng(0)  # by the model; a thread asks early
         for layer, block in enumerate(model.model.layers):
-            block.mlp.router.register_forward_pre_hook(lambda *_: setattr(self, "_is_run", True))
+            block.mlp.router.register_forward_pre_hook(lambda *_: setattr(self._calls, "is_run", True))
             block.mlp.router.forward = lambda hidden, layer=layer: self._route(hidden, layer)
 
     def _route(self, hidden: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows, is_run, self._is_run = self.chosen[:, layer].astype(np.int64), self._is_run, False
+        rows, is_run = self.chosen[:, layer].astype(np.int64), vars(self._calls).pop("is_run", False)
         if not is_run:
             others = [self._dice.permutation(np.setdiff1d(np.arange(32), row))[:4] for row in rows]
             rows = np.where(self._dice.random(rows.shape) < ACCURACY, rows, others)
@@ -162,9 +163,8 @@ def play(arguments: dict[str, Any]) -> dict[str, Any]:
         arguments["store"], memory=arguments["memory"], system=arguments["system"], device="cpu", verify="never",
         learned="off",
     )  # fmt: skip
-    router, steps, before = Router(model), [], {}
+    router, steps, first_token_s, before = Router(model), [], [], {}
     requests, _ = recorded(Path(arguments["routing"]), arguments["requests"] + 1, arguments["tokens"])
-    first_token_s = []
     with torch.no_grad():
         for number, chosen in enumerate(requests):
             if number == 1:
