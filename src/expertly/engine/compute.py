@@ -106,7 +106,7 @@ class LayerCompute:
         self._products: ExpertProducts | None = None  # one call for all that an expert is; None: torch activates
         biases = () if in_bias is None else in_bias
         self.slots = kernels.slots(geometry, dtype, num_segments, rows, self._activate, biases, down_bias)
-        """What computes all that is here in one call, parts of experts, too; None: nothing does."""
+        """An accelerator's kernels over this layer's slots: whole experts and segments in one call; or None."""
         if self.max_tokens and {bias.dtype for bias in (*biases, down_bias) if bias is not None} <= {dtype}:
             activation = recognise(self._activate, dtype, is_gated=self._is_gated)
             if activation is not None:
@@ -320,12 +320,12 @@ class LayerCall:
         return tokens, rows if work.places is None else range(work.places[expert].start, work.places[expert].stop)
 
     def _rows_there(self, expert: int) -> torch.Tensor:
-        """Those of all experts go over in one copy, for which the host does not wait."""
+        """Its rows, on the device that computes. All experts' rows are copied at once; the host does not wait."""
         if self._there is None:
             rows, device = self._work.rows, self._hidden.device
             assert rows is not None
             self._there = rows
-            if device.type != "cpu":
+            if not self._hidden.is_cpu:
                 every = torch.cat(list(rows.values())).to(device, non_blocking=True)
                 self._there = dict(zip(rows, every.split([len(some) for some in rows.values()]), strict=True))
         return self._there[expert]

@@ -207,11 +207,11 @@ class Kernels:
         return dtype in self.dtypes
 
     def slots(self, *layer: Any) -> SlotProducts | None:
-        """What computes a layer's experts in slots of an accelerator, from what SlotProducts says; None: torch does."""
+        """An accelerator's kernels over the slots of a layer, which SlotProducts describes; None: torch's."""
         return None
 
     def combines(self, rows: torch.Tensor, weights: torch.Tensor) -> bool:
-        """Whether `combine` is for these."""
+        """Whether `combine` takes these rows [T * K, H] and weights [T, K]."""
         return len(weights) <= MAX_TILE_TOKENS and self.takes(rows.dtype)
 
     def facts(self) -> dict[str, str | int]:

@@ -9,7 +9,7 @@ INLINE __m512bh NAME(load_pairs)(const char *p, int64_t num) {
     return (__m512bh)_mm512_maskz_loadu_epi16((__mmask32)((1u << num) - 1), p);
 }
 
-/* The sums of the 16 numbers of each of four vectors, in an order that hangs on none of the others. */
+/* The sums of the 16 numbers of each of four vectors, in an order that does not depend on the other three. */
 INLINE __m128 NAME(four_totals)(__m512 a, __m512 b, __m512 c, __m512 d) {
     const __m512d ab = _mm512_castps_pd((__m512)FOLD(a, b)), cd = _mm512_castps_pd((__m512)FOLD(c, d));
     const __m512 lanes =
@@ -61,14 +61,14 @@ FOURS(3)
 FOURS(4)
 #undef FOURS
 
-/* As put_bfloat16 does; a half of a word each. */
+/* Rounded as put_bfloat16 rounds, each in the low half of a word. */
 INLINE __m512i NAME(as_halves)(__m512 values) {
     const __m512i bits = (__m512i)values, odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i half = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
     return _mm512_mask_mov_epi32(half, _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
 }
 
-/* Entries of a table of 65536, two of which are a word. */
+/* Entries of a table of 65536 numbers of 16 bits: the word of two is gathered, so that none beyond the table is read. */
 INLINE __m512i NAME(entries)(const uint16_t *table, __m512i numbers) {
     const __m512i words = _mm512_i32gather_epi32(_mm512_srli_epi32(numbers, 1), table, 4);
     const __m512i places = _mm512_slli_epi32(_mm512_and_si512(numbers, _mm512_set1_epi32(1)), 4);
@@ -108,7 +108,7 @@ INLINE void NAME(put_totals)(const float *totals, int matrix, int mask, int num,
     }
 }
 
-/* As dot_range, of all rows. What is done with totals waits until there are many. */
+/* dot_range for bfloat16, of all rows and in one call. Totals are rounded and stored ROWS_AT_ONCE at a time. */
 static void NAME(dot_pairs)(const dots *d, const task *one, int64_t first, int64_t end) {
     const int N = (int)one->num_tokens;
     void (*const fours)(const char *, int64_t, int64_t, int64_t, int64_t, int64_t, const char *, int64_t, int64_t, float *) =
@@ -186,7 +186,7 @@ SUMS(3)
 SUMS(4)
 #undef SUMS
 
-/* As sum_range, of all rows. */
+/* sum_range for bfloat16, of all rows and in one call. */
 static void NAME(sum_pairs)(const sums *s, const task *one, int64_t first, int64_t end, float *sum) {
     const int N = (int)one->num_tokens;
     void (*const pairs)(int64_t, const char *, int64_t, const float *, int64_t, float *, int64_t, int64_t) =

@@ -1,8 +1,8 @@
-"""Experts in slots of an accelerator, in Triton: all that is here of a layer, whole experts and parts, in two launches.
+"""Triton kernels for experts in an accelerator's slots: two launches a layer, for whole experts and segments alike.
 
 `_inner_kernel` makes the activations of every span into a scratch; `_down_kernel` sums an expert's down rows over its
-spans. `_combine_kernel` weighs and sums experts' outputs. A launch is told slots and rows by a plan: one list of
-numbers that goes over in one asynchronous copy. Nothing here makes the host wait.
+spans. `_combine_kernel` weighs and sums experts' outputs. A plan tells a launch which slots and rows to use: one list
+of numbers, copied to the device asynchronously. Nothing here makes the host wait.
 
 Memory traffic: each byte of a span is read once, whatever the number of tokens: two thirds of them (gate and up) by the
 first kernel, the rest by the second. What else moves is a token's H inputs and I activations for each program, out of
@@ -537,7 +537,7 @@ def _power_of_two(size: int, most: int) -> int:
 
 
 def _to_device(numbers: list[int], device: torch.device) -> torch.Tensor:
-    """A copy that nobody waits for: the allocator keeps the pinned memory until it has been made."""
+    """Copied without waiting; the allocator keeps the pinned memory until the copy has ended."""
     here = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type != "cpu")
     return here.to(device, non_blocking=True)
 

@@ -52,7 +52,7 @@ _PART_SUFFIX = ".part"
 _PART_CHUNK_NBYTES = 8 << 20
 
 _WRITE_NBYTES, _NUM_WRITES = 1 << 20, 3
-"""Of a large file at a time; and how many lie in memory: one being written, the others filled or waiting."""
+"""Size and number of a large file's buffers: one is being written, the others are filled or wait."""
 
 _EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _EXTRA_NAMES = ("LICENSE", "NOTICE")
@@ -312,7 +312,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
 
 class _LargeFile(contextlib.AbstractContextManager["_LargeFile"]):
     """A file that a thread sums and writes while its caller makes what comes next; past the page cache, as the store is
-    read, where the file system can. Its caller hears of an error in one of the next calls. Raises OSError.
+    read, where the file system can. Raises OSError, also of the thread: in a later call of `write`, or in `finish`.
     """
 
     def __init__(self, path: Path) -> None:
