@@ -137,6 +137,17 @@ def test_a_chat_of_three_turns(chatting: Path, tmp_path: Path, monkeypatch: pyte
     assert "decode" in answers[3] and "/save FILE" in answers[4] and "50.0% of" in captured.err
 
 
+def test_the_demo_model_answers_three_times_where_nothing_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+):
+    """An answer without a length that was asked for leaves room for the next ones."""
+    type_lines(monkeypatch, "Once upon a time", "He said", "She said")
+    assert main(["run", "demo", "--seed", "0"]) == 0
+    captured = capsys.readouterr()
+    answers = captured.out.split(PROMPT)[1:4]
+    assert all("tokens/s" in answer for answer in answers) and "accepted" not in captured.err
+
+
 def test_what_was_said_before_is_not_computed_again(chatting: Path, loaded: tuple[Any, Any]):
     conversation = Chat(*loaded, ChatSampling(NUM_TOKENS, temperature=0))
     first = conversation.answer("Hi", lambda text: None)

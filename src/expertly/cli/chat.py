@@ -197,7 +197,10 @@ class Chat:
         positions = max_positions(model)
         room = sampling.max_new_tokens if positions is None else min(sampling.max_new_tokens, positions - len(tokens))
         if room < 1:
-            raise ConfigError(f"prompt: {len(tokens)} tokens with what was said before; the model takes {positions}")
+            raise ConfigError(
+                f"prompt: {len(tokens)} tokens with what was said before; accepted: fewer than {positions}, "
+                "the model's positions (in a chat, /clear begins anew)"
+            )
         num_cached = self._keep_prefix(tokens)
         config = generation_config(model, room, sampling.temperature, sampling.top_p)
         config.return_dict_in_generate = True

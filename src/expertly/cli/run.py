@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from expertly.cli.chat import Chat
 
 DEFAULT_NEW_TOKENS = 1024
-"""Of an answer, or what the model can hold, where that is less."""
+"""Of an answer, or a quarter of what the model can hold, where that is less."""
 
 COMMANDS = {
     "/system TEXT": "begin anew with a system message",
@@ -49,7 +49,11 @@ class RunOptions(LoadOptions):
     prompt: str | None = argument(
         None, 'answered once; "-", or without a terminal: read from stdin; without a prompt: chat', metavar="PROMPT"
     )
-    max_new_tokens: int | None = option(None, f"tokens of an answer (default: {DEFAULT_NEW_TOKENS})", least=1)
+    max_new_tokens: int | None = option(
+        None,
+        f"tokens of an answer (default: {DEFAULT_NEW_TOKENS}, at most a quarter of the model's positions)",
+        least=1,
+    )
     temperature: float | None = option(None, "0 is greedy (default: the model's own)", metavar="X", type=temperature)
     top_p: float | None = option(
         None,
@@ -85,7 +89,7 @@ def run(args: RunOptions) -> int:
         from expertly import api
         from expertly.cli.chat import Chat, ChatSampling
         from expertly.lab.prompts import tokens_of
-        from expertly.model.generation import check_length, check_some
+        from expertly.model.generation import check_length, check_some, max_positions
 
         def context(tokenizer: Any) -> int:
             """Tokens of the one answer and what it answers."""
@@ -103,7 +107,8 @@ def run(args: RunOptions) -> int:
                 message(f"expertly: {api.stats(model).memory_reason}")
             if args.max_new_tokens is not None:
                 check_length(model, args.max_new_tokens)
-            sampling = ChatSampling(args.max_new_tokens or DEFAULT_NEW_TOKENS, args.temperature, args.top_p, args.seed)
+            new_tokens = args.max_new_tokens or min(DEFAULT_NEW_TOKENS, (max_positions(model) or sys.maxsize) // 4)
+            sampling = ChatSampling(new_tokens, args.temperature, args.top_p, args.seed)
             conversation = Chat(model, tokenizer, sampling, is_raw=args.raw)
             if conversation.is_raw and not args.raw:
                 message("expertly: the model has no chat template: it continues the text")
