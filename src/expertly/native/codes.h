@@ -13,9 +13,23 @@
 #define EXPERTLY_CODES
 static const uint8_t E2M1_CODES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; /* 2 value + 12 */
 
+static const uint16_t CODES_AS_HALVES[2][16] = { /* of MXFP4 and Q4_0, less their offset, as bfloat16 */
+    {0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140,
+     0x8000, 0xbf80, 0xc000, 0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140},
+    {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+     0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0},
+};
+
 /* Where input i of a unit is among the bytes of its words. */
 INLINE int place_in_unit(int format, int i) {
-    return format >= INT4_G32 ? i % 2 * 16 + i / 2 : i / 8 * 8 + i % 2 * 4 + i % 8 / 2;
+    return format >= INT4_G32 ? i % 2 * 16 + i / 2 : format == FP8 ? i : i / 8 * 8 + i % 2 * 4 + i % 8 / 2;
+}
+
+/* The same of those of bfloat16: neighbours are multiplied with two inputs that a vector has side by side. */
+INLINE int place_in_pairs(int format, int i) {
+    return format >= INT4_G32 ? i % 4 * 8 + i / 4
+         : format == FP8      ? i / 4 * 4 + i % 2 * 2 + i % 4 / 2
+                              : i / 8 * 8 + i % 4 * 2 + i % 8 / 4;
 }
 
 /* What is to be taken from each code; of INT4's 8 each of four sums has its part. */
@@ -129,7 +143,7 @@ INLINE vf NAME(code_values)(int offset, vu codes, int b) {
 
 /* Whether products are integers. */
 #ifdef DOT_BYTES
-INLINE int NAME(is_whole)(int format) { return (format == Q8_0 ? 255 : 63) <= MOST_CODE; }
+INLINE int NAME(is_whole)(int format) { return format != FP8 && (format == Q8_0 ? 255 : 63) <= MOST_CODE; }
 #else
 INLINE int NAME(is_whole)(int format) { return (void)format, 0; }
 #endif
@@ -167,6 +181,14 @@ INLINE void NAME(fix)(int format, uint32_t largest, const float *values, unit *t
 }
 #endif
 
+/* A row of bfloat16 inputs, for tiles of a format. */
+INLINE void NAME(prepare_pairs)(int format, const char *x, int64_t width, unit *out) {
+    int places[UNIT];
+    for (int i = 0; i < UNIT; i++) places[i] = place_in_pairs(format, i);
+    for (; width; width -= UNIT, x += 2 * UNIT, out++)
+        for (int i = 0; i < UNIT; i++) memcpy(out->halves + places[i], x + 2 * i, 2);
+}
+
 /* A row of inputs, for tiles of a format. */
 INLINE void NAME(prepare_units)(int format, int dtype, const char *x, int64_t width, unit *out) {
     const int num = format >= INT4_G32 ? tile_group(format) / UNIT : 1; /* units with the same scale */
@@ -198,79 +220,109 @@ INLINE void NAME(prepare_units)(int format, int dtype, const char *x, int64_t wi
     }
 }
 
-/* dots[r][t] = sum over the inputs of `num` words, from number `first` of unit j on, of the two tiles of a pair. */
+#define TOGETHER (V == 8 ? 2 : 1) /* vectors of a tile's outputs that share the inputs they are multiplied with */
+
+/* dots[v][t] = sum over the inputs of `num` words, from number `first` on, of TOGETHER vectors. */
 #ifdef DOT_BYTES
-INLINE void NAME(dot_whole)(vu (*codes)[8], int first, int num, int N, const unit *const *x, int j,
+INLINE void NAME(dot_whole)(vu (*codes)[8], int first, int num, int N, const unit *x, int64_t x_stride,
                             vf (*dots)[MAX_TOKENS]) {
     for (int t = 0; t < N; t++) {
-        const unit *one = x[t] + j;
+        const unit *one = x + t * x_stride;
         vi sums[2][3];
         for (int d = 0; d < 3; d++) sums[0][d] = sums[1][d] = (vi){0} + one->fixed.start[first != 0][d];
         for (int k = first; k < first + num; k++)
             for (int d = 0; d < 3; d++) {
                 uint32_t four;
                 memcpy(&four, one->fixed.digits[d] + 4 * k, 4);
-                for (int r = 0; r < 2; r++) sums[r][d] = DOT_BYTES(sums[r][d], codes[r][k], (vu){0} + four);
+                for (int v = 0; v < TOGETHER; v++) sums[v][d] = DOT_BYTES(sums[v][d], codes[v][k], (vu){0} + four);
             }
-        for (int r = 0; r < 2; r++) {
-            const vf low = __builtin_convertvector((sums[r][1] << 8) + sums[r][0], vf);
-            const vf high = __builtin_convertvector(sums[r][2], vf);
-            dots[r][t] = (high * 65536.f + low) * one->fixed.scale;
+        for (int v = 0; v < TOGETHER; v++) {
+            const vf low = __builtin_convertvector((sums[v][1] << 8) + sums[v][0], vf);
+            const vf high = __builtin_convertvector(sums[v][2], vf);
+            dots[v][t] = (high * 65536.f + low) * one->fixed.scale;
         }
     }
 }
 #endif
 
-INLINE void NAME(dot_codes)(int format, vu (*codes)[8], int first, int num, int N, const unit *const *x, int j,
+INLINE void NAME(dot_codes)(int format, vu (*codes)[8], int first, int num, int N, const unit *x, int64_t x_stride,
                             vf (*dots)[MAX_TOKENS]) {
 #ifdef DOT_BYTES
     if (NAME(is_whole)(format)) {
-        NAME(dot_whole)(codes, first, num, N, x, j, dots);
+        NAME(dot_whole)(codes, first, num, N, x, x_stride, dots);
         return;
     }
 #endif
     const int A = N == 1 ? 4 : N == 2 ? 2 : 1; /* chains of sums, as one waits for the sum before it */
-    for (int r = 0; r < 2; r++) {
+    for (int v = 0; v < TOGETHER; v++) {
         vf a[MAX_TOKENS][4];
         for (int t = 0; t < N; t++)
             for (int k = 0; k < A; k++) a[t][k] = (vf){0};
         for (int k = first; k < first + num; k++)
             for (int b = 0; b < 4; b++) {
-                const vf value = NAME(code_values)(code_offset(format), codes[r][k], b);
-                for (int t = 0; t < N; t++) a[t][b % A] += value * x[t][j].x[4 * k + b];
+                const vf value = NAME(code_values)(code_offset(format), codes[v][k], b);
+                for (int t = 0; t < N; t++) a[t][b % A] += value * x[t * x_stride].x[4 * k + b];
             }
         for (int t = 0; t < N; t++) {
             for (int k = 1; k < A; k++) a[t][0] += a[t][k];
-            dots[r][t] = a[t][0] * 0x1p-24f;
+            dots[v][t] = a[t][0] * 0x1p-24f;
         }
     }
 }
 
-INLINE void NAME(codes_add)(int format, int N, const char *p, int64_t stride, const char *next, const unit *const *x,
-                            vf (*sums)[MAX_TOKENS][W]) {
-    const int num_units = tile_group(format) / UNIT;
-    const int64_t unit_nbytes = tile_nbytes(format) / num_units;
+INLINE void NAME(codes_add)(int format, int N, const char *p, const unit *x, int64_t x_stride, float *sums,
+                            int64_t stride) {
     const int num = 8 / scales_of_unit(format);
-    for (int j = 0; j < num_units; j++) {
-        NAME(fetch)(next + 2 * j * unit_nbytes, 2 * unit_nbytes);
-        for (int w = 0; w < W; w++) {
+    const int64_t unit_nbytes = tile_nbytes(format) / (tile_group(format) / UNIT);
+    for (int j = 0; j < tile_group(format) / UNIT; j++) {
+        NAME(fetch)(p + AHEAD + j * unit_nbytes, unit_nbytes);
+        for (int w = 0; w < W; w += TOGETHER) {
             vu codes[2][8];
-            for (int r = 0; r < 2; r++) NAME(codes)(format, p + r * stride, w, j, codes[r]);
+            for (int v = 0; v < TOGETHER; v++) NAME(codes)(format, p, w + v, j, codes[v]);
             for (int first = 0; first < 8; first += num) {
                 vf dots[2][MAX_TOKENS];
-                NAME(dot_codes)(format, codes, first, num, N, x, j, dots);
-                for (int r = 0; r < 2; r++) {
+                NAME(dot_codes)(format, codes, first, num, N, x + j, x_stride, dots);
+                for (int v = 0; v < TOGETHER; v++) {
                     vf minimum;
-                    const vf scale = NAME(code_scale)(format, p + r * stride, w, j, first / num, &minimum);
+                    const vf scale = NAME(code_scale)(format, p, w + v, j, first / num, &minimum);
                     for (int t = 0; t < N; t++) {
-                        sums[r][t][w] += dots[r][t] * scale;
-                        if (has_minimum(format)) sums[r][t][w] -= minimum * x[t][j].sum;
+                        vf *sum = (vf *)(sums + t * stride) + w + v;
+                        *sum += dots[v][t] * scale;
+                        if (has_minimum(format)) *sum -= minimum * x[t * x_stride + j].sum;
                     }
                 }
             }
         }
     }
 }
+#undef TOGETHER
+
+#ifdef PAIRS_LABEL
+/* Tiles of a format whose codes are nibbles times inputs of bfloat16, as tiles_add of tiles_body.h has it. */
+INLINE void NAME(codes_pairs)(int format, int N, int64_t num, const char *p, const unit *x, int64_t x_stride, int64_t x_step,
+                              float *sums, int64_t stride, int64_t step) {
+    const __m512i table = TWICE(_mm256_loadu_si256((const __m256i *)CODES_AS_HALVES[format == Q4_0]));
+    for (; num; num--, p += tile_nbytes(format), x += x_step, sums += step) {
+        NAME(fetch)(p + AHEAD, tile_nbytes(format));
+        __m512 a[MAX_TOKENS][4];
+        for (int t = 0; t < N; t++)
+            for (int k = 0; k < 4; k++) a[t][k] = _mm512_setzero_ps();
+        for (int word = 0; word < 4; word++) {
+            __m512i codes = _mm512_loadu_si512(p + word * 64);
+            KEEP(codes); /* else it is loaded four times */
+            for (int k = 0; k < 4; k++) {
+                const __m512i weights = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * k), table);
+                for (int t = 0; t < N; t++)
+                    a[t][k] = ADD_PAIRS(a[t][k], weights, x[t * x_stride].halves + word * 8 + k * 2);
+            }
+        }
+        vf minimum;
+        const vf scale = NAME(code_scale)(format, p, 0, 0, 0, &minimum);
+        for (int t = 0; t < N; t++)
+            *(vf *)(sums + t * stride) += ((vf)a[t][0] + (vf)a[t][1] + ((vf)a[t][2] + (vf)a[t][3])) * scale;
+    }
+}
+#endif
 
 INLINE void NAME(codes_decode)(int format, const char *p, float (*out)[16]) {
     const int num = 8 / scales_of_unit(format);

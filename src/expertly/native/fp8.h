@@ -40,8 +40,8 @@ INLINE vf NAME(fp8_usual)(vu codes, vf normal) {
 }
 
 /* Adds a tile for V outputs, but not its words that have a small weight: those it returns, a bit each. */
-INLINE uint32_t NAME(fp8_most)(int N, const char *p, const char *next, int w, vf normal,
-                              const float *const *x, vf (*sums)[W]) {
+INLINE uint32_t NAME(fp8_most)(int N, const char *p, int w, vf normal, const unit *x,
+                              int64_t x_stride, float *sums, int64_t stride) {
     const int A = N == 1 ? 4 : N == 2 ? 2 : 1; /* chains of sums, as one waits for the sum before it */
     uint32_t left = 0;
     vf a[MAX_TOKENS][4];
@@ -49,19 +49,19 @@ INLINE uint32_t NAME(fp8_most)(int N, const char *p, const char *next, int w, vf
         for (int k = 0; k < A; k++) a[t][k] = (vf){0};
     for (int word = 0; word < 32; word++) {
         const char *q = p + word * 64 + w * V * 4;
-        if (w == 0) __builtin_prefetch(next + word * 64);
+        if (w == 0) NAME(fetch)(q + AHEAD, 1);
         if (__builtin_expect(HAS_ZERO(*(const vu *)q & 0xf0f0f0f0u) != 0, 0)) {
             left |= 1u << word;
             continue;
         }
         for (int i = 0; i < 4; i++) { /* what lies 8 bits up is one byte further; behind the words is the scale */
             const vf weights = NAME(fp8_usual)(*(const vu *)(q + i), normal);
-            for (int t = 0; t < N; t++) a[t][i % A] += weights * x[t][word * 4 + i];
+            for (int t = 0; t < N; t++) a[t][i % A] += weights * x[t * x_stride + word / 8].x[word % 8 * 4 + i];
         }
     }
     for (int t = 0; t < N; t++) {
         for (int k = 1; k < A; k++) a[t][0] += a[t][k];
-        sums[t][w] += a[t][0];
+        ((vf *)(sums + t * stride))[w] += a[t][0];
     }
     return left;
 }
@@ -69,28 +69,81 @@ INLINE uint32_t NAME(fp8_most)(int N, const char *p, const char *next, int w, vf
 
 /* Adds words `which` of a tile for V outputs, whose weights are rounded one by one. */
 static __attribute__((noinline)) void NAME(fp8_words)(int dtype, int N, uint32_t which, const char *p, int w,
-                                                      const float *const *x, vf (*sums)[W]) {
+                                                      const unit *x, int64_t x_stride, float *sums, int64_t stride) {
     const float scale = NAME(fp8_scale)(p);
     for (; which; which &= which - 1)
         for (int i = 0, word = __builtin_ctz(which); i < 4; i++) {
             const vf weights = NAME(fp8_any)(dtype, *(const vu *)(p + word * 64 + w * V * 4) >> 8 * i, scale);
-            for (int t = 0; t < N; t++) sums[t][w] += weights * x[t][word * 4 + i];
+            for (int t = 0; t < N; t++) {
+                const unit *one = x + t * x_stride + word / 8;
+                const int at = word % 8 * 4;
+                const float input = dtype == PAIRS ? bfloat16_value((const char *)(one->halves + at + i % 2 * 2 + i / 2))
+                                                   : one->x[at + i];
+                ((vf *)(sums + t * stride))[w] += weights * input;
+            }
         }
 }
 
-INLINE void NAME(fp8_add)(int dtype, int N, const char *p, const char *next, const float *const *x, vf (*sums)[W]) {
+INLINE void NAME(fp8_add)(int dtype, int N, const char *p, const unit *x, int64_t x_stride, float *sums, int64_t stride) {
     for (int w = 0; w < W; w++) {
         uint32_t left = ~0u;
 #ifdef LOOKUP_IN
         const float scale = NAME(fp8_scale)(p), size = scale < 0 ? -scale : scale;
         if (dtype != FLOAT16 && size > 0x1p-100f && size < 0x1p100f) {
             const vf normal = NAME(rounded)(dtype, *(const vf *)FP8_NORMAL * scale);
-            left = NAME(fp8_most)(N, p, next, w, normal, x, sums);
+            left = NAME(fp8_most)(N, p, w, normal, x, x_stride, sums, stride);
         }
 #endif
-        if (left) NAME(fp8_words)(dtype, N, left, p, w, x, sums);
+        if (left) NAME(fp8_words)(dtype, N, left, p, w, x, x_stride, sums, stride);
     }
 }
+
+#ifdef PAIRS_LABEL
+/* Tiles times inputs of bfloat16, as tiles_add of tiles_body.h has it; of a word, those are 0 and 2, then 1 and 3. Small
+ * weights have a table, too.
+ */
+INLINE void NAME(fp8_pairs)(int format, int N, int64_t num, const char *p, const unit *x, int64_t x_stride, int64_t x_step,
+                            float *sums, int64_t stride, int64_t step) {
+    const vf normal = *(const vf *)FP8_NORMAL;
+    const vf small = (vf)((vu)((vf)((vu)normal & 0x7fffffffu) - 0x8p-10f) | ((vu)normal & 0x80000000u)) * 2.f;
+    const __m512i exponents = _mm512_set1_epi16(0x780);
+    const __m512i lower = _mm512_set1_epi16(0xf0), both = _mm512_set1_epi16((short)0xf0f0);
+    for (; num; num--, p += tile_nbytes(format), x += x_step, sums += step) {
+        const float scale = NAME(fp8_scale)(p), size = scale < 0 ? -scale : scale;
+        if (!(size > 0x1p-100f && size < 0x1p100f)) {
+            NAME(fp8_words)(PAIRS, N, ~0u, p, 0, x, x_stride, sums, stride);
+            continue;
+        }
+        const __m512i usual = TWICE(_mm512_cvtneps_pbh((__m512)(normal * scale)));
+        const __m512i least = TWICE(_mm512_cvtneps_pbh((__m512)(small * scale)));
+        __m512 a[MAX_TOKENS][4];
+        for (int t = 0; t < N; t++)
+            for (int k = 0; k < 4; k++) a[t][k] = _mm512_setzero_ps();
+        for (int j = 0; j < 4; j++)
+            for (int word = 0; word < 8; word++) {
+                const char *q = p + (j * 8 + word) * 64;
+                NAME(fetch)(q + AHEAD, 1);
+                const __m512i codes = _mm512_loadu_si512(q), upper = _mm512_srli_epi16(codes, 8);
+                __m512i even = _mm512_and_si512(_mm512_slli_epi16(codes, 3), exponents);
+                __m512i odd = _mm512_and_si512(_mm512_srli_epi16(codes, 5), exponents);
+                even = _mm512_add_epi16(even, _mm512_permutexvar_epi16(codes, usual));
+                odd = _mm512_add_epi16(odd, _mm512_permutexvar_epi16(upper, usual));
+                if (__builtin_expect(_mm512_testn_epi8_mask(codes, both) != 0, 0)) {
+                    even = _mm512_mask_permutexvar_epi16(even, _mm512_testn_epi16_mask(codes, lower), codes, least);
+                    odd = _mm512_mask_permutexvar_epi16(odd, _mm512_testn_epi16_mask(upper, lower), upper, least);
+                }
+                for (int t = 0; t < N; t++) {
+                    const uint16_t *inputs = x[t * x_stride + j].halves + word * 4;
+                    __m512 *two = a[t] + word % 2 * 2;
+                    two[0] = ADD_PAIRS(two[0], even, inputs);
+                    two[1] = ADD_PAIRS(two[1], odd, inputs + 2);
+                }
+            }
+        for (int t = 0; t < N; t++)
+            *(vf *)(sums + t * stride) += (vf)a[t][0] + (vf)a[t][1] + ((vf)a[t][2] + (vf)a[t][3]);
+    }
+}
+#endif
 
 INLINE void NAME(fp8_decode)(const char *p, float (*out)[16]) {
     for (int w = 0; w < W; w++)

@@ -43,21 +43,11 @@ static __attribute__((constructor)) void int4_begin(void) {
     int4_fill(8, INT4_ERRORS_BFLOAT16);
 }
 
-/* A value that the compiler must not look through: a product of which more than float32 has would go into a sum. */
-#if defined(__x86_64__)
-#define KEEP(v) __asm__("" : "+v"(v))
-#elif defined(__aarch64__)
-#define KEEP(v) __asm__("" : "+w"(v))
-#else
-#define KEEP(v) __asm__("" : "+m"(v))
 #endif
-#endif
-
-typedef uint16_t NAME(int4_halves) __attribute__((vector_size(2 * V), aligned(1), may_alias));
 
 /* The bits of V scales. */
 INLINE vu NAME(int4_bits)(const int4_kind *kind, const char *p, int w) {
-    return __builtin_convertvector(*(const NAME(int4_halves) *)(p + kind->group * 8 + w * V * 2), vu);
+    return __builtin_convertvector(*(const vh *)(p + kind->group * 8 + w * V * 2), vu);
 }
 
 INLINE vf NAME(int4_scale)(const int4_kind *kind, vu bits) {
@@ -118,7 +108,7 @@ static __attribute__((noinline)) void NAME(int4_decode)(int format, const char *
 /* -- tiles times inputs ------------------------------------------------------------------------------------------------ */
 
 #ifdef DOT_BYTES
-#define ROWS (V / 4) /* of a vector: four bytes each of four words */
+#define AT_ONCE (V / 4) /* of a vector: four bytes each of four words */
 
 /* What sums over the rows of a tile are multiplied with, and where a row's errors are in the table, for number 0. */
 typedef struct {
@@ -150,93 +140,137 @@ INLINE NAME(int4_rows) NAME(int4_read)(const int4_kind *kind, const char *p, flo
     return rows;
 }
 
-/* Two rows of `num` tiles times one token's inputs, as pair_add of tiles_body.h has it. */
-INLINE void NAME(int4_add)(int format, int64_t num, const char *p, int64_t stride, const char *next, const unit *x,
-                           vf (*sums)[MAX_TOKENS][W]) {
+/* Adds a tile times one token's inputs to 16 sums. */
+INLINE void NAME(int4_add)(int format, const char *p, const unit *x, float *sums) {
     const int4_kind kind = int4_kind_of(format);
     const uint8_t *table = kind.has_half ? INT4_ERRORS[0] : INT4_ERRORS_BFLOAT16[0];
-    const int64_t nbytes = tile_nbytes(format), num_groups = 16 / ROWS, part = nbytes / num_groups;
-    vf found[2][16 / ROWS];
-    for (int r = 0; r < 2; r++)
-        for (int g = 0; g < num_groups; g++) found[r][g] = (vf){0};
-    for (; num; num--, p += nbytes, next += 2 * nbytes, x += kind.group / UNIT) {
-        NAME(int4_rows) rows[2];
-        for (int r = 0; r < 2; r++) rows[r] = NAME(int4_read)(&kind, p + r * stride, x->fixed.scale);
-        int32_t start[3] = {0};
-        float sum = 0;
-        for (int j = 0; j < kind.group / UNIT; j++) {
-            for (int d = 0; d < 3; d++) start[d] += x[j].fixed.start[0][d];
-            sum += x[j].sum;
-        }
-#pragma GCC unroll 1 /* long enough as it is */
-        for (int g = 0; g < num_groups; g++) {
-            vu errors[2];
-            vi numbers[2][3], rounded[2][2];
-            for (int r = 0; r < 2; r++) {
-                NAME(fetch)(next + (2 * g + r) * part, part);
-                errors[r] = (vu)JOIN(table, rows[r].errors + g * ROWS);
-                for (int d = 0; d < 3; d++) numbers[r][d] = (vi){0} + start[d];
-                for (int d = 0; d < 2; d++) rounded[r][d] = (vi){0} + start[d + 1];
+    const NAME(int4_rows) rows = NAME(int4_read)(&kind, p, x->fixed.scale);
+    vf found[16 / AT_ONCE];
+    int32_t start[3] = {0};
+    float sum = 0;
+    for (int j = 0; j < kind.group / UNIT; j++) {
+        for (int d = 0; d < 3; d++) start[d] += x[j].fixed.start[0][d];
+        sum += x[j].sum;
+    }
+    const int64_t part = tile_nbytes(format) / (16 / AT_ONCE);
+    for (int g = 0; g < 16 / AT_ONCE; g++) {
+        NAME(fetch)(p + AHEAD + g * part, part);
+        const vu errors = (vu)JOIN(table, rows.errors + g * AT_ONCE);
+        vi numbers[3], rounded[2];
+        for (int d = 0; d < 3; d++) numbers[d] = (vi){0} + start[d];
+        for (int d = 0; d < 2; d++) rounded[d] = (vi){0} + start[d + 1];
+        for (int j = 0; j < kind.group / UNIT; j++)
+            for (int half = 0; half < 2; half++) {
+                vu digits[3];
+                for (int d = 0; d < 3; d++) digits[d] = (vu)REPEAT(x[j].fixed.digits[d] + half * 16);
+                const vu both = *(const vu *)(p + j * 256 + g * 4 * V);
+                const vu codes = (half ? both >> 4 : both) & 0x0f0f0f0fu;
+                const vu added = SHUFFLE_EACH(errors, codes);
+                for (int d = 0; d < 3; d++) numbers[d] = DOT_BYTES(numbers[d], codes, digits[d]);
+                for (int d = 0; d < 2; d++) rounded[d] = DOT_BYTES(rounded[d], added, digits[d + 1]);
             }
-            for (int j = 0; j < kind.group / UNIT; j++)
-                for (int half = 0; half < 2; half++) {
-                    vu digits[3];
-                    for (int d = 0; d < 3; d++) digits[d] = (vu)REPEAT(x[j].fixed.digits[d] + half * 16);
-                    for (int r = 0; r < 2; r++) {
-                        const vu both = *(const vu *)(p + r * stride + j * 256 + g * 4 * V);
-                        const vu codes = (half ? both >> 4 : both) & 0x0f0f0f0fu;
-                        const vu added = SHUFFLE_EACH(errors[r], codes);
-                        for (int d = 0; d < 3; d++) numbers[r][d] = DOT_BYTES(numbers[r][d], codes, digits[d]);
-                        for (int d = 0; d < 2; d++) rounded[r][d] = DOT_BYTES(rounded[r][d], added, digits[d + 1]);
-                    }
-                }
-            for (int r = 0; r < 2; r++) {
-                vu spread;
-                for (int i = 0; i < V; i++) spread[i] = (uint32_t)(i / 4);
-                spread += (uint32_t)(g * ROWS);
-                const int w = g * ROWS / V;
-                const vf low = __builtin_convertvector((numbers[r][1] << 8) + numbers[r][0], vf);
-                const vf high = __builtin_convertvector(numbers[r][2], vf);
-                const vf errors_sum = __builtin_convertvector((rounded[r][1] << 8) + rounded[r][0], vf);
-                found[r][g] += (high * 65536.f + low) * LOOKUP_IN(rows[r].scales[w], spread);
-                found[r][g] += errors_sum * LOOKUP_IN(rows[r].lasts[w], spread);
-            }
-        }
-        if (kind.has_zeros)
-            for (int r = 0; r < 2; r++)
-                for (int w = 0; w < W; w++) sums[r][0][w] -= rows[r].minima[w] * sum;
+        vu spread;
+        for (int i = 0; i < V; i++) spread[i] = (uint32_t)(i / 4);
+        spread += (uint32_t)(g * AT_ONCE);
+        const int w = g * AT_ONCE / V;
+        const vf low = __builtin_convertvector((numbers[1] << 8) + numbers[0], vf);
+        const vf high = __builtin_convertvector(numbers[2], vf);
+        const vf errors_sum = __builtin_convertvector((rounded[1] << 8) + rounded[0], vf);
+        found[g] = (high * 65536.f + low) * LOOKUP_IN(rows.scales[w], spread);
+        found[g] += errors_sum * LOOKUP_IN(rows.lasts[w], spread);
     }
     vu order; /* from that of FOLD */
-    for (int i = 0; i < V; i++) order[i] = (uint32_t)(i % ROWS * 4 + i / ROWS);
-    for (int r = 0; r < 2; r++)
-        for (int w = 0; w < W; w++) {
-            const vf *four = found[r] + w * 4;
-            const vf folded = FOLD(FOLD(four[0], four[2]), FOLD(four[1], four[3]));
-            sums[r][0][w] += LOOKUP_IN(folded, order);
-        }
+    for (int i = 0; i < V; i++) order[i] = (uint32_t)(i % AT_ONCE * 4 + i / AT_ONCE);
+    for (int w = 0; w < W; w++) {
+        const vf *four = found + w * 4;
+        vf folded = LOOKUP_IN(FOLD(FOLD(four[0], four[2]), FOLD(four[1], four[3])), order);
+        if (kind.has_zeros) folded -= rows.minima[w] * sum;
+        ((vf *)sums)[w] += folded;
+    }
 }
-#undef ROWS
+#undef AT_ONCE
 #else
-INLINE void NAME(int4_add)(int format, int64_t num, const char *p, int64_t stride, const char *next, const unit *x,
-                           vf (*sums)[MAX_TOKENS][W]) {
+INLINE void NAME(int4_add)(int format, const char *p, const unit *x, float *sums) {
     const int4_kind kind = int4_kind_of(format);
-    for (; num; num--, p += tile_nbytes(format), x += kind.group / UNIT)
-        for (int r = 0; r < 2; r++, next += tile_nbytes(format)) {
-            NAME(int4_rounding) rounding;
-            NAME(fetch)(next, tile_nbytes(format));
-            for (int row = 0; row < 16; row++) {
-                if (row % V == 0) rounding = NAME(int4_round)(&kind, p + r * stride, row / V);
-                const vf zeros = (vf){0} + rounding.zeros[row % V];
-                const vf high = (vf){0} + rounding.high[row % V], low = (vf){0} + rounding.low[row % V];
-                vf even = {0}, odd = {0};
-                for (int i = 0; i < kind.group / 2; i += V) {
-                    const vu both = BYTES(p + r * stride + i / 16 * 256 + row * 16 + i % 16);
-                    const float *inputs = x[i / 16].x + i % 16;
-                    even += NAME(int4_weight)(both & 15u, zeros, high, low) * *(const vf *)inputs;
-                    odd += NAME(int4_weight)(both >> 4, zeros, high, low) * *(const vf *)(inputs + 16);
-                }
-                sums[r][0][row / V][row % V] += NAME(total)(even + odd);
-            }
+    NAME(int4_rounding) rounding;
+    NAME(fetch)(p + AHEAD, tile_nbytes(format));
+    for (int row = 0; row < 16; row++) {
+        if (row % V == 0) rounding = NAME(int4_round)(&kind, p, row / V);
+        const vf zeros = (vf){0} + rounding.zeros[row % V];
+        const vf high = (vf){0} + rounding.high[row % V], low = (vf){0} + rounding.low[row % V];
+        vf even = {0}, odd = {0};
+        for (int i = 0; i < kind.group / 2; i += V) {
+            const vu both = BYTES(p + i / 16 * 256 + row * 16 + i % 16);
+            const float *inputs = x[i / 16].x + i % 16;
+            even += NAME(int4_weight)(both & 15u, zeros, high, low) * *(const vf *)inputs;
+            odd += NAME(int4_weight)(both >> 4, zeros, high, low) * *(const vf *)(inputs + 16);
         }
+        sums[row] += NAME(total)(even + odd);
+    }
+}
+#endif
+
+#ifdef PAIRS_LABEL
+/* Tiles times inputs of bfloat16, as tiles_add of tiles_body.h has it: numbers are looked up in tables of the 16 weights of
+ * each of four outputs.
+ */
+INLINE void NAME(int4_pairs)(int format, int N, int64_t num, const char *p, const unit *x, int64_t x_stride, int64_t x_step,
+                             float *sums, int64_t stride, int64_t step) {
+    const int4_kind kind = int4_kind_of(format);
+    const int has_two = N == 1 && kind.group > UNIT; /* sums, as one waits for the sum before it */
+    const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i upper = _mm512_set1_epi32((int32_t)0xffff0000u);
+    const __m512i nibble = _mm512_set1_epi16(15), order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i tables = _mm512_set_epi64(0x30003000300030, 0x30003000300030, 0x20002000200020, 0x20002000200020,
+                                            0x10001000100010, 0x10001000100010, 0, 0);
+    __m512 found[4][MAX_TOKENS][2];
+    for (int g = 0; g < 4; g++)
+        for (int t = 0; t < N; t++) found[g][t][0] = found[g][t][1] = _mm512_setzero_ps();
+    for (; num; num--, p += tile_nbytes(format), x += x_step) {
+        NAME(fetch)(p + AHEAD + kind.group * 8, 1);
+        const char *scales = p + kind.group * 8 - 2;
+        float zeros[16];
+        if (kind.has_zeros) {
+            const __m128i both = _mm_loadl_epi64((const __m128i *)(p + kind.group * 8 + 32)), low = _mm_set1_epi8(15);
+            const __m128i each = _mm_unpacklo_epi8(_mm_and_si128(both, low), _mm_and_si128(_mm_srli_epi16(both, 4), low));
+            _mm512_storeu_ps(zeros, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(each)));
+        }
+        __m512i first[4], last[4];
+        for (int g = 0; g < 4; g++) {
+            __m512 weights[4];
+            for (int i = 0; i < 4; i++) {
+                /* the upper half of a word is the scale, the lower what lies before it */
+                const __m512i scale = _mm512_and_si512(_mm512_set1_epi32(*(const pair_of_halves *)(scales + (g * 4 + i) * 2)), upper);
+                weights[i] = _mm512_sub_ps(all, _mm512_set1_ps(kind.has_zeros ? zeros[g * 4 + i] : 8.f));
+                weights[i] = _mm512_mul_ps(weights[i], (__m512)scale);
+            }
+            first[g] = (__m512i)_mm512_cvtne2ps_pbh(weights[1], weights[0]);
+            last[g] = (__m512i)_mm512_cvtne2ps_pbh(weights[3], weights[2]);
+        }
+        for (int j = 0; j < kind.group / UNIT; j++)
+            for (int g = 0; g < 4; g++) {
+                NAME(fetch)(p + AHEAD + j * 256 + g * 64, 1);
+                __m512i numbers = _mm512_loadu_si512(p + j * 256 + g * 64);
+                KEEP(numbers);
+                for (int k = 0; k < 4; k++) { /* tables | numbers & 15 */
+                    const __m512i place = _mm512_ternarylogic_epi32(_mm512_srli_epi16(numbers, 4 * k), nibble, tables, 0xea);
+                    const __m512bh values = (__m512bh)_mm512_permutex2var_epi16(first[g], place, last[g]);
+                    for (int t = 0; t < N; t++) {
+                        __m512 *sum = &found[g][t][has_two ? k % 2 : 0];
+                        *sum = _mm512_dpbf16_ps(*sum, values, (__m512bh)REPEAT(x[t * x_stride + j].halves + k * 8));
+                    }
+                }
+            }
+        if (num > 1 && !step) continue;
+        for (int t = 0; t < N; t++) {
+            vf four[4];
+            for (int g = 0; g < 4; g++) {
+                four[g] = (vf)(has_two ? _mm512_add_ps(found[g][t][0], found[g][t][1]) : found[g][t][0]);
+                found[g][t][0] = found[g][t][1] = _mm512_setzero_ps();
+            }
+            *(vf *)(sums + t * stride) += LOOKUP_IN(FOLD(FOLD(four[0], four[2]), FOLD(four[1], four[3])), order);
+        }
+        sums += step;
+    }
 }
 #endif

@@ -128,6 +128,11 @@ INLINE void put_half(float value, char *p) {
 #define LABEL "avx512" /* which uses nothing of bf16 itself */
 #ifdef HAS_PAIRS
 #define PAIRS_LABEL "avx512_bf16"
+/* To 16 sums pairs of weights times the pair of inputs at p. */
+#define ADD_PAIRS(sums, weights, p) \
+    _mm512_dpbf16_ps(sums, (__m512bh)(weights), (__m512bh)_mm512_set1_epi32(*(const pair_of_halves *)(p)))
+#define TWICE(halves) _mm512_broadcast_i64x4((__m256i)(halves))
+typedef int32_t pair_of_halves __attribute__((aligned(2), may_alias));
 #endif
 #define HAS_HALF 1
 #define LOAD_HALF(p, v) ((v) = (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p))))
@@ -192,10 +197,11 @@ static void run(void (*function)(void *), void *job, int num_threads, int64_t nu
 
 /* -- interface ------------------------------------------------------------------------------------------------------- */
 
-enum { CHUNK_NBYTES = 128 << 10, EXPERTS_CHUNK_NBYTES = 256 << 10 };
+enum { CHUNK_NBYTES = 128 << 10, EXPERTS_CHUNK_NBYTES = 256 << 10, ROWS_BLOCK = 8 };
 
-static int64_t chunk_of(int64_t chunk_nbytes, int64_t num_neurons, int64_t neuron_nbytes, int64_t least) {
-    int64_t chunk = (chunk_nbytes / neuron_nbytes + 7) / 8 * 8;
+/* Neurons of a chunk: whole blocks of so many. */
+static int64_t chunk_of(int64_t chunk_nbytes, int64_t num_neurons, int64_t neuron_nbytes, int64_t least, int64_t block) {
+    int64_t chunk = (chunk_nbytes / neuron_nbytes + block - 1) / block * block;
     if (chunk < least) chunk = least;
     return chunk > num_neurons ? num_neurons : chunk;
 }
@@ -206,12 +212,44 @@ static void *allocate(int64_t num_floats) {
 
 static int64_t itemsize_of(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
-static int can_do(const instruction_set *set, int dtype, const task *tasks, int64_t num_tasks, int64_t num_neurons,
-                  int64_t width) {
+/* As `set` multiplies inputs of `dtype`. */
+static int32_t taken_as(const instruction_set *set, int dtype) {
+    return dtype == BFLOAT16 && set->has_pairs ? PAIRS : dtype;
+}
+
+/* Neurons of a block, the last matrix of which is in format `down`: outputs of its inner matrices. */
+static int64_t block_size(int down) { return down == NO_DOWN ? 16 : tile_group(down); }
+
+/* Of a block: its inner matrices, then down. */
+static int64_t inner_nbytes(int inner, int down, int64_t num_inner, int64_t hidden) {
+    return num_inner * (block_size(down) / 16) * (hidden / tile_group(inner)) * tile_nbytes(inner);
+}
+
+static int64_t down_nbytes(int down, int64_t hidden) {
+    return down == NO_DOWN ? 0 : hidden / 16 * tile_nbytes(down);
+}
+
+/* About those of one neuron in one matrix. */
+static int64_t neuron_nbytes(int format, int dtype, int64_t width) {
+    return format == ROWS ? width * itemsize_of(dtype) : width * tile_nbytes(format) / (16 * tile_group(format));
+}
+
+static int has_tiles(const instruction_set *set, int inner, int down, int dtype, int64_t num_inner, int64_t num_neurons,
+                     int64_t hidden) {
+    if (set == NULL || inner < 0 || inner >= NUM_FORMATS || down < NO_DOWN || down >= NUM_FORMATS) return 0;
+    if (down == NO_DOWN && num_inner != 1) return 0;
+    if (dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return 0;
+    if (num_inner < 1 || num_inner > 2 || num_neurons < 1 || hidden < 1) return 0;
+    return num_neurons % block_size(down) == 0 && hidden % tile_group(inner) == 0;
+}
+
+static int can_do(const instruction_set *set, int format, int dtype, const task *tasks, int64_t num_tasks,
+                  int64_t num_neurons, int64_t width) {
     if (set == NULL || dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return 0;
     if (num_tasks < 1 || num_neurons < 1 || width < 1) return 0;
+    const int most = format == ROWS ? MAX_TOKENS : set->max_tile_tokens;
     for (int64_t i = 0; i < num_tasks; i++)
-        if (tasks[i].num_tokens < 1 || tasks[i].num_tokens > MAX_TOKENS) return 0;
+        if (tasks[i].num_tokens < 1 || tasks[i].num_tokens > most) return 0;
     return 1;
 }
 
@@ -228,26 +266,32 @@ static const char *input_at(const inputs *from, int64_t t) {
 
 /* `job` with its inputs, in memory to be freed, and `chunk` neurons a chunk: whether it can be done. */
 static int begin_dots(const instruction_set *set, dots *job, int64_t num_tasks, inputs from, int64_t chunk) {
-    if (!can_do(set, job->dtype, job->tasks, num_tasks, job->num_neurons, job->width)) return 0;
+    if (!can_do(set, job->format, job->dtype, job->tasks, num_tasks, job->num_neurons, job->width)) return 0;
     if (job->num_matrices < 1 || job->num_matrices > 2 || (job->bias != NULL && job->num_matrices != 1)) return 0;
-    if (job->dtype == BFLOAT16 && set->has_pairs) job->dtype = PAIRS;
-    job->padded_width = (job->width + set->block - 1) / set->block * set->block;
+    const int format = job->format;
+    job->dtype = taken_as(set, job->dtype);
+    job->padded_width = format == ROWS ? (job->width + set->block - 1) / set->block * set->block
+                                       : tile_row_nbytes(job->width) / (int64_t)sizeof(float);
     job->chunk = chunk;
     job->num_chunks = (job->num_neurons + chunk - 1) / chunk;
     job->end = num_tasks * job->num_chunks;
     float *prepared = allocate(from.num * job->padded_width);
     if (prepared == NULL) return 0;
-    for (int64_t t = 0; t < from.num; t++)
-        set->prepare(job->dtype, input_at(&from, t), job->width, prepared + t * job->padded_width);
+    for (int64_t t = 0; t < from.num; t++) {
+        float *to = prepared + t * job->padded_width;
+        if (format == ROWS) set->prepare(job->dtype, input_at(&from, t), job->width, to);
+        else set->tile_prepare(format, job->dtype, input_at(&from, t), job->width, to);
+    }
     job->x = prepared;
     return 1;
 }
 
 /* The products of `job` but for its inputs and chunks. */
-static int row_dots(const instruction_set *set, dots job, int64_t num_tasks, inputs from, int num_threads) {
-    const int64_t neuron_nbytes = job.num_matrices * job.width * itemsize_of(job.dtype);
-    if (!begin_dots(set, &job, num_tasks, from, chunk_of(CHUNK_NBYTES, job.num_neurons, neuron_nbytes, 8))) return -1;
-    run(set->dots, &job, num_threads, job.end, num_tasks * job.num_neurons * neuron_nbytes);
+static int run_dots(const instruction_set *set, dots job, int64_t num_tasks, inputs from, int num_threads) {
+    const int64_t nbytes = job.num_matrices * neuron_nbytes(job.format, job.dtype, job.width);
+    const int64_t chunk = chunk_of(CHUNK_NBYTES, job.num_neurons, nbytes, 8, job.block_size);
+    if (!begin_dots(set, &job, num_tasks, from, chunk)) return -1;
+    run(set->dots, &job, num_threads, job.end, num_tasks * job.num_neurons * nbytes);
     free((void *)job.x);
     return 0;
 }
@@ -258,17 +302,17 @@ int expertly_products_dots(int level, int dtype, int num_threads, const task *ta
                            int64_t matrix_nbytes, const char *x, int64_t num_x, int64_t x_nbytes,
                            const char *bias, char *out, int64_t out_rows) {
     const dots job = {
-        .dtype = dtype, .num_matrices = (int32_t)num_matrices, .num_neurons = num_neurons, .width = width,
-        .row_nbytes = row_nbytes, .matrix_nbytes = matrix_nbytes, .bias = bias, .out = out, .out_rows = out_rows,
-        .tasks = tasks,
+        .format = ROWS, .dtype = dtype, .num_matrices = (int32_t)num_matrices, .num_neurons = num_neurons, .width = width,
+        .block_size = ROWS_BLOCK, .row_nbytes = row_nbytes, .matrix_nbytes = matrix_nbytes, .bias = bias, .out = out,
+        .out_rows = out_rows, .tasks = tasks,
     };
-    return row_dots(set_at(level), job, num_tasks, (inputs){x, x_nbytes, num_x, NULL}, num_threads);
+    return run_dots(set_at(level), job, num_tasks, (inputs){x, x_nbytes, num_x, NULL}, num_threads);
 }
 
 /* `job` with memory to be freed, and `chunk` neurons a chunk: whether it can be done. */
 static int begin_sums(const instruction_set *set, sums *job, int64_t num_tasks, int64_t chunk) {
-    if (!can_do(set, job->dtype, job->tasks, num_tasks, job->num_neurons, job->width)) return 0;
-    if (job->dtype == BFLOAT16 && set->has_pairs) job->dtype = PAIRS;
+    if (!can_do(set, job->format, job->dtype, job->tasks, num_tasks, job->num_neurons, job->width)) return 0;
+    job->dtype = taken_as(set, job->dtype);
     job->padded_width = (job->width + set->block - 1) / set->block * set->block;
     job->chunk = chunk;
     job->num_chunks = (job->num_neurons + chunk - 1) / chunk;
@@ -287,23 +331,21 @@ static void end_sums(const sums *job) {
     free(job->left);
 }
 
-/* The sums of `job` but for its chunks. */
-static int row_sums(const instruction_set *set, sums job, int64_t num_tasks, int num_threads) {
-    const int64_t row_nbytes = job.width * itemsize_of(job.dtype);
-    const int can = begin_sums(set, &job, num_tasks, chunk_of(CHUNK_NBYTES, job.num_neurons, row_nbytes, 64));
-    if (can) run(set->sums, &job, num_threads, job.end, num_tasks * job.num_neurons * row_nbytes);
+/* The sums of `job` but for its chunks, from activations h[num_h, r]. */
+static int run_sums(const instruction_set *set, sums job, int64_t num_tasks, const char *h, int64_t num_h, int num_threads) {
+    const int64_t r = job.num_neurons, nbytes = neuron_nbytes(job.format, job.dtype, job.width);
+    const int64_t h_nbytes = job.format == ROWS ? r * (int64_t)sizeof(float) : tile_row_nbytes(r);
+    const int64_t block = job.format == ROWS ? ROWS_BLOCK : block_size(job.format);
+    char *rows = allocate(num_h * h_nbytes / (int64_t)sizeof(float));
+    const int can = rows != NULL && begin_sums(set, &job, num_tasks, chunk_of(CHUNK_NBYTES, r, nbytes, 64, block));
+    for (int64_t t = 0; can && t < num_h; t++, h += r * itemsize_of(job.dtype)) {
+        if (job.format == ROWS) set->widen(job.dtype, h, r, (float *)(rows + t * h_nbytes));
+        else set->tile_prepare(job.format, job.dtype, h, r, rows + t * h_nbytes);
+    }
+    job.h = (const float *)rows;
+    if (can) run(set->sums, &job, num_threads, job.end, num_tasks * r * nbytes);
     end_sums(&job);
-    return can ? 0 : -1;
-}
-
-/* Both, chunk by chunk. */
-static int row_experts(const instruction_set *set, expert_rows job, int64_t num_tasks, inputs from, int num_threads) {
-    const int64_t nbytes = (job.inner.num_matrices + 1) * job.inner.width * itemsize_of(job.inner.dtype);
-    const int64_t chunk = chunk_of(EXPERTS_CHUNK_NBYTES, job.inner.num_neurons, nbytes, 32);
-    const int can = begin_dots(set, &job.inner, num_tasks, from, chunk) && begin_sums(set, &job.down, num_tasks, chunk);
-    if (can) run(set->rows, &job, num_threads, job.inner.end, num_tasks * job.inner.num_neurons * nbytes);
-    free((void *)job.inner.x);
-    end_sums(&job.down);
+    free(rows);
     return can ? 0 : -1;
 }
 
@@ -311,150 +353,75 @@ static int row_experts(const instruction_set *set, expert_rows job, int64_t num_
 int expertly_products_sums(int level, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
                            int64_t num_neurons, int64_t width, int64_t row_nbytes, const char *h, int64_t num_h,
                            char *out, int is_added) {
-    const instruction_set *set = set_at(level);
-    if (!can_do(set, dtype, tasks, num_tasks, num_neurons, width)) return -1;
-    float *wide = allocate(num_h * num_neurons);
-    if (wide == NULL) return -1;
-    set->widen(dtype, h, num_h * num_neurons, wide);
     const sums job = {
-        .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .width = width, .row_nbytes = row_nbytes,
-        .h = wide, .out = out, .tasks = tasks,
+        .format = ROWS, .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .width = width,
+        .row_nbytes = row_nbytes, .out = out, .tasks = tasks,
     };
-    const int failed = row_sums(set, job, num_tasks, num_threads);
-    free(wide);
-    return failed;
+    return run_sums(set_at(level), job, num_tasks, h, num_h, num_threads);
 }
 
-/* -- quantised matrices ---------------------------------------------------------------------------------------------- */
-
-/* Outputs of inner matrices that a block has. */
-static int64_t block_size(int down) { return down == NO_DOWN ? 16 : tile_group(down); }
-
-/* Of a block: its inner matrices, then down. */
-static int64_t inner_nbytes(int inner, int down, int64_t num_inner, int64_t hidden) {
-    return num_inner * (block_size(down) / 16) * (hidden / tile_group(inner)) * tile_nbytes(inner);
-}
-
-static int64_t down_nbytes(int down, int64_t hidden) {
-    return down == NO_DOWN ? 0 : hidden / 16 * tile_nbytes(down);
-}
-
-static int has_tiles(const instruction_set *set, int inner, int down, int dtype, int64_t num_inner, int64_t num_neurons,
-                     int64_t hidden) {
-    if (set == NULL || inner < 0 || inner >= NUM_FORMATS || down < NO_DOWN || down >= NUM_FORMATS) return 0;
-    if (down == NO_DOWN && num_inner != 1) return 0;
-    if (dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return 0;
-    if (num_inner < 1 || num_inner > 2 || num_neurons < 1 || hidden < 1) return 0;
-    return num_neurons % block_size(down) == 0 && hidden % tile_group(inner) == 0 &&
-           (down == NO_DOWN || hidden % 32 == 0);
-}
-
-static int can_do_tiles(const instruction_set *set, int dtype, const task *tasks, int64_t num_tasks, int64_t num_neurons,
-                        int64_t hidden) {
-    if (!can_do(set, dtype, tasks, num_tasks, num_neurons, hidden)) return 0;
-    for (int64_t i = 0; i < num_tasks; i++)
-        if (tasks[i].num_tokens > set->max_tile_tokens) return 0;
-    return 1;
-}
-
-/* The products of `job` but for its inputs and blocks, whose last matrix is in format `down`. */
-static int block_dots(const instruction_set *set, int down, tile_dots job, inputs from, int num_threads) {
-    if (job.bias != NULL && job.num_inner != 1) return -1;
-    if (!has_tiles(set, job.format, down, job.dtype, job.num_inner, job.num_neurons, job.hidden)) return -1;
-    if (!can_do_tiles(set, job.dtype, job.tasks, job.num_tasks, job.num_neurons, job.hidden)) return -1;
-    const int64_t row_nbytes = tile_row_nbytes(job.format, job.hidden);
-    char *rows = allocate(from.num * row_nbytes / (int64_t)sizeof(float));
-    if (rows == NULL) return -1;
-    for (int64_t t = 0; t < from.num; t++)
-        set->tile_prepare(job.format, job.dtype, input_at(&from, t), job.hidden, rows + t * row_nbytes);
-    const int64_t times = down == NO_DOWN ? 2 : 1; /* blocks at a time, as tiles are taken in pairs */
-    const int64_t nbytes = times * inner_nbytes(job.format, down, job.num_inner, job.hidden);
-    job.x = rows;
-    job.block_size = times * block_size(down);
-    job.block_nbytes = nbytes + down_nbytes(down, job.hidden);
-    job.end = job.num_tasks * ((job.num_neurons + job.block_size - 1) / job.block_size);
-    job.num_threads = num_threads;
-    run(set->tile_dots, &job, num_threads, job.end, job.end * nbytes);
-    free(rows);
-    return 0;
-}
-
-/* out[M - 1, out_rows, r] from rows of x[num_x, H], `x_nbytes` apart. A task's weights are the first of its blocks.
- * `bias` is NULL, or [r] where there is one inner matrix.
- */
+/* As expertly_products_dots, of quantised matrices: a task's weights are the first of its blocks. */
 int expertly_tiles_dots(int level, int inner, int down, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
                         int64_t num_inner, int64_t num_neurons, int64_t hidden, const char *x, int64_t num_x,
                         int64_t x_nbytes, const char *bias, char *out, int64_t out_rows) {
-    const tile_dots job = {
-        .format = inner, .dtype = dtype, .num_inner = num_inner, .num_neurons = num_neurons, .hidden = hidden,
-        .bias = bias, .out = out, .out_rows = out_rows, .tasks = tasks, .num_tasks = num_tasks,
+    const instruction_set *set = set_at(level);
+    if (!has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden)) return -1;
+    const dots job = {
+        .format = inner, .dtype = dtype, .num_matrices = (int32_t)num_inner, .num_neurons = num_neurons, .width = hidden,
+        .block_size = block_size(down),
+        .row_nbytes = inner_nbytes(inner, down, num_inner, hidden) + down_nbytes(down, hidden), .bias = bias, .out = out,
+        .out_rows = out_rows, .tasks = tasks,
     };
-    return block_dots(set_at(level), down, job, (inputs){x, x_nbytes, num_x, NULL}, num_threads);
+    return run_dots(set, job, num_tasks, (inputs){x, x_nbytes, num_x, NULL}, num_threads);
 }
 
-/* The sums of `job` but for its chunks and where down lies in blocks, which begin with matrices in format `inner`. */
-static int block_sums(const instruction_set *set, int inner, int64_t num_inner, tile_sums job, int64_t num_tasks,
-                      int num_threads) {
-    const int down = job.format;
-    if (down == NO_DOWN || !has_tiles(set, inner, down, job.dtype, num_inner, job.num_neurons, job.hidden)) return -1;
-    if (!can_do_tiles(set, job.dtype, job.tasks, num_tasks, job.num_neurons, job.hidden)) return -1;
-    const int64_t num_pairs = job.hidden / 32, least = num_threads > 1 && num_tasks == 1 ? 2 : 1;
-    job.num_chunks = (num_pairs + PAIRS_CHUNK - 1) / PAIRS_CHUNK;
-    if (job.num_chunks < least) job.num_chunks = num_pairs < least ? num_pairs : least;
-    const int64_t nbytes = down_nbytes(down, job.hidden);
-    job.chunk = (num_pairs + job.num_chunks - 1) / job.num_chunks;
-    job.down_at = inner_nbytes(inner, down, num_inner, job.hidden);
-    job.block_nbytes = job.down_at + nbytes;
-    job.end = num_tasks * job.num_chunks;
-    job.num_threads = num_threads;
-    run(set->tile_sums, &job, num_threads, job.end, num_tasks * (job.num_neurons / tile_group(down)) * nbytes);
-    return 0;
-}
-
-/* out[*, H] from activations h[num_h, r]; with `is_added`, added to out, which is float32. */
+/* As expertly_products_sums, of such matrices. */
 int expertly_tiles_sums(int level, int inner, int down, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
                         int64_t num_inner, int64_t num_neurons, int64_t hidden, const char *h, int64_t num_h, char *out,
                         int is_added) {
     const instruction_set *set = set_at(level);
     if (down == NO_DOWN || !has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden)) return -1;
-    const int64_t row_nbytes = tile_row_nbytes(down, num_neurons);
-    char *rows = allocate(num_h * row_nbytes / (int64_t)sizeof(float));
-    if (rows == NULL) return -1;
-    for (int64_t t = 0; t < num_h; t++)
-        set->tile_prepare(down, dtype, h + t * num_neurons * itemsize_of(dtype), num_neurons, rows + t * row_nbytes);
-    const tile_sums job = {
-        .format = down, .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .hidden = hidden, .h = rows,
-        .out = out, .tasks = tasks,
+    const int64_t at = inner_nbytes(inner, down, num_inner, hidden);
+    task *own = malloc((size_t)num_tasks * sizeof(task));
+    for (int64_t i = 0; own != NULL && i < num_tasks; i++) {
+        own[i] = tasks[i];
+        own[i].weights += at;
+    }
+    const sums job = {
+        .format = down, .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .width = hidden,
+        .row_nbytes = at + down_nbytes(down, hidden), .out = out, .tasks = own,
     };
-    const int failed = block_sums(set, inner, num_inner, job, num_tasks, num_threads);
-    free(rows);
+    const int failed = own == NULL ? -1 : run_sums(set, job, num_tasks, h, num_h, num_threads);
+    free(own);
     return failed;
 }
 
 /* -- a layer's experts ----------------------------------------------------------------------------------------------- */
 
-/* Both products of each task and what is between them. */
+/* Both products of each task and what is between them, chunk by chunk. */
 int expertly_experts(int level, int dtype, int num_threads, const experts_call *call) {
     const instruction_set *set = set_at(level);
-    const int inner = (int)call->inner, down = (int)call->down, has_blocks = inner != NO_DOWN;
-    const int64_t r = call->num_neurons, num_inner = call->num_inner, num_tasks = call->num_tasks;
-    if (num_inner < 1 || num_inner > 2 || (call->f == NULL) != (dtype == FLOAT32)) return -1;
+    const int inner = (int)call->inner, down = (int)call->down, is_tiled = inner != ROWS;
+    const int64_t r = call->num_neurons, hidden = call->hidden, num_inner = call->num_inner, num_tasks = call->num_tasks;
+    if (set == NULL || num_inner < 1 || num_inner > 2 || (call->f == NULL) != (dtype == FLOAT32)) return -1;
     if (num_tasks < 1) return -1;
-    if (has_blocks && (down == NO_DOWN || !has_tiles(set, inner, down, dtype, num_inner, r, call->hidden))) return -1;
+    if (is_tiled && (down == NO_DOWN || !has_tiles(set, inner, down, dtype, num_inner, r, hidden))) return -1;
     int64_t num_rows = 0;
     for (int64_t i = 0; i < num_tasks; i++) {
         if (call->tasks[i].num_tokens < 1) return -1;
         num_rows += call->tasks[i].num_tokens;
     }
-    const int64_t h_row_nbytes = has_blocks ? tile_row_nbytes(down, r) : r * (int64_t)sizeof(float);
+    const int64_t at = is_tiled ? inner_nbytes(inner, down, num_inner, hidden) : num_inner * call->matrix_nbytes;
+    const int64_t row_nbytes = is_tiled ? at + down_nbytes(down, hidden) : call->row_nbytes;
+    const int64_t block = is_tiled ? block_size(down) : ROWS_BLOCK;
+    const int64_t h_row_nbytes = is_tiled ? tile_row_nbytes(r) : r * (int64_t)sizeof(float);
     const int64_t h_nbytes = (num_rows * h_row_nbytes + 63) / 64 * 64;
     char *memory = allocate((h_nbytes + num_inner * num_rows * r * itemsize_of(dtype) + 3) / (int64_t)sizeof(float));
     task *tasks = malloc(2 * (size_t)num_tasks * sizeof(task)), *of_sums = tasks + num_tasks;
     int64_t *experts = malloc((size_t)(num_tasks + num_rows) * sizeof(int64_t)), *x_rows = experts + num_tasks, num_x = 0;
-    int failed = memory == NULL || tasks == NULL || experts == NULL ? -1 : 0;
-    for (int64_t i = 0, row = 0; !failed && i < num_tasks; i++) {
+    int can = memory != NULL && tasks != NULL && experts != NULL;
+    for (int64_t i = 0, row = 0; can && i < num_tasks; i++) {
         const expert_task one = call->tasks[i];
-        const int64_t at = has_blocks ? 0 : num_inner * call->matrix_nbytes;
         const int64_t *of_x = call->x_rows + row, num = one.num_tokens;
         if (i && num == call->tasks[i - 1].num_tokens && !memcmp(of_x, of_x - num, (size_t)num * sizeof(int64_t)))
             num_x -= num; /* those of the task before */
@@ -465,42 +432,34 @@ int expertly_experts(int level, int dtype, int num_threads, const experts_call *
         experts[i] = one.expert;
         row += one.num_tokens;
     }
-    const inputs from = {call->x, call->x_nbytes, num_x, x_rows};
     const activation then = {
         .f = call->f, .g = call->g, .experts = experts, .bias = {call->inner_bias[0], call->inner_bias[1]},
         .bias_width = call->bias_width, .bias_at = call->bias_at, .h = memory, .h_row_nbytes = h_row_nbytes,
-        .format = down,
+        .format = down, .dtype = taken_as(set, dtype),
     };
-    const char *down_bias = call->is_added ? NULL : call->down_bias;
-    if (!failed && has_blocks) {
-        const tile_dots first = {
-            .then = &then, .format = inner, .dtype = dtype, .num_inner = num_inner, .num_neurons = r,
-            .hidden = call->hidden, .out = memory + h_nbytes, .out_rows = num_rows, .tasks = tasks, .num_tasks = num_tasks,
-        };
-        const tile_sums second = {
-            .out_rows = call->out_rows, .experts = experts, .bias = down_bias, .format = down, .dtype = dtype,
-            .is_added = (int32_t)call->is_added, .num_neurons = r, .hidden = call->hidden, .h = memory, .out = call->out,
-            .tasks = of_sums,
-        };
-        failed = block_dots(set, down, first, from, num_threads);
-        if (!failed) failed = block_sums(set, inner, num_inner, second, num_tasks, num_threads);
-    } else if (!failed) {
-        const dots inner_rows = {
-            .then = &then, .dtype = dtype, .num_matrices = (int32_t)num_inner, .num_neurons = r, .width = call->hidden,
-            .row_nbytes = call->row_nbytes, .matrix_nbytes = call->matrix_nbytes, .out = memory + h_nbytes,
-            .out_rows = num_rows, .tasks = tasks,
-        };
-        const sums down_rows = {
-            .out_rows = call->out_rows, .experts = experts, .bias = down_bias, .dtype = dtype, .is_added = (int32_t)call->is_added,
-            .num_neurons = r, .width = call->hidden, .row_nbytes = call->row_nbytes, .h = (const float *)memory,
-            .out = call->out, .tasks = of_sums,
-        };
-        failed = row_experts(set, (expert_rows){inner_rows, down_rows}, num_tasks, from, num_threads);
-    }
+    expert_rows job = {
+        .inner = {
+            .then = &then, .format = inner, .dtype = dtype, .num_matrices = (int32_t)num_inner, .num_neurons = r,
+            .width = hidden, .block_size = block, .row_nbytes = row_nbytes, .matrix_nbytes = call->matrix_nbytes,
+            .out = memory + h_nbytes, .out_rows = num_rows, .tasks = tasks,
+        },
+        .down = {
+            .out_rows = call->out_rows, .experts = experts, .bias = call->is_added ? NULL : call->down_bias,
+            .format = down, .dtype = dtype, .is_added = (int32_t)call->is_added, .num_neurons = r, .width = hidden,
+            .row_nbytes = row_nbytes, .h = (const float *)memory, .out = call->out, .tasks = of_sums,
+        },
+    };
+    const int64_t nbytes = num_inner * neuron_nbytes(inner, dtype, hidden) + neuron_nbytes(down, dtype, hidden);
+    const int64_t chunk = chunk_of(EXPERTS_CHUNK_NBYTES, r, nbytes, 32, block);
+    const inputs from = {call->x, call->x_nbytes, num_x, x_rows};
+    can = can && begin_dots(set, &job.inner, num_tasks, from, chunk) && begin_sums(set, &job.down, num_tasks, chunk);
+    if (can) run(set->experts, &job, num_threads, job.inner.end, num_tasks * r * nbytes);
+    free((void *)job.inner.x);
+    end_sums(&job.down);
     free(memory);
     free(tasks);
     free(experts);
-    return failed;
+    return can ? 0 : -1;
 }
 
 /* out[num, width] = the sums of rows[num, top_k, width] times weights[num, top_k], in dtype or float32. */
@@ -594,10 +553,10 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
     const int64_t num_tokens = num_batches * call->num_tokens, width = heads * call->value_width;
     const task all = {call->then_weight, 0, num_tokens, 0};
     const dots then = {
-        .dtype = dtype, .num_matrices = 1, .num_neurons = call->then_rows, .width = width, .row_nbytes = width * 2,
-        .bias = call->then_bias, .out = call->then_out, .out_rows = num_tokens, .tasks = &all,
+        .format = ROWS, .dtype = dtype, .num_matrices = 1, .num_neurons = call->then_rows, .width = width,
+        .block_size = ROWS_BLOCK, .row_nbytes = width * 2, .bias = call->then_bias, .out = call->then_out, .out_rows = num_tokens, .tasks = &all,
     };
-    return row_dots(set, then, 1, (inputs){call->out, width * 2, num_tokens, NULL}, num_threads);
+    return run_dots(set, then, 1, (inputs){call->out, width * 2, num_tokens, NULL}, num_threads);
 }
 
 /* out[num, width]: rows of x over the root of their mean square and `epsilon`; weight [width], or NULL. */
@@ -620,10 +579,10 @@ int expertly_projections(int level, int dtype, int num_threads, const projection
         task one = all;
         one.weights = p->weights[i];
         const dots job = {
-            .dtype = dtype, .num_matrices = 1, .num_neurons = p->num_rows[i], .width = p->hidden,
-            .row_nbytes = p->hidden * 2, .bias = p->bias[i], .out = p->out[i], .out_rows = p->num_tokens, .tasks = &one,
+            .format = ROWS, .dtype = dtype, .num_matrices = 1, .num_neurons = p->num_rows[i], .width = p->hidden,
+            .block_size = ROWS_BLOCK, .row_nbytes = p->hidden * 2, .bias = p->bias[i], .out = p->out[i], .out_rows = p->num_tokens, .tasks = &one,
         };
-        if (row_dots(set, job, 1, (inputs){p->x, p->x_nbytes, p->num_tokens, NULL}, num_threads)) return -1;
+        if (run_dots(set, job, 1, (inputs){p->x, p->x_nbytes, p->num_tokens, NULL}, num_threads)) return -1;
         if (i == 2) break;
         if (p->norms[i] != NULL)
             set->norm(dtype, (int)p->norm_style[i], p->num_tokens * p->num_rows[i] / p->norm_width[i], p->norm_width[i],

@@ -11,10 +11,20 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* A vector that the compiler must not look through. */
+#if defined(__x86_64__)
+#define KEEP(v) __asm__("" : "+v"(v))
+#elif defined(__aarch64__)
+#define KEEP(v) __asm__("" : "+w"(v))
+#else
+#define KEEP(v) __asm__("" : "+m"(v))
+#endif
+
 enum { BFLOAT16, FLOAT16, FLOAT32 };
 enum { PAIRS = 3 }; /* bfloat16 where the processor multiplies it by pairs (pairs_body.h): within the library */
 enum { MAX_TOKENS = 4 }; /* of one task: more have enough arithmetic for other methods */
 enum { NO_DOWN = -1 };   /* in place of down's format: blocks of one matrix alone, 16 outputs by all inputs */
+enum { ROWS = -1 };      /* in place of a format: rows of numbers */
 
 typedef struct {
     const char *weights; /* the first row */
@@ -33,16 +43,17 @@ typedef struct {
     int64_t bias_width, bias_at; /* the first neuron's place in a row of it */
     char *h;
     int64_t h_row_nbytes;
-    int32_t format;         /* of the next matrix, or NO_DOWN: rows of numbers */
+    int32_t format, dtype;  /* of the next matrix, or ROWS; of its inputs */
 } activation;
 
 /* out[m, out_row + t, i] = row (i, m) . x[x_row + t], of one matrix + bias[i] where there is one */
 typedef struct {
     const activation *then; /* or NULL */
-    int32_t dtype, num_matrices;
+    int32_t format, dtype, num_matrices;
     int64_t num_neurons, width, padded_width;
-    int64_t row_nbytes, matrix_nbytes; /* from neuron to neuron, from matrix to matrix */
-    const float *x;                    /* [*, padded_width] as vectors take it */
+    int64_t block_size;                /* of a format: neurons of a block */
+    int64_t row_nbytes, matrix_nbytes; /* from neuron to neuron, or from block to block; from matrix to matrix */
+    const float *x;                    /* [*, padded_width] as vectors or tiles take it */
     const char *bias;                  /* [r] in dtype, or NULL */
     char *out;                         /* [M, out_rows, r] */
     int64_t out_rows;
@@ -57,10 +68,10 @@ typedef struct {
 typedef struct {
     const int64_t *out_rows, *experts;
     const char *bias; /* [experts, width] in dtype */
-    int32_t dtype, is_added;
+    int32_t format, dtype, is_added;
     int64_t num_neurons, width, padded_width;
-    int64_t row_nbytes;
-    const float *h;  /* [*, r] */
+    int64_t row_nbytes; /* from neuron to neuron, or from block to block */
+    const float *h;     /* [*, r], or rows of tile_row_nbytes */
     float *partial;  /* [chunks of all tasks, the most n of a task, padded_width] */
     int64_t partial_stride;
     int64_t *left;   /* chunks of each task that are not done */
@@ -104,12 +115,16 @@ typedef struct {
     X(INT4_G128_ZEROS_F16, int4_g128_zeros_f16, 128, 16 * (128 / 2 + 2) + 8)
 #define TILE_FORMATS(X) CODE_FORMATS(X) WEIGHT_FORMATS(X) INT4_FORMATS(X)
 
+/* Those whose weights are bfloat16, or codes that bfloat16 holds, which AVX512-BF16 multiplies as such; and who decodes. */
+#define PAIRS_FORMATS(X) \
+    X(MXFP4, mxfp4, codes) X(Q4_0, q4_0, codes) X(FP8, fp8, fp8) X(INT4_G32, int4_g32, int4) \
+    X(INT4_G128, int4_g128, int4) X(INT4_G32_ZEROS, int4_g32_zeros, int4) X(INT4_G128_ZEROS, int4_g128_zeros, int4)
+
 #define X(F, f, group, nbytes) F,
 enum { TILE_FORMATS(X) NUM_FORMATS };
 #undef X
 
-enum { MAX_GROUP = 256 };          /* most inputs of a tile */
-enum { PAIRS_CHUNK = 16 };         /* pairs of tiles side by side that a thread sums at a time */
+enum { MAX_GROUP = 256 }; /* most inputs of a tile */
 
 #define X(F, f, group, nbytes) \
     case F: return group;
@@ -126,15 +141,24 @@ INLINE int64_t tile_nbytes(int format) {
 }
 #undef X
 
-enum { UNIT = 32 };
+#define X(F, f, decoder) \
+    case F: return 1;
+INLINE int takes_pairs(int format) {
+    switch (format) { PAIRS_FORMATS(X) }
+    return 0;
+}
+#undef X
 
-/* Inputs of a token that tiles of codes or of INT4 are multiplied with: numbers, or in three digits, fixed.scale * (digits[0] + 256
- * digits[1] + 65536 digits[2]), in the order of place_in_unit (codes.h); sums begin with `start`, of the first and the last 16 inputs, or
- * of all.
+enum { UNIT = 32 };
+enum { AHEAD = 12 << 10 }; /* bytes: while a tile is multiplied, memory is asked for what lies so much further */
+
+/* Inputs of a token, in the order of place_in_unit (codes.h): as numbers, as bfloat16, or in three digits, fixed.scale *
+ * (digits[0] + 256 digits[1] + 65536 digits[2]); sums begin with `start`, of the first and the last 16 inputs, or of all.
  */
 typedef struct {
     union {
         float x[UNIT];
+        uint16_t halves[UNIT];
         struct {
             int8_t digits[3][UNIT];
             int32_t start[2][3];
@@ -144,39 +168,8 @@ typedef struct {
     float sum;
 } unit;
 
-INLINE int has_units(int format) { return format != FP8; }
-
-/* A row of inputs as tiles of a format take it. */
-INLINE int64_t tile_row_nbytes(int format, int64_t width) {
-    return has_units(format) ? width / UNIT * (int64_t)sizeof(unit) : width * (int64_t)sizeof(float);
-}
-
-/* out[m, out_row + t, i] = row i of inner matrix m . x[x_row + t], of one matrix + bias[i] where there is one */
-typedef struct {
-    const activation *then; /* or NULL */
-    int32_t format, dtype; /* of the inner matrices, of `out` */
-    int64_t num_inner, num_neurons, hidden, block_size, block_nbytes;
-    const char *x;    /* [*, H], rows of tile_row_nbytes */
-    const char *bias; /* [r] in dtype, or NULL */
-    char *out;        /* [M - 1, out_rows, r] */
-    int64_t out_rows;
-    const task *tasks;
-    int64_t num_tasks;
-    int64_t num_threads, next, end; /* blocks of all tasks */
-} tile_dots;
-
-/* out[out_row + t] = down . h[x_row + t], rounded; or added to `out`, which is float32. Biases and rows as of `sums`. */
-typedef struct {
-    const int64_t *out_rows, *experts;
-    const char *bias;
-    int32_t format, dtype, is_added; /* of down, of `out` */
-    int64_t num_neurons, hidden, block_nbytes, down_at; /* where down begins in a block */
-    const char *h; /* [*, r], rows of tile_row_nbytes */
-    char *out;     /* [*, H] */
-    const task *tasks;
-    int64_t num_chunks, chunk; /* of a task; pairs of tiles of one */
-    int64_t num_threads, next, end;
-} tile_sums;
+/* A row of inputs as tiles take it. */
+INLINE int64_t tile_row_nbytes(int64_t width) { return width / UNIT * (int64_t)sizeof(unit); }
 
 typedef struct {
     int32_t inner, down, dtype;
@@ -195,7 +188,7 @@ typedef struct {
 
 /* out[out_rows[i]] = down(f(gate(x[x_rows[i]])) g(up(x[x_rows[i]]))), by one task after the other, so many tokens each. */
 typedef struct {
-    int64_t inner, down;                    /* formats; NO_DOWN both: rows of numbers */
+    int64_t inner, down;                    /* formats; or ROWS both */
     int64_t num_inner, num_neurons, hidden; /* gate and up, or up; neurons of a task */
     int64_t row_nbytes, matrix_nbytes;      /* of rows of numbers: from neuron to neuron, from matrix to matrix */
     const uint16_t *f, *g;                  /* see activation */
@@ -256,28 +249,18 @@ typedef struct {
     int has_half, has_pairs, max_tile_tokens; /* of a task with tiles */
     void (*prepare)(int dtype, const char *x, int64_t width, float *out); /* one row, padded with zeros */
     void (*widen)(int dtype, const char *values, int64_t num, float *out);
-    void (*tile_prepare)(int format, int dtype, const char *x, int64_t width, char *out); /* one row */
+    void (*tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out); /* one row */
     void (*combine)(int dtype, int weights_dtype, int64_t num, int64_t top_k, int64_t width, const char *rows,
                     const char *weights, char *out);
     void (*dots)(void *);
     void (*sums)(void *);
-    void (*rows)(void *);
-    void (*tile_dots)(void *);
-    void (*tile_sums)(void *);
+    void (*experts)(void *);
     void (*tile_decode)(void *);
     void (*attention)(void *);
     void (*rotate)(int dtype, const projections *p, int64_t width, char *values);
     int (*norm)(int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes, const char *weight,
                 float epsilon, char *out);
 } instruction_set;
-
-/* Some of what is left of `next` to `last`, side by side, for one of `num_threads`: from the number returned to `end`. */
-INLINE int64_t take(int64_t *next, int64_t last, int64_t num_threads, int64_t *end) {
-    int64_t first = __atomic_load_n(next, __ATOMIC_RELAXED);
-    do *end = first + (last - first + 2 * num_threads - 1) / (2 * num_threads);
-    while (first < last && !__atomic_compare_exchange_n(next, &first, *end, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
-    return first;
-}
 
 INLINE float bfloat16_value(const char *p) {
     uint16_t half;

@@ -14,9 +14,11 @@
 typedef float NAME(vf) __attribute__((vector_size(4 * V), aligned(4), may_alias));
 typedef uint32_t NAME(vu) __attribute__((vector_size(4 * V), aligned(1), may_alias));
 typedef int32_t NAME(vi) __attribute__((vector_size(4 * V)));
+typedef uint16_t NAME(vh) __attribute__((vector_size(2 * V), aligned(1), may_alias));
 #define vf NAME(vf)
 #define vu NAME(vu)
 #define vi NAME(vi)
+#define vh NAME(vh)
 #define BLOCK (2 * V)
 
 INLINE int64_t NAME(itemsize)(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
@@ -49,12 +51,15 @@ INLINE void NAME(put)(int dtype, float value, char *p) {
     else memcpy(p, &value, 4);
 }
 
-/* Side by side: what is asked of `dtype` is asked once. */
+/* Side by side. */
 INLINE void NAME(put_all)(int dtype, const float *values, int64_t num, char *out) {
-    if (dtype == BFLOAT16)
-        for (int64_t i = 0; i < num; i++) put_bfloat16(values[i], out + i * 2);
-    else
-        for (int64_t i = 0; i < num; i++) NAME(put)(dtype, values[i], out + i * NAME(itemsize)(dtype));
+    int64_t i = 0;
+    for (; (dtype == BFLOAT16 || dtype == PAIRS) && i + V <= num; i += V) { /* as put_bfloat16 */
+        const vf own = *(const vf *)(values + i);
+        const vu bits = (vu)own, half = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, is_nan = (vu)(own != own);
+        *(vh *)(out + i * 2) = __builtin_convertvector((half & ~is_nan) | (is_nan & 0x7fc0), vh);
+    }
+    for (; i < num; i++) NAME(put)(dtype, values[i], out + i * NAME(itemsize)(dtype));
 }
 
 /* Where element j of a row is in a row of vectors. */
@@ -124,7 +129,7 @@ INLINE void NAME(fetch)(const char *p, int64_t nbytes) {
     for (int64_t q = 0; q < nbytes; q += 64) __builtin_prefetch(p + q);
 }
 
-static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t width, char *out);
+static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out);
 
 #ifdef PAIRS_LABEL
 #include "pairs_body.h"
@@ -169,7 +174,7 @@ INLINE void NAME(activate_typed)(int dtype, const activation *a, int64_t number,
                 memcpy(h + i, &x, nbytes);
             }
 #ifdef PAIRS_LABEL
-        } else if (dtype == BFLOAT16 && a->format == NO_DOWN) {
+        } else if (dtype == BFLOAT16 && a->format == ROWS) {
             NAME(activate_pairs)(a->f, a->g, values[0], values[1], num, (float *)(a->h + row * a->h_row_nbytes) + first);
             continue;
 #endif
@@ -185,8 +190,8 @@ INLINE void NAME(activate_typed)(int dtype, const activation *a, int64_t number,
             }
         }
         char *h = a->h + row * a->h_row_nbytes;
-        if (a->format == NO_DOWN) NAME(widen)(dtype, values[0], num, (float *)h + first);
-        else NAME(tile_prepare)(a->format, dtype, values[0], num, h + tile_row_nbytes(a->format, first));
+        if (a->format == ROWS) NAME(widen)(dtype, values[0], num, (float *)h + first);
+        else NAME(tile_prepare)(a->format, a->dtype, values[0], num, h + tile_row_nbytes(first));
     }
 }
 
@@ -194,7 +199,7 @@ static void NAME(activate)(int dtype, const activation *a, int64_t number, const
                            int64_t num_rows, int64_t num_neurons, int64_t first, int64_t num) {
 #define TYPED(type) \
     NAME(activate_typed)(type, a, number, one, num_inner, inner, num_rows, num_neurons, first, num)
-    if (dtype == BFLOAT16) TYPED(BFLOAT16);
+    if (dtype == BFLOAT16 || dtype == PAIRS) TYPED(BFLOAT16);
     else if (dtype == FLOAT32) TYPED(FLOAT32);
 #if HAS_HALF
     else TYPED(FLOAT16);
@@ -241,6 +246,8 @@ static void NAME(combine)(int dtype, int weights_dtype, int64_t num, int64_t top
 #endif
 #undef TYPED
 }
+
+#include "tiles_body.h"
 
 /* -- rows times vectors ------------------------------------------------------------------------------------------- */
 
@@ -298,18 +305,12 @@ INLINE void NAME(dot_range)(int dtype, int R, int N, const dots *d, const task *
     }
 }
 
-/* Chunk c. */
-INLINE void NAME(dots_typed)(int dtype, const dots *d, int64_t c) {
-    const task *one = d->tasks + c / d->num_chunks;
-    const int64_t begin = c % d->num_chunks * d->chunk;
-    const int64_t num = begin + d->chunk > d->num_neurons ? d->num_neurons - begin : d->chunk;
-    const int64_t first = begin * d->num_matrices, end = (begin + num) * d->num_matrices;
+INLINE void NAME(dot_typed)(int dtype, const dots *d, const task *one, int64_t first, int64_t end) {
     /* Memory gives most to one row after the other, which vectors this long keep up with; shorter ones need four
      * rows side by side, which hide each other's latency. */
     const int in_turn = V >= 16 && d->num_matrices == 1;
     int64_t fours = in_turn ? first : first + (end - first) / 4 * 4, twos = first + (end - first) / 2 * 2;
-    if (dtype == PAIRS) dot_pairs(d, one, first, end);
-    else switch (one->num_tokens) {
+    switch (one->num_tokens) {
 #define CASE(N, R, whole)                                   \
     case N:                                                 \
         NAME(dot_range)(dtype, R, N, d, one, first, whole); \
@@ -321,26 +322,31 @@ INLINE void NAME(dots_typed)(int dtype, const dots *d, int64_t c) {
         CASE(4, 2, twos)
 #undef CASE
     }
-    if (d->then != NULL)
-        NAME(activate)(dtype == PAIRS ? BFLOAT16 : dtype, d->then, one - d->tasks, one, d->num_matrices, d->out,
-                       d->out_rows, d->num_neurons, begin, num);
 }
 
-static void NAME(dots_chunk)(const dots *d, int64_t c) {
-#ifdef PAIRS_LABEL
-    if (d->dtype == PAIRS) NAME(dots_typed)(PAIRS, d, c);
-    else
-#endif
-    if (d->dtype == BFLOAT16) NAME(dots_typed)(BFLOAT16, d, c);
-    else if (d->dtype == FLOAT32) NAME(dots_typed)(FLOAT32, d, c);
+/* Neurons `begin` to `end` of a task. */
+static void NAME(dot_part)(const dots *d, const task *one, int64_t begin, int64_t end) {
+    const int64_t first = begin * d->num_matrices, last = end * d->num_matrices;
+    if (d->format != ROWS) NAME(tile_dots)(d, one, begin, end);
+    else if (d->dtype == PAIRS) dot_pairs(d, one, first, last);
+    else if (d->dtype == BFLOAT16) NAME(dot_typed)(BFLOAT16, d, one, first, last);
+    else if (d->dtype == FLOAT32) NAME(dot_typed)(FLOAT32, d, one, first, last);
 #if HAS_HALF
-    else NAME(dots_typed)(FLOAT16, d, c);
+    else NAME(dot_typed)(FLOAT16, d, one, first, last);
 #endif
+    if (d->then != NULL)
+        NAME(activate)(d->dtype, d->then, one - d->tasks, one, d->num_matrices, d->out, d->out_rows, d->num_neurons,
+                       begin, end - begin);
 }
+
+INLINE int64_t NAME(least)(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static void NAME(run_dots)(void *argument) {
     dots *d = argument;
-    for (int64_t c; (c = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED)) < d->end;) NAME(dots_chunk)(d, c);
+    for (int64_t c; (c = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED)) < d->end;) {
+        const int64_t begin = c % d->num_chunks * d->chunk;
+        NAME(dot_part)(d, d->tasks + c / d->num_chunks, begin, NAME(least)(begin + d->chunk, d->num_neurons));
+    }
 }
 
 /* -- rows weighed and summed -------------------------------------------------------------------------------------- */
@@ -380,7 +386,7 @@ INLINE void NAME(sum_range)(int dtype, int R, int N, const sums *s, const task *
 }
 
 /* The chunks of a task have been summed: their sum, in their order, to where it belongs. */
-INLINE void NAME(finish)(int dtype, const sums *s, int64_t number) {
+INLINE void NAME(finish_typed)(int dtype, int order, const sums *s, int64_t number) {
     const task *one = s->tasks + number;
     const int64_t stride = s->partial_stride;
     for (int64_t t = 0; t < one->num_tokens; t++) {
@@ -390,27 +396,37 @@ INLINE void NAME(finish)(int dtype, const sums *s, int64_t number) {
             for (int64_t j = 0; j < s->padded_width; j += V) *(vf *)(total + j) += *(vf *)(total + c * stride + j);
         if (s->is_added) {
             float *out = (float *)s->out + row * s->width;
-            for (int64_t j = 0; j < s->width; j++) out[j] += total[NAME(place)(dtype, j)];
+            for (int64_t j = 0; j < s->width; j++) out[j] += total[NAME(place)(order, j)];
         } else {
             const int64_t itemsize = NAME(itemsize)(dtype);
             char *out = s->out + row * s->width * itemsize;
-            for (int64_t j = 0; j < s->width; j++)
-                NAME(put)(dtype, total[NAME(place)(dtype, j)], out + j * itemsize);
+            if (order == FLOAT32) NAME(put_all)(dtype, total, s->width, out);
+            else
+                for (int64_t j = 0; j < s->width; j++)
+                    NAME(put)(dtype, total[NAME(place)(order, j)], out + j * itemsize);
             if (s->bias != NULL) NAME(add_bias)(dtype, s->bias + s->experts[number] * s->width * itemsize, s->width, out);
         }
     }
 }
 
-INLINE void NAME(sums_typed)(int dtype, const sums *s, int64_t c) {
-    const int64_t number = c / s->num_chunks;
-    const task *one = s->tasks + number;
-    int64_t first = c % s->num_chunks * s->chunk, end = first + s->chunk;
-    if (end > s->num_neurons) end = s->num_neurons;
-    int64_t eights = first + (end - first) / 8 * 8, fours = first + (end - first) / 4 * 4;
-    float *sum = s->partial + c * s->partial_stride;
-    memset(sum, 0, (size_t)(one->num_tokens * s->padded_width) * sizeof(float));
-    if (dtype == PAIRS) sum_pairs(s, one, first, end, sum);
-    else switch (one->num_tokens) {
+static void NAME(finish)(const sums *s, int64_t number) {
+#define TYPED(dtype)                                                                       \
+    do {                                                                                   \
+        if (s->format == ROWS) NAME(finish_typed)(dtype, dtype, s, number);                \
+        else NAME(finish_typed)(dtype, FLOAT32, s, number);                                \
+    } while (0)
+    if (s->dtype == PAIRS) TYPED(PAIRS);
+    else if (s->dtype == BFLOAT16) TYPED(BFLOAT16);
+    else if (s->dtype == FLOAT32) TYPED(FLOAT32);
+#if HAS_HALF
+    else TYPED(FLOAT16);
+#endif
+#undef TYPED
+}
+
+INLINE void NAME(sum_typed)(int dtype, const sums *s, const task *one, int64_t first, int64_t end, float *sum) {
+    const int64_t eights = first + (end - first) / 8 * 8, fours = first + (end - first) / 4 * 4;
+    switch (one->num_tokens) {
 #define CASE(N, R, whole)                                        \
     case N:                                                      \
         NAME(sum_range)(dtype, R, N, s, one, first, whole, sum); \
@@ -422,43 +438,50 @@ INLINE void NAME(sums_typed)(int dtype, const sums *s, int64_t c) {
         CASE(4, 4, fours)
 #undef CASE
     }
-    if (__atomic_sub_fetch(s->left + number, 1, __ATOMIC_ACQ_REL) == 0) NAME(finish)(dtype, s, number);
 }
 
-static void NAME(sums_chunk)(const sums *s, int64_t c) {
-#ifdef PAIRS_LABEL
-    if (s->dtype == PAIRS) NAME(sums_typed)(PAIRS, s, c);
-    else
-#endif
-    if (s->dtype == BFLOAT16) NAME(sums_typed)(BFLOAT16, s, c);
-    else if (s->dtype == FLOAT32) NAME(sums_typed)(FLOAT32, s, c);
+/* Chunk c, `step` neurons after the other, of which `inner` is computed first where there is one. */
+static void NAME(sums_chunk)(const dots *inner, const sums *s, int64_t c, int64_t step) {
+    const int64_t number = c / s->num_chunks, begin = c % s->num_chunks * s->chunk;
+    const int64_t end = NAME(least)(begin + s->chunk, s->num_neurons);
+    const task *one = s->tasks + number;
+    float *sum = s->partial + c * s->partial_stride;
+    memset(sum, 0, (size_t)(one->num_tokens * s->padded_width) * sizeof(float));
+    for (int64_t first = begin; first < end; first += step) {
+        const int64_t last = NAME(least)(first + step, end);
+        if (inner != NULL) NAME(dot_part)(inner, inner->tasks + number, first, last);
+        if (s->format != ROWS) NAME(tile_sums)(s, one, first, last, sum);
+        else if (s->dtype == PAIRS) sum_pairs(s, one, first, last, sum);
+        else if (s->dtype == BFLOAT16) NAME(sum_typed)(BFLOAT16, s, one, first, last, sum);
+        else if (s->dtype == FLOAT32) NAME(sum_typed)(FLOAT32, s, one, first, last, sum);
 #if HAS_HALF
-    else NAME(sums_typed)(FLOAT16, s, c);
+        else NAME(sum_typed)(FLOAT16, s, one, first, last, sum);
 #endif
+    }
+    if (__atomic_sub_fetch(s->left + number, 1, __ATOMIC_ACQ_REL) == 0) NAME(finish)(s, number);
 }
 
 static void NAME(run_sums)(void *argument) {
     sums *s = argument;
-    for (int64_t c; (c = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->end;) NAME(sums_chunk)(s, c);
+    for (int64_t c; (c = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->end;)
+        NAME(sums_chunk)(NULL, s, c, s->chunk);
 }
 
-/* A chunk's down rows follow its gate and up rows, beside which they lie. */
-static void NAME(run_rows)(void *argument) {
+/* Down rows follow the gate and up rows beside which they lie: a chunk's, or a block's. */
+static void NAME(run_experts)(void *argument) {
     expert_rows *e = argument;
-    for (int64_t c; (c = __atomic_fetch_add(&e->inner.next, 1, __ATOMIC_RELAXED)) < e->inner.end;) {
-        NAME(dots_chunk)(&e->inner, c);
-        NAME(sums_chunk)(&e->down, c);
-    }
+    const int64_t step = e->inner.format == ROWS ? e->inner.chunk : e->inner.block_size;
+    for (int64_t c; (c = __atomic_fetch_add(&e->inner.next, 1, __ATOMIC_RELAXED)) < e->inner.end;)
+        NAME(sums_chunk)(&e->inner, &e->down, c, step);
 }
 
-#include "tiles_body.h"
 #include "attention_body.h"
 
 #define SET(label, has_pairs)                                                                                       \
     {                                                                                                               \
         label, BLOCK, HAS_HALF, has_pairs, MOST_TILE_TOKENS, NAME(prepare), NAME(widen), NAME(tile_prepare),        \
-            NAME(combine), NAME(run_dots), NAME(run_sums), NAME(run_rows), NAME(run_tile_dots), NAME(run_tile_sums),                \
-            NAME(run_tile_decode), NAME(run_attention), NAME(rotate), NAME(norm),                                   \
+            NAME(combine), NAME(run_dots), NAME(run_sums), NAME(run_experts), NAME(run_tile_decode),                    \
+            NAME(run_attention), NAME(rotate), NAME(norm),                                                          \
     }
 static const instruction_set NAME(set) = SET(LABEL, 0);
 #ifdef PAIRS_LABEL
@@ -472,6 +495,7 @@ static const instruction_set NAME(pairs_set) = SET(PAIRS_LABEL, 1);
 #undef vf
 #undef vu
 #undef vi
+#undef vh
 #undef BLOCK
 #undef MOST_TILE_TOKENS
 #undef V

@@ -17,11 +17,12 @@
  * inputs), then those of down (16 outputs after the other, each over the block's neurons). Values are decoded in
  * registers; products and sums are float32, and their order depends on the sizes alone.
  *
+ * Tiles are read in the order in which they lie: a block's inner matrices, then its down (docs/log.md).
+ *
  * A format is a header of two functions for WEIGHT_FORMATS (products.h), or is among those of codes.h or int4.h:
- *   NAME(f_add)(dtype, N, p, next, x, sums)  adds the tile at `p` times a group's inputs of N tokens to 16 sums of each;
- *                                            `dtype` is what the weights are to be rounded to; as many bytes at `next`
- *                                            are asked of memory, bit by bit, as a processor awaits few lines at a time
- *   NAME(f_decode)(p, out)                    its weights in float32, out[group][16]
+ *   NAME(f_add)(dtype, N, p, x, x_stride, sums, stride)  adds the tile at `p` times a group's inputs of N tokens, x_stride
+ *                              units apart, to 16 sums of each, `stride` apart; `dtype` is what weights are to be rounded to
+ *   NAME(f_decode)(p, out)     its weights in float32, out[group][16]
  */
 
 #define W (16 / V) /* vectors of a tile's outputs */
@@ -46,7 +47,7 @@ INLINE vu NAME(shuffle)(const uint8_t *values, vu codes) {
 
 /* To what `dtype` has of such values, none of which is NaN. */
 INLINE vf NAME(rounded)(int dtype, vf values) {
-    if (dtype == BFLOAT16) {
+    if (dtype == BFLOAT16 || dtype == PAIRS) {
         vu bits = (vu)values;
         bits += 0x7fff + (bits >> 16 & 1);
         return (vf)(bits & 0xffff0000u);
@@ -67,77 +68,120 @@ INLINE vf NAME(rounded)(int dtype, vf values) {
 /* -- any format ------------------------------------------------------------------------------------------------------ */
 
 /* A row of inputs as tiles of a format take it. */
-static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t width, char *out) {
-    if (!has_units(format)) NAME(widen)(dtype, x, width, (float *)out);
-    else if (dtype == BFLOAT16) NAME(prepare_units)(format, BFLOAT16, x, width, (unit *)out);
-    else if (dtype == FLOAT32) NAME(prepare_units)(format, FLOAT32, x, width, (unit *)out);
+static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out) {
+    if (dtype == PAIRS && takes_pairs(format)) NAME(prepare_pairs)(format, x, width, out);
+    else if (dtype == BFLOAT16 || dtype == PAIRS) NAME(prepare_units)(format, BFLOAT16, x, width, out);
+    else if (dtype == FLOAT32) NAME(prepare_units)(format, FLOAT32, x, width, out);
 #if HAS_HALF
-    else NAME(prepare_units)(format, FLOAT16, x, width, (unit *)out);
+    else NAME(prepare_units)(format, FLOAT16, x, width, out);
 #endif
 }
 
-/* Adds two rows of `num` tiles, the second `stride` bytes on, times the inputs at x[t]: what is done with inputs is done once
- * for both, and neither waits for the other's sums. As many bytes at `next` are asked of memory in the order in which they
- * lie, which is faster than two places in turns.
+/* Adds `num` tiles side by side, each times its inputs x[t * x_stride] of N tokens, to sums[t * stride] of 16 outputs; from
+ * tile to tile, inputs and sums are so many further on. Each is a function of its own: within another, there are too few
+ * registers.
  */
-typedef void NAME(pair_add)(int dtype, int64_t num, const char *p, int64_t stride, const char *next, const char *const *x,
-                            vf (*sums)[MAX_TOKENS][W]);
+#define TILES(name)                                                                                                    \
+    void name(int dtype, int64_t num, const char *p, const unit *x, int64_t x_stride, int64_t x_step, float *sums,     \
+              int64_t stride, int64_t step)
+typedef TILES(NAME(tiles_add));
 
-#define CODES(F, f, group, nbytes, N)                                                                                  \
-    static void NAME(f##_##N)(int dtype, int64_t num, const char *p, int64_t stride, const char *next,                  \
-                              const char *const *x, vf (*sums)[MAX_TOKENS][W]) {                                       \
-        const unit *units[N];                                                                                          \
-        (void)dtype;                                                                                                   \
-        for (int t = 0; t < N; t++) units[t] = (const unit *)x[t];                                                     \
-        for (; num; num--, p += nbytes, next += 2 * (nbytes)) {                                                        \
-            NAME(codes_add)(F, N, p, stride, next, units, sums);                                                       \
-            for (int t = 0; t < N; t++) units[t] += group / UNIT;                                                      \
-        }                                                                                                              \
+#define ADD(F, f, N, one)                                                                   \
+    static __attribute__((noinline)) TILES(NAME(f##_##N)) {                                 \
+        (void)dtype;                                                                        \
+        for (; num; num--, p += tile_nbytes(F), x += x_step, sums += step) one;             \
     }
-#define WEIGHTS(F, f, group, nbytes, N)                                                                                \
-    static void NAME(f##_##N)(int dtype, int64_t num, const char *p, int64_t stride, const char *next,                  \
-                              const char *const *x, vf (*sums)[MAX_TOKENS][W]) {                                       \
-        const float *rows[N];                                                                                          \
-        for (int t = 0; t < N; t++) rows[t] = (const float *)x[t];                                                     \
-        for (; num; num--, p += nbytes, next += 2 * (nbytes)) {                                                        \
-            _Pragma("GCC unroll 1") for (int r = 0; r < 2; r++)                                                        \
-                NAME(f##_add)(dtype, N, p + r * stride, next + r * (nbytes), rows, sums[r]);                           \
-            for (int t = 0; t < N; t++) rows[t] += group;                                                              \
-        }                                                                                                              \
-    }
-#define NUMBERS(F, f, group, nbytes, N)                                                                                \
-    static void NAME(f##_##N)(int dtype, int64_t num, const char *p, int64_t stride, const char *next,                  \
-                              const char *const *x, vf (*sums)[MAX_TOKENS][W]) {                                       \
-        (void)dtype;                                                                                                   \
-        for (int t = 0; t < N; t++)                                                                                    \
-            NAME(f)(num, p, stride, next, (const unit *)x[t], (vf(*)[MAX_TOKENS][W])(sums[0] + t));                   \
-    }
-#define EACH(F, f, group, nbytes)                                                                                      \
-    static __attribute__((noinline)) void NAME(f)(int64_t num, const char *p, int64_t stride, const char *next,         \
-                                                  const unit *x, vf (*sums)[MAX_TOKENS][W]) {                          \
-        NAME(int4_add)(F, num, p, stride, next, x, sums);                                                              \
-    }                                                                                                                  \
-    FOR_TOKENS(NUMBERS, F, f, group, nbytes)
+#define CODES(F, f, N) ADD(F, f, N, NAME(codes_add)(F, N, p, x, x_stride, sums, stride))
+#define WEIGHTS(F, f, N) ADD(F, f, N, NAME(f##_add)(dtype, N, p, x, x_stride, sums, stride))
+#define NUMBERS(F, f, N) \
+    ADD(F, f, N, for (int t = 0; t < N; t++) NAME(f)(p, x + t * x_stride, sums + t * stride))
+#define EACH(F, f, group, nbytes)                                                              \
+    static __attribute__((noinline)) void NAME(f)(const char *p, const unit *x, float *sums) { \
+        NAME(int4_add)(F, p, x, sums);                                                         \
+    }                                                                                          \
+    FOR_TOKENS(NUMBERS, F, f)
 INT4_FORMATS(EACH)
 #undef EACH
-#define EACH(F, f, group, nbytes) FOR_TOKENS(CODES, F, f, group, nbytes)
+#define EACH(F, f, group, nbytes) FOR_TOKENS(CODES, F, f)
 CODE_FORMATS(EACH)
 #undef EACH
-#define EACH(F, f, group, nbytes) FOR_TOKENS(WEIGHTS, F, f, group, nbytes)
+#define EACH(F, f, group, nbytes) FOR_TOKENS(WEIGHTS, F, f)
 WEIGHT_FORMATS(EACH)
 #undef EACH
+#undef NUMBERS
+#undef CODES
+#undef WEIGHTS
+#undef ADD
 
 /* By format and number of tokens. */
-static NAME(pair_add) *const NAME(pair_adds)[NUM_FORMATS][MAX_TOKENS] = {
-#define PLACE(F, f, group, nbytes, N) NAME(f##_##N),
-#define EACH(F, f, group, nbytes) {FOR_TOKENS(PLACE, F, f, group, nbytes)},
+static NAME(tiles_add) *const NAME(adds)[NUM_FORMATS][MAX_TOKENS] = {
+#define PLACE(F, f, N) NAME(f##_##N),
+#define EACH(F, f, group, nbytes) [F] = {FOR_TOKENS(PLACE, F, f)},
     TILE_FORMATS(EACH)
 #undef EACH
 #undef PLACE
 };
-#undef NUMBERS
-#undef CODES
-#undef WEIGHTS
+
+#ifdef PAIRS_LABEL
+#define PAIRS_OF(F, f, decoder, N)                                                         \
+    static __attribute__((noinline)) TILES(NAME(f##_pairs_##N)) {                          \
+        (void)dtype;                                                                       \
+        NAME(decoder##_pairs)(F, N, num, p, x, x_stride, x_step, sums, stride, step);      \
+    }
+#define EACH(F, f, decoder) FOR_TOKENS(PAIRS_OF, F, f, decoder)
+PAIRS_FORMATS(EACH)
+#undef EACH
+#undef PAIRS_OF
+
+static NAME(tiles_add) *const NAME(adds_of_pairs)[NUM_FORMATS][MAX_TOKENS] = {
+#define PLACE(F, f, N) NAME(f##_pairs_##N),
+#define EACH(F, f, decoder) [F] = {FOR_TOKENS(PLACE, F, f)},
+    PAIRS_FORMATS(EACH)
+#undef EACH
+#undef PLACE
+};
+#endif
+#undef TILES
+
+INLINE NAME(tiles_add) *NAME(add_of)(int dtype, int format, int64_t num_tokens) {
+    (void)dtype;
+#ifdef PAIRS_LABEL
+    if (dtype == PAIRS && takes_pairs(format)) return NAME(adds_of_pairs)[format][num_tokens - 1];
+#endif
+    return NAME(adds)[format][num_tokens - 1];
+}
+
+/* The inner products of neurons `first` to `end` of a task, block after block. */
+static void NAME(tile_dots)(const dots *d, const task *one, int64_t first, int64_t end) {
+    const int64_t group = tile_group(d->format), num_tiles = d->width / group, itemsize = NAME(itemsize)(d->dtype);
+    const int N = (int)one->num_tokens;
+    const unit *x = (const unit *)(d->x + one->x_row * d->padded_width);
+    NAME(tiles_add) *const add = NAME(add_of)(d->dtype, d->format, N);
+    for (; first < end; first += d->block_size) {
+        const char *p = one->weights + first / d->block_size * d->row_nbytes;
+        for (int64_t m = 0; m < d->num_matrices; m++)
+            for (int64_t i = first; i < first + d->block_size; i += 16, p += num_tiles * tile_nbytes(d->format)) {
+                float results[MAX_TOKENS][16] __attribute__((aligned(64))) = {0};
+                add(d->dtype, num_tiles, p, x, d->width / UNIT, group / UNIT, results[0], 16, 0);
+                for (int t = 0; t < N; t++) {
+                    for (int k = 0; k < 16 && d->bias != NULL; k++)
+                        results[t][k] += NAME(value)(d->dtype, d->bias + (i + k) * itemsize);
+                    const int64_t row = m * d->out_rows + one->out_row + t;
+                    NAME(put_all)(d->dtype, results[t], 16, d->out + (row * d->num_neurons + i) * itemsize);
+                }
+            }
+    }
+}
+
+/* Neurons `first` to `end` of a task, weighed and added to sum[n, H], block after block. */
+static void NAME(tile_sums)(const sums *s, const task *one, int64_t first, int64_t end, float *sum) {
+    const int64_t group = tile_group(s->format), x_stride = s->num_neurons / UNIT;
+    const unit *x = (const unit *)s->h + one->x_row * x_stride;
+    NAME(tiles_add) *const add = NAME(add_of)(s->dtype, s->format, one->num_tokens);
+    for (; first < end; first += group)
+        add(s->dtype, s->width / 16, one->weights + first / group * s->row_nbytes, x + first / UNIT, x_stride, 0, sum,
+            s->padded_width, 16);
+}
 
 INLINE void NAME(tile_decode)(int format, const char *p, float (*out)[16]) {
     switch (format) {
@@ -151,99 +195,6 @@ INLINE void NAME(tile_decode)(int format, const char *p, float (*out)[16]) {
 #undef CASE
     default: NAME(codes_decode)(format, p, out);
     }
-}
-
-/* Block `number` of all tasks: its inner matrices, 32 outputs after the other. */
-static void NAME(tile_dots_block)(const tile_dots *d, int64_t number) {
-    const int64_t num_blocks = d->end / d->num_tasks, block = number % num_blocks, after = number + 1;
-    const task *one = d->tasks + number / num_blocks;
-    const int format = d->format, group = tile_group(format), N = (int)one->num_tokens;
-    NAME(pair_add) *const add = NAME(pair_adds)[format][N - 1];
-    const int64_t itemsize = NAME(itemsize)(d->dtype);
-    const int64_t stride = d->hidden / group * tile_nbytes(format), row_nbytes = tile_row_nbytes(format, d->hidden);
-    const int64_t end = d->num_inner * d->block_size;
-    const char *p = one->weights + block * d->block_nbytes, *next;
-    for (int64_t v = 0; v < end; v += 32, p = next) {
-        next = p + 2 * stride;
-        if (v + 32 >= end && after < d->end)
-            next = d->tasks[after / num_blocks].weights + after % num_blocks * d->block_nbytes;
-        vf sums[2][MAX_TOKENS][W];
-        for (int t = 0; t < N; t++)
-            for (int w = 0; w < W; w++) sums[0][t][w] = sums[1][t][w] = (vf){0};
-        const char *x[MAX_TOKENS];
-        for (int t = 0; t < N; t++) x[t] = d->x + (one->x_row + t) * row_nbytes;
-        const int64_t matrix = v / d->block_size, neuron = block * d->block_size + v % d->block_size;
-        const int num = neuron + 16 < d->num_neurons ? 32 : 16; /* the last of a matrix by itself may lack the other */
-        add(d->dtype, d->hidden / group, p, num == 32 ? stride : 0, next, x, sums);
-        for (int t = 0; t < N; t++) {
-            float results[32];
-            for (int r = 0; r < 2; r++) memcpy(results + r * 16, sums[r][t], 16 * sizeof(float));
-            if (d->bias != NULL)
-                for (int i = 0; i < num; i++) results[i] += NAME(value)(d->dtype, d->bias + (neuron + i) * itemsize);
-            char *out = d->out + ((matrix * d->out_rows + one->out_row + t) * d->num_neurons + neuron) * itemsize;
-            NAME(put_all)(d->dtype, results, num, out);
-        }
-    }
-    if (d->then != NULL)
-        NAME(activate)(d->dtype, d->then, one - d->tasks, one, (int)d->num_inner, d->out, d->out_rows, d->num_neurons,
-                       block * d->block_size, d->block_size);
-}
-
-/* Where chunk `number` of all tasks begins in the first block. */
-INLINE const char *NAME(tile_sums_at)(const tile_sums *s, int64_t number) {
-    return s->tasks[number / s->num_chunks].weights + s->down_at +
-           number % s->num_chunks * s->chunk * 2 * tile_nbytes(s->format);
-}
-
-/* Chunk `number` of all tasks: some outputs of down, over all blocks. */
-static void NAME(tile_sums_chunk)(const tile_sums *s, int64_t number) {
-    const task *one = s->tasks + number / s->num_chunks;
-    const int64_t first = number % s->num_chunks * s->chunk, most = s->hidden / 32;
-    const int64_t end = first + s->chunk < most ? first + s->chunk : most;
-    const int format = s->format, group = tile_group(format), N = (int)one->num_tokens;
-    NAME(pair_add) *const add = NAME(pair_adds)[format][N - 1];
-    const int64_t nbytes = tile_nbytes(format), itemsize = NAME(itemsize)(s->dtype);
-    const int64_t row_nbytes = tile_row_nbytes(format, s->num_neurons);
-    vf sums[PAIRS_CHUNK][2][MAX_TOKENS][W];
-    for (int64_t v = 0; v < end - first; v++)
-        for (int t = 0; t < N; t++)
-            for (int w = 0; w < W; w++) sums[v][0][t][w] = sums[v][1][t][w] = (vf){0};
-    const char *begin = NAME(tile_sums_at)(s, number);
-    for (int64_t block = 0; block < s->num_neurons / group; block++, begin += s->block_nbytes) {
-        const char *p = begin, *next = begin + s->block_nbytes;
-        if (block + 1 == s->num_neurons / group && number + 1 < s->end) next = NAME(tile_sums_at)(s, number + 1);
-        const char *x[MAX_TOKENS];
-        for (int t = 0; t < N; t++)
-            x[t] = s->h + (one->x_row + t) * row_nbytes + tile_row_nbytes(format, block * group);
-        for (int64_t v = 0; v < end - first; v++, p += 2 * nbytes, next += 2 * nbytes)
-            add(s->dtype, 1, p, nbytes, next, x, sums[v]);
-    }
-    for (int64_t v = first; v < end; v++)
-        for (int t = 0; t < N; t++) {
-            float results[32];
-            for (int r = 0; r < 2; r++) memcpy(results + r * 16, sums[v - first][r][t], 16 * sizeof(float));
-            const int64_t row = s->out_rows == NULL ? one->out_row + t : s->out_rows[one->out_row + t];
-            const int64_t place = row * s->hidden + v * 32;
-            if (s->is_added)
-                for (int i = 0; i < 32; i++) ((float *)s->out)[place + i] += results[i];
-            else
-                NAME(put_all)(s->dtype, results, 32, s->out + place * itemsize);
-            if (s->bias != NULL)
-                NAME(add_bias)(s->dtype, s->bias + (s->experts[one - s->tasks] * s->hidden + v * 32) * itemsize, 32,
-                               s->out + place * itemsize);
-        }
-}
-
-static void NAME(run_tile_dots)(void *argument) {
-    tile_dots *d = argument;
-    for (int64_t c, end; (c = take(&d->next, d->end, d->num_threads, &end)) < d->end;)
-        for (; c < end; c++) NAME(tile_dots_block)(d, c);
-}
-
-static void NAME(run_tile_sums)(void *argument) {
-    tile_sums *s = argument;
-    for (int64_t c, end; (c = take(&s->next, s->end, s->num_threads, &end)) < s->end;)
-        for (; c < end; c++) NAME(tile_sums_chunk)(s, c);
 }
 
 /* out[neuron, matrix, H], the last matrix being down, transposed. */
