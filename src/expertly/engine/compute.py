@@ -21,7 +21,7 @@ from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan, Span
 from expertly.formats import ExpertFormat, expert_format
 from expertly.native.activations import recognise
-from expertly.native.kernels import MAX_TILE_TOKENS, NO_DOWN, ExpertProducts, Kernels, Work
+from expertly.native.kernels import MAX_TOKENS, NO_DOWN, ExpertProducts, Kernels, Work
 
 _FIRST = (0,)
 
@@ -94,7 +94,8 @@ class LayerCompute:
             down_bias = down_bias[of_experts].to(rows.device)
         self._in_bias, self.down_bias = in_bias, down_bias
         # Of the compiled products: tokens of an expert that they take, and where rows are.
-        self.max_tokens = (MAX_TILE_TOKENS if geometry.format else kernels.max_tokens) if kernels.takes(dtype) else 0
+        self.max_tokens = (MAX_TOKENS if geometry.format else kernels.max_tokens) if kernels.takes(dtype) else 0
+        self._task_tokens = kernels.tile_tokens if geometry.format else kernels.max_tokens
         self._format = form = expert_format(geometry.format) if geometry.format else None
         self._block_size = geometry.block_size
         self._shape = geometry.num_matrices, geometry.hidden_size
@@ -145,7 +146,7 @@ class LayerCompute:
         tasks: list[int] = []
         x_rows: list[int] = []
         out_rows: list[int] = []
-        most = kernels.max_tokens
+        most = self._task_tokens
         for span, of_x, of_out in works:
             num_tokens = len(of_x)
             for first in range(0, num_tokens, most):
@@ -159,7 +160,8 @@ class LayerCompute:
     def _activated_by_torch(self, x: torch.Tensor, works: Sequence[Work], out: torch.Tensor, *, adds: bool) -> None:
         """The same in two calls, of one span or of one token."""
         kernels, n = self._kernels, len(works[0][1])
-        together = [(first, min(kernels.max_tokens, n - first)) for first in range(0, n, kernels.max_tokens)]
+        most = self._task_tokens
+        together = [(first, min(most, n - first)) for first in range(0, n, most)]
         num_neurons = works[0][0].num_segments * self._neurons_per_segment
         tasks: list[int] = []
         for k, (span, of_x, _) in enumerate(works):
@@ -284,7 +286,7 @@ class LayerCall:
             self.outputs.zero_()
         self._there: dict[int, torch.Tensor] | None = None  # the rows of experts, where they are computed
         self._slots = None if compute.slots is None else compute.slots.begin(self._hidden, self.outputs)
-        is_short = work.positions is not None or (compute.joins and len(hidden) <= MAX_TILE_TOKENS)
+        is_short = work.positions is not None or (compute.joins and len(hidden) <= MAX_TOKENS)
         self.takes_several = self._slots is not None or (is_short and compute.max_tokens > 0)
         """Whether experts that are here can be computed in one call, by the kernels: those of few tokens."""
 

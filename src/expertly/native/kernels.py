@@ -29,13 +29,15 @@ VARIABLE = "EXPERTLY_KERNELS"
 
 ACCEPTED = ("auto", "native", "torch", "avx512_bf16", "avx512", "avx2", "generic")
 
-MAX_TOKENS = 4
-"""Most tokens of one product; of the `generic` one, whose vectors are short, 1 (docs/log.md)."""
+MAX_TOKENS = 16
+"""Most tokens of one product; of the `generic` one, whose vectors are short, 1 (docs/log.md). Quantised weights are
+read again for every few, and for more tokens decoded first.
+"""
 
-MAX_TILE_TOKENS = 16
-"""Most tokens for which quantised weights are read again for every few, and not decoded first."""
+_TILE_TOKENS = 4
+"""Of them so many at a time."""
 
-VERSION = 19
+VERSION = 20
 """Of the interface that is called here; products.c says the same number."""
 
 NO_DOWN = -1
@@ -193,6 +195,7 @@ class Kernels:
         self.why = why
         self.name = "torch" if library is None else f"native {library.name}"
         self.max_tokens = 0 if library is None else library.max_tokens  # of one product that they take
+        self.tile_tokens = min(self.max_tokens, _TILE_TOKENS)  # the same of quantised weights
         self.dtypes = {} if library is None else library.dtypes  # of matrices that they take, in the host's memory
         self.max_threads = granted_cpus()
         self.num_native = 0  # experts, or parts of one, that were computed by the compiled products, or Triton's
@@ -212,7 +215,7 @@ class Kernels:
 
     def combines(self, rows: torch.Tensor, weights: torch.Tensor) -> bool:
         """Whether `combine` takes these rows [T * K, H] and weights [T, K]."""
-        return len(weights) <= MAX_TILE_TOKENS and self.takes(rows.dtype)
+        return len(weights) <= MAX_TOKENS and self.takes(rows.dtype)
 
     def facts(self) -> dict[str, str | int]:
         counts = {"native": self.num_native, "torch": self.num_torch, "attention": self.num_attention}

@@ -308,18 +308,21 @@ INLINE void NAME(dots_typed)(int dtype, const dots *d, int64_t c) {
      * rows side by side, which hide each other's latency. */
     const int in_turn = V >= 16 && d->num_matrices == 1;
     int64_t fours = in_turn ? first : first + (end - first) / 4 * 4, twos = first + (end - first) / 2 * 2;
-    if (dtype == PAIRS) dot_pairs(d, one, first, end);
-    else switch (one->num_tokens) {
-#define CASE(N, R, whole)                                   \
-    case N:                                                 \
-        NAME(dot_range)(dtype, R, N, d, one, first, whole); \
-        NAME(dot_range)(dtype, 1, N, d, one, whole, end);   \
+    for (int64_t t = 0; t < one->num_tokens; t += MAX_TOKENS) {
+        const task some = some_tokens(one, t);
+        if (dtype == PAIRS) dot_pairs(d, &some, first, end);
+        else switch (some.num_tokens) {
+#define CASE(N, R, whole)                                     \
+    case N:                                                   \
+        NAME(dot_range)(dtype, R, N, d, &some, first, whole); \
+        NAME(dot_range)(dtype, 1, N, d, &some, whole, end);   \
         break;
-        CASE(1, 4, fours)
-        CASE(2, 4, fours)
-        CASE(3, 2, twos)
-        CASE(4, 2, twos)
+            CASE(1, 4, fours)
+            CASE(2, 4, fours)
+            CASE(3, 2, twos)
+            CASE(4, 2, twos)
 #undef CASE
+        }
     }
     if (d->then != NULL)
         NAME(activate)(dtype == PAIRS ? BFLOAT16 : dtype, d->then, one - d->tasks, one, d->num_matrices, d->out,
@@ -382,9 +385,9 @@ INLINE void NAME(sum_range)(int dtype, int R, int N, const sums *s, const task *
 /* The chunks of a task have been summed: their sum, in their order, to where it belongs. */
 INLINE void NAME(finish)(int dtype, const sums *s, int64_t number) {
     const task *one = s->tasks + number;
-    const int64_t stride = s->partial_stride;
+    const int64_t stride = one->num_tokens * s->padded_width;
     for (int64_t t = 0; t < one->num_tokens; t++) {
-        float *total = s->partial + number * s->num_chunks * stride + t * s->padded_width;
+        float *total = partial_at(s, number, 0) + t * s->padded_width;
         const int64_t row = s->out_rows == NULL ? one->out_row + t : s->out_rows[one->out_row + t];
         for (int64_t c = 1; c < s->num_chunks; c++)
             for (int64_t j = 0; j < s->padded_width; j += V) *(vf *)(total + j) += *(vf *)(total + c * stride + j);
@@ -407,20 +410,24 @@ INLINE void NAME(sums_typed)(int dtype, const sums *s, int64_t c) {
     int64_t first = c % s->num_chunks * s->chunk, end = first + s->chunk;
     if (end > s->num_neurons) end = s->num_neurons;
     int64_t eights = first + (end - first) / 8 * 8, fours = first + (end - first) / 4 * 4;
-    float *sum = s->partial + c * s->partial_stride;
+    float *sum = partial_at(s, number, c % s->num_chunks);
     memset(sum, 0, (size_t)(one->num_tokens * s->padded_width) * sizeof(float));
-    if (dtype == PAIRS) sum_pairs(s, one, first, end, sum);
-    else switch (one->num_tokens) {
-#define CASE(N, R, whole)                                        \
-    case N:                                                      \
-        NAME(sum_range)(dtype, R, N, s, one, first, whole, sum); \
-        NAME(sum_range)(dtype, 1, N, s, one, whole, end, sum);   \
+    for (int64_t t = 0; t < one->num_tokens; t += MAX_TOKENS) {
+        const task some = some_tokens(one, t);
+        float *own = sum + t * s->padded_width;
+        if (dtype == PAIRS) sum_pairs(s, &some, first, end, own);
+        else switch (some.num_tokens) {
+#define CASE(N, R, whole)                                          \
+    case N:                                                        \
+        NAME(sum_range)(dtype, R, N, s, &some, first, whole, own); \
+        NAME(sum_range)(dtype, 1, N, s, &some, whole, end, own);   \
         break;
-        CASE(1, 8, eights)
-        CASE(2, 4, fours)
-        CASE(3, 4, fours)
-        CASE(4, 4, fours)
+            CASE(1, 8, eights)
+            CASE(2, 4, fours)
+            CASE(3, 4, fours)
+            CASE(4, 4, fours)
 #undef CASE
+        }
     }
     if (__atomic_sub_fetch(s->left + number, 1, __ATOMIC_ACQ_REL) == 0) NAME(finish)(dtype, s, number);
 }
