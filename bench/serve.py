@@ -1,12 +1,12 @@
 """The server against `generate`, and many requests against one: time per output token and tokens per second.
 
-    python bench/serve.py [--experts-gib 3] [--memory 25%] [--tokens 48] [--rounds 5] [--concurrent 8]
+    python bench/serve.py [--experts-gib 3] [--memory 25%] [--tokens 48] [--rounds 5] [--concurrent 2,4,8,16]
 
-Bounds: one served request within 1.05x of `generate`'s TPOT; `--concurrent` requests at least 0.9 of `ceiling`; on the
-demo model with all experts in memory at least 2.5x one request's tokens per second.
+Bounds: one served request within 1.05x of `generate`'s TPOT; many at least 0.9 of `ceiling`, and 8 on the demo model
+with all experts in memory at least 2.5x one request's tokens per second.
 Server and `generate` share one model in one process and take turns; the clients are in a process of their own, without
-logit bias or sampling. `ceiling` is what the union of demands allows: the concurrent requests' forward pass with all
-experts in memory, and besides the bytes that it loads here at the rate at which one request's loads came.
+logit bias or sampling. `ceiling` is what the union of demands allows: with all experts in memory, each takes as long as
+in one request's pass; else that pass, and the bytes it loads here at the rate at which one request's loads came.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import json
 import statistics
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from common import child, inflated_model, options, print_report, run
 
-PROMPTS = [f"The old man number {number} looked at the sea and" for number in range(64)]
+from expertly.data import demo_prompts
+
+PROMPTS = [json.loads(line)["prompt"] for line in demo_prompts().read_text("utf-8").splitlines()]
 
 
 def ask(port: int, prompt: str, num_tokens: int) -> list[float]:
@@ -40,17 +43,9 @@ def ask(port: int, prompt: str, num_tokens: int) -> list[float]:
 
 def clients(arguments: dict[str, Any]) -> dict[str, float]:
     """In a process of their own: so many requests at once."""
-    found: list[list[float]] = []
-    first = arguments["first"]
-
-    def run(number: int) -> None:
-        found.append(ask(arguments["port"], PROMPTS[(first + number) % len(PROMPTS)], arguments["tokens"]))
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(arguments["concurrent"])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    prompts = [PROMPTS[(arguments["first"] + number) % len(PROMPTS)] for number in range(arguments["concurrent"])]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        found = list(pool.map(lambda prompt: ask(arguments["port"], prompt, arguments["tokens"]), prompts))
     begin, end = max(times[0] for times in found), min(times[-1] for times in found)
     while_all_ran = sum(sum(begin < at <= end for at in times) for times in found)
     return {
@@ -106,15 +101,15 @@ class Bench:
         found: dict[str, float] = child(
             "serve.py", {"port": self.port, "concurrent": concurrent, "first": first, "tokens": self.args.tokens}
         )
-        after = self._counts()
-        passes = after[0] - before[0]
-        return found | {"loaded": (after[1] - before[1]) / passes, "stall_s": (after[2] - before[2]) / passes}
+        passes, *each = (now - was for was, now in zip(before, self._counts(), strict=True))
+        return found | {name: one / passes for name, one in zip(("loaded", "stall_s", "experts"), each, strict=True)}
 
-    def _counts(self) -> tuple[int, int, float]:
+    def _counts(self) -> tuple[int, int, float, int]:
         import expertly
 
         decode = expertly.stats(self.model).as_dict()["phases"]["decode"]
-        return decode["iterations"], decode["bytes_loaded"], decode["stall_s"]
+        experts = decode["hits"] + decode["partial_hits"] + decode["misses"]
+        return decode["iterations"], decode["bytes_loaded"], decode["stall_s"], experts
 
 
 def measure(benches: dict[str, Bench], args: argparse.Namespace) -> dict[tuple[str, str], list[dict[str, float]]]:
@@ -122,33 +117,36 @@ def measure(benches: dict[str, Bench], args: argparse.Namespace) -> dict[tuple[s
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     for number in range(args.rounds + 1):
         for name, bench in benches.items():
-            alone = bench.generate(PROMPTS[number])
-            one = bench.served(1, number)
-            together = bench.served(args.concurrent, number)
+            alone, one = bench.generate(PROMPTS[number]), bench.served(1, number)
             one["tpot_ratio"] = one["tpot_s"] / alone
-            together["gain"] = together["tokens_per_s"] / one["tokens_per_s"]
-            if number:  # the first warms up
-                for how, values in (("generate", {"tpot_s": alone}), ("served", one), ("served together", together)):
-                    found.setdefault((name, how), []).append(values)
+            rows = {"generate": {"tpot_s": alone}, "1 request": one}
+            for many in args.concurrent:
+                together = rows[f"{many} requests"] = bench.served(many, number)
+                together["gain"] = together["tokens_per_s"] / one["tokens_per_s"]
+            for how, values in rows.items() if number else ():  # the first warms up
+                found.setdefault((name, how), []).append(values)
     return found
 
 
 def add_ceilings(found: dict[tuple[str, str], list[dict[str, float]]], name: str, resident: str, many: int) -> None:
     """To each round of `name`, by the same round of the model that has all experts in memory."""
-    for one, together, whole in zip(
-        found[name, "served"], found[name, "served together"], found[resident, "served together"], strict=True
-    ):
-        rate = one["loaded"] / one["stall_s"] if one["stall_s"] else float("inf")
-        together["ceiling"] = many / (whole["tpot_s"] + together["loaded"] / rate)
+    how = f"{many} requests"
+    for one, together, whole in zip(found[name, "1 request"], found[name, how], found[resident, how], strict=True):
+        if name == resident:
+            together["ceiling"] = many * one["tokens_per_s"] * one["experts"] / together["experts"]
+        else:
+            rate = one["loaded"] / one["stall_s"] if one["stall_s"] else float("inf")
+            together["ceiling"] = many / (whole["tpot_s"] + together["loaded"] / rate)
         together["of_ceiling"] = together["tokens_per_s"] / together["ceiling"]
 
 
 def main() -> None:
-    args = options(__doc__, experts_gib=3.0, memory="25%", tokens=48, rounds=5, concurrent=8)
+    args = options(__doc__, experts_gib=3.0, memory="25%", tokens=48, rounds=5, concurrent="2,4,8,16")
+    args.concurrent = [int(many) for many in args.concurrent.split(",")]
     folder = str(inflated_model(args.experts_gib))
-    resident, partly = "inflated, all experts", f"inflated, {args.memory}"
+    demo, resident, partly = "demo, all experts", "inflated, all experts", f"inflated, {args.memory}"
     benches = {
-        "demo, all experts": Bench(None, args, system="resident"),
+        demo: Bench(None, args, system="resident"),
         resident: Bench(folder, args, system="resident"),
         partly: Bench(folder, args, memory=args.memory),
     }
@@ -157,7 +155,9 @@ def main() -> None:
     finally:
         for bench in benches.values():
             bench.close()
-    add_ceilings(found, partly, resident, args.concurrent)
+    for many in args.concurrent:
+        for name, whole in ((demo, demo), (resident, resident), (partly, resident)):
+            add_ceilings(found, name, whole, many)
     rows = [
         {"model": name, "how": how, **{key: statistics.median(one[key] for one in values) for key in values[0]}}
         for (name, how), values in found.items()

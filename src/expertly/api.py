@@ -36,6 +36,7 @@ from expertly.model.dense import use_kernels
 from expertly.model.hooks import between_passes, check_passes, experts_modules
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
+from expertly.model.speculation import Speculation
 from expertly.model.tiled import use_tiles
 from expertly.native.kernels import choose_kernels
 from expertly.options import LoadOptions, described, names_of_today
@@ -98,7 +99,8 @@ def open_model(
         if system.keeps_everything:
             engine.preload(_labelled(progress, "loading"))
         finalizer = weakref.finalize(loaded, opened.pop_all().close)
-    view = Stats(engine, system, chosen.store, chosen.division.reason, why_system)
+    loaded._expertly_speculation = speculation = Speculation(engine.decode_counts)
+    view = Stats(engine, system, chosen.store, chosen.division.reason, why_system, speculation)
     loaded._expertly_handle = Handle(chosen.store, engine, view, chosen.division, finalizer)
     return loaded, tokenizer
 

@@ -25,6 +25,7 @@ from expertly.engine.runtime import Observer
 from expertly.lab.prompts import has_template, tokens_of
 from expertly.model.generation import generate, generation_config, max_positions
 from expertly.model.hooks import CACHE
+from expertly.model.speculation import NUM_DRAFTED
 from expertly.model.text import TextStreamer
 from expertly.sim.future import belady_hits
 
@@ -37,6 +38,7 @@ class ChatSampling:
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
+    looks_up: bool = False  # drafts what stands earlier in the text (model/speculation.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,7 @@ class Chat:
         num_cached = self._keep_prefix(tokens)
         config = generation_config(model, room, sampling.temperature, sampling.top_p)
         config.return_dict_in_generate = True
+        config.prompt_lookup_num_tokens = NUM_DRAFTED if sampling.looks_up else None
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
         streamer = TextStreamer(self._decode, write)

@@ -21,7 +21,7 @@ from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan, Span
 from expertly.formats import ExpertFormat, expert_format
 from expertly.native.activations import recognise
-from expertly.native.kernels import MAX_TILE_TOKENS, NO_DOWN, ExpertProducts, Kernels, Work
+from expertly.native.kernels import MAX_TOKENS, NO_DOWN, ExpertProducts, Kernels, Work
 
 _FIRST = (0,)
 
@@ -94,7 +94,7 @@ class LayerCompute:
             down_bias = down_bias[of_experts].to(rows.device)
         self._in_bias, self.down_bias = in_bias, down_bias
         # Of the compiled products: tokens of an expert that they take, and where rows are.
-        self.max_tokens = (MAX_TILE_TOKENS if geometry.format else kernels.max_tokens) if kernels.takes(dtype) else 0
+        self.max_tokens = (MAX_TOKENS if geometry.format else kernels.max_tokens) if kernels.takes(dtype) else 0
         self._format = form = expert_format(geometry.format) if geometry.format else None
         self._block_size = geometry.block_size
         self._shape = geometry.num_matrices, geometry.hidden_size
@@ -145,11 +145,8 @@ class LayerCompute:
         tasks: list[int] = []
         x_rows: list[int] = []
         out_rows: list[int] = []
-        most = kernels.max_tokens
         for span, of_x, of_out in works:
-            num_tokens = len(of_x)
-            for first in range(0, num_tokens, most):
-                tasks += (self._address + span.slot * self._slot_nbytes, min(most, num_tokens - first), span.expert)
+            tasks += (self._address + span.slot * self._slot_nbytes, len(of_x), span.expert)
             x_rows += of_x
             out_rows += of_out
         span = works[0][0]
@@ -159,12 +156,10 @@ class LayerCompute:
     def _activated_by_torch(self, x: torch.Tensor, works: Sequence[Work], out: torch.Tensor, *, adds: bool) -> None:
         """The same in two calls, of one span or of one token."""
         kernels, n = self._kernels, len(works[0][1])
-        together = [(first, min(kernels.max_tokens, n - first)) for first in range(0, n, kernels.max_tokens)]
         num_neurons = works[0][0].num_segments * self._neurons_per_segment
         tasks: list[int] = []
         for k, (span, of_x, _) in enumerate(works):
-            for first, num in together:
-                tasks += (self._address + span.slot * self._slot_nbytes, of_x[first], num, k * n + first)
+            tasks += (self._address + span.slot * self._slot_nbytes, of_x[0], n, k * n)
         products = x.new_empty(self._num_inner, len(works) * n, num_neurons)
         if self._format is None:
             kernels.dots(tasks, x, products, self._row_nbytes, self._matrix_nbytes)
@@ -181,8 +176,7 @@ class LayerCompute:
         tasks = []
         address = self._address + (self._num_inner * self._matrix_nbytes if self._format is None else 0)
         for k, (span, _, of_out) in enumerate(works):
-            for first, num in together:
-                tasks += (address + span.slot * self._slot_nbytes, k * n + first, num, of_out[first])
+            tasks += (address + span.slot * self._slot_nbytes, k * n, n, of_out[0])
         h = self._activate(*inner).contiguous()
         if self._format is None:
             kernels.sums(tasks, h, out, self._row_nbytes, adds=adds)
@@ -284,7 +278,7 @@ class LayerCall:
             self.outputs.zero_()
         self._there: dict[int, torch.Tensor] | None = None  # the rows of experts, where they are computed
         self._slots = None if compute.slots is None else compute.slots.begin(self._hidden, self.outputs)
-        is_short = work.positions is not None or (compute.joins and len(hidden) <= MAX_TILE_TOKENS)
+        is_short = work.positions is not None or (compute.joins and len(hidden) <= MAX_TOKENS)
         self.takes_several = self._slots is not None or (is_short and compute.max_tokens > 0)
         """Whether experts that are here can be computed in one call, by the kernels: those of few tokens."""
 

@@ -115,6 +115,12 @@ class Engine:
             if progress is not None:
                 progress(done, geometry.nbytes)
 
+    def decode_counts(self) -> tuple[int, int]:
+        """Experts that decoding has needed so far, counted once a layer and pass, and bytes that it loaded."""
+        shards, layers = self.executor.shards, range(self.executor.geometry.num_layers)
+        every = [shard.layer_counters(layer).decode for shard in shards for layer in layers]
+        return sum(one.demands for one in every), sum(one.loaded_nbytes for one in every)
+
     # -- Runtime -----------------------------------------------------------------------------------------------
 
     @property

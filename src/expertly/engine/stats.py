@@ -10,6 +10,7 @@ from expertly.core.messages import Phase
 from expertly.engine.observe import Prefetching
 from expertly.engine.runtime import Engine
 from expertly.engine.shard import Shard
+from expertly.model.speculation import Speculation
 from expertly.native.kernels import kernels_over
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.system import System
@@ -28,12 +29,19 @@ class Stats:
     """A live view of a model's counters: each call reads them as they are now."""
 
     def __init__(
-        self, engine: Engine, system: System, store: PackedStore, why_memory: str, why_system: str | None = None
+        self,
+        engine: Engine,
+        system: System,
+        store: PackedStore,
+        why_memory: str,
+        why_system: str | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """`why_memory`: the reason for the amount; `why_system`: the reason for the system, where expertly chose it."""
         self._engine = engine
         self._system = system
         self._store = store
+        self._speculation = speculation
         self.system = system.name
         self.memory_reason = why_memory
         self.system_reason = why_system
@@ -82,6 +90,7 @@ class Stats:
             "prediction": None
             if prefetching is None
             else _of_prediction(prefetching, sum(one.num_late for one in executor.shards), devices[0]["gate"]),
+            "speculation": None if self._speculation is None else self._speculation.facts(),
             "reuse": None if engine.reuse is None else engine.reuse.facts(),
             **{name: sum(one.get(name, 0) for one in devices) for name in counts},
             "synchronisations_per_pass": self._synchronisations(),

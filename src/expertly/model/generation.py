@@ -91,8 +91,8 @@ def generation_config(
 def generate(model: Any, tokens: Sequence[int], config: Any, **more: Any) -> Any:
     """`model.generate` of one prompt; `more` are its other arguments.
 
-    Raises ConfigError where a token is not the model's, CheckpointError where transformers refuses what its
-    generation_config.json says.
+    Raises ConfigError where a token is not the model's, or where `config` looks up and transformers cannot with this
+    model; CheckpointError where transformers refuses what its generation_config.json says.
     """
     check_tokens(tokens, int(model.get_input_embeddings().num_embeddings))
     ids = torch.tensor([list(tokens)], device=model.device)
@@ -103,6 +103,10 @@ def generate(model: Any, tokens: Sequence[int], config: Any, **more: Any) -> Any
         if not last[0].f_globals.get("__name__", "").startswith("transformers.generation."):
             raise
         reason = " ".join(str(error).split())
+        if config.prompt_lookup_num_tokens is not None:
+            raise ConfigError(
+                f"speculate='prompt-lookup': transformers refuses it with this model: {reason}"
+            ) from error
         raise CheckpointError(f"{model.config.name_or_path}: {FILE_NAME}: transformers refuses it: {reason}") from error
 
 

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from expertly.core.errors import CheckpointError, ConfigError, ModelUseError, StoreError
 from expertly.model import generation, hooks
 from expertly.model.batching import bounded_config, refuse_compiled
+from expertly.model.speculation import Speculation
 from expertly.model.structure import Unvalued, find_experts, model_class_of, read_config
 from expertly.model.tiled import put_tiles
 
@@ -159,6 +160,7 @@ class GuardedModel:
 
     _expertly_is_sealed = False  # only a loaded model refuses to be moved and cast
     _expertly_runtime: hooks.Runtime
+    _expertly_speculation: Speculation | None = None
 
     # -- what it computes ------------------------------------------------------------------------------------
 
@@ -168,6 +170,12 @@ class GuardedModel:
         if isinstance(logits := getattr(output, "logits", None), torch.Tensor):
             self._expertly_runtime.check_logits(logits)
         return output
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """What `generate` drafts with; gated where it looks up."""
+        generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
+        speculation = self._expertly_speculation
+        return generator if speculation is None else speculation.watch(generator)
 
     # -- a model without experts must not be written ---------------------------------------------------------
 

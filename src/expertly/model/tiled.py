@@ -17,7 +17,7 @@ from torch.nn.functional import embedding, linear
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.formats import FORMATS, TiledFormat
 from expertly.formats.tiles import TILE_OUTPUTS
-from expertly.native.kernels import MAX_TILE_TOKENS, NO_DOWN, Kernels
+from expertly.native.kernels import MAX_TOKENS, NO_DOWN, Kernels
 
 _DECODED_NBYTES = 8 << 20
 """Of rows that are decoded at a time."""
@@ -94,13 +94,9 @@ class TiledLinear(TiledLayer, nn.Linear):  # type: ignore[override]
         if x.stride(1) != 1:
             x = x.contiguous()
         out = x.new_empty(num_tokens, self.out_features)
-        formats, step = (self._expertly_format.kernel, NO_DOWN), kernels.max_tokens
-        if num_tokens <= MAX_TILE_TOKENS:
-            address = tiles.data_ptr()
-            tasks: list[int] = []
-            for first in range(0, num_tokens, step):
-                tasks += (address, first, min(step, num_tokens - first), first)
-            kernels.tile_dots(formats, tasks, x, out.unsqueeze(0), bias)
+        formats = self._expertly_format.kernel, NO_DOWN
+        if num_tokens <= MAX_TOKENS:
+            kernels.tile_dots(formats, (tiles.data_ptr(), 0, num_tokens, 0), x, out.unsqueeze(0), bias)
         else:
             for rows, blocks in self._parts():
                 weight = x.new_empty(rows.stop - rows.start, 1, width)

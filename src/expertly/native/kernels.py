@@ -29,13 +29,12 @@ VARIABLE = "EXPERTLY_KERNELS"
 
 ACCEPTED = ("auto", "native", "torch", "avx512_bf16", "avx512", "avx2", "generic")
 
-MAX_TOKENS = 4
-"""Most tokens of one product; of the `generic` one, whose vectors are short, 1 (docs/log.md)."""
+MAX_TOKENS = 16
+"""Most tokens of one product, which reads a chunk of weights again from the cache for every few; of the `generic` one,
+whose vectors are short, 1, where weights are not quantised (docs/log.md).
+"""
 
-MAX_TILE_TOKENS = 16
-"""Most tokens for which quantised weights are read again for every few, and not decoded first."""
-
-VERSION = 19
+VERSION = 20
 """Of the interface that is called here; products.c says the same number."""
 
 NO_DOWN = -1
@@ -212,7 +211,7 @@ class Kernels:
 
     def combines(self, rows: torch.Tensor, weights: torch.Tensor) -> bool:
         """Whether `combine` takes these rows [T * K, H] and weights [T, K]."""
-        return len(weights) <= MAX_TILE_TOKENS and self.takes(rows.dtype)
+        return len(weights) <= MAX_TOKENS and self.takes(rows.dtype)
 
     def facts(self) -> dict[str, str | int]:
         counts = {"native": self.num_native, "torch": self.num_torch, "attention": self.num_attention}

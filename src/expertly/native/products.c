@@ -164,7 +164,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 19; }
+int expertly_products_version(void) { return 20; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -247,9 +247,8 @@ static int can_do(const instruction_set *set, int format, int dtype, const task 
                   int64_t num_neurons, int64_t width) {
     if (set == NULL || dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return 0;
     if (num_tasks < 1 || num_neurons < 1 || width < 1) return 0;
-    const int most = format == ROWS ? MAX_TOKENS : set->max_tile_tokens;
     for (int64_t i = 0; i < num_tasks; i++)
-        if (tasks[i].num_tokens < 1 || tasks[i].num_tokens > most) return 0;
+        if (tasks[i].num_tokens < 1 || tasks[i].num_tokens > TASK_TOKENS) return 0;
     return 1;
 }
 
@@ -316,14 +315,17 @@ static int begin_sums(const instruction_set *set, sums *job, int64_t num_tasks, 
     job->padded_width = (job->width + set->block - 1) / set->block * set->block;
     job->chunk = chunk;
     job->num_chunks = (job->num_neurons + chunk - 1) / chunk;
-    int64_t most = 1;
-    for (int64_t i = 0; i < num_tasks; i++) most = job->tasks[i].num_tokens > most ? job->tasks[i].num_tokens : most;
-    job->partial_stride = most * job->padded_width;
     job->end = num_tasks * job->num_chunks;
-    job->partial = allocate(job->end * job->partial_stride);
-    job->left = malloc((size_t)num_tasks * sizeof(int64_t));
-    for (int64_t i = 0; job->left != NULL && i < num_tasks; i++) job->left[i] = job->num_chunks;
-    return job->partial != NULL && job->left != NULL;
+    job->left = malloc(2 * (size_t)num_tasks * sizeof(int64_t));
+    if (job->left == NULL) return 0;
+    job->rows_before = job->left + num_tasks;
+    int64_t num_rows = 0;
+    for (int64_t i = 0; i < num_tasks; num_rows += job->tasks[i++].num_tokens) {
+        job->left[i] = job->num_chunks;
+        job->rows_before[i] = num_rows;
+    }
+    job->partial = allocate(num_rows * job->num_chunks * job->padded_width);
+    return job->partial != NULL;
 }
 
 static void end_sums(const sums *job) {

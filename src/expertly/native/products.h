@@ -22,7 +22,8 @@
 
 enum { BFLOAT16, FLOAT16, FLOAT32 };
 enum { PAIRS = 3 }; /* bfloat16 where the processor multiplies it by pairs (pairs_body.h): within the library */
-enum { MAX_TOKENS = 4 }; /* of one task: more have enough arithmetic for other methods */
+enum { MAX_TOKENS = 4 };   /* whose sums fit in the registers */
+enum { TASK_TOKENS = 16 }; /* of a task, whose chunks are read again from the cache for every MAX_TOKENS */
 enum { NO_DOWN = -1 };   /* in place of down's format: blocks of one matrix alone, 16 outputs by all inputs */
 enum { ROWS = -1 };      /* in place of a format: rows of numbers */
 
@@ -45,6 +46,12 @@ typedef struct {
     int64_t h_row_nbytes;
     int32_t format, dtype;  /* of the next matrix, or ROWS; of its inputs */
 } activation;
+
+/* The tokens of a task from t on, at most so many. */
+INLINE task some_tokens(const task *one, int64_t t, int64_t most) {
+    const int64_t left = one->num_tokens - t;
+    return (task){one->weights, one->x_row + t, left < most ? left : most, one->out_row + t};
+}
 
 /* out[m, out_row + t, i] = row (i, m) . x[x_row + t], of one matrix + bias[i] where there is one */
 typedef struct {
@@ -72,14 +79,18 @@ typedef struct {
     int64_t num_neurons, width, padded_width;
     int64_t row_nbytes; /* from neuron to neuron, or from block to block */
     const float *h;     /* [*, r], or rows of tile_row_nbytes */
-    float *partial;  /* [chunks of all tasks, the most n of a task, padded_width] */
-    int64_t partial_stride;
-    int64_t *left;   /* chunks of each task that are not done */
+    float *partial;     /* of each task [chunks, n, padded_width] */
+    int64_t *left, *rows_before; /* of each task: chunks that are not done, rows of the tasks before */
     char *out;       /* [*, H] in dtype, or float32 where it is added */
     const task *tasks;
     int64_t num_chunks, chunk;
     int64_t next, end;
 } sums;
+
+/* Where a chunk of task `number` is summed. */
+INLINE float *partial_at(const sums *s, int64_t number, int64_t chunk) {
+    return s->partial + (s->rows_before[number] * s->num_chunks + chunk * s->tasks[number].num_tokens) * s->padded_width;
+}
 
 /* Experts of a layer: `inner` with `then`, whose h is `down`'s, both in the same chunks of the same tasks. */
 typedef struct {
@@ -246,7 +257,7 @@ typedef struct {
 typedef struct {
     const char *name;
     int64_t block; /* rows are taken so many elements at a time */
-    int has_half, has_pairs, max_tile_tokens; /* of a task with tiles */
+    int has_half, has_pairs;
     void (*prepare)(int dtype, const char *x, int64_t width, float *out); /* one row, padded with zeros */
     void (*widen)(int dtype, const char *values, int64_t num, float *out);
     void (*tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out); /* one row */

@@ -327,13 +327,17 @@ INLINE void NAME(dot_typed)(int dtype, const dots *d, const task *one, int64_t f
 /* Neurons `begin` to `end` of a task. */
 static void NAME(dot_part)(const dots *d, const task *one, int64_t begin, int64_t end) {
     const int64_t first = begin * d->num_matrices, last = end * d->num_matrices;
-    if (d->format != ROWS) NAME(tile_dots)(d, one, begin, end);
-    else if (d->dtype == PAIRS) dot_pairs(d, one, first, last);
-    else if (d->dtype == BFLOAT16) NAME(dot_typed)(BFLOAT16, d, one, first, last);
-    else if (d->dtype == FLOAT32) NAME(dot_typed)(FLOAT32, d, one, first, last);
+    const int most = d->format == ROWS ? MAX_TOKENS : MOST_TILE_TOKENS;
+    for (int64_t t = 0; t < one->num_tokens; t += most) {
+        const task some = some_tokens(one, t, most);
+        if (d->format != ROWS) NAME(tile_dots)(d, &some, begin, end);
+        else if (d->dtype == PAIRS) dot_pairs(d, &some, first, last);
+        else if (d->dtype == BFLOAT16) NAME(dot_typed)(BFLOAT16, d, &some, first, last);
+        else if (d->dtype == FLOAT32) NAME(dot_typed)(FLOAT32, d, &some, first, last);
 #if HAS_HALF
-    else NAME(dot_typed)(FLOAT16, d, one, first, last);
+        else NAME(dot_typed)(FLOAT16, d, &some, first, last);
 #endif
+    }
     if (d->then != NULL)
         NAME(activate)(d->dtype, d->then, one - d->tasks, one, d->num_matrices, d->out, d->out_rows, d->num_neurons,
                        begin, end - begin);
@@ -388,9 +392,9 @@ INLINE void NAME(sum_range)(int dtype, int R, int N, const sums *s, const task *
 /* The chunks of a task have been summed: their sum, in their order, to where it belongs. */
 INLINE void NAME(finish_typed)(int dtype, int order, const sums *s, int64_t number) {
     const task *one = s->tasks + number;
-    const int64_t stride = s->partial_stride;
+    const int64_t stride = one->num_tokens * s->padded_width;
     for (int64_t t = 0; t < one->num_tokens; t++) {
-        float *total = s->partial + number * s->num_chunks * stride + t * s->padded_width;
+        float *total = partial_at(s, number, 0) + t * s->padded_width;
         const int64_t row = s->out_rows == NULL ? one->out_row + t : s->out_rows[one->out_row + t];
         for (int64_t c = 1; c < s->num_chunks; c++)
             for (int64_t j = 0; j < s->padded_width; j += V) *(vf *)(total + j) += *(vf *)(total + c * stride + j);
@@ -445,18 +449,23 @@ static void NAME(sums_chunk)(const dots *inner, const sums *s, int64_t c, int64_
     const int64_t number = c / s->num_chunks, begin = c % s->num_chunks * s->chunk;
     const int64_t end = NAME(least)(begin + s->chunk, s->num_neurons);
     const task *one = s->tasks + number;
-    float *sum = s->partial + c * s->partial_stride;
+    const int most = s->format == ROWS ? MAX_TOKENS : MOST_TILE_TOKENS;
+    float *sum = partial_at(s, number, c % s->num_chunks);
     memset(sum, 0, (size_t)(one->num_tokens * s->padded_width) * sizeof(float));
     for (int64_t first = begin; first < end; first += step) {
         const int64_t last = NAME(least)(first + step, end);
         if (inner != NULL) NAME(dot_part)(inner, inner->tasks + number, first, last);
-        if (s->format != ROWS) NAME(tile_sums)(s, one, first, last, sum);
-        else if (s->dtype == PAIRS) sum_pairs(s, one, first, last, sum);
-        else if (s->dtype == BFLOAT16) NAME(sum_typed)(BFLOAT16, s, one, first, last, sum);
-        else if (s->dtype == FLOAT32) NAME(sum_typed)(FLOAT32, s, one, first, last, sum);
+        for (int64_t t = 0; t < one->num_tokens; t += most) {
+            const task some = some_tokens(one, t, most);
+            float *own = sum + t * s->padded_width;
+            if (s->format != ROWS) NAME(tile_sums)(s, &some, first, last, own);
+            else if (s->dtype == PAIRS) sum_pairs(s, &some, first, last, own);
+            else if (s->dtype == BFLOAT16) NAME(sum_typed)(BFLOAT16, s, &some, first, last, own);
+            else if (s->dtype == FLOAT32) NAME(sum_typed)(FLOAT32, s, &some, first, last, own);
 #if HAS_HALF
-        else NAME(sum_typed)(FLOAT16, s, one, first, last, sum);
+            else NAME(sum_typed)(FLOAT16, s, &some, first, last, own);
 #endif
+        }
     }
     if (__atomic_sub_fetch(s->left + number, 1, __ATOMIC_ACQ_REL) == 0) NAME(finish)(s, number);
 }
@@ -479,7 +488,7 @@ static void NAME(run_experts)(void *argument) {
 
 #define SET(label, has_pairs)                                                                                       \
     {                                                                                                               \
-        label, BLOCK, HAS_HALF, has_pairs, MOST_TILE_TOKENS, NAME(prepare), NAME(widen), NAME(tile_prepare),        \
+        label, BLOCK, HAS_HALF, has_pairs, NAME(prepare), NAME(widen), NAME(tile_prepare),        \
             NAME(combine), NAME(run_dots), NAME(run_sums), NAME(run_experts), NAME(run_tile_decode),                    \
             NAME(run_attention), NAME(rotate), NAME(norm),                                                          \
     }
