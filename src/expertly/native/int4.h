@@ -57,13 +57,14 @@ INLINE vf NAME(int4_scale)(const int4_kind *kind, vu bits) {
 
 /* The zero points of V outputs. */
 INLINE vu NAME(int4_zeros)(const int4_kind *kind, const char *p, int w) {
-    vu zeros = (vu){0} + 8;
-    if (kind->has_zeros) {
-        uint64_t nibbles;
-        memcpy(&nibbles, p + kind->group * 8 + 32, 8);
-        for (int i = 0; i < V; i++) zeros[i] = nibbles >> (w * V + i) * 4 & 15;
-    }
-    return zeros;
+    if (!kind->has_zeros) return (vu){0} + 8;
+    uint32_t nibbles[2];
+    memcpy(nibbles, p + kind->group * 8 + 32, 8);
+    vu number;
+    for (int i = 0; i < V; i++) number[i] = (uint32_t)(w * V + i);
+    const vu is_late = (vu)(number > 7u);
+    const vu words = (((vu){0} + nibbles[0]) & ~is_late) | (((vu){0} + nibbles[1]) & is_late);
+    return words >> (number % 8 * 4) & 15u;
 }
 
 /* -- weight by weight -------------------------------------------------------------------------------------------------- */
@@ -230,18 +231,15 @@ INLINE void NAME(int4_pairs)(int format, int N, int64_t num, const char *p, cons
         NAME(fetch)(p + AHEAD + kind.group * 8, 1);
         const char *scales = p + kind.group * 8 - 2;
         float zeros[16];
-        if (kind.has_zeros) {
-            const __m128i both = _mm_loadl_epi64((const __m128i *)(p + kind.group * 8 + 32)), low = _mm_set1_epi8(15);
-            const __m128i each = _mm_unpacklo_epi8(_mm_and_si128(both, low), _mm_and_si128(_mm_srli_epi16(both, 4), low));
-            _mm512_storeu_ps(zeros, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(each)));
-        }
+        *(vf *)zeros = NAME(float_of)(NAME(int4_zeros)(&kind, p, 0));
+        if (kind.has_zeros) __asm__("" : "+m"(zeros)); /* to be spread as it is loaded */
         __m512i first[4], last[4];
         for (int g = 0; g < 4; g++) {
             __m512 weights[4];
             for (int i = 0; i < 4; i++) {
                 /* the upper half of a word is the scale, the lower what lies before it */
                 const __m512i scale = _mm512_and_si512(_mm512_set1_epi32(*(const pair_of_halves *)(scales + (g * 4 + i) * 2)), upper);
-                weights[i] = _mm512_sub_ps(all, _mm512_set1_ps(kind.has_zeros ? zeros[g * 4 + i] : 8.f));
+                weights[i] = _mm512_sub_ps(all, _mm512_set1_ps(zeros[g * 4 + i]));
                 weights[i] = _mm512_mul_ps(weights[i], (__m512)scale);
             }
             first[g] = (__m512i)_mm512_cvtne2ps_pbh(weights[1], weights[0]);

@@ -86,19 +86,20 @@ static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t wid
               int64_t stride, int64_t step)
 typedef TILES(NAME(tiles_add));
 
-#define ADD(F, f, N, one)                                                                   \
-    static __attribute__((noinline)) TILES(NAME(f##_##N)) {                                 \
-        (void)dtype;                                                                        \
-        for (; num; num--, p += tile_nbytes(F), x += x_step, sums += step) one;             \
+#define ADD(F, f, N, one)                                                       \
+    static __attribute__((noinline)) TILES(NAME(f##_##N)) {                     \
+        (void)dtype, (void)x_stride, (void)stride;                              \
+        for (; num; num--, p += tile_nbytes(F), x += x_step, sums += step) one; \
     }
 #define CODES(F, f, N) ADD(F, f, N, NAME(codes_add)(F, N, p, x, x_stride, sums, stride))
 #define WEIGHTS(F, f, N) ADD(F, f, N, NAME(f##_add)(dtype, N, p, x, x_stride, sums, stride))
-#define NUMBERS(F, f, N) \
-    ADD(F, f, N, for (int t = 0; t < N; t++) NAME(f)(p, x + t * x_stride, sums + t * stride))
-#define EACH(F, f, group, nbytes)                                                              \
-    static __attribute__((noinline)) void NAME(f)(const char *p, const unit *x, float *sums) { \
-        NAME(int4_add)(F, p, x, sums);                                                         \
-    }                                                                                          \
+#define NUMBERS(F, f, N)                                                                             \
+    static TILES(NAME(f##_##N)) {                                                                    \
+        for (int t = 0; t < N; t++)                                                                  \
+            NAME(f##_alone)(dtype, num, p, x + t * x_stride, x_stride, x_step, sums + t * stride, stride, step); \
+    }
+#define EACH(F, f, group, nbytes)             \
+    ADD(F, f, alone, NAME(int4_add)(F, p, x, sums)) \
     FOR_TOKENS(NUMBERS, F, f)
 INT4_FORMATS(EACH)
 #undef EACH
