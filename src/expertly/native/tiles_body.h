@@ -11,6 +11,10 @@
  *   SHUFFLE_EACH(t, codes)  which of the 16 bytes of t at the same place each byte says
  *   JOIN(p, at)         16 bytes each from p + at[0], p + at[1] and so on
  *   FOLD(a, b)          in each four lanes a0 + a2, b0 + b2, a1 + a3, b1 + b3
+ * and where there is PAIRS_LABEL
+ *   SPREAD(p)           two numbers of bfloat16 in every four bytes of a vector
+ *   ADD_PAIRS(sums, weights, p)  adds to each of 16 sums two weights times the two inputs at p
+ *   TWICE(halves)       16 numbers of bfloat16, and once more
  *
  * A tile is 16 outputs by a group of inputs, that of its format. An expert is blocks of as many neurons as down's group,
  * each of which is the tiles of its inner matrices (gate and up, or up: for 16 outputs after the other, those over all
