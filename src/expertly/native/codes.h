@@ -6,6 +6,8 @@
  * three digits of 8 bits that are multiplied apart. These sums are exact; of an input is lost what is below 2^-23 of the
  * unit's largest, as sums in float32 lose it. Else products and sums are float32.
  *
+ * With AVX512-BF16 (codes_pairs), nibbles are looked up as bfloat16, which holds them, and products are float32's.
+ *
  * Codes of V outputs are in words of 4 bytes, less none: of every 8 inputs those at even places, then those at odd ones.
  */
 

@@ -120,6 +120,7 @@ INLINE void NAME(fp8_pairs)(int format, int N, int64_t num, const char *p, const
         for (int t = 0; t < N; t++)
             for (int k = 0; k < 4; k++) a[t][k] = _mm512_setzero_ps();
         for (int j = 0; j < 4; j++)
+#pragma GCC unroll 8 /* so that sums stay in registers */
             for (int word = 0; word < 8; word++) {
                 const char *q = p + (j * 8 + word) * 64;
                 NAME(fetch)(q + AHEAD, 1);

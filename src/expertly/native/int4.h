@@ -11,6 +11,8 @@
  * Where there is DOT_BYTES, sums are of whole numbers (codes.h). Be m the digits of s, u their last place, so s = m u: a
  * weight is q m + e times u, where e, of -8 to 8, is what rounding adds, and which m and q say, for there is a table of
  * them. So a sum is s times that of q and inputs, and u times that of e and inputs.
+ *
+ * With AVX512-BF16 (int4_pairs), the 16 weights of a scale are computed, rounded to bfloat16, and looked up.
  */
 
 #ifndef EXPERTLY_INT4
@@ -57,13 +59,14 @@ INLINE vf NAME(int4_scale)(const int4_kind *kind, vu bits) {
 
 /* The zero points of V outputs. */
 INLINE vu NAME(int4_zeros)(const int4_kind *kind, const char *p, int w) {
-    vu zeros = (vu){0} + 8;
-    if (kind->has_zeros) {
-        uint64_t nibbles;
-        memcpy(&nibbles, p + kind->group * 8 + 32, 8);
-        for (int i = 0; i < V; i++) zeros[i] = nibbles >> (w * V + i) * 4 & 15;
-    }
-    return zeros;
+    if (!kind->has_zeros) return (vu){0} + 8;
+    uint32_t nibbles[2];
+    memcpy(nibbles, p + kind->group * 8 + 32, 8);
+    vu number;
+    for (int i = 0; i < V; i++) number[i] = (uint32_t)(w * V + i);
+    const vu is_late = (vu)(number > 7u);
+    const vu words = (((vu){0} + nibbles[0]) & ~is_late) | (((vu){0} + nibbles[1]) & is_late);
+    return words >> (number % 8 * 4) & 15u;
 }
 
 /* -- weight by weight -------------------------------------------------------------------------------------------------- */
@@ -152,32 +155,39 @@ INLINE void NAME(int4_add)(int format, const char *p, const unit *x, float *sums
         for (int d = 0; d < 3; d++) start[d] += x[j].fixed.start[0][d];
         sum += x[j].sum;
     }
-    const int64_t part = tile_nbytes(format) / (16 / AT_ONCE);
-    for (int g = 0; g < 16 / AT_ONCE; g++) {
-        NAME(fetch)(p + AHEAD + g * part, part);
-        const vu errors = (vu)JOIN(table, rows.errors + g * AT_ONCE);
-        vi numbers[3], rounded[2];
-        for (int d = 0; d < 3; d++) numbers[d] = (vi){0} + start[d];
-        for (int d = 0; d < 2; d++) rounded[d] = (vi){0} + start[d + 1];
+    const int64_t part = tile_nbytes(format) / (8 / AT_ONCE);
+    for (int g = 0; g < 16 / AT_ONCE; g += 2) { /* two at a time, which share the digits */
+        NAME(fetch)(p + AHEAD + g / 2 * part, part);
+        vu errors[2];
+        vi numbers[2][3], rounded[2][2];
+        for (int r = 0; r < 2; r++) {
+            errors[r] = (vu)JOIN(table, rows.errors + (g + r) * AT_ONCE);
+            for (int d = 0; d < 3; d++) numbers[r][d] = (vi){0} + start[d];
+            for (int d = 0; d < 2; d++) rounded[r][d] = (vi){0} + start[d + 1];
+        }
         for (int j = 0; j < kind.group / UNIT; j++)
             for (int half = 0; half < 2; half++) {
                 vu digits[3];
                 for (int d = 0; d < 3; d++) digits[d] = (vu)REPEAT(x[j].fixed.digits[d] + half * 16);
-                const vu both = *(const vu *)(p + j * 256 + g * 4 * V);
-                const vu codes = (half ? both >> 4 : both) & 0x0f0f0f0fu;
-                const vu added = SHUFFLE_EACH(errors, codes);
-                for (int d = 0; d < 3; d++) numbers[d] = DOT_BYTES(numbers[d], codes, digits[d]);
-                for (int d = 0; d < 2; d++) rounded[d] = DOT_BYTES(rounded[d], added, digits[d + 1]);
+                for (int r = 0; r < 2; r++) {
+                    const vu both = *(const vu *)(p + j * 256 + (g + r) * 4 * V);
+                    const vu codes = (half ? both >> 4 : both) & 0x0f0f0f0fu;
+                    const vu added = SHUFFLE_EACH(errors[r], codes);
+                    for (int d = 0; d < 3; d++) numbers[r][d] = DOT_BYTES(numbers[r][d], codes, digits[d]);
+                    for (int d = 0; d < 2; d++) rounded[r][d] = DOT_BYTES(rounded[r][d], added, digits[d + 1]);
+                }
             }
-        vu spread;
-        for (int i = 0; i < V; i++) spread[i] = (uint32_t)(i / 4);
-        spread += (uint32_t)(g * AT_ONCE);
-        const int w = g * AT_ONCE / V;
-        const vf low = __builtin_convertvector((numbers[1] << 8) + numbers[0], vf);
-        const vf high = __builtin_convertvector(numbers[2], vf);
-        const vf errors_sum = __builtin_convertvector((rounded[1] << 8) + rounded[0], vf);
-        found[g] = (high * 65536.f + low) * LOOKUP_IN(rows.scales[w], spread);
-        found[g] += errors_sum * LOOKUP_IN(rows.lasts[w], spread);
+        for (int r = 0; r < 2; r++) {
+            vu spread;
+            for (int i = 0; i < V; i++) spread[i] = (uint32_t)(i / 4);
+            spread += (uint32_t)((g + r) * AT_ONCE);
+            const int w = (g + r) * AT_ONCE / V;
+            const vf low = __builtin_convertvector((numbers[r][1] << 8) + numbers[r][0], vf);
+            const vf high = __builtin_convertvector(numbers[r][2], vf);
+            const vf errors_sum = __builtin_convertvector((rounded[r][1] << 8) + rounded[r][0], vf);
+            found[g + r] = (high * 65536.f + low) * LOOKUP_IN(rows.scales[w], spread);
+            found[g + r] += errors_sum * LOOKUP_IN(rows.lasts[w], spread);
+        }
     }
     vu order; /* from that of FOLD */
     for (int i = 0; i < V; i++) order[i] = (uint32_t)(i % AT_ONCE * 4 + i / AT_ONCE);
@@ -211,16 +221,15 @@ INLINE void NAME(int4_add)(int format, const char *p, const unit *x, float *sums
 #endif
 
 #ifdef PAIRS_LABEL
-/* Tiles times inputs of bfloat16, as tiles_add of tiles_body.h has it: numbers are looked up in tables of the 16 weights of
- * each of four outputs.
- */
+/* Tiles times inputs of bfloat16, as tiles_add of tiles_body.h has it: two vectors are the tables of four outputs. */
 INLINE void NAME(int4_pairs)(int format, int N, int64_t num, const char *p, const unit *x, int64_t x_stride, int64_t x_step,
                              float *sums, int64_t stride, int64_t step) {
     const int4_kind kind = int4_kind_of(format);
     const int has_two = N == 1 && kind.group > UNIT; /* sums, as one waits for the sum before it */
     const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i upper = _mm512_set1_epi32((int32_t)0xffff0000u);
-    const __m512i nibble = _mm512_set1_epi16(15), order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i nibble = _mm512_set1_epi16(15);
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15); /* from FOLD's */
     const __m512i tables = _mm512_set_epi64(0x30003000300030, 0x30003000300030, 0x20002000200020, 0x20002000200020,
                                             0x10001000100010, 0x10001000100010, 0, 0);
     __m512 found[4][MAX_TOKENS][2];
@@ -230,19 +239,15 @@ INLINE void NAME(int4_pairs)(int format, int N, int64_t num, const char *p, cons
         NAME(fetch)(p + AHEAD + kind.group * 8, 1);
         const char *scales = p + kind.group * 8 - 2;
         float zeros[16];
-        if (kind.has_zeros) {
-            const __m128i both = _mm_loadl_epi64((const __m128i *)(p + kind.group * 8 + 32)), low = _mm_set1_epi8(15);
-            const __m128i each = _mm_unpacklo_epi8(_mm_and_si128(both, low), _mm_and_si128(_mm_srli_epi16(both, 4), low));
-            _mm512_storeu_ps(zeros, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(each)));
-        }
+        *(vf *)zeros = NAME(float_of)(NAME(int4_zeros)(&kind, p, 0));
+        if (kind.has_zeros) __asm__("" : "+m"(zeros)); /* to be spread as it is loaded */
         __m512i first[4], last[4];
         for (int g = 0; g < 4; g++) {
             __m512 weights[4];
             for (int i = 0; i < 4; i++) {
                 /* the upper half of a word is the scale, the lower what lies before it */
-                const __m512i scale = _mm512_and_si512(_mm512_set1_epi32(*(const pair_of_halves *)(scales + (g * 4 + i) * 2)), upper);
-                weights[i] = _mm512_sub_ps(all, _mm512_set1_ps(kind.has_zeros ? zeros[g * 4 + i] : 8.f));
-                weights[i] = _mm512_mul_ps(weights[i], (__m512)scale);
+                const __m512i scale = _mm512_and_si512(SPREAD(scales + (g * 4 + i) * 2), upper);
+                weights[i] = _mm512_mul_ps(_mm512_sub_ps(all, _mm512_set1_ps(zeros[g * 4 + i])), (__m512)scale);
             }
             first[g] = (__m512i)_mm512_cvtne2ps_pbh(weights[1], weights[0]);
             last[g] = (__m512i)_mm512_cvtne2ps_pbh(weights[3], weights[2]);
@@ -253,7 +258,8 @@ INLINE void NAME(int4_pairs)(int format, int N, int64_t num, const char *p, cons
                 __m512i numbers = _mm512_loadu_si512(p + j * 256 + g * 64);
                 KEEP(numbers);
                 for (int k = 0; k < 4; k++) { /* tables | numbers & 15 */
-                    const __m512i place = _mm512_ternarylogic_epi32(_mm512_srli_epi16(numbers, 4 * k), nibble, tables, 0xea);
+                    const __m512i shifted = _mm512_srli_epi16(numbers, 4 * k);
+                    const __m512i place = _mm512_ternarylogic_epi32(shifted, nibble, tables, 0xea);
                     const __m512bh values = (__m512bh)_mm512_permutex2var_epi16(first[g], place, last[g]);
                     for (int t = 0; t < N; t++) {
                         __m512 *sum = &found[g][t][has_two ? k % 2 : 0];

@@ -128,11 +128,10 @@ INLINE void put_half(float value, char *p) {
 #define LABEL "avx512" /* which uses nothing of bf16 itself */
 #ifdef HAS_PAIRS
 #define PAIRS_LABEL "avx512_bf16"
-/* To 16 sums pairs of weights times the pair of inputs at p. */
-#define ADD_PAIRS(sums, weights, p) \
-    _mm512_dpbf16_ps(sums, (__m512bh)(weights), (__m512bh)_mm512_set1_epi32(*(const pair_of_halves *)(p)))
+typedef int32_t two_halves __attribute__((aligned(2), may_alias));
+#define SPREAD(p) _mm512_set1_epi32(*(const two_halves *)(p))
+#define ADD_PAIRS(sums, weights, p) _mm512_dpbf16_ps(sums, (__m512bh)(weights), (__m512bh)SPREAD(p))
 #define TWICE(halves) _mm512_broadcast_i64x4((__m256i)(halves))
-typedef int32_t pair_of_halves __attribute__((aligned(2), may_alias));
 #endif
 #define HAS_HALF 1
 #define LOAD_HALF(p, v) ((v) = (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p))))
@@ -288,7 +287,8 @@ static int begin_dots(const instruction_set *set, dots *job, int64_t num_tasks, 
 /* The products of `job` but for its inputs and chunks. */
 static int run_dots(const instruction_set *set, dots job, int64_t num_tasks, inputs from, int num_threads) {
     const int64_t nbytes = job.num_matrices * neuron_nbytes(job.format, job.dtype, job.width);
-    const int64_t chunk = chunk_of(CHUNK_NBYTES, job.num_neurons, nbytes, 8, job.block_size);
+    const int64_t block = job.format == ROWS ? ROWS_BLOCK : job.block_size;
+    const int64_t chunk = chunk_of(CHUNK_NBYTES, job.num_neurons, nbytes, 8, block);
     if (!begin_dots(set, &job, num_tasks, from, chunk)) return -1;
     run(set->dots, &job, num_threads, job.end, num_tasks * job.num_neurons * nbytes);
     free((void *)job.x);
@@ -302,8 +302,8 @@ int expertly_products_dots(int level, int dtype, int num_threads, const task *ta
                            const char *bias, char *out, int64_t out_rows) {
     const dots job = {
         .format = ROWS, .dtype = dtype, .num_matrices = (int32_t)num_matrices, .num_neurons = num_neurons, .width = width,
-        .block_size = ROWS_BLOCK, .row_nbytes = row_nbytes, .matrix_nbytes = matrix_nbytes, .bias = bias, .out = out,
-        .out_rows = out_rows, .tasks = tasks,
+        .row_nbytes = row_nbytes, .matrix_nbytes = matrix_nbytes, .bias = bias, .out = out, .out_rows = out_rows,
+        .tasks = tasks,
     };
     return run_dots(set_at(level), job, num_tasks, (inputs){x, x_nbytes, num_x, NULL}, num_threads);
 }
@@ -556,7 +556,7 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
     const task all = {call->then_weight, 0, num_tokens, 0};
     const dots then = {
         .format = ROWS, .dtype = dtype, .num_matrices = 1, .num_neurons = call->then_rows, .width = width,
-        .block_size = ROWS_BLOCK, .row_nbytes = width * 2, .bias = call->then_bias, .out = call->then_out, .out_rows = num_tokens, .tasks = &all,
+        .row_nbytes = width * 2, .bias = call->then_bias, .out = call->then_out, .out_rows = num_tokens, .tasks = &all,
     };
     return run_dots(set, then, 1, (inputs){call->out, width * 2, num_tokens, NULL}, num_threads);
 }
@@ -582,7 +582,7 @@ int expertly_projections(int level, int dtype, int num_threads, const projection
         one.weights = p->weights[i];
         const dots job = {
             .format = ROWS, .dtype = dtype, .num_matrices = 1, .num_neurons = p->num_rows[i], .width = p->hidden,
-            .block_size = ROWS_BLOCK, .row_nbytes = p->hidden * 2, .bias = p->bias[i], .out = p->out[i], .out_rows = p->num_tokens, .tasks = &one,
+            .row_nbytes = p->hidden * 2, .bias = p->bias[i], .out = p->out[i], .out_rows = p->num_tokens, .tasks = &one,
         };
         if (run_dots(set, job, 1, (inputs){p->x, p->x_nbytes, p->num_tokens, NULL}, num_threads)) return -1;
         if (i == 2) break;

@@ -58,7 +58,7 @@ typedef struct {
     const activation *then; /* or NULL */
     int32_t format, dtype, num_matrices;
     int64_t num_neurons, width, padded_width;
-    int64_t block_size;                /* of a format: neurons of a block */
+    int64_t block_size;                /* neurons of a block, where there is a format */
     int64_t row_nbytes, matrix_nbytes; /* from neuron to neuron, or from block to block; from matrix to matrix */
     const float *x;                    /* [*, padded_width] as vectors or tiles take it */
     const char *bias;                  /* [r] in dtype, or NULL */

@@ -11,6 +11,10 @@
  *   SHUFFLE_EACH(t, codes)  which of the 16 bytes of t at the same place each byte says
  *   JOIN(p, at)         16 bytes each from p + at[0], p + at[1] and so on
  *   FOLD(a, b)          in each four lanes a0 + a2, b0 + b2, a1 + a3, b1 + b3
+ * and where there is PAIRS_LABEL
+ *   SPREAD(p)           two numbers of bfloat16 in every four bytes of a vector
+ *   ADD_PAIRS(sums, weights, p)  adds to each of 16 sums two weights times the two inputs at p
+ *   TWICE(halves)       16 numbers of bfloat16, and once more
  *
  * A tile is 16 outputs by a group of inputs, that of its format. An expert is blocks of as many neurons as down's group,
  * each of which is the tiles of its inner matrices (gate and up, or up: for 16 outputs after the other, those over all
@@ -86,19 +90,20 @@ static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t wid
               int64_t stride, int64_t step)
 typedef TILES(NAME(tiles_add));
 
-#define ADD(F, f, N, one)                                                                   \
-    static __attribute__((noinline)) TILES(NAME(f##_##N)) {                                 \
-        (void)dtype;                                                                        \
-        for (; num; num--, p += tile_nbytes(F), x += x_step, sums += step) one;             \
+#define ADD(F, f, N, one)                                                       \
+    static __attribute__((noinline)) TILES(NAME(f##_##N)) {                     \
+        (void)dtype, (void)x_stride, (void)stride;                              \
+        for (; num; num--, p += tile_nbytes(F), x += x_step, sums += step) one; \
     }
 #define CODES(F, f, N) ADD(F, f, N, NAME(codes_add)(F, N, p, x, x_stride, sums, stride))
 #define WEIGHTS(F, f, N) ADD(F, f, N, NAME(f##_add)(dtype, N, p, x, x_stride, sums, stride))
-#define NUMBERS(F, f, N) \
-    ADD(F, f, N, for (int t = 0; t < N; t++) NAME(f)(p, x + t * x_stride, sums + t * stride))
-#define EACH(F, f, group, nbytes)                                                              \
-    static __attribute__((noinline)) void NAME(f)(const char *p, const unit *x, float *sums) { \
-        NAME(int4_add)(F, p, x, sums);                                                         \
-    }                                                                                          \
+#define NUMBERS(F, f, N)                                                                             \
+    static TILES(NAME(f##_##N)) {                                                                    \
+        for (int t = 0; t < N; t++)                                                                  \
+            NAME(f##_alone)(dtype, num, p, x + t * x_stride, x_stride, x_step, sums + t * stride, stride, step); \
+    }
+#define EACH(F, f, group, nbytes)             \
+    ADD(F, f, alone, NAME(int4_add)(F, p, x, sums)) \
     FOR_TOKENS(NUMBERS, F, f)
 INT4_FORMATS(EACH)
 #undef EACH
