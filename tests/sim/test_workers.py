@@ -70,19 +70,19 @@ def test_times_of_a_hand_computed_layer_are_exact_to_the_nanosecond(tmp_path: Pa
           reaches the local link at 314 and is in at 318.
     138   The second call has left. It is there at 158; computed until 208, at the link at 228, in at 232.
     318   The layer has ended, which with an infinite network it had at 100 + 140. The head takes until 1318.
-    1418  Two tokens: 0, 2 and 6; 0, 6 and 7. Calls of 8 ns leave until 1456 and 1464. The first worker computes from
-          1476 on and loads until 1566, is done at 1616, at the link at 1636 and in at 1640. The second computes two
-          experts from 1484 until 1584; its three rows reach the link at 1604 and are in at 1616.
+    1418  Two tokens: 0, 2 and 6; 0, 6 and 7. A call with one row leaves until 1452, one with two until 1460. The first
+          worker loads from 1472 until 1562, is done at 1612, at the link at 1632 and in at 1636. The second computes
+          two experts from 1480 until 1580; its three rows reach the link at 1600 and are in at 1612.
     """
     layers = sized(1, 8, 3, width=10)
     passes = [(0, False, [[[0, 2, 6]]]), (0, False, [[[0, 2, 6]], [[0, 6, 7]]])]
     study = make_study(make_trace(tmp_path / "trace", passes, layers))
     held, network = [[0, 1], [2, 3, 4, 5], [6, 7]], ClusterNetwork("toy", 0.5e9, 20, 30)
     local, workers = group(study, held, ["100%", "75%", "100%"], network)
-    assert local.clock.now_ns == 2640
-    assert workers.network_ns == (318 - 240) + (1640 - (1418 + 140))
+    assert local.clock.now_ns == 2636
+    assert workers.network_ns == (318 - 240) + (1636 - (1418 + 140))
     assert local.metrics.stall_ns == 2 * 90, "what the first worker waited for its disk"
-    assert (workers.sent_nbytes, workers.received_nbytes) == (2 * 2 + 2 * 4, 2 * 2 + 2 + 6)
+    assert (workers.sent_nbytes, workers.received_nbytes) == (2 * 2 + 2 + 4, 2 * 2 + 2 + 6)
     assert local.metrics.hits_by_request() == [(5, 7)]
 
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class SimulatedWorkers:
-    """In each layer, every worker that holds a chosen expert is called once, all at the same time: the hidden rows of
-    the pass go there, and one output row comes back for each (token, expert) chosen there. The local machine computes
-    its own experts meanwhile, and the layer ends when the last has ended.
+    """In each layer, every worker that holds a chosen expert is called once, all at the same time: the tokens' hidden
+    rows go there (as many as it returns, at most all of the pass), and one output row comes back for each (token,
+    expert) chosen there. The local machine computes its own experts meanwhile; the layer ends when the last has ended.
 
     All calls leave over the local machine's link, one after the other by the workers' number, and all answers come in
     over it, in the order in which they reach it. A worker is a simulated device with its own clock, scheduler and disk.
@@ -45,20 +45,15 @@ class SimulatedWorkers:
             part, clock = share.router(router), worker.clock
             if not part.experts:
                 continue
-            nbytes = router.batch_tokens * row_nbytes
+            num_rows, stalled_ns = sum(part.num_tokens), worker.link.stall_ns
+            nbytes = min(num_rows, router.batch_tokens) * row_nbytes
             self.sent_nbytes += nbytes
             sent_ns += network.takes_ns(nbytes)
-            begin_ns, stalled_ns = sent_ns + network.latency_ns, worker.link.stall_ns
-            clock.now_ns = begin_ns
+            clock.now_ns = begin_ns = sent_ns + network.latency_ns
             worker.run_experts(part)
             self._end_without_ns = max(self._end_without_ns, now_ns + clock.now_ns - begin_ns)
-            answers.append(
-                (
-                    clock.now_ns + network.latency_ns,
-                    sum(part.num_tokens) * row_nbytes,
-                    worker.link.stall_ns - stalled_ns,
-                )
-            )
+            stalled_ns = worker.link.stall_ns - stalled_ns
+            answers.append((clock.now_ns + network.latency_ns, num_rows * row_nbytes, stalled_ns))
         for ready_ns, nbytes, self._stalled_ns in sorted(answers):
             self.received_nbytes += nbytes
             self._end_ns = max(self._end_ns, ready_ns) + network.takes_ns(nbytes)
