@@ -18,13 +18,11 @@ import os
 import statistics
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, child_arguments, drop_page_cache, inflated_model, memory_cgroup, options, print_report
+from common import ROOT, cgroup, child_arguments, drop_page_cache, inflated_model, memory_cgroup, options, print_report
 from tpot import requests_of
 
 MARGIN_NBYTES = 600 * 10**6
@@ -65,21 +63,11 @@ class Player:
         return answer
 
 
-@contextmanager
-def throttled(folder: Path, mb_per_s: int) -> Iterator[list[Path]]:
-    """A blkio cgroup (version 1) whose processes read the disk of `folder` so fast; none for 0."""
-    if not mb_per_s:
-        yield []
-        return
+def throttled(folder: Path, mb_per_s: int) -> AbstractContextManager[Path]:
+    """A blkio cgroup whose processes read the disk of `folder` so fast."""
     device = os.stat(folder).st_dev
-    group = Path("/sys/fs/cgroup/blkio") / f"expertly-bench-{uuid.uuid4().hex[:8]}"
-    group.mkdir()
-    try:
-        limit = f"{os.major(device)}:{os.minor(device)} {mb_per_s * 10**6}"
-        (group / "blkio.throttle.read_bps_device").write_text(limit)
-        yield [group]
-    finally:
-        group.rmdir()
+    limit = f"{os.major(device)}:{os.minor(device)} {mb_per_s * 10**6}"
+    return cgroup("blkio", "blkio.throttle.read_bps_device", limit)
 
 
 def serve(arguments: dict[str, Any]) -> None:
@@ -152,7 +140,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         players = []
         for row in rows:
             groups = [stack.enter_context(memory_cgroup(limit))]
-            groups += stack.enter_context(throttled(stores[0].folder, args.disk_mb_per_s))
+            if args.disk_mb_per_s:
+                groups.append(stack.enter_context(throttled(stores[0].folder, args.disk_mb_per_s)))
             settings = row | {"model": str(model), "memory": args.memory, "segments": args.segments}
             players.append(Player(settings, groups))
             stack.callback(players[-1].close)
@@ -166,19 +155,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     for row, player, of_row in zip(rows, players, answers, strict=True):
         warm = of_row[1:]  # the first request fills the caches
         row |= {key: player.loaded[key] for key in ("codec_is", "disk_bytes_per_s")}
-        row["ratio"] = _ratio(warm, answers[_find(rows, row["system"], "none")][1:])
+        none = next(of for one, of in zip(rows, answers, strict=True) if one["system"] == row["system"])[1:]
+        row["ratio"] = statistics.median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(warm, none, strict=True))
         row |= {key: statistics.mean(one[key] for one in warm) for key in warm[0]}
         row["peak_rss_bytes"] = max(one["peak_rss_bytes"] for one in of_row)
         row |= {"limit_bytes": limit, "why": player.loaded["why"]}
     return rows
-
-
-def _find(rows: list[dict[str, Any]], system: str, codec: str) -> int:
-    return next(i for i, row in enumerate(rows) if (row["system"], row["codec"]) == (system, codec))
-
-
-def _ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
-    return statistics.median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(ours, theirs, strict=True))
 
 
 def main() -> None:

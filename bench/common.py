@@ -14,7 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -77,15 +77,19 @@ def inflated_model(
 
 
 @contextmanager
-def memory_cgroup(nbytes: int) -> Iterator[Path]:
-    """A memory cgroup (version 1) of that limit, removed afterwards. Raises OSError where it cannot be made."""
-    folder = Path("/sys/fs/cgroup/memory") / f"expertly-bench-{uuid.uuid4().hex[:8]}"
+def cgroup(controller: str, limit: str, value: str) -> Iterator[Path]:
+    """A cgroup (version 1) with that limit, removed afterwards. Raises OSError where it cannot be made."""
+    folder = Path("/sys/fs/cgroup") / controller / f"expertly-bench-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     try:
-        (folder / "memory.limit_in_bytes").write_text(str(nbytes))
+        (folder / limit).write_text(value)
         yield folder
     finally:
         folder.rmdir()
+
+
+def memory_cgroup(nbytes: int) -> AbstractContextManager[Path]:
+    return cgroup("memory", "memory.limit_in_bytes", str(nbytes))
 
 
 def child(script: str, arguments: dict[str, Any], cgroup: Path | None = None, timeout: float = 900) -> Any:

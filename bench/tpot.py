@@ -185,13 +185,8 @@ def simulate(arguments: dict[str, Any], trace: Any, schedule: Any, profile: Any)
     about = {"segments": arguments["segments"], "seed": arguments["seed"], "learned": weights}
     study = Study(trace, schedule, hardware, layers, None, **about)
     memory = Memory(arguments["memory"])
-    found = {}
-    for name in dict.fromkeys((*arguments["systems"], *BOUNDS)):
-        tpot = study.row(get_system(name.partition("@")[0]), memory)["tpot_s"]
-        assert tpot is not None
-        found[name] = float(tpot)
-    found["link"] = profile.link.nbytes_per_s
-    return found
+    names = dict.fromkeys((*arguments["systems"], *BOUNDS))
+    return {name: float(study.row(get_system(name.partition("@")[0]), memory)["tpot_s"]) for name in names}
 
 
 def main() -> None:

@@ -99,8 +99,26 @@ def test_a_model_is_sized_and_its_speed_expected(tmp_path: Path, capsys: Capture
     assert all(0 < low < high for low, high in (one["tokens_per_s"] for one in printed["speeds"]))
     profile = tmp_path / "cache" / "machine.json"
     measured = profile.read_text()
-    assert main(["doctor", "demo"]) == 0
+    assert printed["with_workers"] == []
+    assert main(["doctor", "demo", "--workers", "3,1", "--network", "1GbE"]) == 0
     out = capsys.readouterr().out
     for words in ("32 experts, 4 a token, in 12 layers", "36 MiB in bfloat16", "25.0%", "Next: expertly run demo"):
         assert words in out, out
+    text = " ".join(out.split())
+    assert "over 1GbE (0.12 GB/s; latency and a call: 50.0 us, 500 us):" in text, out
+    assert "18 MiB + 1 x 18 MiB (100.0%)" in text and "9 MiB + 3 x 9 MiB (100.0%)" in text, out
     assert profile.read_text() == measured, "a machine is measured once"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--workers", "2"], "workers=2: only with a MODEL to forecast"),
+        (["demo", "--workers", "2,4", "--hardware-out", "x.toml"], "workers=2,4: only with a MODEL to forecast"),
+        (["demo", "--workers", "40"], "workers=40: accepted: 1 to 31, for a layer has 32 experts"),
+        (["demo", "--workers", "2", "--network", "wifi"], "network='wifi': no such network"),
+    ],
+)
+def test_workers_that_cannot_be(arguments: list[str], problem: str, capsys: Captured):
+    assert main(["doctor", *arguments]) == 2
+    assert problem in capsys.readouterr().err

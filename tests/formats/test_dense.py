@@ -129,6 +129,14 @@ def test_the_dequantised_models_numbers_in_the_memory_of_the_format(name: str, s
         assert beside_experts(store, 4, torch.device("cpu")).dense_nbytes == store.dense_nbytes
 
 
+def test_of_fp8_a_config_alone_says_as_much(sources: Any) -> None:
+    source, store = sources("fp8 qwen3_moe", torch.bfloat16)
+    of_config, of_headers = needs_of(str(source / "config.json")), needs_of(str(source))
+    assert of_config.dense_by_format == of_headers.dense_by_format == store.dense_by_format()
+    assert (of_config.dense, of_config.layers) == (of_headers.dense, of_headers.layers)
+    assert of_config.decoded_dense_nbytes == of_headers.decoded_dense_nbytes > of_config.dense_nbytes
+
+
 @pytest.mark.parametrize("name", ["fp8 qwen3_moe", "q8_0 qwen2moe"])
 def test_without_compiled_products_they_are_decoded_at_loading(
     name: str, sources: Any, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from expertly.lab import forecast as module
 from expertly.lab.forecast import ModelForecast, forecast
 from expertly.model.needs import ModelNeeds, needs_of
 from expertly.model.packing import pack
-from expertly.sim.hardware import Hardware
+from expertly.sim.hardware import ClusterNetwork, Hardware
 from tests.hardware.test_profile import PROFILE
 
 GIB = 1 << 30
@@ -98,6 +98,30 @@ def test_what_does_not_fit_is_said(needs: ModelNeeds, monkeypatch: pytest.Monkey
     nothing = of(needs, everything)
     assert nothing.fitting_share == 0 and nothing.command.startswith("none here")
     assert nothing.decided_by.startswith("nothing fits")
+
+
+@pytest.mark.usefixtures("soon")
+def test_workers_hold_what_does_not_fit(needs: ModelNeeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has as much memory as this machine, and neither the dense part nor a KV cache."""
+    monkeypatch.setattr(module, "rss_nbytes", lambda: 300 << 20)
+    networks = [
+        ClusterNetwork("infinite", float("inf"), 0, 0),
+        ClusterNetwork.read("10GbE"),
+        ClusterNetwork.read("1GbE"),
+    ]
+    free, asked = (300 + 143) << 20, [(num, network) for num in (1, 3) for network in networks]
+    found = forecast(needs, replace(PROFILE, devices=()), LAPTOP, free, workers=asked)
+    alone = next(one for one in reversed(found.speeds) if one.fits)
+    assert alone.share < 0.9 and alone.network_time == (0, 0) and alone.num_workers == 0
+    assert [(one.num_workers, one.network) for one in found.with_workers] == [(num, one.name) for num, one in asked]
+    for infinite, *others in (found.with_workers[:3], found.with_workers[3:]):
+        assert infinite.memory_nbytes <= alone.memory_nbytes and infinite.memory_nbytes <= infinite.worker_nbytes
+        assert infinite.tokens_per_s > alone.tokens_per_s and infinite.hit_rate > alone.hit_rate
+        assert infinite.share > alone.share and infinite.network_time == (0, 0)
+        for faster, slower in zip((infinite, *others), others, strict=False):
+            assert faster.tokens_per_s > slower.tokens_per_s and faster.network_time < slower.network_time
+            assert slower.hit_rate == infinite.hit_rate, "the network decides nothing"
+    assert found.with_workers[3].share == 1.0 and found.with_workers[3].hit_rate == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from expertly.cli.arguments import distances
 from expertly.cli.output import Column, figures_table, message, progress_bar, reserved_stdout, show, table
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.core.units import (
@@ -31,8 +32,8 @@ from expertly.core.units import (
     format_share,
 )
 from expertly.hardware.profile import DiskProfile, MachineProfile
-from expertly.options import argument, check_one_memory, json_flag, load_option, option, path_option
-from expertly.sim.hardware import Hardware
+from expertly.options import ADVANCED, argument, check_one_memory, json_flag, load_option, option, path_option
+from expertly.sim.hardware import NETWORK_NAMES, ClusterNetwork, Hardware
 
 if TYPE_CHECKING:
     from expertly.lab.forecast import ExpectedSpeed, ModelForecast
@@ -64,6 +65,21 @@ class DoctorOptions:
     segments: int | None = load_option(
         "segments", help="with MODEL and --hardware-out: parts an expert is cut into while it is measured"
     )
+    workers: tuple[int, ...] | None = option(
+        None,
+        "with MODEL: what to expect with so many other machines like this one that hold experts and compute them, each "
+        "with as much memory",
+        metavar="N,N",
+        type=distances,
+        panel=ADVANCED,
+    )
+    network: str = option(
+        "10GbE",
+        f"between the machines: {', '.join(NETWORK_NAMES)} or a TOML file",
+        metavar="NAME",
+        panel=ADVANCED,
+        choices=lambda: NETWORK_NAMES,
+    )
     json: bool = json_flag()
 
 
@@ -76,6 +92,8 @@ def run(args: DoctorOptions) -> int:
             raise ConfigError(
                 f"{name}={getattr(args, name)!r}: only with a MODEL that is measured into --hardware-out FILE.toml"
             )
+    if args.workers is not None and (args.model is None or args.hardware_out is not None):
+        raise ConfigError(f"workers={','.join(map(str, args.workers))}: only with a MODEL to forecast")
     if args.total_memory is not None and args.model is None:
         raise ConfigError(f"total_memory={args.total_memory!r}: only with a MODEL")
     check_one_memory(args.memory, args.total_memory)
@@ -221,7 +239,11 @@ def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: Tex
     from expertly.lab.forecast import forecast, measured_hardware
     from expertly.model.needs import needs_of
 
-    needs = needs_of(model)
+    network, needs = ClusterNetwork.read(args.network), needs_of(model)
+    workers = [(num, network) for num in args.workers or ()]
+    most = min(layer.num_experts for layer in needs.layers) - 1  # this machine has one, too
+    if args.workers is not None and args.workers[-1] > most:
+        raise ConfigError(f"workers={args.workers[-1]}: accepted: 1 to {most}, for a layer has {most + 1} experts")
     if out.exists():
         profile = MachineProfile.read(out)
     else:
@@ -230,14 +252,21 @@ def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: Tex
     with progress_bar(unit="runs") as bar:
         progress = None if bar is None else lambda done, total: bar("simulating", done, total)
         hardware = measured_hardware(profile, None if bar is None else bar.in_bytes)
-        found = forecast(needs, profile, hardware, available_host_nbytes(), progress, args.total_memory)
+        found = forecast(needs, profile, hardware, available_host_nbytes(), progress, args.total_memory, workers)
     facts = {**asdict(found), "machine": profile.cpu, "profile_path": str(out)}
-    show(facts, args.json, lambda: _forecast_report(found, profile, args.total_memory is not None), stdout)
+    about = _about_network(network) if found.with_workers else None
+    show(facts, args.json, lambda: _forecast_report(found, profile, args.total_memory is not None, about), stdout)
     return 0 if any(one.fits for one in found.speeds) and needs.refused is None else 2
 
 
-def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_stated: bool) -> str:
-    """For people."""
+def _about_network(network: ClusterNetwork) -> str:
+    """What is assumed of it."""
+    times = ", ".join(format_seconds(ns / 1e9) for ns in (network.latency_ns, network.call_ns))
+    return f"{network.name} ({format_rate(network.nbytes_per_s)}; latency and a call: {times})"
+
+
+def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_stated: bool, network: str | None) -> str:
+    """For people. `network`: what is assumed of it, where there are workers."""
     needs, stored = found.needs, found.needs.stored
     layers = needs.layers
     experts = f"{layers[0].num_experts} experts, {layers[0].top_k} a token, in {counted(len(layers), 'layer')}"
@@ -270,6 +299,13 @@ def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_sta
     speeds = Table("for experts", "tokens/s", "experts hit", "waiting", "", box=None, pad_edge=False)
     for one in found.speeds:
         speeds.add_row(*_row(one))
+    several = Table("for experts", "tokens/s", "experts hit", "waiting", "network", box=None, pad_edge=False)
+    for one in found.with_workers:
+        several.add_row(*_row(one))
+    of_several = (
+        Text(f"\nWith other machines like this one as workers, experts dealt out evenly, over {network}:"),
+        several,
+    )
     parts = Group(
         Text(f"{needs.name}: {needs.model_type}, {experts}"),
         sizes,
@@ -279,6 +315,7 @@ def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_sta
             f"measured ({profile.created}; `expertly doctor` alone measures it anew):"
         ),
         speeds,
+        *(of_several if found.with_workers else ()),
         Text(f"What decides: {found.decided_by}."),
         Text(f"Next: {found.command}"),
     )
@@ -288,10 +325,11 @@ def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_sta
 
 
 def _row(one: ExpectedSpeed) -> tuple[str, ...]:
+    away = f" + {one.num_workers} x {format_nbytes(one.worker_nbytes)}" if one.num_workers else ""
     return (
-        f"{format_nbytes(one.memory_nbytes)} ({format_share(one.share)})",
+        f"{format_nbytes(one.memory_nbytes)}{away} ({format_share(one.share)})",
         format_range(format_number, *one.tokens_per_s),
         format_range(format_share, *one.hit_rate),
         format_range(format_share, *one.waiting),
-        "" if one.fits else "too large",
+        format_range(format_share, *one.network_time) if one.num_workers else "" if one.fits else "too large",
     )

@@ -8,18 +8,20 @@ experts are used.
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from expertly import api
 from expertly.core.errors import ConfigError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import Geometry
+from expertly.core.placement import Placement
 from expertly.core.resources import parse_memory
 from expertly.core.units import format_nbytes, format_rate, format_seconds
 from expertly.engine.compute import expert_nbytes_at_once
@@ -39,7 +41,7 @@ from expertly.model.structure import dense_shape
 from expertly.scheduler.budget import least_nbytes
 from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS
 from expertly.sim.compute import compute_model
-from expertly.sim.hardware import Hardware
+from expertly.sim.hardware import ClusterNetwork, Hardware
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.study import Memory, Study
 from expertly.store.cache import stores_folder
@@ -68,6 +70,8 @@ model and DeepSeek-V2-Lite with legal texts.
 UNEVEN = Routing(0.9, 0.4)
 """A quarter hits 63 to 67 %. Measured: 65 and 62 % on gpt-oss-20b and DeepSeek-V2-Lite with translations."""
 
+NO_NETWORK = ClusterNetwork("none", math.inf, 0, 0)
+
 MACHINE_ERROR = 1.25
 """A machine is measured for only half a minute and without the model: times may be longer or shorter by this factor."""
 
@@ -76,16 +80,30 @@ _REQUEST_TOKENS = 64
 _WARM_REQUESTS = 2
 
 
+class Machines(NamedTuple):
+    """One machine with so much memory for experts, and workers like it."""
+
+    memory_nbytes: int
+    share: float  # of the experts, in memory on any of them
+    num_workers: int = 0
+    worker_nbytes: int = 0  # for experts, on each
+    network: ClusterNetwork = NO_NETWORK
+
+
 @dataclass(frozen=True, slots=True)
 class ExpectedSpeed:
     """Decode with so much memory for experts; each pair is a lower and an upper end."""
 
     memory_nbytes: int
-    share: float  # of the experts
+    num_workers: int
+    worker_nbytes: int  # for experts, on each
+    network: str
+    share: float  # of the experts, in memory on any machine
     fits: bool
     tokens_per_s: tuple[float, float]
     hit_rate: tuple[float, float]
     waiting: tuple[float, float]  # share of the time, for experts that are not there
+    network_time: tuple[float, float]  # share of the time that an infinitely fast network would save
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +125,7 @@ class ModelForecast:
     memory_nbytes: int  # free, or as much of it as was stated for everything
     fitting_share: float  # of the experts, beside the rest and 4096 tokens
     speeds: tuple[ExpectedSpeed, ...]
+    with_workers: tuple[ExpectedSpeed, ...]
     decided_by: str
     command: str
 
@@ -148,9 +167,11 @@ def forecast(
     available_nbytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     total_memory: str | None = None,
+    workers: Sequence[tuple[int, ClusterNetwork]] = (),
 ) -> ModelForecast:
     """The forecast for the machine of `profile`, which `hardware` describes to the simulator. `available_nbytes`: its
     free memory now (default: as the profile says). `total_memory`: see `expertly.load`. `progress(runs done, in all)`.
+    `workers`: so many other machines like it, with as much memory each, behind a network.
     """
     device = profile.devices[0] if profile.devices else None
     free = profile.available_nbytes if available_nbytes is None else available_nbytes
@@ -169,11 +190,17 @@ def forecast(
     beside = BesideExperts(dense, fixed, cache, per_token)
     left = memory - beside.dense_nbytes - beside.fixed_nbytes - beside.of_tokens(0, CONTEXTS[0])
     least = least_nbytes(geometry)
-    budgets = [(round(share * geometry.nbytes), share) for share in SHARES]
+    machines = [Machines(round(share * geometry.nbytes), share) for share in SHARES]
     if least < left < geometry.nbytes:
-        budgets.append((left, left / geometry.nbytes))
-    budgets = sorted(one for one in budgets if one[0] >= least)
-    speeds = _speeds(needs, hardware, budgets, left, progress)
+        machines.append(Machines(left, left / geometry.nbytes))
+    machines = sorted(one for one in machines if one.memory_nbytes >= least)
+    num_alone = len(machines)
+    for num, network in workers if left >= least else ():
+        shares = [share.geometry.nbytes for share in Placement(geometry, 1 + num).shares]
+        held = [min(nbytes, max(shares)) for nbytes in (left, *[memory - beside.fixed_nbytes] * num)]
+        in_all = sum(map(min, held, shares))
+        machines.append(Machines(held[0], in_all / geometry.nbytes, num, held[-1], network))
+    speeds = _speeds(needs, hardware, machines, left, progress)
     stored = needs.stored
     download = stored.nbytes if stored is not None and not stored.is_here else 0
     store = 0 if needs.is_packed else needs.dense_nbytes + geometry.nbytes
@@ -193,8 +220,9 @@ def forecast(
         memory_name=memory_name,
         memory_nbytes=memory,
         fitting_share=max(0.0, min(1.0, left / geometry.nbytes)) if left >= least else 0.0,
-        speeds=tuple(speeds),
-        decided_by=_decided_by(speeds, hardware),
+        speeds=tuple(speeds[:num_alone]),
+        with_workers=tuple(speeds[num_alone:]),
+        decided_by=_decided_by(speeds[:num_alone], hardware),
         command=_command(needs, store, download, shutil.disk_usage(folder).free, left >= least, total_memory),
     )
 
@@ -202,42 +230,55 @@ def forecast(
 def _speeds(
     needs: ModelNeeds,
     hardware: Hardware,
-    budgets: list[tuple[int, float]],
+    machines: list[Machines],
     left: int,
     progress: Callable[[int, int], None] | None,
 ) -> list[ExpectedSpeed]:
     """Simulated with the base system, which keeps what was used last: how much other systems gain depends on the
     model's routing.
     """
-    num_runs = 2 * len(budgets)
-    of_routing: list[list[dict[str, Any]]] = []
+    of_routing: list[list[tuple[float, ...]]] = []
     for routing in (EVEN, UNEVEN):
         with tempfile.TemporaryDirectory(prefix="expertly-") as folder:
             study = _study(needs, hardware, routing, Path(folder) / "trace")
-            rows: list[dict[str, Any]] = []
-            for nbytes, share in budgets:
+            found: list[tuple[float, ...]] = []
+            for one in machines:
                 if progress is not None:
-                    progress(len(of_routing) * len(budgets) + len(rows), num_runs)
-                system = SYSTEMS["resident" if share >= 1 else BASE_SYSTEM]
-                rows.append(study.row(system, Memory(str(nbytes))))
-            of_routing.append(rows)
+                    progress(len(of_routing) * len(machines) + len(found), 2 * len(machines))
+                found.append(_simulated(study, one))
+            of_routing.append(found)
     speeds = []
-    for (nbytes, share), *rows in zip(budgets, *of_routing, strict=True):
-        last = [row["times_by_request"][-1]["tpot_s"] for row in rows]
-        hits = sorted(row["hit_rate_by_request"][-1] or 0.0 for row in rows)
-        rates = sorted(1 / seconds for seconds in last)
-        waiting = sorted(row["stall_share"] for row in rows)
+    for one, *runs in zip(machines, *of_routing, strict=True):
+        rates, hits, waiting, network_time = (sorted(pair) for pair in zip(*runs, strict=True))
         speeds.append(
             ExpectedSpeed(
-                memory_nbytes=nbytes,
-                share=share,
-                fits=nbytes <= left,
+                memory_nbytes=one.memory_nbytes,
+                num_workers=one.num_workers,
+                worker_nbytes=one.worker_nbytes,
+                network=one.network.name,
+                share=one.share,
+                fits=one.memory_nbytes <= left,
                 tokens_per_s=(rates[0] / MACHINE_ERROR, rates[-1] * MACHINE_ERROR),
                 hit_rate=(hits[0], hits[-1]),
                 waiting=(waiting[0], waiting[-1]),
+                network_time=(network_time[0], network_time[-1]),
             )
         )
     return speeds
+
+
+def _simulated(study: Study, machines: Machines) -> tuple[float, float, float, float]:
+    """Tokens per second and hit rate of the last request, the share of the time that experts are waited for, and that
+    the network takes.
+    """
+    system = SYSTEMS[BASE_SYSTEM]
+    memories = [Memory(str(machines.memory_nbytes)), *[Memory(str(machines.worker_nbytes))] * machines.num_workers]
+    shares = Placement(study.geometry_of(system), len(memories)).shares
+    local, workers = study.simulate_group(system, shares, memories, machines.network)
+    metrics = local.metrics
+    step_s = metrics.times_by_request(False)[-1]["tpot_s"]
+    (hits, demands), network_s = metrics.hits_by_request()[-1], workers.network_ns / metrics.num_decode_iterations / 1e9
+    return 1 / step_s, hits / demands, metrics.stall_share or 0.0, network_s / step_s
 
 
 def _study(needs: ModelNeeds, hardware: Hardware, routing: Routing, folder: Path) -> Study:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
-from expertly.core.errors import CheckpointError, UnsupportedModelError
+from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.core.files import read_json_object
 from expertly.core.geometry import DenseShape, LayerGeometry, stored_as
 from expertly.formats import expert_format
+from expertly.formats.fp8 import FP8
 from expertly.model import hooks
 from expertly.model.conversion import make_quantizer
 from expertly.model.gguf import config_of, open_checkpoint
@@ -150,8 +153,11 @@ def _of_config(
     else:
         kept = expert_format(weights.format) if weights.format else None
         layers = tuple(site.geometry if kept is None else kept.geometry(site.geometry) for site in sites)
-        dense_nbytes = decoded = sum(parameter.nbytes for parameter in model.parameters())
-        by_format = {weights.dtype: dense_nbytes}
+        decoded = sum(parameter.nbytes for parameter in model.parameters())
+        tiles = _put_fp8(model) if weights.format == FP8.name else 0
+        by_format = {weights.dtype: sum(parameter.nbytes for parameter in model.parameters())}
+        by_format |= {FP8.name: tiles} if tiles else {}
+        dense_nbytes = sum(by_format.values())
     return ModelNeeds(
         *(name, config["model_type"], weights.dtype, layers, dense_nbytes, dense_shape(model)),
         *(by_format, decoded, config, stored, False, refused),
@@ -173,3 +179,15 @@ def _bare_model(
     if not dense_shape(model).layer_nbytes:
         raise CheckpointError(f"{config.name_or_path or source}: config.json makes layers without weights")
     return config.to_dict(), model, sites
+
+
+def _put_fp8(model: Any) -> int:
+    """Give every linear layer but the head tiles, as packing does with checkpoints in FP8. Returns their bytes."""
+    formats: dict[str, str] = {}
+    for path, one in model.named_modules():
+        if type(one) is nn.Linear and one is not model.get_output_embeddings():
+            with contextlib.suppress(ConfigError):  # not in whole tiles
+                FP8.block_nbytes_of(*one.weight.shape)
+                formats[path] = FP8.name
+    put_tiles(model, formats)
+    return sum(model.get_submodule(path).tiles.nbytes for path in formats)

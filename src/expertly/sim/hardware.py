@@ -24,7 +24,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["GEOMETRY_NAMES", "HARDWARE_NAMES", "Hardware", "Link", "ModelSizes", "PredictorCosts", "read_geometry"]
+__all__ = [
+    *("GEOMETRY_NAMES", "HARDWARE_NAMES", "NETWORK_NAMES", "ClusterNetwork", "Hardware", "Link"),
+    *("ModelSizes", "PredictorCosts", "read_geometry"),
+]
 
 HARDWARE_NAMES = ("rtx3090", "rtx4090", "a5000", "a6000", "a100", "h100-pcie", "h200", "laptop-nvme", "infinite")
 """The shipped machines."""
@@ -34,6 +37,9 @@ GEOMETRY_NAMES = (
     *("deepseek-v2-lite", "qwen1.5-moe", "mixtral-8x7b", "phi-3.5-moe"),
 )
 """The shipped shapes of published models."""
+
+NETWORK_NAMES = ("1GbE", "10GbE", "100GbE")
+"""The shipped networks."""
 
 _MAX_NUMBER = 10**18
 _MAX_FILE_NBYTES = 1 << 20
@@ -136,6 +142,25 @@ class Hardware:
     def with_disk(self, disk: Link) -> Hardware:
         """The same machine with another disk, which is the link where the weights are in RAM."""
         return replace(self, link=disk) if self.disk is None else replace(self, disk=disk)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNetwork:
+    """Between machines. Each has one link to all others, as fast in one direction as in the other."""
+
+    name: str
+    nbytes_per_s: float  # of a link, in one direction
+    latency_ns: int  # one way, from the last byte sent until the other side has it
+    call_ns: int  # of a call to a worker and its answer, beside the network; calls to several workers overlap
+
+    @classmethod
+    def read(cls, name_or_file: str) -> ClusterNetwork:
+        """A shipped network by its name, else a TOML file by its path. Raises HardwareError as `Hardware.read`."""
+        return _read("network", "network", NETWORK_NAMES, name_or_file, cls)
+
+    def takes_ns(self, nbytes: int) -> int:
+        """How long so many bytes occupy a link."""
+        return round(nbytes / self.nbytes_per_s * 1e9)
 
 
 @dataclass(frozen=True, slots=True)

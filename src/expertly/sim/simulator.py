@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
-from expertly.core.messages import Span
+from expertly.core.messages import RouterRan, Span
 from expertly.core.observation import Began, Routed, Want
 from expertly.policies.allocation.moepic import Timing
 from expertly.policies.predictor import Predictor
@@ -21,12 +22,16 @@ from expertly.sim.link import Clock, SimulationWatcher, VirtualLink
 from expertly.sim.metrics import Metrics
 from expertly.sim.workload import Iteration
 
+if TYPE_CHECKING:
+    from expertly.sim.workers import SimulatedWorkers
+
 
 class Simulator:
     """One device, which runs one request at a time or the batches of the trace. `run` may be called once.
 
     Predicting takes the time that `costs` say, beside the device; without costs it takes none. Jobs of the allocation
-    are given `times` (those of a decode step) and take no time.
+    are given `times` (those of a decode step) and take no time. `workers` compute their experts while the device
+    computes the others, which are all that its scheduler knows.
     """
 
     def __init__(
@@ -41,13 +46,15 @@ class Simulator:
         future: TraceFuture | None = None,
         watcher: SimulationWatcher | None = None,
         times: Timing | None = None,
+        workers: SimulatedWorkers | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.schedulers = [scheduler, *(workers.schedulers if workers is not None else ())]
         self.link = link
         self.metrics = Metrics()
         self.predictor = predictor
         self._compute = compute
-        self._clock = clock
+        self.clock = clock
         self._predictor_thread: VirtualPredictorThread | None = None
         self._prefetcher: Prefetcher | None = None
         self._wants: frozenset[Want] = frozenset()
@@ -64,6 +71,7 @@ class Simulator:
         self._watcher = watcher
         self._is_observed = link.decodes_beside_computing or watcher is not None
         self._times = times
+        self._workers = workers
         self._slowdown = compute.slowdown_while_loading
         self._span_ns = compute.span_ns
         self._tokens: dict[int, int] = {}  # of the running layer's experts; empty: one of each
@@ -97,7 +105,7 @@ class Simulator:
             self._predictor_thread.close()
 
     def _run_iteration(self, iteration: Iteration) -> None:
-        clock, prefetcher, compute = self._clock, self._prefetcher, self._compute
+        clock, prefetcher, compute = self.clock, self._prefetcher, self._compute
         num_tokens = iteration.num_tokens
         clock.now_ns = max(clock.now_ns, iteration.arrival_ns)
         if self._times is not None and (job := self.scheduler.allocation.due()) is not None:
@@ -111,28 +119,40 @@ class Simulator:
             if self._future is not None:
                 self._future.begin_layer(layer)
             self._spend("dense", layer, compute.dense_ns(layer, num_tokens))
-            if num_tokens > 1:
-                self._tokens = dict(zip(router.experts, router.num_tokens, strict=True))
             routed: Callable[[], Routed] | None = None
             if prefetcher is not None:
                 routed = partial(iteration.routed, router, self._wants) if self._wants else only_demand(router)
-            run_layer(self.scheduler, self.link, router, self._use, prefetcher, routed)
+            if self._workers is None:
+                self.run_experts(router, routed)
+            else:
+                waited_ns = self.link.stall_ns
+                self.run_experts(self._workers.begin_layer(router, clock.now_ns), routed)
+                clock.now_ns = self._workers.end_layer(clock.now_ns, self.link.stall_ns - waited_ns)
         if prefetcher is not None:
             prefetcher.end_iteration(True)
-        self._tokens = {}
         self._spend("head", -1, compute.head_ns(num_tokens))
-        of_decode = [counters.decode for counters in self.scheduler.counters]
+        of_decode = [counters.decode for scheduler in self.schedulers for counters in scheduler.counters]
         hits, demands = sum([one.hits for one in of_decode]), sum([one.demands for one in of_decode])
         stalled_ns = self._stall_ns() - stalled_ns
         self.metrics.add(iteration, begin_ns, clock.now_ns, stalled_ns, hits - self._hits, demands - self._demands)
         self._hits, self._demands = hits, demands
 
+    def run_experts(self, router: RouterRan, routed: Callable[[], Routed] | None = None) -> None:
+        """Compute the experts of one layer, from now on."""
+        self._tokens = {}
+        if router.batch_tokens > 1:
+            self._tokens = dict(zip(router.experts, router.num_tokens, strict=True))
+        run_layer(self.scheduler, self.link, router, self._use, self._prefetcher, routed)
+
     def _stall_ns(self) -> int:
-        """Time spent waiting for transfers so far and, where transfer is synchronous, for predictions."""
-        return self.link.stall_ns + (0 if self._predictor_thread is None else self._predictor_thread.stall_ns)
+        """Time spent waiting for transfers so far and, where transfer is synchronous, for predictions. Of a layer that
+        ended with a worker, the time that this worker waited.
+        """
+        stalled_ns = self.link.stall_ns + (0 if self._workers is None else self._workers.stall_ns)
+        return stalled_ns + (0 if self._predictor_thread is None else self._predictor_thread.stall_ns)
 
     def _use(self, spans: Sequence[Span]) -> None:
-        clock = self._clock
+        clock = self.clock
         ((layer, expert, _, num_segments, _),) = spans
         begin = clock.now_ns
         num_tokens = self._tokens.get(expert, 1) if self._tokens else 1
@@ -144,7 +164,7 @@ class Simulator:
 
     def _spend(self, what: str, layer: int, duration_ns: int) -> None:
         """Compute for so long, except experts; slower while the link is busy."""
-        begin = self._clock.now_ns
+        begin = self.clock.now_ns
         slowdown = 1.0
         if self._slowdown > 1.0:
             busy_ns = self.link.busy_until_ns() - begin
@@ -152,7 +172,7 @@ class Simulator:
                 slow_ns = min(duration_ns * self._slowdown, busy_ns)
                 slow_duration_ns = round(slow_ns + duration_ns - slow_ns / self._slowdown)
                 slowdown, duration_ns = max(1.0, slow_duration_ns / max(1, duration_ns)), slow_duration_ns
-        self._clock.now_ns = end = begin + duration_ns
+        self.clock.now_ns = end = begin + duration_ns
         if self._is_observed:
             self.link.computing(begin, end, slowdown)
             if self._watcher is not None:

@@ -11,6 +11,7 @@ from expertly.core.costs import CODECS, CodecCosts
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
 from expertly.core.observation import Want
+from expertly.core.placement import Share
 from expertly.core.resources import parse_memory
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.known import Known
@@ -21,12 +22,13 @@ from expertly.scheduler.presets import BOUNDS, SYSTEMS, get_system
 from expertly.scheduler.system import System
 from expertly.sim.compute import compute_model, step_times
 from expertly.sim.future import RowsFile, TraceFuture, next_uses
-from expertly.sim.hardware import Hardware
+from expertly.sim.hardware import ClusterNetwork, Hardware
 from expertly.sim.link import Clock, SimulationWatcher, VirtualLink, has_host_tier
 from expertly.sim.metrics import percentile
 from expertly.sim.schedule import Schedule
 from expertly.sim.simulator import Simulator
 from expertly.sim.training import TrainingPart, popularity
+from expertly.sim.workers import SimulatedWorkers
 from expertly.sim.workload import TraceWorkload
 from expertly.trace.reader import Trace
 
@@ -369,6 +371,36 @@ class Study:
         total = self._workload.num_rows
         simulator.run(iterations, None if tell is None else lambda done: tell(name, done, total))
         return simulator
+
+    def simulate_group(
+        self, system: System, shares: Sequence[Share], memories: Sequence[Memory], network: ClusterNetwork
+    ) -> tuple[Simulator, SimulatedWorkers]:
+        """Run one system on several machines alike: the first share is of the local machine, each other of a worker.
+        `memories`: for the experts of each. A machine that has memory for its whole share holds it from the start.
+
+        Raises ConfigError for a system that predicts, and as `results`.
+        """
+        if system.prediction != "none" or "future" in system.needs:
+            raise ConfigError(f"system={system.name!r}: workers predict nothing; accepted: one without prediction")
+        compute = compute_model(self.hardware, self.geometry_of(system), self.dense)
+
+        def device(share: Share, memory: Memory, workers: SimulatedWorkers | None = None) -> Simulator:
+            geometry, clock = share.geometry, Clock()
+            budget = memory.budget(geometry)
+            here = SYSTEMS["resident"] if budget.kept_nbytes(geometry) == geometry.nbytes else system
+            codec = None if here.keeps_everything else self.codec_costs
+            link = VirtualLink(clock, self.hardware, geometry, compute.load_ns, None, compute.submit_ns, codec)
+            scheduler = here.scheduler(geometry, here.budget(geometry, budget), Known(seed=self.seed), self.order)
+            simulator = Simulator(scheduler, compute, clock, link, workers=workers)
+            if here.keeps_everything:
+                simulator.preload()
+            return simulator
+
+        pairs = zip(shares[1:], memories[1:], strict=True)
+        workers = SimulatedWorkers(shares[0], [(share, device(share, memory)) for share, memory in pairs], network)
+        simulator = device(shares[0], memories[0], workers)
+        simulator.run(self._workload.iterations())
+        return simulator, workers
 
     def _floor_tpot_s(self, resident: _Outcome, belady: _Outcome) -> float | None:
         """What no system can beat in decode: the larger of computing alone and moving the bytes that the best
