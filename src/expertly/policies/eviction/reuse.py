@@ -67,8 +67,7 @@ _FADING_OF_RATES = np.float32((1 - MEAN_RATE) ** BATCH)
 _FIRST_SEEN = 4.0  # uses that the initial worth of a class counts for
 _FIRST_WEIGHT, _FIRST_WEIGHT_OF_MODEL = 0.5, 0.3
 _RIDGE = 5.0  # how firmly the first weights are held to, in squares of values
-_AT_ONCE = 16  # victims sorted at a time, beyond the number of protected ones
-_MANY = 16  # times as many kept experts: finding the few victims costs less than sorting all
+_FEW = 16  # victims, up to which finding the next costs less than sorting all
 
 
 class ReuseModel(LearnedState):
@@ -446,7 +445,8 @@ class Reuse(ScoredPolicy):
         self.model = model
         """The model that all caches share."""
         self._has_choice = capacity < geometry.num_experts
-        self._is_kept = np.zeros(geometry.num_experts, np.bool_)
+        self._barrier: Floats = np.full(geometry.num_experts, np.inf, np.float32)
+        """0 for kept experts: added to values, it leaves only these finite."""
 
     @classmethod
     def of_model(cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> MakePolicy:
@@ -474,11 +474,11 @@ class Reuse(ScoredPolicy):
             self.model.observe(router)
 
     def admitted(self, expert: int) -> None:
-        self._is_kept[expert] = True
+        self._barrier[expert] = 0
 
     def removed(self, expert: int) -> None:
-        assert self._is_kept[expert]
-        self._is_kept[expert] = False
+        assert not self._barrier[expert]
+        self._barrier[expert] = np.inf
 
     def rescore(self, experts: Iterable[int]) -> None:
         """Scores are computed when they are asked for."""
@@ -494,21 +494,17 @@ class Reuse(ScoredPolicy):
         return values
 
     def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
-        experts = np.flatnonzero(self._is_kept)
-        scores = self.model.worth()[experts]
-        count = _AT_ONCE + (len(protected) if isinstance(protected, (set, frozenset)) else 0)
-        while len(experts):
-            some, those, num_left = scores, experts, 0
-            if len(experts) > _MANY * count:
-                is_among = scores <= np.partition(scores, count)[count]  # and all equal to the last
-                some, those = scores[is_among], experts[is_among]
-                scores, experts = scores[~is_among], experts[~is_among]
-                num_left = len(experts)
-            order = some.argsort(kind="stable")  # ids rise: ties go to the lowest
-            for first in range(0, len(order), count):
-                part = order[first : first + count]
-                for entry in zip(some[part].tolist(), those[part].tolist(), strict=True):
-                    if entry[1] not in protected:
-                        yield entry
-            if not num_left:
+        left = self.model.worth() + self._barrier
+        for _ in range(_FEW):
+            expert = int(left.argmin())  # of equal ones the lowest id
+            score = float(left[expert])
+            if score == np.inf:
                 return
+            if expert not in protected:
+                yield score, expert
+            left[expert] = np.inf
+        experts = np.flatnonzero(left < np.inf)
+        experts = experts[left[experts].argsort(kind="stable")]
+        for entry in zip(left[experts].tolist(), experts.tolist(), strict=True):
+            if entry[1] not in protected:
+                yield entry
