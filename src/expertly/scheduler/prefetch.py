@@ -12,6 +12,7 @@ from expertly.policies.prefetch import PrefetchOrder
 from expertly.scheduler.cache import Cache
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
 
+
 @dataclass(slots=True)
 class _Prefetched:
     """What was prefetched of an expert of the layer whose router ran last."""
@@ -98,11 +99,11 @@ class PrefetchQueue:
             self._heads = None
 
     def _first(self) -> int | None:
-        """The layer of the most urgent expert, which is the last in its queue until `_pop`; None where none is queued."""
+        """The most urgent expert, or None. It stays queued until `_pop`."""
         if self._heads is None:
             self._heads = [self._head(layer) for layer in self._queued]
             heapify(self._heads)
-        return self._heads[0][2] if self._heads else None
+        return self._queued[self._heads[0][2]][-1][2] if self._heads else None
 
     def _pop(self) -> None:
         assert self._heads is not None
@@ -117,7 +118,7 @@ class PrefetchQueue:
 
     def _head(self, layer: int) -> _Head:
         lowered, order, _ = self._queued[layer][-1]
-        num_layers = self._geometry.num_layers
+        num_layers = len(self._predicted)
         return -self._priority(-lowered, (layer - self.now) % num_layers or num_layers), order, layer
 
     def begin(
@@ -134,10 +135,10 @@ class PrefetchQueue:
         following = (self.now + 1) % geometry.num_layers
         safe: set[int] | None = None  # made for the first expert that needs room
         num_in_flight = self.num_in_flight
-        while (room := self.window - num_in_flight) > 0 and (layer := self._first()) is not None:
+        while (room := self.window - num_in_flight) > 0 and (eid := self._first()) is not None:
+            layer = geometry.layer_of_expert(eid)
             if layer == running:
                 break
-            eid = self._queued[layer][-1][2]
             mask = slots.absent(eid)
             has_room = True
             if mask:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 
@@ -148,7 +150,7 @@ class SlotTable:
 
     def _take_runs(self, pool: RunPool, slots: list[int], mask: int) -> None:
         """Take slots for `mask`, next to those that the expert has."""
-        segments = bits(mask)
+        segments = list(bits(mask))
         while segments:
             first = segments[0]
             num = next((i for i, segment in enumerate(segments) if segment != first + i), len(segments))
@@ -187,9 +189,9 @@ class SlotTable:
                 assert mask == self.full and slots is None, f"expert {eid}: slots do not match its state"
                 owned[size_class] += range(start, start + self._num_segments)
             elif mask or slots is not None:
-                held = [(segment, slot) for segment, slot in enumerate(slots or ()) if slot != _NO_SLOT]
-                assert [segment for segment, _ in held] == bits(mask), f"expert {eid}: slots do not match its state"
-                owned[size_class] += [slot for _, slot in held]
+                held = {segment: slot for segment, slot in enumerate(slots or ()) if slot != _NO_SLOT}
+                assert tuple(held) == bits(mask), f"expert {eid}: slots do not match its state"
+                owned[size_class] += held.values()
         for pool, used in zip(self.pools, owned, strict=True):
             assert sorted([*used, *pool.free_slots()]) == list(range(pool.num_slots)), "a slot is lost or owned twice"
             assert pool.num_free == pool.num_slots - len(used), "free count is wrong"
@@ -327,17 +329,13 @@ class RunPool:
             del self._of_length[length]
 
 
-def bits(mask: int) -> list[int]:
+@lru_cache(1 << 12)
+def bits(mask: int) -> tuple[int, ...]:
     """Positions of the ones, lowest first."""
-    found, position = [], 0
-    while mask:
-        if mask & 1:
-            found.append(position)
-        mask >>= 1
-        position += 1
-    return found
+    return tuple(position for position in range(mask.bit_length()) if mask >> position & 1)
 
 
+@lru_cache(1 << 12)
 def lowest_bits(mask: int, count: int) -> int:
     """The lowest `count` ones of `mask`: an expert's first segments."""
     return sum(1 << segment for segment in bits(mask)[: max(0, count)])

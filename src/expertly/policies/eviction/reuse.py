@@ -8,7 +8,7 @@ while it runs; its predictions count as much as they have been right lately (our
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from expertly.core.errors import StoreError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.base import NO_OPTIONS
-from expertly.policies.eviction.base import MakePolicy, ScoredPolicy
+from expertly.policies.eviction.base import DenseScoredPolicy, MakePolicy
 from expertly.policies.known import NOTHING, Known, Training
 from expertly.policies.learned import MAX_NBYTES, Arrays, Header, LearnedState, ModelShape
 
@@ -67,7 +67,6 @@ _FADING_OF_RATES = np.float32((1 - MEAN_RATE) ** BATCH)
 _FIRST_SEEN = 4.0  # uses that the initial worth of a class counts for
 _FIRST_WEIGHT, _FIRST_WEIGHT_OF_MODEL = 0.5, 0.3
 _RIDGE = 5.0  # how firmly the first weights are held to, in squares of values
-_FEW = 16  # victims, up to which finding the next costs less than sorting all
 
 
 class ReuseModel(LearnedState):
@@ -431,7 +430,7 @@ class ReuseTraining(Training):
         return self._model
 
 
-class Reuse(ScoredPolicy):
+class Reuse(DenseScoredPolicy):
     """The score is the model's value, as seen from the layer that ran last. A cache that holds all experts of the model
     learns nothing, since it never evicts.
     """
@@ -441,12 +440,10 @@ class Reuse(ScoredPolicy):
     learns = ReuseModel
 
     def __init__(self, geometry: Geometry, model: ReuseModel, capacity: int) -> None:
-        super().__init__()
+        super().__init__(geometry.num_experts)
         self.model = model
         """The model that all caches share."""
         self._has_choice = capacity < geometry.num_experts
-        self._barrier: Floats = np.full(geometry.num_experts, np.inf, np.float32)
-        """0 for kept experts: added to values, it leaves only these finite."""
 
     @classmethod
     def of_model(cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> MakePolicy:
@@ -473,38 +470,8 @@ class Reuse(ScoredPolicy):
         if self._has_choice:
             self.model.observe(router)
 
-    def admitted(self, expert: int) -> None:
-        self._barrier[expert] = 0
-
-    def removed(self, expert: int) -> None:
-        assert not self._barrier[expert]
-        self._barrier[expert] = np.inf
-
-    def rescore(self, experts: Iterable[int]) -> None:
-        """Scores are computed when they are asked for."""
-
     def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
         """The model observed the layer when it was needed."""
 
-    def score(self, expert: int) -> float:
-        return float(self.model.worth()[expert])
-
-    def scores(self, experts: Sequence[int]) -> list[float]:
-        values: list[float] = self.model.worth()[list(experts)].tolist()
-        return values
-
-    def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
-        left = self.model.worth() + self._barrier
-        for _ in range(_FEW):
-            expert = int(left.argmin())  # of equal ones the lowest id
-            score = float(left[expert])
-            if score == np.inf:
-                return
-            if expert not in protected:
-                yield score, expert
-            left[expert] = np.inf
-        experts = np.flatnonzero(left < np.inf)
-        experts = experts[left[experts].argsort(kind="stable")]
-        for entry in zip(left[experts].tolist(), experts.tolist(), strict=True):
-            if entry[1] not in protected:
-                yield entry
+    def all_scores(self) -> Floats:
+        return self.model.worth()
