@@ -53,6 +53,7 @@ class PrefetchQueue:
         self.waiting: dict[int, int] = {}
         """Experts prefetched for layers that have not run -> how many segments of each were."""
         self._geometry = geometry
+        self._layer_of = [geometry.layer_of_expert(eid) for eid in range(geometry.num_experts)]
         self._cache = cache
         self._slots = cache.slots
         self._counters = counters
@@ -136,7 +137,7 @@ class PrefetchQueue:
         safe: set[int] | None = None  # made for the first expert that needs room
         num_in_flight = self.num_in_flight
         while (room := self.window - num_in_flight) > 0 and (eid := self._first()) is not None:
-            layer = geometry.layer_of_expert(eid)
+            layer = self._layer_of[eid]
             if layer == running:
                 break
             mask = slots.absent(eid)
