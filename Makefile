@@ -22,7 +22,7 @@ STAMP := $(VENV)/.expertly-setup
 DOCS_STAMP := $(VENV)/.expertly-docs
 TRITON_STAMP := $(VENV)/.expertly-triton
 
-.PHONY: help setup demo test lint types unit triton format docs dist test-dist test-versions clean
+.PHONY: help setup demo test lint types unit triton format docs compiled dist test-dist test-versions clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make triton  the tests of the kernels over slots, in Triton's interpreter and compiler; no GPU is needed"
 	@echo "make format  rewrite the code as 'make lint' wants it"
 	@echo "make docs    write the tables of README and docs/ from bench/results, and the site into site/"
+	@echo "make compiled       a compiled copy of the package in build/compiled, which simulates in half the time (docs/architecture.md)"
 	@echo "make dist    the wheel and the source distribution, in dist/"
 	@echo "make test-dist      install that wheel in an environment of its own; run the demo, and a test, from it"
 	@echo "make test-versions  the tests of the engine with the oldest and the newest transformers that pyproject.toml names"
@@ -90,6 +91,14 @@ $(DOCS_STAMP): $(STAMP)
 docs: $(DOCS_STAMP)
 	$(BIN)/python tools/docs_tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# A copy, since a compiled module beside its source would hide later edits of that.
+compiled: build/compiled
+
+build/compiled: $(STAMP) setup.py mypyc.ini $(shell find src -name '*.py')
+	rm -rf $@ build/lib*
+	$(PIP) install --quiet --no-deps --no-build-isolation --target $@ .
+	@touch $@
 
 dist: $(STAMP)
 	rm -rf dist

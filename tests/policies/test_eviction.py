@@ -89,7 +89,7 @@ def test_scored_victims_are_those_of_sorting_whatever_happened_before(seed: int)
 
 def test_fmoe_is_the_papers_formula() -> None:
     """1 / (p * freq) computed directly over a random history (section 4.5): p of the newest map of the layer."""
-    dice, policy = random.Random(1), FMoEEviction()
+    dice, policy = random.Random(1), FMoEEviction(geometry(layers=4, experts=8))
     layers, num = 4, 8
     probability: dict[int, float] = {}
     frequency = dict.fromkeys(range(layers * num), 1)

@@ -204,7 +204,7 @@ def test_predicted_probabilities_decide_what_is_evicted() -> None:
     """One cache of four over two layers, frequencies equal: what the map of layer 1 holds least likely makes room."""
     shape = geometry(layers=2, experts=4, top_k=2)
     control = CheckedScheduler(
-        shape, Budget(0, (2,), (4,), (2, 2)), lambda capacity, layers: FMoEEviction(), scope="global"
+        shape, Budget(0, (2,), (4,), (2, 2)), lambda capacity, layers: FMoEEviction(shape), scope="global"
     )
     run(control, one_token(0, [0, 1]))
     run(control, one_token(1, [0, 1]))
@@ -226,10 +226,8 @@ def test_a_prediction_that_came_too_late_still_decides_what_is_evicted() -> None
     lines: list[str] = []
 
     def new() -> Scheduler:
-        budget = Budget(0, (2,), (4,), (2, 2))
-        return Scheduler(
-            geometry(layers=2, experts=4, top_k=2), budget, lambda capacity, layers: FMoEEviction(), scope="global"
-        )
+        shape, budget = geometry(layers=2, experts=4, top_k=2), Budget(0, (2,), (4,), (2, 2))
+        return Scheduler(shape, budget, lambda capacity, layers: FMoEEviction(shape), scope="global")
 
     control = record(new(), lines.append)
     run(control, one_token(0, [0, 1]))

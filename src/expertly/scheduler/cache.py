@@ -219,15 +219,15 @@ class Cache:
     def make_room(self, layer: int, count: int, protected: Container[int]) -> int:
         """Evict so that `count` segments fit, or nothing if they cannot. Returns the room that there is then."""
         partition = self.partitions[layer]
-        missing = count - partition.room
+        missing = count - (partition.capacity - partition.used)
         if 0 < missing < self._refused:
             victims = partition.evict(missing, protected)
             if victims is None:
                 self._refused = missing
-                return partition.room
-            for victim, gone in victims:
-                self._evicted(victim, gone)
-        return partition.room
+            else:
+                for victim, gone in victims:
+                    self._evicted(victim, gone)
+        return partition.capacity - partition.used
 
     def admit_best(self, router: RouterRan, needed: list[int], upcoming: Iterable[int]) -> dict[int, int]:
         """Keep the most valuable of the kept and the needed experts; returns the kept mask of each needed one. The rest

@@ -12,9 +12,6 @@ from expertly.policies.prefetch import PrefetchOrder
 from expertly.scheduler.cache import Cache
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
 
-_FEW = 64
-"""Stale heads that the heap may hold before it is made anew."""
-
 
 @dataclass(slots=True)
 class _Prefetched:
@@ -56,15 +53,15 @@ class PrefetchQueue:
         self.waiting: dict[int, int] = {}
         """Experts prefetched for layers that have not run -> how many segments of each were."""
         self._geometry = geometry
+        self._layer_of = [geometry.layer_of_expert(eid) for eid in range(geometry.num_experts)]
         self._cache = cache
         self._slots = cache.slots
         self._counters = counters
         self._evicts = evicts
         self._priority = order.priority
         self._is_steady = not order.follows_distance  # whether priorities stay the same while layers run
-        self._queued: dict[int, list[_Queued]] = {}  # by layer, the most urgent last
-        self._heads: list[_Head] = []  # a heap of each layer's most urgent expert, and of stale entries
-        self._heads_of = self.now  # the value of `now` that their priorities are for
+        self._queued: dict[int, list[_Queued]] = {}  # by layer, the most urgent last; no list is empty
+        self._heads: list[_Head] | None = None  # a heap of each layer's most urgent expert; None: to be made
         self._order = 0
         self._likely: dict[int, dict[int, None]] = {}  # by layer, predicted experts that should stay
         self._for_decode: dict[int, int] = {}  # segments in flight that were prefetched in decode
@@ -92,46 +89,38 @@ class PrefetchQueue:
             for score, arrival, expert in zip(prediction.scores, arrivals, experts, strict=True)
         ]
         queued.sort(reverse=True)
-        self._queued[layer] = queued
-        if not queued:
-            return
-        if len(self._heads) < _FEW + len(self._queued):
-            heappush(self._heads, self._head(layer))
-        else:  # stale heads of low priority are never reached and would pile up
-            self._rank()
+        self._unqueue(layer)
+        if queued:
+            self._queued[layer] = queued
+            if self._heads is not None:
+                heappush(self._heads, self._head(layer))
+
+    def _unqueue(self, layer: int) -> None:
+        if self._queued.pop(layer, None):
+            self._heads = None
 
     def _first(self) -> int | None:
         """The most urgent expert, or None. It stays queued until `_pop`."""
-        if self._heads_of != self.now:
-            self._heads_of = self.now
-            if not self._is_steady:
-                self._rank()
-        heads = self._heads
-        while heads:
-            _, order, layer = heads[0]
-            queued = self._queued.get(layer)
-            if queued and queued[-1][1] == order:
-                return queued[-1][2]
-            heappop(heads)
-        return None
+        if self._heads is None:
+            self._heads = [self._head(layer) for layer in self._queued]
+            heapify(self._heads)
+        return self._queued[self._heads[0][2]][-1][2] if self._heads else None
 
     def _pop(self) -> None:
+        assert self._heads is not None
         layer = self._heads[0][2]
         queued = self._queued[layer]
         queued.pop()
         if queued:
             heapreplace(self._heads, self._head(layer))
         else:
+            del self._queued[layer]
             heappop(self._heads)
-
-    def _rank(self) -> None:
-        self._heads = [self._head(layer) for layer, queued in self._queued.items() if queued]
-        heapify(self._heads)
 
     def _head(self, layer: int) -> _Head:
         lowered, order, _ = self._queued[layer][-1]
-        num_layers = self._geometry.num_layers
-        return -self._priority(-lowered, (layer - self._heads_of) % num_layers or num_layers), order, layer
+        num_layers = len(self._predicted)
+        return -self._priority(-lowered, (layer - self.now) % num_layers or num_layers), order, layer
 
     def begin(
         self, router: RouterRan | None, protected: Callable[[RouterRan | None], set[int]], *, waits: bool
@@ -148,7 +137,7 @@ class PrefetchQueue:
         safe: set[int] | None = None  # made for the first expert that needs room
         num_in_flight = self.num_in_flight
         while (room := self.window - num_in_flight) > 0 and (eid := self._first()) is not None:
-            layer = geometry.layer_of_expert(eid)
+            layer = self._layer_of[eid]
             if layer == running:
                 break
             mask = slots.absent(eid)
@@ -249,7 +238,9 @@ class PrefetchQueue:
         for prediction in self._predicted[layer].values():
             phase.count_prediction(prediction, needed, is_resident, shape.top_k)
         self._predicted[layer].clear()
-        self._queued.pop(layer, None)
+        self._unqueue(layer)
+        if not self._is_steady:
+            self._heads = None  # the layers that are queued are nearer now
         self._likely.pop(layer, None)
         ended = [eid for eid in self.waiting if first <= eid < end]
         if ended:
@@ -277,7 +268,7 @@ class PrefetchQueue:
 
     def clear(self) -> None:
         self._queued.clear()
-        self._heads.clear()
+        self._heads = None
         self.now = self._geometry.num_layers - 1
         self.waiting.clear()
         self._likely.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 
@@ -36,7 +38,7 @@ class SlotTable:
         self._first_of = [geometry.first_expert_id(layer) for layer in range(geometry.num_layers)]
         self._pool_of = [self.pools[size_class] for size_class in geometry.size_classes]
         self._slots: dict[int, list[int]] = {}  # of experts with slots, by segment
-        self._blocks: dict[int, int] = {}  # for experts in one block of slots, in place of that: its first slot
+        self._blocks: dict[int, Span] = {}  # for experts in one block of slots, in place of that
 
     def absent(self, eid: int) -> int:
         return self.full & ~(self.resident[eid] | self.in_flight[eid])
@@ -58,8 +60,8 @@ class SlotTable:
             if mask == self.full:
                 start = pool.take_block()
                 if start is not None:
-                    self._blocks[eid] = start
-                    return [Span(layer, eid - self._first_of[layer], 0, self._num_segments, start)]
+                    span = self._blocks[eid] = Span(layer, eid - self._first_of[layer], 0, self._num_segments, start)
+                    return [span]
             slots = self._own_slots(eid)
             home = self._home(slots)
             for segment in bits(mask):
@@ -82,13 +84,11 @@ class SlotTable:
         self.in_flight[eid] ^= mask
         resident = self.resident[eid] = self.resident[eid] | mask
         if resident == self.full:
-            start = self._blocks.get(eid)
-            if start is not None:
-                layer = self._layer_of[eid]
-                self.whole[eid] = Span(layer, eid - self._first_of[layer], 0, self._num_segments, start)
-            else:
+            whole = self._blocks.get(eid)
+            if whole is None:
                 spans = self._spans(eid, self._slots[eid], resident)
-                self.whole[eid] = spans[0] if len(spans) == 1 else None
+                whole = spans[0] if len(spans) == 1 else None
+            self.whole[eid] = whole
 
     def await_in_flight(self, eid: int) -> list[Span]:
         """The running layer needs the expert now: its segments in flight are awaited. Returns their spans."""
@@ -113,7 +113,7 @@ class SlotTable:
         pool = self._pool_of[self._layer_of[eid]]
         if mask == self.full and eid in self._blocks:
             assert isinstance(pool, BlockPool)
-            pool.give_block(self._blocks.pop(eid))
+            pool.give_block(self._blocks.pop(eid).slot)
             return
         slots = self._own_slots(eid)
         for segment in bits(mask):
@@ -127,16 +127,15 @@ class SlotTable:
         whole = self.whole[eid]
         if whole is not None and mask == self.full:
             return [whole]
-        start = self._blocks.get(eid)
-        if start is not None:
-            return self._spans(eid, range(start, start + self._num_segments), mask)
-        return self._spans(eid, self._slots[eid], mask)
+        block = self._blocks.get(eid)
+        slots = self._slots[eid] if block is None else range(block.slot, block.slot + self._num_segments)
+        return self._spans(eid, slots, mask)
 
     def _own_slots(self, eid: int) -> list[int]:
         """The slots of an expert by segment; its block, if it has one, becomes single slots."""
-        start = self._blocks.pop(eid, None)
-        if start is not None:
-            self._slots[eid] = list(range(start, start + self._num_segments))
+        block = self._blocks.pop(eid, None)
+        if block is not None:
+            self._slots[eid] = list(range(block.slot, block.slot + self._num_segments))
         return self._slots.setdefault(eid, [_NO_SLOT] * self._num_segments)
 
     def _home(self, slots: list[int]) -> int | None:
@@ -148,7 +147,7 @@ class SlotTable:
 
     def _take_runs(self, pool: RunPool, slots: list[int], mask: int) -> None:
         """Take slots for `mask`, next to those that the expert has."""
-        segments = bits(mask)
+        segments = list(bits(mask))
         while segments:
             first = segments[0]
             num = next((i for i, segment in enumerate(segments) if segment != first + i), len(segments))
@@ -182,14 +181,14 @@ class SlotTable:
             assert sum(purposes) == self.in_flight[eid], f"expert {eid}: in flight for no purpose, or for two"
             mask = self.resident[eid] | self.in_flight[eid]
             size_class = self.geometry.size_classes[self._layer_of[eid]]
-            start, slots = self._blocks.get(eid), self._slots.get(eid)
-            if start is not None:
+            block, slots = self._blocks.get(eid), self._slots.get(eid)
+            if block is not None:
                 assert mask == self.full and slots is None, f"expert {eid}: slots do not match its state"
-                owned[size_class] += range(start, start + self._num_segments)
+                owned[size_class] += range(block.slot, block.slot + self._num_segments)
             elif mask or slots is not None:
-                held = [(segment, slot) for segment, slot in enumerate(slots or ()) if slot != _NO_SLOT]
-                assert [segment for segment, _ in held] == bits(mask), f"expert {eid}: slots do not match its state"
-                owned[size_class] += [slot for _, slot in held]
+                held = {segment: slot for segment, slot in enumerate(slots or ()) if slot != _NO_SLOT}
+                assert tuple(held) == bits(mask), f"expert {eid}: slots do not match its state"
+                owned[size_class] += held.values()
         for pool, used in zip(self.pools, owned, strict=True):
             assert sorted([*used, *pool.free_slots()]) == list(range(pool.num_slots)), "a slot is lost or owned twice"
             assert pool.num_free == pool.num_slots - len(used), "free count is wrong"
@@ -327,17 +326,13 @@ class RunPool:
             del self._of_length[length]
 
 
-def bits(mask: int) -> list[int]:
+@lru_cache(1 << 12)
+def bits(mask: int) -> tuple[int, ...]:
     """Positions of the ones, lowest first."""
-    found, position = [], 0
-    while mask:
-        if mask & 1:
-            found.append(position)
-        mask >>= 1
-        position += 1
-    return found
+    return tuple(position for position in range(mask.bit_length()) if mask >> position & 1)
 
 
+@lru_cache(1 << 12)
 def lowest_bits(mask: int, count: int) -> int:
     """The lowest `count` ones of `mask`: an expert's first segments."""
     return sum(1 << segment for segment in bits(mask)[: max(0, count)])

@@ -115,7 +115,8 @@ class VirtualLink:
 
     def poll(self) -> Span | None:
         now, arrivals = self._clock.now_ns, self._arrivals
-        self._begin_until(now)
+        if self._link.next_ns <= now or self._disk.next_ns <= now:
+            self._begin_until(now)
         return self._take() if arrivals and arrivals[0][0] <= now else None
 
     def wait(self) -> Span:

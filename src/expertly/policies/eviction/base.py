@@ -8,6 +8,9 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.base import NO_OPTIONS, Policy
@@ -95,6 +98,8 @@ _Entry = tuple[float, int]  # (score, expert)
 
 _MANY = 64
 """Kept experts from which on sorting all of them costs more than keeping a heap."""
+_FEW = 16
+"""Victims up to which searching an array for the next costs less than sorting it."""
 
 
 class ScoredPolicy(EvictionPolicy):
@@ -202,3 +207,51 @@ class ScoredPolicy(EvictionPolicy):
                 else:
                     del self._live[expert]
         self._out.clear()
+
+
+class DenseScoredPolicy(ScoredPolicy):
+    """A ScoredPolicy of a whole model, where many scores change at a time: `all_scores` computes them when they are
+    asked for.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self._barrier = np.full(num_experts, np.inf, np.float32)
+        """0 for kept experts: added to scores, it leaves only these finite."""
+
+    @abstractmethod
+    def all_scores(self) -> npt.NDArray[np.floating[Any]]:
+        """The score of every expert by dense id. Callers must not write it."""
+
+    def admitted(self, expert: int) -> None:
+        self._barrier[expert] = 0
+
+    def removed(self, expert: int) -> None:
+        assert not self._barrier[expert]
+        self._barrier[expert] = np.inf
+
+    def rescore(self, experts: Iterable[int]) -> None:
+        """Scores are computed when they are asked for."""
+
+    def score(self, expert: int) -> float:
+        return float(self.all_scores()[expert])
+
+    def scores(self, experts: Sequence[int]) -> Sequence[float]:
+        values: list[float] = self.all_scores()[list(experts)].tolist()
+        return values
+
+    def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
+        left = self.all_scores() + self._barrier
+        for _ in range(_FEW):
+            expert = int(left.argmin())  # of equal ones the lowest id
+            score = float(left[expert])
+            if score == np.inf:
+                return
+            if expert not in protected:
+                yield score, expert
+            left[expert] = np.inf
+        experts = np.flatnonzero(left < np.inf)
+        experts = experts[left[experts].argsort(kind="stable")]
+        for entry in zip(left[experts].tolist(), experts.tolist(), strict=True):
+            if entry[1] not in protected:
+                yield entry

@@ -8,7 +8,7 @@ while it runs; its predictions count as much as they have been right lately (our
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from expertly.core.errors import StoreError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.base import NO_OPTIONS
-from expertly.policies.eviction.base import MakePolicy, ScoredPolicy
+from expertly.policies.eviction.base import DenseScoredPolicy, MakePolicy
 from expertly.policies.known import NOTHING, Known, Training
 from expertly.policies.learned import MAX_NBYTES, Arrays, Header, LearnedState, ModelShape
 
@@ -67,8 +67,6 @@ _FADING_OF_RATES = np.float32((1 - MEAN_RATE) ** BATCH)
 _FIRST_SEEN = 4.0  # uses that the initial worth of a class counts for
 _FIRST_WEIGHT, _FIRST_WEIGHT_OF_MODEL = 0.5, 0.3
 _RIDGE = 5.0  # how firmly the first weights are held to, in squares of values
-_AT_ONCE = 16  # victims sorted at a time, beyond the number of protected ones
-_MANY = 16  # times as many kept experts: finding the few victims costs less than sorting all
 
 
 class ReuseModel(LearnedState):
@@ -432,7 +430,7 @@ class ReuseTraining(Training):
         return self._model
 
 
-class Reuse(ScoredPolicy):
+class Reuse(DenseScoredPolicy):
     """The score is the model's value, as seen from the layer that ran last. A cache that holds all experts of the model
     learns nothing, since it never evicts.
     """
@@ -442,11 +440,10 @@ class Reuse(ScoredPolicy):
     learns = ReuseModel
 
     def __init__(self, geometry: Geometry, model: ReuseModel, capacity: int) -> None:
-        super().__init__()
+        super().__init__(geometry.num_experts)
         self.model = model
         """The model that all caches share."""
         self._has_choice = capacity < geometry.num_experts
-        self._is_kept = np.zeros(geometry.num_experts, np.bool_)
 
     @classmethod
     def of_model(cls, geometry: Geometry, known: Known = NOTHING, given: Mapping[str, str] = NO_OPTIONS) -> MakePolicy:
@@ -473,42 +470,8 @@ class Reuse(ScoredPolicy):
         if self._has_choice:
             self.model.observe(router)
 
-    def admitted(self, expert: int) -> None:
-        self._is_kept[expert] = True
-
-    def removed(self, expert: int) -> None:
-        assert self._is_kept[expert]
-        self._is_kept[expert] = False
-
-    def rescore(self, experts: Iterable[int]) -> None:
-        """Scores are computed when they are asked for."""
-
     def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
         """The model observed the layer when it was needed."""
 
-    def score(self, expert: int) -> float:
-        return float(self.model.worth()[expert])
-
-    def scores(self, experts: Sequence[int]) -> list[float]:
-        values: list[float] = self.model.worth()[list(experts)].tolist()
-        return values
-
-    def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
-        experts = np.flatnonzero(self._is_kept)
-        scores = self.model.worth()[experts]
-        count = _AT_ONCE + (len(protected) if isinstance(protected, (set, frozenset)) else 0)
-        while len(experts):
-            some, those, num_left = scores, experts, 0
-            if len(experts) > _MANY * count:
-                is_among = scores <= np.partition(scores, count)[count]  # and all equal to the last
-                some, those = scores[is_among], experts[is_among]
-                scores, experts = scores[~is_among], experts[~is_among]
-                num_left = len(experts)
-            order = some.argsort(kind="stable")  # ids rise: ties go to the lowest
-            for first in range(0, len(order), count):
-                part = order[first : first + count]
-                for entry in zip(some[part].tolist(), those[part].tolist(), strict=True):
-                    if entry[1] not in protected:
-                        yield entry
-            if not num_left:
-                return
+    def all_scores(self) -> Floats:
+        return self.model.worth()
