@@ -11,11 +11,12 @@ import numpy as np
 
 from expertly.core.geometry import Geometry
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import NEGLIGIBLE, TAKEN, Cell, Check, Finding, FindingTable, OfPair, Paper, show
+from expertly.lab.papers.findings import NEGLIGIBLE, TAKEN, Cell, Check, Finding, FindingTable, OfPair, Paper, Why, show
 from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import (
     HITS,
     LOADED,
+    ON_FASTER_LINK,
     RIGHT,
     TPOT,
     TTFT,
@@ -273,12 +274,21 @@ def similarity(lab: Lab) -> Finding:
         [(labels[name], value, means[name], near[f"similarity_correlation_{name}"]) for name, value in found.items()],
     )
     known = {name: value for name, value in found.items() if value is not None and is_real[name]}
-    checks = [correlates(name, value, means[name], row["recall"]) for name, value in known.items()]
+
+    def why(name: str) -> str:
+        few = runs.row(f"{FMOE}:capacity={CAPACITIES[0]}")
+        score, r = few["predictor"][f"{name}_score"] or 0, few[f"similarity_correlation_{name}"]
+        return (
+            f"matches are much alike, with a mean similarity of {means[name] or 0:.2f}; tried with {CAPACITIES[0]} "
+            f"maps, of {score:.2f}, r is {show(r, 'number')}"
+        )
+
+    checks = [correlates(name, value, partial(why, name)) for name, value in known.items()]
     notes = [] if len(known) == 2 else ["embeddings were not recorded, so that semantic similarity tells nothing"]
     return lab.finding(lab.setting(runs), [table], checks, notes)
 
 
-def correlates(name: str, r: float, score: float | None, recall: float | None) -> Check:
+def correlates(name: str, r: float, why: Why) -> Check:
     """As strongly as the paper's weakest."""
     return rules.within(
         f"{name} similarity goes with hits, as strongly as the paper's weakest",
@@ -286,7 +296,7 @@ def correlates(name: str, r: float, score: float | None, recall: float | None) -
         r,
         PAPER_R[0],
         1.0,
-        f"the mean similarity is {score or 0:.2f}; of what is needed {show(recall, 'share')} was named",
+        why,
         paper=f"{PAPER_R[0]} to {PAPER_R[1]}",
     )
 
@@ -472,11 +482,11 @@ def eviction(lab: Lab) -> Finding:
         said = []
         if loaded["fmoe"] > loaded["lfu"]:
             said.append(f"p x freq loads {loaded['fmoe'] / loaded['lfu']:.3f}x what freq alone does")
-            if not lab.trace.has("probs"):
-                said.append("imported routing has the chosen experts' weights alone, so that p tells nothing of others")
         if loaded["lfu"] > loaded["lru"]:
-            said.append("which of recency and frequency is better is the workload's: here it is recency")
-        return "; ".join(said) or "differences are a fraction of a point of hits; bytes are in the order of the paper"
+            said.append(f"freq loads {loaded['lfu'] / loaded['lru']:.3f}x what recency does")
+        tried = HITS.values(runs.rows({name: f"{row.system}:scope=layer" for name, row in ordered.items()}))
+        hits = ", ".join(f"{name} {show(value, 'share')}" for name, value in tried.items())
+        return "; ".join([*said, f"tried with a cache for each layer, hits are {hits}"])
 
     ordered = {name: rows[name] for name in ("fmoe", "lfu", "lru")}
     checks = [
@@ -617,12 +627,12 @@ MOST_ADDED = 0.05
 SAME = 0.02
 
 
-def adds_little(waiting: float, asking: float) -> Check:
+def adds_little(waiting: float, asking: float, why: Why) -> Check:
     """What is not asynchronous, as shares of an iteration: the paper's excludes matching, prefetching and updating."""
     return rules.below(
         "what is not asynchronous (loading on demand, asking for experts) adds less than 5 % to an iteration",
         {"waiting and asking": waiting + asking, "5 %": MOST_ADDED},
-        f"waiting for experts alone is {show(waiting, 'share')}: for what is not foretold, the pass waits",
+        why,
         unit="share",
         paper="less than 5 %, 30 ms of 100 to 500",
     )
@@ -650,6 +660,18 @@ def breakdown(lab: Lab) -> Finding:
     }
     rows = [(what, where, spent / num, spent / total) for what, (spent, where) in parts.items()]
     free = lab.runs_of(lab.schedules(), HARDWARE, predicting="inline").row(FMOE)
+
+    def why() -> str:
+        assert row.on_faster_link is not None
+        waits, faster, foretold = (
+            show(float(one.waiting_s.sum() / one.passes_s.sum()), "share")
+            for one in (row, row.on_faster_link(), runs.row("oracle"))
+        )
+        return (
+            f"for what is not there in time the pass waits, {waits}; {ON_FASTER_LINK} {faster}; with all foretold "
+            f"(oracle) {foretold}"
+        )
+
     checks = [
         rules.same(
             "matching and updating, which are asynchronous, add nothing to an iteration",
@@ -659,7 +681,7 @@ def breakdown(lab: Lab) -> Finding:
             unit="ms",
             paper="nothing",
         ),
-        adds_little(*(row.mean(spent, weights=row.passes_s) for spent in (row.waiting_s, row.asking_s))),
+        adds_little(row.mean(row.waiting_s, weights=row.passes_s), row.mean(row.asking_s, weights=row.passes_s), why),
     ]
     note = (
         "simulated: matching is charged what it was measured to read and compute; collecting context is not modelled "
