@@ -62,6 +62,9 @@ class ReproduceOptions:
     tokens: int = option(
         TOKENS, "decoded tokens of a trace that are simulated, over all seeds", least=1, panel=ADVANCED
     )
+    fewer: str | None = option(
+        None, "experiments that simulate another number of tokens", metavar="N:A,B", panel=ADVANCED
+    )
     seeds: int = option(SEEDS, "how many seeds; each learns from other requests", least=1, panel=ADVANCED)
     seed: Any = option(0, "the first seed", metavar="N", type=seed, panel=ADVANCED)
     jobs: int = option(1, "how many experiments run at once, each in its own process", least=1)
@@ -97,6 +100,7 @@ def run(args: ReproduceOptions) -> int:
             seed=args.seed,
             seeds=args.seeds,
             tokens=args.tokens,
+            fewer=_fewer(args.fewer),
             predictors=args.predictor or (),
             arrivals=args.arrivals,
             progress=progress,
@@ -112,6 +116,18 @@ def run(args: ReproduceOptions) -> int:
     if args.json:
         print_json(session.facts(results))
     return 0
+
+
+def _fewer(text: str | None) -> dict[str, int]:
+    """Tokens by the name of the experiment."""
+    from expertly.lab.papers.runner import select
+
+    if text is None:
+        return {}
+    num, _, which = text.partition(":")
+    if not (num.isascii() and num.isdecimal() and 0 < int(num) < 10**9):
+        raise ConfigError(f"fewer={text!r:.80}: must be a number of tokens and experiments, for instance 1500:fmoe:4")
+    return {one.name: int(num) for one in select(which)}
 
 
 def _check_out(out: Path | None) -> None:

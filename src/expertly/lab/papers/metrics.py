@@ -59,7 +59,7 @@ def of_prompts(*rows: Row) -> str:
     for row in rows:
         waiting = (row.waiting(False) or 0.0) * row.ttft_s
         said.append(
-            f"{row.system} computes {show(row['ttft_s'] - waiting, 'ms')} and waits {show(waiting, 'ms')}",
+            f"{row.system} computes {show(row.ttft_s - waiting, 'ms')} and waits {show(waiting, 'ms')}",
         )
     return f"of a prompt {', '.join(said)}"
 
