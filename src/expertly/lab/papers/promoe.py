@@ -187,7 +187,7 @@ def baseline(lab: Lab) -> Finding:
     cdf = _served(lab, training)
     checks: list[Check | None] = [
         TPOT.monotonic("TPOT falls with the cache rate", found, rises=False),
-        mostly_blocked(blocked, f"{half.hit_rate:.1%} are hits at 50 %: tokens share more experts than the paper's"),
+        mostly_blocked(blocked, partial(of_steps, half)),
     ]
     if in_prompts is not None:
         checks.append(
