@@ -142,12 +142,13 @@ OFFLOADING = dict(zip(CODEBASES, ("TO: moves layers", "LO: computes layers on th
 SLOWER_PROCESSOR = PROCESSOR | {"memory_nbytes_per_s": PROCESSOR["memory_nbytes_per_s"] / 4}
 
 
-def _of_processor(lab: Lab, memory: str, other: Row) -> str:
+def _of_processor(lab: Lab, memory: str, metric: Metric, other: Row) -> str:
     """Why what is computed there is fast, and whether it is that."""
     slower = whole_layers(lab, CODEBASES[1], memory, SLOWER_PROCESSOR)
+    times = show(metric.of(slower) / metric.of(other), "x")
     return (
         "a processor is assumed to read 90 GB/s, of which four fifths are reached: more than the link brings; tried "
-        f"with a quarter of that, it takes {show(slower.tpot_s / other.tpot_s, 'x')} of {other.system}'s TPOT"
+        f"with a quarter of that, it takes {times} of {other.system}'s {metric.header}"
     )
 
 
@@ -484,7 +485,7 @@ def overall(lab: Lab) -> Finding:
         for name, better in ((UM, "lru"), (OFFLOADING[codebase], "static")):
             for metric in (TTFT, TPOT):
                 is_there = name == OFFLOADING[CODEBASES[1]]
-                why = partial(_of_processor, lab, memory, rows[better]) if is_there else None
+                why = partial(_of_processor, lab, memory, metric, rows[better]) if is_there else None
                 claim = f"{name}: slower than {better} ({metric.header}{where})"
                 checks.append(metric.better(claim, every, better, name, why))
         faster, faster_decode = TTFT.times(ours, "of ProMoE's"), TPOT.times(ours, "of ProMoE's, decode")
@@ -642,7 +643,7 @@ def rates(lab: Lab) -> Finding:
                 TPOT.better("17: with little memory LO decodes faster than ProMoE", least, name, "promoe"),
                 TPOT.better(
                     "17: and with much memory slower",
-                    *(most, "promoe", name, partial(_of_processor, lab, RATES[-1], most["promoe"])),
+                    *(most, "promoe", name, partial(_of_processor, lab, RATES[-1], TPOT, most["promoe"])),
                 ),
             ]
     return lab.finding(lab.setting(runs_on(lab, CODEBASES[0]), ""), tables, checks)
