@@ -67,6 +67,17 @@ def test_page_and_numbers_are_written_and_can_be_used_again(
     assert "tokens was 5000, now it is 40" in capsys.readouterr().err
 
 
+def test_some_experiments_simulate_fewer_tokens_and_the_page_says_which(
+    capsys: Captured, traces: list[str], tmp_path: Path
+) -> None:
+    asked = ("--tokens", "30", "--fewer", "12:fmoe:12a", "--seeds", "1")
+    found = reproduce(capsys, "fmoe:12a,fmoe:12b", *traces[2:], *asked, "--out", tmp_path / "page.md")
+    few, usual = (one["findings"][0]["setting"] for one in found["results"])
+    assert ", 12 passes of decode" in few and ", 30 passes of decode" in usual
+    page = (tmp_path / "page.md").read_text("utf-8")
+    assert " ".join(asked) in page and "30 decoded tokens are simulated (12 of `fmoe:12a`)" in page
+
+
 def test_systems_machine_and_memory_are_asked_for(capsys: Captured, traces: list[str], tmp_path: Path) -> None:
     asked = ("--system", "lfu", "--hardware", "a100", "--memory", "30%")
     found = reproduce(capsys, "fmoe:12b,fmoe:16", "--quick", *traces, *asked, "--out", tmp_path / "page.md")
@@ -93,6 +104,7 @@ def test_systems_machine_and_memory_are_asked_for(capsys: Captured, traces: list
         (["fmoe:9", "--system", "lru,nothing"], "system='nothing'"),
         (["fmoe:9", "--hardware", "nothing"], "hardware='nothing'"),
         (["fmoe:9", "--memory", "nothing"], "memory='nothing'"),
+        (["fmoe:9", "--fewer", "fmoe:9"], "fewer='fmoe:9'"),
         (["fmoe:start"], "fmoe:10 begins with empty stores"),
         (["my_module.PAPER"], "'my_module' cannot be imported"),
     ],

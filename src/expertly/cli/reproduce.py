@@ -62,6 +62,13 @@ class ReproduceOptions:
     tokens: int = option(
         TOKENS, "decoded tokens of a trace that are simulated, over all seeds", least=1, panel=ADVANCED
     )
+    fewer: list[str] | None = option(
+        None,
+        "experiments that simulate another number of tokens; may be given several times",
+        metavar="N:A,B",
+        panel=ADVANCED,
+        is_several=True,
+    )
     seeds: int = option(SEEDS, "how many seeds; each learns from other requests", least=1, panel=ADVANCED)
     seed: Any = option(0, "the first seed", metavar="N", type=seed, panel=ADVANCED)
     jobs: int = option(1, "how many experiments run at once, each in its own process", least=1)
@@ -97,6 +104,7 @@ def run(args: ReproduceOptions) -> int:
             seed=args.seed,
             seeds=args.seeds,
             tokens=args.tokens,
+            fewer=_fewer(args.fewer or ()),
             predictors=args.predictor or (),
             arrivals=args.arrivals,
             progress=progress,
@@ -112,6 +120,19 @@ def run(args: ReproduceOptions) -> int:
     if args.json:
         print_json(session.facts(results))
     return 0
+
+
+def _fewer(given: Sequence[str]) -> dict[str, int]:
+    """Tokens by the name of the experiment."""
+    from expertly.lab.papers.runner import select
+
+    found = {}
+    for text in given:
+        num, _, which = text.partition(":")
+        if not (num.isascii() and num.isdecimal() and 0 < int(num) < 10**9):
+            raise ConfigError(f"fewer={text!r:.80}: must be a number of tokens and experiments: 1500:fmoe:4,promoe:13")
+        found |= {one.name: int(num) for one in select(which)}
+    return found
 
 
 def _check_out(out: Path | None) -> None:

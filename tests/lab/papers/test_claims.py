@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from expertly.lab.papers import fmoe, moe_infinity, moepic, promoe
-from expertly.lab.papers.findings import FAILS, HOLDS, UNTOLD, Check, Finding
+from expertly.lab.papers.findings import FAILS, HOLDS, UNTOLD, Check, Finding, show
 from expertly.lab.papers.measured import Estimate
+from expertly.lab.papers.metrics import of_hits, of_time
 from expertly.lab.papers.runner import Session, find_experiment
-from expertly.lab.papers.runs import Lab, Row, Runs
+from expertly.lab.papers.runs import FASTER_LINK, Lab, Row, Runs
 from expertly.trace.reader import Trace
 from tests.lab.papers.small import full_trace
 
@@ -38,9 +39,9 @@ def prompts(*times: float, noise: float = 0.001) -> list[Check]:
 
 
 CLAIMS: dict[str, tuple[Callable[[float], Check], float, float]] = {
-    "fmoe:8, r": (lambda r: fmoe.correlates("trajectory", about(r), 0.9, 0.5), 0.8, 0.4),
-    "fmoe:15, 5 %": (lambda share: fmoe.adds_little(about(share), 0.0), 0.03, 0.4),
-    "fmoe:15, nothing there to ask for": (lambda share: fmoe.adds_little(0.0, about(share)), 0.03, 0.06),
+    "fmoe:8, r": (lambda r: fmoe.correlates("trajectory", about(r), ""), 0.8, 0.4),
+    "fmoe:15, 5 %": (lambda share: fmoe.adds_little(about(share), 0.0, ""), 0.03, 0.4),
+    "fmoe:15, nothing there to ask for": (lambda share: fmoe.adds_little(0.0, about(share), ""), 0.03, 0.06),
     "moe-infinity:4, groups at all": (
         lambda near: one(moe_infinity.grouping(about(15), about(0.2), about(near), about(0.9), "")),
         0.6,
@@ -91,7 +92,7 @@ def test_a_claim_holds_or_fails_by_its_number_and_says_the_papers(
 
 
 def test_noise_decides_no_claim() -> None:
-    assert fmoe.correlates("semantic", about(0.75, 0.2), 0.9, 0.5).verdict == UNTOLD
+    assert fmoe.correlates("semantic", about(0.75, 0.2), "").verdict == UNTOLD
     assert promoe.mostly_blocked(about(0.52, 0.3), "").verdict == UNTOLD
     assert prompts(1.0, 1.0, 0.7, 0.4, noise=0.3)[1].verdict == UNTOLD
 
@@ -134,12 +135,24 @@ def told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finding]:
             facts = {key: value if value is not None else 0 for key, value in base.facts.items()}
             by_request = [hits(system)] * len(base["hit_rate_by_request"])
             facts |= {"predictor": {}, "hit_rate": hits(system), "hit_rate_by_request": by_request}
-            return replace(base, system=system, facts=facts, passes_s=base.passes_s * slower(system))
+            times = base.passes_s * slower(system)
+            return replace(base, system=system, facts=facts, passes_s=times, on_faster_link=None)
 
         monkeypatch.setattr(Runs, "row", row)
         return find_experiment(name).run(lab)
 
     return find
+
+
+def test_a_reason_that_blames_the_link_is_tried_on_a_faster_one(lab: Lab) -> None:
+    rows = lab.runs("rtx3090").rows(("on-demand", "oracle"))
+    slow, fast = rows.values()
+    assert slow.on_faster_link is not None and fast.on_faster_link is not None
+    tried = slow.on_faster_link()
+    assert tried.tpot_s < slow.tpot_s and tried["bytes_loaded"] == slow["bytes_loaded"]
+    said = f"it takes {show(tried.tpot_s / fast.on_faster_link().tpot_s, 'x')} of oracle's TPOT, where it took"
+    assert said in of_time(slow, fast)
+    assert f"link {FASTER_LINK} times as fast, on-demand {show(tried.hit_rate, 'share')}" in of_hits(slow, fast)
 
 
 def verdicts(finding: Finding, *words: str) -> set[str]:

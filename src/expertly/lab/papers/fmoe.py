@@ -11,11 +11,12 @@ import numpy as np
 
 from expertly.core.geometry import Geometry
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import NEGLIGIBLE, TAKEN, Cell, Check, Finding, FindingTable, OfPair, Paper, show
+from expertly.lab.papers.findings import NEGLIGIBLE, TAKEN, Cell, Check, Finding, FindingTable, OfPair, Paper, Why, show
 from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import (
     HITS,
     LOADED,
+    ON_FASTER_LINK,
     RIGHT,
     TPOT,
     TTFT,
@@ -128,6 +129,17 @@ def entropy(lab: Lab) -> Finding:
     if not bits:
         raise CannotRun(f"no request of at least {GROWTH_TOKENS} tokens")
     num_requests = len(bits)
+
+    def backwards() -> str:
+        """The same requests' first tokens in reverse."""
+        meter = EntropyMeter(len(layers), max_experts(layers), [GROWTH_TOKENS] * num_requests)
+        for number, request in enumerate(requests[:num_requests]):
+            rows = request.first_row, request.first_row + GROWTH_TOKENS
+            columns = {name: trace.rows(name, *rows)[::-1] for name in fields}
+            meter.add(np.full(GROWTH_TOKENS, number), columns["experts"], columns["weights"], columns.get("probs"))
+        bits = {mark: float(one.mean()) / num_requests for mark, one in sorted(meter.growth_bits.items())}
+        return ", ".join(f"{mark} {value:.2f}" for mark, value in bits.items())
+
     means = {name: Estimate.mean(np.array([one[name] for one in bits])) for name in bits[0]}
     token, request_bits = means.pop("iteration"), means.pop("request")
     growth = {mark: means[mark] for mark in sorted(means, key=int)}
@@ -154,8 +166,10 @@ def entropy(lab: Lab) -> Finding:
         rules.monotonic(
             "3c: entropy grows over iterations",
             growth,
-            f"it grows to {max(growth.values()):.2f} bits and falls as requests settle on a narrow task: the later "
-            f"tokens of these {num_requests} requests use fewer kinds of experts than the first did",
+            lambda: (
+                f"it grows to {max(growth.values()):.2f} bits and falls: later tokens use fewer kinds of experts than "
+                f"the first; tried with the same tokens in reverse: {backwards()}"
+            ),
             rises=True,
             unit="bits",
             slack=NEGLIGIBLE,
@@ -273,12 +287,21 @@ def similarity(lab: Lab) -> Finding:
         [(labels[name], value, means[name], near[f"similarity_correlation_{name}"]) for name, value in found.items()],
     )
     known = {name: value for name, value in found.items() if value is not None and is_real[name]}
-    checks = [correlates(name, value, means[name], row["recall"]) for name, value in known.items()]
+
+    def why(name: str) -> str:
+        few = runs.row(f"{FMOE}:capacity={CAPACITIES[0]}")
+        score, r = few["predictor"][f"{name}_score"] or 0, few[f"similarity_correlation_{name}"]
+        return (
+            f"matches are much alike, with a mean similarity of {means[name] or 0:.2f}; tried with {CAPACITIES[0]} "
+            f"maps, of {score:.2f}, r is {show(r, 'number')}"
+        )
+
+    checks = [correlates(name, value, partial(why, name)) for name, value in known.items()]
     notes = [] if len(known) == 2 else ["embeddings were not recorded, so that semantic similarity tells nothing"]
     return lab.finding(lab.setting(runs), [table], checks, notes)
 
 
-def correlates(name: str, r: float, score: float | None, recall: float | None) -> Check:
+def correlates(name: str, r: float, why: Why) -> Check:
     """As strongly as the paper's weakest."""
     return rules.within(
         f"{name} similarity goes with hits, as strongly as the paper's weakest",
@@ -286,7 +309,7 @@ def correlates(name: str, r: float, score: float | None, recall: float | None) -
         r,
         PAPER_R[0],
         1.0,
-        f"the mean similarity is {score or 0:.2f}; of what is needed {show(recall, 'share')} was named",
+        why,
         paper=f"{PAPER_R[0]} to {PAPER_R[1]}",
     )
 
@@ -472,11 +495,11 @@ def eviction(lab: Lab) -> Finding:
         said = []
         if loaded["fmoe"] > loaded["lfu"]:
             said.append(f"p x freq loads {loaded['fmoe'] / loaded['lfu']:.3f}x what freq alone does")
-            if not lab.trace.has("probs"):
-                said.append("imported routing has the chosen experts' weights alone, so that p tells nothing of others")
         if loaded["lfu"] > loaded["lru"]:
-            said.append("which of recency and frequency is better is the workload's: here it is recency")
-        return "; ".join(said) or "differences are a fraction of a point of hits; bytes are in the order of the paper"
+            said.append(f"freq loads {loaded['lfu'] / loaded['lru']:.3f}x what recency does")
+        tried = HITS.values(runs.rows({name: f"{row.system}:scope=layer" for name, row in ordered.items()}))
+        hits = ", ".join(f"{name} {show(value, 'share')}" for name, value in tried.items())
+        return "; ".join([*said, f"tried with a cache for each layer, hits are {hits}"])
 
     ordered = {name: rows[name] for name in ("fmoe", "lfu", "lru")}
     checks = [
@@ -617,12 +640,12 @@ MOST_ADDED = 0.05
 SAME = 0.02
 
 
-def adds_little(waiting: float, asking: float) -> Check:
+def adds_little(waiting: float, asking: float, why: Why) -> Check:
     """What is not asynchronous, as shares of an iteration: the paper's excludes matching, prefetching and updating."""
     return rules.below(
         "what is not asynchronous (loading on demand, asking for experts) adds less than 5 % to an iteration",
         {"waiting and asking": waiting + asking, "5 %": MOST_ADDED},
-        f"waiting for experts alone is {show(waiting, 'share')}: for what is not foretold, the pass waits",
+        why,
         unit="share",
         paper="less than 5 %, 30 ms of 100 to 500",
     )
@@ -650,6 +673,18 @@ def breakdown(lab: Lab) -> Finding:
     }
     rows = [(what, where, spent / num, spent / total) for what, (spent, where) in parts.items()]
     free = lab.runs_of(lab.schedules(), HARDWARE, predicting="inline").row(FMOE)
+
+    def why() -> str:
+        assert row.on_faster_link is not None
+        waits, faster, foretold = (
+            show(float(one.waiting_s.sum() / one.passes_s.sum()), "share")
+            for one in (row, row.on_faster_link(), runs.row("oracle"))
+        )
+        return (
+            f"for what is not there in time the pass waits, {waits}; {ON_FASTER_LINK} {faster}; with all foretold "
+            f"(oracle) {foretold}"
+        )
+
     checks = [
         rules.same(
             "matching and updating, which are asynchronous, add nothing to an iteration",
@@ -659,7 +694,7 @@ def breakdown(lab: Lab) -> Finding:
             unit="ms",
             paper="nothing",
         ),
-        adds_little(*(row.mean(spent, weights=row.passes_s) for spent in (row.waiting_s, row.asking_s))),
+        adds_little(row.mean(row.waiting_s, weights=row.passes_s), row.mean(row.asking_s, weights=row.passes_s), why),
     ]
     note = (
         "simulated: matching is charged what it was measured to read and compute; collecting context is not modelled "

@@ -9,13 +9,13 @@ from typing import Any
 from expertly.core.units import format_nbytes
 from expertly.lab.papers import findings as rules
 from expertly.lab.papers.findings import NEGLIGIBLE, Check, FindingTable, OfPair, Told, Why, show
-from expertly.lab.papers.runs import Lab, Row
+from expertly.lab.papers.runs import FASTER_LINK, Lab, Row
 
 # -- why a claim does not hold, worked out from the runs that decided ----------------------------------------------
 
 
 def of_time(ours: Row, other: Row) -> str:
-    """Why `ours` is not faster: bytes, wrong guesses, a busy link, lateness."""
+    """Why `ours` is not faster: bytes, wrong guesses, a busy link, lateness; and whether the link is to blame."""
     ratio = ours["bytes_loaded"] / max(1, other["bytes_loaded"])
     said = [f"{ours.system} loads {ratio:.2f}x the bytes of {other.system}"]
     if ours["prefetched_bytes"]:
@@ -24,7 +24,14 @@ def of_time(ours: Row, other: Row) -> str:
     if ours["timeliness"] is not None:
         said.append(f"of what is, {show(ours['timeliness'], 'share')} arrives in time")
     said.append(f"the link is busy {show(other.link_share, 'share')} of {other.system}'s time already")
+    tried = [row.on_faster_link() for row in (ours, other) if row.on_faster_link]
+    if len(tried) == 2:
+        before, after = (show(one.tpot_s / two.tpot_s, "x") for one, two in ((ours, other), tried))
+        said.append(f"{ON_FASTER_LINK} it takes {after} of {other.system}'s TPOT, where it took {before}")
     return "; ".join(said)
+
+
+ON_FASTER_LINK = f"tried with a link {FASTER_LINK} times as fast,"
 
 
 def of_hits(ours: Row, other: Row) -> str:
@@ -39,6 +46,10 @@ def of_hits(ours: Row, other: Row) -> str:
             f"{row.system} predicts {named} of what is needed, {right} of what it predicts is right, {there} of it is "
             "resident when the router runs"
         )
+    tried = [row.on_faster_link() for row in (ours, other) if row.on_faster_link]
+    if len(tried) == 2:
+        hits = " and ".join(f"{one.system} {show(one.hit_rate, 'share')}" for one in tried)
+        said.append(f"{ON_FASTER_LINK} {hits} are hits")
     return "; ".join(said)
 
 
@@ -48,7 +59,7 @@ def of_prompts(*rows: Row) -> str:
     for row in rows:
         waiting = (row.waiting(False) or 0.0) * row.ttft_s
         said.append(
-            f"{row.system} computes {show(row['ttft_s'] - waiting, 'ms')} and waits {show(waiting, 'ms')}",
+            f"{row.system} computes {show(row.ttft_s - waiting, 'ms')} and waits {show(waiting, 'ms')}",
         )
     return f"of a prompt {', '.join(said)}"
 

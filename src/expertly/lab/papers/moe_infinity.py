@@ -52,12 +52,12 @@ UNIFORM = 0.95
 MOST_REQUESTS = 600
 
 
-def _counts(lab: Lab) -> Floats:
-    """[requests, L, E], of decode; in the seed's order."""
+def _counts(lab: Lab) -> tuple[Floats, list[str | None]]:
+    """[requests, L, E], of decode; in the seed's order; and their categories."""
     trace, layers = lab.trace, lab.trace.manifest.layers
     requests = [one for one in trace.requests if one.num_rows]
     order = np.random.default_rng(lab.seed).permutation(len(requests))[: MOST_REQUESTS // (5 if lab.quick else 1)]
-    found = []
+    found, categories = [], []
     for number in order.tolist():
         first, stop = requests[number].first_row, requests[number].first_row + requests[number].num_rows
         experts = trace.rows("experts", first, stop)[~trace.rows("is_prefill", first, stop)]
@@ -67,7 +67,8 @@ def _counts(lab: Lab) -> Floats:
             counts[layer] = np.bincount(chosen, minlength=counts.shape[1])
         if counts.any():
             found.append(counts)
-    return np.stack(found)
+            categories.append(requests[number].category)
+    return np.stack(found), categories
 
 
 @PAPER.experiment("2", most=4)
@@ -77,7 +78,7 @@ def skew(lab: Lab) -> Finding:
     In two sample requests a few experts of the last layer are used much more than the others; over 1000 merged use
     is uniform (Mixtral-8x7B and DeepSeek-V2-Lite).
     """
-    counts = lab.once(("counts",), lambda: _counts(lab))
+    counts, categories = lab.once(("counts",), lambda: _counts(lab))
     bits, num = np.log2(lab.num_experts), -(-lab.num_experts // 4)
 
     def use(of: Floats) -> tuple[Floats, Floats]:
@@ -95,12 +96,19 @@ def skew(lab: Lab) -> Finding:
             for which, one in enumerate(merged)
         ]
     one, together = rows["one request, all layers"], rows["all merged, all layers"]
+    ((most, _),) = Counter(categories).most_common(1)
+    of_most = use(counts[[category == most for category in categories]].sum(axis=0))
+    tried = (
+        "they are of one category, so that more kinds could not be tried"
+        if len(set(categories)) == 1
+        else f"tried with the most frequent of their {len(set(categories))} categories alone, the quarter serves "
+        f"{show(float(of_most[0].mean()), 'share')} and the entropy is {show(float(of_most[1].mean()), 'share')}"
+    )
     checks = [
         rules.above(
             "a request uses few experts much more than the rest, many merged do less so",
             {"quarter of a request": one[0], "quarter of all merged": together[0]},
-            f"these {len(counts)} requests are of {of_categories(lab)}: what all of them use together is nearly what "
-            "each uses",
+            f"what these {len(counts)} requests use together is nearly what each uses; {tried}",
             unit="share",
             by=0.05,
             paper="a few experts against evenly (a figure without numbers)",
@@ -111,8 +119,8 @@ def skew(lab: Lab) -> Finding:
             together[1],
             UNIFORM,
             1.0,
-            f"the requests are of {of_categories(lab)}, and what they use stays popular when merged: the most used "
-            f"quarter still serves {show(together[0], 'share')}",
+            f"what they use stays popular when merged: the most used quarter still serves "
+            f"{show(together[0], 'share')}; {tried}",
             unit="share",
         ),
     ]
@@ -139,15 +147,21 @@ def groups(lab: Lab) -> Finding:
     (table 2), so that one matrix can stand for the others of its group; P(next group | group) is below 0.12 in most
     cases (figure 4).
     """
-    counts = lab.once(("counts",), lambda: _counts(lab))
+    counts, _ = lab.once(("counts",), lambda: _counts(lab))
     total = counts.sum(axis=2, keepdims=True)
     points = np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
     most = min(40, len(points) // 3)
     numbers = sorted({num for num in (1, 2, 3, 5, 8, 12, 16, 20, 25, 30, 35) if num < most} | {most})
-    found = []
-    for seed in lab.seeds:
-        half = np.random.default_rng(seed).permutation(points)[: -(-len(points) * 2 // 3)].reshape(-1, points[0].size)
-        found.append(elbow({num: grouped(half, num, seed)[1] for num in numbers}))
+
+    def elbows(part: int) -> list[int]:
+        """With each seed, of so many requests."""
+        found = []
+        for seed in lab.seeds:
+            chosen = np.random.default_rng(seed).permutation(points)[:part].reshape(part, -1)
+            found.append(elbow({num: grouped(chosen, num, seed)[1] for num in numbers if num <= part}))
+        return found
+
+    found, fewer = elbows(-(-len(points) * 2 // 3)), elbows(-(-len(points) // 3))
     num = round(float(np.median(found)))
     flat = points.reshape(len(points), -1)
     members = grouped(flat, num, lab.seed)[0]
@@ -169,7 +183,8 @@ def groups(lab: Lab) -> Finding:
         "groups farthest below the line from the first to the last, of two thirds of the requests, with each seed",
         "no check of transitions: the order of these requests is made up, so that nothing could follow from it",
     ]
-    checks = grouping(Estimate.of_seeds(found), largest, *near, f"{len(points)} requests of {of_categories(lab)}")
+    requests = f"{len(points)} requests of {of_categories(lab)} (tried with half as many: {np.mean(fewer):.0f} groups)"
+    checks = grouping(Estimate.of_seeds(found), largest, *near, requests)
     table = FindingTable.of("Groups", {"": "", "number": "number", "share": "share"}, rows)
     return lab.finding(f"{len(points)} requests", [table], checks, notes)
 

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -132,6 +133,7 @@ POLICIES = ("random", "lfu", "lru", "lcp")
 PARTS = (1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6)
 """Of a layer's experts: 10 to 50 of 60, as in the paper."""
 SLACK = 0.005
+OMEGAS = (16, 32, 512, 2048)
 PAPER_HITS = (
     "16.4, 24.4, 19.1, 25.6",
     "33.0, 43.7, 38.9, 45.4",
@@ -150,7 +152,11 @@ def caches(lab: Lab) -> Finding:
     """
     runs = lab.runs(HARDWARE)
     budgets = [Memory(f"{num}/layer", num) for num in (round(part * lab.num_experts) for part in PARTS)]
-    found = {one.experts_per_layer: HITS.values(runs.rows(POLICIES, one)) for one in budgets}
+
+    def hits_of(one: Memory) -> dict[str, Any]:
+        return HITS.values(runs.rows(POLICIES, one))
+
+    found = {one.experts_per_layer: hits_of(one) for one in budgets}
     added = [HITS.values(runs.beside(one)) for one in budgets]
     columns = {"kept a layer": "", **dict.fromkeys(POLICIES, "share"), "LCP - better of LFU, LRU": "points"}
     columns |= {"the paper's (of 60): random, LFU, LRU, LCP": "", **dict.fromkeys(added[0], "share")}
@@ -158,15 +164,19 @@ def caches(lab: Lab) -> Finding:
         (*(f"{num} of {lab.num_experts}", *hits.values(), hits["lcp"] - max(hits["lru"], hits["lfu"])), *(paper, *more))
         for (num, hits), paper, more in zip(found.items(), PAPER_HITS, (one.values() for one in added), strict=True)
     ]
-    own = [one.num_rows for one in lab.trace.requests if one.num_rows]
-    why = (
-        f"a priority halves in 64 tokens (omega = 128, rho = 0.25), and requests are {sum(own) / len(own):.0f} tokens "
-        "long in the mean, prompts and all: what the last ones needed still counts"
-        + ("; prompts' tokens count in it, too" if lab.subject.has_prompts else "")
-    )
 
     def better(hits: dict[str, float]) -> str:
         return max(("lfu", "lru"), key=lambda name: hits[name])
+
+    def why() -> str:
+        budget = min(budgets, key=lambda one: hits_of(one)["lcp"] - hits_of(one)[better(hits_of(one))])
+        hits = hits_of(budget)
+        tried = HITS.values(runs.rows({str(omega): f"lcp:omega={omega}" for omega in OMEGAS}, budget))
+        return (
+            f"a priority halves in 64 tokens (omega = 128); at {budget.label}, where {better(hits)} hits "
+            f"{show(hits[better(hits)], 'share')}, LCP hits {show(hits['lcp'], 'share')}, and tried with omega = "
+            + ", ".join(f"{omega} {show(value, 'share')}" for omega, value in tried.items())
+        )
 
     checks = [
         rules.everywhere(
@@ -560,8 +570,13 @@ def latency(lab: Lab) -> Finding:
             "Pre-gated MoE, which keeps nothing, is slowest",
             {memory: SLOWNESS.told(rows, "pre-gated", slack=0.0) for memory, rows in found.items()},
             "highest TPOT",
-            "synchronous systems wait for all that they load ahead; with little memory that costs more than keeping "
-            "nothing: " + ", ".join(f"{memory}: {name}" for memory, name in slowest.items()),
+            lambda: "; ".join(
+                f"{memory}: {name} waits for all that it loads ahead; tried without, it takes "
+                f"{show(runs.row(f'{name}:transfer=asynchronous', memory).tpot_s / rows['pre-gated'].tpot_s, 'x')} of "
+                "pre-gated's TPOT"
+                for memory, rows in found.items()
+                if (name := slowest[memory]) != "pre-gated"
+            ),
             unit="ms",
         )
     )

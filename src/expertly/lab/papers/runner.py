@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib.resources import files
@@ -88,8 +88,9 @@ def select(names: str) -> list[Experiment]:
 class Session:
     """Experiments on the same traces with the same settings; runs that they share are made once.
 
-    `paths`: traces; None: the demo model answers some prompts, recorded at the first call. Results depend on
-    `settings`, and on the code. Raises ConfigError and what `Subject.open` does.
+    `paths`: traces; None: the demo model answers some prompts, recorded at the first call. `fewer`: decoded tokens of
+    the experiments that simulate another number. Results depend on `settings`, and on the code. Raises ConfigError and
+    what `Subject.open` does.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Session:
         seed: int = 0,
         seeds: int = SEEDS,
         tokens: int = TOKENS,
+        fewer: Mapping[str, int] | None = None,
         predictors: Sequence[Path] = (),
         arrivals: Path | None = None,
         asked: Asked | None = None,
@@ -108,8 +110,9 @@ class Session:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._scratch, self._say, self._asked = scratch, say, asked or Asked()
-        self._quick, self._seed = quick, seed
+        self._quick, self._seed, self._fewer = quick, seed, fewer or {}
         given: dict[str, Any] = {"quick": quick, "seed": seed, "seeds": seeds, "tokens": tokens, "asked": asked}
+        given["fewer"] = fewer
         self._again = partial(Session, paths, predictors=predictors, arrivals=arrivals, **given)
         known_arrivals = None if arrivals is None else read_arrivals(arrivals)
         self._make_lab = partial(
@@ -143,11 +146,12 @@ class Session:
             "seed": seed,
             "seeds": seeds,
             "tokens": tokens,
+            "fewer": self._fewer or None,
             "system": list(self._asked.system) or None,
             "hardware": machine if machine in HARDWARE_NAMES or machine is None else _digest(Path(machine)),
             "memory": memory,
         }
-        self._labs: dict[str, Lab] = {}
+        self._labs: dict[tuple[str, int], Lab] = {}
 
     def results(self, experiments: Sequence[Experiment], jobs: int = 1) -> Iterator[Result]:
         """In order; so many at once, each in a process of its own. What reads a clock runs before them, alone."""
@@ -179,29 +183,32 @@ class Session:
                 left_out.append(f"{subject.name}: needs {', '.join(missing)}, which it lacks ({how})")
             else:
                 able.append(subject)
-        labs = [self.lab(subject) for subject in able[: experiment.most]]
-        for lab in [*labs, *([self._stand_in(experiment.stand_in)] if experiment.stand_in else [])]:
+        tokens = self._fewer.get(experiment.name)
+        labs = [self.lab(subject, tokens) for subject in able[: experiment.most]]
+        for lab in [*labs, *([self._stand_in(experiment.stand_in, tokens)] if experiment.stand_in else [])]:
             try:
                 findings.append(experiment.run(lab))
             except ExpertlyError as error:
                 left_out.append(f"{lab.subject.name}: {error}")
         return Result(experiment.name, tuple(findings), tuple(left_out), time.monotonic() - start)
 
-    def lab(self, subject: Subject) -> Lab:
-        if subject.name not in self._labs:
+    def lab(self, subject: Subject, tokens: int | None = None) -> Lab:
+        tokens = tokens or self.settings["tokens"]
+        if (subject.name, tokens) not in self._labs:
             scratch = self._scratch / str(len(self._labs))
             scratch.mkdir(parents=True)
-            self._labs[subject.name] = self._make_lab(subject, scratch)
-        return self._labs[subject.name]
+            self._labs[subject.name, tokens] = self._make_lab(subject, scratch, num_tokens=tokens)
+        return self._labs[subject.name, tokens]
 
-    def _stand_in(self, name: str) -> Lab:
-        known = self._labs.get(name)
-        if known is not None:
-            return known
-        self._scratch.mkdir(parents=True, exist_ok=True)
-        if name == recorded.SWITCH:
-            return self.lab(recorded.switch(self._seed, self._say))
-        return self.lab(moepic.made_up(name, self._scratch / "made up", self._seed))
+    def _stand_in(self, name: str, tokens: int | None) -> Lab:
+        known = next((lab.subject for (of, _), lab in self._labs.items() if of == name), None)
+        if known is None:
+            self._scratch.mkdir(parents=True, exist_ok=True)
+            if name == recorded.SWITCH:
+                known = recorded.switch(self._seed, self._say)
+            else:
+                known = moepic.made_up(name, self._scratch / "made up", self._seed)
+        return self.lab(known, tokens)
 
     def earlier(self, path: Path) -> dict[str, Result]:
         """Results that `facts` wrote to a file, by experiment. Raises ConfigError where it is no such file, or one of
@@ -239,14 +246,21 @@ class Session:
             said = f"`{one.name}`: {manifest.model}, {shape}; {num} requests, {one.trace.num_rows} tokens; {kind}"
             lines.append(f"{said}; {one.sizes}" + (f"; {one.weights_note}" if one.weights_note else ""))
         lines.append(
-            f"{self.settings['tokens']} decoded tokens are simulated, or all that there are, over "
-            f"{self.settings['seeds']} seeds. Each parts the requests anew: 70 % are to learn from (`--split 7:3`), "
-            f"of which {LEARNED_TOKENS} tokens are, or 120 requests if that is more; those simulated are of the rest, "
-            "from an empty cache. Where trained networks learned from this trace, seeds order its two parts anew. Hit "
-            "rates are of decode ([conventions](conventions.md)). Where a trace lacks what a system predicts from, its "
-            "prediction is modelled, right as often as ProMoE (section 4) found skip prediction to be, and labelled so."
+            f"{self.settings['tokens']} decoded tokens are simulated{self._said_of_fewer()}, or all that there are, "
+            f"over {self.settings['seeds']} seeds. Each parts the requests anew: 70 % are to learn from "
+            f"(`--split 7:3`), of which {LEARNED_TOKENS} tokens are, or 120 requests if that is more; those simulated "
+            "are of the rest, from an empty cache. Where trained networks learned from this trace, seeds order its two "
+            "parts anew. Hit rates are of decode ([conventions](conventions.md)). Where a trace lacks what a system "
+            "predicts from, its prediction is modelled, right as often as ProMoE (section 4) found skip prediction to "
+            "be, and labelled so."
         )
         return lines + ["`--quick`: few tokens of one seed, so that little can be told."] * self._quick
+
+    def _said_of_fewer(self) -> str:
+        by_num: dict[int, list[str]] = {}
+        for name, num in self._fewer.items():
+            by_num.setdefault(num, []).append(f"`{name}`")
+        return "".join(f" ({num} of {', '.join(names)})" for num, names in by_num.items())
 
 
 _sessions: list[Session] = []

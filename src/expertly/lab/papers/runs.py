@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -45,6 +46,8 @@ COLLECTED = 120
 """Of its requests as many, at least: MoE-Infinity's collection holds one matrix each (its section 5.2)."""
 BATCHED_REQUESTS = 12
 """Run in batches, in all; with `--quick` a third."""
+FASTER_LINK = 4
+"""Times: a reason that blames the link is tried on one so fast."""
 
 Bools = npt.NDArray[np.bool_]
 T = TypeVar("T")
@@ -241,6 +244,7 @@ class Row:
     units: npt.NDArray[np.int64]  # the requests in the order in which they began, or the batches
     decode_passes: Floats  # of each of `units`
     predicting_s: Mapping[str, float]
+    on_faster_link: Callable[[], Row] | None = None  # the same run over a link FASTER_LINK times as fast
 
     @classmethod
     def of_seeds(cls, rows: Sequence[Row]) -> Row:
@@ -354,6 +358,7 @@ class Runs:
     added: Sequence[str] = ()  # systems that a user wants to see beside those of the experiment
     shared: dict[tuple[str, str], Row] = field(default_factory=dict)
     by_seed: dict[str, list[Row]] = field(default_factory=dict)  # of the last run of each system
+    _on_faster_link: Runs | None = None
 
     @property
     def study(self) -> Study:
@@ -366,9 +371,20 @@ class Runs:
         key = (system, memory.label)
         if key not in self.shared:
             rows = [self._run(number, system, memory) for number in range(len(self.studies))]
-            self.shared[key] = Row.of_seeds(rows)
+            again = partial(self._row_on_faster_link, system, memory)
+            self.shared[key] = replace(Row.of_seeds(rows), on_faster_link=again)
             self.by_seed[system] = rows
         return self.shared[key]
+
+    def _row_on_faster_link(self, system: str, memory: Memory) -> Row:
+        if self._on_faster_link is None:
+            studies = []
+            for study in self.studies:
+                link = study.hardware.link
+                link = replace(link, nbytes_per_s=link.nbytes_per_s * FASTER_LINK)
+                studies.append(replace(study, hardware=replace(study.hardware, link=link)))
+            self._on_faster_link = Runs(studies, self.subject, self.hardware, self.memory)
+        return self._on_faster_link.row(system, memory)
 
     def rows(self, systems: Mapping[Any, str] | Sequence[str], memory: str | Memory | None = None) -> dict[str, Row]:
         """By label, or by the name of the system."""
