@@ -37,7 +37,7 @@ read again for every few, and for more tokens decoded first.
 _TILE_TOKENS = 4
 """Of them so many at a time."""
 
-VERSION = 20
+VERSION = 21
 """Of the interface that is called here; products.c says the same number."""
 
 NO_DOWN = -1
