@@ -83,6 +83,31 @@ def test_attention(library: Library, shape: tuple[int, ...]) -> None:
             assert (got.double() - expected).abs().max() < CLOSE[dtype] * expected.abs().max(), (dtype, way.keys())
 
 
+@pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
+@pytest.mark.parametrize("heads", [4, 6, 16])
+def test_keys_of_other_sequences_are_left_out(library: Library, heads: int) -> None:
+    """Sixteen sequences side by side, as continuous batching has them: each is as alone, and most do not even read the
+    keys of the first, which are NaN.
+    """
+    num, lengths, kernels = 16, [60, 1, 300, *range(40, 53)], Kernels(library, "")
+    dice = torch.Generator().manual_seed(0)
+    ends = [sum(lengths[: i + 1]) for i in range(num)]
+    for dtype in CLOSE.keys() & library.dtypes.keys():
+        q = torch.randn(1, heads, num, 32, generator=dice).to(dtype)
+        k, v = (torch.randn(1, 2, ends[-1], 32, generator=dice).to(dtype) for _ in range(2))
+        mask = torch.full((1, 1, num, ends[-1]), torch.finfo(dtype).min, dtype=dtype)
+        for i, (end, length) in enumerate(zip(ends, lengths, strict=True)):
+            mask[..., i, end - length : end] = 0
+        k[..., : lengths[0], :] = torch.nan
+        for given in (mask, mask == 0):
+            together = kernels.attention(q, k, v, 0.2, given)
+            for i in range(4, num):
+                own = slice(ends[i] - lengths[i], ends[i])
+                alone = attention_of(q[:, :, i : i + 1], k[:, :, own], v[:, :, own], 0.2)
+                error = (together[:, i : i + 1].double() - alone).abs().max()
+                assert error < CLOSE[dtype] * alone.abs().max(), (dtype, i)
+
+
 def test_threads_change_nothing_and_nan_is_passed_on() -> None:
     kernels = choose_kernels()
     q, k, v = (torch.randn(1, heads, num, 128).bfloat16() for heads, num in ((8, 1), (4, 2000), (4, 2000)))

@@ -11,7 +11,7 @@ from torch import nn
 
 from expertly.model import dense
 from expertly.model.dense import use_kernels
-from expertly.native.kernels import Kernels, choose_kernels, libraries
+from expertly.native.kernels import MAX_TOKENS, Kernels, choose_kernels, libraries
 from tests.families import FAMILIES, make_model
 
 AVAILABLE, WHY = libraries()
@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled kernels: {WH
 
 JOINED = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}
 """Families whose attention is of the usual kind, among others."""
+LONG = MAX_TOKENS + 1
+"""Tokens of a prompt that is not few."""
 
 
 @pytest.fixture
@@ -49,10 +51,10 @@ def steps(model: Any, num_sequences: int = 1, width: int = 1) -> list[torch.Tens
     """Logits of a prompt and of three steps of `width` tokens."""
     ids = torch.randint(1, 50, (num_sequences, 30), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        output = model(ids[:, :9], use_cache=True)
+        output = model(ids[:, :LONG], use_cache=True)
         found = [output.logits]
         for i in range(3):
-            cut = slice(9 + i * width, 9 + (i + 1) * width)
+            cut = slice(LONG + i * width, LONG + (i + 1) * width)
             output = model(ids[:, cut], past_key_values=output.past_key_values, use_cache=True)
             found.append(output.logits)
     return found
@@ -75,7 +77,7 @@ def test_families(family: str, calls: list[int]) -> None:
 
 def test_prompts_and_training_are_the_models_own(calls: list[int]) -> None:
     model: Any = changed(make_model("qwen3_moe", dtype=torch.bfloat16), joins=True)
-    ids = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    ids = torch.arange(1, LONG + 1)[None]
     model(ids)
     model(ids[:, :1])
     with torch.no_grad():

@@ -186,6 +186,8 @@ class _Watched:
         self._speculation = speculation
         self._draft, self._learn = generator.get_candidates, generator.update_candidate_strategy
         self._is_gated = isinstance(generator, PromptLookupCandidateGenerator)
+        if self._is_gated and not generator.logits_processor:
+            generator.logits_processor = None  # it would ask an empty list about each token: 0.2 ms a draft
         self._context = "none"
         self._open: tuple[int, list[int]] | None = None  # a draft that the text has to show right or wrong, and where
         self._verifies = False  # the latest draft, at least in part

@@ -10,9 +10,37 @@ INLINE float NAME(seen)(const attention *a, const char *mask, int64_t s) {
     return NAME(value)(a->mask_dtype, mask + s * NAME(itemsize)(a->mask_dtype));
 }
 
+/* The mask of a row's token. */
+INLINE const char *NAME(mask_of)(const attention *a, int64_t batch, int64_t head, int64_t row) {
+    const int64_t groups = a->num_rows / a->num_tokens;
+    return a->mask + batch * a->mask_strides[0] + (head * groups + row % groups) * a->mask_strides[1] +
+           row / groups * a->mask_strides[2];
+}
+
+/* Leaves out keys that none of the rows sees, at both ends: those of other sequences, where several lie side by side. */
+INLINE void NAME(leave_out)(int N, const attention *a, int64_t batch, int64_t head, int64_t row, int64_t *begin, int64_t *end) {
+    const char *masks[4];
+    int64_t first = *begin, last = *end - 1;
+    int is_seen = 0;
+    if (a->mask_dtype == NO_MASK) return;
+    for (int t = 0; t < N; t++) masks[t] = NAME(mask_of)(a, batch, head, row + t);
+    for (; first <= last; first++) {
+        for (int t = 0; t < N && !is_seen; t++) is_seen = NAME(seen)(a, masks[t], first) > UNSEEN;
+        if (is_seen) break;
+    }
+    for (is_seen = 0; last > first; last--) {
+        for (int t = 0; t < N && !is_seen; t++) is_seen = NAME(seen)(a, masks[t], last) > UNSEEN;
+        if (is_seen) break;
+    }
+    *begin += (first - *begin) / V * V; /* sums of weights are of the same vectors as without */
+    *end = last + 1;
+    if (first == *end) *begin = first;
+}
+
 /* Rows `first` to `first + N` of a key head with the keys from `begin` to `end`: their sums, and their largest scores. */
 INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batch, int64_t head, int64_t first,
                               int64_t begin, int64_t end, float *partial) {
+    NAME(leave_out)(N, a, batch, head, first, &begin, &end);
     const int64_t itemsize = 2, num = end - begin;
     const int64_t key_full = a->key_width / BLOCK * BLOCK, value_full = a->value_width / BLOCK * BLOCK;
     const char *keys = a->k + batch * a->k_strides[0] + head * a->k_strides[1] + begin * a->k_strides[2];
@@ -35,10 +63,7 @@ INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batc
     }
     const int64_t padded = (num + V - 1) / V * V;
     for (int t = 0; t < N; t++) {
-        const int64_t row = first + t, token = row % a->num_tokens;
-        const int64_t query_head = head * (a->num_rows / a->num_tokens) + row / a->num_tokens;
-        const char *mask = a->mask + batch * a->mask_strides[0] + query_head * a->mask_strides[1];
-        mask += token * a->mask_strides[2];
+        const char *mask = a->mask_dtype == NO_MASK ? NULL : NAME(mask_of)(a, batch, head, first + t);
         if (a->softcap > 0)
             for (int64_t s = 0; s < num; s++) {
                 const float y = NAME(exp_one)(-2 * __builtin_fabsf(scores[t][s]) / a->softcap);
@@ -87,7 +112,7 @@ INLINE void NAME(join_chunks)(int dtype, const attention *a, int64_t batch, int6
     const int64_t stride = a->num_rows * a->partial_width;
     float *partial = a->partial + (batch * a->num_kv_heads + head) * a->num_chunks * stride;
     for (int64_t row = 0; row < a->num_rows; row++) {
-        const int64_t query_head = head * num_groups + row / a->num_tokens;
+        const int64_t query_head = head * num_groups + row % num_groups;
         float *first = partial + row * a->partial_width;
         float most = a->sinks == NULL ? -__builtin_inff() : a->sinks[query_head], sum = 0;
         for (int64_t c = 0; c < a->num_chunks; c++) most = first[c * stride] > most ? first[c * stride] : most;
@@ -103,7 +128,7 @@ INLINE void NAME(join_chunks)(int dtype, const attention *a, int64_t batch, int6
                 *(vf *)(first + 2 + j) = values;
             }
         }
-        const int64_t num_heads = a->num_kv_heads * num_groups, token = row % a->num_tokens;
+        const int64_t num_heads = a->num_kv_heads * num_groups, token = row / num_groups;
         char *out = a->out + ((batch * a->num_tokens + token) * num_heads + query_head) * a->value_width * itemsize;
         const float scale = sum == 0 ? 0 : 1 / sum; /* a row that sees nothing is zero */
         for (int64_t j = 0; j < a->value_width; j++)

@@ -34,7 +34,7 @@ MAX_TOKENS = 16
 whose vectors are short, 1, where weights are not quantised (docs/log.md).
 """
 
-VERSION = 20
+VERSION = 21
 """Of the interface that is called here; products.c says the same number."""
 
 NO_DOWN = -1

@@ -163,7 +163,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 20; }
+int expertly_products_version(void) { return 21; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -525,8 +525,8 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
         return -1;
     }
     for (int64_t row = 0; row < jobs * rows; row++) {
-        const int64_t batch = row / (kv_heads * rows), head = row % (kv_heads * rows) / call->num_tokens;
-        const int64_t token = row % call->num_tokens;
+        const int64_t batch = row / (kv_heads * rows), groups = heads / kv_heads, token = row % rows / groups;
+        const int64_t head = row / rows % kv_heads * groups + row % groups;
         const char *q = call->q + batch * call->q_strides[0] + head * call->q_strides[1] + token * call->q_strides[2];
         float *to = memory + row * padded_key;
         set->prepare(dtype, q, call->key_width, to);

@@ -218,10 +218,11 @@ typedef struct {
 
 enum { BOOLEAN = 3, NO_MASK = 4 };               /* kinds of mask beside those of the dtypes, which are added */
 enum { KEYS_CHUNK = 256 };                       /* keys that a thread takes at a time */
+enum { UNSEEN = -60000 };                        /* added to a score: not more than the least number of any dtype */
 enum { ROUNDED, WEIGHED, ONE_MORE, NUM_STYLES }; /* norms: rounded, then weighed; weighed; weighed by 1 + weight */
 
 /* out[b, t, h] = sum over s of softmax(q[b, h, t] . k[b, h / group, s]) v[b, h / group, s]. Rows of a key head are
- * those of its query heads, one head's tokens after the other's. Strides are bytes: of batch, head, token.
+ * tokens, each of all its query heads. Strides are bytes: of batch, head, token.
  */
 typedef struct {
     int32_t dtype, mask_dtype;
