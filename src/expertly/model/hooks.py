@@ -300,7 +300,7 @@ class _Room:
             if num_past:
                 memory[:, :, :num_past] = past
         memory[:, :, num_past:num_tokens] = more
-        self._handed_out = memory[:, :, :num_tokens]
+        self._handed_out = memory.as_strided((*more.shape[:2], num_tokens, more.shape[3]), memory.stride())
         return self._handed_out
 
 
