@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,6 @@ from expertly.core.resources import NUM_READERS
 from expertly.engine.numa import MemoryNode
 from expertly.engine.reading import ExtentSource, Moved, PlainRead, Read, make_source
 from expertly.store.reader import ReadQueue
-
-SPIN_NS = 200_000
-"""A read of some ten kilobytes ends sooner: for so long a thread asks again and again instead of going to sleep."""
 
 LOOK_EVERY_S = 1.0
 """A thread that waits for another checks this often whether that one still runs."""
@@ -174,10 +170,8 @@ class Readers:
     def wait(self) -> Span:
         """The next span to arrive. Raises the exception of its read. Something must be in flight."""
         assert self.num_in_flight, "waiting for nothing would never end"
-        start_ns = time.perf_counter_ns()
         while self._queued and self._done.empty():
-            is_soon = time.perf_counter_ns() - start_ns < SPIN_NS
-            self._collect(0 if is_soon else round(1e9 * LOOK_EVERY_S))
+            self._collect(round(1e9 * LOOK_EVERY_S))
         while True:
             try:
                 return self._take(self._done.get(timeout=LOOK_EVERY_S))
