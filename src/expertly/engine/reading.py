@@ -106,6 +106,8 @@ class PlainSource:
         if first_reads is not None and first_reads.are_over(place, first, nbytes):
             first_reads = None
         if nbytes <= MIN_READ_NBYTES:
+            if first_reads is None:
+                return (PlainRead(file, offset, buffer),), nbytes
             starts, size = range(1), nbytes
         else:
             size = max(MIN_READ_NBYTES, padded(-(-nbytes // self._num_readers)))

@@ -123,8 +123,8 @@ class Readers:
                 self._jobs.put(batch)
                 batch, batch_nbytes = [], 0
         if self._queue is not None and queued:
-            num = self._queue.begin(queued)
-            batch += [self._queued.pop(tag) for tag, _ in queued[num:]]
+            for tag, _ in queued[self._queue.begin(queued) :]:
+                self._jobs.put([self._queued.pop(tag)])
         if batch:
             self._jobs.put(batch)
 
@@ -192,7 +192,10 @@ class Readers:
         """
         self.cancel()
         if self._queue is not None:
-            self._queue.restart()
+            try:
+                self._queue.restart()
+            except OSError:  # the system has given its room to others
+                self._queue = None
         self._queued.clear()
         for _ in range(2 if self._threads else 0):  # a reader may have been about to begin what it had just removed
             while not self._gather():
