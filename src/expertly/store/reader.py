@@ -12,8 +12,6 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from expertly.core.errors import StoreError, TransferError
 from expertly.core.geometry import PAGE_NBYTES
 
@@ -204,5 +202,4 @@ def _is_aligned(view: memoryview) -> bool:
 
 
 def _address(view: memoryview) -> int:
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return address
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
