@@ -6,8 +6,8 @@
 
 Bounds: decode within 1.10x of transformers' fastest experts implementation for P = 1 and P = 4, prefill within 1.15x;
 the demo model's own small experts (0 GiB) 0.2 ms a layer, and 0.35 ms beside an `lru` cache of half of them.
-All models are in one process and take turns, so that the machine's drift meets them alike; ratios are of medians.
-They read what the model sampled. `--clock cpu` counts processor time, for one thread on a machine that is not quiet.
+All models take turns in one process and read what the model sampled; ratios are of medians. `--clock cpu` counts
+processor time, for one thread on a machine that does other things, too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from expertly.data import demo_folder
 from expertly.engine.process import keep_off_trapped_instructions
+from expertly.model.hooks import CACHE
 from expertly.native.kernels import VARIABLE
 
 IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
@@ -33,7 +34,7 @@ PAST = 16  # tokens
 def seconds(model: Any, ids: torch.Tensor, cache: Any, clock: Callable[[], float]) -> float:
     """Of one forward pass."""
     start = clock()
-    model(ids, past_key_values=cache, use_cache=True)
+    model(ids, use_cache=True, **{CACHE: cache})
     return clock() - start
 
 
@@ -62,8 +63,7 @@ def main() -> None:
     first, num_tokens = tokenizer("The", return_tensors="pt")["input_ids"], PAST + args.decode
     most = max(args.prefill, (args.rounds + 1) * num_tokens)
     text = plain.generate(first, do_sample=True, temperature=0.8, min_new_tokens=most, max_new_tokens=most)
-    decode: dict[str, list[float]] = {name: [] for name in models}
-    prefill: dict[str, list[float]] = {name: [] for name in models}
+    decode, prefill = ({name: list[float]() for name in models} for _ in range(2))
     for number in range(args.rounds + 1):
         for name, model in models.items():
             if model is plain:
@@ -81,9 +81,9 @@ def main() -> None:
     for name, model in models.items():
         decode_ms = 1e3 * statistics.median(decode[name])
         filled_ms = 1e3 * statistics.median(prefill[name]) if prefill[name] else None
+        rows.append({"name": name, "decode_ms": decode_ms, "layer_ms": decode_ms / plain.config.num_hidden_layers})
         hits = None if model is plain else expertly.stats(model).as_dict()["phases"]["decode"]["hit_rate"]
-        layer_ms = decode_ms / plain.config.num_hidden_layers
-        rows.append({"name": name, "decode_ms": decode_ms, "layer_ms": layer_ms, "prefill_ms": filled_ms, "hits": hits})
+        rows[-1] |= {"prefill_ms": filled_ms, "hits": hits}
     for key in ("decode", "prefill"):
         fastest = min(row[f"{key}_ms"] for row in rows[: len(IMPLEMENTATIONS)] if row[f"{key}_ms"])
         for row in rows:
