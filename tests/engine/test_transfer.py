@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import random
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,6 +22,8 @@ from expertly.core.messages import Span
 from expertly.engine import reading
 from expertly.engine.reading import MIN_READ_NBYTES
 from expertly.engine.transfer import Readers
+from expertly.store.packed import LayerFile
+from expertly.store.reader import ExpertFile
 from tests.engine.disk import Disk
 
 pytestmark = pytest.mark.timeout(180)
@@ -57,6 +62,80 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBench]:
     for bench in made:
         bench.disk.let_all_end()
         bench.readers.close()
+
+
+class OnDisk:
+    """Readers over a real file of small experts, each filled with one byte of its own, and their slots."""
+
+    num_experts, nbytes = 8, 2 * 4096
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(b"".join(bytes([1 + expert]) * self.nbytes for expert in range(self.num_experts)))
+        self.path = path
+        self.memory = memoryview(mmap.mmap(-1, self.num_experts * self.nbytes))
+        geometry = Geometry((LayerGeometry(self.num_experts, 1, 2048, self.nbytes // 4096, 2, 1),))
+        self.readers = Readers(self, geometry, self.slot)
+
+    def layer_file(self, layer: int) -> LayerFile:
+        return LayerFile(self.path, 0, None, None, range(self.num_experts))
+
+    def slot(self, span: Span) -> memoryview:
+        return self.memory[span.slot * self.nbytes : (span.slot + 1) * self.nbytes]
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[OnDisk]:
+    bench = OnDisk(tmp_path / "experts")
+    yield bench
+    bench.readers.close()
+
+
+def needs_no_reader(bench: OnDisk) -> None:
+    with contextlib.closing(ExpertFile(bench.path)) as file:
+        if not file.is_direct or bench.readers._queue is None:
+            pytest.skip("this system has no such reads")
+
+
+def test_small_loads_need_no_reader(on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_no_reader(on_disk)
+    monkeypatch.setattr(ExpertFile, "read_into", lambda *_: pytest.fail("a reader read"))
+    for _ in range(3):
+        on_disk.memory[:] = bytes(len(on_disk.memory))
+        wanted = [span(expert) for expert in (6, 1, 4)]
+        on_disk.readers.submit(wanted)
+        assert sorted(on_disk.readers.wait() for _ in wanted) == sorted(wanted)
+        for one in wanted:
+            assert bytes(on_disk.slot(one)) == bytes([1 + one.expert]) * on_disk.nbytes
+        assert on_disk.readers.poll() is None
+    assert on_disk.readers.stats()["disk_nbytes"] == 9 * on_disk.nbytes
+
+
+def test_prefetches_begin_when_the_last_load_is_read_without_a_reader(on_disk: OnDisk) -> None:
+    needs_no_reader(on_disk)
+    on_disk.readers.submit([span(0), span(1)])
+    on_disk.readers.prefetch([span(2), span(3)])
+    assert {on_disk.readers.wait().expert for _ in range(4)} == {0, 1, 2, 3}
+
+
+def test_a_read_without_a_reader_that_falls_short_is_explained(on_disk: OnDisk) -> None:
+    with on_disk.path.open("r+b") as file:
+        file.truncate(on_disk.nbytes)
+    on_disk.readers.submit([span(0), span(5)])
+    with pytest.raises(TransferError, match="truncated"):
+        for _ in range(2):
+            on_disk.readers.wait()
+    on_disk.readers.drain()
+    on_disk.readers.submit([span(0)])
+    assert on_disk.readers.wait() == span(0)
+
+
+def test_draining_waits_for_reads_without_a_reader(on_disk: OnDisk) -> None:
+    for _ in range(20):
+        on_disk.readers.submit([span(expert) for expert in range(8)])
+        on_disk.readers.drain()
+        on_disk.memory[:] = bytes(len(on_disk.memory))
+        assert on_disk.readers.poll() is None
+    assert not any(on_disk.memory), "a read went on after that"
 
 
 def span(expert: int, layer: int = 0) -> Span:

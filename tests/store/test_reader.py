@@ -15,7 +15,7 @@ import pytest
 
 from expertly.core.errors import StoreError, TransferError
 from expertly.store import reader
-from expertly.store.reader import ExpertFile
+from expertly.store.reader import ExpertFile, ReadQueue
 
 PAGE = 4096
 NUM_PAGES = 256
@@ -107,6 +107,35 @@ def test_direct_reads_cost_exactly_their_bytes_and_no_page_cache(direct: ExpertF
         assert direct.read_into(offset, [memory])
     assert disk_reads() - before == NUM_PAGES // 32 * len(memory)
     assert cached_pages(path) == 0
+
+
+def test_a_queue_reads_several_places_in_one_call(direct: ExpertFile, path: Path) -> None:
+    try:
+        queue = ReadQueue()
+    except OSError:
+        pytest.skip("this system has no such reads")
+    content, memory = path.read_bytes(), aligned(8 * PAGE)
+    places = {3: 5 * PAGE, 8: 0, 9: (NUM_PAGES - 1) * PAGE}  # by tag; the last asks for more than there is
+    for _ in range(2):
+        parts = {tag: memory[i * 2 * PAGE :][: 2 * PAGE] for i, tag in enumerate(places)}
+        reads = [(tag, direct.direct(offset, parts[tag])) for tag, offset in places.items()]
+        assert queue.begin(reads) == len(reads)
+        ended: dict[int, int] = {}
+        while len(ended) < len(reads):
+            ended.update(queue.ended(10**9))
+        assert ended == {3: 2 * PAGE, 8: 2 * PAGE, 9: PAGE + 100}
+        for tag, offset in places.items():
+            assert bytes(parts[tag][: ended[tag]]) == content[offset : offset + ended[tag]]
+        assert queue.ended() == []
+        queue.restart()
+    queue.close()
+
+
+def test_a_queue_takes_only_what_bypasses_the_page_cache(direct: ExpertFile) -> None:
+    memory = aligned(3 * PAGE)
+    assert direct.direct(PAGE, memory) is not None
+    for offset, view in ((PAGE + 1, memory), (PAGE, memory[:100]), (PAGE, memory[64 : 64 + PAGE]), (PAGE, memory[:0])):
+        assert direct.direct(offset, view) is None
 
 
 def test_buffered_reads_leave_no_page_behind(file: ExpertFile, path: Path) -> None:

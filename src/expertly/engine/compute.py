@@ -273,7 +273,7 @@ class LayerCall:
         self._work = work
         self._hidden = hidden if hidden.dtype == compute.dtype else hidden.to(compute.dtype)
         self._partial: dict[int, PartialExpert] = {}
-        self.outputs = torch.empty(work.num_rows, hidden.shape[1], dtype=compute.dtype, device=hidden.device)
+        self.outputs = self._hidden.new_empty(work.num_rows, hidden.shape[1])
         if not work.covers_all_rows:
             self.outputs.zero_()
         self._there: dict[int, torch.Tensor] | None = None  # the rows of experts, where they are computed
@@ -288,11 +288,11 @@ class LayerCall:
             self._slots.add([(span, *self._rows(span.expert)) for span in spans])
             return
         if self.takes_several:
-            compute = self._compute
+            compute, positions = self._compute, self._work.positions
             few: list[Work] = []
             others: list[Span] = []
             for span in spans:
-                rows = self._rows(span.expert)
+                rows = self._rows(span.expert) if positions is None else (_FIRST, (positions[span.expert],))
                 if span.num_segments == compute.num_segments and len(rows[0]) <= compute.max_tokens:
                     few.append((span, *rows))
                 else:

@@ -106,6 +106,8 @@ class PlainSource:
         if first_reads is not None and first_reads.are_over(place, first, nbytes):
             first_reads = None
         if nbytes <= MIN_READ_NBYTES:
+            if first_reads is None:
+                return (PlainRead(file, offset, buffer),), nbytes
             starts, size = range(1), nbytes
         else:
             size = max(MIN_READ_NBYTES, padded(-(-nbytes // self._num_readers)))
@@ -113,7 +115,7 @@ class PlainSource:
                 size = -(-size // first_reads.block_nbytes) * first_reads.block_nbytes
             starts = range(0, nbytes, size)
         if first_reads is None:
-            return [partial(_read_plain, file, offset + at, buffer[at : at + size]) for at in starts], nbytes
+            return [PlainRead(file, offset + at, buffer[at : at + size]) for at in starts], nbytes
         check = partial(_read_checked, first_reads, place)
         return [partial(check, first + at, file, offset + at, buffer[at : at + size]) for at in starts], nbytes
 
@@ -121,15 +123,22 @@ class PlainSource:
         _close(self._files)
 
 
-def _read_plain(file: ExpertFile, offset: int, buffer: memoryview) -> Moved:
-    is_direct = file.read_into(offset, [buffer])
-    return Moved(0 if is_direct else len(buffer))
+class PlainRead(NamedTuple):
+    """A read that nothing follows: a reader calls it, or a ReadQueue does the same without one."""
+
+    file: ExpertFile
+    offset: int
+    buffer: memoryview
+
+    def __call__(self) -> Moved:
+        is_direct = self.file.read_into(self.offset, [self.buffer])
+        return Moved(0 if is_direct else len(self.buffer))
 
 
 def _read_checked(
     first_reads: FirstReads, place: int, first: int, file: ExpertFile, offset: int, buffer: memoryview
 ) -> Moved:
-    moved = _read_plain(file, offset, buffer)
+    moved = PlainRead(file, offset, buffer)()
     again_nbytes = first_reads.check(place, first, buffer)
     return moved._replace(again_nbytes=again_nbytes) if again_nbytes else moved
 

@@ -204,27 +204,29 @@ class Engine:
         """
         if self._is_stopped or self._is_broken or self._must_abandon or os.getpid() != self._process:
             self._check_open()
-        if hidden_states.requires_grad and torch.is_grad_enabled():
-            raise ModelUseError("the experts' weights come and go: gradients cannot be computed; use torch.no_grad()")
+        if torch.is_grad_enabled():
+            if hidden_states.requires_grad:
+                raise ModelUseError("the experts come and go: gradients cannot be computed; use torch.no_grad()")
+            with torch.no_grad():
+                return self.forward_experts(module, layer, hidden_states, top_k_index, top_k_weights)
         if self.observer is not None:
             self.observer.router_ran(layer, hidden_states, top_k_index, top_k_weights)
         executor, prefetching = self.executor, self.prefetching
         begin = executor.stamp()
-        with torch.no_grad():
-            ids, num_experts = executor.to_host(top_k_index), executor.geometry.layers[layer].num_experts
-            work = dispatch(layer, ids, num_experts, self._info)
-            try:
-                routed = None
-                if prefetching is not None:
-                    routed = prefetching.router_ran(work.router, top_k_index, top_k_weights)
-                outputs, waits = executor.run_layer(work, hidden_states, routed)
-            except BaseException as error:
-                self._abandon(error)
-                if isinstance(error, OSError):
-                    raise TransferError(f"layer {layer}: reading experts failed: {error}") from error
-                raise
-            result = combine(outputs, top_k_weights, hidden_states, executor.shards[0].kernels)
-            self._trail.add(layer, hidden_states, result)
+        ids, num_experts = executor.to_host(top_k_index), executor.geometry.layers[layer].num_experts
+        work = dispatch(layer, ids, num_experts, self._info)
+        try:
+            routed = None
+            if prefetching is not None:
+                routed = prefetching.router_ran(work.router, top_k_index, top_k_weights)
+            outputs, waits = executor.run_layer(work, hidden_states, routed)
+        except BaseException as error:
+            self._abandon(error)
+            if isinstance(error, OSError):
+                raise TransferError(f"layer {layer}: reading experts failed: {error}") from error
+            raise
+        result = combine(outputs, top_k_weights, hidden_states, executor.shards[0].kernels)
+        self._trail.add(layer, hidden_states, result)
         phase = Phase.DECODE if True in work.router.is_decode else Phase.PREFILL
         executor.note_times(layer, phase, begin, executor.stamp(), waits)
         return result
@@ -317,7 +319,7 @@ def dispatch(layer: int, top_k_index: torch.Tensor, num_experts: int, info: Iter
     """Group choices [T, K] in host memory by expert. Ids outside 0..E-1 are dropped: their output rows stay zero."""
     num_tokens, top_k = top_k_index.shape
     if num_tokens == 1:
-        ids = top_k_index[0].tolist()
+        (ids,) = top_k_index.tolist()
         positions = dict(zip(ids, range(top_k), strict=True))
         if len(positions) == top_k and min(ids) >= 0 and max(ids) < num_experts:
             is_decode, num_real = True, 1

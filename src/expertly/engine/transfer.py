@@ -15,7 +15,8 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import NUM_READERS
 from expertly.engine.numa import MemoryNode
-from expertly.engine.reading import ExtentSource, Moved, Read, make_source
+from expertly.engine.reading import ExtentSource, Moved, PlainRead, Read, make_source
+from expertly.store.reader import ReadQueue
 
 LOOK_EVERY_S = 1.0
 """A thread that waits for another checks this often whether that one still runs."""
@@ -43,6 +44,8 @@ class Readers:
     A prefetch begins only while no load is queued or being read. One prefetched span is in flight at a time, or as many
     small ones as there are readers, so that a load waits for no more than that (fMoE, section 4.5).
 
+    A small load that needs no more than its bytes is read without a reader: waking one costs half as much as the read.
+
     The caller takes no lock: an interrupt between taking and releasing it would stop the readers for ever. When a
     reader thread has ended, `poll` and `wait` raise its exception and `drain` replaces it.
     """
@@ -57,7 +60,7 @@ class Readers:
         arrived: Callable[[], None] | None = None,
     ) -> None:
         """`buffer_of` gives the bytes of a span's slots; `node`: where the threads run. `arrived` is called by a reader
-        when there is something for `poll`.
+        when there is something for `poll`; then all reads are the readers'.
         """
         self._arrived = arrived
         self._source = make_source(store, geometry, num_readers)
@@ -68,9 +71,13 @@ class Readers:
         self._done: SimpleQueue[_Ticket | None] = SimpleQueue()  # None: a reader has ended
         self._ended_by: BaseException | None = None  # what ended a reader
         self._prefetches: deque[list[_Job]] = deque()  # spans not begun; the thread that removes one owns it
+        self._queue = _read_queue() if arrived is None else None
+        self._queued: dict[int, _Job] = {}  # begun there, by tag
+        self._num_queued = 0  # that ever were
         self._lock = threading.Lock()  # taken by readers only
         self._num_loads = 0  # spans; written by the caller
         self._num_loads_read = 0  # of these; written by the readers
+        self._num_queued_read = 0  # and those without one; written by the caller
         self._num_prefetch_reads = 0  # begun and not ended; written by the readers
         self.num_in_flight = 0
         """Spans submitted and neither taken back nor cancelled."""
@@ -87,10 +94,11 @@ class Readers:
         self._threads = [self._start(i) for i in range(num_readers)]
 
     def submit(self, spans: Sequence[Span]) -> None:
-        """Start reading. A large span is split over the readers; small ones are read together by one."""
+        """Start reading. A large span is split over the readers; small ones are read together, by none or by one."""
         self._num_loads += len(spans)  # from here on no prefetch begins
         batch: list[_Job] = []
         batch_nbytes = 0
+        queued: list[tuple[int, tuple[int, int, int, int]]] = []
         for span in spans:
             self.num_in_flight += 1
             buffer = self._buffer_of(span)
@@ -101,11 +109,22 @@ class Readers:
                 for read in reads:
                     self._jobs.put([_Job(ticket, read)])
                 continue
-            batch.append(_Job(ticket, reads[0]))
+            (read,) = reads
+            if self._queue is not None and isinstance(read, PlainRead):
+                direct = read.file.direct(read.offset, read.buffer)
+                if direct is not None:
+                    self._num_queued += 1
+                    self._queued[self._num_queued] = _Job(ticket, read)
+                    queued.append((self._num_queued, direct))
+                    continue
+            batch.append(_Job(ticket, read))
             batch_nbytes += len(buffer)
             if batch_nbytes >= self._source.batch_nbytes:
                 self._jobs.put(batch)
                 batch, batch_nbytes = [], 0
+        if self._queue is not None and queued:
+            for tag, _ in queued[self._queue.begin(queued) :]:
+                self._jobs.put([self._queued.pop(tag)])
         if batch:
             self._jobs.put(batch)
 
@@ -117,7 +136,7 @@ class Readers:
             self.asked_nbytes += disk_nbytes
             ticket = _Ticket(span, disk_nbytes, True, len(reads))
             self._prefetches.append([_Job(ticket, read) for read in reads])
-        if self._num_loads == self._num_loads_read:  # else the reader of the last load begins them
+        if self._are_loads_read():  # else whoever reads the last load begins them
             self._jobs.put([])
 
     def cancel(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Span]:
@@ -141,6 +160,8 @@ class Readers:
         """A span that has arrived, or None. Raises the exception of its read."""
         if not self.num_in_flight:
             return None
+        if self._queued:
+            self._collect()
         try:
             return self._take(self._done.get_nowait())
         except Empty:
@@ -149,6 +170,8 @@ class Readers:
     def wait(self) -> Span:
         """The next span to arrive. Raises the exception of its read. Something must be in flight."""
         assert self.num_in_flight, "waiting for nothing would never end"
+        while self._queued and self._done.empty():
+            self._collect(round(1e9 * LOOK_EVERY_S))
         while True:
             try:
                 return self._take(self._done.get(timeout=LOOK_EVERY_S))
@@ -168,12 +191,19 @@ class Readers:
         call it again.
         """
         self.cancel()
+        if self._queue is not None:
+            try:
+                self._queue.restart()
+            except OSError:  # the system has given its room to others
+                self._queue = None
+        self._queued.clear()
         for _ in range(2 if self._threads else 0):  # a reader may have been about to begin what it had just removed
             while not self._gather():
                 pass
         while not self._done.empty():
             self._done.get()
-        self.num_in_flight = self._num_loads = self._num_loads_read = self._num_prefetch_reads = 0
+        self._num_loads = self._num_loads_read = self._num_queued_read = 0
+        self.num_in_flight = self._num_prefetch_reads = 0
 
     def stats(self) -> dict[str, int]:
         """Bytes asked of the disk, and of these through the page cache; of a compressed store also bytes of weights
@@ -194,7 +224,25 @@ class Readers:
         for thread in self._threads:
             thread.join()
         self._threads = []
+        if self._queue is not None:
+            self._queue.close()
         self._source.close()
+
+    def _are_loads_read(self) -> bool:
+        return self._num_loads == self._num_loads_read + self._num_queued_read
+
+    def _collect(self, timeout_ns: int = 0) -> None:
+        """Take what has been read without a reader; waits for that no longer than `timeout_ns`."""
+        assert self._queue is not None
+        for tag, nbytes in self._queue.ended(timeout_ns):
+            job = self._queued.pop(tag)
+            if nbytes != job.ticket.disk_nbytes:
+                self._jobs.put([job])  # a reader tries again, and says what is wrong
+                continue
+            self._num_queued_read += 1
+            self._done.put(job.ticket)
+        if self._prefetches and self._are_loads_read():
+            self._jobs.put([])
 
     def _take(self, ticket: _Ticket | None) -> Span:
         if ticket is None:
@@ -276,7 +324,7 @@ class Readers:
     def _begin_prefetches(self) -> None:
         """Begin the prefetches that may begin. They are queued before later loads, so that they end soon."""
         with self._lock:
-            while self._prefetches and self._num_loads == self._num_loads_read:
+            while self._prefetches and self._are_loads_read():
                 try:
                     jobs = self._prefetches[0]
                     if self._num_prefetch_reads and self._num_prefetch_reads + len(jobs) > self._num_readers:
@@ -287,3 +335,10 @@ class Readers:
                 self._num_prefetch_reads += len(jobs)
                 for job in jobs:
                     self._jobs.put([job])
+
+
+def _read_queue() -> ReadQueue | None:
+    try:
+        return ReadQueue()
+    except OSError:  # not Linux, or forbidden here
+        return None

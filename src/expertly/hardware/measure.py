@@ -89,7 +89,7 @@ def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> Di
     """The sustained rate of reads of `read_nbytes` (a multiple of 4096) at random places of `path`.
 
     `depth` of the engine's reader threads read, with enough spans queued that none is idle. Like in the engine they
-    split large spans among themselves. No place is read twice before all have been read.
+    split large spans among themselves, and as many small ones need none. No place is read twice before all have been.
     """
     num_places = path.stat().st_size // read_nbytes
     if read_nbytes % 4096 or num_places < 1:

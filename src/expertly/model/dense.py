@@ -108,13 +108,13 @@ def _linear_of(
             or (can_train and one.requires_grad)
         ):
             return linear(input, weight, bias)
-    x = input.reshape(num_tokens, width)
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    out = x.new_empty(1, num_tokens, weight.shape[0])
+    x = input.contiguous()
+    if x.dim() == 1:
+        x = x.unsqueeze(0)
+    out = x.new_empty(*input.shape[:-1], weight.shape[0])
     task = (weight.data_ptr(), 0, num_tokens, 0)
-    kernels.dots(task, x, out, weight.stride(0) * weight.element_size(), bias=bias)
-    return out.view(*input.shape[:-1], weight.shape[0])
+    kernels.dots(task, x, out, weight.stride(0) * weight.element_size(), bias=bias, num_matrices=1)
+    return out
 
 
 def _use_functional(model: nn.Module, kernels: Kernels) -> int:
@@ -245,7 +245,7 @@ _NAME = "expertly"
 _MAX_QUERIES = 16
 """Tokens of a sequence; more are a prompt."""
 
-_HEEDED = ("cache", "position_bias", "softcap", "s_aux")
+_HEEDED = {"cache", "position_bias", "softcap", "s_aux"}
 """Arguments that transformers' `sdpa` heeds or refuses, beside those that `_attention` names."""
 
 
@@ -356,7 +356,7 @@ def _attention(
         tried.append((query, key, value, {**more, "scaling": scaling}))
         return query.transpose(1, 2), None
     kernels: Kernels = module._expertly_kernels
-    name = module.config._expertly_config._attn_implementation
+    name = object.__getattribute__(module.config._expertly_config, "_attn_implementation")  # past transformers' Python
     if _is_known(module, name, kernels, more) and _is_native(kernels, query, key, value, attention_mask, more):
         out = kernels.attention(
             query,
@@ -379,7 +379,8 @@ def _is_known(module: Any, name: str, kernels: Kernels, more: dict[str, Any]) ->
     its weights, so it computes when somebody collects them.
     """
     if name == "sdpa":
-        return all(more.get(argument) is None for argument in _HEEDED)
+        heeded = _HEEDED & more.keys()
+        return not heeded or all(more[argument] is None for argument in heeded)
     if name != "eager" or not module._expertly_knows_eager or more.get("output_attentions"):
         return False
     sinks = more.get("s_aux")

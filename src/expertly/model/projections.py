@@ -62,8 +62,9 @@ class Joined:
             if modules.get(name) is not part or part._forward_hooks or part._forward_pre_hooks:
                 return False
             parameters = part._parameters
-            for parameter, address in addresses:
-                if _address_of(parameters.get(parameter)) != address:
+            for name, address in addresses:
+                parameter = parameters.get(name)
+                if address != (0 if parameter is None else parameter.data_ptr()):
                     return False
         return not _has_any_global_hook()
 

@@ -49,6 +49,8 @@ _BOOLEAN = 3
 Work = tuple[Span, Sequence[int], Sequence[int]]
 """A span, the rows of its expert's inputs, and those of its outputs."""
 
+_FAILED = "a compiled product"
+
 _INT, _LONG, _ADDRESS = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 
@@ -211,7 +213,7 @@ class Kernels:
 
     def combines(self, rows: torch.Tensor, weights: torch.Tensor) -> bool:
         """Whether `combine` takes these rows [T * K, H] and weights [T, K]."""
-        return len(weights) <= MAX_TOKENS and self.takes(rows.dtype)
+        return weights.shape[0] <= MAX_TOKENS and rows.dtype in self.dtypes
 
     def facts(self) -> dict[str, str | int]:
         counts = {"native": self.num_native, "torch": self.num_torch, "attention": self.num_attention}
@@ -225,17 +227,20 @@ class Kernels:
         row_nbytes: int,
         matrix_nbytes: int = 0,
         bias: torch.Tensor | None = None,
+        num_matrices: int | None = None,
     ) -> None:
         """out[m, o + t, i] = row (i, m) . x[r + t] for every task (address, r, n, o) of `tasks`, four numbers each, and
         t < n <= max_tokens; neuron i's row of matrix m is at address + i * row_nbytes + m * matrix_nbytes.
 
-        `x` is [*, H], its rows dense; `out` [M, *, r], contiguous. `bias` [r] is added before rounding, where M is 1.
-        Raises MemoryError.
+        `x` is [..., H], its rows dense; `out` [M, ..., r], contiguous, or [..., r] with `num_matrices` M. `bias` [r] is
+        added before rounding, where M is 1. Raises MemoryError.
         """
         library = self.library
         assert library is not None
         packed = array("q", tasks)
-        num_matrices, out_rows, num_neurons = out.shape
+        num_neurons, width = out.shape[-1], x.shape[-1]
+        if num_matrices is None:
+            num_matrices = out.shape[0]
         failed = library.dots(
             library.level,
             self.dtypes[x.dtype],
@@ -244,18 +249,18 @@ class Kernels:
             len(packed) // 4,
             num_matrices,
             num_neurons,
-            x.shape[1],
+            width,
             row_nbytes,
             matrix_nbytes,
             x.data_ptr(),
-            x.shape[0],
-            x.stride(0) * x.element_size(),
+            x.numel() // width,
+            x.stride(-2) * x.element_size(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            out_rows,
+            out.numel() // (num_matrices * num_neurons),
         )
         if failed:
-            raise MemoryError("a product of an expert")
+            raise MemoryError(_FAILED)
 
     def sums(
         self, tasks: Sequence[int], h: torch.Tensor, out: torch.Tensor, row_nbytes: int, *, adds: bool = False
@@ -283,7 +288,7 @@ class Kernels:
             adds,
         )
         if failed:
-            raise MemoryError("a product of an expert")
+            raise MemoryError(_FAILED)
 
     # -- a layer's experts -------------------------------------------------------------------------------------
 
@@ -319,7 +324,8 @@ class Kernels:
             ),
         )
         threads = min(torch.get_num_threads(), self.max_threads)
-        self._check(library.experts(library.level, self.dtypes[x.dtype], threads, call.buffer_info()[0]))
+        if library.experts(library.level, self.dtypes[x.dtype], threads, call.buffer_info()[0]):
+            raise MemoryError(_FAILED)
 
     def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[T, H] from the outputs of a layer's experts [T * K, H] and their weights [T, K], of the same dtype or
@@ -331,7 +337,8 @@ class Kernels:
         out = rows.new_empty(num_tokens, width)
         dtypes = self.dtypes[rows.dtype], self.dtypes[weights.dtype]
         addresses = rows.data_ptr(), weights.data_ptr(), out.data_ptr()
-        self._check(library.combine(library.level, *dtypes, num_tokens, top_k, width, *addresses))
+        if library.combine(library.level, *dtypes, num_tokens, top_k, width, *addresses):
+            raise MemoryError(_FAILED)
         return out
 
     # -- the dense part ----------------------------------------------------------------------------------------
@@ -388,7 +395,8 @@ class Kernels:
         )
         threads = min(torch.get_num_threads(), self.max_threads)
         dtype = self.dtypes[q.dtype]
-        self._check(library.attention(library.level, dtype, threads, call.buffer_info()[0], scale, softcap))
+        if library.attention(library.level, dtype, threads, call.buffer_info()[0], scale, softcap):
+            raise MemoryError(_FAILED)
         self.num_attention += 1
         return projected
 
@@ -421,7 +429,8 @@ class Kernels:
         )
         threads = min(torch.get_num_threads(), self.max_threads)
         how = library.level, self.dtypes[x.dtype], threads, call.buffer_info()[0]
-        self._check(library.projections(*how, *layer.epsilons))
+        if library.projections(*how, *layer.epsilons):
+            raise MemoryError(_FAILED)
         return found
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, style: str) -> torch.Tensor:
@@ -528,7 +537,7 @@ class Kernels:
 
     def _check(self, failed: int) -> None:
         if failed:
-            raise MemoryError("a product of an expert")
+            raise MemoryError(_FAILED)
 
 
 def choose_kernels(wanted: str | None = None, *, runs_on_host: bool = True) -> Kernels:

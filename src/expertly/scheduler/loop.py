@@ -74,31 +74,27 @@ def run_layer(
         if parts is not None:
             arrived = [whole for span in arrived for whole in parts.arrived(span)]
         ready = arrived + ready
-    next_ready = 0  # those before it were computed
-    spans: Sequence[Span]
-    while num_coming or next_ready < len(ready):
-        span = transport.poll() if num_coming else None
-        if span is None and next_ready == len(ready):
-            span = transport.wait()
-        if span is not None:
-            if not scheduler.loaded(span):
-                if prefetcher is not None:
-                    prefetcher.arrived()
-                continue
-            num_coming -= span.num_segments
-            spans = (span,) if parts is None else parts.arrived(span)
-            if together and not num_coming:
-                spans = [*spans, *ready[next_ready:]]
-                next_ready = len(ready)
-            if not spans:
-                continue
-        elif together:
-            spans = ready[next_ready:]
-            next_ready = len(ready)
-        else:
-            spans = ready[next_ready : next_ready + 1]
-            next_ready += 1
-        each: Sequence[Sequence[Span]] = (spans,) if len(spans) == 1 else [(span,) for span in spans]
+    num_ready = 0  # of `ready`, that were computed
+    while num_coming or num_ready < len(ready):
+        spans: list[Span] = []
+        while num_coming and (together or not spans):
+            span = transport.poll()
+            if span is None:
+                if spans or num_ready < len(ready):
+                    break
+                span = transport.wait()
+            if scheduler.loaded(span):
+                num_coming -= span.num_segments
+                spans += (span,) if parts is None else parts.arrived(span)
+            elif prefetcher is not None:
+                prefetcher.arrived()
+        if num_ready < len(ready) and (not spans or (together and not num_coming)):
+            end = len(ready) if together else num_ready + 1
+            spans += ready[num_ready:end]
+            num_ready = end
+        each: Sequence[Sequence[Span]] = (spans,)
+        if len(spans) != 1 and not (together and prefetcher is None):
+            each = [(span,) for span in spans]
         for some in (spans,) if together else each:
             compute(some)
         # The slots that one span frees may be prefetched into before the next span counts as computed.

@@ -136,21 +136,21 @@ class RunningLayer:
             missing = [i for i, expert in enumerate(experts) if cache.not_kept(layer, first + expert)]
         protected = self.protected(router)
         evicting, filling = self._in_order(router, missing)
+        absent = {i: slots.absent(first + experts[i]) for i in missing}
+        lacking = absent
+        if is_predicted:
+            lacking = {i: cache.not_kept(layer, first + experts[i]) for i in missing}
         if len(evicting) > 1:  # making room for all at once is cheaper, and evicts the same experts
             top = cache.tops[layer]
-            lacking = [self._lacking(layer, first + experts[i], is_predicted) & top for i in evicting]
-            cache.make_room(layer, sum(mask.bit_count() for mask in lacking), protected)
+            cache.make_room(layer, sum([(lacking[i] & top).bit_count() for i in evicting]), protected)
         admitted: list[tuple[int, int]] = []
-        for may_evict, positions in ((True, evicting), (False, filling)):
+        for spared, positions in ((protected, evicting), (None, filling)):
             for position in positions:
-                eid = first + experts[position]
-                mask = self._lacking(layer, eid, is_predicted)
-                absent = slots.absent(eid)
-                kept = cache.admit(layer, eid, mask, protected if may_evict else None) & absent
+                kept = cache.admit(layer, first + experts[position], lacking[position], spared) & absent[position]
                 if kept:
                     admitted.append((position, kept))
-                if kept != absent:
-                    self.deferred.append((position, absent & ~kept))
+                if kept != absent[position]:
+                    self.deferred.append((position, absent[position] & ~kept))
         for position, mask in admitted:
             self._load(position, mask, plan.loads)
 
@@ -165,9 +165,6 @@ class RunningLayer:
         if not self._cache.prompts_evict:
             return evicting, rest
         return evicting + [i for i in rest if num_tokens[i]], [i for i in rest if not num_tokens[i]]
-
-    def _lacking(self, layer: int, eid: int, is_predicted: bool) -> int:
-        return self._cache.not_kept(layer, eid) if is_predicted else self._slots.absent(eid)
 
     def _load(self, position: int, mask: int, loads: list[Span], purpose: dict[int, int] | None = None) -> None:
         """Give segments `mask` slots, of which there are enough, and add their spans to `loads`. `purpose`: as which
