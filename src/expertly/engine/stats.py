@@ -62,8 +62,14 @@ class Stats:
         engine, executor, prefetching = self._engine, self._engine.executor, self._engine.prefetching
         geometry = executor.geometry
         totals = {phase: self.phase(phase) for phase in Phase}
+        told = [remote.told() for remote in executor.remotes]
         devices = [of_device(device, self._system) for device in executor.shards]
-        counts = sorted({name for device in executor.shards for name in moved(device)})
+        devices += [
+            {**one["device"], "worker": remote.facts()} for one, remote in zip(told, executor.remotes, strict=True)
+        ]
+        counts = sorted(
+            {name for device in executor.shards for name in moved(device)}.union(*(one["moved"] for one in told))
+        )
         return {
             "system": self.system,
             "system_reason": self.system_reason,
@@ -141,7 +147,8 @@ def _as_dict(counters: PhaseCounters) -> dict[str, Any]:
 
 
 def of_device(device: Shard, system: System) -> dict[str, Any]:
-    """Memory, counts of all layers by phase, and times of one device. Devices run side by side: their stalls and times
+    """Memory, counts of all layers by phase, and times of one device; a worker's are the same, and `worker` says how it
+    is (RemoteShard.facts). Devices run side by side: their stalls and times
     add up to more than those of the model.
     """
     scheduler = device.scheduler
@@ -170,6 +177,7 @@ def of_device(device: Shard, system: System) -> dict[str, Any]:
         "gate": None if scheduler.gate is None else scheduler.gate.facts(),
         "numa": None if node is None else node.facts(),
         "host_memory": device.device.host_memory,
+        "worker": None,
     }
 
 
