@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from expertly.engine import cluster, wire
+from expertly import api
+from expertly.engine import remote, wire
 from expertly.engine.remote import PeerLostError
 from expertly.engine.worker import ExpertWorker
 
@@ -88,14 +89,17 @@ class ThreadPeer:
         self._thread.join(20)
 
 
-def put_in_threads(monkeypatch: pytest.MonkeyPatch) -> list[ThreadPeer]:
-    """Make `workers=N` start threads; the list has those of the last load."""
+def put_in_threads(monkeypatch: pytest.MonkeyPatch, *memories: str) -> list[ThreadPeer]:
+    """Make `workers=N` start threads; the list has those of the last load. `memories`: of each, instead of the option
+    `worker_memory`. Dropped workers are asked back at every pass.
+    """
     made: list[ThreadPeer] = []
 
     def start(workers: str | int, memory: str | int) -> Sequence[ThreadPeer]:
-        made[:] = [ThreadPeer(f"w{number}", memory) for number in range(int(workers))]
+        each = memories or [memory] * int(workers)
+        made[:] = [ThreadPeer(f"w{number}", one) for number, one in enumerate(each)]
         return made
 
-    monkeypatch.setattr("expertly.api.start_workers", start)
-    assert cluster.start_workers is not start
+    monkeypatch.setattr(api, "start_workers", start)
+    monkeypatch.setattr(remote, "_AGAIN_S", (0.0,))
     return made

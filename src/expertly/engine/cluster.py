@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from expertly import __version__
 from expertly.core.errors import ConfigError
 from expertly.core.placement import Share
 from expertly.core.units import format_nbytes
@@ -41,7 +40,7 @@ def memory_of_workers(peers: Sequence[Peer], expert_nbytes: int, memory: str | i
     workers on this machine get equal parts of it, where nothing is stated. Raises ConfigError where one does not
     answer, or is of another version.
     """
-    hello = wire.asking(wire.Kind.HELLO, {"version": __version__, "expert_nbytes": expert_nbytes})
+    hello = wire.asking(wire.Kind.HELLO, {"version": wire.VERSION, "expert_nbytes": expert_nbytes})
     answers = [peer.call(hello) for peer in peers]
     told = [result_of(peer, answer)["memory_nbytes"] for peer, answer in zip(peers, answers, strict=True)]
     if memory == "auto" and all(peer.is_here for peer in peers):

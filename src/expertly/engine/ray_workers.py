@@ -33,7 +33,7 @@ def start_ray_workers(workers: str | int, memory: str | int) -> Sequence[Peer]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             if is_here:
-                ray.init(num_cpus=int(text), include_dashboard=False, log_to_driver=False, configure_logging=False)
+                ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
             else:
                 ray.init(address=text, log_to_driver=False, configure_logging=False)
         except (RayError, OSError, ValueError, ConnectionError, RuntimeError) as error:
@@ -45,10 +45,10 @@ def start_ray_workers(workers: str | int, memory: str | int) -> Sequence[Peer]:
     others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
     if not others:
         raise ConfigError(f"workers={workers!r}: the cluster has no other machine; `ray start --address {text}` on one")
-    return [
-        RayPeer(node["NodeManagerHostname"], node["NodeID"], memory, None)
-        for node in sorted(others, key=lambda node: (node["NodeManagerHostname"], node["NodeID"]))
-    ]
+    found = sorted((node["NodeManagerHostname"], node["NodeID"]) for node in others)
+    hosts = [host for host, _ in found]
+    names = [host if hosts.count(host) == 1 else f"{host} {node[:6]}" for host, node in found]
+    return [RayPeer(name, node, memory, None) for name, (_, node) in zip(names, found, strict=True)]
 
 
 class RayWorker:
@@ -82,7 +82,7 @@ class RayPeer:
 
     def _start(self) -> Any:
         where = NodeAffinitySchedulingStrategy(self._node, soft=False)
-        return ray.remote(RayWorker).options(num_cpus=1, scheduling_strategy=where).remote(*self._arguments)
+        return ray.remote(RayWorker).options(num_cpus=0, scheduling_strategy=where).remote(*self._arguments)
 
     def call(self, message: bytes) -> Answer:
         try:

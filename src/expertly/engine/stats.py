@@ -64,8 +64,9 @@ class Stats:
         totals = {phase: self.phase(phase) for phase in Phase}
         told = [remote.told() for remote in executor.remotes]
         devices = [of_device(device, self._system) for device in executor.shards]
+        both = zip(told, executor.remotes, strict=True)
         devices += [
-            {**one["device"], "worker": remote.facts()} for one, remote in zip(told, executor.remotes, strict=True)
+            {**one["device"], "worker": remote.facts() | {"kernels": one["kernels"]["name"]}} for one, remote in both
         ]
         counts = sorted(
             {name for device in executor.shards for name in moved(device)}.union(*(one["moved"] for one in told))
@@ -87,7 +88,7 @@ class Stats:
             "allocation": allocation_over([one["allocation"] for one in devices]),
             "prediction": None
             if prefetching is None
-            else _of_prediction(prefetching, sum(one.num_late for one in executor.shards), devices[0]["gate"]),
+            else _of_prediction(prefetching, sum(one["predictions_late"] for one in devices), devices[0]["gate"]),
             "reuse": None if engine.reuse is None else engine.reuse.facts(),
             **{name: sum(one.get(name, 0) for one in devices) for name in counts},
             "synchronisations_per_pass": self._synchronisations(),

@@ -21,6 +21,10 @@ from expertly.engine.compute import Dispatch
 from expertly.scheduler.observations import Seen
 
 
+VERSION = 1
+"""Of the messages and of what they ask for. An engine takes only workers of its own."""
+
+
 class Kind(IntEnum):
     """What a message asks a worker for."""
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from expertly import __version__
 from expertly.core.errors import ConfigError, ExpertlyError, StoreError
 from expertly.core.messages import Phase
 from expertly.core.observation import Began, Routed
@@ -91,9 +90,10 @@ class ExpertWorker:
 
     def _about(self, told: Mapping[str, Any]) -> dict[str, Any]:
         """Raises ConfigError where the engine is of another version."""
-        if told["version"] != __version__:
+        if told["version"] != wire.VERSION:
             raise ConfigError(
-                f"workers: one has expertly {__version__}, the engine {told['version']}; install the same on all"
+                f"its messages are of version {wire.VERSION}, the engine's of {told['version']}; install the same expertly "
+                "on all machines"
             )
         self.close()
         nbytes = parse_memory(self._memory, told["expert_nbytes"], "worker_memory")
@@ -130,7 +130,7 @@ class ExpertWorker:
     @property
     def _open_shard(self) -> Shard:
         if self._shard is None:
-            raise ConfigError("workers: this one was started again and holds no experts yet")
+            raise ConfigError("it was started again and holds no experts yet")
         return self._shard
 
     # -- what it does ------------------------------------------------------------------------------------------
@@ -176,7 +176,6 @@ class ExpertWorker:
             "device": of_device(shard, self._system),
             "moved": moved(shard),
             "kernels": shard.kernels.facts(),
-            "num_late": shard.num_late,
             "layers": [shard.layer_counters(layer).as_dict() for layer in layers],
             "resident": [mask.bit_count() for mask in shard.scheduler.slots.resident],
         }
@@ -231,14 +230,13 @@ def open_same_store(folder: Path, facts: Mapping[str, Any]) -> PackedStore:
     if not is_packed_store(folder):
         cached = stores_folder() / folder.name
         if not is_packed_store(cached):
-            raise StoreError(f"workers: no packed store at {folder} nor at {cached}; copy it there")
+            raise StoreError(f"no packed store at {folder} nor at {cached}; copy it there")
         folder = cached
     store = PackedStore.open(folder)
     mine = store_facts(store.manifest)
     different = [name for name, value in facts.items() if mine[name] != value]
     if different:
         raise StoreError(
-            f"workers: the store at {folder} on one of them differs from the engine's in {', '.join(different)}; copy "
-            "the engine's"
+            f"the store at {folder} differs from the engine's in {', '.join(different)}; copy the engine's there"
         )
     return store
