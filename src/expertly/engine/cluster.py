@@ -13,7 +13,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.placement import Share
 from expertly.core.units import format_nbytes
 from expertly.engine import wire
-from expertly.engine.remote import Peer, RemoteShard, result_of
+from expertly.engine.remote import Peer, RemoteShard, call, result_of
 from expertly.engine.worker import make_cpu_shard, store_facts
 from expertly.scheduler.budget import least_nbytes
 from expertly.scheduler.presets import BASE_SYSTEM, get_runnable
@@ -41,7 +41,7 @@ def memory_of_workers(peers: Sequence[Peer], expert_nbytes: int, memory: str | i
     answer, or is of another version.
     """
     hello = wire.asking(wire.Kind.HELLO, {"version": wire.VERSION, "expert_nbytes": expert_nbytes})
-    answers = [peer.call(hello) for peer in peers]
+    answers = [call(peer, hello) for peer in peers]
     told = [result_of(peer, answer)["memory_nbytes"] for peer, answer in zip(peers, answers, strict=True)]
     if memory == "auto" and all(peer.is_here for peer in peers):
         return WorkerMemory([own_nbytes // (len(peers) + 1)] * len(peers), True)

@@ -21,6 +21,10 @@ except ImportError as error:
     ) from error
 
 
+_STORE_NBYTES = 256 << 20
+"""Shared memory of a cluster on this machine alone, for the rows of long prompts."""
+
+
 def start_ray_workers(workers: str | int, memory: str | int) -> Sequence[Peer]:
     """`workers`: how many on this machine, or the address of a Ray cluster, which gives one on each of its other
     machines. Joins the cluster that this process has joined already. Raises ConfigError.
@@ -33,7 +37,8 @@ def start_ray_workers(workers: str | int, memory: str | int) -> Sequence[Peer]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             if is_here:
-                ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+                local = {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_NBYTES}
+                ray.init(**local, log_to_driver=False, configure_logging=False)
             else:
                 ray.init(address=text, log_to_driver=False, configure_logging=False)
         except (RayError, OSError, ValueError, ConnectionError, RuntimeError) as error:

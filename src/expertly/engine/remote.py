@@ -73,6 +73,14 @@ class _WorkerFailedError(Exception):
 _GONE = (PeerLostError, TimeoutError, _WorkerFailedError)
 
 
+def call(peer: Peer, message: bytes) -> Answer:
+    """Raises ConfigError where the worker cannot be reached."""
+    try:
+        return peer.call(message)
+    except PeerLostError as error:
+        raise ConfigError(f"workers: {peer.name}: {_words(error)}") from error
+
+
 def result_of(peer: Peer, answer: Answer) -> Any:
     """The JSON that a worker answers when it is opened. Raises ConfigError with the reason where it does not."""
     try:
@@ -117,7 +125,7 @@ class RemoteShard:
         deadline_s: float,
     ) -> None:
         """`opening`: the message by which the worker holds these experts; `wait_open` waits for that. `make_standby`: a
-        shard for the same experts in this process, in as little memory as works.
+        shard for the same experts in this process, in as little memory as works. Raises ConfigError as `call`.
         """
         self.name = peer.name
         self.share = share
@@ -143,7 +151,7 @@ class RemoteShard:
         self._news = wire.PassNews(False, False, None, ())  # that a pass began, until the worker is told
         # A worker that was dropped:
         self._is_dead = False
-        self._reopening: Answer | None = peer.call(opening)
+        self._reopening: Answer | None = call(peer, opening)
         self._reopened_s = 0.0
         self._again_s = 0.0  # when to try next
         self._num_attempts = 0

@@ -65,9 +65,7 @@ class Stats:
         told = [remote.told() for remote in executor.remotes]
         devices = [of_device(device, self._system) for device in executor.shards]
         both = zip(told, executor.remotes, strict=True)
-        devices += [
-            {**one["device"], "worker": remote.facts() | {"kernels": one["kernels"]["name"]}} for one, remote in both
-        ]
+        devices += [{**one["device"], "worker": remote.facts() | _of_process(one)} for one, remote in both]
         counts = sorted(
             {name for device in executor.shards for name in moved(device)}.union(*(one["moved"] for one in told))
         )
@@ -180,6 +178,10 @@ def of_device(device: Shard, system: System) -> dict[str, Any]:
         "host_memory": device.device.host_memory,
         "worker": None,
     }
+
+
+def _of_process(told: dict[str, Any]) -> dict[str, Any]:
+    return {"pid": told["pid"], "kernels": told["kernels"]["name"]}
 
 
 def moved(device: Shard) -> dict[str, float]:

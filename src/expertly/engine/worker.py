@@ -92,13 +92,13 @@ class ExpertWorker:
         """Raises ConfigError where the engine is of another version."""
         if told["version"] != wire.VERSION:
             raise ConfigError(
-                f"its messages are of version {wire.VERSION}, the engine's of {told['version']}; install the same expertly "
-                "on all machines"
+                f"its messages are of version {wire.VERSION}, the engine's of {told['version']}; install the same "
+                "expertly on all machines"
             )
         self.close()
         nbytes = parse_memory(self._memory, told["expert_nbytes"], "worker_memory")
         free = max(0, available_host_nbytes() - BESIDE_NBYTES)
-        return {"memory_nbytes": free if nbytes is None else nbytes, "pid": os.getpid()}
+        return {"memory_nbytes": free if nbytes is None else nbytes}
 
     def _open(self, told: Mapping[str, Any]) -> None:
         """Hold the experts that are placed here, instead of any it had. Raises StoreError where it does not have the
@@ -174,6 +174,7 @@ class ExpertWorker:
         layers = range(shard.geometry.num_layers)
         return {
             "device": of_device(shard, self._system),
+            "pid": os.getpid(),
             "moved": moved(shard),
             "kernels": shard.kernels.facts(),
             "layers": [shard.layer_counters(layer).as_dict() for layer in layers],
