@@ -78,7 +78,7 @@ def test_tokens_and_logits_are_the_reference(
         for one in of_workers(model):
             assert one["bytes_loaded"] > 0 and one["decode"]["hits"] + one["decode"]["misses"] > 0
             assert one["worker"]["bytes_sent"] > 0 and one["worker"]["bytes_received"] > 0
-            assert one["worker"]["alive"] and one["worker"]["call_s"] >= one["worker"]["link_s"] > 0
+            assert one["worker"]["alive"] and one["worker"]["call_s"] >= one["worker"]["link_s"] >= 0
     assert not reader_threads()
 
 

@@ -50,7 +50,7 @@ def test_workers_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (first["device"], second["device"]) == ("w0", "w1") and first["alive"] and second["alive"]
         devices = expertly.stats(model).as_dict()["devices"]
         assert first["experts"] + second["experts"] + devices[0]["experts"] == 12 * 32
-        assert 0 < first["hit_rate"] < 1 and 0 < first["link_s"] <= first["call_s"]
+        assert 0 < first["hit_rate"] < 1 and 0 <= first["link_s"] <= first["call_s"]
         memory = view.memory()
         assert memory["experts_resident_bytes"] == devices[0]["resident_bytes"] <= memory["experts_bytes"]
         assert memory["workers_resident_bytes"] == first["resident_bytes"] + second["resident_bytes"]

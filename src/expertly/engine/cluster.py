@@ -14,7 +14,7 @@ from expertly.core.placement import Share
 from expertly.core.units import format_nbytes
 from expertly.engine import wire
 from expertly.engine.remote import Peer, RemoteShard, call, result_of
-from expertly.engine.worker import make_cpu_shard, store_facts
+from expertly.engine.worker import SPARED_PERCENT, make_cpu_shard, store_facts
 from expertly.scheduler.budget import least_nbytes
 from expertly.scheduler.presets import BASE_SYSTEM, get_runnable
 from expertly.scheduler.system import System
@@ -44,6 +44,8 @@ def memory_of_workers(peers: Sequence[Peer], expert_nbytes: int, memory: str | i
     answers = [call(peer, hello) for peer in peers]
     told = [result_of(peer, answer)["memory_nbytes"] for peer, answer in zip(peers, answers, strict=True)]
     if memory == "auto" and all(peer.is_here for peer in peers):
+        if own_nbytes < expert_nbytes:  # what they need beside experts
+            own_nbytes = own_nbytes * (100 - SPARED_PERCENT) // 100
         return WorkerMemory([own_nbytes // (len(peers) + 1)] * len(peers), True)
     return WorkerMemory(told, False)
 

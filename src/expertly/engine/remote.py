@@ -133,10 +133,10 @@ class RemoteShard:
         """Why the worker was dropped; None while it computes."""
         self.num_drops = self.num_joins = 0
         self.num_calls = self.sent_nbytes = self.received_nbytes = 0
-        self.call_ns = 0  # from sending rows until their outputs are here
-        self.busy_ns = 0  # of these, in the worker
         self.made_us_wait = False
         """Whether the last `take` had to wait for the worker."""
+        self.call_ns = 0  # where it did: from sending rows until their outputs are here
+        self.busy_ns = 0  # of these, in the worker
         self._peer = peer
         self._opening = opening
         self._make_standby = make_standby
@@ -237,8 +237,9 @@ class RemoteShard:
                 now_s = time.monotonic()
                 self.made_us_wait = now_s - begin_s > _LEAST_WAIT_S
                 ran = wire.ran_in(content, self._dtype, work.num_rows)
-                self.call_ns += int((now_s - self._sent_s) * 1e9)
-                self.busy_ns += ran.took_ns
+                if self.made_us_wait:
+                    self.call_ns += int((now_s - self._sent_s) * 1e9)
+                    self.busy_ns += ran.took_ns
                 self.received_nbytes += len(content)
                 return ran
         return self._compute_here(work, hidden)
@@ -345,7 +346,7 @@ class RemoteShard:
         return self._told
 
     def facts(self) -> dict[str, Any]:
-        """For results: the state of the worker and of the way to it."""
+        """For results: the state of the worker and of the way to it. Times are of the calls that a layer waited for."""
         return {
             "alive": self.problem is None,
             "problem": self.problem,

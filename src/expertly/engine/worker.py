@@ -23,7 +23,7 @@ from expertly.core.resources import parse_memory
 from expertly.engine import wire
 from expertly.engine.device import kind_of
 from expertly.engine.group import StoreOfShare
-from expertly.engine.memory import BESIDE_NBYTES, available_host_nbytes
+from expertly.engine.memory import available_host_nbytes
 from expertly.engine.shard import Shard
 from expertly.engine.stats import moved, of_device
 from expertly.model.loading import load_experts
@@ -34,6 +34,9 @@ from expertly.scheduler.system import System
 from expertly.store.cache import stores_folder
 from expertly.store.manifest import Manifest
 from expertly.store.packed import PackedStore, is_packed_store
+
+SPARED_PERCENT = 10
+"""Of the free memory, for the rows of prompts, and because Ray ends processes where 95 % of a machine is taken."""
 
 _CPU = torch.device("cpu")
 
@@ -54,7 +57,7 @@ class ExpertWorker:
     """Answers the messages of one engine, one at a time."""
 
     def __init__(self, memory: str | int = "auto") -> None:
-        """`memory`: for experts, as in `expertly.load`; "auto": all that is free."""
+        """`memory`: for experts, as in `expertly.load`; "auto": what is free, less SPARED_PERCENT."""
         self._memory = memory
         self._shard: Shard | None = None
         self._news = _News()
@@ -97,8 +100,7 @@ class ExpertWorker:
             )
         self.close()
         nbytes = parse_memory(self._memory, told["expert_nbytes"], "worker_memory")
-        free = max(0, available_host_nbytes() - BESIDE_NBYTES)
-        return {"memory_nbytes": free if nbytes is None else nbytes}
+        return {"memory_nbytes": available_host_nbytes() * (100 - SPARED_PERCENT) // 100 if nbytes is None else nbytes}
 
     def _open(self, told: Mapping[str, Any]) -> None:
         """Hold the experts that are placed here, instead of any it had. Raises StoreError where it does not have the

@@ -145,7 +145,7 @@ _OF_WORKER: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str]]
     "calls": (CounterMetricFamily, "Messages to it"),
     "bytes_sent": (CounterMetricFamily, "To it"),
     "bytes_received": (CounterMetricFamily, "From it"),
-    "call_s": (CounterMetricFamily, "Seconds from sending rows until their outputs were here"),
+    "call_s": (CounterMetricFamily, "Seconds from sending rows until their outputs were here, where a layer waited"),
     "link_s": (CounterMetricFamily, "Of these, those on the way"),
 }
 
