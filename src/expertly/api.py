@@ -196,9 +196,11 @@ def _place(
     streaming = get_runnable(BASE_SYSTEM)  # whose experts need not all fit on the devices
     alone = divide(store, [one.geometry for one in placement.shares], streaming, request, targets)
     own = [budget.memory_nbytes for budget in alone.budgets]
-    memories, is_divided = memory_of_workers(peers, geometry.nbytes, worker_memory, sum(own))
-    if is_divided and not request.is_stated:
-        own = [nbytes // (len(peers) + 1) for nbytes in own]
+    memories, is_divided = memory_of_workers(
+        peers, geometry.nbytes, worker_memory, sum(own), is_own_stated=request.is_stated
+    )
+    if is_divided:
+        own = [memories[0] // len(own)] * len(own)
         request = replace(request, at_most=sum(own))
     placement = Placement(geometry, weights_by_memory(geometry.nbytes, [*own, *memories]))
     if system.keeps_everything:

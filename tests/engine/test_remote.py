@@ -23,6 +23,7 @@ from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import counts, loaded, reader_threads
 from tests.engine.peers import ThreadPeer, put_in_threads
+from tests.engine.streams import put_in_place
 from tests.engine.test_batching import run_batch
 from tests.families import generate, load_reference, logits_of, make_checkpoint, make_prompts
 
@@ -121,6 +122,16 @@ def test_continuous_batching(cases: Cases, peers: list[ThreadPeer]) -> None:
     with with_workers(case.store, 4, system="fmoe", segments=4) as model:
         for _ in range(2):
             assert run_batch(model, prompts) == expected
+
+
+def test_beside_an_accelerator(cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code, with copies that happen as late as they may."""
+    case, made = cases["mixtral"], put_in_place(monkeypatch)
+    with with_workers(case.store, system="fmoe", segments=4, memory="15%") as model:
+        for _ in range(2):
+            assert generate(model, case.prompts) == case.tokens
+        assert len(made) == 1 and made[0].stats()["copied_nbytes"] > 0
+        assert all(states(model, "bytes_received")) and states(model, "drops") == [0, 0]
 
 
 def test_nothing_is_counted_twice_or_lost(cases: Cases, peers: list[ThreadPeer]) -> None:
@@ -370,3 +381,8 @@ def test_workers_on_this_machine_share_its_memory(
         stats = expertly.stats(model).as_dict()
         each = [one["memory_bytes"] for one in stats["devices"]]
         assert len(set(each)) == 1 and sum(each) == stats["expert_bytes"], "equal parts of what all of them may have"
+        nbytes = stats["expert_bytes"]
+    monkeypatch.setattr(worker, "available_host_nbytes", lambda: nbytes)
+    with loaded(cases["qwen3_moe"].store, workers=3, memory="30%") as model:
+        here, *away = (one["memory_bytes"] for one in expertly.stats(model).as_dict()["devices"])
+        assert here <= 0.3 * nbytes and sum(away) <= 0.9 * nbytes - here, "what is free beside the stated part"

@@ -29,25 +29,29 @@ def start_workers(workers: str | int, memory: str | int) -> Sequence[Peer]:
 
 
 class WorkerMemory(NamedTuple):
-    """What each worker can give experts. `is_divided`: it is a part of this machine's."""
+    """What each worker can give experts. `is_divided`: as much as this process may."""
 
     nbytes: list[int]
     is_divided: bool
 
 
-def memory_of_workers(peers: Sequence[Peer], expert_nbytes: int, memory: str | int, own_nbytes: int) -> WorkerMemory:
-    """`memory`: the option `worker_memory`. `own_nbytes`: what the devices here would give experts without workers;
-    workers on this machine get equal parts of it, where nothing is stated. Raises ConfigError where one does not
-    answer, or is of another version.
+def memory_of_workers(
+    peers: Sequence[Peer], expert_nbytes: int, memory: str | int, own_nbytes: int, *, is_own_stated: bool
+) -> WorkerMemory:
+    """`memory`: the option `worker_memory`. `own_nbytes`: what devices here would give experts without workers. With
+    "auto", workers on this machine get equal parts of that, or where it `is_own_stated`, of what it leaves. Raises
+    ConfigError where a worker does not answer, or is of another version.
     """
     hello = wire.asking(wire.Kind.HELLO, {"version": wire.VERSION, "expert_nbytes": expert_nbytes})
     answers = [call(peer, hello) for peer in peers]
     told = [result_of(peer, answer)["memory_nbytes"] for peer, answer in zip(peers, answers, strict=True)]
-    if memory == "auto" and all(peer.is_here for peer in peers):
-        if own_nbytes < expert_nbytes:  # what they need beside experts
-            own_nbytes = own_nbytes * (100 - SPARED_PERCENT) // 100
-        return WorkerMemory([own_nbytes // (len(peers) + 1)] * len(peers), True)
-    return WorkerMemory(told, False)
+    if memory != "auto" or not all(peer.is_here for peer in peers):
+        return WorkerMemory(told, False)
+    if is_own_stated:
+        return WorkerMemory([max(0, nbytes - own_nbytes) // len(peers) for nbytes in told], False)
+    if own_nbytes < expert_nbytes:  # what they need beside experts
+        own_nbytes = own_nbytes * (100 - SPARED_PERCENT) // 100
+    return WorkerMemory([own_nbytes // (len(peers) + 1)] * len(peers), True)
 
 
 def open_workers(

@@ -144,9 +144,8 @@ class ShardGroup:
     ) -> tuple[torch.Tensor, Waits]:
         parts = [part_of(work, share, hidden.device) for share in self.placement.shares]
         here, away = parts[: len(self.shards)], parts[len(self.shards) :]
-        on_host = hidden
-        if away and not hidden.is_cpu:
-            on_host = self.to_host(hidden).clone()
+        is_behind = self.shards[0].device.queues_uses
+        on_host = self.to_host(hidden).clone() if away and is_behind else hidden
         for remote, part in zip(self.remotes, away, strict=True):
             remote.send(part.work, on_host)
         mark, both = self._handover.give(), zip(self.shards, here, strict=True)
@@ -162,7 +161,7 @@ class ShardGroup:
         for remote, part in zip(self.remotes, away, strict=True):
             took = remote.take(part.work, on_host)
             outputs.index_copy_(0, part.rows, took.outputs.to(hidden.device))
-            if remote.made_us_wait and hidden.is_cpu:  # an accelerator's stamps are no times
+            if remote.made_us_wait and not is_behind:  # an accelerator's stamps are no times
                 waits = [(0, took.waited_ns)]
         return outputs, waits
 

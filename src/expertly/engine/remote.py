@@ -31,6 +31,9 @@ _STATS_S = 2.0
 _FRESH_S = 0.2
 """While a pass runs, statistics that are younger are not asked for again."""
 
+_LEAST_WAIT_S = 1e-4
+"""A shorter wait for an answer is none: it was there."""
+
 _AGAIN_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 """Pauses before the attempts to have a dropped worker back; the last one before all others."""
 
@@ -276,6 +279,8 @@ class RemoteShard:
     def _drop(self, error: BaseException) -> None:
         """From now on its experts are computed here, until it joins again."""
         self.problem = _words(error)
+        device = {**self._told["device"], "resident_bytes": 0}
+        self._told = {**self._told, "device": device, "resident": [0] * self.share.geometry.num_experts}
         self.num_drops += 1
         self._num_attempts = 0
         self._reopening = None
@@ -317,7 +322,8 @@ class RemoteShard:
         except _GONE as error:
             self.problem, self._is_dead = _words(error), isinstance(error, PeerLostError)
             return
-        self._add_counters(self._past, self._told)
+        for past, raw in zip(self._past, self._told["layers"], strict=True):
+            past.add(LayerCounters.from_dict(raw))
         self._told, self._told_s = told, time.monotonic()
         self._end_standby()
         self.problem = None
@@ -333,7 +339,7 @@ class RemoteShard:
     # -- statistics, for any thread ----------------------------------------------------------------------------
 
     def told(self) -> dict[str, Any]:
-        """What the worker says of itself (ExpertWorker), at most as old as its deadline for that."""
+        """What the worker says of itself (ExpertWorker). While it computes or is gone, what it said last."""
         if self._is_told_old and self.problem is None:
             now_s = time.monotonic()
             if not self._is_running or now_s - self._told_s >= _FRESH_S:
@@ -370,11 +376,3 @@ class RemoteShard:
         if standby is not None:
             total.add(standby.layer_counters(layer))
         return total
-
-    def _add_counters(self, past: Sequence[LayerCounters], told: dict[str, Any]) -> None:
-        for one, raw in zip(past, told["layers"], strict=True):
-            one.add(LayerCounters.from_dict(raw))
-
-
-_LEAST_WAIT_S = 1e-4
-"""A shorter wait is no wait: the answer was there."""

@@ -146,9 +146,8 @@ def _as_dict(counters: PhaseCounters) -> dict[str, Any]:
 
 
 def of_device(device: Shard, system: System) -> dict[str, Any]:
-    """Memory, counts of all layers by phase, and times of one device; a worker's are the same, and `worker` says how it
-    is (RemoteShard.facts). Devices run side by side: their stalls and times
-    add up to more than those of the model.
+    """Memory, counts of all layers by phase, and times of one device, or of a worker, whose `worker` says how it is
+    (RemoteShard.facts). Devices run side by side: their stalls and times add up to more than those of the model.
     """
     scheduler = device.scheduler
     geometry, budget = scheduler.geometry, scheduler.budget

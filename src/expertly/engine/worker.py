@@ -21,7 +21,7 @@ from expertly.core.observation import Began, Routed
 from expertly.core.placement import Share
 from expertly.core.resources import parse_memory
 from expertly.engine import wire
-from expertly.engine.device import kind_of
+from expertly.engine.cpu import CpuDevice
 from expertly.engine.group import StoreOfShare
 from expertly.engine.memory import available_host_nbytes
 from expertly.engine.shard import Shard
@@ -38,8 +38,6 @@ from expertly.store.packed import PackedStore, is_packed_store
 SPARED_PERCENT = 10
 """Of the free memory, for the rows of prompts, and because Ray ends processes where 95 % of a machine is taken."""
 
-_CPU = torch.device("cpu")
-
 
 def make_cpu_shard(
     name: str, store: PackedStore, share: Share, system: System, nbytes: int, staging: int | None = None
@@ -49,8 +47,7 @@ def make_cpu_shard(
     budget = system.budget(geometry, split_budget(geometry, nbytes, staging))
     scheduler = system.scheduler(geometry, budget)
     dtype = getattr(torch, store.manifest.dtype)
-    device = kind_of(_CPU).make(_CPU, StoreOfShare(store, share), geometry, budget.pool_slots(), dtype, 0)
-    return Shard(name, scheduler, device)
+    return Shard(name, scheduler, CpuDevice(StoreOfShare(store, share), geometry, budget.pool_slots(), dtype))
 
 
 class ExpertWorker:
