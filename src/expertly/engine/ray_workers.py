@@ -66,8 +66,12 @@ class RayWorker:
         import_lean()
         import torch
 
+        from expertly.engine import process
         from expertly.engine.worker import ExpertWorker
 
+        process.keep_few_primitives()
+        process.give_back_large_blocks()
+        process.keep_off_trapped_instructions()
         torch.set_num_threads(threads or granted_cpus())
         self._worker = ExpertWorker(memory)
 
