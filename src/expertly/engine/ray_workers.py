@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,4 +131,7 @@ class _RayAnswer:
 
 
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
+    """Ray's first line, and the last that names an exception: an actor that cannot start says its cause there."""
+    first, *others = str(error).strip().splitlines() or [""]
+    causes = [line.strip() for line in others if re.match(r"\s*[\w.]*(Error|Exception): ", line)]
+    return f"{type(error).__name__}: {' '.join([first, *causes[-1:]])}"
