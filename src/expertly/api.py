@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from expertly.core.errors import ConfigError, ModelUseError
-from expertly.core.geometry import fitting_segments
-from expertly.core.placement import Placement
+from expertly.core.geometry import Geometry, fitting_segments
+from expertly.core.placement import Placement, weights_by_memory
+from expertly.core.units import format_share
 from expertly.engine.choice import LoadSettings, find_choice
+from expertly.engine.cluster import memory_of_workers, open_workers, start_workers
 from expertly.engine.device import choose_devices, kind_of
 from expertly.engine.group import make_executor
 from expertly.engine.learned import LearnedFiles, find_files, find_weights, save_of_eviction
@@ -29,6 +31,7 @@ from expertly.engine.process import (
     keep_few_primitives,
     keep_off_trapped_instructions,
 )
+from expertly.engine.remote import Peer
 from expertly.engine.rounding import measured
 from expertly.engine.runtime import ComputeThreads, Engine
 from expertly.engine.stats import Stats
@@ -44,7 +47,7 @@ from expertly.policies.allocation.moepic import SplitPlan, read_plan
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
 from expertly.scheduler.decisions import DecisionsFile, header_of, record
-from expertly.scheduler.presets import AUTO_SYSTEM, get_runnable, without_prediction
+from expertly.scheduler.presets import AUTO_SYSTEM, BASE_SYSTEM, get_runnable, without_prediction
 from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
 
@@ -86,7 +89,7 @@ def open_model(
     targets = choose_devices(asked.device, asked.devices)
     on_host = kind_of(targets[0]).runs_on_host
     with ExitStack() as opened:  # closed again if a later step raises
-        chosen = _choose(model, asked, targets, progress, cache)
+        chosen = _choose(model, asked, targets, progress, cache, opened)
         if on_host:
             give_back_code()  # that only imports ran, before weights take the memory
         engine = _open_engine(chosen, targets, opened)
@@ -120,6 +123,8 @@ class _Chosen:
     placement: Placement
     division: Division
     known: Known
+    peers: Sequence[Peer]
+    worker_nbytes: Sequence[int]  # memory for experts in each
 
 
 def _choose(
@@ -128,14 +133,18 @@ def _choose(
     targets: Sequence[torch.device],
     progress: Progress | None,
     cache: Callable[[PackedStore], SharedCache] | None,
+    opened: ExitStack,
 ) -> _Chosen:
-    """Check everything that can be refused before anything is opened. Packs the model at its first use."""
+    """Check everything that can be refused before anything is opened, but for workers, whose memory decides what they
+    hold: `opened` closes them. Packs the model at its first use.
+    """
     why_system = store = request = None
+    is_alone = len(targets) == 1 and asked.workers is None
     if asked.system == AUTO_SYSTEM:
         store = _packed(model, asked, progress)
         request = _memory_request(asked, store, cache)
         settled = LoadSettings(asked.segments, asked.memory, asked.codec, asked.plan, asked.predictor)
-        name, settled, why_system = find_choice(store, settled, request, targets)
+        name, settled, why_system = find_choice(store, settled, request, targets, is_alone=is_alone)
         if settled.codec != asked.codec:
             store = None
         if settled.memory != asked.memory:
@@ -144,10 +153,9 @@ def _choose(
         asked = replace(asked, system=name, **{**settled._asdict(), "memory": asked.memory})
     system = get_runnable(asked.system)
     order, predict = system.ordered(asked.order), choose_predict(system, asked.predict)
-    if len(targets) > 1 and asked.decisions is not None:
-        raise ConfigError(
-            f"decisions={str(asked.decisions)!r}: {len(targets)} devices decide apart; accepted: one device"
-        )
+    if not is_alone and asked.decisions is not None:
+        several = f"{len(targets)} devices" if asked.workers is None else "workers"
+        raise ConfigError(f"decisions={str(asked.decisions)!r}: {several} decide apart; accepted: one device")
     on_host = kind_of(targets[0]).runs_on_host
     if on_host:
         keep_few_primitives()
@@ -156,15 +164,57 @@ def _choose(
     choose_kernels(runs_on_host=on_host)  # refused before the model is packed
     store = store or _packed(model, asked, progress)
     is_replayed = asked.decisions is not None
-    files = find_files(asked.learned, system, store, num_devices=len(targets), is_replayed=is_replayed)
+    num_members = len(targets) if asked.workers is None else len(targets) + 1
+    files = find_files(asked.learned, system, store, num_devices=num_members, is_replayed=is_replayed)
     weights = find_weights(asked.predictor, system, store)
     fitting = fitting_segments(store.manifest.layers, system.segments)
-    placement = Placement(store.geometry(asked.segments or fitting), len(targets))
+    geometry = store.geometry(asked.segments or fitting)
     request = request or _memory_request(asked, store, cache)
+    peers: Sequence[Peer] = ()
+    if asked.workers is not None:
+        peers = start_workers(asked.workers, asked.worker_memory)
+        for peer in peers:
+            opened.callback(peer.close)
     give_back_heap()  # before free memory is counted
-    division = divide(store, [share.geometry for share in placement.shares], system, request, targets)
+    placement, division, memories = _place(store, geometry, system, request, targets, peers, asked.worker_memory)
     known = Known() if asked.plan is None else Known(given=(_read_plan(asked.plan, system, placement, division),))
-    return _Chosen(asked, system, why_system, store, predict, order, files, weights, placement, division, known)
+    given = asked, system, why_system, store, predict, order, files, weights, placement, division, known
+    return _Chosen(*given, peers, memories)
+
+
+def _place(
+    store: PackedStore,
+    geometry: Geometry,
+    system: System,
+    request: MemoryRequest,
+    targets: Sequence[torch.device],
+    peers: Sequence[Peer],
+    worker_memory: str | int,
+) -> tuple[Placement, Division, list[int]]:
+    """Which device or worker has which experts, and the memory for them on the devices and in each worker."""
+    placement = Placement(geometry, len(targets))
+    if not peers:
+        return placement, divide(store, [one.geometry for one in placement.shares], system, request, targets), []
+    streaming = get_runnable(BASE_SYSTEM)  # whose experts need not all fit on the devices
+    alone = divide(store, [one.geometry for one in placement.shares], streaming, request, targets)
+    own = [budget.memory_nbytes for budget in alone.budgets]
+    memories, is_divided = memory_of_workers(
+        peers, geometry.nbytes, worker_memory, sum(own), is_own_stated=request.is_stated
+    )
+    if is_divided:
+        own = [memories[0] // len(own)] * len(own)
+        request = replace(request, at_most=sum(own))
+    placement = Placement(geometry, weights_by_memory(geometry.nbytes, [*own, *memories]))
+    if system.keeps_everything:
+        request = replace(request, memory=None)
+    elif request.is_stated:
+        request = replace(request, memory=sum(own))
+    division = divide(store, [one.geometry for one in placement.shares[: len(targets)]], system, request, targets)
+    held = sum(share.geometry.nbytes for share in placement.shares[len(targets) :])
+    reason = alone.reason if request.is_stated else division.reason
+    workers = "1 worker computes" if len(peers) == 1 else f"{len(peers)} workers compute"
+    reason = f"{reason}; {workers} {format_share(held / geometry.nbytes)} of the experts"
+    return placement, replace(division, reason=reason), memories
 
 
 def _packed(model: str | None, asked: LoadOptions, progress: Progress | None) -> PackedStore:
@@ -202,7 +252,7 @@ def _read_plan(plan: str | Path | SplitPlan, system: System, placement: Placemen
     """The option `plan`. Raises ConfigError where it cannot be read, or does not fit system, model and memory."""
     if len(placement.shares) > 1:
         num = len(placement.shares)
-        raise ConfigError(f"plan={str(plan)!r}: {num} devices share experts out; accepted: one device")
+        raise ConfigError(f"plan={str(plan)!r}: {num} devices or workers share experts out; accepted: one device")
     read = plan if isinstance(plan, SplitPlan) else read_plan(plan)
     system.check_plan(read, placement.geometry, division.budgets[0])
     return read
@@ -212,9 +262,10 @@ def _open_engine(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitS
     """The engine with its devices, slots, readers and schedulers; `opened` closes them."""
     system, store, known, options = chosen.system, chosen.store, chosen.known, chosen.options
     dtype = getattr(torch, store.manifest.dtype)
+    here, away = chosen.placement.shares[: len(targets)], chosen.placement.shares[len(targets) :]
     shares = [
         (share.geometry, system.budget(share.geometry, budget, known))
-        for share, budget in zip(chosen.placement.shares, chosen.division.budgets, strict=True)
+        for share, budget in zip(here, chosen.division.budgets, strict=True)
     ]
     schedulers = [system.scheduler(geometry, budget, known, chosen.order) for geometry, budget in shares]
     if options.decisions is not None:
@@ -224,7 +275,9 @@ def _open_engine(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitS
         )
         opened.callback(file.close)
         schedulers = [record(schedulers[0], file.write)]
-    executor = make_executor(chosen.placement, targets, schedulers, store, dtype, options.host_memory)
+    about = chosen.worker_nbytes, store, system, options.staging_slots, options.worker_deadline
+    remotes = open_workers(chosen.peers, away, *about, opened)
+    executor = make_executor(chosen.placement, targets, schedulers, store, dtype, options.host_memory, remotes)
     opened.callback(executor.close)
     threads = None
     if store.codec != "none" and len(targets) == 1 and kind_of(targets[0]).runs_on_host:  # readers decode beside it

@@ -159,6 +159,25 @@ class LoadOptions:
         metavar="A,B",
         panel=ADVANCED,
     )
+    workers: str | int | None = option(
+        None,
+        "other machines that share the experts with this one and compute them in their memory: the address of a Ray "
+        "cluster (one worker on each of its other machines), or how many to start on this one",
+        metavar="ADDRESS|N",
+        panel=ADVANCED,
+    )
+    worker_memory: str | int = option(
+        AUTO,
+        "for experts in each worker: a share of all, an amount or auto (what is free there)",
+        metavar="SIZE",
+        panel=ADVANCED,
+    )
+    worker_deadline: float = option(
+        30.0,
+        "after so many seconds without the answer for a layer a worker is dropped, and its experts are computed here",
+        metavar="SECONDS",
+        panel=RESEARCH,
+    )
     dtype: Any = option(
         None,
         "bfloat16, float16 or float32, or torch's name for it (default: the checkpoint's)",
@@ -274,6 +293,8 @@ class LoadOptions:
         if self.quantize is not None:
             rounding_format(self.quantize)
         check_one_memory(self.memory, self.total_memory)
+        if not self.worker_deadline > 0:
+            raise ConfigError(f"worker_deadline={self.worker_deadline!r}: must be more than 0 seconds")
         for one in LOAD_OPTIONS.values():
             value, told = getattr(self, one.name), one.metadata["option"]
             if told.least is None or value is None or callable(value):

@@ -9,7 +9,7 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
-from expertly.core.placement import Placement
+from expertly.core.placement import Placement, weights_by_memory
 
 
 def shape(*experts: int, top_k: int = 3, segments: int = 2) -> Geometry:
@@ -113,3 +113,31 @@ def test_a_prediction_is_cut_and_numbered_anew() -> None:
     assert sorted(named) == sorted(zip(whole.experts, whole.scores, strict=True))
     bare = placement.shares[0].prediction(Prediction(0, [], [], 1))
     assert bare.experts == [] and bare.probabilities is None and bare.outlook is None
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "memories", "expected"),
+    [
+        (90, [100, 100, 100], [30, 30, 30]),  # all can hold an equal share
+        (90, [10, 100, 100], [10, 40, 40]),
+        (90, [20, 100, 25], [20, 45, 25]),
+        (90, [10, 20, 30], [10, 20, 30]),  # not everything can be held: what each can
+        (90, [0, 500], [0, 90]),
+    ],
+)
+def test_weights_by_memory(nbytes: int, memories: list[int], expected: list[int]) -> None:
+    assert weights_by_memory(nbytes, memories) == expected
+
+
+@pytest.mark.parametrize("weights", [[3, 1], [1, 0, 5], [7, 2, 2, 1], [100, 1, 1]])
+def test_experts_go_by_weight_and_every_device_has_some_of_each_layer(weights: list[int]) -> None:
+    geometry = shape(*[32] * 20)
+    shares = Placement(geometry, weights).shares
+    found = sorted((layer, e) for share in shares for layer, held in enumerate(share.experts) for e in held)
+    assert found == [(layer, e) for layer in range(20) for e in range(32)], "a bijection"
+    for share, weight in zip(shares, weights, strict=True):
+        assert all(held for held in share.experts)
+        fair = max(20, 640 * weight / sum(weights))
+        assert abs(share.geometry.num_experts - fair) <= 0.05 * 640
+        spread = [len(held) for held in share.experts]
+        assert max(spread) - min(spread) <= 2, "as many in each layer"

@@ -50,13 +50,14 @@ def test_systemd_waits_longer_than_the_server_drains() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd on this machine")
-def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "program"), [("expertly.service", "expertly"), ("ray-node.service", "ray")])
+def test_systemd_understands_the_unit(name: str, program: str, tmp_path: Path) -> None:
     """With a program that is there in place of the one that is not."""
-    unit = tmp_path / "expertly.service"
-    text = (DEPLOY / "expertly.service").read_text(encoding="utf-8")
-    unit.write_text(text.replace("/opt/expertly/bin/expertly", "/bin/true"), encoding="utf-8")
+    unit = tmp_path / name
+    text = (DEPLOY / name).read_text(encoding="utf-8")
+    unit.write_text(text.replace(f"/opt/expertly/bin/{program}", "/bin/true"), encoding="utf-8")
     done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
-    said = [line for line in done.stderr.splitlines() if "expertly.service" in line]
+    said = [line for line in done.stderr.splitlines() if name in line]
     assert said == [] and done.returncode == 0, done.stderr
 
 

@@ -61,9 +61,17 @@ def report(result: dict[str, Any]) -> str:
 
 
 def device_table(devices: list[dict[str, Any]]) -> str:
-    """A row for each device and phase; below, what binding memory to NUMA nodes could not do."""
+    """A row for each device and phase; below, the way to each worker, and what binding memory to NUMA nodes could not
+    do.
+    """
     nodes = []
     for one in devices:
+        if (worker := one["worker"]) is not None:
+            sent, received = format_nbytes(worker["bytes_sent"]), format_nbytes(worker["bytes_received"])
+            times = f"{format_seconds(worker['call_s'])}, of which {format_seconds(worker['link_s'])} on the way"
+            state = [] if worker["alive"] else [f"dropped: {worker['problem']}"]
+            told = f"worker {one['device']}: {worker['calls']} calls in {times}"
+            nodes.append(in_brackets(told, f"{sent} sent, {received} received", f"{worker['drops']} drops", *state))
         if (numa := one["numa"]) is not None:
             problem = f"; {numa['problem']}" if numa["problem"] else ""
             bound = f"{numa['node']}, {format_nbytes(numa['bound_bytes'])} bound{problem}"

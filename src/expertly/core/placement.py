@@ -4,6 +4,7 @@ B.2).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from expertly.core.errors import ConfigError
@@ -66,26 +67,49 @@ class Share:
 class Placement:
     """A bijection between (layer, expert) and (device, layer, number on the device), the same on every machine.
 
-    The experts of a layer are dealt out in the order of a hash of their dense ids, each layer starting at the next
-    device. So two devices differ by at most one expert, in a layer and in all, and neighbours in a layer are not
-    together more often than others. Raises ConfigError where a layer has fewer experts than there are devices.
+    The experts of a layer are dealt out in the order of a hash of their dense ids, so neighbours in a layer are not
+    together more often than others. A device gets experts in proportion to its weight, at least one in each layer; with
+    equal weights two devices differ by at most one expert, in a layer and in all. Raises ConfigError where a layer has
+    fewer experts than there are devices.
     """
 
-    def __init__(self, geometry: Geometry, num_devices: int) -> None:
-        fewest = min(layer.num_experts for layer in geometry.layers)
+    def __init__(self, geometry: Geometry, devices: int | Sequence[int]) -> None:
+        """`devices`: how many, or the weight of each, 0 or more."""
+        weights = [1] * devices if isinstance(devices, int) else list(devices)
+        num_devices, fewest = len(weights), min(layer.num_experts for layer in geometry.layers)
         if not 1 <= num_devices <= fewest:
             raise ConfigError(
                 f"devices: {num_devices} of them, but a layer has only {fewest} experts; accepted: 1 to {fewest}"
             )
         self.geometry = geometry
-        held: list[list[list[int]]] = [[[] for _ in geometry.layers] for _ in range(num_devices)]  # [device][layer]
-        turn = 0
+        total = sum(weights)
+        held: list[list[list[int]]] = [[[] for _ in geometry.layers] for _ in weights]  # [device][layer]
+        owed = [0] * num_devices  # experts that a device lacks, times `total`
         for layer, shape in enumerate(geometry.layers):
             first = geometry.first_expert_id(layer)
-            for eid in sorted(range(first, first + shape.num_experts), key=_hash):
-                held[turn % num_devices][layer].append(eid - first)
-                turn += 1
+            for num_dealt, eid in enumerate(sorted(range(first, first + shape.num_experts), key=_hash)):
+                owed = [one + weight for one, weight in zip(owed, weights, strict=True)]
+                without = [device for device in range(num_devices) if not held[device][layer]]
+                is_last_chance = len(without) == shape.num_experts - num_dealt
+                device = max(without if is_last_chance else range(num_devices), key=owed.__getitem__)
+                owed[device] -= total
+                held[device][layer].append(eid - first)
         self.shares = [Share(geometry, [sorted(experts) for experts in layers]) for layers in held]
+
+
+def weights_by_memory(nbytes: int, memories: Sequence[int]) -> list[int]:
+    """The bytes of `nbytes` of experts that each device is to get. Devices that can hold an equal share get one, since
+    then they compute equally long; others get what they can hold. Where memory does not hold everything, each gets
+    experts in proportion to it.
+    """
+    if sum(memories) <= nbytes:
+        return list(memories)
+    weights, left = [0] * len(memories), nbytes
+    by_size = sorted(range(len(memories)), key=memories.__getitem__)
+    for num_done, device in enumerate(by_size):
+        weights[device] = min(memories[device], left // (len(memories) - num_done))
+        left -= weights[device]
+    return weights
 
 
 def _hash(number: int) -> int:

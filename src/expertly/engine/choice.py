@@ -208,10 +208,16 @@ def choices_path(store: PackedStore) -> Path:
 
 
 def find_choice(
-    store: PackedStore, asked: LoadSettings, request: MemoryRequest, targets: Sequence[torch.device]
+    store: PackedStore,
+    asked: LoadSettings,
+    request: MemoryRequest,
+    targets: Sequence[torch.device],
+    *,
+    is_alone: bool = True,
 ) -> FoundChoice:
     """The choice whose memory is nearest to the available memory, among those that can run here; the default system,
-    with the reason, where there is none. Options in `asked` that the user gave stay. Raises as `divide`.
+    with the reason, where there is none. Options in `asked` that the user gave stay. `is_alone`: one device, and no
+    workers. Raises as `divide`.
     """
 
     def default(why: str) -> FoundChoice:
@@ -228,8 +234,8 @@ def find_choice(
         return default("nothing has been tuned for this model; `expertly tune` does")
     here = this_machine(targets[0])
     of_kind = [one for one in choices if one.machine.kind == here.kind]
-    if not of_kind or len(targets) > 1:
-        what = f"{len(targets)} devices" if of_kind else f"a device of kind {here.kind}"
+    if not of_kind or not is_alone:
+        what = f"{len(targets)} devices, or has workers" if of_kind else f"a device of kind {here.kind}"
         return default(f"what was tuned was tuned on {choices[-1].machine.kind}, alone, and this is {what}")
     division = divide(store, [store.geometry()], get_system(BASE_SYSTEM), request, targets)
     nbytes = division.budgets[0].memory_nbytes  # the stated amount, or all that is free

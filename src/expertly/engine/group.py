@@ -25,6 +25,7 @@ from expertly.engine.compute import Dispatch
 from expertly.engine.device import Handover, kind_of
 from expertly.engine.memory import shares_of
 from expertly.engine.reading import ExtentSource
+from expertly.engine.remote import RemoteShard
 from expertly.engine.runtime import Executor
 from expertly.engine.shard import Moments, Shard, Waits
 from expertly.engine.transfer import LOOK_EVERY_S
@@ -43,20 +44,25 @@ def make_executor(
     store: ExtentSource,
     dtype: torch.dtype,
     host_memory: str | int,
+    remotes: Sequence[RemoteShard] = (),
 ) -> Executor:
-    """One device, or several as one. `host_memory`: RAM for experts behind all of them together."""
-    geometry, kind = placement.geometry, kind_of(targets[0])
-    host_nbytes = kind.host_nbytes(targets[0], host_memory, geometry.nbytes)
-    amounts = shares_of(host_nbytes, [share.geometry for share in placement.shares])
+    """One device, or several as one; the last shares of the placement are those of the workers, `remotes`.
+    `host_memory`: RAM for experts behind all devices together.
+    """
+    kind, shares = kind_of(targets[0]), placement.shares[: len(targets)]
+    host_nbytes = kind.host_nbytes(targets[0], host_memory, sum(share.geometry.nbytes for share in shares))
+    amounts = shares_of(host_nbytes, [share.geometry for share in shares])
     shards: list[Shard] = []
     with ExitStack() as opened:  # closed again if a later step raises
-        for target, share, scheduler, amount in zip(targets, placement.shares, schedulers, amounts, strict=True):
-            source: ExtentSource = store if len(targets) == 1 else StoreOfShare(store, share)
+        for target, share, scheduler, amount in zip(targets, shares, schedulers, amounts, strict=True):
+            source: ExtentSource = store if len(placement.shares) == 1 else StoreOfShare(store, share)
             slots = scheduler.budget.pool_slots()
             device = kind.make(target, source, share.geometry, slots, dtype, amount)
             opened.callback(device.close)
             shards.append(Shard(str(target), scheduler, device))
-        executor: Executor = shards[0] if len(shards) == 1 else ShardGroup(placement, shards, kind.handover(targets[0]))
+        executor: Executor = shards[0]
+        if len(placement.shares) > 1:
+            executor = ShardGroup(placement, shards, kind.handover(targets[0]), remotes)
         opened.pop_all()
     return executor
 
@@ -83,16 +89,21 @@ class _Ran(NamedTuple):
 
 
 class ShardGroup:
-    """The Executor of several devices. While the model runs, only a device's own thread calls its scheduler and device.
-    A layer ends when all devices have ended their parts, also where one has failed.
+    """The Executor of several devices, and of workers on other machines. While the model runs, only a device's own
+    thread calls its scheduler and device. A layer ends when all devices have ended their parts, also where one has
+    failed.
 
-    The time a layer waits for transfers is that of the device that ended last.
+    The time a layer waits for transfers is that of the device or worker that ended last.
     """
 
-    def __init__(self, placement: Placement, shards: Sequence[Shard], handover: Handover) -> None:
+    def __init__(
+        self, placement: Placement, shards: Sequence[Shard], handover: Handover, remotes: Sequence[RemoteShard] = ()
+    ) -> None:
+        """The shares of the placement are those of `shards`, then those of `remotes`."""
         self.placement = placement
         self.geometry = placement.geometry
         self.shards = shards
+        self.remotes = remotes
         self._handover = handover
         self.stamp, self.to_host = shards[0].stamp, shards[0].to_host
         self._moments = Moments(shards[0].device)
@@ -100,12 +111,17 @@ class ShardGroup:
         self._workers = Workers([f"expertly-device-{number}" for number in range(len(shards))])
 
     def bind(self, modules: Sequence[nn.Module]) -> None:
-        for shard, share in zip(self.shards, self.placement.shares, strict=True):
+        for shard, share in zip(self.shards, self.placement.shares, strict=False):
             shard.bind(modules, share.experts)
+        for remote in self.remotes:
+            remote.bind(modules)
 
     def predict_from(self, channel: Channel) -> None:
-        for shard, own in zip(self.shards, SharedChannel(channel, self.placement).of_shards, strict=True):
+        channels = iter(SharedChannel(channel, self.placement).of_shards)
+        for shard, own in zip(self.shards, channels, strict=False):
             shard.predict_from(own)
+        for remote, own in zip(self.remotes, channels, strict=True):
+            remote.predict_from(own)
 
     def preload(self, layer: int) -> None:
         self._run([partial(shard.preload, layer) for shard in self.shards])
@@ -113,29 +129,48 @@ class ShardGroup:
     def begin(self) -> None:
         for shard in self.shards:  # in this thread: a CUDA graph is captured from its streams
             shard.begin()
+        for remote in self.remotes:
+            remote.begin()
 
     def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
+        for remote in self.remotes:
+            remote.begin_iteration(layers)
         self._run([partial(shard.begin_iteration, began, layers) for shard in self.shards])
+        for remote in self.remotes:
+            remote.tell(-1)
 
     def run_layer(
         self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None
     ) -> tuple[torch.Tensor, Waits]:
         parts = [part_of(work, share, hidden.device) for share in self.placement.shares]
-        mark, both = self._handover.give(), zip(self.shards, parts, strict=True)
+        here, away = parts[: len(self.shards)], parts[len(self.shards) :]
+        is_behind = self.shards[0].device.queues_uses
+        on_host = self.to_host(hidden).clone() if away and is_behind else hidden
+        for remote, part in zip(self.remotes, away, strict=True):
+            remote.send(part.work, on_host)
+        mark, both = self._handover.give(), zip(self.shards, here, strict=True)
         ran = self._run([partial(self._run_part, shard, part, hidden, routed, mark) for shard, part in both])
         outputs = torch.empty(work.num_rows, hidden.shape[1], dtype=ran[0].outputs.dtype, device=hidden.device)
         if not work.covers_all_rows:
             outputs.zero_()
-        for part, one in zip(parts, ran, strict=True):
+        for part, one in zip(here, ran, strict=True):
             self._handover.take(one.mark, hidden.device)
             self._handover.keep(one.outputs)
             outputs.index_copy_(0, part.rows, one.outputs)
-        return outputs, max(ran, key=lambda one: one.end_ns).waits
+        waits: Waits = max(ran, key=lambda one: one.end_ns).waits
+        for remote, part in zip(self.remotes, away, strict=True):
+            took = remote.take(part.work, on_host)
+            outputs.index_copy_(0, part.rows, took.outputs.to(hidden.device))
+            if remote.made_us_wait and not is_behind:  # an accelerator's stamps are no times
+                waits = [(0, took.waited_ns)]
+        return outputs, waits
 
     def settle(self) -> None:
         self._moments.settle()
         for shard in self.shards:  # their threads are idle between layers
             shard.settle()
+        for remote in self.remotes:
+            remote.settle()
 
     def note_times(self, layer: int, phase: Phase, begin: Any, end: Any, waits: Waits) -> None:
         self._moments.note(begin, end, waits, partial(self._ran, self._times[layer].of(phase)))
@@ -146,21 +181,27 @@ class ShardGroup:
 
     def layer_counters(self, layer: int) -> LayerCounters:
         total = LayerCounters()
+        of_members = [shard.layer_counters(layer) for shard in self.shards]
+        of_members += [remote.layer_counters(layer) for remote in self.remotes]
         for phase in Phase:
             one, times = total.of(phase), self._times[layer].of(phase)
-            for shard in self.shards:
-                one.add(shard.layer_counters(layer).of(phase))
+            for counters in of_members:
+                one.add(counters.of(phase))
             one.stall_ns, one.expert_ns = times.stall_ns, times.expert_ns
         return total
 
     def abandon(self, is_in_doubt: bool) -> None:
         """Queued behind what the threads still do for a pass that was interrupted."""
+        for remote in self.remotes:
+            remote.abandon(is_in_doubt)
         self._run([partial(shard.abandon, is_in_doubt) for shard in self.shards])
 
     def close(self) -> None:
         self._workers.close()
         for shard in self.shards:
             shard.close()
+        for remote in self.remotes:
+            remote.close()
 
     def _run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one call on each device's thread, wait for all, and raise the exception that came first."""
@@ -280,6 +321,10 @@ class _ShardChannel:
 
     def end_iteration(self, ok: bool) -> None:
         self._shared.end_iteration(ok)
+
+    def reach(self, step: int) -> None:
+        """As `router_ran`, of a worker: the devices have published what it was shown."""
+        self._step = step
 
     def take(self) -> Seen | None:
         self._shared.hand_out()

@@ -117,8 +117,8 @@ class Engine:
 
     def decode_counts(self) -> tuple[int, int]:
         """Experts that decoding has needed so far, counted once a layer and pass, and bytes that it loaded."""
-        shards, layers = self.executor.shards, range(self.executor.geometry.num_layers)
-        every = [shard.layer_counters(layer).decode for shard in shards for layer in layers]
+        executor = self.executor
+        every = [executor.layer_counters(layer).decode for layer in range(executor.geometry.num_layers)]
         return sum(one.demands for one in every), sum(one.loaded_nbytes for one in every)
 
     # -- Runtime -----------------------------------------------------------------------------------------------

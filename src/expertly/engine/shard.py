@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import Channel
 from expertly.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from expertly.engine.remote import RemoteShard
 
 Waits = list[tuple[Any, Any]]
 """Pairs of stamps, before and after each time that a layer waited for a transfer."""
@@ -84,6 +87,7 @@ class Shard:
         self.prefetcher: Prefetcher | None = None
         self.configuring = Configuring(scheduler) if scheduler.allocation.is_configured else None
         self.shards: Sequence[Shard] = (self,)
+        self.remotes: Sequence[RemoteShard] = ()
         self._layers: list[LayerCompute] = []
 
     @property

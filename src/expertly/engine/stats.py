@@ -70,8 +70,13 @@ class Stats:
         engine, executor, prefetching = self._engine, self._engine.executor, self._engine.prefetching
         geometry = executor.geometry
         totals = {phase: self.phase(phase) for phase in Phase}
+        told = [remote.told() for remote in executor.remotes]
         devices = [of_device(device, self._system) for device in executor.shards]
-        counts = sorted({name for device in executor.shards for name in moved(device)})
+        both = zip(told, executor.remotes, strict=True)
+        devices += [{**one["device"], "worker": remote.facts() | _of_process(one)} for one, remote in both]
+        counts = sorted(
+            {name for device in executor.shards for name in moved(device)}.union(*(one["moved"] for one in told))
+        )
         return {
             "system": self.system,
             "system_reason": self.system_reason,
@@ -89,7 +94,7 @@ class Stats:
             "allocation": allocation_over([one["allocation"] for one in devices]),
             "prediction": None
             if prefetching is None
-            else _of_prediction(prefetching, sum(one.num_late for one in executor.shards), devices[0]["gate"]),
+            else _of_prediction(prefetching, sum(one["predictions_late"] for one in devices), devices[0]["gate"]),
             "speculation": None if self._speculation is None else self._speculation.facts(),
             "reuse": None if engine.reuse is None else engine.reuse.facts(),
             **{name: sum(one.get(name, 0) for one in devices) for name in counts},
@@ -150,8 +155,8 @@ def _as_dict(counters: PhaseCounters) -> dict[str, Any]:
 
 
 def of_device(device: Shard, system: System) -> dict[str, Any]:
-    """Memory, counts of all layers by phase, and times of one device. Devices run side by side: their stalls and times
-    add up to more than those of the model.
+    """Memory, counts of all layers by phase, and times of one device, or of a worker, whose `worker` says how it is
+    (RemoteShard.facts). Devices run side by side: their stalls and times add up to more than those of the model.
     """
     scheduler = device.scheduler
     geometry, budget = scheduler.geometry, scheduler.budget
@@ -179,7 +184,12 @@ def of_device(device: Shard, system: System) -> dict[str, Any]:
         "gate": None if scheduler.gate is None else scheduler.gate.facts(),
         "numa": None if node is None else node.facts(),
         "host_memory": device.device.host_memory,
+        "worker": None,
     }
+
+
+def _of_process(told: dict[str, Any]) -> dict[str, Any]:
+    return {"pid": told["pid"], "kernels": told["kernels"]["name"]}
 
 
 def moved(device: Shard) -> dict[str, float]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -25,6 +25,7 @@ from expertly.model.batching import bounded_config, refuse_compiled
 from expertly.model.speculation import Speculation
 from expertly.model.structure import Unvalued, find_experts, model_class_of, read_config
 from expertly.model.tiled import put_tiles
+from expertly.store.packed import DENSE_NAME
 
 if TYPE_CHECKING:
     from expertly.store.manifest import Manifest
@@ -81,6 +82,32 @@ def load_dense(
     hooks.attach(model, manifest.sites, runtime)
     model._expertly_runtime, model._expertly_is_sealed = runtime, True
     return model
+
+
+def load_experts(store_folder: str | os.PathLike[str], manifest: Manifest, dtype: torch.dtype) -> list[nn.Module]:
+    """The experts modules of a packed store in layer order, without the weights that slots hold, for a worker: it has
+    no dense part. Their biases are on the CPU in `dtype`. Raises as `load_dense`.
+    """
+    config = read_config(store_folder)
+    with torch.device("meta"):
+        model = _strippable(model_class_of(config), manifest)(config)
+    modules = [model.get_submodule(site) for site in manifest.sites]
+    path = Path(store_folder) / DENSE_NAME
+    try:
+        with safe_open(path, framework="pt") as dense:
+            names = set(dense.keys())
+            for site, module in zip(manifest.sites, modules, strict=True):
+                for name, parameter in list(module.named_parameters()):
+                    if (full := f"{site}.{name}") not in names:
+                        raise CheckpointError(f"{path}: no tensor for {full}")
+                    owner = module.get_submodule(name.rpartition(".")[0])
+                    values = dense.get_tensor(full).to(dtype)
+                    if values.shape != parameter.shape:
+                        raise CheckpointError(f"{path}: the config asks for another shape of {full}")
+                    setattr(owner, name.rpartition(".")[2], nn.Parameter(values, requires_grad=False))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: the dense weights cannot be read: {error}") from error
+    return modules
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:

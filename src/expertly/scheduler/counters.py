@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from expertly.core.messages import Phase, Prediction, RouterRan
@@ -185,6 +185,25 @@ class LayerCounters:
 
     def of(self, phase: Phase) -> PhaseCounters:
         return self.decode if phase is Phase.DECODE else self.prefill
+
+    def add(self, other: LayerCounters) -> None:
+        for phase in Phase:
+            self.of(phase).add(other.of(phase))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {phase.value: asdict(self.of(phase)) for phase in Phase}
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> LayerCounters:
+        """The inverse of `as_dict`, also after JSON."""
+        found = cls()
+        for phase in Phase:
+            values = dict(raw[phase.value])
+            for name in ("similarity_semantic", "similarity_trajectory"):
+                values[name] = Correlation(**values[name])
+            values["by_distance"] = {int(k): (a, b, c) for k, (a, b, c) in values["by_distance"].items()}
+            found.of(phase).add(PhaseCounters(**values))
+        return found
 
     def count_demand(
         self, router: RouterRan, missing: list[int], segments_here: list[int], expert_nbytes: int, num_segments: int

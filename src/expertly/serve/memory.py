@@ -55,7 +55,7 @@ def memory_of(loaded: Handle, room: Room) -> dict[str, int]:
         "dense_bytes": beside.dense_nbytes,
         "kv_cache_bytes": (room.num_pages + _PADDING_PAGES) * PAGE_TOKENS * beside.cache_nbytes,
         "working_bytes": beside.fixed_nbytes,
-        "experts_bytes": loaded.stats.as_dict()["memory_bytes"],
+        "experts_bytes": sum(one["memory_bytes"] for one in loaded.stats.as_dict()["devices"] if one["worker"] is None),
     }
 
 

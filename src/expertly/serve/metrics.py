@@ -87,6 +87,7 @@ class EngineMetrics(Collector):
         yield failed
         yield from _of_phases(stats["phases"])
         yield from _of_layers(stats["layers"])
+        yield from _of_workers([one for one in stats["devices"] if one["worker"] is not None])
         accuracy = prefetch_accuracy(stats)
         yield _gauge("expertly_prefetch_accuracy_ratio", "Experts loaded ahead that were needed", accuracy)
         if (reuse := stats["reuse"]) is not None:
@@ -136,6 +137,37 @@ def _of_layers(layers: list[dict[str, Any]]) -> Iterator[Metric]:
         stall.add_metric([number], decode["stall_s"])
     yield demands
     yield stall
+
+
+_OF_WORKER: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str]] = {
+    "alive": (GaugeMetricFamily, "1 while it computes, 0 while its experts are computed here"),
+    "drops": (CounterMetricFamily, "Times that it died, failed or passed its deadline"),
+    "calls": (CounterMetricFamily, "Messages to it"),
+    "bytes_sent": (CounterMetricFamily, "To it"),
+    "bytes_received": (CounterMetricFamily, "From it"),
+    "call_s": (CounterMetricFamily, "Seconds from sending rows until their outputs were here, where a layer waited"),
+    "link_s": (CounterMetricFamily, "Of these, those on the way"),
+}
+
+
+def _of_workers(workers: list[dict[str, Any]]) -> Iterator[Metric]:
+    """What a worker holds, hits and takes; nothing where there are none."""
+    if not workers:
+        return
+    for key, (kind, text) in _OF_WORKER.items():
+        family = kind(f"expertly_worker_{_unit(key)}", text, labels=["worker"])
+        for one in workers:
+            family.add_metric([one["device"]], one["worker"][key])
+        yield family
+    held = GaugeMetricFamily("expertly_worker_resident_bytes", "Experts in its memory", labels=["worker"])
+    rates = GaugeMetricFamily("expertly_worker_hit_ratio", "Of its demands so far", labels=["worker", "phase"])
+    for one in workers:
+        held.add_metric([one["device"]], one["resident_bytes"])
+        for phase in ("prefill", "decode"):
+            if one[phase]["hit_rate"] is not None:
+                rates.add_metric([one["device"], phase], one[phase]["hit_rate"])
+    yield held
+    yield rates
 
 
 def _unit(key: str) -> str:

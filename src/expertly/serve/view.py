@@ -130,12 +130,25 @@ class View:
             "history": _history_of(stats),
             "prefetch_accuracy": prefetch_accuracy(stats),
             "memory": self.memory() | {"all_experts_bytes": stats["expert_bytes"]},
+            "workers": [
+                {name: one[name] for name in ("device", "experts", "memory_bytes", "resident_bytes")}
+                | {"hit_rate": one["decode"]["hit_rate"], "experts_s": one["decode"]["experts_s"], **one["worker"]}
+                for one in stats["devices"]
+                if one["worker"] is not None
+            ],
         }
 
     def memory(self) -> dict[str, int]:
-        """Bytes by use, as they were divided, and how much of the experts' room is taken."""
-        resident = sum(device["resident_bytes"] for device in self.stats()["devices"])
-        return {**self._about.memory, "experts_resident_bytes": resident, **self.host_memory()}
+        """Bytes by use, as they were divided, and how much of the experts' room is taken; in workers also how much they
+        have.
+        """
+        devices = self.stats()["devices"]
+        here, away = ([one for one in devices if (one["worker"] is None) == is_here] for is_here in (True, False))
+        found = {**self._about.memory, "experts_resident_bytes": sum(one["resident_bytes"] for one in here)}
+        if away:
+            found["workers_experts_bytes"] = sum(one["memory_bytes"] for one in away)
+            found["workers_resident_bytes"] = sum(one["resident_bytes"] for one in away)
+        return found | self.host_memory()
 
     def host_memory(self) -> dict[str, int]:
         """Host memory for experts behind the devices, and how much is taken; empty where there is none."""
@@ -158,17 +171,16 @@ class View:
         return found
 
     def _residency(self) -> list[list[int]]:
-        """For each layer and each of its experts, how many of its segments are on a device."""
+        """For each layer and each of its experts, how many of its segments are on a device or in a worker."""
         placement = getattr(self._executor, "placement", None)
         rows = [[0] * layer.num_experts for layer in self._executor.geometry.layers]
-        for number, device in enumerate(self._executor.shards):
-            geometry = device.scheduler.geometry
-            resident = list(device.scheduler.slots.resident)
+        present = [[mask.bit_count() for mask in one.scheduler.slots.resident] for one in self._executor.shards]
+        present += [worker.told()["resident"] for worker in self._executor.remotes]
+        for number, of_device in enumerate(present):
+            left = iter(of_device)
             for layer, row in enumerate(rows):
-                first = geometry.first_expert_id(layer)
-                for expert in range(geometry.layers[layer].num_experts):
-                    there = expert if placement is None else placement.shares[number].experts[layer][expert]
-                    row[there] = resident[first + expert].bit_count()
+                for expert in range(len(row)) if placement is None else placement.shares[number].experts[layer]:
+                    row[expert] = next(left)
         return rows
 
     def _recent(self) -> Moment:

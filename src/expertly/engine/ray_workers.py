@@ -1,0 +1,137 @@
+"""Workers as Ray actors: one a machine of a cluster, or some on this one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from expertly.core.errors import ConfigError
+from expertly.core.resources import granted_cpus
+from expertly.engine.remote import Answer, Peer, PeerLostError
+
+try:
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ImportError as error:
+    raise ConfigError(
+        "workers: Ray is not installed in this Python; `pip install 'expertly[ray]'` brings it"
+    ) from error
+
+
+_STORE_NBYTES = 256 << 20
+"""Shared memory of a cluster on this machine alone, for the rows of long prompts."""
+
+
+def start_ray_workers(workers: str | int, memory: str | int) -> Sequence[Peer]:
+    """`workers`: how many on this machine, or the address of a Ray cluster, which gives one on each of its other
+    machines. Joins the cluster that this process has joined already. Raises ConfigError.
+    """
+    text = str(workers)
+    is_here = text.isdigit()
+    if is_here and int(text) < 1:
+        raise ConfigError(f"workers={workers!r}: accepted: a number from 1, or the address of a Ray cluster")
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            if is_here:
+                local = {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_NBYTES}
+                ray.init(**local, log_to_driver=False, configure_logging=False)
+            else:
+                ray.init(address=text, log_to_driver=False, configure_logging=False)
+        except (RayError, OSError, ValueError, ConnectionError, RuntimeError) as error:
+            raise ConfigError(f"workers={workers!r}: {str(error).splitlines()[0]}") from error
+    own = ray.get_runtime_context().get_node_id()
+    if is_here:
+        threads = max(1, granted_cpus() // (int(text) + 1))
+        return [RayPeer(f"{number} here", own, memory, threads) for number in range(1, int(text) + 1)]
+    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
+    if not others:
+        raise ConfigError(f"workers={workers!r}: the cluster has no other machine; `ray start --address {text}` on one")
+    found = sorted((node["NodeManagerHostname"], node["NodeID"]) for node in others)
+    hosts = [host for host, _ in found]
+    names = [host if hosts.count(host) == 1 else f"{host} {node[:6]}" for host, node in found]
+    return [RayPeer(name, node, memory, None) for name, (_, node) in zip(names, found, strict=True)]
+
+
+class RayWorker:
+    """The actor: an ExpertWorker in a process of its own."""
+
+    def __init__(self, memory: str | int, threads: int | None) -> None:
+        """`threads` None: the machine's processors."""
+        from expertly.model.lean import import_lean
+
+        import_lean()
+        import torch
+
+        from expertly.engine import process
+        from expertly.engine.worker import ExpertWorker
+
+        process.keep_few_primitives()
+        process.give_back_large_blocks()
+        process.keep_off_trapped_instructions()
+        torch.set_num_threads(threads or granted_cpus())
+        self._worker = ExpertWorker(memory)
+
+    def answer(self, message: bytes) -> bytes:
+        return self._worker.answer(message)
+
+
+class RayPeer:
+    """A Peer whose worker is an actor on one node. The actor ends with this process."""
+
+    def __init__(self, name: str, node: str, memory: str | int, threads: int | None) -> None:
+        self.name = name
+        self.is_here = threads is not None
+        self._node = node
+        self._arguments = memory, threads
+        self._actor = self._start()
+
+    def _start(self) -> Any:
+        where = NodeAffinitySchedulingStrategy(self._node, soft=False)
+        return ray.remote(RayWorker).options(num_cpus=0, scheduling_strategy=where).remote(*self._arguments)
+
+    def call(self, message: bytes) -> Answer:
+        try:
+            return _RayAnswer(self._actor.answer.remote(message))
+        except RayError as error:
+            raise PeerLostError(_line(error)) from error
+
+    def renew(self) -> None:
+        self.close()
+        try:
+            self._actor = self._start()
+        except RayError as error:
+            raise PeerLostError(_line(error)) from error
+
+    def close(self) -> None:
+        with contextlib.suppress(RayError, ValueError):  # it is dead, or Ray was shut down
+            if ray.is_initialized():
+                ray.kill(self._actor)
+
+
+class _RayAnswer:
+    def __init__(self, reference: Any) -> None:
+        self._reference = reference
+
+    def is_there(self) -> bool:
+        return bool(ray.wait([self._reference], timeout=0)[0])
+
+    def result(self, timeout_s: float) -> bytes:
+        try:
+            content: bytes = ray.get(self._reference, timeout=timeout_s)
+        except GetTimeoutError as error:
+            raise TimeoutError from error
+        except RayError as error:
+            raise PeerLostError(_line(error)) from error
+        return content
+
+
+def _line(error: BaseException) -> str:
+    """Ray's first line, and the last that names an exception: an actor that cannot start says its cause there."""
+    first, *others = str(error).strip().splitlines() or [""]
+    causes = [line.strip() for line in others if re.match(r"\s*[\w.]*(Error|Exception): ", line)]
+    return f"{type(error).__name__}: {' '.join([first, *causes[-1:]])}"

@@ -1,0 +1,242 @@
+"""A worker's side of experts on several machines: an ordinary Shard on the CPU, over its own copy of the packed store.
+
+Who carries the messages (`wire.py`) is not its concern: Ray's actors, or a thread in tests.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from expertly.core.errors import ConfigError, ExpertlyError, StoreError
+from expertly.core.messages import Phase
+from expertly.core.observation import Began, Routed
+from expertly.core.placement import Share
+from expertly.core.resources import parse_memory
+from expertly.engine import wire
+from expertly.engine.cpu import CpuDevice
+from expertly.engine.group import StoreOfShare
+from expertly.engine.memory import available_host_nbytes
+from expertly.engine.shard import Shard
+from expertly.engine.stats import moved, of_device
+from expertly.model.loading import load_experts
+from expertly.scheduler.budget import split_budget
+from expertly.scheduler.observations import Seen
+from expertly.scheduler.presets import get_runnable
+from expertly.scheduler.system import System
+from expertly.store.cache import stores_folder
+from expertly.store.manifest import Manifest
+from expertly.store.packed import PackedStore, is_packed_store
+
+SPARED_PERCENT = 10
+"""Of the free memory, for the rows of prompts, and because Ray ends processes where 95 % of a machine is taken."""
+
+
+def make_cpu_shard(
+    name: str, store: PackedStore, share: Share, system: System, nbytes: int, staging: int | None = None
+) -> Shard:
+    """The experts of `share` on the CPU, in `nbytes`. Raises BudgetError where that is too little."""
+    geometry = share.geometry
+    budget = system.budget(geometry, split_budget(geometry, nbytes, staging))
+    scheduler = system.scheduler(geometry, budget)
+    dtype = getattr(torch, store.manifest.dtype)
+    return Shard(name, scheduler, CpuDevice(StoreOfShare(store, share), geometry, budget.pool_slots(), dtype))
+
+
+class ExpertWorker:
+    """Answers the messages of one engine, one at a time."""
+
+    def __init__(self, memory: str | int = "auto") -> None:
+        """`memory`: for experts, as in `expertly.load`; "auto": what is free, less SPARED_PERCENT."""
+        self._memory = memory
+        self._shard: Shard | None = None
+        self._news = _News()
+
+    def answer(self, message: bytes) -> bytes:
+        """Never raises: an error is an answer."""
+        try:
+            with torch.inference_mode():
+                return self._answer(message)
+        except Exception as error:  # whatever it is: the engine is told, and computes these experts itself
+            return wire.refused(error)
+
+    def _answer(self, message: bytes) -> bytes:
+        kind = wire.Kind(message[0])
+        if kind is wire.Kind.LAYER:
+            return self._run_layer(message)
+        if kind is wire.Kind.PREDICTED:
+            self._hear(wire.news_in(message))
+            return wire.answered(b"")
+        if kind is wire.Kind.HELLO:
+            return wire.answered(wire.asking(kind, self._about(wire.told_in(message)))[1:])
+        if kind is wire.Kind.OPEN:
+            self._open(wire.told_in(message))
+        return wire.answered(wire.asking(kind, self._stats())[1:])
+
+    def close(self) -> None:
+        """Free threads, files and memory. Idempotent."""
+        shard, self._shard = self._shard, None
+        if shard is not None:
+            shard.close()
+
+    # -- what it holds -----------------------------------------------------------------------------------------
+
+    def _about(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises ConfigError where the engine is of another version."""
+        if told["version"] != wire.VERSION:
+            raise ConfigError(
+                f"its messages are of version {wire.VERSION}, the engine's of {told['version']}; install the same "
+                "expertly on all machines"
+            )
+        self.close()
+        nbytes = parse_memory(self._memory, told["expert_nbytes"], "worker_memory")
+        return {"memory_nbytes": available_host_nbytes() * (100 - SPARED_PERCENT) // 100 if nbytes is None else nbytes}
+
+    def _open(self, told: Mapping[str, Any]) -> None:
+        """Hold the experts that are placed here, instead of any it had. Raises StoreError where it does not have the
+        engine's store, BudgetError where its memory is too little.
+        """
+        self.close()
+        store = open_same_store(Path(told["folder"]), told["store"])
+        if not told["verifies"]:
+            store = store.unchecked()
+        share = Share(store.geometry(told["segments"]), told["experts"])
+        system = get_runnable(told["system"])
+        if system.gate != "none":  # it times passes, of which a worker sees a part
+            system = replace(system, gate="none")
+        nbytes = share.geometry.nbytes if system.keeps_everything else told["memory_nbytes"]
+        shard = make_cpu_shard(told["name"], store, share, system, nbytes, told["staging"])
+        try:
+            dtype = getattr(torch, store.manifest.dtype)
+            shard.bind(load_experts(store.folder, store.manifest, dtype), share.experts)
+        except BaseException:
+            shard.close()
+            raise
+        self._news = _News()
+        if system.prediction != "none":
+            shard.predict_from(self._news)
+        for layer in range(share.geometry.num_layers) if system.keeps_everything else ():
+            shard.preload(layer)
+        self._shard, self._system = shard, system
+
+    @property
+    def _open_shard(self) -> Shard:
+        if self._shard is None:
+            raise ConfigError("it was started again and holds no experts yet")
+        return self._shard
+
+    # -- what it does ------------------------------------------------------------------------------------------
+
+    def _hear(self, news: wire.PassNews) -> None:
+        shard = self._open_shard
+        if news.begins:
+            shard.begin()
+        if news.is_observed and shard.prefetcher is not None:
+            shard.begin_iteration(_unseen, news.layers)
+        if news.seen and shard.prefetcher is not None:
+            self._news.add(news.seen)
+            shard.prefetcher.advance()
+
+    def _run_layer(self, message: bytes) -> bytes:
+        shard = self._open_shard
+        begin = time.perf_counter_ns()
+        asked = wire.layer_in(message, shard.device.dtype)
+        router = asked.work.router
+        try:
+            self._hear(asked.news)
+            outputs, waits = shard.run_layer(asked.work, asked.hidden, None)
+        except BaseException as error:
+            self._undo(shard, is_in_doubt=not isinstance(error, ExpertlyError | OSError))
+            raise
+        end = time.perf_counter_ns()
+        phase = Phase.DECODE if router.serves_decode else Phase.PREFILL
+        shard.note_times(router.layer, phase, begin, end, waits)
+        waited_ns = sum(there - here for here, there in waits)
+        return wire.ran_message(outputs, waited_ns, time.perf_counter_ns() - begin)
+
+    def _undo(self, shard: Shard, *, is_in_doubt: bool) -> None:
+        """Undo the running layer. Where that is impossible the worker holds nothing from now on."""
+        try:
+            shard.abandon(is_in_doubt)
+        except (AssertionError, LookupError):
+            self.close()
+
+    def _stats(self) -> dict[str, Any]:
+        shard = self._open_shard
+        layers = range(shard.geometry.num_layers)
+        return {
+            "device": of_device(shard, self._system),
+            "pid": os.getpid(),
+            "moved": moved(shard),
+            "kernels": shard.kernels.facts(),
+            "layers": [shard.layer_counters(layer).as_dict() for layer in layers],
+            "resident": [mask.bit_count() for mask in shard.scheduler.slots.resident],
+        }
+
+
+def _unseen() -> Began:
+    raise AssertionError("a worker predicts nothing itself: nobody reads its observations")
+
+
+class _News:
+    """A Channel whose predictions come with messages: the engine's predictor made them."""
+
+    def __init__(self) -> None:
+        self._ready: deque[Seen] = deque()
+        self._first = 0  # the step of the first layer of the running pass
+
+    def add(self, seen: Any) -> None:
+        self._ready.extend(Seen(self._first + step, prediction) for step, prediction in seen)
+
+    def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
+        self._first = step + 1
+
+    def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
+        """The engine has shown it to its predictor."""
+
+    def end_iteration(self, ok: bool) -> None:
+        """The engine has told its predictor."""
+
+    def take(self) -> Seen | None:
+        return self._ready.popleft() if self._ready else None
+
+
+# -- the same store --------------------------------------------------------------------------------------------------
+
+
+def store_facts(manifest: Manifest) -> dict[str, Any]:
+    """What two copies of a store must have in common."""
+    return {
+        "format_version": manifest.format_version,
+        "identity": manifest.identity,
+        "dtype": manifest.dtype,
+        "codec": manifest.codec,
+        "layers": [one.as_dict() for one in manifest.layers],
+        "files": {name: [one.nbytes, one.checksum] for name, one in manifest.files.items()},
+    }
+
+
+def open_same_store(folder: Path, facts: Mapping[str, Any]) -> PackedStore:
+    """The store at `folder`, or of the same name in this machine's cache. Raises StoreError naming what is different
+    from `facts`.
+    """
+    if not is_packed_store(folder):
+        cached = stores_folder() / folder.name
+        if not is_packed_store(cached):
+            raise StoreError(f"no packed store at {folder} nor at {cached}; copy it there")
+        folder = cached
+    store = PackedStore.open(folder)
+    mine = store_facts(store.manifest)
+    different = [name for name, value in facts.items() if mine[name] != value]
+    if different:
+        raise StoreError(
+            f"the store at {folder} differs from the engine's in {', '.join(different)}; copy the engine's there"
+        )
+    return store

@@ -1,0 +1,62 @@
+"""Workers that are Ray actors: processes of their own, which are killed and stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import expertly
+from tests.engine.conftest import Cases
+from tests.engine.observe import loaded
+from tests.families import generate
+
+ray = pytest.importorskip("ray")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def own_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    paths = [str(Path(expertly.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    yield
+    ray.shutdown()
+
+
+def workers_of(model: Any) -> list[dict[str, Any]]:
+    return [one["worker"] for one in expertly.stats(model).as_dict()["devices"] if one["worker"] is not None]
+
+
+def test_killed_and_stopped_processes(cases: Cases) -> None:
+    case = cases["gpt_oss"]
+    settings = {"workers": 2, "memory": "25%", "worker_memory": "25%", "worker_deadline": 1.0}
+    with loaded(case.store, **settings) as model:
+        assert generate(model, case.prompts) == case.tokens
+        pids = [one["pid"] for one in workers_of(model)]
+        assert len({*pids, os.getpid()}) == 3 and all(one["bytes_received"] for one in workers_of(model))
+
+        def until_all_are_back() -> None:
+            deadline = time.monotonic() + 120
+            while not all(one["alive"] for one in workers_of(model)):
+                assert time.monotonic() < deadline
+                assert generate(model, case.prompts) == case.tokens
+                time.sleep(0.2)
+
+        os.kill(pids[0], signal.SIGKILL)
+        assert generate(model, case.prompts) == case.tokens
+        assert [one["drops"] for one in workers_of(model)] == [1, 0]
+        until_all_are_back()
+        assert workers_of(model)[0]["pid"] not in pids, "a new process"
+
+        os.kill(pids[1], signal.SIGSTOP)
+        assert generate(model, case.prompts) == case.tokens
+        assert workers_of(model)[1]["problem"] == "no answer within its deadline"
+        os.kill(pids[1], signal.SIGCONT)
+        until_all_are_back()
+        assert workers_of(model)[1]["pid"] == pids[1], "the same process"

@@ -1,0 +1,388 @@
+"""Workers that hold and compute experts for an engine: the tokens of the unmodified model, whichever worker dies."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly.api import handle
+from expertly.core.errors import ConfigError, TransferError
+from expertly.engine import cluster, wire, worker
+from expertly.engine.wire import Kind
+from expertly.model.packing import pack
+from expertly.store.reader import ExpertFile
+from tests.engine.conftest import Case, Cases
+from tests.engine.observe import counts, loaded, reader_threads
+from tests.engine.peers import ThreadPeer, put_in_threads
+from tests.engine.streams import put_in_place
+from tests.engine.test_batching import run_batch
+from tests.families import generate, load_reference, logits_of, make_checkpoint, make_prompts
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> list[ThreadPeer]:
+    return put_in_threads(monkeypatch)
+
+
+@contextmanager
+def with_workers(store: Any, workers: int = 2, **settings: Any) -> Iterator[Any]:
+    """A model whose devices and workers each have less than their experts."""
+    with loaded(store, **({"workers": workers, "memory": "25%", "worker_memory": "25%"} | settings)) as model:
+        yield model
+
+
+def of_workers(model: Any) -> list[dict[str, Any]]:
+    """The statistics of each worker."""
+    return [one for one in expertly.stats(model).as_dict()["devices"] if one["worker"] is not None]
+
+
+def states(model: Any, name: str) -> list[Any]:
+    return [one["worker"][name] for one in of_workers(model)]
+
+
+# -- the same tokens -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "memories", "segments"),
+    [
+        ("qwen3_moe", ("50%",), 1),
+        ("gpt_oss", ("25%", "50%"), 1),
+        ("deepseek_v3", ("25%",) * 4, 4),
+        ("switch_transformers", ("60%", "60%"), 4),
+        ("granitemoe", ("100%", "20%", "30%", "20%"), 1),
+        ("qwen2_moe", ("25%",) * 4, 2),
+    ],
+)
+def test_tokens_and_logits_are_the_reference(
+    family: str, memories: tuple[str, ...], segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, num = cases[family], len(memories)
+    put_in_threads(monkeypatch, *memories)
+    with with_workers(case.store, num, segments=segments, verify="never") as model:
+        assert generate(model, case.prompts) == case.tokens
+        torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
+        stats = expertly.stats(model).as_dict()
+        assert stats["bytes_loaded"] == stats["bytes_disk"] == sum(one["bytes_loaded"] for one in stats["devices"])
+        assert sum(one["experts"] for one in stats["devices"]) == len(handle(model).store.manifest.layers) * 8
+        for one in of_workers(model):
+            assert one["bytes_loaded"] > 0 and one["decode"]["hits"] + one["decode"]["misses"] > 0
+            assert one["worker"]["bytes_sent"] > 0 and one["worker"]["bytes_received"] > 0
+            assert one["worker"]["alive"] and one["worker"]["call_s"] >= one["worker"]["link_s"] >= 0
+    assert not reader_threads()
+
+
+@pytest.mark.parametrize(
+    ("system", "where"),
+    [
+        ("expertly-ahead", "auto"),
+        ("fmoe", "auto"),
+        ("moe-infinity", "inline"),
+        ("lru:prediction=lookahead:distance=2", "inline"),
+        ("lru:prediction=lookahead:transfer=synchronous", "auto"),
+        ("lcp:prediction=popularity:ahead=staging", "auto"),
+        ("moepic", "auto"),
+        ("static", "auto"),
+        ("resident", "auto"),
+    ],
+)
+def test_every_kind_of_system_is_lossless(system: str, where: str, cases: Cases, peers: list[ThreadPeer]) -> None:
+    case, memory = cases["qwen3_moe"], "100%" if system == "resident" else "25%"
+    settings = {"system": system, "predict": where, "memory": memory, "worker_memory": memory}
+    with with_workers(case.store, 2, segments=4, **settings) as model:
+        for _ in range(2):
+            assert generate(model, case.prompts) == case.tokens
+        assert states(model, "drops") == [0, 0]
+
+
+def test_bfloat16_is_bit_for_bit_what_one_device_computes(cases: Cases, peers: list[ThreadPeer]) -> None:
+    case, found = cases["qwen3_moe"], []
+    for where in ({}, {"workers": 2, "worker_memory": "60%"}):
+        with loaded(case.folder, dtype="bfloat16", memory="60%", **where) as model:
+            found.append(logits_of(model, case.prompts))
+    assert torch.equal(*found)
+
+
+def test_continuous_batching(cases: Cases, peers: list[ThreadPeer]) -> None:
+    """Several requests of different lengths share a call; a worker gets the rows that it needs, not all."""
+    case = cases["qwen3_moe"]
+    prompts = [*make_prompts(2, length=5, seed=2), *make_prompts(1, length=20, seed=3)]
+    expected = [generate(load_reference(case.folder), [prompt], 6)[0] for prompt in prompts]
+    with with_workers(case.store, 4, system="fmoe", segments=4) as model:
+        for _ in range(2):
+            assert run_batch(model, prompts) == expected
+
+
+def test_beside_an_accelerator(cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code, with copies that happen as late as they may."""
+    case, made = cases["mixtral"], put_in_place(monkeypatch)
+    with with_workers(case.store, system="fmoe", segments=4, memory="15%") as model:
+        for _ in range(2):
+            assert generate(model, case.prompts) == case.tokens
+        assert len(made) == 1 and made[0].stats()["copied_nbytes"] > 0
+        assert all(states(model, "bytes_received")) and states(model, "drops") == [0, 0]
+
+
+def test_nothing_is_counted_twice_or_lost(cases: Cases, peers: list[ThreadPeer]) -> None:
+    case, found = cases["qwen3_moe"], []
+    for where in ({}, {"workers": 1}, {"workers": 3}, {"workers": 2, "devices": "cpu:0,cpu:1"}):
+        with loaded(case.store, memory="100%", worker_memory="100%", **where) as model:
+            generate(model, case.prompts)
+            phases = expertly.stats(model).as_dict()["phases"]
+            found.append([(*counts(model, phase), phases[phase]["demanded_bytes"]) for phase in phases])
+    assert all(one == found[0] for one in found)
+
+
+# -- predictions -----------------------------------------------------------------------------------------------------
+
+
+def test_a_lookahead_counts_what_one_device_counts(cases: Cases, peers: list[ThreadPeer]) -> None:
+    """The engine's predictor serves the workers, too: what it named and what was needed of it is the same."""
+    case, found = cases["qwen3_moe"], []
+    for where in ({}, {"workers": 2, "worker_memory": "60%"}):
+        settings = {"system": "lru:prediction=lookahead:distance=2", "predict": "inline", "memory": "60%"}
+        with loaded(case.store, **settings, **where) as model:
+            generate(model, case.prompts)
+            stats = expertly.stats(model).as_dict()
+            assert stats["prediction"]["predictions_late"] == 0
+            decode = stats["phases"]["decode"]
+            found.append([decode[name] for name in ("predicted", "predicted_needed", "predicted_of")])
+    assert found[0] == found[1] and found[0][1] > 0
+
+
+@pytest.mark.parametrize("where", ["thread", "inline"])
+def test_workers_prefetch(where: str, cases: Cases, peers: list[ThreadPeer]) -> None:
+    case, system = cases["qwen3_moe"], "lru:prediction=lookahead:distance=2"
+    with with_workers(case.store, system=system, predict=where) as model:
+        for _ in range(20):  # a predictor's thread on a busy machine may be late
+            assert generate(model, case.prompts) == case.tokens
+            found = [one["decode"] for one in of_workers(model)]
+            if all(one["prefetched"] for one in found):
+                break
+        assert all(one["prefetched"] > 0 and one["predicted"] > 0 for one in found)
+        assert all(peer.kinds.count(Kind.PREDICTED) > 0 for peer in peers)
+
+
+# -- workers that die ------------------------------------------------------------------------------------------------
+
+
+def at_layer(number: int, do: Callable[[], object]) -> Callable[[Kind], None]:
+    """Before a worker's message of this number that asks for a layer."""
+    left = [number]
+
+    def before(kind: Kind) -> None:
+        if kind is Kind.LAYER:
+            left[0] -= 1
+            if left[0] == 0:
+                do()
+
+    return before
+
+
+@pytest.mark.parametrize("system", ["lru", "fmoe", "resident"])
+def test_a_worker_that_dies_is_replaced_here_and_joins_again(
+    system: str, cases: Cases, peers: list[ThreadPeer]
+) -> None:
+    case = cases["qwen3_moe"]
+    settings = {"memory": "100%", "worker_memory": "100%"} if system == "resident" else {}
+    with with_workers(case.store, system=system, **settings) as model:
+        peers[1].can_start = False
+        peers[1].before = at_layer(7, peers[1].kill)
+        assert generate(model, case.prompts) == case.tokens
+        assert states(model, "alive") == [True, False] and states(model, "drops") == [0, 1]
+        assert "cannot be started" in of_workers(model)[1]["worker"]["problem"]
+        assert generate(model, case.prompts) == case.tokens
+        peers[1].can_start = True
+        for _ in range(20):  # it opens while passes run
+            assert generate(model, case.prompts) == case.tokens
+            if states(model, "alive") == [True, True]:
+                break
+        assert states(model, "joins") == [0, 1] and peers[1].num_starts == 2
+        before = states(model, "bytes_received")[1]
+        assert generate(model, case.prompts) == case.tokens
+        assert states(model, "bytes_received")[1] > before, "it computes again"
+        assert not any("w1" in thread.name for thread in reader_threads())
+
+
+def test_a_worker_that_stalls_is_dropped_and_joins_when_it_wakes(cases: Cases, peers: list[ThreadPeer]) -> None:
+    case, wake = cases["qwen3_moe"], threading.Event()
+    with with_workers(case.store, worker_deadline=0.2) as model:
+        peers[0].before = at_layer(5, wake.wait)
+        assert generate(model, case.prompts) == case.tokens
+        assert states(model, "alive") == [False, True]
+        assert of_workers(model)[0]["worker"]["problem"] == "no answer within its deadline"
+        assert generate(model, case.prompts) == case.tokens
+        wake.set()
+        for _ in range(20):
+            assert generate(model, case.prompts) == case.tokens
+            if states(model, "alive") == [True, True]:
+                break
+        assert states(model, "joins") == [1, 0] and peers[0].num_starts == 1, "it was not started anew"
+
+
+def test_a_worker_that_cannot_read_is_dropped(
+    cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = cases["qwen3_moe"]
+    with with_workers(case.store, memory="100%", worker_memory="15%") as model:
+        assert generate(model, case.prompts) == case.tokens
+        files, original = peers[0].worker._shard.device._readers._source._files, ExpertFile.read_into
+
+        def fails(file: ExpertFile, offset: int, buffers: Sequence[memoryview]) -> bool:
+            if any(file is one for one in files):
+                raise TransferError(f"{file.path}: Input/output error")
+            return original(file, offset, buffers)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ExpertFile, "read_into", fails)
+            assert generate(model, case.prompts) == case.tokens
+        assert states(model, "drops") == [1, 0]
+        for _ in range(20):
+            if states(model, "joins") == [1, 0]:
+                break
+            assert generate(model, case.prompts) == case.tokens
+        assert states(model, "alive") == [True, True]
+
+
+def test_kills_at_random_moments(cases: Cases, peers: list[ThreadPeer]) -> None:
+    case, chance = cases["qwen3_moe"], random.Random(5)
+    with with_workers(case.store, 2, system="fmoe", segments=2) as model:
+        num_kills = 0
+        for _ in range(20):
+            victim = chance.choice(peers)
+            if not victim.is_dead:
+                victim.before = at_layer(chance.randrange(1, 20), victim.kill)
+                num_kills += 1
+            assert generate(model, case.prompts) == case.tokens
+        assert sum(states(model, "drops")) >= 5 and sum(states(model, "joins")) >= 3
+
+
+def test_where_nobody_can_compute_the_request_fails_with_its_cause(own: tuple[Case, Path], peers: Any) -> None:
+    case, store = own
+    with with_workers(store) as model:
+        assert generate(model, case.prompts) == case.tokens
+        elsewhere = store.with_name("elsewhere")
+        store.rename(elsewhere)
+        peers[0].can_start = False
+        peers[0].kill()
+        for _ in range(2):
+            with pytest.raises(
+                TransferError, match=r"worker w0 was dropped \(.*\), and its experts cannot be computed"
+            ):
+                generate(model, case.prompts)
+        elsewhere.rename(store)
+        assert generate(model, case.prompts) == case.tokens
+
+
+def fails_here(*_: Any) -> Any:
+    raise TransferError("read error")
+
+
+def test_a_layer_that_fails_here_leaves_the_workers_well(
+    cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = cases["qwen3_moe"]
+    with with_workers(case.store) as model:
+        assert generate(model, case.prompts) == case.tokens
+        shard = handle(model).engine.executor.shards[0]
+        with monkeypatch.context() as patched:
+            patched.setattr(shard, "run_layer", fails_here)
+            with pytest.raises(TransferError, match="cpu: read error"):
+                generate(model, case.prompts)
+        assert generate(model, case.prompts) == case.tokens
+        assert states(model, "drops") == [0, 0]
+
+
+# -- workers that are refused ----------------------------------------------------------------------------------------
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, store: Path, match: str, **settings: Any) -> None:
+    with pytest.raises(ConfigError, match=match):
+        expertly.load(str(store), **({"workers": 2, "device": "cpu", "memory": "50%", "learned": "off"} | settings))
+    assert not reader_threads() and not [one for one in threading.enumerate() if one.name.startswith("worker-")]
+
+
+def test_another_store_version_or_model_is_refused_by_name(
+    own: tuple[Case, Path], peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, store = own
+    original = worker.open_same_store
+    pack(make_checkpoint("qwen3_moe", tmp_path / "other", seed=7), tmp_path / "other-store")
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "open_same_store", lambda _, facts: original(tmp_path / "other-store", facts))
+        refused(
+            patched, store, r"workers: w0: StoreError: the store at .*other-store differs from .* in identity, files"
+        )
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "open_same_store", lambda _, facts: original(tmp_path / "nowhere" / "s", facts))
+        refused(patched, store, r"workers: w0: StoreError: no packed store at .*nowhere/s nor at .*; copy it")
+    with monkeypatch.context() as patched:
+        told = wire.asking(Kind.HELLO, {"version": 9, "expert_nbytes": 1})
+        patched.setattr(cluster.wire, "asking", lambda kind, content: told)
+        refused(patched, store, r"workers: w0: ConfigError: its messages are of version 1, the engine's of 9; install")
+
+
+def test_a_copy_in_the_workers_own_cache_is_found(
+    own: tuple[Case, Path], peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    case, store = own
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(store, tmp_path / "cache" / "stores" / store.name)
+    original = worker.open_same_store
+    monkeypatch.setattr(worker, "open_same_store", lambda folder, facts: original(Path("/none") / folder.name, facts))
+    with with_workers(store) as model:
+        assert generate(model, case.prompts) == case.tokens
+
+
+def test_what_cannot_work_is_refused(
+    cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store = cases["qwen3_moe"].store
+    refused(monkeypatch, store, r"workers: w0: BudgetError: memory=\d+ bytes: below the staging", worker_memory=1000)
+    refused(monkeypatch, store, r"worker_memory='much'", worker_memory="much")
+    refused(monkeypatch, store, "workers: w0 has .* for experts, and system 'resident' keeps all", system="resident",
+            memory="auto", worker_memory="2%")  # fmt: skip
+    refused(monkeypatch, store, "worker_deadline=0.0", worker_deadline=0.0)
+    refused(monkeypatch, store, "decisions=.*workers decide apart", decisions=tmp_path / "decisions")
+    refused(monkeypatch, store, r"devices: 9 of them, but a layer has only 8", workers=8)
+
+
+# -- who holds what --------------------------------------------------------------------------------------------------
+
+
+def test_shares_follow_memory(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory does not hold everything, each has experts in proportion to it; where it does, all have as many."""
+    put_in_threads(monkeypatch, "10%", "40%")
+    with loaded(cases["qwen3_moe"].store, workers=2, memory="20%", segments=4) as model:
+        experts = [one["experts"] for one in expertly.stats(model).as_dict()["devices"]]
+        assert experts == [7, 3, 14]
+        assert "2 workers compute 70.8% of the experts" in expertly.stats(model).memory_reason
+    put_in_threads(monkeypatch, "90%", "90%")
+    with loaded(cases["qwen3_moe"].store, workers=2, memory="60%") as model:
+        assert [one["experts"] for one in expertly.stats(model).as_dict()["devices"]] == [8, 8, 8]
+
+
+def test_workers_on_this_machine_share_its_memory(
+    cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ThreadPeer, "is_here", True)
+    with loaded(cases["qwen3_moe"].store, workers=3, memory="auto", context=8) as model:
+        stats = expertly.stats(model).as_dict()
+        each = [one["memory_bytes"] for one in stats["devices"]]
+        assert len(set(each)) == 1 and sum(each) == stats["expert_bytes"], "equal parts of what all of them may have"
+        nbytes = stats["expert_bytes"]
+    monkeypatch.setattr(worker, "available_host_nbytes", lambda: nbytes)
+    with loaded(cases["qwen3_moe"].store, workers=3, memory="30%") as model:
+        here, *away = (one["memory_bytes"] for one in expertly.stats(model).as_dict()["devices"])
+        assert here <= 0.3 * nbytes and sum(away) <= 0.9 * nbytes - here, "what is free beside the stated part"
