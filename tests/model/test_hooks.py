@@ -138,7 +138,9 @@ def test_inputs_that_are_views(kernels: Counting) -> None:
 
 @compiled
 def test_what_does_not_gain_stays_as_it_is() -> None:
-    model = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Linear(8, 8, dtype=torch.bfloat16), nn.Bilinear(8, 8, 8))
+    model = nn.Sequential(
+        nn.Linear(8, 8, dtype=torch.float64), nn.Linear(8, 8, dtype=torch.bfloat16), nn.Bilinear(8, 8, 8)
+    )
     assert use_kernels(model, choose_kernels("torch")) == 0
     assert use_kernels(model, choose_kernels()) == 1
     assert [type(module) for module in model] == [nn.Linear, FewTokensLinear, nn.Bilinear]

@@ -51,9 +51,7 @@ def _is_taken(tensor: torch.Tensor, kernels: Kernels) -> bool:
 
 def _use_products(model: nn.Module, kernels: Kernels) -> int:
     modules: list[Any] = [
-        module
-        for module in model.modules()
-        if type(module) is nn.Linear and kernels.takes(module.weight.dtype)
+        module for module in model.modules() if type(module) is nn.Linear and kernels.takes(module.weight.dtype)
     ]
     for module in modules:
         module.__class__ = FewTokensLinear
