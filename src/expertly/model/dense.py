@@ -149,7 +149,7 @@ class _Functional:
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 _MAX_NORM_NBYTES = 256 << 10
-"""Of an input; beyond, torch has threads. Of float32, a prompt's stay torch's: tiny random models magnify their last bits."""
+"""Of an input; beyond, torch has threads. A prompt's in float32 stay torch's: tiny random models magnify last bits."""
 
 
 def _use_norms(model: nn.Module, kernels: Kernels) -> int:
@@ -183,8 +183,8 @@ def _epsilon_of(module: Any) -> float | None:
 
 
 def _style_of(module: Any, epsilon: float, kernels: Kernels) -> str | None:
-    """As which the module computes, but for what another order of summation changes: in float32 the last bits, in others
-    few numbers; None where it is none.
+    """As which the module computes, but for what another order of summation changes: last bits in float32, few numbers
+    in other dtypes. None where it is none.
     """
     generator = torch.Generator().manual_seed(0)
     weight, width = module.weight, module.weight.shape[0]
