@@ -32,7 +32,7 @@ _MAX_ROWS = 256
 """Tokens of a prompt for which torch computes an expert at a time on a CPU: more would not be quicker."""
 
 _PART_NBYTES = 2 << 20
-"""Of weights that are decoded for a prompt at a time on a CPU, with what is computed from them."""
+"""Of weights that are decoded for a prompt at a time on a CPU, with what is computed from them; a block at least."""
 
 _WIDE = 4
 """Values that exist at a time for a neuron and a token: gate, up, what is activated, and the product."""
@@ -44,7 +44,8 @@ def expert_nbytes_at_once(layer: LayerGeometry) -> int:
     if not layer.format:
         return _MAX_ROWS * _WIDE * row_nbytes
     gathered = 0 if layer.itemsize == torch.float32.itemsize else (layer.hidden_size + _MAX_ROWS) * row_nbytes
-    return _PART_NBYTES + gathered
+    num_values = layer.num_matrices * layer.hidden_size + _WIDE * _MAX_ROWS  # of a neuron
+    return max(_PART_NBYTES, layer.block_size * num_values * layer.itemsize) + gathered
 
 
 @dataclass(slots=True)
