@@ -150,7 +150,7 @@ class Bench:
     def _entries(self, peer: str, limit: int | None) -> list[Entry]:
         base = {"peer": peer, "model": str(self._model), "context": self._context}
         if peer == "llama.cpp":
-            return [Entry({"peer": peer, "kind": "mmap"}, base | {"gguf": str(self._gguf)})]
+            return [Entry({"peer": peer, "kind": "mmap"}, base | {"gguf": str(self._gguf), "copies": limit is None})]
         if peer == "accelerate":
             folder = Path(tempfile.mkdtemp(dir=self._scratch))
             layer = max(one.nbytes for one in self._layers)

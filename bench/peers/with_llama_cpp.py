@@ -20,7 +20,7 @@ class LlamaCpp:
         llama_cpp.llama_log_set(self._silence, None)
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
-        model_params.use_mmap, model_params.n_gpu_layers = True, 0
+        model_params.n_gpu_layers, model_params.use_extra_bufts = 0, settings["copies"]  # 4-bit weights, reordered
         self._model = llama_cpp.llama_model_load_from_file(settings["gguf"].encode(), model_params)
         if not self._model:
             raise OSError(f"llama.cpp cannot load {settings['gguf']}")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import expertly
-from expertly.model.dense import GAINING, FewTokensLinear, use_kernels
+from expertly.model.dense import FewTokensLinear, use_kernels
 from expertly.native.kernels import VARIABLE, Kernels, choose_kernels, libraries
 from tests.families import generate, logits_of, make_checkpoint, make_prompts
 from tests.model.conftest import Toys
@@ -99,7 +99,7 @@ def made(dtype: torch.dtype, bias: bool, kernels: Kernels) -> tuple[nn.Linear, n
 
 @compiled
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", GAINING)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(70,), (1, 70), (4, 70), (1, 1, 70), (2, 2, 70), (1, 3, 1, 70)])
 def test_a_few_tokens_of_any_shape(kernels: Counting, dtype: torch.dtype, bias: bool, shape: tuple[int, ...]) -> None:
     plain, changed = made(dtype, bias, kernels)
@@ -108,7 +108,8 @@ def test_a_few_tokens_of_any_shape(kernels: Counting, dtype: torch.dtype, bias: 
     exact = exact if plain.bias is None else exact + plain.bias.double()
     assert kernels.tokens == [x.numel() // 70]
     assert actual.shape == plain(x).shape and actual.dtype == dtype
-    assert (actual - exact).abs().max() <= 1.01 * (exact.to(dtype) - exact).abs().max(), "rounded once"
+    rounding = max(1.01 * float((exact.to(dtype) - exact).abs().max()), 2e-6)  # float32's sums round, too
+    assert (actual - exact).abs().max() <= rounding, "rounded once"
 
 
 @compiled
@@ -137,7 +138,9 @@ def test_inputs_that_are_views(kernels: Counting) -> None:
 
 @compiled
 def test_what_does_not_gain_stays_as_it_is() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.bfloat16), nn.Bilinear(8, 8, 8))
+    model = nn.Sequential(
+        nn.Linear(8, 8, dtype=torch.float64), nn.Linear(8, 8, dtype=torch.bfloat16), nn.Bilinear(8, 8, 8)
+    )
     assert use_kernels(model, choose_kernels("torch")) == 0
     assert use_kernels(model, choose_kernels()) == 1
     assert [type(module) for module in model] == [nn.Linear, FewTokensLinear, nn.Bilinear]

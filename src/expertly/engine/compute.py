@@ -1,15 +1,15 @@
 """The arithmetic of one layer's experts on slot views, in the order and precision of the reference.
 
-An expert in several spans is activated span by span. Its output is summed in float32, by the compiled products and on
-an accelerator; else its down rows are gathered side by side, and one product makes it: a processor multiplies 16-bit
-numbers 4 times as fast as float32. Either way it is rounded once, as that of the whole expert, whatever the slots
-(docs/conventions.md, Segments).
+An expert in several spans is activated span by span. Its output is summed in float32 by the compiled products, on an
+accelerator, and where a float32 model's experts are decoded. Else its down rows are gathered side by side, and one
+product makes it: a processor multiplies 16-bit numbers 4 times as fast as float32. Either way it is rounded once, as
+that of the whole expert, whatever the slots (docs/conventions.md, Segments).
 Shapes: T tokens, K top-k, H hidden, I intermediate, n tokens of one expert, r neurons of one span.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan, Span
-from expertly.formats import ExpertFormat, expert_format
+from expertly.formats import expert_format
 from expertly.native.activations import recognise
 from expertly.native.kernels import MAX_TOKENS, NO_DOWN, ExpertProducts, Kernels, Work
 
@@ -31,8 +31,8 @@ _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
 _MAX_ROWS = 256
 """Tokens of a prompt for which torch computes an expert at a time on a CPU: more would not be quicker."""
 
-_PART_NBYTES = 8 << 20
-"""Of weights that are decoded for a prompt at a time on a CPU, with what is computed from them."""
+_PART_NBYTES = 2 << 20
+"""Of weights that are decoded for a prompt at a time on a CPU, with what is computed from them; a block at least."""
 
 _WIDE = 4
 """Values that exist at a time for a neuron and a token: gate, up, what is activated, and the product."""
@@ -43,7 +43,9 @@ def expert_nbytes_at_once(layer: LayerGeometry) -> int:
     row_nbytes = layer.intermediate_size * layer.itemsize
     if not layer.format:
         return _MAX_ROWS * _WIDE * row_nbytes
-    return _PART_NBYTES + (layer.hidden_size + _MAX_ROWS) * row_nbytes
+    gathered = 0 if layer.itemsize == torch.float32.itemsize else (layer.hidden_size + _MAX_ROWS) * row_nbytes
+    num_values = layer.num_matrices * layer.hidden_size + _WIDE * _MAX_ROWS  # of a neuron
+    return max(_PART_NBYTES, layer.block_size * num_values * layer.itemsize) + gathered
 
 
 @dataclass(slots=True)
@@ -79,7 +81,8 @@ class LayerCompute:
         gathers: bool = True,
     ) -> None:
         self.dtype = dtype
-        self.gathers = gathers
+        self._adds_parts = dtype == torch.float32 and bool(geometry.format)  # which lie nowhere side by side
+        self.gathers = gathers and not self._adds_parts
         self.num_segments = num_segments
         self.intermediate_size = geometry.intermediate_size
         self._rows = rows
@@ -195,36 +198,52 @@ class LayerCompute:
             return
         num_rows = _MAX_ROWS if x.is_cpu else len(x)
         for rows, part in zip(x.split(num_rows), out.split(num_rows), strict=True):
-            inner, down = self.inner(rows, span)
-            torch.mm(inner, down, out=part)
+            if self._adds_parts:
+                self.add(rows, span, part.zero_())
+            else:
+                torch.mm(*self.inner(rows, span), out=part)
         if self.down_bias is not None:
             out += self.down_bias[span.expert]
 
+    def add(self, x: torch.Tensor, span: Span, total: torch.Tensor) -> None:
+        """total [n, H] += what a span's neurons make of x [n, H], in float32."""
+        for _, inner, down in self._parts(x, span):
+            _add_product(total, inner, down)
+
     def inner(self, x: torch.Tensor, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
         """Activations [n, r] of a span's neurons, and their down rows [r, H]."""
+        num_neurons = span.num_segments * self._neurons_per_segment
+        inner: torch.Tensor | None = None
+        for part, some, rows in self._parts(x, span):
+            if part.stop - part.start == num_neurons:
+                return some, rows
+            if inner is None:
+                inner = x.new_empty(x.shape[0], num_neurons, dtype=self.dtype)
+                down = x.new_empty(num_neurons, self._shape[1], dtype=self.dtype)
+            inner[:, part], down[part] = some, rows
+        assert inner is not None
+        return inner, down
+
+    def _parts(self, x: torch.Tensor, span: Span) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Some of a span's neurons, their activations [n, r], and their down rows [r, H], until the next are taken."""
         self._kernels.num_torch += 1
         num_neurons = span.num_segments * self._neurons_per_segment
         first = span.segment * self._neurons_per_segment
         if self._format is None:
             *matrices, down = self._matrices(span)
-            return self._inner(x, matrices, span.expert, first), down
+            yield slice(0, num_neurons), self._inner(x, matrices, span.expert, first), down
+            return
         step = num_neurons
         if self._rows.is_cpu:
             num_values = self._shape[0] * self._shape[1] + _WIDE * x.shape[0]  # of a neuron
             num_blocks = _PART_NBYTES // (num_values * self.dtype.itemsize * self._block_size)
-            step = max(1, num_blocks) * self._block_size
+            step = min(num_neurons, max(1, num_blocks) * self._block_size)
         block = span.slot * self._neurons_per_segment // self._block_size
-        if num_neurons <= step:
-            *matrices, down = self._decoded(self._format, block, num_neurons).unbind(1)
-            return self._inner(x, matrices, span.expert, first), down
-        inner = torch.empty(x.shape[0], num_neurons, dtype=self.dtype)
-        down = torch.empty(num_neurons, self._shape[1], dtype=self.dtype)
+        weights = x.new_empty(step, *self._shape, dtype=self.dtype)  # one for all parts: new memory is slow to touch
         for begin in range(0, num_neurons, step):
             part = slice(begin, min(begin + step, num_neurons))
-            weights = self._decoded(self._format, block + begin // self._block_size, part.stop - begin)
-            *matrices, down[part] = weights.unbind(1)
-            inner[:, part] = self._inner(x, matrices, span.expert, first + begin)
-        return inner, down
+            *matrices, down = self._decode(block + begin // self._block_size, weights[: part.stop - begin]).unbind(1)
+            yield part, self._inner(x, matrices, span.expert, first + begin), down
 
     def _inner(self, x: torch.Tensor, matrices: Sequence[torch.Tensor], expert: int, first: int) -> torch.Tensor:
         """Activations [n, r] of an expert's neurons from `first` on, of which there are rows."""
@@ -245,14 +264,14 @@ class LayerCompute:
                 self._whole_views[span.slot] = views
         return views
 
-    def _decoded(self, form: ExpertFormat, block: int, num_neurons: int) -> torch.Tensor:
-        """The weights of neurons [r, M, H] from a block on."""
+    def _decode(self, block: int, weights: torch.Tensor) -> torch.Tensor:
+        """`weights` [r, M, H] of neurons from a block on."""
+        form = self._format
+        assert form is not None
         if self.max_tokens:
-            weights = torch.empty(num_neurons, *self._shape, dtype=self.dtype)
             self._kernels.tile_decode(form.kernels, self._rows[block].data_ptr(), weights)
             return weights
-        blocks = self._rows[block : block + num_neurons // self._block_size]
-        return form.decode(blocks, *self._shape).to(self.dtype)
+        return weights.copy_(form.decode(self._rows[block : block + len(weights) // self._block_size], *self._shape))
 
     def _gate_up(self, x: torch.Tensor, matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         if x.shape[0] != 1 or not self._doubles:
@@ -373,7 +392,7 @@ class PartialExpert:
             rows = range(len(self._x))
             compute.multiply(self._x, ((span, rows, rows),), self._sum, adds=True)
         elif self._sum is not None:
-            _add_product(self._sum, *compute.inner(self._x, span))
+            compute.add(self._x, span, self._sum)
         else:
             inner, down = compute.inner(self._x, span)
             first = span.segment * down.shape[0] // span.num_segments

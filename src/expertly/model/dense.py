@@ -1,7 +1,7 @@
 """The dense part of a loaded model at a few tokens: linear layers, norms and attention by the compiled kernels.
 
 A module is changed where it does what the kernel does, which is found by what it computes and not by its name; prompts,
-gradients, other dtypes and devices, and whatever is not recognised, stay transformers' and torch's.
+gradients, mixed dtypes, other devices, and whatever is not recognised, stay transformers' and torch's.
 B sequences of S tokens; H heads, D width of a head, n tokens of a sequence that ask.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -28,11 +29,6 @@ from expertly.model.projections import join_projections
 from expertly.model.tiled import TiledLayer
 from expertly.native.kernels import NORM_STYLES, Kernels
 
-GAINING = (torch.bfloat16, torch.float16)
-"""Whose products torch makes at half the speed of the memory, or less. Norms and attention are the kernels' in them,
-too; in float32 torch's are as they were.
-"""
-
 _PLAIN = (nn.Parameter, torch.Tensor)
 """Other kinds of tensor, as quantizing makes them, have no memory of their own, or other bytes in it."""
 
@@ -47,7 +43,7 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> int:
 
 
 def _is_taken(tensor: torch.Tensor, kernels: Kernels) -> bool:
-    return tensor.dtype in GAINING and tensor.dtype in kernels.dtypes and tensor.is_cpu
+    return kernels.takes(tensor.dtype) and tensor.is_cpu
 
 
 # -- linear layers -----------------------------------------------------------------------------------------------------
@@ -55,9 +51,7 @@ def _is_taken(tensor: torch.Tensor, kernels: Kernels) -> bool:
 
 def _use_products(model: nn.Module, kernels: Kernels) -> int:
     modules: list[Any] = [
-        module
-        for module in model.modules()
-        if type(module) is nn.Linear and module.weight.dtype in GAINING and kernels.takes(module.weight.dtype)
+        module for module in model.modules() if type(module) is nn.Linear and kernels.takes(module.weight.dtype)
     ]
     for module in modules:
         module.__class__ = FewTokensLinear
@@ -89,7 +83,6 @@ def _linear_of(
     can_train = torch.is_grad_enabled()
     if (
         not 1 <= num_tokens <= kernels.max_tokens
-        or input.dtype not in GAINING
         or input.dtype not in kernels.dtypes
         or not input.is_cpu
         or weight.dim() != 2
@@ -156,7 +149,7 @@ class _Functional:
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 _MAX_NORM_NBYTES = 256 << 10
-"""Of an input; beyond, torch has threads."""
+"""Of an input; beyond, torch has threads. A prompt's in float32 stay torch's: tiny random models magnify last bits."""
 
 
 def _use_norms(model: nn.Module, kernels: Kernels) -> int:
@@ -190,8 +183,8 @@ def _epsilon_of(module: Any) -> float | None:
 
 
 def _style_of(module: Any, epsilon: float, kernels: Kernels) -> str | None:
-    """As which the module computes, to the last bit but for the few numbers that another order of summation rounds
-    otherwise; None where it is none.
+    """As which the module computes, but for what another order of summation changes: last bits in float32, few numbers
+    in other dtypes. None where it is none.
     """
     generator = torch.Generator().manual_seed(0)
     weight, width = module.weight, module.weight.shape[0]
@@ -208,8 +201,9 @@ def _style_of(module: Any, epsilon: float, kernels: Kernels) -> str | None:
         return None
     for style in NORM_STYLES:
         got = kernels.norm(x, tried, epsilon, style)
-        is_near = torch.allclose(got.float(), expected.float(), rtol=2 * torch.finfo(x.dtype).eps, atol=1e-7)
-        if is_near and (got != expected).float().mean() <= 0.02:
+        rtol, most = (2e-6, 1.0) if x.dtype == torch.float32 else (2 * torch.finfo(x.dtype).eps, 0.02)
+        is_near = torch.allclose(got.float(), expected.float(), rtol=rtol, atol=1e-7)
+        if is_near and (got != expected).float().mean() <= most:
             return style
     return None
 
@@ -224,6 +218,7 @@ def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> N
             or not (hidden_states.is_cpu and weight.is_cpu)
             or not hidden_states.numel()
             or hidden_states.nbytes > _MAX_NORM_NBYTES
+            or (weight.dtype == torch.float32 and math.prod(hidden_states.shape[:2]) > kernels.max_tokens)
             or hidden_states.shape[-1] != weight.shape[0]
             or type(weight) not in _PLAIN
             or weight.stride(0) != 1
@@ -275,7 +270,7 @@ def _is_taken_of(module: nn.Module, kernels: Kernels) -> bool:
     """What a module computes in: that of its first weight."""
     tiled = next((one for one in module.modules() if isinstance(one, TiledLayer)), None)
     if tiled is not None:
-        return tiled._expertly_kernels is kernels and tiled._expertly_dtype in GAINING
+        return tiled._expertly_kernels is kernels
     first = next(module.parameters(), None)
     return first is not None and _is_taken(first, kernels)
 
@@ -285,7 +280,7 @@ def _is_usual(module: Any, kernels: Kernels) -> bool:
     eager, sinks = _eager_of(module), getattr(module, "sinks", None)
     groups = getattr(module, "num_key_value_groups", None)
     dtype = torch.bfloat16 if sinks is None else sinks.dtype
-    if eager is None or not isinstance(groups, int) or dtype not in GAINING or dtype not in kernels.dtypes:
+    if eager is None or not isinstance(groups, int) or not kernels.takes(dtype):
         return False
     num_heads = 2 * groups if sinks is None else len(sinks)
     generator = torch.Generator().manual_seed(0)

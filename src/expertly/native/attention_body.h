@@ -1,6 +1,5 @@
 /* Attention of a few tokens and root-mean-square norms, for one instruction set: included by products_body.h, whose
- * macros it uses. Both read the model's tensors as they lie, in bfloat16 or float16, compute in float32 and round once
- * where the result is put.
+ * macros it uses. Both read the model's tensors as they lie, compute in float32 and round once where the result is put.
  */
 
 /* What is added to the score of row t with key s: 0, or -infinity where it does not see it. */
@@ -41,7 +40,7 @@ INLINE void NAME(leave_out)(int N, const attention *a, int64_t batch, int64_t he
 INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batch, int64_t head, int64_t first,
                               int64_t begin, int64_t end, float *partial) {
     NAME(leave_out)(N, a, batch, head, first, &begin, &end);
-    const int64_t itemsize = 2, num = end - begin;
+    const int64_t itemsize = NAME(itemsize)(dtype), num = end - begin;
     const int64_t key_full = a->key_width / BLOCK * BLOCK, value_full = a->value_width / BLOCK * BLOCK;
     const char *keys = a->k + batch * a->k_strides[0] + head * a->k_strides[1] + begin * a->k_strides[2];
     const char *values = a->v + batch * a->v_strides[0] + head * a->v_strides[1] + begin * a->v_strides[2];
@@ -55,7 +54,7 @@ INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batc
         for (int t = 0; t < N; t++) even[t] = odd[t] = (vf){0};
         for (int64_t j = 0; j < key_full; j += BLOCK) NAME(dot_block)(dtype, N, p + j * itemsize, q, j, even, odd);
         if (key_full < a->key_width) {
-            char tail[BLOCK * 2] = {0};
+            char tail[BLOCK * 4] = {0};
             memcpy(tail, p + key_full * itemsize, (size_t)((a->key_width - key_full) * itemsize));
             NAME(dot_block)(dtype, N, tail, q, key_full, even, odd);
         }
@@ -90,7 +89,7 @@ INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batc
         for (int t = 0; t < N; t++) even[t] = odd[t] = (vf){0};
         for (int64_t s = 0; s < num; s++) {
             const char *p = values + s * a->v_strides[2] + j * itemsize;
-            char tail[BLOCK * 2] = {0};
+            char tail[BLOCK * 4] = {0};
             if (j >= value_full) {
                 memcpy(tail, p, (size_t)((a->value_width - value_full) * itemsize));
                 p = tail;
@@ -108,7 +107,7 @@ INLINE void NAME(attend_rows)(int dtype, int N, const attention *a, int64_t batc
 
 /* The chunks of a key head are done: join them, and put the outputs. */
 INLINE void NAME(join_chunks)(int dtype, const attention *a, int64_t batch, int64_t head) {
-    const int64_t itemsize = 2, num_groups = a->num_rows / a->num_tokens;
+    const int64_t itemsize = NAME(itemsize)(dtype), num_groups = a->num_rows / a->num_tokens;
     const int64_t stride = a->num_rows * a->partial_width;
     float *partial = a->partial + (batch * a->num_kv_heads + head) * a->num_chunks * stride;
     for (int64_t row = 0; row < a->num_rows; row++) {
@@ -153,6 +152,7 @@ INLINE void NAME(attend_typed)(int dtype, attention *a) {
 static void NAME(run_attention)(void *argument) {
     attention *a = argument;
     if (a->dtype == BFLOAT16) NAME(attend_typed)(BFLOAT16, a);
+    else if (a->dtype == FLOAT32) NAME(attend_typed)(FLOAT32, a);
 #if HAS_HALF
     else NAME(attend_typed)(FLOAT16, a);
 #endif
@@ -161,7 +161,7 @@ static void NAME(run_attention)(void *argument) {
 /* Rows [num, width] times 1 / root of their mean square, times `weight` as `style` says. */
 INLINE void NAME(norm_typed)(int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes,
                              const char *weight, float epsilon, char *out) {
-    const int64_t itemsize = 2;
+    const int64_t itemsize = NAME(itemsize)(dtype);
     for (int64_t row = 0; row < num; row++, x += x_nbytes, out += width * itemsize) {
         vf sum = {0};
         float rest = 0;
@@ -180,7 +180,7 @@ INLINE void NAME(norm_typed)(int dtype, int style, int64_t num, int64_t width, c
         for (j = 0; j < width; j++) {
             float value = NAME(value)(dtype, x + j * itemsize) * factor, w = 1;
             if (style == ROUNDED) {
-                char rounded[2];
+                char rounded[4];
                 NAME(put)(dtype, value, rounded);
                 value = NAME(value)(dtype, rounded);
             }
@@ -195,6 +195,7 @@ static int NAME(norm)(int dtype, int style, int64_t num, int64_t width, const ch
 #define CASE(T, S) \
     if (dtype == T && style == S) NAME(norm_typed)(T, S, num, width, x, x_nbytes, weight, epsilon, out);
     CASE(BFLOAT16, ROUNDED) CASE(BFLOAT16, WEIGHED) CASE(BFLOAT16, ONE_MORE)
+    CASE(FLOAT32, ROUNDED) CASE(FLOAT32, WEIGHED) CASE(FLOAT32, ONE_MORE)
 #if HAS_HALF
     CASE(FLOAT16, ROUNDED) CASE(FLOAT16, WEIGHED) CASE(FLOAT16, ONE_MORE)
 #endif
@@ -206,7 +207,7 @@ static int NAME(norm)(int dtype, int style, int64_t num, int64_t width, const ch
  * and sums are rounded as torch rounds them.
  */
 INLINE void NAME(rotate_typed)(int dtype, const projections *p, int64_t width, char *values) {
-    const int64_t itemsize = 2, half = p->rotated_width / 2, at = p->num_angles > half ? half : 0;
+    const int64_t itemsize = NAME(itemsize)(dtype), half = p->rotated_width / 2, at = p->num_angles > half ? half : 0;
     float cos[2][512], sin[2][512];
     for (int64_t t = 0; t < p->num_tokens; t++) {
         const int64_t row = t % p->num_positions * p->num_angles;
@@ -219,11 +220,12 @@ INLINE void NAME(rotate_typed)(int dtype, const projections *p, int64_t width, c
             char *first = values + (t * width + head) * itemsize, *second = first + half * itemsize;
             for (int64_t j = 0; j < half; j++) {
                 const float a = NAME(value)(dtype, first + j * itemsize), b = NAME(value)(dtype, second + j * itemsize);
-                char products[4][2];
+                char products[4][4];
                 NAME(put)(dtype, a * cos[0][j], products[0]);
                 NAME(put)(dtype, -b * sin[0][j], products[1]);
                 NAME(put)(dtype, b * cos[1][j], products[2]);
                 NAME(put)(dtype, a * sin[1][j], products[3]);
+                __asm__ volatile("" : "+m"(products)); /* else float32's are added unrounded */
                 NAME(put)(dtype, NAME(value)(dtype, products[0]) + NAME(value)(dtype, products[1]), first + j * itemsize);
                 NAME(put)(dtype, NAME(value)(dtype, products[2]) + NAME(value)(dtype, products[3]), second + j * itemsize);
             }
@@ -233,6 +235,7 @@ INLINE void NAME(rotate_typed)(int dtype, const projections *p, int64_t width, c
 
 static void NAME(rotate)(int dtype, const projections *p, int64_t width, char *values) {
     if (dtype == BFLOAT16) NAME(rotate_typed)(BFLOAT16, p, width, values);
+    else if (dtype == FLOAT32) NAME(rotate_typed)(FLOAT32, p, width, values);
 #if HAS_HALF
     else NAME(rotate_typed)(FLOAT16, p, width, values);
 #endif

@@ -34,7 +34,7 @@ MAX_TOKENS = 16
 whose vectors are short, 1, where weights are not quantised (docs/log.md).
 """
 
-VERSION = 21
+VERSION = 22
 """Of the interface that is called here; products.c says the same number."""
 
 NO_DOWN = -1
@@ -161,7 +161,7 @@ class ExpertProducts:
 class Projections:
     """What calls for one attention's queries, keys and values have in common: `weights` [rows, H], `biases` [rows]; of
     the first two the norm (weight [head_width or rows], epsilon, style), then the rotation of the first `rotated_width`
-    numbers of each head. All in bfloat16 or float16, contiguous.
+    numbers of each head. All of one dtype, contiguous.
     """
 
     def __init__(
@@ -357,7 +357,7 @@ class Kernels:
     ) -> torch.Tensor:
         """Attention [B, n, H, W] of queries [B, H, n, D] over keys [B, G, S, D] and values [B, G, S, W], G dividing H.
 
-        In bfloat16 or float16. `mask` [B or 1, H or 1, n, S] says what is seen, or is added to the scores; `softcap`
+        `mask` [B or 1, H or 1, n, S] says what is seen, or is added to the scores; `softcap`
         bounds scores by a tanh; `sinks` [H] are scores that take their share of the softmax and have no value. Widths
         lie side by side. `then`: what the linear layer of this weight [rows, H * W] and bias [rows], contiguous, makes
         of it instead, [B, n, rows], of at most max_tokens. Raises MemoryError.
@@ -434,7 +434,7 @@ class Kernels:
         return found
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, style: str) -> torch.Tensor:
-        """`x` [..., D], contiguous, in bfloat16 or float16, over the root of its mean square and `epsilon`; weighed as
+        """`x` [..., D], contiguous, over the root of its mean square and `epsilon`; weighed as
         NORM_STYLES says.
         """
         library = self.library

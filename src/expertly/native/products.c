@@ -163,7 +163,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 21; }
+int expertly_products_version(void) { return 22; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -211,6 +211,10 @@ static void *allocate(int64_t num_floats) {
 
 static int64_t itemsize_of(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
+static int takes(const instruction_set *set, int dtype) {
+    return set != NULL && dtype >= BFLOAT16 && dtype <= FLOAT32 && (dtype != FLOAT16 || set->has_half);
+}
+
 /* As `set` multiplies inputs of `dtype`. */
 static int32_t taken_as(const instruction_set *set, int dtype) {
     return dtype == BFLOAT16 && set->has_pairs ? PAIRS : dtype;
@@ -235,17 +239,15 @@ static int64_t neuron_nbytes(int format, int dtype, int64_t width) {
 
 static int has_tiles(const instruction_set *set, int inner, int down, int dtype, int64_t num_inner, int64_t num_neurons,
                      int64_t hidden) {
-    if (set == NULL || inner < 0 || inner >= NUM_FORMATS || down < NO_DOWN || down >= NUM_FORMATS) return 0;
+    if (!takes(set, dtype) || inner < 0 || inner >= NUM_FORMATS || down < NO_DOWN || down >= NUM_FORMATS) return 0;
     if (down == NO_DOWN && num_inner != 1) return 0;
-    if (dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return 0;
     if (num_inner < 1 || num_inner > 2 || num_neurons < 1 || hidden < 1) return 0;
     return num_neurons % block_size(down) == 0 && hidden % tile_group(inner) == 0;
 }
 
 static int can_do(const instruction_set *set, int format, int dtype, const task *tasks, int64_t num_tasks,
                   int64_t num_neurons, int64_t width) {
-    if (set == NULL || dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return 0;
-    if (num_tasks < 1 || num_neurons < 1 || width < 1) return 0;
+    if (!takes(set, dtype) || num_tasks < 1 || num_neurons < 1 || width < 1) return 0;
     for (int64_t i = 0; i < num_tasks; i++)
         if (tasks[i].num_tokens < 1 || tasks[i].num_tokens > TASK_TOKENS) return 0;
     return 1;
@@ -468,8 +470,7 @@ int expertly_experts(int level, int dtype, int num_threads, const experts_call *
 int expertly_combine(int level, int dtype, int weights_dtype, int64_t num, int64_t top_k, int64_t width, const char *rows,
                      const char *weights, char *out) {
     const instruction_set *set = set_at(level);
-    if (set == NULL || dtype < BFLOAT16 || dtype > FLOAT32 || (dtype == FLOAT16 && !set->has_half)) return -1;
-    if (weights_dtype != FLOAT32 && weights_dtype != dtype) return -1;
+    if (!takes(set, dtype) || (weights_dtype != FLOAT32 && weights_dtype != dtype)) return -1;
     set->combine(dtype, weights_dtype, num, top_k, width, rows, weights, out);
     return 0;
 }
@@ -509,7 +510,7 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
                        double softcap) {
     const instruction_set *set = set_at(level);
     const int64_t num_batches = call->num_batches, heads = call->num_heads, kv_heads = call->num_kv_heads;
-    if (set == NULL || (dtype != BFLOAT16 && (dtype != FLOAT16 || !set->has_half))) return -1;
+    if (!takes(set, dtype)) return -1;
     if (num_batches < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads || call->num_tokens < 1) return -1;
     if (call->num_keys < 1 || call->key_width < 1 || call->value_width < 1) return -1;
     const int64_t rows = heads / kv_heads * call->num_tokens, block = set->block;
@@ -548,24 +549,25 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
     memcpy(job.v_strides, call->v_strides, sizeof job.v_strides);
     memcpy(job.mask_strides, call->mask_strides, sizeof job.mask_strides);
     run(set->attention, &job, num_threads, job.end,
-        jobs * call->num_keys * (call->key_width + call->value_width) * 2);
+        jobs * call->num_keys * (call->key_width + call->value_width) * itemsize_of(dtype));
     free(memory);
     free(left);
     if (call->then_weight == NULL) return 0;
     const int64_t num_tokens = num_batches * call->num_tokens, width = heads * call->value_width;
+    const int64_t row_nbytes = width * itemsize_of(dtype);
     const task all = {call->then_weight, 0, num_tokens, 0};
     const dots then = {
         .format = ROWS, .dtype = dtype, .num_matrices = 1, .num_neurons = call->then_rows, .width = width,
-        .row_nbytes = width * 2, .bias = call->then_bias, .out = call->then_out, .out_rows = num_tokens, .tasks = &all,
+        .row_nbytes = row_nbytes, .bias = call->then_bias, .out = call->then_out, .out_rows = num_tokens, .tasks = &all,
     };
-    return run_dots(set, then, 1, (inputs){call->out, width * 2, num_tokens, NULL}, num_threads);
+    return run_dots(set, then, 1, (inputs){call->out, row_nbytes, num_tokens, NULL}, num_threads);
 }
 
 /* out[num, width]: rows of x over the root of their mean square and `epsilon`; weight [width], or NULL. */
 int expertly_norm(int level, int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes,
                   const char *weight, double epsilon, char *out) {
     const instruction_set *set = set_at(level);
-    if (set == NULL || (dtype != BFLOAT16 && (dtype != FLOAT16 || !set->has_half))) return -1;
+    if (!takes(set, dtype)) return -1;
     if (style < 0 || style >= NUM_STYLES || num < 0 || width < 1) return -1;
     return set->norm(dtype, style, num, width, x, x_nbytes, weight, (float)epsilon, out);
 }
@@ -573,7 +575,7 @@ int expertly_norm(int level, int dtype, int style, int64_t num, int64_t width, c
 int expertly_projections(int level, int dtype, int num_threads, const projections *p, double first_epsilon,
                          double second_epsilon) {
     const instruction_set *set = set_at(level);
-    if (set == NULL || (dtype != BFLOAT16 && (dtype != FLOAT16 || !set->has_half))) return -1;
+    if (!takes(set, dtype)) return -1;
     if (p->rotated_width < 0 || p->rotated_width % 2 || p->rotated_width > 1024 || p->num_positions < 1) return -1;
     const double epsilons[2] = {first_epsilon, second_epsilon};
     const task all = {NULL, 0, p->num_tokens, 0};
@@ -582,13 +584,13 @@ int expertly_projections(int level, int dtype, int num_threads, const projection
         one.weights = p->weights[i];
         const dots job = {
             .format = ROWS, .dtype = dtype, .num_matrices = 1, .num_neurons = p->num_rows[i], .width = p->hidden,
-            .row_nbytes = p->hidden * 2, .bias = p->bias[i], .out = p->out[i], .out_rows = p->num_tokens, .tasks = &one,
+            .row_nbytes = p->hidden * itemsize_of(dtype), .bias = p->bias[i], .out = p->out[i], .out_rows = p->num_tokens, .tasks = &one,
         };
         if (run_dots(set, job, 1, (inputs){p->x, p->x_nbytes, p->num_tokens, NULL}, num_threads)) return -1;
         if (i == 2) break;
         if (p->norms[i] != NULL)
             set->norm(dtype, (int)p->norm_style[i], p->num_tokens * p->num_rows[i] / p->norm_width[i], p->norm_width[i],
-                      p->out[i], p->norm_width[i] * 2, p->norms[i], (float)epsilons[i], p->out[i]);
+                      p->out[i], p->norm_width[i] * itemsize_of(dtype), p->norms[i], (float)epsilons[i], p->out[i]);
         if (p->rotated_width) set->rotate(dtype, p, p->num_rows[i], p->out[i]);
     }
     return 0;
