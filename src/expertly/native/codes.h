@@ -6,7 +6,7 @@
  * three digits of 8 bits that are multiplied apart. These sums are exact; of an input is lost what is below 2^-23 of the
  * unit's largest, as sums in float32 lose it. Else products and sums are float32.
  *
- * With AVX512-BF16 (codes_pairs), nibbles are looked up as bfloat16, which holds them, and products are float32's.
+ * With AVX512-BF16, values of MXFP4 are looked up as bfloat16 (mxfp4_pairs), and products and sums are float32.
  *
  * Codes of V outputs are in words of 4 bytes, less none: of every 8 inputs those at even places, then those at odd ones.
  */
@@ -15,11 +15,9 @@
 #define EXPERTLY_CODES
 static const uint8_t E2M1_CODES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; /* 2 value + 12 */
 
-static const uint16_t CODES_AS_HALVES[2][16] = { /* of MXFP4 and Q4_0, less their offset, as bfloat16 */
-    {0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140,
-     0x8000, 0xbf80, 0xc000, 0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140},
-    {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-     0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0},
+static const uint16_t E2M1_HALVES[16] = { /* 2 value, as bfloat16 */
+    0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140,
+    0x8000, 0xbf80, 0xc000, 0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140,
 };
 
 /* Where input i of a unit is among the bytes of its words. */
@@ -300,10 +298,10 @@ INLINE void NAME(codes_add)(int format, int N, const char *p, const unit *x, int
 #undef TOGETHER
 
 #ifdef PAIRS_LABEL
-/* Tiles of a format whose codes are nibbles times inputs of bfloat16, as tiles_add of tiles_body.h has it. */
-INLINE void NAME(codes_pairs)(int format, int N, int64_t num, const char *p, const unit *x, int64_t x_stride, int64_t x_step,
+/* Tiles of MXFP4 times inputs of bfloat16, as tiles_add of tiles_body.h has it. */
+INLINE void NAME(mxfp4_pairs)(int format, int N, int64_t num, const char *p, const unit *x, int64_t x_stride, int64_t x_step,
                               float *sums, int64_t stride, int64_t step) {
-    const __m512i table = TWICE(_mm256_loadu_si256((const __m256i *)CODES_AS_HALVES[format == Q4_0]));
+    const __m512i table = TWICE(_mm256_loadu_si256((const __m256i *)E2M1_HALVES));
     for (; num; num--, p += tile_nbytes(format), x += x_step, sums += step) {
         NAME(fetch)(p + AHEAD, tile_nbytes(format));
         __m512 a[MAX_TOKENS][4];

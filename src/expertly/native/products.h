@@ -126,10 +126,12 @@ typedef struct {
     X(INT4_G128_ZEROS_F16, int4_g128_zeros_f16, 128, 16 * (128 / 2 + 2) + 8)
 #define TILE_FORMATS(X) CODE_FORMATS(X) WEIGHT_FORMATS(X) INT4_FORMATS(X)
 
-/* Those whose weights are bfloat16, or codes that bfloat16 holds, which AVX512-BF16 multiplies as such; and who decodes. */
+/* Those whose weights, or codes, are bfloat16, which AVX512-BF16 multiplies as such; and who decodes them. Formats of GGUF
+ * are not: their models are computed in float32.
+ */
 #define PAIRS_FORMATS(X) \
-    X(MXFP4, mxfp4, codes) X(Q4_0, q4_0, codes) X(FP8, fp8, fp8) X(INT4_G32, int4_g32, int4) \
-    X(INT4_G128, int4_g128, int4) X(INT4_G32_ZEROS, int4_g32_zeros, int4) X(INT4_G128_ZEROS, int4_g128_zeros, int4)
+    X(MXFP4, mxfp4, mxfp4) X(FP8, fp8, fp8) X(INT4_G32, int4_g32, int4) X(INT4_G128, int4_g128, int4) \
+    X(INT4_G32_ZEROS, int4_g32_zeros, int4) X(INT4_G128_ZEROS, int4_g128_zeros, int4)
 
 #define X(F, f, group, nbytes) F,
 enum { TILE_FORMATS(X) NUM_FORMATS };
