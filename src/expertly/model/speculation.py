@@ -119,6 +119,8 @@ def _size(num_verified: int) -> int:
 
 @dataclass(slots=True)
 class _Total:
+    """Over passes: how many, their drafted tokens and the accepted ones, experts needed, bytes loaded."""
+
     passes: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -155,7 +157,7 @@ class Speculation:
         total.nbytes += nbytes
 
     def facts(self) -> dict[str, Any] | None:
-        """As plain data (docs/conventions.md); None where no call of `generate` could draft."""
+        """As plain data; None where no call of `generate` could draft."""
         plain, verify = self._totals
         if not plain.passes + verify.passes:
             return None
