@@ -23,11 +23,11 @@ _CONTEXTS = ("none", "some", "all")
 
 _NUM_DRAFTS, _NUM_PASSES = 32, 8
 """Over which it is averaged how many tokens are right, and how long passes take."""
-_WRONG_BEFORE = 1
-"""Drafts that count as wrong before the first, so that one which is right does not decide."""
+_WRONG_BEFORE = 2
+"""Drafts that count as wrong before the first, so that a few which are right by chance do not decide."""
 _LEAST_PASSES = 2
 """Passes of a size after which its time counts; before, a drafted token is held to add _ADDED of a pass."""
-_ADDED = 0.25
+_ADDED = 0.4
 _LONGEST = 2.0
 """A pass counts as at most so many average ones, so that a pause of the machine does not decide."""
 _FADING = 0.998
