@@ -21,7 +21,7 @@ from tests.families import generate
 
 SAID = [5, 61, 7, 80, 23, 90, 11, 42, 3, 77, 34, 56, 19, 68, 100, 28]
 PROMPT = SAID * 2
-NUM_NEW = 60
+NUM_NEW = 90
 
 
 class Repeats(LogitsProcessor):

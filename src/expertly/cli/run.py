@@ -203,8 +203,9 @@ def _command(conversation: Chat, model: Any, text: str) -> str:
     if name == "/stats":
         from expertly import api
 
-        phases = api.stats(model).as_dict()["phases"]
-        return figures_table([{"phase": name, **one} for name, one in phases.items()], COUNTED)
+        told = api.stats(model).as_dict()
+        table = figures_table([{"phase": name, **one} for name, one in told["phases"].items()], COUNTED)
+        return table if told["speculation"] is None else f"{table}\nspeculation {told['speculation']['says']}"
     if name == "/save" and rest:
         conversation.save(Path(rest))
         return f"[{len(conversation.messages)} messages in {rest}]"

@@ -23,11 +23,11 @@ _CONTEXTS = ("none", "some", "all")
 
 _NUM_DRAFTS, _NUM_PASSES = 32, 8
 """Over which it is averaged how many tokens are right, and how long passes take."""
-_WRONG_BEFORE = 1
-"""Drafts that count as wrong before the first, so that one which is right does not decide."""
+_WRONG_BEFORE = 2
+"""Drafts that count as wrong before the first, so that a few which are right by chance do not decide."""
 _LEAST_PASSES = 2
 """Passes of a size after which its time counts; before, a drafted token is held to add _ADDED of a pass."""
-_ADDED = 0.25
+_ADDED = 0.4
 _LONGEST = 2.0
 """A pass counts as at most so many average ones, so that a pause of the machine does not decide."""
 _FADING = 0.998
@@ -119,6 +119,8 @@ def _size(num_verified: int) -> int:
 
 @dataclass(slots=True)
 class _Total:
+    """Over passes: how many, their drafted tokens and the accepted ones, experts needed, bytes loaded."""
+
     passes: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -155,7 +157,7 @@ class Speculation:
         total.nbytes += nbytes
 
     def facts(self) -> dict[str, Any] | None:
-        """As plain data (docs/conventions.md); None where no call of `generate` could draft."""
+        """As plain data; None where no call of `generate` could draft."""
         plain, verify = self._totals
         if not plain.passes + verify.passes:
             return None
