@@ -11,6 +11,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -103,7 +104,7 @@ class PlainSource:
         place, first = places[span.expert], span.segment * self._segment_nbytes[layer]
         offset = begin + place * self._expert_nbytes[layer] + first
         first_reads = self._first_reads[layer]
-        if first_reads is not None and first_reads.are_over(place, first, nbytes):
+        if first_reads is not None and (place in first_reads.over or first_reads.are_over(place, first, nbytes)):
             first_reads = None
         if nbytes <= MIN_READ_NBYTES:
             if first_reads is None:
@@ -123,7 +124,8 @@ class PlainSource:
         _close(self._files)
 
 
-class PlainRead(NamedTuple):
+@dataclass(slots=True)
+class PlainRead:
     """A read that nothing follows: a reader calls it, or a ReadQueue does the same without one."""
 
     file: ExpertFile

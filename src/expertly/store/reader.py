@@ -157,7 +157,8 @@ class ReadQueue:
             requests.extend((tag, 0, fd << 32, address, nbytes, offset, 0, 0))
         first = requests.buffer_info()[0]
         pointers = array("q", range(first, first + 64 * len(reads), 64))
-        return max(0, self._call(self._submit, self._context.value, len(reads), pointers.buffer_info()[0], 0, 0))
+        num: int = self._call(self._submit, self._context.value, len(reads), pointers.buffer_info()[0], 0, 0)
+        return max(0, num)
 
     def ended(self, timeout_ns: int = 0) -> list[tuple[int, int]]:
         """Tags of reads that have ended, and how many bytes each read, below 0 where it failed. Waits until there is

@@ -88,6 +88,8 @@ class FirstReads:
         self._sums = sums
         self.block_nbytes = expert_nbytes // len(sums[0])
         self._is_known = [bytearray(len(blocks)) for blocks in sums]
+        self.over: set[int] = set()
+        """Experts whose blocks have all been compared, by their places in the file."""
 
     def are_over(self, expert: int, first: int, nbytes: int) -> bool:
         """Whether all blocks of these `nbytes`, from byte `first` of an expert, have been compared. `expert`: its place
@@ -120,4 +122,6 @@ class FirstReads:
                     f"it was packed with {packed:016x}: damaged; remove the store and pack again"
                 )
             is_known[number] = 1
+        if 0 not in is_known:
+            self.over.add(expert)
         return again_nbytes
