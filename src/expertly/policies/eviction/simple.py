@@ -33,8 +33,12 @@ class LRU(EvictionPolicy):
 
     def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
         order = self._order
-        for num, expert in sorted(zip(num_tokens, experts, strict=True)):
-            if num and expert in order:
+        if num_tokens.count(1) == len(num_tokens):  # a token in decode
+            rising = sorted(experts)
+        else:
+            rising = [expert for num, expert in sorted(zip(num_tokens, experts, strict=True)) if num]
+        for expert in rising:
+            if expert in order:
                 order.move_to_end(expert)
 
     def victims(self, protected: Container[int]) -> Iterator[int]:
