@@ -11,9 +11,9 @@ that folder experts are drawn at random, some more often than others (Zipf), and
 
 Each system runs in a process of its own, in a memory cgroup of dense part + experts' share + 1 GiB, or of the size that
 stands in place of a share (6GiB); the first request only fills caches. A router that is asked early (`expertly-ahead`)
-names what was recorded, each expert with the accuracy .905 that ProMoE measured, and the row says "modelled". `floor`:
-the larger of the time that computing takes when all experts are resident and of the bytes that Belady's replacement
-loads, at the disk's rate; both measured in the same run.
+names what was recorded, each expert with the accuracy .905 that ProMoE measured, and the row says "modelled"; a gate
+stops that where steps are slower for it (not with `:gate=none`). `floor`: the larger of the time of computing when all
+experts are resident and of Belady's bytes at the disk's rate, both measured in the same run.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def play(arguments: dict[str, Any]) -> dict[str, Any]:
                 out = model(ids[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
                 if number:
                     steps.append(time.perf_counter() - start)
-    after = expertly.stats(model).as_dict()
-    decode = {key: after["phases"]["decode"][key] - before[key] for key in ("hits", "misses", "bytes_loaded")}
+    after, keys = expertly.stats(model).as_dict(), ("hits", "misses", "bytes_loaded", "prefetched_bytes")
+    decode = {key: after["phases"]["decode"][key] - before[key] for key in keys}
     return {"steps": steps, "ttft": statistics.median(first_token_s[1:]), "kernels": after["kernels"]["name"], **decode}
 
 
@@ -217,8 +217,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = [] if packed is None else [packed]
     path, read_nbytes = store.extents[0][0], layer.expert_nbytes // 4096 * 4096
     disk = measure_disk(path, read_nbytes, NUM_READERS, 3.0).nbytes_per_s
-    common = {"store": str(folder), "routing": args.routing}
-    common |= {"requests": args.requests, "tokens": args.tokens, "threads": args.threads}
+    common = {"store": str(folder)} | {key: vars(args)[key] for key in ("routing", "requests", "tokens", "threads")}
     resident = child("real_shape.py", common | {"memory": "100%", "system": "resident"}, timeout=3600)
     floor_compute = statistics.median(resident["steps"])
     rows.append({"what": "all resident", "tokens_per_s": 1 / floor_compute, "ttft_s": resident["ttft"]})
@@ -238,10 +237,11 @@ def main() -> None:
                 {
                     "what": system,
                     "memory": share,
-                    "routing": origin + (", modelled ahead" if system == "expertly-ahead" else ""),
+                    "routing": origin + (", modelled ahead" if "-ahead" in system else ""),
                     "tokens_per_s": 1 / taken,
                     "hit_rate": found["hits"] / (found["hits"] + found["misses"]),
                     "mb_a_token": found["bytes_loaded"] / len(found["steps"]) / 1e6,
+                    "prefetched_mb_a_token": found["prefetched_bytes"] / len(found["steps"]) / 1e6,
                     "belady_mb_a_token": loads / 1e6,
                     "floor_tokens_per_s": 1 / floor,
                     "of_floor": taken / floor,
