@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from expertly.core.errors import CheckpointError, UnsupportedModelError
+from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.data import demo_folder
 from expertly.lab import forecast as module
 from expertly.lab.forecast import ModelForecast, forecast
@@ -122,6 +122,8 @@ def test_workers_hold_what_does_not_fit(needs: ModelNeeds, monkeypatch: pytest.M
             assert faster.tokens_per_s > slower.tokens_per_s and faster.network_time < slower.network_time
             assert slower.hit_rate == infinite.hit_rate, "the network decides nothing"
     assert found.with_workers[3].share == 1.0 and found.with_workers[3].hit_rate == (1, 1)
+    with pytest.raises(ConfigError, match="they compute on CPUs, and this machine on cuda:0"):
+        forecast(needs, PROFILE, LAPTOP, free, workers=asked)
 
 
 @pytest.mark.parametrize(

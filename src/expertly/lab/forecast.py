@@ -171,9 +171,12 @@ def forecast(
 ) -> ModelForecast:
     """The forecast for the machine of `profile`, which `hardware` describes to the simulator. `available_nbytes`: its
     free memory now (default: as the profile says). `total_memory`: see `expertly.load`. `progress(runs done, in all)`.
-    `workers`: so many other machines like it, with as much memory each, behind a network.
+    `workers`: so many other machines like it, with as much memory each, behind a network. Raises ConfigError where the
+    machine computes on an accelerator, and workers do not.
     """
     device = profile.devices[0] if profile.devices else None
+    if workers and device is not None:
+        raise ConfigError(f"workers: they compute on CPUs, and this machine on {device.device}; that is not simulated")
     free = profile.available_nbytes if available_nbytes is None else available_nbytes
     geometry = Geometry(needs.layers)
     itemsize = ITEMSIZE[needs.dtype]
