@@ -70,7 +70,7 @@ def test_page_and_numbers_are_written_and_can_be_used_again(
 def test_some_experiments_simulate_fewer_tokens_and_the_page_says_which(
     capsys: Captured, traces: list[str], tmp_path: Path
 ) -> None:
-    asked = ("--tokens", "30", "--fewer", "12:fmoe:12a", "--seeds", "1")
+    asked = ("--fewer", "12:fmoe:12a", "--tokens", "30", "--seeds", "1")
     found = reproduce(capsys, "fmoe:12a,fmoe:12b", *traces[2:], *asked, "--out", tmp_path / "page.md")
     few, usual = (one["findings"][0]["setting"] for one in found["results"])
     assert ", 12 passes of decode" in few and ", 30 passes of decode" in usual

@@ -56,18 +56,18 @@ class ReproduceOptions:
         is_several=True,
         panel=ADVANCED,
     )
-    list: bool = option(False, "list the experiments and what they need, and do nothing else")
-    arrivals: Path | None = path_option(None, "CSV of arrivals and lengths, for fmoe:10", panel=ADVANCED)
-    quick: bool = option(False, "few tokens and one seed: under a minute an experiment, with wide intervals")
-    tokens: int = option(
-        TOKENS, "decoded tokens of a trace that are simulated, over all seeds", least=1, panel=ADVANCED
-    )
     fewer: list[str] | None = option(
         None,
         "experiments that simulate another number of tokens; may be given several times",
         metavar="N:A,B",
         panel=ADVANCED,
         is_several=True,
+    )
+    list: bool = option(False, "list the experiments and what they need, and do nothing else")
+    arrivals: Path | None = path_option(None, "CSV of arrivals and lengths, for fmoe:10", panel=ADVANCED)
+    quick: bool = option(False, "few tokens and one seed: under a minute an experiment, with wide intervals")
+    tokens: int = option(
+        TOKENS, "decoded tokens of a trace that are simulated, over all seeds", least=1, panel=ADVANCED
     )
     seeds: int = option(SEEDS, "how many seeds; each learns from other requests", least=1, panel=ADVANCED)
     seed: Any = option(0, "the first seed", metavar="N", type=seed, panel=ADVANCED)
@@ -126,7 +126,7 @@ def _fewer(given: Sequence[str]) -> dict[str, int]:
     """Tokens by the name of the experiment."""
     from expertly.lab.papers.runner import select
 
-    found = {}
+    found: dict[str, int] = {}
     for text in given:
         num, _, which = text.partition(":")
         if not (num.isascii() and num.isdecimal() and 0 < int(num) < 10**9):

@@ -110,7 +110,7 @@ class Session:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._scratch, self._say, self._asked = scratch, say, asked or Asked()
-        self._quick, self._seed, self._fewer = quick, seed, fewer or {}
+        self._quick, self._seed, self._tokens, self._fewer = quick, seed, tokens, fewer or {}
         given: dict[str, Any] = {"quick": quick, "seed": seed, "seeds": seeds, "tokens": tokens, "asked": asked}
         given["fewer"] = fewer
         self._again = partial(Session, paths, predictors=predictors, arrivals=arrivals, **given)
@@ -120,7 +120,6 @@ class Session:
             quick=quick,
             seed=seed,
             num_seeds=seeds,
-            num_tokens=tokens,
             asked=self._asked,
             arrivals=known_arrivals,
             progress=progress,
@@ -193,12 +192,12 @@ class Session:
         return Result(experiment.name, tuple(findings), tuple(left_out), time.monotonic() - start)
 
     def lab(self, subject: Subject, tokens: int | None = None) -> Lab:
-        tokens = tokens or self.settings["tokens"]
-        if (subject.name, tokens) not in self._labs:
+        key = subject.name, tokens or self._tokens
+        if key not in self._labs:
             scratch = self._scratch / str(len(self._labs))
             scratch.mkdir(parents=True)
-            self._labs[subject.name, tokens] = self._make_lab(subject, scratch, num_tokens=tokens)
-        return self._labs[subject.name, tokens]
+            self._labs[key] = self._make_lab(subject, scratch, num_tokens=key[1])
+        return self._labs[key]
 
     def _stand_in(self, name: str, tokens: int | None) -> Lab:
         known = next((lab.subject for (of, _), lab in self._labs.items() if of == name), None)
@@ -246,7 +245,7 @@ class Session:
             said = f"`{one.name}`: {manifest.model}, {shape}; {num} requests, {one.trace.num_rows} tokens; {kind}"
             lines.append(f"{said}; {one.sizes}" + (f"; {one.weights_note}" if one.weights_note else ""))
         lines.append(
-            f"{self.settings['tokens']} decoded tokens are simulated{self._said_of_fewer()}, or all that there are, "
+            f"{self._tokens} decoded tokens are simulated{self._said_of_fewer()}, or all that there are, "
             f"over {self.settings['seeds']} seeds. Each parts the requests anew: 70 % are to learn from "
             f"(`--split 7:3`), of which {LEARNED_TOKENS} tokens are, or 120 requests if that is more; those simulated "
             "are of the rest, from an empty cache. Where trained networks learned from this trace, seeds order its two "
