@@ -11,6 +11,7 @@ import pytest
 
 from expertly.core.messages import Phase, Prediction, RouterRan
 from expertly.scheduler.counters import Correlation, LayerCounters, PhaseCounters
+from expertly.scheduler.scheduler import count_demand
 from tests.scheduler.drive import geometry, run_layer, scheduler
 
 
@@ -18,7 +19,7 @@ def count(router: RouterRan, here: dict[int, int]) -> LayerCounters:
     """Counters after one demand; `here`: segments (of 4, 100 bytes each) of the experts not wholly resident."""
     counters = LayerCounters()
     missing = [position for position, expert in enumerate(router.experts) if expert in here]
-    counters.count_demand(router, missing, [here[router.experts[i]] for i in missing], 400, 4)
+    count_demand(counters, router, missing, [here[router.experts[i]] for i in missing], 400, 4)
     return counters
 
 

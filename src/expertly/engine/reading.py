@@ -7,9 +7,15 @@ is a row of frames: a read brings the pages of some frames from disk and decodes
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import mmap
+import os
+import platform
+import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -135,6 +141,14 @@ class PlainRead:
     def __call__(self) -> Moved:
         is_direct = self.file.read_into(self.offset, [self.buffer])
         return Moved(0 if is_direct else len(self.buffer))
+
+    def direct(self) -> tuple[int, int, int, int] | None:
+        """For `ReadQueue`: file, offset, address and bytes; None where it would not bypass the page cache."""
+        fd, nbytes = self.file.direct_fd, len(self.buffer)
+        if fd < 0 or self.offset % PAGE_NBYTES or not nbytes or nbytes % PAGE_NBYTES:
+            return None
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+        return None if address % PAGE_NBYTES else (fd, self.offset, address, nbytes)
 
 
 def _read_checked(
@@ -292,3 +306,81 @@ def layer_rows(flat: torch.Tensor, geometry: Geometry, layer: int, dtype: torch.
     if shape.format:
         return flat.view(-1, shape.block_nbytes)
     return flat.view(dtype).view(-1, shape.num_matrices, shape.hidden_size)
+
+
+# -- reads without a reader --------------------------------------------------------------------------------------------
+
+_SPIN_NS = 200_000
+"""A read of some ten kilobytes ends sooner: so long it is asked for again and again instead of going to sleep, from
+which a thread returns with cold caches.
+"""
+
+
+class ReadQueue:
+    """Reads past the page cache that need no thread of their own: several begin in one call of the system (Linux AIO).
+    Called by one thread.
+    """
+
+    MAX_READS = 64
+    """In flight at a time."""
+
+    def __init__(self) -> None:
+        """Raises OSError where the system has no such reads."""
+        numbers = _SYSTEM_CALLS.get(platform.machine()) if sys.platform == "linux" else None
+        if numbers is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        self._setup, self._destroy, self._submit, self._get_events = numbers
+        self._call = ctypes.CDLL(None, use_errno=True).syscall
+        self._call.argtypes, self._call.restype = 6 * (ctypes.c_long,), ctypes.c_long
+        self._events = array("q", bytes(32 * self.MAX_READS))  # for each: tag, its request, result, another result
+        self._timeout = array("q", (0, 0))
+        self._context = ctypes.c_long()
+        self._open()
+
+    def begin(self, reads: Sequence[tuple[int, tuple[int, int, int, int]]]) -> int:
+        """Begin reads, each a tag and what `PlainRead.direct` gave; returns how many of them, the first ones, the
+        system has taken.
+        """
+        requests = array("q")  # struct iocb
+        for tag, (fd, offset, address, nbytes) in reads:
+            requests.extend((tag, 0, fd << 32, address, nbytes, offset, 0, 0))
+        first = requests.buffer_info()[0]
+        pointers = array("q", range(first, first + 64 * len(reads), 64))
+        num: int = self._call(self._submit, self._context.value, len(reads), pointers.buffer_info()[0], 0, 0)
+        return max(0, num)
+
+    def ended(self, timeout_ns: int = 0) -> list[tuple[int, int]]:
+        """Tags of reads that have ended, and how many bytes each read, below 0 where it failed. Waits until there is
+        one, but no longer than `timeout_ns`, a second at most.
+        """
+        events, timeout = self._events, self._timeout
+        start_ns, timeout[1] = time.perf_counter_ns(), 0
+        context, room = self._context.value, (self.MAX_READS, events.buffer_info()[0], timeout.buffer_info()[0])
+        num = self._call(self._get_events, context, 0, *room)
+        while not num and time.perf_counter_ns() - start_ns < min(timeout_ns, _SPIN_NS):
+            num = self._call(self._get_events, context, 0, *room)
+        if not num and timeout_ns:
+            timeout[1] = min(timeout_ns, 999_999_999)
+            num = self._call(self._get_events, context, 1, *room)
+        end = 4 * num
+        return list(zip(events[0:end:4], events[2:end:4], strict=True))
+
+    def restart(self) -> None:
+        """Wait until no read runs, and forget all. After an interrupt in here, call it again."""
+        self.close()
+        self._open()
+
+    def close(self) -> None:
+        """Wait until no read runs. Idempotent."""
+        if self._context.value:
+            self._call(self._destroy, self._context.value, 0, 0, 0, 0)
+            self._context.value = 0
+
+    def _open(self) -> None:
+        if self._call(self._setup, self.MAX_READS, ctypes.addressof(self._context), 0, 0, 0):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+
+
+_SYSTEM_CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
+"""Numbers of io_setup, io_destroy, io_submit and io_getevents."""

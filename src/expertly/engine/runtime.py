@@ -116,9 +116,9 @@ class Engine:
                 progress(done, geometry.nbytes)
 
     def decode_counts(self) -> tuple[int, int]:
-        """Experts that decoding has needed so far, counted once a layer and pass, and bytes that it loaded."""
-        executor = self.executor
-        every = [executor.layer_counters(layer).decode for layer in range(executor.geometry.num_layers)]
+        """Experts that decoding has needed on these devices so far, counted once a layer and pass, and bytes loaded."""
+        shards, layers = self.executor.shards, range(self.executor.geometry.num_layers)
+        every = [shard.layer_counters(layer).decode for shard in shards for layer in layers]
         return sum(one.demands for one in every), sum(one.loaded_nbytes for one in every)
 
     # -- Runtime -----------------------------------------------------------------------------------------------
@@ -348,13 +348,10 @@ def _dispatch_many(layer: int, top_k_index: torch.Tensor, num_experts: int, info
 def combine(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     """Weighted sum over K, rounded as in the reference: product in the promoted type, sum, then the input's type."""
     num_tokens, top_k = weights.shape
-    if (
-        kernels.combines(outputs, weights)
-        and hidden.dtype == outputs.dtype
-        and weights.dtype in (torch.float32, outputs.dtype)
-        and weights.is_contiguous()
-    ):
-        return kernels.combine(outputs, weights)
+    if hidden.dtype == outputs.dtype and weights.dtype in (torch.float32, outputs.dtype) and weights.is_contiguous():
+        combined = kernels.combine(outputs, weights)
+        if combined is not None:
+            return combined
     width = outputs.shape[1]
     outputs = outputs.view(num_tokens, top_k, width)
     step = max(1, _COMBINE_NBYTES // (top_k * width * 4))

@@ -15,8 +15,7 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import NUM_READERS
 from expertly.engine.numa import MemoryNode
-from expertly.engine.reading import ExtentSource, Moved, PlainRead, Read, make_source
-from expertly.store.reader import ReadQueue
+from expertly.engine.reading import ExtentSource, Moved, PlainRead, Read, ReadQueue, make_source
 
 LOOK_EVERY_S = 1.0
 """A thread that waits for another checks this often whether that one still runs."""
@@ -111,7 +110,7 @@ class Readers:
                 continue
             (read,) = reads
             if self._queue is not None and isinstance(read, PlainRead):
-                direct = read.file.direct(read.offset, read.buffer)
+                direct = read.direct()
                 if direct is not None:
                     self._num_queued += 1
                     self._queued[self._num_queued] = _Job(ticket, read)
@@ -160,7 +159,7 @@ class Readers:
         """A span that has arrived, or None. Raises the exception of its read."""
         if not self.num_in_flight:
             return None
-        if self._queued:
+        if self._queued and self._done.empty():
             self._collect()
         try:
             return self._take(self._done.get_nowait())

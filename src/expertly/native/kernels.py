@@ -34,7 +34,7 @@ MAX_TOKENS = 16
 whose vectors are short, 1, where weights are not quantised (docs/log.md).
 """
 
-VERSION = 22
+VERSION = 23
 """Of the interface that is called here; products.c says the same number."""
 
 NO_DOWN = -1
@@ -211,10 +211,6 @@ class Kernels:
         """An accelerator's kernels over the slots of a layer, which SlotProducts describes; None: torch's."""
         return None
 
-    def combines(self, rows: torch.Tensor, weights: torch.Tensor) -> bool:
-        """Whether `combine` takes these rows [T * K, H] and weights [T, K]."""
-        return weights.shape[0] <= MAX_TOKENS and rows.dtype in self.dtypes
-
     def facts(self) -> dict[str, str | int]:
         counts = {"native": self.num_native, "torch": self.num_torch, "attention": self.num_attention}
         return {"name": self.name, "why": self.why, **counts}
@@ -327,13 +323,14 @@ class Kernels:
         if library.experts(library.level, self.dtypes[x.dtype], threads, call.buffer_info()[0]):
             raise MemoryError(_FAILED)
 
-    def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """[T, H] from the outputs of a layer's experts [T * K, H] and their weights [T, K], of the same dtype or
-        float32; both contiguous.
+        float32; both contiguous. None where torch is to do it.
         """
         library = self.library
-        assert library is not None
         (num_tokens, top_k), width = weights.shape, rows.shape[1]
+        if library is None or num_tokens > MAX_TOKENS or rows.dtype not in self.dtypes:
+            return None
         out = rows.new_empty(num_tokens, width)
         dtypes = self.dtypes[rows.dtype], self.dtypes[weights.dtype]
         addresses = rows.data_ptr(), weights.data_ptr(), out.data_ptr()
@@ -367,7 +364,6 @@ class Kernels:
         num_batches, num_heads, num_tokens, key_width = q.shape
         _, num_key_heads, num_keys, value_width = v.shape
         out = q.new_empty(num_batches, num_tokens, num_heads, value_width)
-        itemsize = q.element_size()
         projected, linear = out, (0, 0, 0, 0)
         if then is not None:
             weight, bias = then
@@ -388,7 +384,7 @@ class Kernels:
                 *(num_batches, num_heads, num_key_heads, num_tokens, num_keys, key_width, value_width),
                 *(q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if mask is None else mask.data_ptr()),
                 *(0 if sinks is None else sinks.data_ptr(), out.data_ptr()),
-                *(stride * itemsize for tensor in (q, k, v) for stride in tensor.stride()[:3]),
+                *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
                 *(*mask_strides, mask_dtype, 0 if sinks is None else self.dtypes[sinks.dtype]),
                 *linear,
             ),
@@ -401,16 +397,17 @@ class Kernels:
         return projected
 
     def projections(
-        self, x: torch.Tensor, layer: Projections, cos: torch.Tensor, sin: torch.Tensor, num_sequences: int = 1
+        self, x: torch.Tensor, layer: Projections, cos: torch.Tensor, sin: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Queries, keys and values [B, heads, S, D] of `x` [B * S, H], of at most max_tokens, its rows dense. Rotated
-        by `cos` and `sin` [positions, angles], contiguous: as many angles as numbers, or one a pair; position t modulo
-        positions is token t's. All of the layer's dtype. Raises MemoryError.
+        """Queries, keys and values [B, heads, S, D] of `x` [B, S, H], of at most max_tokens. Rotated by `cos` and `sin`
+        [..., angles]: as many angles as numbers, or one a pair; position t modulo positions is token t's. All of the
+        layer's dtype. Raises MemoryError.
         """
         library = self.library
         assert library is not None
-        num, itemsize, width = x.shape[0], x.element_size(), layer.head_width
-        length = num // num_sequences
+        x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+        num_sequences, length, hidden = x.shape
+        num, itemsize, width = num_sequences * length, x.element_size(), layer.head_width
         out = x.new_empty(num * sum(layer.num_rows))
         found, addresses, first = [], [], 0
         for rows in layer.num_rows:
@@ -422,7 +419,7 @@ class Kernels:
         call = array(
             "q",
             (
-                *(num, x.stride(0) * itemsize, x.data_ptr()),
+                *(num, hidden * itemsize, x.data_ptr()),
                 *(angles, cos.numel() // angles, cos.data_ptr(), sin.data_ptr()),
                 *(*addresses, *layer.addresses),
             ),

@@ -163,7 +163,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 22; }
+int expertly_products_version(void) { return 23; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -497,7 +497,8 @@ typedef struct {
     int64_t num_batches, num_heads, num_kv_heads, num_tokens, num_keys, key_width, value_width;
     const char *q, *k, *v, *mask, *sinks; /* mask and sinks: or NULL */
     char *out;
-    int64_t q_strides[3], k_strides[3], v_strides[3], mask_strides[3];
+    int64_t q_strides[3], k_strides[3], v_strides[3]; /* in numbers */
+    int64_t mask_strides[3];                          /* in bytes */
     int64_t mask_dtype, sinks_dtype;
     const char *then_weight, *then_bias; /* [then_rows, heads * value_width], [then_rows]: of a linear layer, or NULL */
     int64_t then_rows;
@@ -528,9 +529,9 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
     for (int64_t row = 0; row < jobs * rows; row++) {
         const int64_t batch = row / (kv_heads * rows), groups = heads / kv_heads, token = row % rows / groups;
         const int64_t head = row / rows % kv_heads * groups + row % groups;
-        const char *q = call->q + batch * call->q_strides[0] + head * call->q_strides[1] + token * call->q_strides[2];
+        const int64_t *strides = call->q_strides, at = batch * strides[0] + head * strides[1] + token * strides[2];
         float *to = memory + row * padded_key;
-        set->prepare(dtype, q, call->key_width, to);
+        set->prepare(dtype, call->q + at * itemsize_of(dtype), call->key_width, to);
         for (int64_t j = 0; j < padded_key; j++) to[j] *= (float)scale;
     }
     for (int64_t i = 0; i < jobs; i++) left[i] = num_chunks;
@@ -545,8 +546,10 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
         .softcap = (float)softcap, .partial = memory + q_floats, .partial_width = partial_width, .left = left,
         .out = call->out, .num_chunks = num_chunks, .end = jobs * num_chunks,
     };
-    memcpy(job.k_strides, call->k_strides, sizeof job.k_strides);
-    memcpy(job.v_strides, call->v_strides, sizeof job.v_strides);
+    for (int i = 0; i < 3; i++) {
+        job.k_strides[i] = call->k_strides[i] * itemsize_of(dtype);
+        job.v_strides[i] = call->v_strides[i] * itemsize_of(dtype);
+    }
     memcpy(job.mask_strides, call->mask_strides, sizeof job.mask_strides);
     run(set->attention, &job, num_threads, job.end,
         jobs * call->num_keys * (call->key_width + call->value_width) * itemsize_of(dtype));

@@ -497,11 +497,10 @@ class TritonKernels(Kernels):
         down_bias = None if down_bias is None else down_bias.contiguous()
         return SlotProducts(geometry, dtype, num_segments, rows, self, activation, inner_bias, down_bias)
 
-    def combines(self, rows: torch.Tensor, weights: torch.Tensor) -> bool:
-        return len(weights) <= MAX_TOKENS and rows.dtype in _DTYPES
-
-    def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         (num_tokens, top_k), width = weights.shape, rows.shape[1]
+        if num_tokens > MAX_TOKENS or rows.dtype not in _DTYPES:
+            return None
         out = rows.new_empty(num_tokens, width)
         sizes = {"H": width, "K": top_k, "BN": _power_of_two(width, 1024)}
         _launch(_combine_kernel, (num_tokens, triton.cdiv(width, sizes["BN"])), (rows, weights, out), sizes, 4)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from expertly.core.messages import Phase, Prediction, RouterRan
+from expertly.core.messages import Phase, Prediction
 
 
 @dataclass(slots=True)
@@ -204,35 +204,3 @@ class LayerCounters:
             values["by_distance"] = {int(k): (a, b, c) for k, (a, b, c) in values["by_distance"].items()}
             found.of(phase).add(PhaseCounters(**values))
         return found
-
-    def count_demand(
-        self, router: RouterRan, missing: list[int], segments_here: list[int], expert_nbytes: int, num_segments: int
-    ) -> None:
-        """Count the experts that real tokens demand, before anything is admitted. Experts that only pad tokens chose do
-        not count.
-
-        `missing`: positions in the router's list of experts that are not wholly resident; `segments_here`: how many
-        segments of each are.
-        """
-        if not router.batch_tokens:
-            return
-        is_decode, num_tokens = router.is_decode, router.num_tokens
-        counted: list[tuple[PhaseCounters, int, list[int]]] = []
-        if 0 not in num_tokens and not (True in is_decode and False in is_decode):  # nearly always
-            counted.append((self.decode if True in is_decode else self.prefill, len(num_tokens), segments_here))
-        else:
-            here = dict(zip(missing, segments_here, strict=True))
-            for phase, of_decode in ((self.decode, True), (self.prefill, False)):
-                positions = [i for i, num in enumerate(num_tokens) if num and is_decode[i] == of_decode]
-                counted.append((phase, len(positions), [here[i] for i in positions if i in here]))
-        for phase, num, segments in counted:
-            hits = num - len(segments)
-            phase.hits += hits
-            phase.demanded_nbytes += num * expert_nbytes
-            phase.hit_nbytes += hits * expert_nbytes
-            for num_here in segments:
-                if num_here:
-                    phase.partial_hits += 1
-                    phase.hit_nbytes += num_here * expert_nbytes // num_segments
-                else:
-                    phase.misses += 1

@@ -66,7 +66,7 @@ def run_layer(
     if scheduler.geometry.segments_per_expert > 1 and (scheduler.queue.is_used or scheduler.cache.is_split):
         parts = _Parts(computes_tops=scheduler.cache.is_split and router.serves_decode)
     ready = plan.ready if parts is None else parts.begin(plan)
-    num_coming = _submit(plan, transport, prefetcher)  # segments
+    num_coming = _submit(plan, transport, prefetcher) if plan.loads or plan.in_flight or plan.requested else 0
     if prefetcher is not None:
         prefetcher.router_ran(routed)
         arrived = prefetcher.wait(transport)

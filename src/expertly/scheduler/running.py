@@ -49,11 +49,6 @@ class RunningLayer:
         """Whether loads wait for slots, so that nothing may be prefetched."""
         return bool(self.deferred)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether everything that the layer needs was computed."""
-        return not (self.num_open or self.deferred)
-
     def begin(self, router: RouterRan, ready: list[Span], missing: list[int]) -> Plan:
         """The router ran: `ready` are resident spans, `missing` positions of experts that are not wholly resident."""
         self.router = router

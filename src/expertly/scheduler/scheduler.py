@@ -14,7 +14,7 @@ from expertly.policies.eviction import MakePolicy
 from expertly.policies.prefetch import ByScore, PrefetchOrder
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.cache import Cache
-from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.counters import LayerCounters, PhaseCounters
 from expertly.scheduler.prefetch import PrefetchQueue
 from expertly.scheduler.prefetch_gate import Moment, PrefetchGate
 from expertly.scheduler.running import RunningLayer, TurnByTurn
@@ -137,7 +137,7 @@ class Scheduler:
         if (missing or self._always_decides) and not queue.is_used:
             cache.begin(router.is_part_of_decode or True in router.is_decode)
         num_segments = self.geometry.segments_per_expert
-        self.counters[layer].count_demand(router, missing, here, self._expert_nbytes[layer], num_segments)
+        count_demand(self.counters[layer], router, missing, here, self._expert_nbytes[layer], num_segments)
         if self.gate is not None:
             self.gate.router_ran(router, (len(missing) + num_spared) * self._expert_nbytes[layer])
         return self._running.begin(router, ready, missing)
@@ -181,7 +181,7 @@ class Scheduler:
         """
         running = self._running
         router = running.router
-        assert router is not None and running.is_done
+        assert router is not None and not (running.num_open or running.deferred)
         assert self.finds_late or not cancelled, "early prefetches were cancelled when the router ran"
         if self.finds_late:
             self._cancel(router.layer, cancelled)
@@ -311,9 +311,47 @@ class Scheduler:
         if self._running.router is not None:
             return
         slots, queue = self.slots, self.queue
-        assert not (slots.awaited or slots.requested) and self._running.is_done
+        assert not (slots.awaited or slots.requested or self._running.num_open or self._running.deferred)
         for eid in range(self.geometry.num_experts):
             if self.cache.staged_of(self.geometry.layer_of_expert(eid), eid):
                 assert eid in queue.waiting or eid in slots.prefetching
         for pool, staging, num in zip(slots.pools, self.cache.staging, self.cache.staged, strict=True):
             assert pool.num_free >= staging - num, "between layers only prefetches hold staging slots"
+
+
+def count_demand(
+    counters: LayerCounters,
+    router: RouterRan,
+    missing: list[int],
+    segments_here: list[int],
+    expert_nbytes: int,
+    num_segments: int,
+) -> None:
+    """Count the experts that real tokens demand, before anything is admitted. Experts that only pad tokens chose do
+    not count.
+
+    `missing`: positions in the router's list of experts that are not wholly resident; `segments_here`: how many
+    segments of each are.
+    """
+    if not router.batch_tokens:
+        return
+    is_decode, num_tokens = router.is_decode, router.num_tokens
+    counted: list[tuple[PhaseCounters, int, list[int]]] = []
+    if 0 not in num_tokens and not (True in is_decode and False in is_decode):  # nearly always
+        counted.append((counters.decode if True in is_decode else counters.prefill, len(num_tokens), segments_here))
+    else:
+        here = dict(zip(missing, segments_here, strict=True))
+        for phase, of_decode in ((counters.decode, True), (counters.prefill, False)):
+            positions = [i for i, num in enumerate(num_tokens) if num and is_decode[i] == of_decode]
+            counted.append((phase, len(positions), [here[i] for i in positions if i in here]))
+    for phase, num, segments in counted:
+        hits = num - len(segments)
+        phase.hits += hits
+        phase.demanded_nbytes += num * expert_nbytes
+        phase.hit_nbytes += hits * expert_nbytes
+        for num_here in segments:
+            if num_here:
+                phase.partial_hits += 1
+                phase.hit_nbytes += num_here * expert_nbytes // num_segments
+            else:
+                phase.misses += 1

@@ -338,6 +338,7 @@ def lowest_bits(mask: int, count: int) -> int:
     return sum(1 << segment for segment in bits(mask)[: max(0, count)])
 
 
+@lru_cache(1 << 12)
 def highest_bits(mask: int, count: int) -> int:
     """The highest `count` ones of `mask`: an expert's last segments."""
     return mask & ~lowest_bits(mask, mask.bit_count() - count) if count < mask.bit_count() else mask
