@@ -290,7 +290,7 @@ def similarity(lab: Lab) -> Finding:
 
     def why(name: str) -> str:
         few = runs.row(f"{FMOE}:capacity={CAPACITIES[0]}")
-        score, r = few["predictor"][f"{name}_score"] or 0, few[f"similarity_correlation_{name}"]
+        score, r = _score(name, few) or 0, few[f"similarity_correlation_{name}"]
         return (
             f"matches are much alike, with a mean similarity of {means[name] or 0:.2f}; tried with {CAPACITIES[0]} "
             f"maps, of {score:.2f}, r is {show(r, 'number')}"
