@@ -21,7 +21,7 @@ from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan, Span
 from expertly.formats import expert_format
 from expertly.native.activations import recognise
-from expertly.native.kernels import MAX_TOKENS, NO_DOWN, ExpertProducts, Kernels, Work
+from expertly.native.kernels import MAX_FLOAT32_TOKENS, MAX_TOKENS, NO_DOWN, ExpertProducts, Kernels, Work
 
 _FIRST = (0,)
 
@@ -97,7 +97,8 @@ class LayerCompute:
             down_bias = down_bias[of_experts].to(rows.device)
         self._in_bias, self.down_bias = in_bias, down_bias
         # Of the compiled products: tokens of an expert that they take, and where rows are.
-        self.max_tokens = (MAX_TOKENS if geometry.format else kernels.max_tokens) if kernels.takes(dtype) else 0
+        most = min(kernels.max_tokens, MAX_FLOAT32_TOKENS) if dtype == torch.float32 else kernels.max_tokens
+        self.max_tokens = (MAX_TOKENS if geometry.format else most) if kernels.takes(dtype) else 0
         self._format = form = expert_format(geometry.format) if geometry.format else None
         self._block_size = geometry.block_size
         self._shape = geometry.num_matrices, geometry.hidden_size

@@ -21,7 +21,7 @@ from expertly import api
 from expertly.core.errors import ConfigError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import Geometry
-from expertly.core.placement import Placement
+from expertly.core.placement import Placement, weights_by_memory
 from expertly.core.resources import parse_memory
 from expertly.core.units import format_nbytes, format_rate, format_seconds
 from expertly.engine.compute import expert_nbytes_at_once
@@ -81,12 +81,13 @@ _WARM_REQUESTS = 2
 
 
 class Machines(NamedTuple):
-    """One machine with so much memory for experts, and workers like it."""
+    """One machine that keeps so much of experts in memory, and workers."""
 
     memory_nbytes: int
     share: float  # of the experts, in memory on any of them
     num_workers: int = 0
-    worker_nbytes: int = 0  # for experts, on each
+    worker_nbytes: int = 0  # of experts, the most on one
+    room: tuple[int, ...] = ()  # for experts on each, by which they are placed
     network: ClusterNetwork = NO_NETWORK
 
 
@@ -96,7 +97,7 @@ class ExpectedSpeed:
 
     memory_nbytes: int
     num_workers: int
-    worker_nbytes: int  # for experts, on each
+    worker_nbytes: int  # of experts, the most on one
     network: str
     share: float  # of the experts, in memory on any machine
     fits: bool
@@ -199,10 +200,10 @@ def forecast(
     machines = sorted(one for one in machines if one.memory_nbytes >= least)
     num_alone = len(machines)
     for num, network in workers if left >= least else ():
-        shares = [share.geometry.nbytes for share in Placement(geometry, 1 + num).shares]
-        held = [min(nbytes, max(shares)) for nbytes in (left, *[memory - beside.fixed_nbytes] * num)]
-        in_all = sum(map(min, held, shares))
-        machines.append(Machines(held[0], in_all / geometry.nbytes, num, held[-1], network))
+        room = left, *[memory - beside.fixed_nbytes] * num
+        shares = Placement(geometry, weights_by_memory(geometry.nbytes, room)).shares
+        held = [min(nbytes, share.geometry.nbytes) for nbytes, share in zip(room, shares, strict=True)]
+        machines.append(Machines(held[0], sum(held) / geometry.nbytes, num, max(held[1:]), room, network))
     speeds = _speeds(needs, hardware, machines, left, progress)
     stored = needs.stored
     download = stored.nbytes if stored is not None and not stored.is_here else 0
@@ -275,8 +276,9 @@ def _simulated(study: Study, machines: Machines) -> tuple[float, float, float, f
     the network takes.
     """
     system = SYSTEMS[BASE_SYSTEM]
-    memories = [Memory(str(machines.memory_nbytes)), *[Memory(str(machines.worker_nbytes))] * machines.num_workers]
-    shares = Placement(study.geometry_of(system), len(memories)).shares
+    geometry, room = study.geometry_of(system), machines.room or (machines.memory_nbytes,)
+    shares = Placement(geometry, weights_by_memory(geometry.nbytes, room)).shares
+    memories = [Memory(str(min(nbytes, share.geometry.nbytes))) for nbytes, share in zip(room, shares, strict=True)]
     local, workers = study.simulate_group(system, shares, memories, machines.network)
     metrics = local.metrics
     step_s = metrics.times_by_request(False)[-1]["tpot_s"]

@@ -28,7 +28,7 @@ from transformers.utils import output_capturing
 
 from expertly.model.hooks import CACHE, look_alike
 from expertly.model.tiled import TiledLayer
-from expertly.native.kernels import NORM_STYLES, Kernels, Projections
+from expertly.native.kernels import MAX_FLOAT32_TOKENS, NORM_STYLES, Kernels, Projections
 
 _PLAIN = (nn.Parameter, torch.Tensor)
 """Other kinds of tensor, as quantizing makes them, have no memory of their own, or other bytes in it."""
@@ -84,6 +84,7 @@ def _linear_of(
     can_train = torch.is_grad_enabled()
     if (
         not 1 <= num_tokens <= kernels.max_tokens
+        or (num_tokens > MAX_FLOAT32_TOKENS and input.dtype == torch.float32)
         or input.dtype not in kernels.dtypes
         or not input.is_cpu
         or weight.dim() != 2
@@ -150,7 +151,7 @@ class _Functional:
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 _MAX_NORM_NBYTES = 256 << 10
-"""Of an input; beyond, torch has threads. A prompt's in float32 stay torch's: tiny random models magnify last bits."""
+"""Of an input; beyond, torch has threads."""
 
 
 def _use_norms(model: nn.Module, kernels: Kernels) -> int:
@@ -219,7 +220,7 @@ def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> N
             or not (hidden_states.is_cpu and weight.is_cpu)
             or not hidden_states.numel()
             or hidden_states.nbytes > _MAX_NORM_NBYTES
-            or (weight.dtype == torch.float32 and math.prod(hidden_states.shape[:2]) > kernels.max_tokens)
+            or (weight.dtype == torch.float32 and math.prod(hidden_states.shape[:2]) > MAX_FLOAT32_TOKENS)
             or hidden_states.shape[-1] != weight.shape[0]
             or type(weight) not in _PLAIN
             or weight.stride(0) != 1
@@ -534,7 +535,9 @@ def _are_few(module: Any, hidden: torch.Tensor, angles: Any, kernels: Kernels) -
     weight = module.q_proj.weight
     return (
         hidden.dim() == 3
-        and 1 <= hidden.shape[0] * hidden.shape[1] <= kernels.max_tokens
+        and 1
+        <= hidden.shape[0] * hidden.shape[1]
+        <= (MAX_FLOAT32_TOKENS if hidden.dtype == torch.float32 else kernels.max_tokens)
         and hidden.dtype == weight.dtype == cos.dtype == sin.dtype
         and hidden.is_cpu
         and not module.training

@@ -34,6 +34,9 @@ MAX_TOKENS = 16
 whose vectors are short, 1, where weights are not quantised (docs/log.md).
 """
 
+MAX_FLOAT32_TOKENS = 4
+"""The same where nothing is rounded: tiny random models magnify the last bits of a longer prompt, so that is torch's."""
+
 VERSION = 23
 """Of the interface that is called here; products.c says the same number."""
 
@@ -228,7 +231,7 @@ class Kernels:
         """out[m, o + t, i] = row (i, m) . x[r + t] for every task (address, r, n, o) of `tasks`, four numbers each, and
         t < n <= max_tokens; neuron i's row of matrix m is at address + i * row_nbytes + m * matrix_nbytes.
 
-        `x` is [..., H], its rows dense; `out` [M, ..., r], contiguous, or [..., r] with `num_matrices` M. `bias` [r] is
+        `x` is [*, H], its rows dense, or contiguous [..., H]; `out` [M, ..., r], contiguous, or [..., r] with `num_matrices` M. `bias` [r] is
         added before rounding, where M is 1. Raises MemoryError.
         """
         library = self.library
@@ -250,7 +253,7 @@ class Kernels:
             matrix_nbytes,
             x.data_ptr(),
             x.numel() // width,
-            x.stride(-2) * x.element_size(),
+            (x.stride(0) if x.dim() == 2 else width) * x.element_size(),  # a dimension of 1 may have any stride
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             out.numel() // (num_matrices * num_neurons),
