@@ -220,7 +220,7 @@ def test_what_the_device_refuses_comes_through_the_page_cache(
     whole = os.preadv
 
     def odd(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if fd == direct._direct and offset >= refused_from:
+        if fd == direct.direct_fd and offset >= refused_from:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return whole(fd, [buffers[0][:PAGE]], offset)
 

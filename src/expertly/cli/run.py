@@ -51,11 +51,7 @@ class RunOptions(LoadOptions):
     prompt: str | None = argument(
         None, 'answered once; "-", or without a terminal: read from stdin; without a prompt: chat', metavar="PROMPT"
     )
-    max_new_tokens: int | None = option(
-        None,
-        f"tokens of an answer (default: {DEFAULT_NEW_TOKENS}, at most a quarter of the model's positions)",
-        least=1,
-    )
+    max_new_tokens: int | None = option(None, f"of an answer (default: at most {DEFAULT_NEW_TOKENS})", least=1)
     temperature: float | None = option(None, "0 is greedy (default: the model's own)", metavar="X", type=temperature)
     top_p: float | None = option(
         None,

@@ -35,7 +35,7 @@ whose vectors are short, 1, where weights are not quantised (docs/log.md).
 """
 
 MAX_FLOAT32_TOKENS = 4
-"""The same where nothing is rounded: tiny random models magnify the last bits of a longer prompt, so that is torch's."""
+"""The same where nothing is rounded: tiny random models magnify the last bits of a longer prompt, which is torch's."""
 
 VERSION = 23
 """Of the interface that is called here; products.c says the same number."""
@@ -231,8 +231,8 @@ class Kernels:
         """out[m, o + t, i] = row (i, m) . x[r + t] for every task (address, r, n, o) of `tasks`, four numbers each, and
         t < n <= max_tokens; neuron i's row of matrix m is at address + i * row_nbytes + m * matrix_nbytes.
 
-        `x` is [*, H], its rows dense, or contiguous [..., H]; `out` [M, ..., r], contiguous, or [..., r] with `num_matrices` M. `bias` [r] is
-        added before rounding, where M is 1. Raises MemoryError.
+        `x` is [*, H], its rows dense, or contiguous [..., H]; `out` [M, ..., r], contiguous, or [..., r] with
+        `num_matrices` M. `bias` [r] is added before rounding, where M is 1. Raises MemoryError.
         """
         library = self.library
         assert library is not None
