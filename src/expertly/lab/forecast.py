@@ -194,6 +194,8 @@ def forecast(
     beside = BesideExperts(dense, fixed, cache, per_token)
     left = memory - beside.dense_nbytes - beside.fixed_nbytes - beside.of_tokens(0, CONTEXTS[0])
     least = least_nbytes(geometry)
+    positions = needs.config.get("max_position_embeddings") or CONTEXTS[-1]
+    contexts = [context for context in CONTEXTS if context <= positions] or [positions]
     machines = [Machines(round(share * geometry.nbytes), share) for share in SHARES]
     if least < left < geometry.nbytes:
         machines.append(Machines(left, left / geometry.nbytes))
@@ -215,7 +217,7 @@ def forecast(
         dense_nbytes=needs.dense_nbytes,
         experts_nbytes=geometry.nbytes,
         expert_nbytes=geometry.nbytes // geometry.num_experts,
-        cache_nbytes={context: context * cache for context in CONTEXTS},
+        cache_nbytes={context: context * cache for context in contexts},
         least_nbytes=least,
         disk_nbytes=store,
         download_nbytes=download,
