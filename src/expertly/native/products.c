@@ -188,10 +188,15 @@ static int takes_openmp;
 /* Whether jobs run on OpenMP's threads where there are any: those that spin long would fight the team's. */
 void expertly_products_take_openmp(int takes) { takes_openmp = takes && GOMP_parallel != NULL; }
 
-static void run(void (*function)(void *), void *job, int num_threads, int64_t num_chunks, int64_t nbytes) {
+static void run_on(int on_openmp, void (*function)(void *), void *job, int num_threads, int64_t num_chunks,
+                   int64_t nbytes) {
     if (num_chunks < 2 || nbytes < 2 * THREAD_NBYTES || num_threads < 2) function(job);
-    else if (takes_openmp) GOMP_parallel(function, job, (unsigned)num_threads, 0);
+    else if (on_openmp) GOMP_parallel(function, job, (unsigned)num_threads, 0);
     else run_on_team(function, job, num_threads);
+}
+
+static void run(void (*function)(void *), void *job, int num_threads, int64_t num_chunks, int64_t nbytes) {
+    run_on(takes_openmp, function, job, num_threads, num_chunks, nbytes);
 }
 
 /* -- interface ------------------------------------------------------------------------------------------------------- */
@@ -486,7 +491,8 @@ int expertly_tiles_decode(int level, int inner, int down, int dtype, int num_thr
         .block_nbytes = inner_nbytes(inner, down, num_inner, hidden) + down_nbytes(down, hidden), .weights = weights,
         .out = out, .end = num_neurons / block_size(down),
     };
-    run(set->tile_decode, &job, num_threads, job.end, job.end * job.block_nbytes);
+    /* torch multiplies them next: its threads and the team's in turns, each spinning, were slower than one thread */
+    run_on(GOMP_parallel != NULL, set->tile_decode, &job, num_threads, job.end, job.end * job.block_nbytes);
     return 0;
 }
 
