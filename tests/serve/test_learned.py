@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import expertly
@@ -28,6 +29,7 @@ def test_a_server_that_comes_back_knows_what_it_had_learned(tmp_path: Path) -> N
                 assert metric(http.get("/metrics").text, "expertly_reuse_tokens_read") == num_learned
                 answer = http.post("/v1/completions", json=asked).json()
                 texts.append(answer["choices"][0]["text"])
+                time.sleep(0.3)  # metrics are up to a quarter of a second old
                 before, num_learned = num_learned, metric(http.get("/metrics").text, "expertly_reuse_tokens")
                 assert num_learned >= before + 24
         finally:
