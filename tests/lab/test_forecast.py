@@ -46,6 +46,7 @@ def test_sizes_are_those_of_the_store_that_packing_makes(needs: ModelNeeds, tmp_
     of_store = needs_of(str(tmp_path / "store"))
     assert (of_store.layers, of_store.dense, of_store.dense_nbytes) == (needs.layers, needs.dense, needs.dense_nbytes)
     assert of_store.is_packed and of(of_store).disk_nbytes == 0
+    assert list(of(needs).cache_nbytes) == [1024], "contexts that the model has"
 
 
 def test_a_config_alone_says_as_much(needs: ModelNeeds, tmp_path: Path) -> None:
@@ -122,6 +123,10 @@ def test_workers_hold_what_does_not_fit(needs: ModelNeeds, monkeypatch: pytest.M
             assert faster.tokens_per_s > slower.tokens_per_s and faster.network_time < slower.network_time
             assert slower.hit_rate == infinite.hit_rate, "the network decides nothing"
     assert found.with_workers[3].share == 1.0 and found.with_workers[3].hit_rate == (1, 1)
+    little = forecast(needs, replace(PROFILE, devices=()), LAPTOP, free - (8 << 20), workers=asked[:1])
+    (one,) = little.with_workers
+    assert one.memory_nbytes < needs.experts_nbytes / 3
+    assert one.share > 0.99, "the worker has more, and gets more, to about an expert"
     with pytest.raises(ConfigError, match="they compute on CPUs, and this machine on cuda:0"):
         forecast(needs, PROFILE, LAPTOP, free, workers=asked)
 
