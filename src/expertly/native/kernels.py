@@ -35,7 +35,9 @@ whose vectors are short, 1, where weights are not quantised (docs/log.md).
 """
 
 MAX_FLOAT32_TOKENS = 4
-"""The same where nothing is rounded: tiny random models magnify the last bits of a longer prompt, which is torch's."""
+"""The same in float32, where weights are not quantised. torch has longer prompts: another order of summation changes
+last bits, which tiny random models magnify.
+"""
 
 VERSION = 23
 """Of the interface that is called here; products.c says the same number."""
