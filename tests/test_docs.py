@@ -148,7 +148,7 @@ def test_results_that_are_kept_can_be_measured_again(file: str) -> None:
 
 def test_pages_are_as_short_as_contributing_says() -> None:
     total = 0
-    for page in (page for page in PAGES if page.name not in ("log.md", "results.md")):
+    for page in (page for page in PAGES if page.name not in ("log.md", "results.md") and page.parent.name != "results"):
         written = OPTIONS.sub("", ASKED.sub("", page.read_text(encoding="utf-8")))  # all but generated tables
         prose = re.sub(r"^\|.*$", "", without_blocks(written), flags=re.MULTILINE)
         assert len(prose.split()) < 1500, page

@@ -57,7 +57,15 @@ def test_page_and_numbers_are_written_and_can_be_used_again(
     assert str(tmp_path) not in page and traces[1] not in page
     assert {one["name"] for one in first["results"]} == {"fmoe:16", "moe-infinity:2"}
     for one in first["results"]:
-        assert f"| `{one['name']}` |" in page and one["verdict"] in page
+        paper, figure = one["name"].split(":")
+        assert f"[{one['name']}](results/{paper}.md#{paper}{figure})" in page
+        behind = (out / "results" / f"{paper}.md").read_text("utf-8")
+        assert f"## {one['name']}\n" in behind and one["verdict"] in behind
+        for finding in one["findings"]:
+            for check in finding["checks"]:
+                size = check["size"] and f", {check['size']}"
+                assert f"{finding['trace']}: **{check['verdict']}**{size}" in page
+                assert check["rule"] in behind and check["measured"] in behind
     again = ["fmoe:16", "--quick", *traces, "--reuse", out / "results.json"]
     (reused,) = reproduce(capsys, *again)["results"]
     assert reused["seconds"] == first["results"][0]["seconds"]
@@ -159,8 +167,9 @@ NOT_RUN = {"fmoe:4", "promoe:8", "moepic:4b", "expertly:gate", "expertly:saved",
 def test_the_page_has_every_experiment_of_the_list() -> None:
     page = PAGE.read_text("utf-8")
     known = {one.name: one for one in experiments() if one.name not in NOT_RUN}
-    assert re.findall(r"^\| `([\w:.-]+)` \|", page, re.MULTILINE) == list(known)
+    assert re.findall(r"^\| \[([\w:.-]+)\]", page, re.MULTILINE) == list(known)
+    behind = "".join(path.read_text("utf-8") for path in PAGE.with_suffix("").glob("*.md"))
     for one in known.values():
-        assert f"### {one.name}: {one.title}\n" in page and one.shows in page
-    failed = [line for line in page.splitlines() if line.startswith("- ") and "**does not hold**" in line]
+        assert f"## {one.name}\n\n**{one.title}.**" in behind and one.shows in behind
+    failed = [line for line in behind.splitlines() if line.startswith("- ") and "**does not hold**" in line]
     assert [line for line in failed if " Why: " not in line] == []

@@ -72,7 +72,9 @@ class ReproduceOptions:
     seeds: int = option(SEEDS, "how many seeds; each learns from other requests", least=1, panel=ADVANCED)
     seed: Any = option(0, "the first seed", metavar="N", type=seed, panel=ADVANCED)
     jobs: int = option(1, "how many experiments run at once, each in its own process", least=1)
-    out: Path | None = path_option(None, "FILE.md for the page of results, or a folder for it and results.json")
+    out: Path | None = path_option(
+        None, "FILE.md for the page of verdicts, with FILE/ behind it; or a folder for both and results.json"
+    )
     reuse: Path | None = path_option(
         None, "results.json of an earlier run with the same traces and settings: what is in it is not run again"
     )
@@ -154,8 +156,10 @@ def _write(args: ReproduceOptions, session: Session, results: list[Result]) -> N
         return
     page = args.out if args.out.suffix == ".md" else args.out / "results.md"
     try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(markdown(_command(args), session.about(), results), encoding="utf-8")
+        for name, text in markdown(page.stem, _command(args), session.about(), results).items():
+            path = page.parent / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
         if page != args.out:
             text = json.dumps(session.facts(results), indent=1)
             (args.out / "results.json").write_text(text + "\n", encoding="utf-8")

@@ -87,6 +87,18 @@ def test_what_is_within_the_noise_of_requests_cannot_be_told() -> None:
     assert rules.best("", few, "a", "", lowest=True).verdict == UNTOLD, "two requests tell nothing"
 
 
+def test_the_size_of_a_claim_is_that_of_what_decides_it() -> None:
+    times = {"a": mean([1.0] * 5), "b": mean([2.0] * 5), "c": mean([4.0] * 5)}
+    told = {f"{one} before {other}": rules.compare((one, other), times, lowest=True) for one, other in ("ab", "ac")}
+    assert rules.everywhere("", told, "", "").size == "a before b: a of b: 0.50x [0.50, 0.50]", "the least that holds"
+    told |= {"c before b": rules.compare(("c", "b"), times, lowest=True)}
+    told |= {"c before a": rules.compare(("c", "a"), times, lowest=True)}
+    assert rules.everywhere("", told, "", "").size == "c before a: c of a: 4.00x [4.00, 4.00]", "the largest against it"
+    assert rules.best("", times, "a", "", lowest=True).size == "a of b: 0.50x [0.50, 0.50]"
+    assert rules.best("", times, "c", "", lowest=True).size == "c of a: 4.00x [4.00, 4.00]"
+    assert rules.within("", "a", times["a"], 0.5, 2.0, "").size == "a 1 [1, 1]"
+
+
 def test_a_gain_has_the_size_that_the_rule_asks_for() -> None:
     base, less = mean([2.0, 4.0, 2.0, 4.0, 3.0]), mean([1.96, 3.92, 1.96, 3.92, 2.94])
     values = {"less": less, "base": base}

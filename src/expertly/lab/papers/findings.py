@@ -90,6 +90,7 @@ class Check:
     verdict: str  # HOLDS, FAILS or UNTOLD
     why: str = ""  # where it does not hold
     paper: str = ""  # the size of the effect there, as printed
+    size: str = ""  # of the effect here, where it decides: the least that holds, or the largest against it
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,14 @@ class Result:
         every = [check.verdict for finding in self.findings for check in finding.checks]
         return len(every) if verdict is None else every.count(verdict)
 
+    def claims(self) -> dict[str, list[tuple[Finding, Check]]]:
+        """Each claim, with what was found of it on each trace."""
+        claims: dict[str, list[tuple[Finding, Check]]] = {}
+        for finding in self.findings:
+            for check in finding.checks:
+                claims.setdefault(check.claim, []).append((finding, check))
+        return claims
+
     @property
     def verdict(self) -> str:
         """`holds`, `in part (3 of 5; 1 cannot be told)`, `does not hold`, `cannot be told` or `not run`."""
@@ -232,10 +241,29 @@ class Told(NamedTuple):
         if not (isinstance(one, Estimate) or isinstance(other, Estimate)):
             return ""
         if unit == "share":
-            return f" ({' less '.join(self.names)}: {show(one - other, 'points')} points)"
+            return f"{' less '.join(self.names)}: {show(one - other, 'points')} points"
         if float(other) <= 0:
-            return f" ({' less '.join(self.names)}: {show(one - other, unit)})"
-        return f" ({' of '.join(self.names)}: {show(one / other, 'x')})"
+            return f"{' less '.join(self.names)}: {show(one - other, unit)}"
+        return f"{' of '.join(self.names)}: {show(one / other, 'x')}"
+
+    def in_brackets(self, unit: str) -> str:
+        size = self.size(unit)
+        return size and f" ({size})"
+
+    def distance(self, unit: str) -> float:
+        """From equality: absolute of shares, else relative where it can be."""
+        one, other = map(float, self.values)
+        return abs(one - other) / (1 if unit == "share" or other <= 0 else other)
+
+
+def decisive(told: Sequence[Told], unit: str) -> Told | None:
+    """The comparison that decides a claim: the largest that does not hold, else the largest that cannot be told, else
+    the least that holds.
+    """
+    for verdict in (False, None):
+        if some := [one for one in told if one.holds is verdict]:
+            return max(some, key=lambda one: one.distance(unit))
+    return min(told, key=lambda one: one.distance(unit), default=None)
 
 
 def compare(
@@ -260,12 +288,14 @@ def judged(claim: str, rule: str, measured: str, told: Sequence[Told], unit: str
     """
     pairs = [one for one in told if one.holds is False] or [one for one in told if one.holds is None]
     verdict = HOLDS if not pairs else FAILS if pairs[0].holds is False else UNTOLD
+    deciding = decisive(told, unit)
     if pairs and len(told) > 1:
-        said = ", ".join(" and ".join(one.names) + one.size(unit) for one in pairs)
+        said = ", ".join(" and ".join(one.names) + one.in_brackets(unit) for one in pairs)
         measured += f"; {'against it' if verdict == FAILS else 'not told apart'}: {said}"
-    elif told:
-        measured += min(told, key=lambda one: abs(one.values[0] - one.values[1])).size(unit)
-    return Check(claim, rule, measured, verdict, reason_of(why, pairs) if verdict == FAILS else "", paper)
+    elif deciding:
+        measured += deciding.in_brackets(unit)
+    size = deciding.size(unit) if deciding else ""
+    return Check(claim, rule, measured, verdict, reason_of(why, pairs) if verdict == FAILS else "", paper, size)
 
 
 def reason_of(why: Why, told: Sequence[Told] = ()) -> str:
@@ -369,7 +399,7 @@ def within(
     wrong = [one for one in told if one.holds is not True]
     rule = f"{name} from {show(low, unit)} to {show(high, unit)}"
     check = judged(claim, rule, "", wrong, unit, why, paper)
-    return replace(check, measured=f"{name} {show(value, unit)}")
+    return replace(check, measured=f"{name} {show(value, unit)}", size=f"{name} {show(value, unit)}")
 
 
 def everywhere(
@@ -388,7 +418,7 @@ def everywhere(
 
     def named(names: list[str]) -> str:
         sizes = ((name, cases[name]) for name in names)
-        return ", ".join(name + (one.size(unit) if isinstance(one, Told) else "") for name, one in sizes)
+        return ", ".join(name + (one.in_brackets(unit) if isinstance(one, Told) else "") for name, one in sizes)
 
     measured = f"{len(parts[True])} of {len(cases)}"
     if any(isinstance(one, Told) for one in cases.values()):
@@ -398,7 +428,11 @@ def everywhere(
     allowed = (len(cases) - 1) // 2 if mostly else 0
     is_wrong = len(parts[False]) > allowed
     verdict = FAILS if is_wrong else UNTOLD if len(parts[False]) + len(parts[None]) > allowed else HOLDS
-    return Check(claim, rule, measured, verdict, reason_of(why) if is_wrong else "", paper)
+    counted = {HOLDS: True, FAILS: False, UNTOLD: None}[verdict]
+    told = {name: one for name, one in cases.items() if isinstance(one, Told) and one.holds is counted}
+    deciding = decisive(list(told.values()), unit)
+    size = next((f"{name}: {one.size(unit)}" for name, one in told.items() if one is deciding), "")
+    return Check(claim, rule, measured, verdict, reason_of(why) if is_wrong else "", paper, size or measured)
 
 
 def _within(slack: float) -> str:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from importlib.resources import files
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -290,19 +289,32 @@ def _digest(path: Path) -> str:
 Grid = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 
 
-def markdown(command: str, about: Sequence[str], results: Sequence[Result]) -> str:
-    """The whole page: `results.md.jinja` beside this file, filled in."""
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters["row"] = lambda cells: "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-    source = files("expertly.lab.papers").joinpath("results.md.jinja").read_text(encoding="utf-8")
-    page = environment.from_string(source).render(
-        command=command,
-        about=about,
-        pairs=[(find_experiment(one.name), one) for one in results],
-        papers={find_experiment(one.name).paper: PAPERS[find_experiment(one.name).paper].title for one in results},
-        count=lambda verdict=None: sum(one.count(verdict) for one in results),
+def markdown(name: str, command: str, about: Sequence[str], results: Sequence[Result]) -> dict[str, str]:
+    """Pages by their names: verdicts as `name`.md, and `name`/PAPER.md for each paper's tables and rules."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("expertly.lab.papers", ""),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
-    return page.rstrip() + "\n"
+    environment.filters["row"] = lambda cells: "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    pairs: dict[str, list[tuple[Experiment, Result]]] = {}
+    for result in results:
+        one = find_experiment(result.name)
+        pairs.setdefault(one.paper, []).append((one, result))
+    known: dict[str, Any] = {
+        "name": name,
+        "command": command,
+        "about": about,
+        "results": results,
+        "papers": [(paper, PAPERS[paper].title, found) for paper, found in pairs.items()],
+        "count": lambda of, verdict=None: sum(one.count(verdict) for one in of),
+    }
+    pages = {f"{name}.md": environment.get_template("verdicts.md.jinja").render(known)}
+    details = environment.get_template("details.md.jinja")
+    for paper, title, found in known["papers"]:
+        pages[f"{name}/{paper}.md"] = details.render(known, title=title, pairs=found)
+    return {page: text.rstrip() + "\n" for page, text in pages.items()}
 
 
 def text(result: Result, grid: Grid) -> str:
