@@ -26,17 +26,11 @@ class Expertly(TorchPeer):
 
         groups = settings.get("workers")
         self._of_layers: dict[str, float] = {}
-        self._model, _ = expertly.load(
-            settings["model"],
-            system=settings["system"],
-            memory=settings["memory"],
-            context=settings["context"] if settings["memory"] == "auto" else None,
-            codec=settings["codec"],
-            quantize=settings["quantize"],
-            learned="off",
-            device="cpu",
-            **({"workers": put_workers_in(groups), "worker_memory": settings["worker_memory"]} if groups else {}),
-        )
+        asked = {name: settings[name] for name in ("system", "memory", "codec", "quantize")}
+        asked["context"] = settings["context"] if settings["memory"] == "auto" else None
+        if groups:
+            asked |= {"workers": put_workers_in(groups), "worker_memory": settings["worker_memory"]}
+        self._model, _ = expertly.load(settings["model"], learned="off", device="cpu", **asked)
         if groups:
             self._watch(expertly.api.handle(self._model).engine.executor)
 
