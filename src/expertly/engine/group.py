@@ -1,5 +1,5 @@
 """Several devices as one: experts are placed by hash, hidden states are sent to their devices and outputs gathered
-(MoE-Infinity, appendix B.2). Each device is a Shard with a thread of its own, but for one alone among workers.
+(MoE-Infinity, appendix B.2). Each device is a Shard with a thread of its own.
 """
 
 from __future__ import annotations
@@ -108,8 +108,7 @@ class ShardGroup:
         self.stamp, self.to_host = shards[0].stamp, shards[0].to_host
         self._moments = Moments(shards[0].device)
         self._times = [LayerCounters() for _ in placement.geometry.layers]  # stall_ns and expert_ns alone
-        num_threads = len(shards) if len(shards) > 1 else 0
-        self._workers = Workers([f"expertly-device-{number}" for number in range(num_threads)])
+        self._workers = Workers([f"expertly-device-{number}" for number in range(len(shards))])
 
     def bind(self, modules: Sequence[nn.Module]) -> None:
         for shard, share in zip(self.shards, self.placement.shares, strict=False):
@@ -355,8 +354,7 @@ class _WorkerCall(NamedTuple):
 
 
 class Workers:
-    """One thread for each name; a thread runs its calls in order. Without names, the caller's runs them. Used by one
-    caller at a time.
+    """One thread for each name; a thread runs its calls in order. Used by one caller at a time.
 
     An interrupt may end the caller's wait: the calls run on, and its next calls run after them.
     """
@@ -374,11 +372,6 @@ class Workers:
         """Run one call on each thread, in parallel, and wait for all. Returns their results and the failure that came
         first. Raises EngineClosedError where a thread has ended.
         """
-        if not self._threads:
-            try:
-                return [function() for function in functions], None
-            except Exception as error:  # a thread's would come the same way
-                return [], CallFailure(0, error)
         done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
         calls = [_WorkerCall(function, number, done) for number, function in enumerate(functions)]
         deque(map(SimpleQueue.put, self._queues, calls), maxlen=0)  # in one step: an interrupt gives to all or to none
