@@ -272,8 +272,9 @@ def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: Tex
 
 def _about_network(network: ClusterNetwork) -> str:
     """What is assumed of it."""
-    times = ", ".join(format_seconds(ns / 1e9) for ns in (network.latency_ns, network.call_ns))
-    return f"{network.name} ({format_rate(network.nbytes_per_s)}; latency and a call: {times})"
+    latency, call, send = (format_seconds(ns / 1e9) for ns in (network.latency_ns, network.call_ns, network.send_ns))
+    rate = format_rate(network.nbytes_per_s)
+    return f"{network.name} ({rate}; latency {latency}; a call {call}, after {send} the next)"
 
 
 def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_stated: bool, network: str | None) -> str:

@@ -55,6 +55,7 @@ class SimulatedWorkers:
             self._end_without_ns = max(self._end_without_ns, now_ns + clock.now_ns - begin_ns)
             stalled_ns = worker.link.stall_ns - stalled_ns
             answers.append((clock.now_ns + network.latency_ns, num_rows * row_nbytes, stalled_ns))
+            sent_ns += network.send_ns
         for ready_ns, nbytes, self._stalled_ns in sorted(answers):
             self.received_nbytes += nbytes
             self._end_ns = max(self._end_ns, ready_ns) + network.takes_ns(nbytes)
