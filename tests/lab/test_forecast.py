@@ -157,7 +157,7 @@ def test_recorded_routing_in_place_of_made_up(needs: ModelNeeds, tmp_path: Path)
     chosen = np.repeat(tokens[:, None], len(layers), axis=1).astype(np.uint16)
     made = SynthWorkload(len(layers), layers[0].num_experts, top_k, len(tokens), lambda: iter([chosen]))
     write_workload(tmp_path / "trace", made, model=needs.name, num_requests=8)
-    trace, workers = Trace.open(tmp_path / "trace"), [(3, ClusterNetwork.read("10GbE"))]
+    trace, workers = Trace.open(tmp_path / "trace"), [(3, ClusterNetwork("infinite", float("inf"), 0, 0))]
     found = forecast(needs, replace(PROFILE, devices=()), LAPTOP, 16 * GIB, workers=workers, trace=trace)
     by_hash, by_trace = found.with_workers
     assert [one.is_measured for one in found.with_workers] == [False, True]
