@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -208,36 +209,30 @@ def transformers_chat_checks(url: str) -> list[Check]:
     command = [str(Path(sys.executable).with_name("transformers")), "chat", "demo", f"{url}/v1"]
     command += ["max_new_tokens=12", "do_sample=False"]
 
-    def conversation() -> str:
+    @cache
+    def said() -> str:
         number, own = pty.fork()
         if number == 0:
             os.environ["TERM"] = "dumb"
             os.execv(command[0], command)
-        said, todo, end = "", ["Tell me of the sea.\n", "n\n", "And a king?\n", "n\n", "!exit\n"], time.monotonic() + 90
+        text, todo, end = "", ["Tell me of the sea.\n", "n\n", "And a king?\n", "n\n", "!exit\n"], time.monotonic() + 90
         marks = [">:", "(y/N)", ">:", "(y/N)", ">:"]
         seen = 0
         while time.monotonic() < end:
             ready, _, _ = select.select([own], [], [], 0.5)
             if ready:
                 try:
-                    said += os.read(own, 65536).decode("utf-8", "replace")
+                    text += os.read(own, 65536).decode("utf-8", "replace")
                 except OSError:  # it has ended
                     break
-            elif todo and marks[0] in said[seen:]:
-                seen = len(said)
+            elif todo and marks[0] in text[seen:]:
+                seen = len(text)
                 os.write(own, todo.pop(0).encode())
                 marks.pop(0)
         os.waitpid(number, os.WNOHANG)
         if os.environ.get("EXPERTLY_SHOW"):
-            print(said, file=sys.stderr)
-        return said
-
-    found: list[str] = []
-
-    def said() -> str:
-        if not found:
-            found.append(conversation())
-        return found[0]
+            print(text, file=sys.stderr)
+        return text
 
     return [
         ("the model is found", lambda: "already loaded" in said() or "is warm" in said()),
@@ -246,13 +241,8 @@ def transformers_chat_checks(url: str) -> list[Check]:
     ]
 
 
-CHECKS = dict(
-    zip(
-        CLIENTS,
-        (openai_checks, litellm_checks, langchain_checks, lm_eval_checks, transformers_chat_checks),
-        strict=True,
-    )
-)
+LISTS = (openai_checks, litellm_checks, langchain_checks, lm_eval_checks, transformers_chat_checks)
+CHECKS = dict(zip(CLIENTS, LISTS, strict=True))
 
 
 def run_checks(client: str, url: str) -> None:

@@ -81,15 +81,8 @@ def serve(arguments: dict[str, Any]) -> None:
     from expertly.engine.process import peak_rss_nbytes
     from expertly.store.codec_choice import disk_rate_of
 
-    model, _ = expertly.load(
-        arguments["model"],
-        system=arguments["system"],
-        memory=arguments["memory"],
-        segments=arguments["segments"],
-        codec=arguments["codec"],
-        learned="off",
-        device="cpu",
-    )
+    asked = {name: arguments[name] for name in ("system", "memory", "segments", "codec")}
+    model, _ = expertly.load(arguments["model"], learned="off", device="cpu", **asked)
     rate = disk_rate_of(path for path, _ in handle(model).store.extents)
     chosen = expertly.stats(model).as_dict()
     facts = {"codec_is": chosen["codec"]["name"], "disk_bytes_per_s": rate}

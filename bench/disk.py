@@ -54,15 +54,8 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     store = pack_cached(arguments["model"], None, codec="none")
     files = [store.extents[layer][0] for layer in range(len(store.manifest.layers))]
     cached_before = sum(map(cached_pages, files))  # the files' headers
-    model, _ = expertly.load(
-        arguments["model"],
-        memory=arguments["memory"],
-        system=arguments["system"],
-        segments=arguments["segments"],
-        device="cpu",
-        codec="none",
-        learned="off",
-    )
+    asked = {name: arguments[name] for name in ("system", "memory", "segments")}
+    model, _ = expertly.load(arguments["model"], device="cpu", codec="none", learned="off", **asked)
     vocab = model.config.vocab_size
     ids = torch.randint(0, vocab, (1, arguments["tokens"] + 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

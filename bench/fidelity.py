@@ -45,14 +45,8 @@ def run_engine(arguments: dict[str, Any], system: str, folder: Path) -> dict[str
     from expertly.lab.recording import record
 
     shutil.rmtree(folder, ignore_errors=True)  # of a run that is repeated
-    model, _ = expertly.load(
-        arguments["model"],
-        memory=arguments["memory"],
-        system=system,
-        segments=arguments["segments"],
-        codec=arguments["codec"],
-        learned="off",
-    )
+    asked = {name: arguments[name] for name in ("memory", "segments", "codec")}
+    model, _ = expertly.load(arguments["model"], system=system, learned="off", **asked)
     times: list[float] = []
     with record(model, folder, name="demo", created="", command="") as recording, torch.no_grad():
         for ids in map(torch.tensor, arguments["ids"]):

@@ -31,7 +31,7 @@ import numpy as np
 
 import expertly  # isort: skip  (before torch: how its threads wait)
 import torch
-from common import GIB, ROOT, child, drop_page_cache, memory_cgroup, options, print_report, run
+from common import GIB, ROOT, child, memory_cgroup, options, print_report, run
 from safetensors.torch import save_file
 
 MODEL = ROOT / "bench" / "models" / "gpt-oss-20b"
@@ -80,34 +80,6 @@ def make_checkpoint(folder: Path, num_layers: int | None = None) -> None:
         save_file(tensors, folder / f"model-{shard}.safetensors", {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, f"model-{shard}.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-def write_rate(folder: Path, nbytes: int = 2 * GIB) -> float:
-    """Bytes a second that the disk takes of one file, written through to it."""
-    path, chunk = folder / "write-rate", os.urandom(64 << 20)
-    start = time.perf_counter()
-    with path.open("wb", buffering=0) as file:
-        for _ in range(nbytes // len(chunk)):
-            file.write(chunk)
-        os.fsync(file.fileno())
-    seconds = time.perf_counter() - start
-    path.unlink()
-    return nbytes / seconds
-
-
-def pack_model(source: Path, folder: Path, dtype: str | None) -> dict[str, Any] | None:
-    """The store at `folder`, and what packing it took; None where it was there."""
-    from expertly.model.packing import pack
-
-    if (folder / "manifest.json").exists():
-        return None
-    drop_page_cache(source)
-    rate = write_rate(source)
-    start = time.perf_counter()
-    store = pack(source, folder, dtype)
-    seconds = time.perf_counter() - start
-    written = store.nbytes / seconds
-    return {"what": "pack", "seconds": seconds, "gb_per_s": written / 1e9, "of_disk_writing": written / rate}
 
 
 # -- its routing -------------------------------------------------------------------------------------------------------
@@ -205,22 +177,23 @@ def main() -> None:
     )  # fmt: skip
     from expertly.core.resources import NUM_READERS, parse_memory
     from expertly.hardware.measure import measure_disk
+    from expertly.model.packing import pack
     from expertly.store.packed import PackedStore
 
     source = work_folder()
     make_checkpoint(source)
     folder = source.with_name(f"{source.name}-{args.dtype or 'mxfp4'}-store")
-    packed = pack_model(source, folder, args.dtype)
-    store = PackedStore.open(folder)
+    is_packed = (folder / "manifest.json").exists()
+    store = PackedStore.open(folder) if is_packed else pack(source, folder, args.dtype)
     requests, origin = recorded(Path(args.routing), args.requests + 1, args.tokens)
     layer = store.manifest.layers[0]
-    rows: list[dict[str, Any]] = [] if packed is None else [packed]
     path, read_nbytes = store.extents[0][0], layer.expert_nbytes // 4096 * 4096
     disk = measure_disk(path, read_nbytes, NUM_READERS, 3.0).nbytes_per_s
     common = {"store": str(folder)} | {key: vars(args)[key] for key in ("routing", "requests", "tokens", "threads")}
     resident = child("real_shape.py", common | {"memory": "100%", "system": "resident"}, timeout=3600)
     floor_compute = statistics.median(resident["steps"])
-    rows.append({"what": "all resident", "tokens_per_s": 1 / floor_compute, "ttft_s": resident["ttft"]})
+    speed = {"tokens_per_s": 1 / floor_compute, "ttft_s": resident["ttft"]}
+    rows: list[dict[str, Any]] = [{"what": "all resident", **speed}]
     for share in args.shares.split(","):
         beside = store.dense_nbytes + BESIDE_NBYTES
         memory = parse_memory(share, store.experts_nbytes) - (0 if share.endswith("%") else beside)

@@ -28,6 +28,7 @@ DEFAULT_SYSTEMS = ("lru", "lfu", "lcp", "on-demand", "random", "static", "belady
 def measure(folder: str, system: str, iterations: int, segments: int) -> dict[str, Any]:
     """Simulate the first `iterations` tokens of a trace in this process."""
     from expertly.core.geometry import LayerGeometry
+    from expertly.engine.process import peak_rss_nbytes
     from expertly.sim.hardware import Hardware
     from expertly.sim.schedule import Selection, make_schedule
     from expertly.sim.study import Memory, Study
@@ -41,13 +42,7 @@ def measure(folder: str, system: str, iterations: int, segments: int) -> dict[st
     simulator = study.simulate(SYSTEMS[system], Memory(MEMORY).budget(study.geometry_of(SYSTEMS[system])))
     seconds = time.process_time() - start
     assert simulator.metrics.num_decode_iterations == iterations
-    return {"seconds": seconds, "peak_nbytes": _peak_nbytes()}
-
-
-def _peak_nbytes() -> int:
-    """Of this program alone: what `getrusage` says begins with the size of the process that started it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+    return {"seconds": seconds, "peak_nbytes": peak_rss_nbytes()}
 
 
 def main() -> None:

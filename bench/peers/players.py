@@ -62,12 +62,6 @@ class Player:
             self._process.kill()
             self._process.wait()
 
-    def group_peak_nbytes(self) -> int | None:
-        """Most memory charged to the cgroup at any time: page cache, too."""
-        if self._group is None:
-            return None
-        return int((self._group / "memory.max_usage_in_bytes").read_text())
-
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], PATIENCE_S)[0]:

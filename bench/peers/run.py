@@ -5,10 +5,13 @@
                               [--model like|3gib] [--experts Q4_0|MXFP4]
 
 `4x`: a memory cgroup (version 1) of a quarter of the whole model's bytes, for each process, from its first byte on;
-`ram`: all the memory there is. Peers take turns, request by request, and each request with each number of threads; what
-is fed does not depend on what a model would choose. `--experts`: a GGUF file with experts rounded to that type, which
-`expertly` and llama.cpp both run; `--codecs` mxfp4, int4, int8: experts rounded to it. The first request only fills
-caches. A peer whose package (extra `peers`) is not there is left out, and said so. Columns: docs/peers.md.
+`ram`: all the memory there is. `--workers`: `expertly` also with so many workers of one thread on this machine, each in
+such a cgroup; itself it is in none, because of Ray's own processes, but gives experts as much as a worker. `beyond_s`:
+of layers, beyond the longest computing of any member. Peers take turns, request by request, and each request with each
+number of threads; what is fed does not depend on what a model would choose. `--experts`: a GGUF file with experts
+rounded to that type, which `expertly` and llama.cpp both run; `--codecs` mxfp4, int4, int8: experts rounded to it. The
+first request only fills caches. A peer whose package (extra `peers`) is not there is left out, and said so. Columns:
+docs/peers.md.
 """
 
 from __future__ import annotations
@@ -71,6 +74,7 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--model", choices=tuple(MODELS), default="like")
     parser.add_argument("--experts", help="a type of GGUF; by default the model as it is")
+    parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--requests", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=32)
@@ -122,7 +126,9 @@ class Bench:
             for folder in files:
                 drop_page_cache(folder)
             for entry in entries:
-                group = None if limit is None else stack.enter_context(memory_cgroup(limit))
+                num = self._args.workers if "worker_memory" in entry.settings else 0
+                entry.settings["workers"] = [str(stack.enter_context(memory_cgroup(limit))) for _ in range(num)]
+                group = None if limit is None or num else stack.enter_context(memory_cgroup(limit))
                 entry.start(group)
                 if entry.player is not None:
                     stack.callback(entry.player.close)
@@ -159,15 +165,18 @@ class Bench:
             return [Entry({"peer": peer, "kind": kind}, base | {"cpu_bytes": cpu, "offload_folder": str(folder)})]
         if limit is None:
             return [Entry({"peer": peer, "kind": "resident"}, base | _ours("resident", "none", "100%"))]
-        return [
+        found = [
             Entry({"peer": peer, "kind": f"{system}, {codec}"}, base | _ours(system, codec, self._args.memory))
             for system in self._args.systems.split(",")
             for codec in self._args.codecs.split(",")
         ]
+        for one in found[: len(found) if self._args.workers else 0]:
+            about = one.settings | dict.fromkeys(("memory", "worker_memory"), limit - BESIDE_NBYTES)
+            found.append(Entry(one.row | {"kind": f"{one.row['kind']}, {self._args.workers} workers"}, about))
+        return found
 
     def _rows(self, entry: Entry, size: str, limit: int | None, threads: list[int]) -> list[dict[str, Any]]:
         found = []
-        peak = None if entry.player is None else entry.player.group_peak_nbytes()
         for number in threads:
             answers = entry.answers.get(number, [])
             row = {"size": size, **entry.row, "threads": number, "status": entry.status, "limit_bytes": limit}
@@ -176,7 +185,7 @@ class Bench:
                 row["tokens_per_s"] = len(warm) / sum(one["tpot_s"] for one in warm)
                 row |= {key: statistics.median(one[key] for one in warm) for key in ("tpot_s", "ttft_s")}
                 row |= {key: statistics.mean(one[key] for one in warm) for key in warm[0] if key.endswith("_a_token")}
-                row |= {"peak_rss_bytes": max(one["peak_rss_bytes"] for one in answers), "group_peak_bytes": peak}
+                row["peak_rss_bytes"] = max(one["peak_rss_bytes"] for one in answers)
                 row |= {"tpots": [one["tpot_s"] for one in warm], "greedy": [one["greedy"] for one in answers]}
                 facts = entry.player.loaded["facts"] if entry.player is not None else {}
                 row |= {key: facts[key] for key in ("memory_bytes", "dense_bytes", "codec_is", "why") if key in facts}

@@ -15,7 +15,7 @@ import torch
 
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry, fitting_segments
-from expertly.core.placement import Placement, weights_by_memory
+from expertly.core.placement import Placement, Together
 from expertly.core.units import format_share
 from expertly.engine.choice import LoadSettings, find_choice
 from expertly.engine.cluster import memory_of_workers, open_workers, start_workers
@@ -42,7 +42,7 @@ from expertly.model.packing import pack_cached
 from expertly.model.speculation import Speculation
 from expertly.model.tiled import use_tiles
 from expertly.native.kernels import choose_kernels
-from expertly.options import LoadOptions, described, names_of_today
+from expertly.options import HASH, LoadOptions, described, names_of_today
 from expertly.policies.allocation.moepic import SplitPlan, read_plan
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
@@ -50,6 +50,7 @@ from expertly.scheduler.decisions import DecisionsFile, header_of, record
 from expertly.scheduler.presets import AUTO_SYSTEM, BASE_SYSTEM, get_runnable, without_prediction
 from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
+from expertly.trace.reader import Trace
 
 
 @dataclass(frozen=True)
@@ -170,13 +171,17 @@ def _choose(
     fitting = fitting_segments(store.manifest.layers, system.segments)
     geometry = store.geometry(asked.segments or fitting)
     request = request or _memory_request(asked, store, cache)
+    together = None
+    if asked.placement != HASH:
+        together = Trace.open(Path(asked.placement).expanduser()).chosen_together(geometry)
     peers: Sequence[Peer] = ()
     if asked.workers is not None:
         peers = start_workers(asked.workers, asked.worker_memory)
         for peer in peers:
             opened.callback(peer.close)
     give_back_heap()  # before free memory is counted
-    placement, division, memories = _place(store, geometry, system, request, targets, peers, asked.worker_memory)
+    members = targets, peers, asked.worker_memory, together
+    placement, division, memories = _place(store, geometry, system, request, *members)
     known = Known() if asked.plan is None else Known(given=(_read_plan(asked.plan, system, placement, division),))
     given = asked, system, why_system, store, predict, order, files, weights, placement, division, known
     return _Chosen(*given, peers, memories)
@@ -190,6 +195,7 @@ def _place(
     targets: Sequence[torch.device],
     peers: Sequence[Peer],
     worker_memory: str | int,
+    together: Together | None,
 ) -> tuple[Placement, Division, list[int]]:
     """Which device or worker has which experts, and the memory for them on the devices and in each worker."""
     placement = Placement(geometry, len(targets))
@@ -204,15 +210,16 @@ def _place(
     if is_divided:
         own = [memories[0] // len(own)] * len(own)
         request = replace(request, at_most=sum(own))
-    placement = Placement(geometry, weights_by_memory(geometry.nbytes, [*own, *memories]))
+    placement = Placement.by_memory(geometry, [*own, *memories], together)
     if system.keeps_everything:
         request = replace(request, memory=None)
     elif request.is_stated:
         request = replace(request, memory=sum(own))
     division = divide(store, [one.geometry for one in placement.shares[: len(targets)]], system, request, targets)
-    held = sum(share.geometry.nbytes for share in placement.shares[len(targets) :])
+    nbytes = [share.geometry.nbytes for share in placement.shares]
+    held, verb = sum(nbytes[len(targets) :]), "compute" if sum(nbytes) == geometry.nbytes else "hold"
     reason = alone.reason if request.is_stated else division.reason
-    workers = "1 worker computes" if len(peers) == 1 else f"{len(peers)} workers compute"
+    workers = f"1 worker {verb}s" if len(peers) == 1 else f"{len(peers)} workers {verb}"
     reason = f"{reason}; {workers} {format_share(held / geometry.nbytes)} of the experts"
     return placement, replace(division, reason=reason), memories
 

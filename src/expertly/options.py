@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from expertly.policies.allocation.moepic import SplitPlan
 
 AUTO = "auto"
+HASH = "hash"
 PREDICT = ("auto", "thread", "inline")
 VERIFY = ("first", "never")
 
@@ -178,6 +179,13 @@ class LoadOptions:
         metavar="SECONDS",
         panel=RESEARCH,
     )
+    placement: str | Path = option(
+        HASH,
+        "which worker has which experts: by a hash, or a folder with recorded routing of the model (`expertly lab "
+        "trace record`), by which experts chosen together lie apart and memory that is left holds copies",
+        metavar="hash|TRACE",
+        panel=ADVANCED,
+    )
     dtype: Any = option(
         None,
         "bfloat16, float16 or float32, or torch's name for it (default: the checkpoint's)",
@@ -293,6 +301,8 @@ class LoadOptions:
         if self.quantize is not None:
             rounding_format(self.quantize)
         check_one_memory(self.memory, self.total_memory)
+        if self.placement != HASH and self.workers is None:
+            raise ConfigError(f"placement={str(self.placement)!r}: places experts on workers, of which there are none")
         if not self.worker_deadline > 0:
             raise ConfigError(f"worker_deadline={self.worker_deadline!r}: must be more than 0 seconds")
         for one in LOAD_OPTIONS.values():

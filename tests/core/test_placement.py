@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
-from expertly.core.placement import Placement, weights_by_memory
+from expertly.core.placement import Placement, Share, split_router
 
 
 def shape(*experts: int, top_k: int = 3, segments: int = 2) -> Geometry:
@@ -74,7 +75,7 @@ def test_a_demand_is_cut_in_router_order_and_nothing_is_lost(num_devices: int) -
         tokens = [dice.randint(0, 5) for _ in experts]
         decode = [dice.random() < 0.3 for _ in experts]
         whole = RouterRan(1, experts, tokens, decode, 17)
-        parts = [share.router(whole) for share in placement.shares]
+        parts = split_router(whole, placement.shares)
         back = []
         for share, part in zip(placement.shares, parts, strict=True):
             assert (part.layer, part.batch_tokens) == (1, 17)
@@ -116,17 +117,77 @@ def test_a_prediction_is_cut_and_numbered_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "memories", "expected"),
+    ("num_experts", "memories", "expected"),
     [
         (90, [100, 100, 100], [30, 30, 30]),  # all can hold an equal share
         (90, [10, 100, 100], [10, 40, 40]),
         (90, [20, 100, 25], [20, 45, 25]),
-        (90, [10, 20, 30], [10, 20, 30]),  # not everything can be held: what each can
-        (90, [0, 500], [0, 90]),
+        (90, [10, 20, 30], [15, 30, 45]),  # not everything can be held: in proportion
+        (90, [0, 500], [1, 89]),  # one at least
     ],
 )
-def test_weights_by_memory(nbytes: int, memories: list[int], expected: list[int]) -> None:
-    assert weights_by_memory(nbytes, memories) == expected
+def test_devices_get_experts_by_memory(num_experts: int, memories: list[int], expected: list[int]) -> None:
+    geometry = shape(num_experts)
+    nbytes = [num * geometry.layers[0].expert_nbytes for num in memories]
+    shares = Placement.by_memory(geometry, nbytes).shares
+    assert [share.geometry.num_experts for share in shares] == expected
+
+
+def test_what_all_memory_together_holds_is_in_memory() -> None:
+    """Rounding gives no device an expert more than it can hold: 3 of 24 here, where its part of all is 3.9."""
+    geometry = shape(8, 8, 8)
+    nbytes = geometry.layers[0].expert_nbytes
+    memories = [nbytes * 39 // 10, nbytes * 13, nbytes * 89 // 10]
+    for num, share in zip(memories, Placement.by_memory(geometry, memories).shares, strict=True):
+        assert share.geometry.nbytes <= num
+
+
+# -- by recorded routing ---------------------------------------------------------------------------------------------
+
+
+def chosen(num_experts: int, tokens: list[list[int]]) -> list[np.ndarray]:
+    """Of one layer: how often tokens chose two experts."""
+    found = np.zeros((num_experts, num_experts), np.int64)
+    for token in tokens:
+        found[np.ix_(token, token)] += 1
+    return [found]
+
+
+def busiest(shares: list[Share], tokens: list[list[int]]) -> int:
+    """Experts of the device that computes most, over all tokens."""
+    routers = [RouterRan(0, token, [1] * len(token), [True] * len(token), 1) for token in tokens]
+    return sum(max(len(part.experts) for part in split_router(router, shares)) for router in routers)
+
+
+def test_experts_that_tokens_choose_together_are_apart() -> None:
+    """Of 12 experts, a token chooses 0, 1 and 2, or 3, 4 and 5, ...: each on another of three devices."""
+    geometry, tokens = shape(12), [[first, first + 1, first + 2] for first in range(0, 12, 3)]
+    memories = [geometry.nbytes // 3] * 3
+    by_hash, measured = (Placement.by_memory(geometry, memories, one).shares for one in (None, chosen(12, tokens)))
+    assert busiest(by_hash, tokens) > busiest(measured, tokens) == len(tokens)
+    assert [len(share.experts[0]) for share in measured] == [4, 4, 4]
+    assert sorted(expert for share in measured for expert in share.experts[0]) == list(range(12))
+
+
+def test_memory_that_is_left_holds_copies_of_what_is_used_most() -> None:
+    """Two of 8 experts are chosen by half of the tokens each; there is memory for two copies on each of two devices."""
+    geometry = shape(8, top_k=1)
+    tokens = [[0], [7]] * 20 + [[expert] for expert in range(8)]
+    shares = Placement.by_memory(geometry, [6 * geometry.nbytes // 8] * 2, chosen(8, tokens)).shares
+    assert all({0, 7} <= set(share.experts[0]) and len(share.experts[0]) == 6 for share in shares)
+    several = RouterRan(0, [7, 0], [2, 1], [True, True], 2)
+    parts = split_router(several, shares)
+    assert [len(part.experts) for part in parts] == [1, 1], "each computes one"
+    parts = split_router(several, shares, {0})
+    assert [len(part.experts) for part in parts] == [0, 2], "a device that is avoided has no part in it"
+    only = RouterRan(0, [next(e for e in range(8) if not shares[1].holds(0, e))], [1], [True], 1)
+    assert len(split_router(only, shares, {0})[0].experts) == 1, "unless nobody else has it"
+
+
+def test_copies_need_memory_for_all_experts_first() -> None:
+    geometry = shape(8, 8)
+    shares = Placement.by_memory(geometry, [geometry.nbytes // 4, geometry.nbytes // 2], chosen(8, [[0, 1]]) * 2).shares
+    assert sum(share.geometry.num_experts for share in shares) == geometry.num_experts
 
 
 @pytest.mark.parametrize("weights", [[3, 1], [1, 0, 5], [7, 2, 2, 1], [100, 1, 1]])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +14,10 @@ from typing import Any
 import pytest
 
 import expertly
-from tests.engine.conftest import Cases
+from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded
 from tests.families import generate
+from tests.tables import IS_FULL
 
 ray = pytest.importorskip("ray")
 
@@ -33,6 +36,14 @@ def workers_of(model: Any) -> list[dict[str, Any]]:
     return [one["worker"] for one in expertly.stats(model).as_dict()["devices"] if one["worker"] is not None]
 
 
+def until_all_are_back(model: Any, case: Case) -> None:
+    deadline = time.monotonic() + 120
+    while not all(one["alive"] for one in workers_of(model)):
+        assert time.monotonic() < deadline
+        assert generate(model, case.prompts) == case.tokens
+        time.sleep(0.2)
+
+
 def test_killed_and_stopped_processes(cases: Cases) -> None:
     case = cases["gpt_oss"]
     settings = {"workers": 2, "memory": "25%", "worker_memory": "25%", "worker_deadline": 1.0}
@@ -41,22 +52,38 @@ def test_killed_and_stopped_processes(cases: Cases) -> None:
         pids = [one["pid"] for one in workers_of(model)]
         assert len({*pids, os.getpid()}) == 3 and all(one["bytes_received"] for one in workers_of(model))
 
-        def until_all_are_back() -> None:
-            deadline = time.monotonic() + 120
-            while not all(one["alive"] for one in workers_of(model)):
-                assert time.monotonic() < deadline
-                assert generate(model, case.prompts) == case.tokens
-                time.sleep(0.2)
-
         os.kill(pids[0], signal.SIGKILL)
         assert generate(model, case.prompts) == case.tokens
         assert [one["drops"] for one in workers_of(model)] == [1, 0]
-        until_all_are_back()
+        until_all_are_back(model, case)
         assert workers_of(model)[0]["pid"] not in pids, "a new process"
 
         os.kill(pids[1], signal.SIGSTOP)
         assert generate(model, case.prompts) == case.tokens
         assert workers_of(model)[1]["problem"] == "no answer within its deadline"
         os.kill(pids[1], signal.SIGCONT)
-        until_all_are_back()
+        until_all_are_back(model, case)
         assert workers_of(model)[1]["pid"] == pids[1], "the same process"
+
+
+def test_kills_at_random_moments(cases: Cases) -> None:
+    """Every request ends, with its tokens: while a worker dies, while it starts again, and after that."""
+    case, dice, num_kills = cases["qwen3_moe"], random.Random(5), 20 if IS_FULL else 4
+    settings = {"workers": 2, "memory": "25%", "worker_memory": "25%", "worker_deadline": 5.0, "system": "fmoe"}
+    with loaded(case.store, **settings) as model:
+        begin = time.monotonic()
+        assert generate(model, case.prompts) == case.tokens
+        usual_s = time.monotonic() - begin
+        for _ in range(num_kills):
+            while not (alive := [one["pid"] for one in workers_of(model) if one["alive"]]):
+                assert generate(model, case.prompts) == case.tokens
+            killer = threading.Timer(dice.uniform(0, usual_s), os.kill, (dice.choice(alive), signal.SIGKILL))
+            begin = time.monotonic()
+            killer.start()
+            assert generate(model, case.prompts) == case.tokens
+            killer.join()
+            assert generate(model, case.prompts) == case.tokens
+            assert time.monotonic() - begin < 30
+        assert sum(one["drops"] for one in workers_of(model)) == num_kills
+        until_all_are_back(model, case)
+        assert sum(one["joins"] for one in workers_of(model)) == num_kills

@@ -15,10 +15,12 @@ import torch
 
 import expertly
 from expertly.api import handle
-from expertly.core.errors import ConfigError, TransferError
+from expertly.core.errors import ConfigError, TraceError, TransferError
 from expertly.engine import cluster, wire, worker
 from expertly.engine.wire import Kind
+from expertly.lab.synth import write_workload, zipf
 from expertly.model.packing import pack
+from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import counts, loaded, reader_threads
@@ -122,6 +124,13 @@ def test_continuous_batching(cases: Cases, peers: list[ThreadPeer]) -> None:
     with with_workers(case.store, 4, system="fmoe", segments=4) as model:
         for _ in range(2):
             assert run_batch(model, prompts) == expected
+        engine = handle(model).engine
+        num_passes = engine.num_prefill_iterations + engine.num_decode_iterations
+        assert num_passes < 2 * 6 * len(prompts), "requests share passes"
+        for peer in peers:
+            assert peer.kinds.count(Kind.LAYER) <= num_passes * len(handle(model).store.manifest.layers), (
+                "one call a layer and pass"
+            )
 
 
 def test_beside_an_accelerator(cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +244,7 @@ def test_a_worker_that_cannot_read_is_dropped(
     cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = cases["qwen3_moe"]
-    with with_workers(case.store, memory="100%", worker_memory="15%") as model:
+    with with_workers(case.store, memory="40%", worker_memory="15%") as model:
         assert generate(model, case.prompts) == case.tokens
         files, original = peers[0].worker._shard.device._readers._source._files, ExpertFile.read_into
 
@@ -371,6 +380,35 @@ def test_shares_follow_memory(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> 
     put_in_threads(monkeypatch, "90%", "90%")
     with loaded(cases["qwen3_moe"].store, workers=2, memory="60%") as model:
         assert [one["experts"] for one in expertly.stats(model).as_dict()["devices"]] == [8, 8, 8]
+
+
+def test_placed_by_recorded_routing(cases: Cases, peers: list[ThreadPeer], tmp_path: Path) -> None:
+    """Everything fits here, and each worker holds copies of half of it, which nobody misses when a worker is gone."""
+    case, num_layers = cases["qwen3_moe"], len(PackedStore.open(cases["qwen3_moe"].store).manifest.layers)
+    write_workload(tmp_path / "trace", zipf(num_layers, 8, 2, 200), model="qwen3_moe")
+    placed = {"memory": "100%", "worker_memory": "50%", "placement": str(tmp_path / "trace")}
+    with with_workers(case.store, 2, **placed) as model:
+        for _ in range(2):
+            assert generate(model, case.prompts) == case.tokens
+        torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
+        devices = expertly.stats(model).as_dict()["devices"]
+        assert [one["experts"] for one in devices] == [8 * num_layers, 4 * num_layers, 4 * num_layers]
+        assert all(one["decode"]["hits"] for one in devices), "each computes some"
+        assert "2 workers hold 100.0% of the experts" in expertly.stats(model).memory_reason
+        peers[0].can_start = False
+        peers[0].kill()
+        assert generate(model, case.prompts) == case.tokens
+        before = expertly.stats(model).as_dict()["devices"]
+        assert generate(model, case.prompts) == case.tokens
+        after = expertly.stats(model).as_dict()["devices"]
+        changed = [new["decode"]["hits"] - old["decode"]["hits"] for old, new in zip(before, after, strict=True)]
+        assert changed[0] > 0 and changed[1] == 0 and changed[2] > 0
+        assert before[1]["bytes_loaded"] == after[1]["bytes_loaded"], "nothing was read in place of what is gone"
+    write_workload(tmp_path / "other", zipf(num_layers, 16, 2, 10), model="other")
+    with pytest.raises(TraceError, match=rf"recorded of other: it has {num_layers} layers of 16 experts, and .* of 8"):
+        expertly.load(str(case.store), workers=1, placement=str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match=r"placement=.*workers"):
+        expertly.load(str(case.store), placement=str(tmp_path))
 
 
 def test_workers_on_this_machine_share_its_memory(

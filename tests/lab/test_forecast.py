@@ -7,15 +7,18 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.data import demo_folder
 from expertly.lab import forecast as module
 from expertly.lab.forecast import ModelForecast, forecast
+from expertly.lab.synth import SynthWorkload, write_workload
 from expertly.model.needs import ModelNeeds, needs_of
 from expertly.model.packing import pack
 from expertly.sim.hardware import ClusterNetwork, Hardware
+from expertly.trace.reader import Trace
 from tests.hardware.test_profile import PROFILE
 
 GIB = 1 << 30
@@ -142,3 +145,21 @@ def test_the_next_command_looks_at_the_disk(needs: ModelNeeds, free_nbytes: int,
     big = replace(needs, name="big", stored=stored)
     found = module._command(big, size, stored.nbytes, size * free_nbytes // 100, True)
     assert found.startswith(command)
+
+
+@pytest.mark.usefixtures("soon")
+def test_recorded_routing_in_place_of_made_up(needs: ModelNeeds, tmp_path: Path) -> None:
+    """Experts 0 to K - 1 are always chosen together, or K to 2 K - 1, and so on. There is memory for all of them on
+    each machine: the hash puts some of them on one machine, and the trace apart.
+    """
+    layers, top_k = needs.layers, needs.layers[0].top_k
+    tokens = np.arange(240)[:, None] % (layers[0].num_experts // top_k) * top_k + np.arange(top_k)
+    chosen = np.repeat(tokens[:, None], len(layers), axis=1).astype(np.uint16)
+    made = SynthWorkload(len(layers), layers[0].num_experts, top_k, len(tokens), lambda: iter([chosen]))
+    write_workload(tmp_path / "trace", made, model=needs.name, num_requests=8)
+    trace, workers = Trace.open(tmp_path / "trace"), [(3, ClusterNetwork("infinite", float("inf"), 0, 0))]
+    found = forecast(needs, replace(PROFILE, devices=()), LAPTOP, 16 * GIB, workers=workers, trace=trace)
+    by_hash, by_trace = found.with_workers
+    assert [one.is_measured for one in found.with_workers] == [False, True]
+    assert by_trace.tokens_per_s > by_hash.tokens_per_s and by_trace.hit_rate == by_hash.hit_rate == (1, 1)
+    assert by_trace.tokens_per_s[1] == pytest.approx(by_trace.tokens_per_s[0] * module.MACHINE_ERROR**2), "one routing"

@@ -100,6 +100,19 @@ def test_all_calls_and_answers_share_the_local_link(num_workers: int, tmp_path: 
     assert workers.sent_nbytes == num_workers * 24 and workers.received_nbytes == num_workers * 48
 
 
+def test_calls_are_made_one_after_the_other(tmp_path: Path) -> None:
+    """As above, but 60 ns from call to call: the last of three leaves at 3 x 24 + 2 x 60, and its answer finds the link
+    free.
+    """
+    layers = (LayerGeometry(7, 6, 24, 10, 2, 1),)
+    study = make_study(make_trace(tmp_path / "trace", [(0, False, [[list(range(1, 7))]])], layers))
+    held, network = [[0], [1, 2], [3, 4], [5, 6]], ClusterNetwork("slow", 1e9, 0, 0, 60)
+    local, workers = group(study, held, ["100%"] * 4, network)
+    expert_ns = layers[0].expert_nbytes + 10
+    assert local.clock.now_ns == 100 + 3 * 24 + 2 * 60 + 2 * expert_ns + 2 * 24 + 1000
+    assert workers.network_ns == 3 * 24 + 2 * 60 + 2 * 24
+
+
 @pytest.mark.parametrize("num_machines", [2, 3, 5])
 def test_each_machine_hits_as_if_its_share_were_all(num_machines: int, tmp_path: Path) -> None:
     layers = sized(4, 20, 3)

@@ -34,6 +34,7 @@ from expertly.core.units import (
 from expertly.hardware.profile import DiskProfile, MachineProfile
 from expertly.options import ADVANCED, argument, check_one_memory, json_flag, load_option, option, path_option
 from expertly.sim.hardware import NETWORK_NAMES, ClusterNetwork, Hardware
+from expertly.trace.reader import Trace
 
 if TYPE_CHECKING:
     from expertly.lab.forecast import ExpectedSpeed, ModelForecast
@@ -80,6 +81,12 @@ class DoctorOptions:
         panel=ADVANCED,
         choices=lambda: NETWORK_NAMES,
     )
+    trace: Path | None = path_option(
+        None,
+        "with --workers: recorded routing of MODEL, simulated in place of made-up routing, with experts placed by hash "
+        "and by half of its requests",
+        "TRACE",
+    )
     json: bool = json_flag()
 
 
@@ -94,6 +101,8 @@ def run(args: DoctorOptions) -> int:
             )
     if args.workers is not None and (args.model is None or args.hardware_out is not None):
         raise ConfigError(f"workers={','.join(map(str, args.workers))}: only with a MODEL to forecast")
+    if args.trace is not None and args.workers is None:
+        raise ConfigError(f"trace={str(args.trace)!r}: only with workers")
     if args.total_memory is not None and args.model is None:
         raise ConfigError(f"total_memory={args.total_memory!r}: only with a MODEL")
     check_one_memory(args.memory, args.total_memory)
@@ -244,6 +253,7 @@ def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: Tex
     most = min(layer.num_experts for layer in needs.layers) - 1  # this machine has one, too
     if args.workers is not None and args.workers[-1] > most:
         raise ConfigError(f"workers={args.workers[-1]}: accepted: 1 to {most}, for a layer has {most + 1} experts")
+    trace = None if args.trace is None else Trace.open(args.trace)
     if out.exists():
         profile = MachineProfile.read(out)
     else:
@@ -252,7 +262,8 @@ def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: Tex
     with progress_bar(unit="runs") as bar:
         progress = None if bar is None else lambda done, total: bar("simulating", done, total)
         hardware = measured_hardware(profile, None if bar is None else bar.in_bytes)
-        found = forecast(needs, profile, hardware, available_host_nbytes(), progress, args.total_memory, workers)
+        free, memory = available_host_nbytes(), args.total_memory
+        found = forecast(needs, profile, hardware, free, progress, memory, workers, trace)
     facts = {**asdict(found), "machine": profile.cpu, "profile_path": str(out)}
     about = _about_network(network) if found.with_workers else None
     show(facts, args.json, lambda: _forecast_report(found, profile, args.total_memory is not None, about), stdout)
@@ -261,8 +272,9 @@ def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: Tex
 
 def _about_network(network: ClusterNetwork) -> str:
     """What is assumed of it."""
-    times = ", ".join(format_seconds(ns / 1e9) for ns in (network.latency_ns, network.call_ns))
-    return f"{network.name} ({format_rate(network.nbytes_per_s)}; latency and a call: {times})"
+    latency, call, send = (format_seconds(ns / 1e9) for ns in (network.latency_ns, network.call_ns, network.send_ns))
+    rate = format_rate(network.nbytes_per_s)
+    return f"{network.name} ({rate}; latency {latency}; a call {call}, after {send} the next)"
 
 
 def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_stated: bool, network: str | None) -> str:
@@ -303,7 +315,7 @@ def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_sta
     for one in found.with_workers:
         several.add_row(*_row(one))
     of_several = (
-        Text(f"\nWith other machines like this one as workers, experts dealt out evenly, over {network}:"),
+        Text(f"\nWith other machines like this one as workers, over {network}:"),
         several,
     )
     parts = Group(
@@ -326,6 +338,7 @@ def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_sta
 
 def _row(one: ExpectedSpeed) -> tuple[str, ...]:
     away = f" + {one.num_workers} x {format_nbytes(one.worker_nbytes)}" if one.num_workers else ""
+    away += ", placed by the trace" if one.is_measured else ""
     return (
         f"{format_nbytes(one.memory_nbytes)}{away} ({format_share(one.share)})",
         format_range(format_number, *one.tokens_per_s),

@@ -1,11 +1,16 @@
 """Which device holds which expert: experts are dealt out in the order of a hash of their ids (MoE-Infinity, appendix
-B.2).
+B.2), or by recorded routing, and then memory that is left holds copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
@@ -29,10 +34,12 @@ class Share:
         self._ids = [geometry.expert_id(layer, expert) for layer, held in enumerate(experts) for expert in held]
         self._numbers = [{expert: number for number, expert in enumerate(held)} for held in experts]  # the inverse
 
-    def router(self, router: RouterRan) -> RouterRan:
-        """The router's choice among these experts, in router order. The pass still counts all its tokens."""
+    def holds(self, layer: int, expert: int) -> bool:
+        return expert in self._numbers[layer]
+
+    def router(self, router: RouterRan, here: Sequence[int]) -> RouterRan:
+        """The part of a router's choice that is at these rising places. The pass still counts all its tokens."""
         numbers = self._numbers[router.layer]
-        here = [i for i, expert in enumerate(router.experts) if expert in numbers]
         return RouterRan(
             router.layer,
             [numbers[router.experts[i]] for i in here],
@@ -64,8 +71,29 @@ class Share:
         )
 
 
+def split_router(router: RouterRan, shares: Sequence[Share], avoided: Collection[int] = frozenset()) -> list[RouterRan]:
+    """Each device's part of a router's choice. Of the devices that hold an expert, one computes it: that with the
+    fewest so far, an `avoided` one only where no other has it.
+    """
+    places: list[list[int]] = [[] for _ in shares]
+    copied: list[tuple[int, list[int]]] = []
+    for i, expert in enumerate(router.experts):
+        holders = [device for device, share in enumerate(shares) if share.holds(router.layer, expert)]
+        if len(holders) == 1:
+            places[holders[0]].append(i)
+        else:
+            copied.append((i, [device for device in holders if device not in avoided] or holders))
+    for i, holders in copied:
+        places[min(holders, key=lambda device: len(places[device]))].append(i)
+    return [share.router(router, sorted(here)) for share, here in zip(shares, places, strict=True)]
+
+
+Together = Sequence[npt.NDArray[np.int64]]
+"""Of each layer, [E, E]: how many tokens chose both experts; on the diagonal, how many chose the expert."""
+
+
 class Placement:
-    """A bijection between (layer, expert) and (device, layer, number on the device), the same on every machine.
+    """Which (layer, expert) is which (device, layer, number on the device), the same on every machine.
 
     The experts of a layer are dealt out in the order of a hash of their dense ids, so neighbours in a layer are not
     together more often than others. A device gets experts in proportion to its weight, at least one in each layer; with
@@ -94,22 +122,89 @@ class Placement:
                 device = max(without if is_last_chance else range(num_devices), key=owed.__getitem__)
                 owed[device] -= total
                 held[device][layer].append(eid - first)
-        self.shares = [Share(geometry, [sorted(experts) for experts in layers]) for layers in held]
+        self._share_out(held)
+
+    @classmethod
+    def by_memory(cls, geometry: Geometry, memories: Sequence[int], together: Together | None = None) -> Placement:
+        """For devices with so many bytes for experts. `together`: recorded routing, by which a token's experts are on
+        different devices as often as can be; then memory that is left holds copies of the experts that are used most.
+        """
+        expert_nbytes = max(layer.expert_nbytes for layer in geometry.layers)
+        room = [nbytes // expert_nbytes for nbytes in memories]
+        holds_all = sum(room) >= geometry.num_experts
+        placement = cls(geometry, _equal_or_all(geometry.num_experts, room) if holds_all else memories)
+        if together is None:
+            return placement
+        held = [[list(experts) for experts in share.experts] for share in placement.shares]
+        spare = [max(0, num - share.geometry.num_experts) for num, share in zip(room, placement.shares, strict=True)]
+        for layer, counts in enumerate(together):
+            of_layer = _apart([one[layer] for one in held], counts)
+            num_layers = geometry.num_layers
+            more = [(layer + 1) * num // num_layers - layer * num // num_layers for num in spare]
+            _copy(of_layer, more if holds_all else [0] * len(more), counts.diagonal())
+            for one, experts in zip(held, of_layer, strict=True):
+                one[layer] = experts
+        placement._share_out(held)
+        return placement
+
+    def _share_out(self, held: list[list[list[int]]]) -> None:
+        self.shares = [Share(self.geometry, [sorted(experts) for experts in layers]) for layers in held]
 
 
-def weights_by_memory(nbytes: int, memories: Sequence[int]) -> list[int]:
-    """The bytes of `nbytes` of experts that each device is to get. Devices that can hold an equal share get one, since
-    then they compute equally long; others get what they can hold. Where memory does not hold everything, each gets
-    experts in proportion to it.
+def _equal_or_all(num_experts: int, room: Sequence[int]) -> list[int]:
+    """The experts of each device, which together have room for all. Devices that can hold an equal share get one, since
+    then they compute equally long; others get what they can hold.
     """
-    if sum(memories) <= nbytes:
-        return list(memories)
-    weights, left = [0] * len(memories), nbytes
-    by_size = sorted(range(len(memories)), key=memories.__getitem__)
-    for num_done, device in enumerate(by_size):
-        weights[device] = min(memories[device], left // (len(memories) - num_done))
-        left -= weights[device]
-    return weights
+    nums, left = [0] * len(room), num_experts
+    for num_done, device in enumerate(sorted(range(len(room)), key=room.__getitem__)):
+        nums[device] = min(room[device], left // (len(room) - num_done))
+        left -= nums[device]
+    return nums
+
+
+def _apart(held: Sequence[Sequence[int]], together: npt.NDArray[np.int64]) -> list[list[int]]:
+    """The devices' experts of a layer, swapped in pairs while that lowers how many pairs of experts that tokens chose
+    are on one device. Each device keeps its number of experts.
+    """
+    num_experts, num_devices = len(together), len(held)
+    device_of = np.empty(num_experts, np.int64)
+    for device, experts in enumerate(held):
+        device_of[list(experts)] = device
+    every, pairs = np.arange(num_experts), together - np.diag(together.diagonal())
+    beside = np.stack([pairs[:, device_of == device].sum(axis=1) for device in range(num_devices)], axis=1)
+    has_swapped = True
+    while has_swapped:
+        has_swapped = False
+        for one in range(num_experts):
+            mine = device_of[one]
+            gained = beside[one, mine] + beside[every, device_of] - beside[one, device_of] - beside[:, mine]
+            gained += 2 * pairs[one]
+            gained[device_of == mine] = 0
+            other = int(gained.argmax())
+            if gained[other] > 0:
+                theirs = device_of[other]
+                moved = pairs[:, other] - pairs[:, one]
+                beside[:, mine] += moved
+                beside[:, theirs] -= moved
+                device_of[one], device_of[other] = theirs, mine
+                has_swapped = True
+    return [np.flatnonzero(device_of == device).tolist() for device in range(num_devices)]
+
+
+def _copy(held: Sequence[list[int]], spare: list[int], counts: npt.NDArray[Any]) -> None:
+    """Add copies of experts to the devices of a layer, so many to each: always of the expert whose copies are used
+    most, to the device with the most room.
+    """
+    queue = [(-float(count), expert, 1) for expert, count in enumerate(counts)]
+    heapq.heapify(queue)
+    while queue and any(spare):
+        _, expert, copies = heapq.heappop(queue)
+        lacking = [device for device, num in enumerate(spare) if num and expert not in held[device]]
+        if lacking:
+            device = max(lacking, key=spare.__getitem__)
+            held[device].append(expert)
+            spare[device] -= 1
+            heapq.heappush(queue, (-float(counts[expert]) / (copies + 1), expert, copies + 1))
 
 
 def _hash(number: int) -> int:

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from expertly.core.errors import EngineClosedError, TransferError
-from expertly.core.messages import Phase
+from expertly.core.messages import Phase, RouterRan
 from expertly.core.observation import Began, Routed
-from expertly.core.placement import Placement, Share
+from expertly.core.placement import Placement, Share, split_router
 from expertly.engine.compute import Dispatch
 from expertly.engine.device import Handover, kind_of
 from expertly.engine.memory import shares_of
@@ -142,8 +142,11 @@ class ShardGroup:
     def run_layer(
         self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None
     ) -> tuple[torch.Tensor, Waits]:
-        parts = [part_of(work, share, hidden.device) for share in self.placement.shares]
-        here, away = parts[: len(self.shards)], parts[len(self.shards) :]
+        shares, num_here = self.placement.shares, len(self.shards)
+        lost = {num_here + number for number, remote in enumerate(self.remotes) if remote.problem is not None}
+        routers = split_router(work.router, shares, lost)
+        parts = [part_of(work, *each, hidden.device) for each in zip(shares, routers, strict=True)]
+        here, away = parts[:num_here], parts[num_here:]
         is_behind = self.shards[0].device.queues_uses
         on_host = self.to_host(hidden).clone() if away and is_behind else hidden
         for remote, part in zip(self.remotes, away, strict=True):
@@ -234,9 +237,10 @@ class Part:
     rows: torch.Tensor  # [n] their places in the outputs of the layer, on the device that has those
 
 
-def part_of(work: Dispatch, share: Share, device: torch.device) -> Part:
-    """The part of a layer that the experts of `share` compute. `device`: where the outputs are gathered."""
-    router = share.router(work.router)
+def part_of(work: Dispatch, share: Share, router: RouterRan, device: torch.device) -> Part:
+    """The part of a layer that experts of `share` compute: those that `router` chose. `device`: where the outputs are
+    gathered.
+    """
     held = share.experts[router.layer]
     if work.positions is not None:
         where = [work.positions[held[number]] for number in router.experts]

@@ -36,6 +36,7 @@ def start_ray_workers(workers: str | int, memory: str | int) -> Sequence[Peer]:
         raise ConfigError(f"workers={workers!r}: accepted: a number from 1, or the address of a Ray cluster")
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # by default 15: a layer waits for what others leave
         try:
             if is_here:
                 local = {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_NBYTES}

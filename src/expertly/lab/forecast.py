@@ -21,7 +21,7 @@ from expertly import api
 from expertly.core.errors import ConfigError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import Geometry
-from expertly.core.placement import Placement, weights_by_memory
+from expertly.core.placement import Placement, Together
 from expertly.core.resources import parse_memory
 from expertly.core.units import format_nbytes, format_rate, format_seconds
 from expertly.engine.compute import expert_nbytes_at_once
@@ -42,7 +42,7 @@ from expertly.scheduler.budget import least_nbytes
 from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import ClusterNetwork, Hardware
-from expertly.sim.schedule import Selection, make_schedule
+from expertly.sim.schedule import Selection, make_schedule, with_answer
 from expertly.sim.study import Memory, Study
 from expertly.store.cache import stores_folder
 from expertly.store.manifest import ITEMSIZE
@@ -89,6 +89,7 @@ class Machines(NamedTuple):
     worker_nbytes: int = 0  # of experts, the most on one
     room: tuple[int, ...] = ()  # for experts on each, by which they are placed
     network: ClusterNetwork = NO_NETWORK
+    is_measured: bool = False  # experts are placed by recorded routing, not by hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class ExpectedSpeed:
     num_workers: int
     worker_nbytes: int  # of experts, the most on one
     network: str
+    is_measured: bool  # experts are placed by recorded routing, not by hash
     share: float  # of the experts, in memory on any machine
     fits: bool
     tokens_per_s: tuple[float, float]
@@ -169,11 +171,13 @@ def forecast(
     progress: Callable[[int, int], None] | None = None,
     total_memory: str | None = None,
     workers: Sequence[tuple[int, ClusterNetwork]] = (),
+    trace: Trace | None = None,
 ) -> ModelForecast:
     """The forecast for the machine of `profile`, which `hardware` describes to the simulator. `available_nbytes`: its
     free memory now (default: as the profile says). `total_memory`: see `expertly.load`. `progress(runs done, in all)`.
-    `workers`: so many other machines like it, with as much memory each, behind a network. Raises ConfigError where the
-    machine computes on an accelerator, and workers do not.
+    `workers`: so many other machines like it, with as much memory each, behind a network. `trace`: recorded routing of
+    the model in place of made-up routing; half of its requests place experts on workers, too, the others are simulated.
+    Raises ConfigError where the machine computes on an accelerator, and workers do not.
     """
     device = profile.devices[0] if profile.devices else None
     if workers and device is not None:
@@ -203,10 +207,11 @@ def forecast(
     num_alone = len(machines)
     for num, network in workers if left >= least else ():
         room = left, *[memory - beside.fixed_nbytes] * num
-        shares = Placement(geometry, weights_by_memory(geometry.nbytes, room)).shares
+        shares = Placement.by_memory(geometry, room).shares
         held = [min(nbytes, share.geometry.nbytes) for nbytes, share in zip(room, shares, strict=True)]
-        machines.append(Machines(held[0], sum(held) / geometry.nbytes, num, max(held[1:]), room, network))
-    speeds = _speeds(needs, hardware, machines, left, progress)
+        one = Machines(held[0], sum(held) / geometry.nbytes, num, max(held[1:]), room, network)
+        machines += [one] if trace is None else [one, one._replace(is_measured=True)]
+    speeds = _speeds(needs, hardware, machines, left, progress, trace)
     stored = needs.stored
     download = stored.nbytes if stored is not None and not stored.is_here else 0
     store = 0 if needs.is_packed else needs.dense_nbytes + geometry.nbytes
@@ -239,19 +244,28 @@ def _speeds(
     machines: list[Machines],
     left: int,
     progress: Callable[[int, int], None] | None,
+    trace: Trace | None,
 ) -> list[ExpectedSpeed]:
     """Simulated with the base system, which keeps what was used last: how much other systems gain depends on the
     model's routing.
     """
     of_routing: list[list[tuple[float, ...]]] = []
-    for routing in (EVEN, UNEVEN):
+    for routing in (EVEN, UNEVEN) if trace is None else (trace,):
         with tempfile.TemporaryDirectory(prefix="expertly-") as folder:
-            study = _study(needs, hardware, routing, Path(folder) / "trace")
+            together, made = None, routing if isinstance(routing, Trace) else _made_up(needs, routing, Path(folder))
+            selection = Selection(num_requests=_WARM_REQUESTS + 1, split=None if trace is None else (1, 1))
+            schedule = make_schedule(made, selection)
+            if trace is not None:
+                spans = [(span.first_row, span.first_row + span.num_rows) for span in schedule.training]
+                together = trace.chosen_together(Geometry(needs.layers), spans)
+                test = [with_answer(trace, span, _REQUEST_TOKENS) for span in schedule.test]
+                schedule = replace(schedule, training=[], test=test)
+            study = Study(made, schedule, hardware, needs.layers, needs.dense)
             found: list[tuple[float, ...]] = []
             for one in machines:
                 if progress is not None:
-                    progress(len(of_routing) * len(machines) + len(found), 2 * len(machines))
-                found.append(_simulated(study, one))
+                    progress(len(of_routing) * len(machines) + len(found), (2 - bool(trace)) * len(machines))
+                found.append(_simulated(study, one, together if one.is_measured else None))
             of_routing.append(found)
     speeds = []
     for one, *runs in zip(machines, *of_routing, strict=True):
@@ -262,6 +276,7 @@ def _speeds(
                 num_workers=one.num_workers,
                 worker_nbytes=one.worker_nbytes,
                 network=one.network.name,
+                is_measured=one.is_measured,
                 share=one.share,
                 fits=one.memory_nbytes <= left,
                 tokens_per_s=(rates[0] / MACHINE_ERROR, rates[-1] * MACHINE_ERROR),
@@ -273,13 +288,13 @@ def _speeds(
     return speeds
 
 
-def _simulated(study: Study, machines: Machines) -> tuple[float, float, float, float]:
+def _simulated(study: Study, machines: Machines, together: Together | None) -> tuple[float, float, float, float]:
     """Tokens per second and hit rate of the last request, the share of the time that experts are waited for, and that
     the network takes.
     """
     system = SYSTEMS[BASE_SYSTEM]
     geometry, room = study.geometry_of(system), machines.room or (machines.memory_nbytes,)
-    shares = Placement(geometry, weights_by_memory(geometry.nbytes, room)).shares
+    shares = Placement.by_memory(geometry, room, together).shares
     memories = [Memory(str(min(nbytes, share.geometry.nbytes))) for nbytes, share in zip(room, shares, strict=True)]
     local, workers = study.simulate_group(system, shares, memories, machines.network)
     metrics = local.metrics
@@ -288,7 +303,7 @@ def _simulated(study: Study, machines: Machines) -> tuple[float, float, float, f
     return 1 / step_s, hits / demands, metrics.stall_share or 0.0, network_s / step_s
 
 
-def _study(needs: ModelNeeds, hardware: Hardware, routing: Routing, folder: Path) -> Study:
+def _made_up(needs: ModelNeeds, routing: Routing, folder: Path) -> Trace:
     """Requests of one routing; all but the last fill the cache."""
     shapes = {(layer.num_experts, layer.top_k) for layer in needs.layers}
     if len(shapes) > 1:
@@ -305,10 +320,8 @@ def _study(needs: ModelNeeds, hardware: Hardware, routing: Routing, folder: Path
         exponent=routing.exponent,
         keep=routing.keep,
     )
-    write_workload(folder, workload, model=needs.name, num_requests=num_requests)
-    trace = Trace.open(folder)
-    schedule = make_schedule(trace, Selection(num_requests=num_requests))
-    return Study(trace, schedule, hardware, needs.layers, needs.dense)
+    write_workload(folder / "trace", workload, model=needs.name, num_requests=num_requests)
+    return Trace.open(folder / "trace")
 
 
 def _decided_by(speeds: list[ExpectedSpeed], hardware: Hardware) -> str:

@@ -59,7 +59,7 @@ _FACTORS = {
 }
 """The least and most of numbers that are no rates. Only `read_processors` may be 0."""
 
-_DEFAULTED = {"predictor", "threads_beside", "read_processors", "format", "block_size", "block_nbytes"}
+_DEFAULTED = {"predictor", "send_ns", "threads_beside", "read_processors", "format", "block_size", "block_nbytes"}
 """Keys that may be missing, for fields that always have a value."""
 
 _DATA = Path(__file__).resolve().parent.parent / "data"
@@ -152,6 +152,7 @@ class ClusterNetwork:
     nbytes_per_s: float  # of a link, in one direction
     latency_ns: int  # one way, from the last byte sent until the other side has it
     call_ns: int  # of a call to a worker and its answer, beside the network; calls to several workers overlap
+    send_ns: int = 0  # of these, until the next call can be made
 
     @classmethod
     def read(cls, name_or_file: str) -> ClusterNetwork:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from expertly.core.messages import RouterRan
-from expertly.core.placement import Share
+from expertly.core.placement import Share, split_router
 from expertly.sim.hardware import ClusterNetwork
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ class SimulatedWorkers:
         """Of layers that ended with a worker: time that it waited for transfers, less the local machine's time."""
         self.sent_nbytes = self.received_nbytes = 0
         self.schedulers = [worker.scheduler for _, worker in workers]
-        self._local = local
         self._workers = workers
+        self._shares = [local, *(share for share, _ in workers)]
         self._network = network
         self._row_nbytes = [layer.hidden_size * layer.itemsize for layer in local.geometry.layers]
         self._end_ns = self._end_without_ns = self._stalled_ns = 0  # of the running layer
@@ -41,8 +41,9 @@ class SimulatedWorkers:
         sent_ns = now_ns + network.call_ns
         self._end_ns = self._end_without_ns = 0
         answers: list[tuple[int, int, int]] = []  # when it reaches the local link, its bytes, the worker's stall
-        for share, worker in self._workers:
-            part, clock = share.router(router), worker.clock
+        here, *parts = split_router(router, self._shares)
+        for part, (_, worker) in zip(parts, self._workers, strict=True):
+            clock = worker.clock
             if not part.experts:
                 continue
             num_rows, stalled_ns = sum(part.num_tokens), worker.link.stall_ns
@@ -54,10 +55,11 @@ class SimulatedWorkers:
             self._end_without_ns = max(self._end_without_ns, now_ns + clock.now_ns - begin_ns)
             stalled_ns = worker.link.stall_ns - stalled_ns
             answers.append((clock.now_ns + network.latency_ns, num_rows * row_nbytes, stalled_ns))
+            sent_ns += network.send_ns
         for ready_ns, nbytes, self._stalled_ns in sorted(answers):
             self.received_nbytes += nbytes
             self._end_ns = max(self._end_ns, ready_ns) + network.takes_ns(nbytes)
-        return self._local.router(router)
+        return here
 
     def end_layer(self, now_ns: int, stalled_ns: int) -> int:
         """The local part has ended, which waited so long for transfers. Returns when the layer ends."""

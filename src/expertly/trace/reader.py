@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import TraceError
+from expertly.core.geometry import Geometry
 from expertly.trace.manifest import read_manifest
 from expertly.trace.schema import DTYPES, REQUESTS_NAME, Array, ShardInfo, TraceManifest, ValueChecks
 from expertly.trace.shards import TAIL_NAME, Records, map_shard, read_tail, record_dtype
@@ -177,6 +178,26 @@ class Trace:
             end = self._block_end(start, stop, max_rows)
             yield Block(start, end - start, {field: self.rows(field, start, end) for field in fields})
             start = end
+
+    def chosen_together(
+        self, geometry: Geometry, spans: Iterable[tuple[int, int]] | None = None
+    ) -> list[npt.NDArray[np.int64]]:
+        """Of each layer, [E, E]: how many tokens of these rows `[start, stop)`, by default of all, chose both experts;
+        on the diagonal, how many chose the expert. Raises TraceError where the model of `geometry` has others.
+        """
+        nums, theirs = ([layer.num_experts for layer in one.layers] for one in (self.manifest, geometry))
+        if nums != theirs:
+            has = f"{len(nums)} layers of {nums[0]} experts, and the model {len(theirs)} of {theirs[0]}"
+            raise TraceError(f"{self.folder}: recorded of {self.manifest.model}: it has {has}")
+        found = [np.zeros((num, num), np.int64) for num in nums]
+        for start, stop in spans or [(0, self.num_rows)]:
+            for block in self.blocks(("experts",), start, stop):
+                for layer, num in enumerate(nums):
+                    ids = block.columns["experts"][:, layer].astype(np.int64)
+                    chosen = np.zeros((len(ids), num + 1), np.float32)  # sums below 2^24 are exact
+                    np.put_along_axis(chosen, np.minimum(ids, num), 1, axis=1)
+                    found[layer] += (chosen[:, :num].T @ chosen[:, :num]).astype(np.int64)
+        return found
 
     def _block_end(self, start: int, stop: int, max_rows: int) -> int:
         part = self._parts[bisect.bisect_right(self._starts, start) - 1]
