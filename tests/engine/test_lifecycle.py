@@ -21,7 +21,6 @@ import expertly
 from expertly.api import handle
 from expertly.core.errors import (
     BudgetError,
-    CheckpointError,
     ConfigError,
     EngineClosedError,
     ExpertlyError,
@@ -268,21 +267,6 @@ def test_no_cuda_device_is_said(cases: Cases) -> None:
         pytest.skip("there is one")
     with pytest.raises(ConfigError, match=r"device='cuda'.*no CUDA device"):
         expertly.load(str(cases["qwen3_moe"].store), device="cuda")
-
-
-def test_a_load_that_fails_half_way_leaves_nothing(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    from expertly import api
-
-    store = cases["qwen3_moe"].store
-
-    def broken(*args: Any) -> Any:
-        assert len(reader_threads()) == 4, "the backend is there already"
-        raise CheckpointError("dense weights are gone")
-
-    monkeypatch.setattr(api, "load_dense", broken)
-    with pytest.raises(CheckpointError, match="gone"):
-        expertly.load(str(store), memory="25%", device="cpu")
-    assert not reader_threads() and not open_files(store)
 
 
 def test_a_file_that_is_gone_leaves_no_other_open(own: tuple[Case, Path]) -> None:
