@@ -235,14 +235,6 @@ def test_where_a_model_runs_what_cannot_is_not_named_as_accepted(spec: str) -> N
     assert accepted == ["auto", *runnable_systems()] and "belady" not in accepted
 
 
-def test_prompts_evict_and_prefetch_in_the_papers_systems_and_stream_in_ours() -> None:
-    papers = ("fmoe", "promoe", "moepic", "moe-infinity", "mixtral-offloading", "adapmoe", "brainstorm", "on-demand")
-    assert {(SYSTEMS[name].prefill, SYSTEMS[name].prefetching) for name in papers} == {("evict", "always")}
-    assert {(SYSTEMS[name].prefill, SYSTEMS[name].prefetching) for name in ("expertly", "lru")} == {
-        ("stream", "always")
-    }
-
-
 @pytest.mark.parametrize("profile", [True, False])
 def test_static_pins_in_each_layer_what_is_popular_there(profile: bool) -> None:
     """Layer 3 is the busiest: of the whole model's popularity nothing would be left for layer 0."""
