@@ -174,6 +174,8 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("lru:allocation=fair", r"allocation='fair': unknown; accepted: uniform, none, adapmoe"),
         ("fmoe:allocation=split", r"among layers, scope='global' does not; accepted: scope=layer"),
         ("moepic:fill=idle", r"fill='idle': .*is loaded when it is needed; accepted: leave it out"),
+        ("lru:gate=measured", r"gate=measured: of no use where nothing is predicted"),
+        ("lru:prediction=lookahead:transfer=synchronous:gate=measured", r"accepted: gate=none"),
         ("lru:prediction=lookahead:gate=confidence", r"gate='confidence': .*; accepted: none, measured"),
         ("lru:theta=0.5", r"'theta': unknown; accepted with prediction=none: eviction"),
         ("moepic:allocation=split:tau=5", r"'tau': unknown; accepted with .*allocation=split, .*: .*theta"),
