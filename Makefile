@@ -21,8 +21,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.expertly-setup
 DOCS_STAMP := $(VENV)/.expertly-docs
 TRITON_STAMP := $(VENV)/.expertly-triton
+DIST_STAMP := dist/.expertly-dist
+WHEEL := build/wheel
+WHEEL_STAMP := $(WHEEL)/.expertly-torch
 
-.PHONY: help setup demo test lint types unit triton format docs compiled dist test-dist test-versions clean
+.PHONY: help setup ready demo test lint types unit triton format docs compiled dist test-dist test-versions clean
 .DELETE_ON_ERROR:
 
 help:
@@ -39,6 +42,9 @@ help:
 	@echo "make clean   remove $(VENV) and caches"
 
 setup: $(STAMP)
+
+# All that tests need and that takes one processor: for `make -j2 ready`, before what takes all of them.
+ready: $(STAMP) $(WHEEL_STAMP) $(DIST_STAMP) $(TRITON_STAMP)
 
 # The stamp is the last thing made, so a set-up that was interrupted starts over. PyTorch goes first and alone: as a
 # dependency of something else pip may choose a build of several gigabytes. Systems that ship Python without ensurepip
@@ -100,20 +106,28 @@ build/compiled: $(STAMP) setup.py mypyc.ini $(shell find src -name '*.py')
 	$(PIP) install --quiet --no-deps --no-build-isolation --target $@ .
 	@touch $@
 
-dist: $(STAMP)
+dist: $(DIST_STAMP)
+
+$(DIST_STAMP): $(STAMP) setup.py mypyc.ini MANIFEST.in README.md $(shell find src -type f -not -name '*.so' -not -name '*.pyc' -not -path '*.egg-info/*')
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
 	@ls -l dist
+	@touch $@
 
-# Elsewhere than in the checkout, so that nothing but the wheel is found.
-test-dist: dist
-	rm -rf build/wheel
-	$(PYTHON) -m venv build/wheel
-	$(if $(strip $(TORCH)),build/wheel/bin/pip install --quiet $(PIP_FLAGS) "$(TORCH)")
-	build/wheel/bin/pip install --quiet $(PIP_FLAGS) dist/*.whl
-	cd build/wheel && bin/expertly run demo "The old man looked at the sea and said" --memory 25% --max-new-tokens 20
-	build/wheel/bin/pip install --quiet pytest pytest-timeout
-	build/wheel/bin/python -m pytest -q tests/test_wheel.py
+# It runs twice: compiling all that is installed would take longer than running what of it is imported.
+$(WHEEL_STAMP):
+	rm -rf $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)
+	$(if $(strip $(TORCH)),$(WHEEL)/bin/pip install --quiet --no-compile $(PIP_FLAGS) "$(TORCH)")
+	@touch $@
+
+# Elsewhere than in the checkout, so that nothing but the wheel is found; in a new environment each time.
+test-dist: $(DIST_STAMP) $(WHEEL_STAMP)
+	@rm $(WHEEL_STAMP)
+	$(WHEEL)/bin/pip install --quiet --no-compile $(PIP_FLAGS) dist/*.whl
+	cd $(WHEEL) && bin/expertly run demo "The old man looked at the sea and said" --memory 25% --max-new-tokens 20
+	$(WHEEL)/bin/pip install --quiet --no-compile $(PIP_FLAGS) pytest pytest-timeout
+	$(WHEEL)/bin/python -m pytest -q tests/test_wheel.py
 
 test-versions: $(STAMP)
 	set -e; for version in $(TRANSFORMERS); do rm -rf build/versions; $(PYTHON) -m venv build/versions; \

@@ -51,163 +51,68 @@ class Family:
         return AutoConfig.for_model(self.model_type, **(shared | self.config))
 
 
-def _moe(num_experts_key: str = "num_experts", top_k: int = 2, **extra: Any) -> dict[str, Any]:
+def _sizes(num_experts_key: str, top_k_key: str = "num_experts_per_tok", top_k: int = 2, **more: Any) -> dict[str, Any]:
+    """Config of a family whose only width is that of experts."""
+    return {num_experts_key: NUM_EXPERTS, top_k_key: top_k, "intermediate_size": INTERMEDIATE_SIZE} | more
+
+
+def _moe(num_experts_key: str = "num_experts", **more: Any) -> dict[str, Any]:
     """Config of a family that has its own width for experts."""
-    return {
-        num_experts_key: NUM_EXPERTS,
-        "num_experts_per_tok": top_k,
-        "moe_intermediate_size": INTERMEDIATE_SIZE,
-        "intermediate_size": 48,
-    } | extra
+    return _sizes(num_experts_key, **{"moe_intermediate_size": INTERMEDIATE_SIZE, "intermediate_size": 48, **more})
 
 
-_DEEPSEEK_ATTENTION: dict[str, Any] = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}
+def _deepseek(**more: Any) -> dict[str, Any]:
+    heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+    experts = _moe("n_routed_experts", first_k_dense_replace=1, n_shared_experts=1)
+    return experts | {"kv_lora_rank": 16, "q_lora_rank": 16} | heads | more
+
+
+_JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+_QWEN3_NEXT = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+_SWITCH = {
+    "num_layers": 4, "num_decoder_layers": 4, "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2,
+    "d_model": HIDDEN_SIZE, "d_kv": 8, "d_ff": INTERMEDIATE_SIZE, "num_heads": 4, "num_experts": NUM_EXPERTS,
+    "decoder_start_token_id": 0, "bos_token_id": None, "tie_word_embeddings": True,
+    "expert_capacity": 2,  # low, so that tokens are dropped
+}  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        Family("mixtral", 3, config={"num_local_experts": NUM_EXPERTS, "intermediate_size": INTERMEDIATE_SIZE}),
-        Family("qwen2_moe", 3, top_k=3, config=_moe(top_k=3, shared_expert_intermediate_size=24)),
-        Family("qwen3_moe", 3, top_k=3, config=_moe(top_k=3, head_dim=8, norm_topk_prob=True)),
-        Family("phimoe", 3, config={"num_local_experts": NUM_EXPERTS, "intermediate_size": INTERMEDIATE_SIZE}),
+        Family("mixtral", 3, 2, _sizes("num_local_experts")),
+        Family("qwen2_moe", 3, 3, _moe(top_k=3, shared_expert_intermediate_size=24)),
+        Family("qwen3_moe", 3, 3, _moe(top_k=3, head_dim=8, norm_topk_prob=True)),
+        Family("phimoe", 3, 2, _sizes("num_local_experts")),
+        Family("olmoe", 3, 3, _sizes("num_experts", top_k=3, num_key_value_heads=4)),
+        Family("deepseek_v2", 2, 2, _deepseek(), runs_continuous_batching=False),
+        Family("deepseek_v3", 2, 2, _deepseek(n_group=2, topk_group=1), runs_continuous_batching=False),
+        Family("gpt_oss", 3, 2, _sizes("num_local_experts", head_dim=8, sliding_window=16)),
+        Family("glm4_moe", 2, 2, _moe("n_routed_experts", first_k_dense_replace=1, head_dim=8)),
+        Family("granitemoe", 3, 2, _sizes("num_local_experts", attention_multiplier=0.25)),
         Family(
-            "olmoe",
-            3,
-            top_k=3,
-            config={
-                "num_experts": NUM_EXPERTS,
-                "num_experts_per_tok": 3,
-                "intermediate_size": INTERMEDIATE_SIZE,
-                "num_key_value_heads": 4,
-            },
+            *("ernie4_5_moe", 2, 2),
+            _moe("moe_num_experts", top_k_key="moe_k", moe_num_shared_experts=1, moe_layer_start_index=1),
         ),
+        Family("dots1", 2, 2, _moe("n_routed_experts", first_k_dense_replace=1, n_shared_experts=1)),
+        Family("hunyuan_v1_moe", 3, 2, _sizes("num_experts", "moe_topk", head_dim=8)),
         Family(
-            "deepseek_v2",
-            2,
-            config=_moe("n_routed_experts", first_k_dense_replace=1, n_shared_experts=1) | _DEEPSEEK_ATTENTION,
+            *("lfm2_moe", 2, 2),
+            _moe(num_dense_layers=1, layer_types=["full_attention", "conv", "full_attention"]),
             runs_continuous_batching=False,
         ),
         Family(
-            "deepseek_v3",
-            2,
-            config=_moe("n_routed_experts", first_k_dense_replace=1, n_shared_experts=1, n_group=2, topk_group=1)
-            | _DEEPSEEK_ATTENTION,
+            *("jamba", 2, 2),
+            _sizes("num_experts", num_hidden_layers=4, mamba_d_state=4, mamba_dt_rank=4, use_mamba_kernels=False)
+            | _JAMBA,
             runs_continuous_batching=False,
         ),
         Family(
-            "gpt_oss",
-            3,
-            config={
-                "num_local_experts": NUM_EXPERTS,
-                "num_experts_per_tok": 2,
-                "intermediate_size": INTERMEDIATE_SIZE,
-                "head_dim": 8,
-                "sliding_window": 16,
-            },
-        ),
-        Family("glm4_moe", 2, config=_moe("n_routed_experts", first_k_dense_replace=1, head_dim=8)),
-        Family(
-            "granitemoe",
-            3,
-            config={
-                "num_local_experts": NUM_EXPERTS,
-                "num_experts_per_tok": 2,
-                "intermediate_size": INTERMEDIATE_SIZE,
-                "attention_multiplier": 0.25,
-            },
-        ),
-        Family(
-            "ernie4_5_moe",
-            2,
-            config={
-                "moe_num_experts": NUM_EXPERTS,
-                "moe_k": 2,
-                "moe_intermediate_size": INTERMEDIATE_SIZE,
-                "moe_num_shared_experts": 1,
-                "intermediate_size": 48,
-                "moe_layer_start_index": 1,
-            },
-        ),
-        Family("dots1", 2, config=_moe("n_routed_experts", first_k_dense_replace=1, n_shared_experts=1)),
-        Family(
-            "hunyuan_v1_moe",
-            3,
-            config={
-                "num_experts": NUM_EXPERTS,
-                "moe_topk": 2,
-                "intermediate_size": INTERMEDIATE_SIZE,
-                "head_dim": 8,
-            },
-        ),
-        Family(
-            "lfm2_moe",
-            2,
-            config=_moe(num_dense_layers=1, layer_types=["full_attention", "conv", "full_attention"]),
+            *("qwen3_next", 3, 3),
+            _moe(top_k=3, shared_expert_intermediate_size=24, head_dim=8, linear_num_value_heads=4, **_QWEN3_NEXT)
+            | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
             runs_continuous_batching=False,
         ),
-        Family(
-            "jamba",
-            2,
-            config={
-                "num_hidden_layers": 4,
-                "num_experts": NUM_EXPERTS,
-                "num_experts_per_tok": 2,
-                "intermediate_size": INTERMEDIATE_SIZE,
-                "attn_layer_period": 2,
-                "attn_layer_offset": 1,
-                "expert_layer_period": 2,
-                "expert_layer_offset": 1,
-                "mamba_d_state": 4,
-                "mamba_dt_rank": 4,
-                "use_mamba_kernels": False,
-            },
-            runs_continuous_batching=False,
-        ),
-        Family(
-            "qwen3_next",
-            3,
-            top_k=3,
-            config=_moe(
-                top_k=3,
-                shared_expert_intermediate_size=24,
-                head_dim=8,
-                linear_key_head_dim=8,
-                linear_value_head_dim=8,
-                linear_num_key_heads=2,
-                linear_num_value_heads=4,
-                layer_types=["linear_attention", "full_attention", "linear_attention"],
-            ),
-            runs_continuous_batching=False,
-        ),
-        Family(
-            "switch_transformers",
-            4,  # two in the encoder, two in the decoder
-            top_k=1,
-            config={
-                "d_model": HIDDEN_SIZE,
-                "d_kv": 8,
-                "d_ff": INTERMEDIATE_SIZE,
-                "num_heads": 4,
-                "num_layers": 4,
-                "num_decoder_layers": 4,
-                "num_sparse_encoder_layers": 2,
-                "num_sparse_decoder_layers": 2,
-                "num_experts": NUM_EXPERTS,
-                "expert_capacity": 2,  # low, so that tokens are dropped
-                "decoder_start_token_id": 0,
-                "bos_token_id": None,
-                "tie_word_embeddings": True,
-            },
-            is_encoder_decoder=True,
-            runs_continuous_batching=False,
-        ),
+        Family("switch_transformers", 4, 1, _SWITCH, is_encoder_decoder=True, runs_continuous_batching=False),
     )
 }
 """Every family that must work, by model type."""

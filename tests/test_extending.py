@@ -137,13 +137,13 @@ def test_the_policies_of_the_page_decide(folder: Path) -> None:
 
 
 def test_a_predictor_that_was_trained_runs_in_simulator_reproduce_and_engine(
-    folder: Path, here: None, capsys: pytest.CaptureFixture[str]
+    folder: Path, here: None, start: Callable[..., RunningCommand], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [f'{{"prompt": "Once upon a time there was {who}"}}\n' for who in ("a fox", "a king", "a ship", "the sea")]
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
     record, train, *runs = commands("sh trained")
     assert main(record[1:]) == 0
-    assert call(folder, *train).returncode == 0
+    assert start(folder / train[1], *train[2:], folder=folder).exit_code(200) == 0
     capsys.readouterr()
     found = []
     for _, *command in runs:

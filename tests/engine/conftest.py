@@ -14,6 +14,7 @@ import torch
 
 from expertly.model.packing import pack
 from expertly.scheduler import observations
+from tests.engine.peers import ThreadPeer, put_in_threads
 from tests.families import HIDDEN_SIZE, generate, load_reference, logits_of, make_checkpoint, make_prompts
 from tests.weights import put_beside
 
@@ -80,6 +81,12 @@ def own(cases: Cases, tmp_path: Path) -> tuple[Case, Path]:
     """A case, and a copy of its store that may be damaged and has nothing beside it."""
     case = cases["qwen3_moe"]
     return case, Path(shutil.copytree(case.store, tmp_path / "store"))
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> list[ThreadPeer]:
+    """The workers of models that are loaded with some."""
+    return put_in_threads(monkeypatch)
 
 
 @pytest.fixture

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 import expertly
-from expertly.cli.inputs import load_model
 from expertly.cli.main import main
 from expertly.core.units import format_nbytes
-from expertly.engine.choice import Gain, TunedChoice, choices_path, read_choices, save_choice, this_machine
+from expertly.engine.choice import Gain, TunedChoice, choices_path, save_choice, this_machine
 from expertly.model.packing import pack_cached
-from expertly.options import LoadOptions
 from expertly.policies.allocation.moepic import uniform_plan
 from expertly.scheduler import presets as systems
 from expertly.scheduler.presets import BASE_SYSTEM
@@ -145,18 +143,3 @@ def test_removing_the_store_removes_its_choices(tmp_path: Path, capsys: pytest.C
     save(packed, choice(packed, "lfu", 0.25))
     assert main(["pack", "--remove", packed.folder.name]) == 0
     assert not choices_path(packed).exists()
-
-
-def test_commands_say_what_it_came_to(model: Path, store: PackedStore, capsys: pytest.CaptureFixture[str]) -> None:
-    save(store, choice(store, "lcp", 0.25))
-    run, _ = load_model(str(model), LoadOptions(memory="25%", codec="none"))
-    expertly.unload(run)
-    assert "system auto: lcp, P = 1, tuned for" in capsys.readouterr().err
-
-
-def test_others_leave_the_choices_alone(model: Path, store: PackedStore) -> None:
-    save(store, choice(store, "lcp", 0.25))
-    before = choices_path(store).read_bytes()
-    loaded(model)
-    assert choices_path(store).read_bytes() == before
-    assert len(read_choices(choices_path(store), store.manifest.identity, store.manifest.dtype)) == 1

@@ -122,14 +122,3 @@ def test_continuous_batching_mixes_phases(family: str, settings: dict[str, Any],
         assert sum(counts(model, "prefill")) > 0 < sum(counts(model, "decode"))
         assert_streamed(model)
         assert (phases["decode"]["prefetched"] > 0) == bool(settings)
-
-
-def test_continuous_batching_after_another_batch_and_a_plain_call(cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    reference = case.reference
-    prompts = make_prompts(3, length=9)
-    expected = [generate(reference, [prompt], 6)[0] for prompt in prompts]
-    with loaded(case.store) as model:
-        assert run_batch(model, prompts) == expected
-        assert generate(model, case.prompts) == case.tokens
-        assert run_batch(model, prompts[::-1], max_batch_tokens=64) == expected[::-1]

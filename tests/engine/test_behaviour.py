@@ -18,7 +18,7 @@ from expertly.engine.memory import BESIDE_NBYTES, kv_cache_nbytes, pass_nbytes
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import COUNTS, assert_streamed, loaded
-from tests.families import NUM_NEW_TOKENS, generate, load_reference, make_checkpoint, make_model, make_prompts
+from tests.families import NUM_NEW_TOKENS, generate, load_reference, make_checkpoint, make_model
 
 Way = Callable[[Any, Case], list[list[int]]]
 
@@ -119,40 +119,16 @@ def test_pipeline(tmp_path: Any) -> None:
     expertly.unload(model)
 
 
-# -- order and budget ------------------------------------------------------------------------------------------------
+# -- segments and budget ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "segments"), [("gpt_oss", 4), ("switch_transformers", 1)])
-def test_order_id_gives_the_same_tokens_and_loads_no_less(family: str, segments: int, cases: Cases) -> None:
-    case = cases[family]
-    prompts = make_prompts(2, length=60, seed=3)
-    expected = generate(case.reference, prompts, 3)
-    prefill = []
-    for order in ("resident", "id"):
-        with loaded(case.store, memory="50%", segments=segments, order=order) as model:
-            for _ in range(2):  # the second finds a full pool, which one expert at a time thrashes
-                assert generate(model, prompts, 3) == expected
-            assert_streamed(model)
-            prefill.append(expertly.stats(model).as_dict()["phases"]["prefill"]["bytes_loaded"])
-    assert prefill[1] >= prefill[0] > 0
-
-
-@pytest.mark.parametrize(("staging", "memory"), [(1, "40%"), (5, "40%"), (80, "90%")])  # of 96 segments
-def test_any_number_of_staging_slots(staging: int, memory: str, cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    with loaded(case.store, memory=memory, segments=4, staging_slots=staging) as model:
-        assert generate(model, case.prompts) == case.tokens
-        stats = expertly.stats(model).as_dict()
-        assert stats["ring_bytes"] == staging * stats["expert_bytes"] // 96
-        assert_streamed(model)
-
-
-def test_ways_to_state_the_same_memory(cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    half = PackedStore.open(case.store).geometry().nbytes // 2
-    for memory in ("50 %", str(half), half, f"{half / 1024}KiB", f"{half / 2**30:.12f} GiB"):
-        with loaded(case.store, memory=memory) as model:
-            assert expertly.stats(model).as_dict()["memory_bytes"] in (half, half - half // 12), memory
+def test_a_systems_own_segments_are_those_that_its_experts_can_be_cut_into(cases: Cases) -> None:
+    store = cases["mixtral"].store
+    for system, segments, expected in (("lru", None, 1), ("lru:segments=4", None, 4), ("lru:segments=4", 2, 2)):
+        with loaded(store, memory="50%", system=system, segments=segments) as model:
+            assert expertly.stats(model).as_dict()["segments"] == expected
+    with loaded(store, memory="50%", system="lru:segments=5") as model:
+        assert expertly.stats(model).as_dict()["segments"] in (2, 3, 4), "5 divides no width of the test models"
 
 
 def test_auto_takes_what_is_free_and_says_why(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:

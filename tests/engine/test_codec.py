@@ -35,14 +35,24 @@ def stats_of(model: Any) -> dict[str, Any]:
 # -- the same tokens -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("system", "segments"), [("lru", 1), ("fmoe", 4), ("moepic", 4)])
-def test_tokens_are_the_reference(system: str, segments: int, planes: Case) -> None:
-    with loaded(planes.store, system=system, segments=segments, memory="50%") as model:
+@pytest.mark.parametrize(
+    ("system", "segments", "where"),
+    [
+        *((system, segments, {"memory": "50%"}) for system, segments in (("lru", 1), ("fmoe", 4), ("moepic", 4))),
+        ("resident", 1, {"memory": "100%"}),
+        ("lru", 1, {"memory": "75%", "devices": "cpu:0,cpu:1"}),
+    ],
+    ids=str,
+)
+def test_tokens_are_the_reference(system: str, segments: int, where: dict[str, str], planes: Case) -> None:
+    with loaded(planes.store, system=system, segments=segments, **where) as model:
         for _ in range(2):
             assert generate(model, planes.prompts) == planes.tokens
         stats = stats_of(model)
         assert stats["codec"]["name"] == "planes" and stats["codec"]["ratio"] < 1
         assert stats["bytes_decoded"] > 0 and stats["decode_s"] > 0
+        assert all(one["bytes_decoded"] > 0 for one in stats["devices"])
+        assert system != "resident" or stats["bytes_decoded"] == stats["expert_bytes"], "once"
         if system == "lru":  # others may still be prefetching
             assert stats["bytes_decoded"] >= stats["bytes_loaded"] > 0
         if system == "fmoe":
@@ -62,15 +72,6 @@ def test_weights_are_the_same_bits(family: str, dtype: str, cases: Cases, tmp_pa
     assert torch.equal(*logits)
 
 
-def test_several_devices_decode_each_its_own(planes: Case) -> None:
-    devices = "cpu:0,cpu:1"
-    with loaded(planes.store, devices=devices, memory="75%") as model:
-        for _ in range(2):
-            assert generate(model, planes.prompts) == planes.tokens
-        stats = stats_of(model)
-        assert all(one["bytes_decoded"] > 0 for one in stats["devices"])
-
-
 @pytest.mark.parametrize("segments", [1, 4])
 def test_behind_an_accelerator_the_host_decodes(segments: int, planes: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     made = put_in_place(monkeypatch, 50)
@@ -81,13 +82,6 @@ def test_behind_an_accelerator_the_host_decodes(segments: int, planes: Case, mon
         assert moved["decoded_nbytes"] > 0 and moved["host_hit_nbytes"] > 0
         assert moved["decoded_nbytes"] + moved["host_hit_nbytes"] >= moved["copied_nbytes"]
         made[0].tier.check()
-
-
-def test_resident_decodes_everything_once(planes: Case) -> None:
-    with loaded(planes.store, system="resident", memory="100%") as model:
-        assert generate(model, planes.prompts) == planes.tokens
-        stats = stats_of(model)
-        assert stats["bytes_decoded"] == stats["expert_bytes"]
 
 
 # -- the codec -------------------------------------------------------------------------------------------------------

@@ -384,21 +384,6 @@ def test_one_prefetch_is_on_the_stream_and_none_beside_a_load(make: MakeBench) -
     assert bench.device.stats()["host_hit_nbytes"] == 4 * 4 * MIN_READ_NBYTES
 
 
-def test_a_load_that_the_stream_waits_for_is_still_moving(make: MakeBench) -> None:
-    """`wait` hands a span out when its copy is queued; prefetches wait until it has been made."""
-    bench = make(24)
-    bench.in_host(*[span(i) for i in range(4)])
-    bench.streams.hold_compute = lambda mark: None  # type: ignore[method-assign]
-    bench.device.submit([again(0)])
-    bench.device.prefetch([again(1)])
-    assert bench.device.wait() == again(0)
-    assert bench.poll() is None and len(bench.streams.queue) == 1
-    del bench.streams.hold_compute
-    bench.streams.let(1)
-    assert bench.poll() is None and len(bench.streams.queue) == 1
-    assert bench.after_a_copy() == again(1)
-
-
 def test_a_prefetch_does_not_make_the_stream_wait_for_kernels(make: MakeBench) -> None:
     bench = make(24)
     bench.in_host(span(0), span(1))
@@ -430,22 +415,6 @@ def test_what_is_neither_read_nor_copied_is_cancelled_wherever_it_waits(make: Ma
     bench.tier.check()
     moved = bench.device.stats()
     assert moved["disk_nbytes"] + moved["host_hit_nbytes"] == moved["copied_nbytes"]
-
-
-def test_the_spans_of_one_expert_are_cancelled_alone_wherever_they_wait(make: MakeBench) -> None:
-    bench = make(24)
-    bench.in_host(span(0), span(1))
-    bench.device.prefetch([again(0), again(1), span(2), span(3), span(4)])
-    bench.disk.until_begun(4)  # 0 is on the stream, 1 in the host tier, 2 being read, 3 and 4 are not
-    assert bench.device.cancel(0, [1, 2, 4]) == [again(1), span(4)]
-    bench.disk.let_all_end()
-    assert bench.wait(1) == {again(0)}, "it was on the stream"
-    assert bench.wait(1) == {span(2)}, "it is a load now, and goes before the others"
-    bench.arrived(1)
-    bench.streams.let(len(bench.streams.queue))
-    assert bench.check(bench.poll()) == span(3)
-    assert bench.poll() is None and not bench.streams.queue
-    bench.tier.check()
 
 
 def test_a_begun_read_of_the_running_layer_is_copied_as_a_load_is(make: MakeBench) -> None:
@@ -481,41 +450,6 @@ def test_a_load_takes_the_host_tier_s_room_from_what_is_not_begun(make: MakeBenc
         elif bench.device._waiting:
             bench.arrived(1)
     assert seen == {*prefetched, *needed}, "and the prefetches come all the same"
-    bench.tier.check()
-
-
-def test_what_a_load_evicts_from_the_host_before_it_is_copied_is_read_again(make: MakeBench) -> None:
-    bench = make(3)
-    bench.in_host(span(0), span(1), span(2))
-    bench.streams.num_copies += 1  # something occupies the stream
-    bench.device._load_mark = Mark(True, bench.streams.num_copies)
-    bench.device.prefetch([again(0)])
-    assert not bench.streams.queue
-    bench.streams.num_copies -= 1
-    bench.disk.let_all_end()
-    others = [span(i, layer=1) for i in range(3)]
-    bench.device.submit(others)
-    assert bench.wait(3) == set(others)
-    seen = None
-    for _ in range(1000):
-        bench.streams.synchronize()
-        if bench.device._waiting:
-            bench.arrived(1)
-        seen = seen or bench.poll()
-    assert bench.check(seen) == again(0)
-    assert bench.disk.begun.count((0, 0)) == 4, "in four parts"
-    bench.tier.check()
-
-
-def test_prefetches_evict_neither_each_other_from_the_host_nor_what_is_being_copied(make: MakeBench) -> None:
-    bench = make(3)
-    bench.in_host(span(0), span(1), span(2))
-    prefetched = [again(0), again(1), again(2), span(5), span(6)]
-    bench.device.prefetch(prefetched)
-    assert len(bench.streams.queue) == 1, "one is copied, two wait for the stream, two for room"
-    assert all(bench.tier.find(again(i)) for i in range(3)) and not bench.disk.begun
-    bench.disk.let_all_end()
-    assert bench.wait(5) == set(prefetched), "waiting ends where only prefetches are in flight"
     bench.tier.check()
 
 

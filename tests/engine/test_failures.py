@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
 from tests.engine.failing import FailOnce, interrupt_at_lines, interrupt_twice
 from tests.engine.observe import assert_streamed, loaded, open_files, prediction, reader_threads
-from tests.engine.predictors import Everything, Failing
+from tests.engine.predictors import Failing
 from tests.families import NUM_EXPERTS, fill_with_nan, generate, make_checkpoint, make_prompts
 
 pytestmark = pytest.mark.timeout(180)
@@ -138,18 +137,6 @@ def test_a_read_error_on_one_device_names_it_and_the_next_request_works(
         assert_works(model, case)
 
 
-@pytest.mark.parametrize("at", [1, 30])
-def test_one_read_error_of_any_device(at: int, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, fail = cases["qwen3_moe"], FailOnce(at)
-    system = predictors.put(monkeypatch, Everything)
-    with loaded_on(TWO, case.store, system=system, segments=4) as model:
-        monkeypatch.setattr(ExpertFile, "read_into", lambda *args: fail(*args))
-        with pytest.raises(TransferError, match=r"^cpu:[01]: "):
-            for _ in range(20):
-                generate(model, case.prompts)
-        assert_works(model, case)
-
-
 @DEVICES
 def test_a_read_error_while_preloading_leaves_nothing(
     devices: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
@@ -177,16 +164,6 @@ def test_continuous_batching_fails_its_requests_and_the_model_goes_on(own: tuple
         check_nothing_moves(model)
         assert run_batch(model, case.prompts) == expected
         assert_streamed(model)
-
-
-def test_closing_while_reads_are_in_flight(cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    model, _ = expertly.load(str(case.store), memory="50%", device="cpu")
-    engine = handle(model).engine
-    engine.device.submit(engine.scheduler.preload(0, 1))
-    expertly.unload(model)
-    with pytest.raises(EngineClosedError):
-        generate(model, case.prompts)
 
 
 # -- bugs ------------------------------------------------------------------------------------------------------------
@@ -308,25 +285,6 @@ def test_workers_run_side_by_side_and_tell_the_first_failure() -> None:
 # -- interrupts ------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupt_in_a_hook(cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    left = [5]
-
-    def hook(*args: Any) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise KeyboardInterrupt
-
-    with loaded(case.store) as model:
-        experts = model.model.layers[1].mlp.experts
-        handles = [experts.register_forward_pre_hook(hook), model.model.layers[2].register_forward_hook(hook)]
-        with pytest.raises(KeyboardInterrupt):
-            generate(model, case.prompts)
-        for one in handles:
-            one.remove()
-        assert_works(model, case)
-
-
 @pytest.mark.parametrize(("system", "devices"), [("lru", "cpu"), ("fmoe", "cpu"), ("fmoe", TWO)])
 def test_two_interrupts_while_a_disk_is_slow(
     system: str, devices: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
@@ -352,23 +310,6 @@ def test_an_interrupt_at_any_line_leaves_a_model_that_works_or_says_that_it_cann
 ) -> None:
     memory = "60%" if "devices" in settings else "25%"
     interrupt_at_lines(cases["qwen3_moe"], lines, check_nothing_moves, memory=memory, learned="off", **settings)
-
-
-def test_a_real_signal_in_the_middle_of_a_read(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, release = cases["qwen3_moe"], threading.Event()
-    original = ExpertFile.read_into
-
-    def slow(*args: Any) -> bool:
-        if not release.is_set():
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
-            release.set()
-        return original(*args)
-
-    with loaded(case.store) as model:
-        monkeypatch.setattr(ExpertFile, "read_into", slow)
-        with pytest.raises(KeyboardInterrupt):
-            generate(model, case.prompts)
-        assert_works(model, case)
 
 
 # -- bytes that flipped ------------------------------------------------------------------------------------------------
@@ -474,7 +415,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(api, "record"), (cpu.KIND, "make"), (groups, "Shard"), (api, "Engine")],
+    [(api, "record"), (cpu.KIND, "make"), (groups, "Shard"), (api, "Engine"), (api, "load_dense")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_was_opened_is_closed_again(

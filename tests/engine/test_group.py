@@ -27,7 +27,7 @@ from expertly.scheduler.observations import InlineChannel
 from expertly.store.reader import ExpertFile
 from tests.engine import predictors
 from tests.engine.conftest import Cases
-from tests.engine.observe import counts, loaded, reader_threads
+from tests.engine.observe import counts, loaded
 from tests.engine.predictors import Diary, Everything
 from tests.engine.streams import put_in_place
 from tests.engine.test_batching import run_batch
@@ -36,7 +36,8 @@ from tests.families import generate, load_reference, logits_of, make_prompts
 pytestmark = pytest.mark.timeout(120)
 
 TWO, THREE = "cpu:0,cpu:1", ["cpu:0", "cpu:1", "cpu:2"]
-ONE_OR_MORE: tuple[dict[str, Any], ...] = ({"device": "cpu"}, {"devices": TWO}, {"devices": THREE})
+WORKERS = {"workers": 2, "worker_memory": "60%"}
+ONE_OR_MORE: tuple[dict[str, Any], ...] = ({"device": "cpu"}, {"devices": TWO}, WORKERS)
 
 
 def group_of(model: Any) -> ShardGroup:
@@ -103,37 +104,47 @@ def test_every_kind_of_system_is_lossless(system: str, where: Any, cases: Cases)
             assert generate(model, case.prompts) == case.tokens
 
 
+@pytest.mark.usefixtures("peers")
 def test_bfloat16_is_bit_for_bit_the_one_device(cases: Cases) -> None:
     """The same products in the same order: which device computes them changes nothing."""
     case, found = cases["qwen3_moe"], []
-    for where in ONE_OR_MORE[:2]:
+    for where in ONE_OR_MORE:
         with loaded(case.folder, dtype="bfloat16", memory="60%", **where) as model:
             found.append(logits_of(model, case.prompts))
-    assert torch.equal(*found)
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
-def test_continuous_batching_and_inference_mode(cases: Cases) -> None:
+@pytest.mark.usefixtures("peers")
+@pytest.mark.parametrize(
+    "where", [{"devices": TWO, "memory": "60%"}, {"workers": 4, "memory": "25%", "worker_memory": "25%"}], ids=str
+)
+def test_continuous_batching_and_inference_mode(where: dict[str, Any], cases: Cases) -> None:
+    """Several requests of different lengths share a call; a worker gets the rows that it needs, not all."""
     case = cases["qwen3_moe"]
     prompts = [*make_prompts(2, length=5, seed=2), *make_prompts(1, length=20, seed=3)]
     expected = [generate(load_reference(case.folder), [prompt], 6)[0] for prompt in prompts]
-    with loaded(case.store, devices=TWO, system="fmoe", memory="60%", segments=4) as model:
+    with loaded(case.store, system="fmoe", segments=4, **where) as model:
         for _ in range(2):
             assert run_batch(model, prompts) == expected
         with torch.inference_mode():
             torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("peers")
 def test_counts_are_those_of_the_routing_whatever_the_devices(cases: Cases) -> None:
     """What is needed is split, none of it is lost or counted twice; without evictions the hits are the same."""
     case, found = cases["qwen3_moe"], []
-    for where in ONE_OR_MORE:
-        with loaded(case.store, memory="100%", **where) as model:
+    for where in (
+        *({"device": "cpu"}, {"devices": TWO}, {"devices": THREE}, {"workers": 1}, {"workers": 3}),
+        {"workers": 2, "devices": TWO},
+    ):
+        with loaded(case.store, memory="100%", worker_memory="100%", **where) as model:
             generate(model, case.prompts)
             phases = expertly.stats(model).as_dict()["phases"]
             found.append([(*counts(model, phase), phases[phase]["demanded_bytes"]) for phase in phases])
             per_device = [[one[phase]["hits"] for phase in phases] for one in of_devices(model)]
             assert [sum(column) for column in zip(*per_device, strict=True)] == [counts(model, p)[0] for p in phases]
-    assert found[0] == found[1] == found[2]
+    assert all(one == found[0] for one in found)
 
 
 def test_accelerators_copy_what_they_load(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +236,11 @@ def test_predictions_are_split_and_prefetched_on_both(
         assert decode["similarity_correlation_trajectory"] is None, "a part of a prediction has no confidence"
 
 
+@pytest.mark.usefixtures("peers")
 def test_a_lookahead_counts_what_one_device_counts(cases: Cases) -> None:
     """Inline predictions are the same, so what they named and what was needed of it is, too."""
     case, found = cases["qwen3_moe"], []
-    for where in ONE_OR_MORE[:2]:
+    for where in ONE_OR_MORE:
         settings = {"system": "lru:prediction=lookahead:distance=2", "predict": "inline", "memory": "60%"}
         with loaded(case.store, **settings, **where) as model:
             generate(model, case.prompts)
@@ -236,7 +248,7 @@ def test_a_lookahead_counts_what_one_device_counts(cases: Cases) -> None:
             assert stats["prediction"]["predictions_late"] == 0
             decode = stats["phases"]["decode"]
             found.append([decode[name] for name in ("predicted", "predicted_needed", "predicted_of")])
-    assert found[0] == found[1] and found[0][1] > 0
+    assert found[0] == found[1] == found[2] and found[0][1] > 0
 
 
 def test_what_a_pass_shows_is_published_once(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,14 +407,6 @@ def test_auto_takes_what_is_free_once(cases: Cases, monkeypatch: pytest.MonkeyPa
 
 
 # -- which devices ---------------------------------------------------------------------------------------------------
-
-
-def test_one_of_several_is_one(cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    with loaded(case.store, devices=["cpu"]) as model:
-        assert generate(model, case.prompts) == case.tokens
-        assert [one["device"] for one in of_devices(model)] == ["cpu"]
-        assert not [thread for thread in reader_threads() if "device" in thread.name]
 
 
 def test_devices_of_two_kinds_or_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

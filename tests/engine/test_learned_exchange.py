@@ -9,7 +9,6 @@ from expertly.core.errors import StoreError
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, History, Routed
 from expertly.engine.learned import LearnedExchange
-from expertly.policies.predictor.eam import EAM, EAMOptions
 from expertly.policies.predictor.fmoe import FMoE, FMoEOptions
 from tests.policies.predictor.naive import random_scores, top
 from tests.scheduler.drive import geometry
@@ -99,19 +98,6 @@ def test_in_the_middle_of_a_pass_nothing_goes_wrong() -> None:
     assert go_on(predictor, rows, range(LAYERS)) == [2, 3]
     predictor.end_iteration(True)
     assert predictor.learned.num_maps == 37
-
-
-def test_matrices_go_the_same_way() -> None:
-    predictors = {name: EAM(SHAPE, 2, EAMOptions(capacity=20)) for name in "ab"}
-    for seed, one in enumerate(predictors.values(), 1):
-        one.learn(history(seed, 5))
-        one.finish()
-    exchanges = {name: LearnedExchange(one) for name, one in predictors.items()}
-    for exchange in exchanges.values():
-        exchange.exchange()
-    assert pass_on(exchanges) == 2
-    assert predictors["a"].learned.digests() == predictors["b"].learned.digests()
-    assert exchanges["a"].num_taken > 0
 
 
 def test_another_models_maps_are_refused_where_they_are_given() -> None:

@@ -21,7 +21,6 @@ import expertly
 from expertly.api import handle
 from expertly.core.errors import (
     BudgetError,
-    CheckpointError,
     ConfigError,
     EngineClosedError,
     ExpertlyError,
@@ -38,7 +37,7 @@ from tests.families import generate, logits_of
 
 pytestmark = pytest.mark.timeout(120)
 
-TWO, LOOKAHEAD = "cpu:0,cpu:1", "lru:prediction=lookahead"
+TWO, WAITING = "cpu:0,cpu:1", "lru:prediction=lookahead:transfer=synchronous"
 
 # -- several at once -------------------------------------------------------------------------------------------------
 
@@ -179,80 +178,52 @@ def test_del_does_the_same(cases: Cases) -> None:
 
 # -- a load that fails -----------------------------------------------------------------------------------------------
 
-BAD = {
-    "dtype": ({"dtype": "int7"}, ConfigError, r"dtype='int7'.*bfloat16"),
-    "another dtype than the store's": ({"dtype": "bfloat16"}, ExpertlyError, r"dtype|bfloat16"),
-    "memory in words": ({"memory": "lots"}, ConfigError, r"memory='lots': accepted"),
-    "no memory": ({"memory": 0}, BudgetError, r"memory=0"),
-    "negative memory": ({"memory": "-5%"}, ConfigError, r"memory='-5%'"),
-    "too little": ({"memory": 100}, BudgetError, r"memory=100 bytes.*the least that works is \d+ bytes"),
-    "no staging slots": ({"staging_slots": 0}, BudgetError, r"staging_slots=0: must be at least 1"),
-    "staging slots over the memory": ({"staging_slots": 20}, BudgetError, r"the least that works"),
-    "system": ({"system": "magic"}, ConfigError, r"system='magic'.*accepted: .*lru"),
-    "order": ({"order": "random"}, ConfigError, r"order='random'.*accepted: resident, id"),
-    "device": ({"device": "abacus"}, ConfigError, r"device='abacus'.*accepted: cpu"),
-    "a device without backend": ({"device": "meta"}, ConfigError, r"device='meta'.*accepted: cpu"),
-    "segments": ({"segments": 3}, ConfigError, r"segments.*3.*16|3.*does not divide"),
-    "no segments": ({"segments": 0}, ConfigError, r"segments.*0"),
-    "resident in a quarter": ({"system": "resident"}, ConfigError, r"resident.*needs \d+ bytes"),
-    "context": ({"context": -1, "memory": "auto"}, ConfigError, r"context=-1"),
-    "a context beyond what is free": (
-        {"context": 1 << 40, "memory": "50%"},
-        BudgetError,
-        r"memory 50%: takes .* are free.* KV cache of \d+ tokens",
-    ),
-    "host memory of a CPU": ({"host_memory": "1GiB"}, ConfigError, r"host_memory='1GiB': there is no host tier"),
-    "a codec that is none": ({"codec": "zip"}, ConfigError, "codec='zip': unknown; accepted: none, planes, auto"),
-    "another codec than the store's": ({"codec": "planes"}, ConfigError, "codec='planes': the packed store .* in none"),
-    "where to predict": ({"predict": "fast"}, ConfigError, "predict='fast': unknown; accepted: auto, thread, inline"),
-    "where nothing is predicted": (
-        {"predict": "inline", "system": "lru"},
-        ConfigError,
-        "predict='inline': system 'lru' predicts nothing",
-    ),
-    "beside a pass that waits": (
-        {"system": f"{LOOKAHEAD}:transfer=synchronous", "predict": "thread"},
-        ConfigError,
-        r"predict='thread': .*transfer=synchronous.*accepted: auto, inline",
-    ),
-    "a gate without prediction": ({"system": "lru:gate=measured"}, ConfigError, "of no use where nothing is predicted"),
-    "a gate of a pass that waits": (
-        {"system": f"{LOOKAHEAD}:transfer=synchronous:gate=measured"},
-        ConfigError,
-        "accepted: gate=none",
-    ),
-    "gate": ({"system": f"{LOOKAHEAD}:gate=often"}, ConfigError, "accepted: none, measured"),
-    "device and devices": (
-        {"device": "cpu", "devices": TWO},
-        ConfigError,
-        "device='cpu' and devices='cpu:0,cpu:1': accepted: one of the two",
-    ),
-    "no devices": ({"devices": []}, ConfigError, r"devices=\[\]: accepted: cpu:0,cpu:1"),
-    "devices": ({"devices": "cpu:0,abacus"}, ConfigError, "devices='abacus': unknown; accepted: cpu, cuda"),
-    "an empty device": ({"devices": "cpu:0,"}, ConfigError, "devices='': unknown; accepted: cpu, cuda"),
-    "devices without backend": ({"devices": "meta"}, ConfigError, "devices='meta': no backend for it; accepted: cpu"),
-    "a device without number": (
-        {"devices": "cpu,cpu:1"},
-        ConfigError,
-        r"devices='cpu': which one\? accepted: cpu:N, as in cpu:0,cpu:1",
-    ),
-    "too many devices": (
-        {"devices": [f"cpu:{i}" for i in range(9)]},
-        ConfigError,
-        "devices: 9 of them.*only 8 experts; accepted: 1 to 8",
-    ),
-    "decisions of two devices": (
-        {"devices": TWO, "decisions": "x.jsonl"},
-        ConfigError,
-        "decisions='x.jsonl': 2 devices decide apart; accepted",
-    ),
-    "host memory of CPUs": ({"devices": TWO, "host_memory": "1GiB"}, ConfigError, "host_memory='1GiB': there is no"),
-}
+OF_BUDGET: list[tuple[dict[str, Any], str]] = [
+    ({"memory": 0}, r"memory=0"),
+    ({"memory": 100}, r"memory=100 bytes.*the least that works is \d+ bytes"),
+    ({"staging_slots": 0}, r"staging_slots=0: must be at least 1"),
+    ({"staging_slots": 20}, r"the least that works"),
+    ({"context": 1 << 40, "memory": "50%"}, r"memory 50%: takes .* are free.* KV cache of \d+ tokens"),
+]
+OF_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": "int7"}, r"dtype='int7'.*bfloat16"),
+    ({"dtype": "bfloat16"}, r"dtype|bfloat16"),
+    ({"memory": "lots"}, r"memory='lots': accepted"),
+    ({"memory": "-5%"}, r"memory='-5%'"),
+    ({"system": "magic"}, r"system='magic'.*accepted: .*lru"),
+    ({"system": "resident"}, r"resident.*needs \d+ bytes"),
+    ({"order": "random"}, r"order='random'.*accepted: resident, id"),
+    ({"device": "abacus"}, r"device='abacus'.*accepted: cpu"),
+    ({"device": "meta"}, r"device='meta'.*accepted: cpu"),
+    ({"segments": 3}, r"segments.*3.*16|3.*does not divide"),
+    ({"segments": 0}, r"segments.*0"),
+    ({"context": -1, "memory": "auto"}, r"context=-1"),
+    ({"host_memory": "1GiB"}, r"host_memory='1GiB': there is no host tier"),
+    ({"codec": "zip"}, "codec='zip': unknown; accepted: none, planes, auto"),
+    ({"codec": "planes"}, "codec='planes': the packed store .* in none"),
+    ({"predict": "fast"}, "predict='fast': unknown; accepted: auto, thread, inline"),
+    ({"predict": "inline", "system": "lru"}, "predict='inline': system 'lru' predicts nothing"),
+    ({"predict": "thread", "system": WAITING}, r"predict='thread': .*transfer=synchronous.*accepted: auto, inline"),
+    ({"device": "cpu", "devices": TWO}, "device='cpu' and devices='cpu:0,cpu:1': accepted: one of the two"),
+    ({"devices": []}, r"devices=\[\]: accepted: cpu:0,cpu:1"),
+    ({"devices": "cpu:0,abacus"}, "devices='abacus': unknown; accepted: cpu, cuda"),
+    ({"devices": "cpu:0,"}, "devices='': unknown; accepted: cpu, cuda"),
+    ({"devices": "meta"}, "devices='meta': no backend for it; accepted: cpu"),
+    ({"devices": "cpu,cpu:1"}, r"devices='cpu': which one\? accepted: cpu:N, as in cpu:0,cpu:1"),
+    ({"devices": [f"cpu:{i}" for i in range(9)]}, "devices: 9 of them.*only 8 experts; accepted: 1 to 8"),
+    ({"devices": TWO, "decisions": "x.jsonl"}, "decisions='x.jsonl': 2 devices decide apart; accepted"),
+    ({"devices": TWO, "host_memory": "1GiB"}, "host_memory='1GiB': there is no"),
+]
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_a_load_that_cannot_work_says_what_is_accepted_and_leaves_nothing(what: str, cases: Cases) -> None:
-    arguments, error, message = BAD[what]
+@pytest.mark.parametrize(
+    ("error", "arguments", "message"),
+    [*((BudgetError, *one) for one in OF_BUDGET), *((ConfigError, *one) for one in OF_OPTIONS)],
+    ids=str,
+)
+def test_a_load_that_cannot_work_says_what_is_accepted_and_leaves_nothing(
+    error: type[ExpertlyError], arguments: dict[str, Any], message: str, cases: Cases
+) -> None:
     store = cases["qwen3_moe"].store
     where = {} if "devices" in arguments else {"device": "cpu"}
     before = set(threading.enumerate())
@@ -268,21 +239,6 @@ def test_no_cuda_device_is_said(cases: Cases) -> None:
         pytest.skip("there is one")
     with pytest.raises(ConfigError, match=r"device='cuda'.*no CUDA device"):
         expertly.load(str(cases["qwen3_moe"].store), device="cuda")
-
-
-def test_a_load_that_fails_half_way_leaves_nothing(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    from expertly import api
-
-    store = cases["qwen3_moe"].store
-
-    def broken(*args: Any) -> Any:
-        assert len(reader_threads()) == 4, "the backend is there already"
-        raise CheckpointError("dense weights are gone")
-
-    monkeypatch.setattr(api, "load_dense", broken)
-    with pytest.raises(CheckpointError, match="gone"):
-        expertly.load(str(store), memory="25%", device="cpu")
-    assert not reader_threads() and not open_files(store)
 
 
 def test_a_file_that_is_gone_leaves_no_other_open(own: tuple[Case, Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ from tests.engine import predictors
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded, reader_threads
 from tests.engine.predictors import Diary
-from tests.engine.test_batching import run_batch
-from tests.families import FAMILIES, generate, logits_of, make_prompts
+from tests.families import FAMILIES, generate, make_prompts
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -303,20 +301,6 @@ def test_where_nothing_can_look_ahead_a_system_with_a_gate_runs_without(
         ]
 
 
-def test_continuous_batching_keeps_requests_apart(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of several lengths, begun and ended at different passes, some in parts: a number for each."""
-    case = cases["qwen3_moe"]
-    prompts = [*make_prompts(2, length=5, seed=2), *make_prompts(1, length=20, seed=3)]
-    system = predictors.put(monkeypatch, lambda geometry: Diary("experts"))
-    with loaded(case.store, system=system) as model:
-        run_batch(model, prompts)
-        diary = told(model)
-    rows = np.concatenate([one.requests for one in diary.began])
-    found = sorted(np.unique(rows, return_counts=True)[1].tolist())
-    assert found == sorted(len(prompt) + 5 for prompt in prompts), "its prompt, and a row for each new token but one"
-    assert len({tuple(sorted(set(one.requests.tolist()))) for one in diary.began}) > 2, "passes of different requests"
-
-
 def test_layers_that_run_by_themselves_are_not_shown(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
     system = predictors.put(monkeypatch, lambda geometry: Diary("experts", "scores"))
@@ -329,16 +313,3 @@ def test_layers_that_run_by_themselves_are_not_shown(cases: Cases, monkeypatch: 
         diary = told(model)
         assert len(diary.began) == 4
         assert [len(step) for step in diary.routed] == [3] * 4
-
-
-def test_a_copy_and_its_original_show_their_passes_alike(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = cases["qwen3_moe"]
-    system = predictors.put(monkeypatch, lambda geometry: Diary("experts", "scores"))
-    with loaded(case.store, system=system) as model:
-        twin = copy.deepcopy(model)
-        logits_of(model, case.prompts)
-        logits_of(twin, case.prompts)
-        diary = told(model)
-        first, second = diary.routed
-        for one, other in zip(first, second, strict=True):
-            np.testing.assert_array_equal(one.scores, other.scores)

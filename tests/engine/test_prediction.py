@@ -13,9 +13,9 @@ from expertly.api import handle
 from expertly.store.packed import PackedStore
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
-from tests.engine.observe import loaded, prediction, reader_threads
+from tests.engine.observe import loaded, prediction
 from tests.engine.predictors import Everything, Slow
-from tests.families import NUM_NEW_TOKENS, generate, load_reference, logits_of
+from tests.families import NUM_NEW_TOKENS, generate, logits_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -111,52 +111,6 @@ def test_predicting_everything_all_the_time_is_lossless(
         assert_prefetched(model, case)
 
 
-def test_predictions_for_the_stack_that_does_not_run_are_left_out(
-    cases: Cases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The encoder's layers do not run while the decoder does: loading them would be for nothing."""
-    case = cases["switch_transformers"]
-    system = predictors.put(monkeypatch, Everything)
-    with loaded(case.store, system=system, predict="inline", memory="50%") as model:
-        assert generate(model, case.prompts) == case.tokens
-        layers = expertly.stats(model).as_dict()["layers"]
-        assert all(layer["decode"]["predicted"] == 0 < layer["prefill"]["predicted"] for layer in layers[:2])
-        assert all(layer["decode"]["predicted"] > 0 for layer in layers[2:])
-
-
-def test_fmoe_predicts_both_stacks_from_their_first_layers(cases: Cases) -> None:
-    """The maps of the prompts foretell the encoder's layers, those of the first answers the decoder's."""
-    case = cases["switch_transformers"]
-    with loaded(case.store, system="fmoe:distance=1", predict="inline", memory="50%") as model:
-        for _ in range(2):
-            assert generate(model, case.prompts) == case.tokens
-        stats = expertly.stats(model).as_dict()
-        predictor = stats["prediction"]["predictor"]
-        assert predictor["left_out"] == 0
-        assert predictor["semantic_searches"] > 0 and predictor["trajectory_searches"] > 0
-        for phase, layers in (("prefill", range(2)), ("decode", range(2, 4))):
-            for layer in layers:
-                one = stats["layers"][layer][phase]
-                assert one["predicted"] > 0 and one["prediction_accuracy"] > 0.3, (phase, layer)
-
-
-@pytest.mark.parametrize("where", ["thread", "inline"])
-def test_a_layer_that_runs_by_itself_while_others_are_loaded(
-    where: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = cases["qwen3_moe"]
-    system = predictors.put(monkeypatch, Everything)
-    inputs = torch.ones(1, 3, 32)
-    with torch.no_grad():
-        expected = [layer.mlp(inputs) for layer in load_reference(case.folder).model.layers]
-        with loaded(case.store, system=system, predict=where, segments=4, memory="40%") as model:
-            for _ in range(3):
-                assert generate(model, case.prompts, 4) == [tokens[:4] for tokens in case.tokens]
-                for layer, output in zip(model.model.layers, expected, strict=True):
-                    torch.testing.assert_close(layer.mlp(inputs), output, rtol=1e-4, atol=1e-5)
-            assert_prefetched(model, case)
-
-
 # -- late, dropped, failing ------------------------------------------------------------------------------------------
 
 
@@ -183,42 +137,6 @@ def test_a_slow_predictor_does_not_slow_the_model(cases: Cases, monkeypatch: pyt
             generate(model, case.prompts[:1], 2)
 
 
-def test_a_pass_that_is_interrupted_leaves_the_next_one_right(cases: Cases) -> None:
-    case = cases["qwen3_moe"]
-    with loaded(case.store, system="fmoe", predict="inline") as model:
-        generate(model, case.prompts)
-        before = prediction(model)["predictor"]["maps"]
-
-        def stop(*args: Any) -> None:
-            raise RuntimeError("stop")
-
-        for layer in (0, 1, 2):
-            hook = model.model.layers[layer].register_forward_hook(stop)
-            with pytest.raises(RuntimeError, match="stop"):
-                generate(model, case.prompts)
-            hook.remove()
-        assert prediction(model)["predictor"]["maps"] == before, "passes that failed teach nothing"
-        assert generate(model, case.prompts) == case.tokens
-
-
-@pytest.mark.usefixtures("patient")
-def test_unloading_while_it_predicts(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = cases["qwen3_moe"]
-    made: list[Slow] = []
-
-    def make(geometry: Any) -> Slow:
-        made.append(Slow(geometry, 0.2))
-        return made[0]
-
-    system = predictors.put(monkeypatch, make)
-    model, _ = expertly.load(str(case.store), system=system, memory="30%", device="cpu")
-    generate(model, case.prompts)
-    num_waiting = 3 * NUM_NEW_TOKENS - made[0].num_calls
-    expertly.unload(model)
-    assert not reader_threads(), "nor the predictor's"
-    assert 3 * NUM_NEW_TOKENS - made[0].num_calls > num_waiting / 2, "most of what waited was left"
-
-
 # -- the prefetch gate ------------------------------------------------------------------------------------------------
 
 
@@ -235,13 +153,6 @@ def test_each_device_has_a_prefetch_gate(cases: Cases) -> None:
 
 
 # -- what is said ----------------------------------------------------------------------------------------------------
-
-
-def test_systems_that_do_not_predict_have_nothing_to_say(cases: Cases) -> None:
-    with loaded(cases["qwen3_moe"].store) as model:
-        generate(model, cases["qwen3_moe"].prompts, 2)
-        assert expertly.stats(model).as_dict()["prediction"] is None
-        assert not [thread for thread in reader_threads() if thread.name == "expertly-predictor"]
 
 
 def test_stats_tell_accuracy_by_distance(cases: Cases) -> None:

@@ -101,13 +101,17 @@ class Counted:
         return cancelled
 
 
+WAYS = [(1, "cache", 0.0), (4, "staging", 0.0), (1, "staging", 0.04), (4, "cache", 0.04)]
+LITTLE = ", little host memory"
+KINDS = ["accelerator", f"accelerator{LITTLE}", "threads", f"threads{LITTLE}", f"cuda{LITTLE}"]
+
+
 @pytest.mark.parametrize(
-    ("segments", "ahead", "failures"),
-    [(1, "cache", 0.0), (1, "staging", 0.04), (4, "cache", 0.04), (4, "staging", 0.0)],
-)
-@pytest.mark.parametrize(
-    "kind",
-    ["cpu"] + [f"{kind}{host}" for kind in ("cuda", "accelerator", "threads") for host in ("", ", little host memory")],
+    ("kind", "segments", "ahead", "failures"),
+    [
+        *((kind, *way) for kind in ("cpu", "cuda") for way in WAYS),
+        *((kind, *WAYS[(i + j) % 4]) for i, kind in enumerate(KINDS) for j in (0, 2)),  # one with failures
+    ],
 )
 def test_whatever_is_predicted_every_byte_is_right(
     kind: str, segments: int, ahead: str, failures: float, monkeypatch: pytest.MonkeyPatch

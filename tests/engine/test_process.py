@@ -339,18 +339,21 @@ print(stats["memory_bytes"], stats["expert_bytes"])
 """
 
 
+@pytest.fixture(scope="module")
+def wide_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 16384}
+    return make_big_store(tmp_path_factory.mktemp("wide"), **sizes, dtype=torch.bfloat16, quantize="int4")
+
+
 @pytest.mark.parametrize("instructions", ["ALL", "AVX512_CORE_VNNI"])
 def test_a_prompt_of_a_quantised_model_with_wide_experts_fits_what_is_left(
-    tmp_path: Path, cgroup: Path, monkeypatch: pytest.MonkeyPatch, instructions: str
+    wide_store: Path, cgroup: Path, monkeypatch: pytest.MonkeyPatch, instructions: str
 ) -> None:
     """An expert of 1.7 MiB is 12 MiB when it is decoded, and activations of a token are 256 KiB. Without instructions
     for bfloat16, oneDNN has results in float32 beside them.
     """
     monkeypatch.setenv(VARIABLE, instructions)
-    store = make_big_store(
-        tmp_path, num_layers=2, hidden_size=64, intermediate_size=16384, dtype=torch.bfloat16, quantize="int4"
-    )
-    result = run_python(WIDE, str(store), str(cgroup), limit=120)
+    result = run_python(WIDE, str(wide_store), str(cgroup), limit=120)
     assert result.returncode == 0, result.stderr or "killed"
     budget, experts = map(int, result.stdout.split())
     assert 0 < budget < experts

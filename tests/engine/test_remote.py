@@ -23,18 +23,13 @@ from expertly.model.packing import pack
 from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
-from tests.engine.observe import counts, loaded, reader_threads
+from tests.engine.observe import loaded, reader_threads
 from tests.engine.peers import ThreadPeer, put_in_threads
 from tests.engine.streams import put_in_place
 from tests.engine.test_batching import run_batch
 from tests.families import generate, load_reference, logits_of, make_checkpoint, make_prompts
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> list[ThreadPeer]:
-    return put_in_threads(monkeypatch)
 
 
 @contextmanager
@@ -108,14 +103,6 @@ def test_every_kind_of_system_is_lossless(system: str, where: str, cases: Cases,
         assert states(model, "drops") == [0, 0]
 
 
-def test_bfloat16_is_bit_for_bit_what_one_device_computes(cases: Cases, peers: list[ThreadPeer]) -> None:
-    case, found = cases["qwen3_moe"], []
-    for where in ({}, {"workers": 2, "worker_memory": "60%"}):
-        with loaded(case.folder, dtype="bfloat16", memory="60%", **where) as model:
-            found.append(logits_of(model, case.prompts))
-    assert torch.equal(*found)
-
-
 def test_continuous_batching(cases: Cases, peers: list[ThreadPeer]) -> None:
     """Several requests of different lengths share a call; a worker gets the rows that it needs, not all."""
     case = cases["qwen3_moe"]
@@ -143,31 +130,7 @@ def test_beside_an_accelerator(cases: Cases, peers: list[ThreadPeer], monkeypatc
         assert all(states(model, "bytes_received")) and states(model, "drops") == [0, 0]
 
 
-def test_nothing_is_counted_twice_or_lost(cases: Cases, peers: list[ThreadPeer]) -> None:
-    case, found = cases["qwen3_moe"], []
-    for where in ({}, {"workers": 1}, {"workers": 3}, {"workers": 2, "devices": "cpu:0,cpu:1"}):
-        with loaded(case.store, memory="100%", worker_memory="100%", **where) as model:
-            generate(model, case.prompts)
-            phases = expertly.stats(model).as_dict()["phases"]
-            found.append([(*counts(model, phase), phases[phase]["demanded_bytes"]) for phase in phases])
-    assert all(one == found[0] for one in found)
-
-
 # -- predictions -----------------------------------------------------------------------------------------------------
-
-
-def test_a_lookahead_counts_what_one_device_counts(cases: Cases, peers: list[ThreadPeer]) -> None:
-    """The engine's predictor serves the workers, too: what it named and what was needed of it is the same."""
-    case, found = cases["qwen3_moe"], []
-    for where in ({}, {"workers": 2, "worker_memory": "60%"}):
-        settings = {"system": "lru:prediction=lookahead:distance=2", "predict": "inline", "memory": "60%"}
-        with loaded(case.store, **settings, **where) as model:
-            generate(model, case.prompts)
-            stats = expertly.stats(model).as_dict()
-            assert stats["prediction"]["predictions_late"] == 0
-            decode = stats["phases"]["decode"]
-            found.append([decode[name] for name in ("predicted", "predicted_needed", "predicted_of")])
-    assert found[0] == found[1] and found[0][1] > 0
 
 
 @pytest.mark.parametrize("where", ["thread", "inline"])

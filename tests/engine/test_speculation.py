@@ -115,9 +115,13 @@ def test_where_the_disk_is_the_limit_the_gate_turns_it_off(cases: Cases) -> None
         after = expertly.stats(model).as_dict()["speculation"]
         assert after["passes"] == before["passes"] and after["state"] == "off"
         PassClock(model, in_memory)
+        num_on = 0
         for _ in range(30):
             looked_up(model)
-        assert expertly.stats(model).as_dict()["speculation"]["state"] == "on", "and back on behind a faster disk"
+            num_on = num_on + 1 if expertly.stats(model).as_dict()["speculation"]["state"] == "on" else 0
+            if num_on == 3:
+                break
+        assert num_on == 3, "and back on behind a faster disk"
 
 
 def test_sampled_tokens_come_from_the_same_distribution(cases: Cases) -> None:

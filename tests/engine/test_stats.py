@@ -104,18 +104,6 @@ def test_layers_sum_to_the_totals_and_json_takes_them(family: str, where: dict[s
             assert 0 < one["resident_bytes"] <= one["kept_bytes"] < one["memory_bytes"]
 
 
-def test_partial_hits_occur_with_segments_and_load_only_what_is_absent(cases: Cases) -> None:
-    """A share that is no whole number of experts keeps the top of one."""
-    case = cases["qwen3_moe"]
-    with loaded(case.store, segments=4, memory="37%", staging_slots=4) as model:
-        generate(model, case.prompts, 20)
-        decode = expertly.stats(model).as_dict()["phases"]["decode"]
-        assert decode["partial_hits"] > 0
-        assert 0 < decode["partial_hit_rate"] < 1
-        assert decode["hit_rate"] < decode["byte_hit_rate"] < 1
-        assert decode["bytes_loaded"] == decode["demanded_bytes"] - decode["hit_bytes"]
-
-
 def test_a_failed_pass_is_no_iteration(cases: Cases) -> None:
     case = cases["qwen3_moe"]
     with loaded(case.store) as model:
@@ -132,12 +120,3 @@ def test_a_failed_pass_is_no_iteration(cases: Cases) -> None:
         assert phases["prefill"]["misses"] > 0, "but what it loaded was loaded"
         generate(model, case.prompts, 3)
         assert expertly.stats(model).as_dict()["phases"]["prefill"]["iterations"] == 1
-
-
-@pytest.mark.parametrize(
-    ("system", "history"),
-    [("lru:prediction=popularity", "cold"), ("fmoe", "cold"), ("promoe", None), ("mixtral-offloading", None)],
-)
-def test_only_what_learns_has_a_history(system: str, history: str | None, cases: Cases) -> None:
-    with loaded(cases["qwen3_moe"].store, system=system) as model:
-        assert expertly.stats(model).as_dict()["prediction"]["history"] == history

@@ -211,18 +211,6 @@ def test_a_large_prefetch_goes_alone_and_a_load_comes_right_after_it(make: MakeB
     assert not bench.readers.num_in_flight
 
 
-def test_what_has_begun_ends_before_the_loads(make: MakeBench) -> None:
-    bench = make(3 * MIN_READ_NBYTES, num_readers=2)  # two parts each
-    bench.readers.prefetch([span(1), span(2)])
-    bench.disk.until_begun(2)
-    bench.readers.submit([span(8), span(9)])
-    bench.disk.let_all_end()
-    bench.wait(4)
-    assert bench.disk.begun[:2] == [(0, 1)] * 2
-    assert sorted(bench.disk.begun[2:6]) == [(0, 8)] * 2 + [(0, 9)] * 2
-    assert bench.disk.begun[6:] == [(0, 2)] * 2
-
-
 def test_of_small_spans_as_many_as_readers_are_under_way(make: MakeBench) -> None:
     bench = make(SMALL)
     bench.readers.prefetch([span(i) for i in range(8)])

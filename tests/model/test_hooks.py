@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import expertly
 from expertly.model.dense import FewTokensLinear, use_kernels
-from expertly.native.kernels import VARIABLE, Kernels, choose_kernels, libraries
-from tests.families import generate, logits_of, make_checkpoint, make_prompts
+from expertly.native.kernels import Kernels, choose_kernels, libraries
+from tests.families import generate, logits_of, make_prompts
 from tests.model.conftest import Toys
 
 AVAILABLE, WHY = libraries()
@@ -191,29 +189,3 @@ def test_what_is_compiled_is_torchs(kernels: Counting) -> None:
     x = torch.randn(1, 70).bfloat16()
     assert torch.equal(torch.compile(changed, backend="eager", fullgraph=True)(x), plain(x))
     assert kernels.tokens == []
-
-
-@compiled
-def test_a_loaded_models_decode_runs_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_checkpoint("qwen3_moe", tmp_path / "checkpoint")
-    ids, logits, calls = torch.tensor([[5, 6, 7]]), {}, []
-    dots = Kernels.dots
-
-    def counted(self: Kernels, tasks: Any, x: torch.Tensor, out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        calls.append(out.shape[-1])
-        dots(self, tasks, x, out, *args, **kwargs)
-
-    monkeypatch.setattr(Kernels, "dots", counted)
-    for wanted in ("native", "torch"):
-        monkeypatch.setenv(VARIABLE, wanted)
-        model, _ = expertly.load(str(folder), dtype="bfloat16", device="cpu")
-        assert any(type(module) is FewTokensLinear for module in model.modules()) == (wanted == "native")
-        calls.clear()
-        generate(model, make_prompts(1, length=9), 4)
-        assert (calls.count(model.lm_head.out_features) >= 3) == (wanted == "native"), "each decode step ends with it"
-        copied = copy.deepcopy(model)
-        with torch.no_grad():
-            logits[wanted] = model(ids).logits
-            assert torch.equal(copied(ids).logits, logits[wanted])
-        expertly.unload(model)
-    assert (logits["native"] - logits["torch"]).norm() < 2e-2 * logits["torch"].norm()

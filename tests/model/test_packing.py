@@ -116,24 +116,11 @@ def test_nan_and_infinity_are_weights_like_others(tmp_path: Path) -> None:
 def test_a_layout_that_only_shapes_tell_is_read(tmp_path: Path) -> None:
     """qwen3_vl_moe: transformers transposes where the checkpoint's shape is not the model's."""
     text = {
-        "vocab_size": 128,
-        "hidden_size": 32,
-        "moe_intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "num_experts": NUM_EXPERTS,
-        "num_experts_per_tok": 2,
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "deepstack_visual_indexes": [0],
-    }
+        "vocab_size": 128, "hidden_size": 32, "moe_intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    vision: dict[str, Any] = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "deepstack_visual_indexes": [0]}
     config = AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=vision)
     source = tmp_path / "source"
     Qwen3VLMoeForConditionalGeneration(config).save_pretrained(source)

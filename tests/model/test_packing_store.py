@@ -19,7 +19,7 @@ from expertly.store.manifest import FORMAT_VERSION, MANIFEST_NAME
 from expertly.store.packed import PackedStore
 from expertly.store.writer import partial_folder
 from tests.families import make_checkpoint
-from tests.model.checkpoints import change, make_fused_checkpoint, make_mxfp4_checkpoint, read_experts
+from tests.model.checkpoints import change, read_experts
 from tests.store.builders import files_of, stored_experts
 
 
@@ -123,20 +123,6 @@ def test_the_demo_model_loses_no_bit_and_more_than_a_quarter_of_its_size(tmp_pat
     plain = pack_cached("demo", "bfloat16", tmp_path, codec="none")
     assert list(stored_experts(store)) == list(stored_experts(plain))
     assert (store.folder / "dense.safetensors").read_bytes() == (plain.folder / "dense.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("kind", ["plain", "fused", "quantized"])
-def test_every_layout_of_a_checkpoint_can_be_packed_in_planes(tmp_path: Path, kind: str) -> None:
-    dtype = "bfloat16" if kind == "quantized" else None
-    if kind == "quantized":
-        source = make_mxfp4_checkpoint(tmp_path / "source")
-    elif kind == "fused":
-        source = make_fused_checkpoint("jamba", tmp_path / "source")
-    else:
-        source = make_checkpoint("deepseek_v3", tmp_path / "source")
-    store = pack(source, tmp_path / "store", dtype, codec="planes")
-    plain = pack(source, tmp_path / "plain", dtype, codec="none")
-    assert list(stored_experts(store)) == list(stored_experts(plain))
 
 
 @pytest.fixture(scope="module")

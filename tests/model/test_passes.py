@@ -60,28 +60,6 @@ def test_encoder_is_prefill_and_the_decoder_decodes(toys: Toys) -> None:
     assert summary(seen) == [("prefill", 5, 0, 1), ("prefill", 5, 0, 1)]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "settings"),
-    [
-        (make_prompts(2, length=9), {"num_beams": 3}),
-        ([[5, 6, 7, 8] * 4], {"prompt_lookup_num_tokens": 4}),
-        (make_prompts(2, length=9), {"cache_implementation": "static"}),
-    ],
-    ids=["beams", "prompt lookup", "static cache"],
-)
-def test_other_ways_to_generate(prompts: list[list[int]], settings: dict[str, Any], toys: Toys) -> None:
-    """The same tokens, in a prefill and decode steps."""
-    toy = toys["mixtral"]
-    new: list[list[int]] = []
-    seen = record(toy, lambda model: new.extend(generate(model, prompts, 12, **settings)))
-    assert new == generate(toy.reference, prompts, 12, **settings)
-    assert [one.info.phase for one in seen] == ["prefill", *["decode"] * (len(seen) - 1)]
-    if "num_beams" in settings:
-        assert summary(seen)[1] == ("decode", 6, 0, 6)
-    if "prompt_lookup_num_tokens" in settings:
-        assert max(len(one.info.is_prefill) for one in seen[1:]) > 1, "several tokens are verified in decode"
-
-
 def test_inputs_embeds_calls_without_a_cache_and_with_a_given_one(toys: Toys) -> None:
     toy = toys["qwen3_moe"]
     ids, mask = pad_left(make_prompts(2, length=9))
@@ -208,19 +186,3 @@ def test_a_failed_pass_ends_and_the_next_one_works(error: type[BaseException], t
     other.start()
     other.join(30)
     assert not other.is_alive(), "the lock was left behind"
-
-
-def test_two_threads_are_serialised(toys: Toys) -> None:
-    """ToyRuntime asserts that no pass begins within another."""
-    toy = toys.fresh("mixtral")
-    prompts = [make_prompts(1, seed=seed) for seed in range(4)]
-    expected = [generate(toy.reference, prompt) for prompt in prompts]
-    results: dict[int, Any] = {}
-    threads = [
-        threading.Thread(target=lambda i=i: results.__setitem__(i, generate(toy.model, prompts[i]))) for i in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [results.get(index) for index in range(4)] == expected

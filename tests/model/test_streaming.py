@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import constants, hf_hub_download, snapshot_download
+from huggingface_hub import constants, file_download, hf_hub_download, snapshot_download
 
 from expertly.cli.main import main
 from expertly.core.errors import CheckpointError
@@ -42,6 +42,7 @@ def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None))  # before it tries again
         monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
         yield found
 

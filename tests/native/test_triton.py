@@ -33,6 +33,7 @@ from tests.engine.test_compute import TOLERANCE, reference_calls, relative_error
 from tests.families import generate, logits_of
 from tests.formats.test_formats import made
 from tests.model.checkpoints import make_fp8_checkpoint, make_int4_checkpoint, make_mxfp4_checkpoint
+from tests.tables import crossed
 
 triton = pytest.importorskip("triton")
 
@@ -337,8 +338,7 @@ LEAST_SHARED_NBYTES = 99 << 10
 
 
 @compiled
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("form", COMPILED)
+@pytest.mark.parametrize(("form", "capability"), [*crossed(COMPILED, [80, 90]), ("", 90)])
 def test_every_kernel_compiles(form: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is launched for a real model's sizes, down to machine code: in the shared memory of every such card, and
     with numbers below float32's normal ones kept, which decoding needs.

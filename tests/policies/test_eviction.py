@@ -10,8 +10,6 @@ from expertly.core.errors import ConfigError
 from expertly.policies.eviction import EVICTIONS, EvictionPolicy
 from expertly.policies.eviction.base import ScoredPolicy
 from expertly.policies.eviction.fmoe import FMoEEviction
-from expertly.policies.eviction.lcp import LCP, LCPOptions
-from expertly.policies.eviction.simple import LFU, LRU
 from expertly.policies.eviction.static import Static, StaticOptions
 from expertly.policies.known import Known
 from expertly.testing import EVICTION_CHECKS
@@ -118,55 +116,6 @@ def test_fmoe_is_the_papers_formula() -> None:
             for expert in got[:3]:
                 kept.remove(expert)
                 policy.removed(expert)
-
-
-@pytest.mark.parametrize(
-    ("kept", "used", "num_tokens", "victims"),
-    [
-        ([1, 2, 3], [1], [1], [2, 3, 1]),  # by last use
-        ([1, 2, 3, 4], [4, 1, 3], [1, 1, 1], [2, 1, 3, 4]),  # a token is one moment: ties go to the lowest id
-        ([1, 2, 3, 4], [1, 2, 3, 4], [9, 2, 0, 2], [3, 2, 4, 1]),  # of many tokens the busiest stays longest
-    ],
-)
-def test_lru(kept: list[int], used: list[int], num_tokens: list[int], victims: list[int]) -> None:
-    policy = LRU()
-    admit(policy, kept)
-    policy.used(used, num_tokens, max(num_tokens))
-    assert list(policy.victims(())) == victims
-
-
-def test_lfu_orders_by_tokens_served_and_counts_survive_eviction() -> None:
-    policy = LFU()
-    policy.used([4], [9], 9)  # before it was ever kept
-    admit(policy, [4, 2, 3])
-    policy.used([3], [2], 2)
-    assert list(policy.victims(set())) == [2, 3, 4]
-    policy.removed(4)
-    policy.admitted(4)
-    assert list(policy.victims(set())) == [2, 3, 4]
-
-
-def test_lcp_is_the_papers_formula() -> None:
-    """mu * rho ** (nu / omega) computed directly, over a long random history (equation 4)."""
-    rho, omega, dice = 0.25, 128.0, random.Random(0)
-    policy = LCP(LCPOptions(rho, omega))
-    count, last, now = dict.fromkeys(range(12), 0), {}, 0
-    for expert in range(12):
-        policy.admitted(expert)
-    for step in range(3000):
-        tokens = dice.choice([1, 1, 1, 17])
-        experts = dice.sample(range(12), 3)
-        used = [dice.randint(0, tokens) for _ in experts]
-        policy.used(experts, used, tokens)
-        now += tokens
-        for expert, num in zip(experts, used, strict=True):
-            if num:
-                count[expert] += num
-                last[expert] = now
-        if step % 50 == 49:
-            priority = {e: count[e] * rho ** ((now - last[e]) / omega) for e in last}
-            got = list(policy.victims(set()))
-            assert got == sorted(got, key=lambda e: (priority[e], e))
 
 
 def test_random_is_seeded_and_spreads() -> None:

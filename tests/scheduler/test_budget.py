@@ -25,14 +25,6 @@ def test_staging_and_kept_are_the_whole_budget_and_never_more(segments: int) -> 
         assert sum(budget.layer_quotas) == sum(budget.kept_slots)
 
 
-def test_below_the_staging_slots_the_least_budget_is_named() -> None:
-    shape = geometry(3, 8, 2, segments=4)
-    least = 2 * shape.layers[0].expert_nbytes
-    with pytest.raises(BudgetError, match=f"least that works is {least} bytes"):
-        split_budget(shape, least - 1)
-    assert split_budget(shape, least).layer_quotas == (0, 0, 0)
-
-
 def test_the_least_budget_works_as_bytes_and_as_the_percentage_said() -> None:
     for shape in (geometry(3, 7, 2, segments=4), geometry(13, 61, 3), geometry(1, 3, 2)):
         with pytest.raises(BudgetError) as caught:

@@ -90,13 +90,14 @@ class SlowLink:
 class Run:
     """Decode steps that each need two other experts of every layer than the step before, which is never here."""
 
-    def __init__(self, *, right: bool, load_ns: int = 100, gate: PrefetchGate | None = None) -> None:
+    def __init__(
+        self, *, right: bool, load_ns: int = 100, gate: PrefetchGate | None = None, checked: bool = True
+    ) -> None:
         self.shape = geometry(layers=LAYERS, experts=EXPERTS, top_k=2)
         budget = Budget(0, (4,), (2 * LAYERS,), (2,) * LAYERS)
         self.gate = gate
-        self.control: Scheduler = CheckedScheduler(
-            self.shape, budget, lambda capacity, layers: LRU(), ahead="staging", gate=gate
-        )
+        kind = CheckedScheduler if checked else Scheduler
+        self.control = kind(self.shape, budget, lambda capacity, layers: LRU(), ahead="staging", gate=gate)
         self.link = SlowLink(load_ns)
         self.routers: list[RouterRan] = []
         self.predictor = NextLayer(self.routers, right=right)
@@ -141,8 +142,8 @@ def test_it_is_about_as_fast_as_the_better_way_on_a_link_that_changes(right: boo
     """Prefetching wins 16 % while the link is fast and predictions are right, and loses where they are wrong and loads
     take longer than a layer; where a load takes next to nothing it does not matter.
     """
-    always, gated = Run(right=right), Run(right=right, gate=PrefetchGate())
-    never = Run(right=right, gate=Closed())
+    gates = (None, PrefetchGate(), Closed())
+    always, gated, never = (Run(right=right, gate=gate, checked=False) for gate in gates)
     for load_ns in (300, 1500, 10, 1500, 300):
         for run in (always, gated, never):
             run.link.load_ns = load_ns

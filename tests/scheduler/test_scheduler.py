@@ -26,39 +26,6 @@ def test_a_demand_story_of_one_layer() -> None:
     assert counters.evicted_nbytes == shape.layers[0].expert_nbytes
 
 
-def test_prefill_loads_each_absent_segment_once_and_leaves_what_decode_kept() -> None:
-    shape = geometry(layers=2, experts=16, top_k=4, segments=4)
-    control = scheduler(shape, 0.5)
-    dice = random.Random(0)
-    for _ in range(30):
-        for layer in range(2):
-            run_layer(control, layer, dice.sample(range(16), 4), dice=dice)
-    before = [dict(cache.kept) for cache in control.cache.partitions]
-    ran = run_layer(control, 0, list(range(16)), tokens=list(range(1, 17)), decode=False, dice=dice, check=True)
-    assert [dict(cache.kept) for cache in control.cache.partitions] == before
-    resident = sum(mask.bit_count() for mask in before[0].values())
-    assert sum(span.num_segments for span in ran.loads) == 16 * 4 - resident
-
-
-@pytest.mark.parametrize(("system", "left"), [("lru", {0, 1}), ("lru:prefill=evict", {5, 6})])
-def test_what_a_prompt_leaves_kept(system: str, left: set[int]) -> None:
-    """Decode kept 0 and 1; 6 serves most tokens of a prompt, then 5."""
-    control = scheduler(geometry(layers=1, experts=8, top_k=2), 4 / 8, system)
-    run_layer(control, 0, [0, 1])
-    run_layer(control, 0, [4, 5, 6], tokens=[1, 2, 3], decode=False, check=True)
-    assert kept(control, 0) == left
-
-
-def test_a_prompt_that_evicts_keeps_what_its_layer_still_needs() -> None:
-    """ProMoE, section 5: reordered, it does not thrash. Pads evict nothing."""
-    control = scheduler(geometry(layers=1, experts=8, top_k=2), 4 / 8, "lru:prefill=evict")
-    run_layer(control, 0, [0, 1])
-    ran = run_layer(control, 0, [7, 6, 5, 1, 0], tokens=[9, 9, 9, 1, 1], decode=False, check=True)
-    assert ran.hits == [1, 0] and len(ran.loads) == 3 and kept(control, 0) == {0, 1}
-    run_layer(control, 0, [7, 6], tokens=[0, 0], decode=False, check=True)
-    assert kept(control, 0) == {0, 1}
-
-
 @pytest.mark.parametrize(("staging", "largest"), [(1, 1), (3, 3), (4, 4), (6, 4), (8, 4)])
 def test_experts_are_streamed_whole_where_staging_slots_can_hold_one(staging: int, largest: int) -> None:
     shape = geometry(layers=1, experts=8, top_k=2, segments=4)
@@ -101,14 +68,6 @@ def test_an_expert_waits_for_staging_slots_that_can_hold_it_whole() -> None:
     assert [(span.expert, span.num_segments) for span in following.loads] == [(1, 4)]
     control.abandon()
     control.check()
-
-
-def test_experts_of_pads_alone_are_computed_and_not_counted() -> None:
-    control = scheduler(geometry(layers=1, experts=8, top_k=2), 4 / 8)
-    ran = run_layer(control, 0, [0, 1, 2], tokens=[2, 0, 1], decode=False)
-    assert sorted(ran.loaded) == [0, 1, 2]
-    assert control.counters[0].prefill.misses == 2
-    assert control.counters[0].prefill.loaded_nbytes == 3 * control.geometry.layers[0].expert_nbytes
 
 
 def test_one_at_a_time_by_id_thrashes_where_the_default_does_not() -> None:

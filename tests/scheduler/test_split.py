@@ -20,7 +20,7 @@ from expertly.scheduler.observations import InlineChannel
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.scheduler import Scheduler
 from tests.scheduler.drive import finish, geometry, one_token, routed, run_layer, scheduler
-from tests.scheduler.soak import LAYERS, InstantLink, RandomLink, RandomPredictor, random_routers
+from tests.scheduler.soak import LAYERS, RandomLink, RandomPredictor, random_routers
 
 
 def split_scheduler(share: float, theta: float, system: str = "lcp", **shape: int) -> Scheduler:
@@ -179,23 +179,3 @@ def test_whole_experts_are_what_the_policy_alone_keeps(share: float) -> None:
                 loop_layer(control, link, router, lambda spans: None, prefetcher, routed(router))
             decisions.append(lines)
         assert len(decisions[0]) > 300 and decisions[0] == decisions[1]
-
-
-def test_with_nothing_kept_hits_are_prefetched_experts() -> None:
-    shape = geometry(layers=3, experts=8, top_k=2, segments=4)
-    system = get_system("moepic")
-    control = system.scheduler(shape, system.budget(shape, split_budget(shape, shape.nbytes // 2)))
-    control.configure(SplitPlan(shape, (LayerSplit(0, 0, 0),) * 3))
-    assert control.cache.staging == [shape.num_experts * 4 // 2], "all of it is for staging"
-    dice, link, hits = random.Random(0), InstantLink(), 0
-    prefetcher = Prefetcher(control, link, InlineChannel(Silent()))
-    for step in range(60):
-        chosen = dice.sample(range(8), 2)
-        if step % 2:
-            control.predict(Prediction(step % 3, chosen, [0.9, 0.8], 1))
-            prefetcher.refill()
-            hits += 2
-        loop_layer(control, link, one_token(step % 3, chosen), lambda spans: None, prefetcher)
-        control.check()
-    assert sum(one.decode.hits for one in control.counters) == hits
-    assert not any(control.slots.resident), "nothing stays"

@@ -174,6 +174,8 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("lru:allocation=fair", r"allocation='fair': unknown; accepted: uniform, none, adapmoe"),
         ("fmoe:allocation=split", r"among layers, scope='global' does not; accepted: scope=layer"),
         ("moepic:fill=idle", r"fill='idle': .*is loaded when it is needed; accepted: leave it out"),
+        ("lru:gate=measured", r"gate=measured: of no use where nothing is predicted"),
+        ("lru:prediction=lookahead:transfer=synchronous:gate=measured", r"accepted: gate=none"),
         ("lru:prediction=lookahead:gate=confidence", r"gate='confidence': .*; accepted: none, measured"),
         ("lru:theta=0.5", r"'theta': unknown; accepted with prediction=none: eviction"),
         ("moepic:allocation=split:tau=5", r"'tau': unknown; accepted with .*allocation=split, .*: .*theta"),
@@ -233,14 +235,6 @@ def test_where_a_model_runs_what_cannot_is_not_named_as_accepted(spec: str) -> N
         get_runnable(spec)
     accepted = str(refused.value).split("accepted: ")[1].split(", ")
     assert accepted == ["auto", *runnable_systems()] and "belady" not in accepted
-
-
-def test_prompts_evict_and_prefetch_in_the_papers_systems_and_stream_in_ours() -> None:
-    papers = ("fmoe", "promoe", "moepic", "moe-infinity", "mixtral-offloading", "adapmoe", "brainstorm", "on-demand")
-    assert {(SYSTEMS[name].prefill, SYSTEMS[name].prefetching) for name in papers} == {("evict", "always")}
-    assert {(SYSTEMS[name].prefill, SYSTEMS[name].prefetching) for name in ("expertly", "lru")} == {
-        ("stream", "always")
-    }
 
 
 @pytest.mark.parametrize("profile", [True, False])

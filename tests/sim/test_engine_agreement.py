@@ -158,7 +158,7 @@ def test_experts_one_at_a_time_by_id_agree(stores: dict[str, Path], tmp_path: Pa
     ("system", "batch", "family"),
     [
         *((system, bool(i % 2), "qwen3_moe") for i, system in enumerate(PREDICTING)),
-        *((system, not i % 2, "qwen3_moe") for i, system in enumerate(PREDICTING[:6])),
+        ("fmoe", True, "qwen3_moe"),
         ("fmoe", False, "jamba"),
         ("fmoe", True, "switch_transformers"),
         ("lru:prediction=speculative", False, "switch_transformers"),

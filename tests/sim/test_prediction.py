@@ -12,8 +12,8 @@ import pytest
 from expertly.policies.predictor.fmoe import FMoE
 from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.sim.hardware import Link, PredictorCosts
-from expertly.sim.schedule import Schedule, Selection
-from expertly.sim.study import Memory, Study
+from expertly.sim.schedule import Selection
+from expertly.sim.study import Memory
 from expertly.trace.manifest import write_manifest
 from expertly.trace.reader import Trace
 from expertly.trace.schema import OPTIONAL
@@ -173,37 +173,6 @@ def test_maps_are_the_rows_that_were_simulated(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.sort(store.requests[:50]), trace.rows("request", 0, 50))
     expected = np.stack([np.bincount(experts[:45, layer].ravel(), minlength=12) for layer in range(4)])
     np.testing.assert_array_equal(request_counts(store, 0), expected)
-
-
-# -- moe-infinity, simulated ----------
-
-
-SYSTEM = "moe-infinity"
-
-
-def domains(folder: Path, num_requests: int = 24) -> Trace:
-    """Requests of two domains, each of which has experts of its own; tokens draw from those of their request's."""
-    dice, passes = np.random.default_rng(0), list[Pass]()
-    for request in range(num_requests):
-        own = range(6) if request % 2 else range(6, 12)
-        favourites = np.array([dice.permutation(own)[:3] for _ in range(4)])
-        for _ in range(8):
-            passes.append((request, False, [[dice.permutation(row)[:2].tolist() for row in favourites]]))
-    return make_trace(folder / "trace", passes, LAYERS, num_requests=num_requests)
-
-
-def test_a_filled_collection_predicts_more_of_what_is_needed_than_an_empty_one(tmp_path: Path) -> None:
-    """Held-out requests of two domains."""
-    trace = domains(tmp_path)
-    filled = make_study(trace, selection=Selection(split=(7, 3)), predicting="inline")
-    empty = Study(trace, Schedule([], filled.schedule.test), toy(), filled.layers, None, predicting="inline")
-    found = {}
-    for name, study in (("filled", filled), ("empty", empty)):
-        found[name] = study.row(get_system(SYSTEM), Memory("40%"))
-    assert found["filled"]["history"].startswith("filled from") and found["empty"]["history"] == "empty"
-    assert found["filled"]["recall"] > found["empty"]["recall"]
-    assert found["filled"]["prediction_accuracy"] > 1.5 * 1 / 6, "half of the experts are the other domain's"
-    assert found["filled"]["predictor"]["decode_matrices"] > found["empty"]["predictor"]["decode_matrices"] > 0
 
 
 # -- the next token's first layers, simulated ----------

@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -244,27 +243,6 @@ def test_short_reads_are_continued(
     buffers = [aligned(8 * PAGE), aligned(4 * PAGE)]
     file.read_into(PAGE, buffers)
     assert b"".join(map(bytes, buffers)) == path.read_bytes()[PAGE : 13 * PAGE]
-
-
-def test_many_threads_share_one_file(file: ExpertFile, path: Path) -> None:
-    content = path.read_bytes()
-    wrong: list[int] = []
-
-    def work(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        memory = aligned(4 * PAGE)
-        for page in rng.integers(0, NUM_PAGES - 4, 50).tolist():
-            shift = int(rng.integers(0, 2)) * 7
-            file.read_into(page * PAGE + shift, [memory])
-            if bytes(memory) != content[page * PAGE + shift : page * PAGE + shift + len(memory)]:
-                wrong.append(page)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
 
 
 def test_close_is_idempotent_and_frees_the_descriptors(path: Path) -> None:

@@ -76,20 +76,6 @@ def test_the_gap_to_the_best_of_all_budgets(span_ns: int) -> None:
     assert statistics.median(gaps) <= 0.05
 
 
-def test_split_experts_are_expected_to_be_kept_only_where_their_spans_pay() -> None:
-    """The dearer a span, the fewer layers keep parts; what is expected is of the plan, spans and all."""
-    num_split = []
-    for span_ns in (1, 15_000, 1_000_000):
-        found_split = 0
-        for seed in range(6):
-            shape, kept, rates, timing = random_model(seed, span_ns)
-            found = configure(shape, [kept], rates, timing)
-            assert found.exposed_ns == pytest.approx(exposed(Forecaster(shape, rates, timing), found.plan))
-            found_split += sum(0 < one.kept_segments < shape.segments_per_expert for one in found.plan.layers)
-        num_split.append(found_split)
-    assert num_split[0] > num_split[1] > num_split[2] == 0
-
-
 @pytest.mark.parametrize("span_ns", [0, 15_000])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_forecast_near_another_is_as_one_from_nothing(seed: int, span_ns: int) -> None:
@@ -100,29 +86,6 @@ def test_a_forecast_near_another_is_as_one_from_nothing(seed: int, span_ns: int)
         near = forecaster.forecast(dice.integers(0, most + 1, size=3).tolist(), near)
         alone = forecaster.forecast(near.budgets)
         assert (near.windows_ns, near.exposed_ns, near.splits()) == (alone.windows_ns, alone.exposed_ns, alone.splits())
-
-
-def test_memory_goes_where_predictions_fail() -> None:
-    """Perfect predictions in a window of all K loads need nothing kept; useless ones take it, as whole experts."""
-    shape = shape_of(4, experts=16, top_k=2, segments=4)
-    timing = Timing.of(shape, **(TIMES | {"attention_ns": 250_000, "head_ns": 0}))
-    flat = useless(16, 2, falls_by=0.95)
-    found = configure(shape, [64], [perfect(16, 2), flat, perfect(16, 2), flat], timing)
-    budgets = budgets_of(found)
-    assert budgets[0] + budgets[2] <= 4
-    assert sum(found.exposed_ns) < 0.5 * sum(found.uniform_exposed_ns)
-    for layer in (1, 3):
-        assert found.plan.layers[layer].kept_segments == 4
-        assert abs(budgets[1] - budgets[3]) <= 8
-
-
-def test_more_memory_never_waits_longer() -> None:
-    rates = [useless(8, 2, 0.6), gathered(5, 8), useless(8, 2, 0.9), perfect(8, 2, 0.7 ** np.arange(8))]
-    shape = shape_of(4, experts=8, top_k=2, segments=2)
-    timing = Timing.of(shape, **TIMES)
-    totals = [sum(configure(shape, [kept], rates, timing).exposed_ns) for kept in (*range(0, 64, 3), 64)]
-    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(totals))
-    assert totals[-1] == 0 < totals[0]
 
 
 def test_nothing_to_keep_and_everything_to_keep() -> None:

@@ -133,20 +133,6 @@ def test_before_anything_is_known_whole_experts_are_kept_where_spans_cost_much()
     assert kept == {"free": [(8, 2)] * 3, "dear": [(4, 4)] * 3, "not counted": [(8, 2)] * 3}
 
 
-def test_uncounted_costs_change_no_configuration() -> None:
-    for spans in (True, False):
-        allocation = MoEpic(SHAPE, MoEpicOptions(tau=30, start="half", pieces=spans))
-        allocation.begin(allocation.quotas([49]))
-        for token in range(30):
-            tell(allocation, token)
-        job = allocation.due()
-        assert job is not None
-        costs = Timing.of(SHAPE, 40, 40, 100, 40, span_ns=1000)
-        assert (job(costs) == job(TIMES)) == (not spans)
-        tops = {layer.kept_segments for layer in job(costs).plan.layers}
-        assert (tops <= {0, 4}) == spans
-
-
 def test_a_job_holds_what_was_seen_until_then() -> None:
     allocation = begun()
     for token in range(3):

@@ -94,21 +94,6 @@ def test_ids_outside_the_layer_do_not_count() -> None:
         assert_equal(layer.rates(), clean.rates())
 
 
-def test_old_tokens_fade() -> None:
-    """First experts 0 and 1 alone, then all eight in turn: two cached ones first hold all, then a quarter."""
-    early = np.array([[0, 1]] * 1000)
-    late = np.array([[2 * t % 8, (2 * t + 1) % 8] for t in range(1000)])
-    rates = {}
-    for half_life in (None, 50.0):
-        layer = LayerStatistics(8, half_life)
-        learn(layer, early)
-        assert layer.rates().hits[2] > 0.99
-        learn(layer, late)
-        rates[half_life] = float(layer.rates().hits[2])
-    assert rates[None] > 0.6
-    assert rates[50.0] < 0.3
-
-
 def test_a_short_memory_stays_exact_for_ever() -> None:
     """The weights of 1500 tokens with a half-life of 5 span 2^300. At the end only the last few hundred tokens weigh:
     the rest is below what a float64 holds beside them.

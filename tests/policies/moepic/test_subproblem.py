@@ -15,7 +15,7 @@ from expertly.core.errors import ConfigError
 from expertly.policies.allocation.moepic import LayerRates, Timing
 from expertly.policies.allocation.moepic.subproblem import Curve, LayerProblem, Splits
 from expertly.policies.allocation.moepic.timing import Parts
-from tests.policies.moepic.builders import gathered, rates_of, shape_of
+from tests.policies.moepic.builders import gathered, shape_of
 from tests.tables import seeds
 
 TIMING = Timing.of(shape_of(2, top_k=2), attention_ns=[30, 50], moe_ns=[100, 120], load_ns=[80, 90], head_ns=7)
@@ -38,17 +38,6 @@ def test_what_is_exposed_and_left_to_the_next_window(loaded: float, exposed_ns: 
     assert TIMING.exposed_ns(0, m(loaded)) == exposed_ns
     assert TIMING.next_window_ns(0, m(loaded)) == window_ns
     assert TIMING.first_window_ns() == 37, "head and attention"
-
-
-@pytest.mark.parametrize(
-    "alpha, beta, gamma, theta", [(1, 1, 0, 0.5), (0, 2, 0, 0.25), (0, 1, 1, 0.75), (2, 0, 0, 0.5)]
-)
-def test_the_terms_of_the_paper_are_those_of_m(alpha: int, beta: int, gamma: int, theta: float) -> None:
-    loaded = alpha + beta * theta
-    hide = (alpha + beta * theta) * 100 / 2
-    miss = (beta * (1 - theta) + gamma) * 80
-    assert TIMING.exposed_ns(0, m(loaded)) == pytest.approx(max(0, miss - hide))
-    assert TIMING.next_window_ns(0, m(loaded)) == pytest.approx(100 - min(hide, miss) + 50)
 
 
 COSTLY = replace(TIMING, span_ns=(10, 0), ask_ns=(4, 0))
@@ -207,18 +196,3 @@ def test_with_spans_that_cost_something_every_budget_gets_the_best_of_all_splits
             assert chosen[0] * chosen[1] <= budget
             assert curve.exposed_ns[budget] == pytest.approx(of[chosen], abs=1e-3)
             assert of[chosen] == pytest.approx(min(cost for (c, s), cost in of.items() if c * s <= budget), abs=1e-3)
-
-
-def test_hot_experts_that_are_prefetched_anyway_want_a_little_of_all() -> None:
-    """The first predicted expert is one of the 4 hottest, the second any of the other 28; the window is a bit short of
-    a load. An eighth of each lets the first one come in time and spares an eighth of the second. The 4 hottest whole
-    would leave the window unused: the second one does not fit it.
-    """
-    ranks = np.zeros((32, 32))
-    ranks[0, :4], ranks[1, 4:], ranks[2:] = 1 / 4, 1 / 28, 1 / 32
-    rates = rates_of(ranks, (np.arange(32) < 2).astype(float))
-    problem = problem_of(rates, 2, 8)
-    curve = problem.curve(0.9 * LOAD_NS)
-    assert kept(curve, 32) == (32, 1)
-    assert curve.loaded[32] == pytest.approx(1 + 1 / 8)
-    assert loaded_with(problem, 4, 8, 0.9 * LOAD_NS) == pytest.approx(1)

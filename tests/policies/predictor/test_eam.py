@@ -42,27 +42,6 @@ def one_pass(
     return made
 
 
-def test_rows_of_an_iteration_sum_to_its_tokens_up_to_the_layer_that_runs_and_those_of_a_request_to_all() -> None:
-    """Section 4.3: n*K up to layer l and 0 after; r*K, prompt and answer apart."""
-    dice, eam = np.random.default_rng(0), EAM(SHAPE)
-    num = {True: 0, False: 0}
-    for step, count in enumerate((6, 1, 1, 1)):
-        is_prefill = step == 0
-        chosen = choices(dice, count)
-        list(eam.begin_iteration(Began(np.full(count, 3), np.full(count, is_prefill))))
-        assert eam._pass is not None
-        for layer in range(LAYERS):
-            list(eam.router_ran(routed(layer, chosen[:, layer])))
-            counts = eam._pass[0].counts
-            assert counts.sum(axis=1).tolist() == [count * TOP_K] * (layer + 1) + [0] * (LAYERS - 1 - layer)
-        np.testing.assert_array_equal(counts, matrix_of(chosen))
-        eam.end_iteration(True)
-        num[is_prefill] += count
-        for phase, matrix in zip((True, False), eam._open[3], strict=True):
-            assert matrix.sum(axis=1).tolist() == [num[phase] * TOP_K] * LAYERS
-    assert eam.learned.num_matrices == 0, "the request is not over"
-
-
 @pytest.mark.parametrize("update", [True, False])
 @pytest.mark.parametrize("end", ["another request", "finish"])
 def test_a_request_that_is_over_enters_the_collections_of_its_phases(end: str, update: bool) -> None:

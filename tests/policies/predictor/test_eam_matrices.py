@@ -7,8 +7,8 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.policies.learned import ModelShape
-from expertly.policies.predictor.eam.matrices import MAX_COUNT, Collection, Match, Matrices
-from tests.policies.predictor.naive import LAYERS, SHAPE, NaiveCollection, choices, cosine, matrix_of
+from expertly.policies.predictor.eam.matrices import MAX_COUNT, Collection, Match
+from tests.policies.predictor.naive import SHAPE, NaiveCollection, choices, cosine, matrix_of
 
 
 def filled(num: int, capacity: int = 20, seed: int = 0) -> Collection:
@@ -47,17 +47,6 @@ def test_a_capacity_that_cannot_be(capacity: int) -> None:
         Collection(SHAPE, capacity)
     with pytest.raises(ConfigError, match=r"matrices of \d+ bytes; at most"):
         Collection(ModelShape((9000,) * 90, (1,) * 90), 1 << 20)
-
-
-def test_both_phases_together() -> None:
-    matrices = Matrices(SHAPE, 20)
-    matrices.prefill.extend(filled(3))
-    matrices.decode.extend(filled(5, seed=1))
-    assert (matrices.num_matrices, matrices.num_needed, matrices.generation) == (8, 5, 8)
-    assert matrices.of_phase(True) is matrices.prefill and matrices.of_phase(False) is matrices.decode
-    other = Matrices(SHAPE, 4)
-    other.extend(matrices)
-    assert (other.prefill.num_matrices, other.decode.num_matrices, other.capacity) == (3, 4, 4)
 
 
 def counts_of(row: np.ndarray) -> dict[int, int]:
@@ -101,32 +90,3 @@ def test_in_lock_step_with_the_formulas(capacity: int, num_tokens: int, layers: 
                 assert list(found.slots) == sorted(int(by_age[at]) for at in wanted)
                 best = max(cosine(running[seen], matrix[seen]) for matrix in naive.matrices)
                 assert found.cosine == pytest.approx(best, abs=1e-6) and found.cosine <= 1
-
-
-def test_of_equally_near_matrices_the_newest_are_taken() -> None:
-    """The length of a request does not matter, the share of its tokens does."""
-    dice = np.random.default_rng(1)
-    collection, same = Collection(SHAPE, 30), matrix_of(choices(dice, 9))
-    for number in range(30):
-        collection.add(same * (1 + number) if number % 3 else matrix_of(choices(dice, 2)))
-    match = Match(collection)
-    for layer in range(LAYERS):
-        match.observe(layer, counts_of(same[layer]))
-    one, four = match.nearest(1), match.nearest(4)
-    assert one is not None and four is not None
-    assert one.slots == (29,) and four.slots == (25, 26, 28, 29)
-    assert one.cosine == pytest.approx(1, abs=1e-6)
-
-
-def test_matrices_with_nothing_in_common_do_not_match() -> None:
-    collection = Collection(SHAPE, 4)
-    assert Match(collection).nearest(1) is None
-    matrix = np.zeros((5, 7), np.int64)
-    matrix[:, 0] = 3
-    collection.add(matrix)
-    match = Match(collection)
-    match.observe(0, {1: 1, 2: 1})
-    assert match.nearest(1) is None
-    match.observe(1, {0: 1, 2: 1})
-    found = match.nearest(5)
-    assert found is not None and found.slots == (0,) and found.cosine == pytest.approx(3 / (4 * 18) ** 0.5)

@@ -246,16 +246,6 @@ def test_what_a_search_knows_of_a_stack_places_its_maps_as_learning_does(stack: 
     assert state_of(online) == state_of(offline)
 
 
-def test_layers_left_out_do_not_stop_the_search() -> None:
-    predictor = learned(2)
-    maps = predictor.learned.maps[:, :40].copy()
-    rows = Rows(8, 1)
-    found = {one.layer: one for one in run(predictor, rows, layers=[0, 3])}
-    assert sorted(found) == [0, 1, 2, 5]
-    similar = [cosine(rows.scores[0, [0, 3]], maps[[0, 3], slot]) for slot in range(40)]
-    assert found[5].confidence == pytest.approx(max(similar), abs=1e-5)
-
-
 def test_rows_of_another_stack_are_not_matched() -> None:
     predictor = learned(2, num_maps=5)
     rows = Rows(8, 1)
@@ -318,19 +308,6 @@ def test_a_store_is_taken_as_it_is_or_brought_to_these_settings() -> None:
     assert run(large, Rows(3, 1)) == run(begun(deepcopy(given)), Rows(3, 1))
     with pytest.raises(ConfigError, match="another model"):
         large.adopt(MapStore(ModelShape((4,), (1,))))
-
-
-def test_a_store_set_or_filled_within_a_pass_takes_effect_with_the_next_one() -> None:
-    predictor = learned(2, num_maps=5)
-    rows = Rows(3, 1)
-    predictor.begin_iteration(Began(rows.requests, np.zeros(1, np.bool_), rows.embedding))
-    predictor.learn(Rows(4, 3).history())
-    for layer in range(LAYERS):
-        router = RouterRan(layer, [0], [1], [True], 1)
-        assert predictor.router_ran(Routed(router, rows.chosen[:, layer], rows.scores[:, layer])) == []
-    predictor.end_iteration(True)
-    assert predictor.learned.num_maps == 9
-    assert run(predictor, Rows(5, 1))
 
 
 def brute(probabilities: np.ndarray, score: float, top_k: int) -> int:

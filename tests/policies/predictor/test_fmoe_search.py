@@ -113,16 +113,3 @@ def test_of_equally_near_maps_the_newest_is_taken(num_rows: int) -> None:
         assert nearest.slots.tolist() == [newest] * num_rows
         assert nearest.scores == pytest.approx([1] * num_rows, abs=1e-5)
         assert (nearest.scores <= 1).all()
-
-
-def test_a_search_is_of_the_store_as_it_was() -> None:
-    dice = np.random.default_rng(4)
-    store = filled(dice, 5)
-    search = Search(store)
-    search.begin(1)
-    assert search.is_current
-    scores = random_scores(dice, 1, LAYERS, EXPERTS)
-    store.add(scores, top(scores, TOP_K), np.array([9]))
-    assert not search.is_current
-    search.begin(1)
-    assert search.is_current and search.num_maps == 6

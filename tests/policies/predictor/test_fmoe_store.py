@@ -78,51 +78,12 @@ def test_known_cosines_change_nothing_but_the_work() -> None:
             assert (told.state()[name] == array).all(), name
 
 
-@pytest.mark.parametrize("size", [1, 16])
-def test_a_request_fills_no_more_than_its_quota(size: int) -> None:
-    dice = np.random.default_rng(5)
-    tiny = MapStore(SHAPE, 3, quota=0.1)
-    scores = random_scores(dice, 5, LAYERS, EXPERTS)
-    tiny.add(scores, top(scores, TOP_K), np.zeros(5, int))
-    assert (tiny.num_maps, tiny.born[0]) == (1, 4), "at least one"
-    store = MapStore(SHAPE, 40, quota=0.25)
-    for _ in range(0, 160, size):
-        scores = random_scores(dice, size, LAYERS, EXPERTS)
-        store.add(scores, top(scores, TOP_K), np.full(size, 7))
-    assert store.num_maps == 10
-    scores = random_scores(dice, 200, LAYERS, EXPERTS)
-    store.add(scores, top(scores, TOP_K), np.arange(200) // 2 + 100)
-    assert store.num_maps == 40
-    counted = np.unique(store.requests[:40], return_counts=True)
-    assert max(counted[1]) <= 10
-    assert dict(store.num_of_request) == dict(zip(*(part.tolist() for part in counted), strict=True))
-
-
 def filled(num_maps: int = 20, capacity: int = 30) -> MapStore:
     dice = np.random.default_rng(6)
     store = MapStore(SHAPE, capacity, semantic_weight=0.4, quota=0.5)
     scores = random_scores(dice, num_maps, LAYERS, EXPERTS)
     store.add(scores, top(scores, TOP_K), np.arange(num_maps), dice.standard_normal((num_maps, HIDDEN), np.float32))
     return store
-
-
-def test_state_through_float16_and_back_loses_nothing() -> None:
-    store = filled()
-    state = store.state()
-    for name in ("maps", "embeddings"):
-        state[name] = state[name].astype(np.float16)
-    back = MapStore(SHAPE, 30, semantic_weight=0.4, quota=0.5)
-    back.fill(state)
-    assert back.num_maps == 20
-    assert (back.inverse_norms == store.inverse_norms).all()
-    assert (back.inverse_embedding_norms == store.inverse_embedding_norms).all()
-    dice = np.random.default_rng(7)
-    scores = random_scores(dice, 60, LAYERS, EXPERTS)
-    more = (scores, top(scores, TOP_K), np.arange(60) // 2, dice.standard_normal((60, HIDDEN), np.float32))
-    store.add(*more)
-    back.add(*more)
-    for name, array in store.state().items():
-        assert (back.state()[name] == array).all(), name
 
 
 def test_extending_a_smaller_store_keeps_what_the_equations_keep() -> None:
