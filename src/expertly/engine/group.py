@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from expertly.core.errors import EngineClosedError, TransferError
 from expertly.core.messages import Phase
 from expertly.core.observation import Began, Routed
 from expertly.core.placement import Placement, Share
-from expertly.engine.compute import Dispatch
+from expertly.engine.compute import Dispatch, Part, part_of
 from expertly.engine.device import Handover, kind_of
 from expertly.engine.memory import shares_of
 from expertly.engine.reading import ExtentSource
@@ -142,7 +141,11 @@ class ShardGroup:
     def run_layer(
         self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None
     ) -> tuple[torch.Tensor, Waits]:
-        parts = [part_of(work, share, hidden.device) for share in self.placement.shares]
+        layer = work.router.layer
+        parts = [
+            part_of(work, share.router(work.router), share.experts[layer], hidden.device)
+            for share in self.placement.shares
+        ]
         here, away = parts[: len(self.shards)], parts[len(self.shards) :]
         is_behind = self.shards[0].device.queues_uses
         on_host = self.to_host(hidden).clone() if away and is_behind else hidden
@@ -224,35 +227,6 @@ class ShardGroup:
         phase = Phase.DECODE if router.serves_decode else Phase.PREFILL
         shard.note_times(router.layer, phase, begin, shard.stamp(), waits)
         return _Ran(outputs, self._handover.give(), waits, time.perf_counter_ns())
-
-
-@dataclass(slots=True)
-class Part:
-    """One device's part of a layer. Its n output rows lie side by side."""
-
-    work: Dispatch
-    rows: torch.Tensor  # [n] their places in the outputs of the layer, on the device that has those
-
-
-def part_of(work: Dispatch, share: Share, device: torch.device) -> Part:
-    """The part of a layer that the experts of `share` compute. `device`: where the outputs are gathered."""
-    router = share.router(work.router)
-    held = share.experts[router.layer]
-    if work.positions is not None:
-        where = [work.positions[held[number]] for number in router.experts]
-        positions = {number: i for i, number in enumerate(router.experts)}
-        part = Dispatch(router, work.top_k, len(where), True, None, positions)
-        return Part(part, torch.tensor(where, dtype=torch.int64).to(device, non_blocking=True))
-    assert work.rows is not None
-    rows = [work.rows[held[number]] for number in router.experts]
-    places, end = {}, 0
-    for number, some in zip(router.experts, rows, strict=True):
-        places[number] = slice(end, end + len(some))
-        end += len(some)
-    every = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
-    of_experts = dict(zip(router.experts, rows, strict=True))
-    part = Dispatch(router, work.top_k, end, True, of_experts, None, places)
-    return Part(part, every.to(device, non_blocking=True))
 
 
 # -- one predictor for all devices -------------------------------------------------------------------------------------
