@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from expertly.core.costs import HostCompute, Link
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement, Together
@@ -47,6 +48,7 @@ from expertly.policies.allocation.moepic import SplitPlan, read_plan
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
 from expertly.scheduler.decisions import DecisionsFile, header_of, record
+from expertly.scheduler.misses import MissSplit
 from expertly.scheduler.presets import AUTO_SYSTEM, BASE_SYSTEM, get_runnable, without_prediction
 from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
@@ -274,17 +276,19 @@ def _open_engine(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitS
         (share.geometry, system.budget(share.geometry, budget, known))
         for share, budget in zip(here, chosen.division.budgets, strict=True)
     ]
-    schedulers = [system.scheduler(geometry, budget, known, chosen.order) for geometry, budget in shares]
+    split = None if away else _share_misses(chosen, targets, dtype)
+    schedulers = [system.scheduler(geometry, budget, known, chosen.order, split) for geometry, budget in shares]
     if options.decisions is not None:
         ((geometry, budget),) = shares
         file = DecisionsFile(
-            Path(options.decisions), header_of(system, geometry, budget, chosen.order, known.get(SplitPlan))
+            Path(options.decisions), header_of(system, geometry, budget, chosen.order, known.get(SplitPlan), split)
         )
         opened.callback(file.close)
         schedulers = [record(schedulers[0], file.write)]
     about = chosen.worker_nbytes, store, system, options.staging_slots, options.worker_deadline
     remotes = open_workers(chosen.peers, away, *about, opened)
-    executor = make_executor(chosen.placement, targets, schedulers, store, dtype, options.host_memory, remotes)
+    host_memory = options.host_memory if split is None else chosen.placement.geometry.nbytes  # what it counts on
+    executor = make_executor(chosen.placement, targets, schedulers, store, dtype, host_memory, remotes)
     opened.callback(executor.close)
     threads = None
     if store.codec != "none" and len(targets) == 1 and kind_of(targets[0]).runs_on_host:  # readers decode beside it
@@ -293,6 +297,35 @@ def _open_engine(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitS
     opened.callback(engine.close)
     engine.reuse = save_of_eviction(executor, store, chosen.files)
     return engine
+
+
+def _share_misses(chosen: _Chosen, targets: Sequence[torch.device], dtype: torch.dtype) -> MissSplit | None:
+    """How many missing experts the processor computes, as the option `cpu_misses` says; None: none, always."""
+    asked, kind, geometry = chosen.options.cpu_misses, kind_of(targets[0]), chosen.placement.geometry
+    if asked == "never":
+        return None
+    nbytes = kind.host_nbytes(targets[0], chosen.options.host_memory, geometry.nbytes)
+    costs = None
+    if not nbytes:
+        why = f"there is no host tier behind {targets[0]}"
+    elif len(targets) > 1 or chosen.options.workers is not None:
+        why = "several devices, or workers, have the experts"
+    elif not chosen.system.can_share_misses(chosen.order):
+        why = f"system {chosen.system.name!r} does not know all of a layer's misses at once, or keeps parts of experts"
+    elif nbytes < geometry.nbytes:
+        why = "the host tier does not hold all experts (host_memory)"
+    else:
+        why = "nobody measured copies and products here"
+        costs = kind.miss_costs(targets[0], dtype)
+    if costs is None:
+        if asked == "always":
+            raise ConfigError(f"cpu_misses='always': {why}; accepted: auto, never")
+        return None
+    if asked == "always":
+        return MissSplit(geometry, Link(1.0, 0, 0), HostCompute(1e18, 1e18, 0, 1.0))
+    split = MissSplit(geometry, *costs)
+    pays = any(split.num_on_host(layer, [1] * one.top_k, 1, 0) for layer, one in enumerate(geometry.layers))
+    return split if pays else None
 
 
 def _open_dense(chosen: _Chosen, engine: Engine) -> Any:

@@ -23,6 +23,7 @@ AUTO = "auto"
 HASH = "hash"
 PREDICT = ("auto", "thread", "inline")
 VERIFY = ("first", "never")
+CPU_MISSES = ("auto", "never", "always")
 
 
 ADVANCED, RESEARCH = "Advanced", "Research"
@@ -218,6 +219,14 @@ class LoadOptions:
         panel=ADVANCED,
     )
     host_memory: str | int = option(AUTO, "RAM for experts behind an accelerator", metavar="SIZE", panel=ADVANCED)
+    cpu_misses: Literal["auto", "never", "always"] = option(
+        AUTO,
+        "experts that an accelerator's memory lacks and the host's has: computed by the processor where that is faster "
+        "than copying, as measured while loading (auto), never, or always; tokens do not depend on it",
+        metavar="WHEN",
+        panel=ADVANCED,
+        choices=lambda: CPU_MISSES,
+    )
     learned: str | Path | None = option(
         AUTO,
         "where a system keeps what it learns while it runs (expert maps, activation matrices, "
@@ -298,6 +307,8 @@ class LoadOptions:
             raise ConfigError(f"predict={self.predict!r}: unknown; accepted: {', '.join(PREDICT)}")
         if self.verify not in VERIFY:
             raise ConfigError(f"verify={self.verify!r}: unknown; accepted: {', '.join(VERIFY)}")
+        if self.cpu_misses not in CPU_MISSES:
+            raise ConfigError(f"cpu_misses={self.cpu_misses!r}: unknown; accepted: {', '.join(CPU_MISSES)}")
         if self.quantize is not None:
             rounding_format(self.quantize)
         check_one_memory(self.memory, self.total_memory)

@@ -39,7 +39,23 @@ class Copied(NamedTuple):
     nbytes: int
 
 
-class Accelerator(Clock):
+class LateValues:
+    """What leaves the device: garbage until its mark is reached."""
+
+    mark_compute: Callable[[], Any]
+
+    def to_host_later(self, values: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        values = values.as_subclass(torch.Tensor)
+        here = torch.empty_like(values)
+        here.view(torch.uint8).fill_(POISON)
+        return here, (self.mark_compute(), here, values.clone())
+
+    def reach(self, mark: Any) -> None:
+        _, here, values = mark
+        here.copy_(values)
+
+
+class Accelerator(LateValues, Clock):
     """CudaStreams on a virtual clock.
 
     `now_ns` is the time of the host, which runs ahead of its kernels; a copy occupies the link for as long as `link`
@@ -171,6 +187,12 @@ class Accelerator(Clock):
         self.join()
         return values.as_subclass(torch.Tensor)
 
+    def to_device(self, values: torch.Tensor) -> torch.Tensor:
+        """Behind the copy that the link makes now."""
+        under_way = [one.end_ns for one in self.copied[-100:] if one.begin_ns <= self.now_ns < one.end_ns]
+        self.compute_free_ns = max([self.compute_free_ns, self.now_ns, *under_way])
+        return values.clone()
+
     def synchronize(self) -> None:
         self._come(self._num_copies)
         self.now_ns = max(self.now_ns, self.compute_free_ns, self._link_free_ns)
@@ -213,7 +235,7 @@ class Mark(NamedTuple):
     number: int
 
 
-class LateStreams:
+class LateStreams(LateValues):
     """Copies run only when somebody waits for them, so that order mistakes show as wrong tokens. Kernels are over at
     once.
     """
@@ -262,6 +284,9 @@ class LateStreams:
     def to_host(self, values: torch.Tensor) -> torch.Tensor:
         self.num_synchronised += 1
         return values
+
+    def to_device(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
 
     def synchronize(self) -> None:
         self.let(len(self.queue))

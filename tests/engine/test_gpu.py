@@ -11,6 +11,7 @@ import torch
 
 import expertly
 from expertly.api import handle
+from expertly.engine.device import kind_of
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import Call
 from tests.engine.test_compute import TOLERANCE, reference_calls, relative_error, run
@@ -23,7 +24,7 @@ Expected = tuple[list[list[int]], torch.Tensor]
 
 @contextmanager
 def loaded(case: Case, **settings: Any) -> Iterator[Any]:
-    where = {} if "devices" in settings else {"device": "cuda"}
+    where = {} if "devices" in settings else {"device": "cuda", "cpu_misses": "never"}
     model, _ = expertly.load(str(case.store), **({"memory": "25%", "learned": "off"} | where | settings))
     yield model
     for shard in handle(model).engine.executor.shards:
@@ -56,6 +57,26 @@ def test_float32_tokens_and_logits_are_the_reference(family: str, segments: int,
                 torch.testing.assert_close(logits_of(model, case.prompts), logits, rtol=1e-4, atol=1e-5)
                 moved = handle(model).engine.device.stats()
                 assert moved["copied_nbytes"] == expertly.stats(model).as_dict()["bytes_loaded"], settings
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("system", "segments"), [("lru", 1), ("expertly", 4), ("expertly-ahead", 1)])
+def test_misses_that_the_processor_computes_change_no_token(
+    system: str, segments: int, family: str, cases: Cases
+) -> None:
+    expected = reference_of(cases[family])
+    options = {"system": system, "segments": segments, "host_memory": "100%", "memory": "50%", "cpu_misses": "always"}
+    with loaded(cases[family], **options) as model:
+        for _ in range(2):
+            assert_same(model, cases[family], expected)
+        assert expertly.stats(model).as_dict()["phases"]["decode"]["computed_on_host"] > 0
+
+
+def test_the_processor_and_the_link_are_measured_at_once() -> None:
+    costs = kind_of(torch.device("cuda")).miss_costs(torch.device("cuda"), torch.bfloat16)
+    assert costs is not None
+    link, host = costs
+    assert link.nbytes_per_s > 1e9 and host.nbytes_per_s > 1e8 and 1.0 <= host.link_slowdown < 10
 
 
 @pytest.mark.parametrize("segments", [1, 4])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertly.core.costs import Link
+from expertly.core.costs import HostCompute, Link
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
 from expertly.engine import reading
@@ -67,6 +67,16 @@ class AcceleratedLink:
     def busy_until_ns(self) -> int:
         raise AssertionError("nothing here computes slower beside copies")
 
+    def host_computes(self, end_ns: int) -> None:
+        """Copies are no slower beside it."""
+
+    def wait_for_host(self, then_ns: int) -> None:
+        """Its outputs go to the device."""
+        accelerator, begin = self.accelerator, self.accelerator.stamp()
+        accelerator._run_until(max(accelerator.now_ns, then_ns))
+        accelerator.to_device(torch.empty(0))
+        self.device.waits.append((begin, accelerator.stamp()))
+
     def compute(self, span: Span, duration_ns: int) -> None:
         """A kernel reads the span's bytes, which are the expert's own."""
         blocks = self.device.tier._geometry.blocks_per_segment(span.layer)
@@ -118,9 +128,10 @@ def both(
 ) -> tuple[Simulator, Accelerated]:
     """The simulator's run, and the device's."""
     found: list[Any] = []
+    hardware = toy(link=link, host=settings.pop("host", None), disk=Link(1e9, 0, 0))
     for make in (Simulator, partial(Accelerated, wake_ns)):
         monkeypatch.setattr(study_module, "Simulator", make)
-        study = make_study(trace, toy(link=link), **settings)
+        study = make_study(trace, hardware, **settings)
         of_system = get_system(system)
         geometry = study.geometry_of(of_system)
         budget = Memory("100%" if of_system.keeps_everything else memory).budget(geometry, True)
@@ -153,6 +164,33 @@ def test_every_preset_takes_as_long_as_the_simulator_says(
         found[system] = tpot_ns(there) / tpot_ns(simulated) - 1
     assert len(found) > 20
     assert {name: off for name, off in found.items() if abs(off) > 0.05} == {}
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("host_rate", [3e8, 7e8, 1.8e9])
+def test_misses_shared_with_the_host_take_as_long_as_the_simulator_says(
+    host_rate: float, segments: int, trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link brings an expert in 2 us; the host computes one in 3.4, 1.5 or 0.6. As with experts of some MiB, one
+    prefetch is on the stream.
+    """
+    monkeypatch.setattr("expertly.engine.cuda.AHEAD_NBYTES", 1)
+    link, host = Link(5e8, 7, 3), HostCompute(host_rate, 1e18, 100, 1.0)
+    found = {}
+    for system in can_run(trace):
+        asked = both(trace, system, "50%", link, monkeypatch, wake_ns=50, segments=segments, host=host)
+        alone, _ = both(trace, system, "50%", link, monkeypatch, wake_ns=50, segments=segments)
+        num_on_host = [sum(one.decode.computed_on_host for one in run.scheduler.counters) for run in asked]
+        if asked[0].scheduler.split is None:
+            assert num_on_host == [0, 0]
+            continue
+        for run in asked:
+            run.scheduler.check()
+        found[system] = tpot_ns(asked[1]) / tpot_ns(asked[0]) - 1, tpot_ns(asked[0]) / tpot_ns(alone)
+        assert min(num_on_host) > 0 or system == "oracle", system  # which misses hardly anything
+    assert {"lru", "expertly", "expertly-ahead", "fmoe", "oracle"} <= found.keys()
+    assert {name: off for name, (off, _) in found.items() if abs(off) > 0.05} == {}
+    assert {name: gain for name, (_, gain) in found.items() if gain > 1.01} == {}, "a perfect predictor gains nothing"
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------

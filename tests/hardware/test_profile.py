@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from expertly.core.costs import HostCompute
 from expertly.core.errors import ConfigError
 from expertly.hardware.profile import (
     CopyRate,
@@ -33,7 +34,15 @@ PROFILE = MachineProfile(
     copies=(CopyRate(1, 1e10),),
     matvec=(MatvecRate("bfloat16", 2, 2e10),),
     decoding=DecodeProfile(0.68, (DecodeRate(1, 1e9), DecodeRate(2, 1.9e9), DecodeRate(4, 2e9))),
-    devices=(DeviceProfile("cuda:0", "a GPU", 80 << 30, (LinkRate(1 << 20, 2e10, 2e10, 50_000),)),),
+    devices=(
+        DeviceProfile(
+            "cuda:0",
+            "a GPU",
+            80 << 30,
+            (LinkRate(1 << 20, 2e10, 2e10, 50_000),),
+            HostCompute(3.5e10, 5e11, 50_000, 1.05),
+        ),
+    ),
 )
 
 
@@ -42,6 +51,15 @@ def test_reads_back_what_was_written(tmp_path: Path):
     PROFILE.write(path)
     assert MachineProfile.read(path) == PROFILE
     assert [child.name for child in path.parent.iterdir()] == ["machine.json"]
+
+
+def test_a_file_of_a_device_whose_host_was_not_measured_is_read(tmp_path: Path):
+    path = tmp_path / "machine.json"
+    raw = PROFILE.as_dict()
+    del raw["devices"][0]["host"]
+    path.write_text(json.dumps(raw))
+    (device,) = MachineProfile.read(path).devices
+    assert device == dataclasses.replace(PROFILE.devices[0], host=None)
 
 
 def test_a_machine_without_disk_and_devices(tmp_path: Path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from expertly.core.costs import CodecCosts, Link, MeasuredCompute
+from expertly.core.costs import CodecCosts, HostCompute, Link, MeasuredCompute
 from expertly.core.errors import HardwareError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.sim.hardware import GEOMETRY_NAMES, HARDWARE_NAMES, Hardware, PredictorCosts, read_geometry
@@ -48,6 +48,7 @@ FULL = Hardware(
     compute=COMPUTE,
     predictor=PredictorCosts(31_000, math.inf, 5e9),
     codec=CodecCosts(0.68, 1.5e9, 4, 3, 0.5),
+    host=HostCompute(3.5e10, 5e11, 50_000, 1.05),
 )
 
 
@@ -66,14 +67,14 @@ def test_a_file_without_predictor_costs_has_the_documented_ones(tmp_path: Path):
     path = Path(written(tmp_path))
     text = path.read_text()
     path.write_text(text[: text.index("[predictor]")])
-    assert Hardware.read(str(path)) == replace(FULL, predictor=PredictorCosts(), codec=None)
+    assert Hardware.read(str(path)) == replace(FULL, predictor=PredictorCosts(), codec=None, host=None)
     assert Hardware.read("rtx3090").predictor == PredictorCosts()
     infinite = Hardware.read("infinite")
     assert infinite.predictor.work_ns(1 << 60, 1 << 60) == infinite.predictor.call_ns == 0
     assert infinite.link.occupies_ns(1 << 60) == 0
 
 
-@pytest.mark.parametrize("hardware", [FULL, replace(FULL, compute=None, disk=None, host_memory_nbytes=None)])
+@pytest.mark.parametrize("hardware", [FULL, replace(FULL, compute=None, disk=None, host_memory_nbytes=None, host=None)])
 def test_a_written_file_is_read_back(hardware: Hardware, tmp_path: Path):
     path = tmp_path / "folder" / "machine.toml"
     hardware.write(path, ["made by\na test"])
@@ -145,6 +146,8 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
         ("threads = 4", "threads = 0", r"codec.threads=0: must be a whole number from 1"),
         ("threads_beside = 3", "threads_beside = 5", r"codec.threads_beside=5: at most the 4 threads"),
         ("read_processors = 0.5", "read_processors = 4.5", r"codec.read_processors=4.5: must be a number from 0 to 4"),
+        ("link_slowdown = 1.05", "link_slowdown = 0.5", r"host.link_slowdown=0.5: must be a number from 1 to 1000"),
+        ("link_slowdown = 1.05\n", "", r"lacks host.link_slowdown"),
         ("name = ", "name : ", "not TOML"),
     ],
 )
@@ -158,6 +161,9 @@ def test_errors_name_file_key_and_value(tmp_path: Path, old: str, new: str, mess
 def test_a_host_tier_too_small_needs_a_disk(tmp_path: Path):
     replace(FULL, disk=None).write(tmp_path / "machine.toml")
     with pytest.raises(HardwareError, match=r"host_memory_nbytes=\d+: .*needs a \[disk\]"):
+        Hardware.read(str(tmp_path / "machine.toml"))
+    replace(FULL, disk=None, host_memory_nbytes=None).write(tmp_path / "machine.toml")
+    with pytest.raises(HardwareError, match=r"host=.*: computes beside an accelerator, .*a \[disk\]"):
         Hardware.read(str(tmp_path / "machine.toml"))
 
 

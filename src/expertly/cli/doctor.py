@@ -28,6 +28,7 @@ from expertly.core.units import (
     format_number,
     format_range,
     format_rate,
+    format_ratio,
     format_seconds,
     format_share,
 )
@@ -219,6 +220,9 @@ def report(profile: MachineProfile, facts: dict[str, Any]) -> str:
     for device in profile.devices:
         name = f"{device.device}: {device.name}, {format_nbytes(device.memory_nbytes)}"
         parts.append(f"{name}\n{figures_table([asdict(link) for link in device.link], _LINK)}")
+        if (host := device.host) is not None:
+            rate, slower = format_rate(host.nbytes_per_s), format_ratio(host.link_slowdown)
+            parts.append(f"matrix x vector, bfloat16, on the processor during copies: {rate}; a copy takes {slower}")
     if facts["problems"]:
         parts.append("\n".join("{level}: {subject}: {text}".format(**problem) for problem in facts["problems"]))
     return "\n\n".join(parts)

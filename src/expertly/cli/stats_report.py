@@ -50,6 +50,8 @@ def report(result: dict[str, Any]) -> str:
         parts.append(device_table(result["devices"]))
     pinned = {one["host_memory"] for one in result["devices"]} - {None, "registered"}
     parts += [in_brackets(f"host memory: {problem}") for problem in sorted(pinned)]
+    if num := sum(result["phases"][name]["computed_on_host"] for name in PHASES):
+        parts.append(in_brackets(f"{num} of the misses were computed by the processor, from host memory"))
     if result["prediction"] is not None:
         parts.append(_prediction(result["prediction"], [result["phases"][name] for name in PHASES]))
     if (reuse := result["reuse"]) is not None:

@@ -36,6 +36,18 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCompute:
+    """How fast a host's processors compute experts from its memory while a link copies others out of it, and how fast
+    the link is then.
+    """
+
+    nbytes_per_s: float  # of weights
+    flops_per_s: float
+    call_ns: int  # once a layer: hidden states come to the host, outputs go back
+    link_slowdown: float  # how many times longer a copy takes meanwhile; at least 1
+
+
+@dataclass(frozen=True, slots=True)
 class CodecCosts:
     """What storing experts compressed saves and costs. Rates count decoded bytes.
 

@@ -79,6 +79,8 @@ class Plan:
     loads: list[Span] = field(default_factory=list)  # load, and compute as they arrive
     in_flight: list[Span] = field(default_factory=list)  # compute as they arrive
     requested: list[Span] = field(default_factory=list)  # load behind `loads`; a later plan says when to compute them
+    on_host: list[int] = field(default_factory=list)  # experts that the host computes, from its own memory
+    following: list[Span] = field(default_factory=list)  # of these: load as prefetches are, when the host has ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,35 @@ class Dispatch:
     places: dict[int, slice] | None = None  # expert -> where its rows are in the outputs; None: at their numbers
 
 
+@dataclass(slots=True)
+class Part:
+    """Some experts of a layer, which are computed apart. Their n output rows lie side by side."""
+
+    work: Dispatch
+    rows: torch.Tensor  # [n] their places in the outputs of the layer, on the device that has those
+
+
+def part_of(work: Dispatch, router: RouterRan, held: Sequence[int], device: torch.device) -> Part:
+    """The part of a layer that `router` names; its expert e is `held[e]` in `work`. `device`: where the outputs are
+    gathered.
+    """
+    if work.positions is not None:
+        where = [work.positions[held[number]] for number in router.experts]
+        positions = {number: i for i, number in enumerate(router.experts)}
+        part = Dispatch(router, work.top_k, len(where), True, None, positions)
+        return Part(part, torch.tensor(where, dtype=torch.int64).to(device, non_blocking=True))
+    assert work.rows is not None
+    rows = [work.rows[held[number]] for number in router.experts]
+    places, end = {}, 0
+    for number, some in zip(router.experts, rows, strict=True):
+        places[number] = slice(end, end + len(some))
+        end += len(some)
+    every = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+    of_experts = dict(zip(router.experts, rows, strict=True))
+    part = Dispatch(router, work.top_k, end, True, of_experts, None, places)
+    return Part(part, every.to(device, non_blocking=True))
+
+
 class LayerCompute:
     """Computes spans of one layer. `rows` are the layer's slots [S * r1, M, H], r1 neurons a segment; in a format
     blocks of bytes [S * r1 / G, nbytes], whose weights are decoded for what the kernels do not take. `experts` are the
@@ -93,8 +122,11 @@ class LayerCompute:
         in_bias, down_bias = _biases(module, self._is_gated)
         if experts is not None and down_bias is not None:
             of_experts = torch.tensor(experts, device=down_bias.device)
-            in_bias = None if in_bias is None else tuple(bias[of_experts].to(rows.device) for bias in in_bias)
-            down_bias = down_bias[of_experts].to(rows.device)
+            in_bias = None if in_bias is None else tuple(bias[of_experts] for bias in in_bias)
+            down_bias = down_bias[of_experts]
+        if down_bias is not None:  # those of the module may be on another device
+            in_bias = None if in_bias is None else tuple(bias.to(rows.device) for bias in in_bias)
+            down_bias = down_bias.to(rows.device)
         self._in_bias, self.down_bias = in_bias, down_bias
         # Of the compiled products: tokens of an expert that they take, and where rows are.
         most = min(kernels.max_tokens, MAX_FLOAT32_TOKENS) if dtype == torch.float32 else kernels.max_tokens
@@ -290,14 +322,14 @@ class LayerCall:
 
     def __init__(self, compute: LayerCompute, work: Dispatch, hidden: torch.Tensor) -> None:
         self._compute = compute
-        self._work = work
-        self._hidden = hidden if hidden.dtype == compute.dtype else hidden.to(compute.dtype)
+        self.work = work
+        self.hidden = hidden if hidden.dtype == compute.dtype else hidden.to(compute.dtype)
         self._partial: dict[int, PartialExpert] = {}
-        self.outputs = self._hidden.new_empty(work.num_rows, hidden.shape[1])
+        self.outputs = self.hidden.new_empty(work.num_rows, hidden.shape[1])
         if not work.covers_all_rows:
             self.outputs.zero_()
         self._there: dict[int, torch.Tensor] | None = None  # the rows of experts, where they are computed
-        self._slots = None if compute.slots is None else compute.slots.begin(self._hidden, self.outputs)
+        self._slots = None if compute.slots is None else compute.slots.begin(self.hidden, self.outputs)
         is_short = work.positions is not None or (compute.joins and len(hidden) <= MAX_TOKENS)
         self.takes_several = self._slots is not None or (is_short and compute.max_tokens > 0)
         """Whether experts that are here can be computed in one call, by the kernels: those of few tokens."""
@@ -308,7 +340,7 @@ class LayerCall:
             self._slots.add([(span, *self._rows(span.expert)) for span in spans])
             return
         if self.takes_several:
-            compute, positions = self._compute, self._work.positions
+            compute, positions = self._compute, self.work.positions
             few: list[Work] = []
             others: list[Span] = []
             for span in spans:
@@ -318,14 +350,14 @@ class LayerCall:
                 else:
                     others.append(span)
             if few:
-                compute.multiply(self._hidden, few, self.outputs)
+                compute.multiply(self.hidden, few, self.outputs)
             spans = others
         for span in spans:
             self._one(span)
 
     def _rows(self, expert: int) -> tuple[Sequence[int], Sequence[int]]:
         """Its rows of the hidden states, and of the outputs."""
-        work = self._work
+        work = self.work
         if work.positions is not None:
             return _FIRST, (work.positions[expert],)
         assert work.rows is not None
@@ -336,24 +368,24 @@ class LayerCall:
     def _rows_there(self, expert: int) -> torch.Tensor:
         """Its rows, on the device that computes. All experts' rows are copied at once; the host does not wait."""
         if self._there is None:
-            rows, device = self._work.rows, self._hidden.device
+            rows, device = self.work.rows, self.hidden.device
             assert rows is not None
             self._there = rows
-            if not self._hidden.is_cpu:
+            if not self.hidden.is_cpu:
                 every = torch.cat(list(rows.values())).to(device, non_blocking=True)
                 self._there = dict(zip(rows, every.split([len(some) for some in rows.values()]), strict=True))
         return self._there[expert]
 
     def _one(self, span: Span) -> None:
-        compute, work, expert, rows = self._compute, self._work, span.expert, None
+        compute, work, expert, rows = self._compute, self.work, span.expert, None
         if work.positions is not None:
             row = work.positions[expert]
-            x, out = self._hidden, self.outputs[row : row + 1]
+            x, out = self.hidden, self.outputs[row : row + 1]
         else:
             rows = self._rows_there(expert)
-            x = self._hidden[rows // work.top_k]
+            x = self.hidden[rows // work.top_k]
             if work.places is None:
-                out = torch.empty(len(rows), self._hidden.shape[1], dtype=compute.dtype, device=x.device)
+                out = torch.empty(len(rows), self.hidden.shape[1], dtype=compute.dtype, device=x.device)
             else:
                 out, rows = self.outputs[work.places[expert]], None
         if span.num_segments == compute.num_segments:

@@ -7,6 +7,7 @@ through CudaStreams alone, so that they run without an accelerator, too, on one 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -17,12 +18,14 @@ from typing import Any
 
 import torch
 
+from expertly.core.costs import HostCompute, Link
 from expertly.core.errors import BudgetError, ConfigError, ModelUseError, TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import parse_memory
 from expertly.core.units import format_nbytes
 from expertly.engine.device import Device, DeviceKind, Handover
+from expertly.engine.host import MEASURED_NBYTES, measure_misses
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.numa import MemoryNode, node_of_pci_device
 from expertly.engine.reading import ExtentSource, HostPool, layer_rows
@@ -37,8 +40,11 @@ AHEAD_NBYTES = 8 << 20
 copy thread to wake up, and a load finds a third of a millisecond of PCIe 4 before it, or one segment.
 """
 
-_STAGED_VALUES = 4096
-"""Values of a tensor for which pinned memory is kept: a router's choices of a few tokens."""
+_STAGED_VALUES = 1 << 16
+"""Values of a tensor for which pinned memory is kept: a few tokens' choices, hidden states and outputs."""
+
+_MEASURED_COPY_NBYTES = 16 << 20
+"""About an expert."""
 
 _LOOK_EVERY_S = 1.0
 """Whoever waits looks so often whether the threads still run."""
@@ -54,6 +60,7 @@ class _Transfer:
 
     span: Span
     is_prefetch: bool = False
+    stays: bool = False  # in the host tier
     was_read: bool = False  # from disk, for this transfer
     waits_for: dict[Span, None] = field(default_factory=dict)
     mark: Any = None
@@ -88,6 +95,7 @@ class CudaDevice:
         self.node = node
         self.waits: list[tuple[Any, Any]] = []
         self.stamp, self.between_ns, self.to_host = streams.stamp, streams.between_ns, streams.to_host
+        self.to_host_later, self.reach, self.to_device = streams.to_host_later, streams.reach, streams.to_device
         self._streams = streams
         self._geometry = geometry
         sizes = class_segment_nbytes(geometry)
@@ -118,6 +126,21 @@ class CudaDevice:
 
     def rows(self, layer: int) -> torch.Tensor:
         return self._rows[layer]
+
+    def host_rows(self, layer: int) -> torch.Tensor:
+        return self.tier.pool.rows(layer)
+
+    def hold(self, layer: int, experts: Sequence[int]) -> list[Span]:
+        assert self.tier.memory_nbytes >= self._geometry.nbytes, "nothing is evicted while the host computes with it"
+        wanted = [Span(layer, expert, 0, self._geometry.segments_per_expert, 0) for expert in experts]
+        with self._lock:
+            self._needed.extend([_Transfer(span, stays=True) for span in wanted])
+            self._start()
+            while not all(found := [self.tier.find(span) for span in wanted]):
+                self._advance()
+                self._streams.block(self._changed)
+                self.tier.readers.look()
+        return [span for spans in found for span in spans]
 
     def begin(self) -> None:
         if self._streams.is_capturing():
@@ -261,8 +284,10 @@ class CudaDevice:
                 continue
             transfer = self._needed.popleft()
             found, reads = request
-            self._copy_found(transfer, found)
             self._await(transfer, reads)
+            if transfer.stays:
+                continue
+            self._copy_found(transfer, found)
             if not reads:
                 self._copying.append(transfer)
 
@@ -284,7 +309,7 @@ class CudaDevice:
         del transfer.waits_for[host_span]
         if transfer.is_prefetch:
             self._in_host.append(transfer)
-        else:
+        elif not transfer.stays:
             self._copy(transfer, host_span)
             if not transfer.waits_for:
                 self._copying.append(transfer)
@@ -626,8 +651,8 @@ class CopyThread:
 
 class CudaStreams(CopyThread):
     """One stream that computes, whichever is current where a method is called, and one that copies, whose marks the
-    thread waits for. Marks and stamps are events: `Any`, made and read only here. The host waits in `block`, `to_host`
-    and `synchronize` alone.
+    thread waits for. Marks and stamps are events: `Any`, made and read only here. The forward thread waits in `block`,
+    `to_host` and `synchronize` alone.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -636,8 +661,8 @@ class CudaStreams(CopyThread):
         """How often the forward thread waited for what it had queued."""
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self._device = torch.device(device.type, index)
-        self._copy_stream = torch.Stream(self._device)
-        self._staging: dict[tuple[torch.dtype, int], torch.Tensor] = {}  # pinned, by the type and number of values
+        self._copy_stream, self._return_stream = torch.Stream(self._device), torch.Stream(self._device)
+        self._staging: dict[tuple[torch.dtype, int, bool], torch.Tensor] = {}  # pinned, see `_pinned`
 
     def is_capturing(self) -> bool:
         """Whether what is queued on the compute stream is recorded instead of run."""
@@ -670,18 +695,41 @@ class CudaStreams(CopyThread):
 
     def to_host(self, values: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, until the next call. The host waits for nothing but what makes these values."""
-        key = values.dtype, values.numel()
+        here, done = self.to_host_later(values)
+        done.synchronize()
+        self.num_synchronised += 1
+        return here
+
+    def to_host_later(self, values: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The same without waiting: a copy that is there once the mark is reached."""
+        here = self._pinned(values)
+        here.copy_(values, non_blocking=True)
+        return here, self.mark_compute()
+
+    def reach(self, mark: Any) -> None:
+        """Wait for a mark of the compute stream, in any thread."""
+        mark.synchronize()
+
+    def to_device(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy on the device, for what is queued from now on: beside the kernels and copies that are queued. Its
+        pinned memory is used again after the next `to_host`.
+        """
+        here, compute_stream = self._pinned(values).copy_(values), torch.accelerator.current_stream(self._device)
+        with self._return_stream:
+            there = here.to(self._device, non_blocking=True)
+        compute_stream.wait_event(self._return_stream.record_event())
+        there.record_stream(compute_stream)
+        return there
+
+    def _pinned(self, values: torch.Tensor) -> torch.Tensor:
+        """Pinned memory for such values, the same for equal numbers of them from one side."""
+        key = values.dtype, values.numel(), values.is_cpu
         staging = self._staging.get(key)
         if staging is None:
             staging = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True)
             if values.numel() <= _STAGED_VALUES:
                 self._staging[key] = staging
-        here = staging.view(values.shape)
-        here.copy_(values, non_blocking=True)
-        done = self.mark_compute()
-        done.synchronize()
-        self.num_synchronised += 1
-        return here
+        return staging.view(values.shape)
 
     def synchronize(self) -> None:
         """Wait for everything queued on any stream of the device: the forward pass may have had others."""
@@ -743,6 +791,19 @@ class CudaHandover(Handover):
 # -- the kind --------------------------------------------------------------------------------------------------------
 
 
+def _measure_misses(device: torch.device, dtype: torch.dtype) -> tuple[Link, HostCompute]:
+    pinned = torch.ones(MEASURED_NBYTES, dtype=torch.uint8, pin_memory=True)
+    there, stream = torch.empty(_MEASURED_COPY_NBYTES, dtype=torch.uint8, device=device), torch.Stream(device)
+    pieces = itertools.cycle(pinned.split(_MEASURED_COPY_NBYTES))
+
+    def copy() -> None:
+        with stream:
+            there.copy_(next(pieces), non_blocking=True)
+        stream.synchronize()
+
+    return measure_misses(dtype, copy, _MEASURED_COPY_NBYTES)
+
+
 class _Cuda(DeviceKind):
     runs_on_host = False
 
@@ -792,6 +853,11 @@ class _Cuda(DeviceKind):
     ) -> Device:
         node, streams = self.memory_node(device), CudaStreams(device)
         return CudaDevice(device, streams, store, geometry, slots_per_class, dtype, host_nbytes, node)
+
+    def miss_costs(self, device: torch.device, dtype: torch.dtype) -> tuple[Link, HostCompute]:
+        costs = _measure_misses(device, dtype)
+        torch.accelerator.empty_host_cache()  # what was pinned for it
+        return costs
 
     def handover(self, home: torch.device) -> CudaHandover:
         return CudaHandover(home)

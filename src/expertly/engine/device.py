@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from expertly.core.costs import HostCompute, Link
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
@@ -87,6 +88,33 @@ class Device(Protocol):
         """Free threads, files and memory. Idempotent."""
 
 
+class HasHostTier(Protocol):
+    """What the host's processors need of a device behind which experts lie in RAM, to compute there."""
+
+    torch_device: torch.device
+    waits: list[tuple[Any, Any]]
+
+    def host_rows(self, layer: int) -> torch.Tensor:
+        """The slots of the RAM, as `Device.rows` has those of the device."""
+
+    def hold(self, layer: int, experts: Sequence[int]) -> list[Span]:
+        """The spans of whole experts in these slots. Waits until those that are not there have been read; raises what
+        reading raised. They stay while the RAM has room for all experts.
+        """
+
+    def to_host_later(self, values: torch.Tensor, /) -> tuple[torch.Tensor, Any]:
+        """A copy in host memory, which is there once this mark is reached; valid until the next layer."""
+
+    def reach(self, mark: Any, /) -> None:
+        """Wait for such a mark. Any thread may call it."""
+
+    def to_device(self, values: torch.Tensor, /) -> torch.Tensor:
+        """A copy on the device, for kernels that are queued from now on. The host does not wait."""
+
+    def stamp(self) -> Any:
+        """As of `Device`."""
+
+
 class Handover:
     """Orders the kernels that the threads of several devices queue. No call makes the host wait.
 
@@ -140,6 +168,12 @@ class DeviceKind(Protocol):
         host_nbytes: int,
     ) -> Device:
         """A device with empty slots, and `host_nbytes` of RAM behind it."""
+
+    def miss_costs(self, device: torch.device, dtype: torch.dtype) -> tuple[Link, HostCompute] | None:
+        """Measures, in half a second, what copies to the device and products on the host cost, both at once; None
+        where the host is the device.
+        """
+        return None
 
     def handover(self, home: torch.device) -> Handover:
         """For the threads of several devices, the first of which is `home`."""

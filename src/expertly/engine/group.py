@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -18,10 +17,10 @@ import torch
 from torch import nn
 
 from expertly.core.errors import EngineClosedError, TransferError
-from expertly.core.messages import Phase, RouterRan
+from expertly.core.messages import Phase
 from expertly.core.observation import Began, Routed
-from expertly.core.placement import Placement, Share, split_router
-from expertly.engine.compute import Dispatch
+from expertly.core.placement import Placement, split_router
+from expertly.engine.compute import Dispatch, Part, part_of
 from expertly.engine.device import Handover, kind_of
 from expertly.engine.memory import shares_of
 from expertly.engine.reading import ExtentSource
@@ -142,10 +141,13 @@ class ShardGroup:
     def run_layer(
         self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None
     ) -> tuple[torch.Tensor, Waits]:
-        shares, num_here = self.placement.shares, len(self.shards)
+        shares, num_here, layer = self.placement.shares, len(self.shards), work.router.layer
         lost = {num_here + number for number, remote in enumerate(self.remotes) if remote.problem is not None}
         routers = split_router(work.router, shares, lost)
-        parts = [part_of(work, *each, hidden.device) for each in zip(shares, routers, strict=True)]
+        parts = [
+            part_of(work, router, share.experts[layer], hidden.device)
+            for share, router in zip(shares, routers, strict=True)
+        ]
         here, away = parts[:num_here], parts[num_here:]
         is_behind = self.shards[0].device.queues_uses
         on_host = self.to_host(hidden).clone() if away and is_behind else hidden
@@ -227,36 +229,6 @@ class ShardGroup:
         phase = Phase.DECODE if router.serves_decode else Phase.PREFILL
         shard.note_times(router.layer, phase, begin, shard.stamp(), waits)
         return _Ran(outputs, self._handover.give(), waits, time.perf_counter_ns())
-
-
-@dataclass(slots=True)
-class Part:
-    """One device's part of a layer. Its n output rows lie side by side."""
-
-    work: Dispatch
-    rows: torch.Tensor  # [n] their places in the outputs of the layer, on the device that has those
-
-
-def part_of(work: Dispatch, share: Share, router: RouterRan, device: torch.device) -> Part:
-    """The part of a layer that experts of `share` compute: those that `router` chose. `device`: where the outputs are
-    gathered.
-    """
-    held = share.experts[router.layer]
-    if work.positions is not None:
-        where = [work.positions[held[number]] for number in router.experts]
-        positions = {number: i for i, number in enumerate(router.experts)}
-        part = Dispatch(router, work.top_k, len(where), True, None, positions)
-        return Part(part, torch.tensor(where, dtype=torch.int64).to(device, non_blocking=True))
-    assert work.rows is not None
-    rows = [work.rows[held[number]] for number in router.experts]
-    places, end = {}, 0
-    for number, some in zip(router.experts, rows, strict=True):
-        places[number] = slice(end, end + len(some))
-        end += len(some)
-    every = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
-    of_experts = dict(zip(router.experts, rows, strict=True))
-    part = Dispatch(router, work.top_k, end, True, of_experts, None, places)
-    return Part(part, every.to(device, non_blocking=True))
 
 
 # -- one predictor for all devices -------------------------------------------------------------------------------------

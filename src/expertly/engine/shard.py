@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -16,8 +16,9 @@ from expertly.core.messages import Phase, Span
 from expertly.core.observation import Began, Routed
 from expertly.engine.compute import Dispatch, LayerCall, LayerCompute
 from expertly.engine.configuring import Configuring, StepTimes
-from expertly.engine.device import Device, kind_of
-from expertly.native.kernels import choose_kernels
+from expertly.engine.device import Device, HasHostTier, kind_of
+from expertly.engine.host import HostSide
+from expertly.native.kernels import Kernels, choose_kernels
 from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import Channel
@@ -89,6 +90,7 @@ class Shard:
         self.shards: Sequence[Shard] = (self,)
         self.remotes: Sequence[RemoteShard] = ()
         self._layers: list[LayerCompute] = []
+        self._host: HostSide | None = None
 
     @property
     def num_late(self) -> int:
@@ -99,19 +101,19 @@ class Shard:
         """Attach the experts modules, in layer order. `experts[layer][number]` is the number in the module of an expert
         of this shard; None: the same number.
         """
-        self._layers = [
-            LayerCompute(
-                module,
-                self.geometry.layers[layer],
-                self.geometry.segments_per_expert,
-                self.device.rows(layer),
-                self.device.dtype,
-                None if experts is None else experts[layer],
-                self.kernels,
-                gathers=not self.device.queues_uses,
-            )
-            for layer, module in enumerate(modules)
-        ]
+
+        def computes(rows: Callable[[int], torch.Tensor], kernels: Kernels, *, gathers: bool) -> list[LayerCompute]:
+            held = [None] * len(modules) if experts is None else experts
+            shapes, num_segments, dtype = self.geometry.layers, self.geometry.segments_per_expert, self.device.dtype
+            return [
+                LayerCompute(module, shape, num_segments, rows(layer), dtype, own, kernels, gathers=gathers)
+                for layer, (module, shape, own) in enumerate(zip(modules, shapes, held, strict=True))
+            ]
+
+        self._layers = computes(self.device.rows, self.kernels, gathers=not self.device.queues_uses)
+        if self.scheduler.split is not None:
+            behind = cast(HasHostTier, self.device)
+            self._host = HostSide(behind, computes(behind.host_rows, choose_kernels(), gathers=True))
 
     def predict_from(self, channel: Channel) -> None:
         """From now on prefetch what comes out of this channel."""
@@ -161,7 +163,10 @@ class Shard:
             self._run_measured(call, work, routed, self.configuring.times)
             return call.outputs, device.waits
         compute = _using(device, call.compute) if device.queues_uses else call.compute
-        run_layer(self.scheduler, device, router, compute, self.prefetcher, routed, together=call.takes_several)
+        host, together = self._host, call.takes_several
+        if host is not None:
+            host.call = call
+        run_layer(self.scheduler, device, router, compute, self.prefetcher, routed, together=together, host=host)
         return call.outputs, device.waits
 
     def _run_measured(
@@ -219,6 +224,8 @@ class Shard:
         """Wait until nothing moves, undo the running layer and drop all prefetches. `is_in_doubt`: an interrupt may
         have stopped the scheduler half-way through a decision; raises AssertionError or LookupError where it did.
         """
+        if self._host is not None:
+            self._host.drain()
         self.device.drain()
         self.moments.drop()
         self.scheduler.abandon()
@@ -228,6 +235,8 @@ class Shard:
     def close(self) -> None:
         """Free threads, files and memory. Idempotent."""
         self._layers = []
+        if self._host is not None:
+            self._host.close()
         if self.configuring is not None:
             self.configuring.close()
         self.device.close()

@@ -1,4 +1,6 @@
-"""What `expertly doctor` measures of CUDA devices: their memory and the link between pinned host memory and them."""
+"""What `expertly doctor` measures of CUDA devices: their memory, the link between pinned host memory and them, and
+products on the host while it copies.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import time
 
 import torch
 
+from expertly.engine.device import kind_of
 from expertly.hardware.profile import DeviceProfile, LinkRate
 
 COPY_SIZES = tuple(k << 10 for k in (64, 256, 1024, 4096, 16384, 65536))
@@ -31,7 +34,8 @@ def _measure_device(device: torch.device, seconds: float) -> DeviceProfile:
             up = _bandwidth(far, near, each)
             links.append(LinkRate(nbytes, up, _bandwidth(near, far, each), _latency_ns(far, near)))
     properties = torch.cuda.get_device_properties(device)
-    return DeviceProfile(str(device), properties.name, properties.total_memory, tuple(links))
+    _, beside = kind_of(device).miss_costs(device, torch.bfloat16) or (None, None)
+    return DeviceProfile(str(device), properties.name, properties.total_memory, tuple(links), beside)
 
 
 def _bandwidth(target: torch.Tensor, source: torch.Tensor, seconds: float) -> float:

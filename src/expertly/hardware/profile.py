@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from expertly.core.costs import HostCompute
 from expertly.core.errors import ConfigError
 from expertly.core.files import from_json, read_json_object, write_atomic
 
@@ -82,6 +83,7 @@ class DeviceProfile:
     name: str
     memory_nbytes: int
     link: tuple[LinkRate, ...]
+    host: HostCompute | None  # bfloat16 products on the host while it copies to this device; None: not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,9 @@ class MachineProfile:
             version = raw.get("format_version")
             if version != FORMAT_VERSION:
                 raise ConfigError(f"format_version={version!r}, accepted: {FORMAT_VERSION}")
+            for device in raw["devices"] if isinstance(raw.get("devices"), list) else ():
+                if isinstance(device, dict):
+                    device.setdefault("host", None)  # files that were written before December 2026
             profile: MachineProfile = from_json(cls, raw, "machine", ConfigError)
         except ConfigError as error:
             raise ConfigError(f"machine profile {path}: {error}; run `expertly doctor`") from None

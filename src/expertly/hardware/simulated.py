@@ -39,6 +39,7 @@ def machine_hardware(profile: MachineProfile) -> Hardware:
         host_memory_nbytes=profile.available_nbytes if profile.devices else None,
         compute=None,
         codec=machine_costs(profile),
+        host=profile.devices[0].host if profile.devices else None,
     )
 
 

@@ -200,6 +200,11 @@ class Cache:
         self.partitions[layer].keep(eid, mask)
         self._unfilled[layer] -= mask.bit_count()
 
+    def keep_no_more(self, layer: int, eid: int, mask: int) -> None:
+        """Take back that segments are kept, which have no slots yet."""
+        self.partitions[layer].drop(eid, mask)
+        self._unfilled[layer] += mask.bit_count()
+
     def admit(self, layer: int, eid: int, mask: int, protected: Container[int] | None) -> int:
         """Keep what can be kept of `mask`, which is not kept yet; returns the part that now is. Evicts experts outside
         `protected`; with None it evicts nothing and fills what is free of the layer's quota.

@@ -16,12 +16,14 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from expertly.core.costs import HostCompute, Link
 from expertly.core.errors import ConfigError, TraceError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
 from expertly.policies.known import Known
 from expertly.scheduler.budget import Budget
+from expertly.scheduler.misses import MissSplit
 from expertly.scheduler.prefetch_gate import Moment
 from expertly.scheduler.presets import get_system, paths_in
 from expertly.scheduler.scheduler import Scheduler
@@ -88,8 +90,11 @@ def _prediction(prediction: Prediction) -> list[Any]:
 
 def _plain(answer: Any) -> Any:
     if isinstance(answer, Plan):
-        spans = [answer.ready, answer.loads, answer.in_flight]
-        return [*spans, answer.requested] if answer.requested else spans
+        told: list[Any] = [answer.ready, answer.loads, answer.in_flight]
+        rest = [answer.requested, answer.on_host, answer.following]
+        while rest and not rest[-1]:
+            del rest[-1]
+        return [*told, *rest]
     return answer
 
 
@@ -198,7 +203,12 @@ def _line(value: Any) -> str:
 
 
 def header_of(
-    system: System, geometry: Geometry, budget: Budget, order: str, plan: SplitPlan | None = None
+    system: System,
+    geometry: Geometry,
+    budget: Budget,
+    order: str,
+    plan: SplitPlan | None = None,
+    split: MissSplit | None = None,
 ) -> dict[str, Any]:
     """What the first line of a file says: how its scheduler was made."""
     return {
@@ -210,6 +220,7 @@ def header_of(
         "layers": [layer.as_dict() for layer in geometry.layers],
         "budget": asdict(budget),
         **({} if plan is None else {"plan": plan.to_dict()}),
+        **({} if split is None else {"link": asdict(split.link), "host": asdict(split.host)}),
     }
 
 
@@ -342,7 +353,10 @@ def _scheduler(header: Mapping[str, Any], where: str, may_import: bool) -> Sched
         plan = SplitPlan.from_dict(header["plan"]) if "plan" in header else None
         if plan is not None:
             plan.check_fits(geometry)
-        return system.scheduler(geometry, budget, Known(given=(plan,)), header["order"])
+        split = None
+        if "host" in header:
+            split = MissSplit(geometry, Link(**header["link"]), HostCompute(**header["host"]))
+        return system.scheduler(geometry, budget, Known(given=(plan,)), header["order"], split)
     except KeyError as error:
         raise TraceError(f"{where}: field {error}: missing") from None
     except (TypeError, ValueError, LookupError, OverflowError, ConfigError) as error:

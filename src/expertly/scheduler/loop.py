@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from expertly.core.messages import Plan, RouterRan, Span
 from expertly.core.observation import Began, Routed
@@ -44,6 +44,18 @@ class PrefetchTransport(Transport, Protocol):
         ...
 
 
+class Host(Protocol):
+    """Computes missing experts where they lie, in the host's memory, beside the device."""
+
+    def begin(self, router: RouterRan, experts: Sequence[int]) -> None:
+        """Begin with these experts of the running layer. Raises what bringing them into memory raised."""
+        ...
+
+    def end(self) -> None:
+        """Their outputs are there when this returns. Raises what computing them raised."""
+        ...
+
+
 def run_layer(
     scheduler: Scheduler | DecisionRecorder,
     transport: Transport,
@@ -53,20 +65,30 @@ def run_layer(
     routed: Callable[[], Routed] | None = None,
     *,
     together: bool = False,
+    host: Host | None = None,
 ) -> None:
     """Compute every needed segment once. Spans that arrive go before resident ones, since they may hold staging slots.
     An expert that arrives in several spans is computed when it is whole, except split-cached tops in decode (`_Parts`).
 
     `compute` queues everything that reads the slots of some spans: of one span, or, with `together`, of all that are
     there. `routed` returns what the predictor may see of the router; None: the predictor does not follow this pass.
+    `host`: computes misses where the scheduler splits them; the transport is a PrefetchTransport then.
     """
-    cancelled = () if prefetcher is None else prefetcher.before_router(router.layer)
+    cancelled: Sequence[Span] = ()
+    if prefetcher is not None:
+        cancelled = prefetcher.before_router(router.layer)
+    elif host is not None:
+        _note_arrivals(scheduler, transport)
+        cancelled = cast(PrefetchTransport, transport).cancel(router.layer)
     plan = scheduler.begin_layer(router, cancelled)
     parts: _Parts | None = None
     if scheduler.geometry.segments_per_expert > 1 and (scheduler.queue.is_used or scheduler.cache.is_split):
         parts = _Parts(computes_tops=scheduler.cache.is_split and router.serves_decode)
     ready = plan.ready if parts is None else parts.begin(plan)
     num_coming = _submit(plan, transport, prefetcher) if plan.loads or plan.in_flight or plan.requested else 0
+    if plan.on_host:
+        assert host is not None
+        host.begin(router, plan.on_host)
     if prefetcher is not None:
         prefetcher.router_ran(routed)
         arrived = prefetcher.wait(transport)
@@ -105,11 +127,23 @@ def run_layer(
             if following is not None:
                 ready += following.ready if parts is None else parts.begin(following)
                 num_coming += _submit(following, transport, prefetcher)
+    if plan.on_host:
+        assert host is not None
+        host.end()
+        if plan.following:
+            cast(PrefetchTransport, transport).prefetch(plan.following)
     if prefetcher is None:
         scheduler.end_layer()
     else:
         scheduler.end_layer(prefetcher.experts_ended(router.layer))
         prefetcher.layer_ended(transport)
+
+
+def _note_arrivals(scheduler: Scheduler | DecisionRecorder, transport: Transport) -> None:
+    """Take what has arrived between layers."""
+    while (span := transport.poll()) is not None:
+        is_awaited = scheduler.loaded(span)
+        assert not is_awaited, "between layers nobody waits for a span"
 
 
 class _Parts:
@@ -229,9 +263,7 @@ class Prefetcher:
         """Note what has arrived between layers, and cancel prefetches for this layer that did not begin; not yet where
         the scheduler finds missing experts late.
         """
-        while (span := self._transport.poll()) is not None:
-            is_awaited = self._scheduler.loaded(span)
-            assert not is_awaited, "between layers nobody waits for a span"
+        _note_arrivals(self._scheduler, self._transport)
         self._take()
         self._step = self._iteration * self._num_layers + layer
         return () if self._scheduler.finds_late else self._transport.cancel(layer)

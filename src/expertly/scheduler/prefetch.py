@@ -74,9 +74,7 @@ class PrefetchQueue:
         """Queue these experts in place of those queued for the layer. Resident ones among the surest top-k, and those
         found resident when their turn to be prefetched comes, are not evicted for other prefetches.
         """
-        if not self.is_used:
-            self.is_used = True
-            self._cache.expect_prefetches()
+        self.expect()
         layer, experts, order = prediction.layer, prediction.experts, self._order
         self._predicted[layer][prediction.distance] = prediction
         first = self._geometry.first_expert_id(layer)
@@ -94,6 +92,12 @@ class PrefetchQueue:
             self._queued[layer] = queued
             if self._heads is not None:
                 heappush(self._heads, self._head(layer))
+
+    def expect(self) -> None:
+        """From now on segments may come that no layer waits for."""
+        if not self.is_used:
+            self.is_used = True
+            self._cache.expect_prefetches()
 
     def _unqueue(self, layer: int) -> None:
         if self._queued.pop(layer, None):
@@ -159,15 +163,20 @@ class PrefetchQueue:
                 if eid in slots.prefetching:
                     self.waiting.setdefault(eid, 0)
             elif has_room:
-                begun += _single_segments(cache.allocate(layer, eid, mask, slots.prefetching))
+                begun += self.load(layer, eid, mask)
                 num_in_flight += count
                 self.waiting[eid] = self.waiting.get(eid, 0) + count
-                if cache.is_decoding:
-                    self._for_decode[eid] = self._for_decode.get(eid, 0) | mask
-                self._phase(layer, cache.is_decoding).count_prefetch(count, geometry.segment_nbytes(layer))
             if safe is not None:
                 safe.add(eid)
         return begun
+
+    def load(self, layer: int, eid: int, mask: int) -> list[Span]:
+        """Give segments slots, of which there are enough: the spans, each a segment, to load behind every load."""
+        cache, count = self._cache, mask.bit_count()
+        if cache.is_decoding:
+            self._for_decode[eid] = self._for_decode.get(eid, 0) | mask
+        self._phase(layer, cache.is_decoding).count_prefetch(count, self._geometry.segment_nbytes(layer))
+        return _single_segments(cache.allocate(layer, eid, mask, self._slots.prefetching))
 
     # -- in flight ---------------------------------------------------------------------------------------------
 

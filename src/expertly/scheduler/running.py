@@ -9,8 +9,12 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Plan, RouterRan, Span
 from expertly.scheduler.cache import Cache
 from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.misses import MissSplit
 from expertly.scheduler.prefetch import PrefetchQueue
 from expertly.scheduler.slots import lowest_bits
+
+_Lacking = tuple[int, int, int]
+"""A position, the absent segments of its expert, and those of them that are kept."""
 
 
 class RunningLayer:
@@ -26,8 +30,12 @@ class RunningLayer:
         counters: Sequence[LayerCounters],
         *,
         keeps_best: bool = False,
+        split: MissSplit | None = None,
     ) -> None:
-        """`keeps_best`: the best of what is kept and needed is kept; otherwise every needed expert is."""
+        """`keeps_best`: the best of what is kept and needed is kept; otherwise every needed expert is. `split`: how
+        many missing experts the host computes; None: none.
+        """
+        self._split = split
         self.router: RouterRan | None = None
         self.num_open = 0
         """Segments that a plan named and that were not computed yet."""
@@ -111,13 +119,12 @@ class RunningLayer:
         if self._keeps_best:
             needed = [first + expert for expert in router.experts]
             kept = cache.admit_best(router, needed, self._queue.upcoming() if self._queue.is_used else ())
+            lacking: list[_Lacking] = []
             for position in missing:
                 eid = first + router.experts[position]
                 absent = slots.absent(eid)
-                if absent & kept[eid]:
-                    self._load(position, absent & kept[eid], plan.loads)
-                if absent & ~kept[eid]:
-                    self.deferred.append((position, absent & ~kept[eid]))
+                lacking.append((position, absent, absent & kept[eid]))
+            self._bring(router, lacking, plan)
         else:
             self._admit_always(router, missing, plan)
         if self.deferred:
@@ -138,16 +145,47 @@ class RunningLayer:
         if len(evicting) > 1:  # making room for all at once is cheaper, and evicts the same experts
             top = cache.tops[layer]
             cache.make_room(layer, sum([(lacking[i] & top).bit_count() for i in evicting]), protected)
-        admitted: list[tuple[int, int]] = []
+        brought: list[_Lacking] = []
         for spared, positions in ((protected, evicting), (None, filling)):
             for position in positions:
                 kept = cache.admit(layer, first + experts[position], lacking[position], spared) & absent[position]
-                if kept:
-                    admitted.append((position, kept))
-                if kept != absent[position]:
-                    self.deferred.append((position, absent[position] & ~kept))
-        for position, mask in admitted:
-            self._load(position, mask, plan.loads)
+                brought.append((position, absent[position], kept))
+        self._bring(router, brought, plan)
+
+    def _bring(self, router: RouterRan, lacking: list[_Lacking], plan: Plan) -> None:
+        """Load what is kept of each expert's absent segments; the others wait for staging slots."""
+        if self._split is not None and lacking:
+            lacking = self._give_to_host(router, lacking, plan, self._split)
+        for position, absent, kept in lacking:
+            if kept:
+                self._load(position, kept, plan.loads)
+            if kept != absent:
+                self.deferred.append((position, absent & ~kept))
+
+    def _give_to_host(self, router: RouterRan, lacking: list[_Lacking], plan: Plan, split: MissSplit) -> list[_Lacking]:
+        """Have the host compute some of the experts that are wholly absent; returns the others. First come those that
+        it computes soonest, of these first those that are not kept. One that is kept is loaded all the same, for later
+        layers, where nothing else is in flight that nobody waits for: more would delay loads, and outputs of the host.
+        """
+        layer, experts, num_tokens, full = router.layer, router.experts, router.num_tokens, self._slots.full
+        whole = [one for one in lacking if one[1] == full]
+        whole.sort(key=lambda one: (split.expert_ns(layer, num_tokens[one[0]]), one[2] != 0))
+        num_coming = sum([span.num_segments for span in plan.in_flight])
+        num_coming += sum([absent.bit_count() for _, absent, _ in lacking if absent != full])
+        tokens = [num_tokens[position] for position, _, _ in whole]
+        given = whole[: split.num_on_host(layer, tokens, router.batch_tokens, num_coming)]
+        for position, _, kept in given:
+            plan.on_host.append(experts[position])
+            counters = self._counters[layer]
+            phase = counters.decode if router.is_decode[position] else counters.prefill
+            phase.computed_on_host += num_tokens[position] > 0
+            eid = self._first_of[layer] + experts[position]
+            if kept and self._queue.num_in_flight:
+                self._cache.keep_no_more(layer, eid, kept)
+            elif kept:
+                plan.following += self._queue.load(layer, eid, kept)
+        there = set(given)
+        return [one for one in lacking if one not in there]
 
     def _in_order(self, router: RouterRan, missing: list[int]) -> tuple[list[int], list[int]]:
         """Positions whose experts may evict (those of decode in router order, then those of prompts where prompts may)

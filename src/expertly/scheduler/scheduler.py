@@ -15,6 +15,7 @@ from expertly.policies.prefetch import ByScore, PrefetchOrder
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.cache import Cache
 from expertly.scheduler.counters import LayerCounters, PhaseCounters
+from expertly.scheduler.misses import MissSplit
 from expertly.scheduler.prefetch import PrefetchQueue
 from expertly.scheduler.prefetch_gate import Moment, PrefetchGate
 from expertly.scheduler.running import RunningLayer, TurnByTurn
@@ -47,6 +48,7 @@ class Scheduler:
         window: int | None = None,
         allocation: Allocation | None = None,
         gate: PrefetchGate | None = None,
+        split: MissSplit | None = None,
     ) -> None:
         """`order` and `preemption`: with "resident" and "early" a layer loads all that it lacks when its router ran,
         and computes the resident experts meanwhile; otherwise experts take turns (`TurnByTurn`).
@@ -57,6 +59,8 @@ class Scheduler:
         "stream" they and what is prefetched meanwhile evict nothing: they take free slots, the rest is staged.
         `ahead`: prefetches go to the "cache", which evicts for them, or to free "staging" slots.
         `prefetching`: "always", or only while the layer that ran last served "decode".
+        `split`: how many missing experts the host computes; only where a layer loads all that it lacks when its router
+        ran, and waits for no prefetch.
         `prefetch`: the order of the prefetch queue. `window`: most segments in flight for predictions; None: as many as
         one token's experts of a layer have.
         """
@@ -91,12 +95,18 @@ class Scheduler:
         self._running: RunningLayer
         self._takes_turns = order == "id" or self.finds_late
         self._always_decides = admission.weighs_scores or self._takes_turns or self.allocation.is_online
+        assert split is None or not (self._takes_turns or self.is_synchronous)
+        self.split = split
+        """How many missing experts the host computes; None: none."""
         if self._takes_turns:
             by_id, is_early = order == "id", not self.finds_late
             self._running = TurnByTurn(geometry, self.cache, self.queue, self.counters, by_id=by_id, is_early=is_early)
         else:
             best = admission.weighs_scores
-            self._running = RunningLayer(geometry, self.cache, self.queue, self.counters, keeps_best=best)
+            if split is not None:
+                self.queue.expect()
+            parts = geometry, self.cache, self.queue, self.counters
+            self._running = RunningLayer(*parts, keeps_best=best, split=split)
         self._needed: Container[int] = frozenset()  # experts of the running layer, where anything is predicted
         self.computed = self._running.computed
         """`computed(spans)`: spans of the running layer were computed; returns what to do next, or None."""

@@ -19,6 +19,7 @@ from expertly.policies.predictor import PREDICTORS, Predictor
 from expertly.policies.prefetch import PREFETCHES
 from expertly.policies.registry import OrNone, Registry
 from expertly.scheduler.budget import Budget, allocate
+from expertly.scheduler.misses import MissSplit
 from expertly.scheduler.prefetch_gate import GATES, PrefetchGate
 from expertly.scheduler.scheduler import Scheduler
 
@@ -113,10 +114,16 @@ class System:
         plan.check_fits(geometry, budget.kept_slots)
 
     def scheduler(
-        self, geometry: Geometry, budget: Budget, known: Known = _NOTHING, order: str | None = None
+        self,
+        geometry: Geometry,
+        budget: Budget,
+        known: Known = _NOTHING,
+        order: str | None = None,
+        split: MissSplit | None = None,
     ) -> Scheduler:
-        """The scheduler of this system. `order`: in place of the system's own. Raises ConfigError where the system
-        cannot have that order, and where `known` lacks what a policy needs.
+        """The scheduler of this system. `order`: in place of the system's own. `split`: of misses, where the system can
+        share them with the host. Raises ConfigError where the system cannot have that order, and where `known` lacks
+        what a policy needs.
         """
         order = self.ordered(order)
         eviction = self._eviction or EVICTIONS["lru"]  # never asked where everything is kept
@@ -136,6 +143,7 @@ class System:
             window=self.window,
             allocation=self._allocation(geometry, known),
             gate=self._gate(),
+            split=split if self.can_share_misses(order) else None,
         )
 
     def budget(self, geometry: Geometry, budget: Budget, known: Known = _NOTHING) -> Budget:
@@ -177,6 +185,13 @@ class System:
                 f"order='id': one expert at a time leaves system {self.name!r} no choice; accepted: resident"
             )
         return order
+
+    def can_share_misses(self, order: str) -> bool:
+        """Whether the host may compute some of a layer's misses: all are known when its router ran, nothing waits for
+        what is prefetched, and layers keep whole experts.
+        """
+        is_known = order != "id" and self.preemption == "early" and self.transfer in ("demand", "asynchronous")
+        return is_known and not self.keeps_everything and not ALLOCATIONS[self.allocation].splits
 
     def predictor(self, geometry: Geometry, known: Known = _NOTHING) -> Predictor | None:
         """Its predictor; None where it has none. Raises ConfigError where `known` lacks what it needs."""

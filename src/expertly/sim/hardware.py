@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-from expertly.core.costs import CodecCosts, Link, MeasuredCompute
+from expertly.core.costs import CodecCosts, HostCompute, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, HardwareError
 from expertly.core.files import write_atomic
 from expertly.core.geometry import DenseShape, LayerGeometry
@@ -29,7 +29,10 @@ __all__ = [
     *("ModelSizes", "PredictorCosts", "read_geometry"),
 ]
 
-HARDWARE_NAMES = ("rtx3090", "rtx4090", "a5000", "a6000", "a100", "h100-pcie", "h200", "laptop-nvme", "infinite")
+HARDWARE_NAMES = (
+    *("rtx3090", "rtx4090", "rtx4090-8core", "rtx4090-16core", "a5000", "a6000", "a100", "h100-pcie", "h200"),
+    *("laptop-nvme", "infinite"),
+)
 """The shipped machines."""
 
 GEOMETRY_NAMES = (
@@ -56,6 +59,7 @@ _FACTORS = {
     "ratio": (0, 2),
     "read_processors": (0, _MAX_NUMBER),
     "slowdown_while_loading": (1, 1000),
+    "link_slowdown": (1, 1000),
 }
 """The least and most of numbers that are no rates. Only `read_processors` may be 0."""
 
@@ -103,6 +107,7 @@ class Hardware:
     compute: MeasuredCompute | None
     predictor: PredictorCosts = PredictorCosts()
     codec: CodecCosts | None = None  # of the experts on disk; None: nobody measured it here
+    host: HostCompute | None = None  # that computes missing experts beside the device; None: it does not
 
     @property
     def experts_come_from_disk(self) -> bool:
@@ -281,6 +286,8 @@ def _contradiction(found: object) -> tuple[str, str] | None:
     """The first key that contradicts another one, and what is accepted."""
     if isinstance(found, Hardware) and found.host_memory_nbytes is not None and found.disk is None:
         return "host_memory_nbytes", "a host tier that does not hold everything needs a [disk] behind it"
+    if isinstance(found, Hardware) and found.host is not None and found.disk is None:
+        return "host", "computes beside an accelerator, behind whose host memory is a [disk]"
     if isinstance(found, CodecCosts):
         if found.threads_beside > found.threads:
             return "threads_beside", f"at most the {found.threads} threads"

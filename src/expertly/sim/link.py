@@ -77,7 +77,8 @@ class VirtualLink:
         self._watcher = watcher
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self._arrivals: deque[tuple[int, Span]] = deque()
-        self._link: TransferQueue | DecodingDisk = TransferQueue(hardware.link)
+        slowdown = 1.0 if hardware.host is None else hardware.host.link_slowdown
+        self._link: TransferQueue | DecodingDisk = TransferQueue(hardware.link, slowdown)
         self._disk: TransferQueue | DecodingDisk = TransferQueue(hardware.disk or hardware.link)
         self._host: HostMemory | None = None  # then nothing is submitted to the disk
         if has_host_tier(hardware, geometry):
@@ -135,6 +136,21 @@ class VirtualLink:
         if self._link is self.decoder:
             self._begin_until(begin_ns)
             self.decoder.computing(begin_ns, end_ns, slowdown)
+
+    def host_computes(self, end_ns: int) -> None:
+        """From now until then the host computes from the memory that the link copies from."""
+        self._begin_until(self._clock.now_ns)
+        assert isinstance(self._link, TransferQueue)
+        self._link.slow_until_ns = end_ns
+
+    def wait_for_host(self, end_ns: int) -> None:
+        """Wait for what the host has computed by then, which comes behind the copy that is made at that time."""
+        self._begin_until(end_ns)
+        assert isinstance(self._link, TransferQueue)
+        then_ns = self._link.under_way_until_ns(end_ns)
+        if then_ns > self._clock.now_ns:
+            self.stall_ns += then_ns - self._clock.now_ns
+            self._clock.now_ns = then_ns
 
     def busy_until_ns(self) -> int:
         """When the link will have brought everything submitted so far."""
@@ -213,13 +229,17 @@ class TransferQueue:
     only if no load begins as early.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, slowdown: float = 1.0) -> None:
+        """`slowdown`: how many times longer a transfer takes that begins before `slow_until_ns`, until then."""
         self.next_ns = NEVER_NS
         """When the next transfer begins; NEVER_NS where none waits."""
+        self.slow_until_ns = 0
+        self._slowdown = slowdown
         self._latency_ns = link.latency_ns
         self._takes_ns = cache(link.occupies_ns)
         self._loads: list[_Entry] = []  # heaps
         self._prefetches: list[_Entry] = []
+        self._begun: deque[tuple[int, int]] = deque(maxlen=64)  # begin and end of the last ones
         self._free_at_ns = 0
         self._waiting_ns = 0  # what all those that have not begun will take
         self._order = 0
@@ -247,7 +267,10 @@ class TransferQueue:
         self._waiting_ns -= takes_ns
         if nbytes is not None:
             takes_ns = self._takes_ns(nbytes) if nbytes else 0
+        if begin < self.slow_until_ns:
+            takes_ns += round(min(takes_ns, self.slow_until_ns - begin) * (self._slowdown - 1))
         end = self._free_at_ns = begin + takes_ns
+        self._begun.append((begin, end))
         self._find_next()
         return span, is_prefetch, begin, end
 
@@ -260,6 +283,10 @@ class TransferQueue:
             heapify(self._prefetches)
             self._find_next()
         return [entry[2] for entry in cancelled]
+
+    def under_way_until_ns(self, at_ns: int) -> int:
+        """When the transfer that is under way then ends; `at_ns` where there is none."""
+        return next((end for begin, end in self._begun if begin <= at_ns < end), at_ns)
 
     def busy_until_ns(self, now_ns: int) -> int:
         """When everything that waits would have been served, if it began at once."""

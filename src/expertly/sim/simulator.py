@@ -12,6 +12,7 @@ from expertly.core.observation import Began, Routed, Want
 from expertly.policies.allocation.moepic import Timing
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.loop import Prefetcher, only_demand, run_layer
+from expertly.scheduler.misses import MissSplit
 from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue, Seen, Work
 from expertly.scheduler.scheduler import Scheduler
 from expertly.sim.compute import ComputeModel
@@ -72,6 +73,7 @@ class Simulator:
         self._is_observed = link.decodes_beside_computing or watcher is not None
         self._times = times
         self._workers = workers
+        self._host = None if scheduler.split is None else VirtualHost(clock, link, scheduler.split)
         self._slowdown = compute.slowdown_while_loading
         self._span_ns = compute.span_ns
         self._tokens: dict[int, int] = {}  # of the running layer's experts; empty: one of each
@@ -142,7 +144,7 @@ class Simulator:
         self._tokens = {}
         if router.batch_tokens > 1:
             self._tokens = dict(zip(router.experts, router.num_tokens, strict=True))
-        run_layer(self.scheduler, self.link, router, self._use, self._prefetcher, routed)
+        run_layer(self.scheduler, self.link, router, self._use, self._prefetcher, routed, host=self._host)
 
     def _stall_ns(self) -> int:
         """Time spent waiting for transfers so far and, where transfer is synchronous, for predictions. Of a layer that
@@ -177,6 +179,25 @@ class Simulator:
             self.link.computing(begin, end, slowdown)
             if self._watcher is not None:
                 self._watcher.computed(what, layer, begin, end)
+
+
+class VirtualHost:
+    """The host's processors, which compute experts beside the device. Outputs reach it behind the copy under way."""
+
+    def __init__(self, clock: Clock, link: VirtualLink, split: MissSplit) -> None:
+        self._clock = clock
+        self._link = link
+        self._split = split
+        self._end_ns = 0
+
+    def begin(self, router: RouterRan, experts: Sequence[int]) -> None:
+        tokens = dict(zip(router.experts, router.num_tokens, strict=True))
+        takes_ns = self._split.host_ns(router.layer, [tokens[expert] for expert in experts], router.batch_tokens)
+        self._end_ns = self._clock.now_ns + takes_ns
+        self._link.host_computes(self._end_ns)
+
+    def end(self) -> None:
+        self._link.wait_for_host(self._end_ns)
 
 
 class VirtualPredictorThread:

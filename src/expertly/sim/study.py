@@ -18,6 +18,7 @@ from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
 from expertly.scheduler.budget import Budget, class_segment_nbytes, default_staging, split_budget
 from expertly.scheduler.counters import PhaseCounters
+from expertly.scheduler.misses import MissSplit
 from expertly.scheduler.presets import BOUNDS, SYSTEMS, get_system
 from expertly.scheduler.system import System
 from expertly.sim.compute import compute_model, step_times
@@ -343,7 +344,10 @@ class Study:
         known = Known(self._popularity, self.seed, future, (self.learned, self.plan, self.taught))
         known = self._training.known(system, geometry, known)
         order = None if system.name in BOUNDS else self.order
-        scheduler = system.scheduler(geometry, system.budget(geometry, budget, known), known, order)
+        split = None
+        if hardware.host is not None and not has_host_tier(hardware, geometry):
+            split = MissSplit(geometry, hardware.link, hardware.host)
+        scheduler = system.scheduler(geometry, system.budget(geometry, budget, known), known, order, split)
         name = system.name if system.keeps_everything else f"{system.name}, {label}"
         watcher = None if self.chrome is None else self.chrome.begin_run(name)
         clock, compute = Clock(), compute_model(hardware, geometry, self.dense)

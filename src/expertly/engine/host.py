@@ -1,0 +1,143 @@
+"""Missing experts that the host's processors compute from the RAM behind a device, while others are copied to it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from expertly.core.costs import HostCompute, Link
+from expertly.core.messages import RouterRan, Span
+from expertly.engine.compute import LayerCall, LayerCompute, Part, part_of
+from expertly.engine.device import HasHostTier
+from expertly.native.kernels import choose_kernels
+
+MEASURED_NBYTES = 256 << 20
+"""Of weights, and of what is copied: more than caches hold."""
+
+_NUM_NEURONS, _WIDTH, _NUM_TOKENS = 2048, 2816, 16
+
+_CALL_NS = 100_000
+"""Assumed, once a layer: hidden states come to the host, its threads wake up, outputs go back."""
+
+
+class HostSide:
+    """The loop's Host. One thread calls the kernels, which have threads of their own; only hidden states leave the
+    device, and only outputs come back. The forward thread queues both copies and waits for no kernel.
+    """
+
+    def __init__(self, device: HasHostTier, layers: Sequence[LayerCompute]) -> None:
+        """`layers` compute on the device's `host_rows`."""
+        self.call: LayerCall | None = None
+        """The running layer on the device, which takes the outputs."""
+        self._device = device
+        self._layers = layers
+        self._thread = ThreadPoolExecutor(1, "expertly-host")
+        self._begun: tuple[Part, Future[torch.Tensor]] | None = None
+
+    def begin(self, router: RouterRan, experts: Sequence[int]) -> None:
+        call, device = self.call, self._device
+        assert call is not None
+        hidden, mark = device.to_host_later(call.hidden)
+        spans = device.hold(router.layer, experts)
+        num = len(experts)
+        own = RouterRan(router.layer, list(experts), [0] * num, [False] * num, router.batch_tokens)
+        part = part_of(call.work, own, range(max(experts) + 1), device.torch_device)
+        compute = self._layers[router.layer]
+        self._begun = part, self._thread.submit(self._compute, compute, part, spans, hidden, mark)
+
+    def end(self) -> None:
+        assert self._begun is not None and self.call is not None
+        (part, future), device = self._begun, self._device
+        begin = None if future.done() else device.stamp()
+        outputs = device.to_device(future.result())
+        self.call.outputs.index_copy_(0, part.rows, outputs)
+        self._begun = None
+        if begin is not None:
+            device.waits.append((begin, device.stamp()))
+
+    def drain(self) -> None:
+        """Wait until nothing is computed, and forget it."""
+        if self._begun is not None:
+            with contextlib.suppress(Exception):
+                self._begun[1].result()
+        self._begun = self.call = None
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self.drain()
+        self._thread.shutdown()
+        self._layers = []
+
+    def _compute(
+        self, compute: LayerCompute, part: Part, spans: Sequence[Span], hidden: torch.Tensor, mark: Any
+    ) -> torch.Tensor:
+        """In the thread."""
+        with torch.inference_mode():
+            self._device.reach(mark)
+            call = LayerCall(compute, part.work, hidden)
+            call.compute(spans)
+            return call.outputs
+
+
+# -- what both ways cost ---------------------------------------------------------------------------------------------
+
+
+def measure_misses(
+    dtype: torch.dtype, copy: Callable[[], object], copy_nbytes: int, seconds: float = 0.15
+) -> tuple[Link, HostCompute]:
+    """The link alone, then copies and products on the host at once, of one token and of several, each for so many
+    seconds. `copy` copies so many bytes to the device, and returns when they are there.
+    """
+    num_matrices = MEASURED_NBYTES // (_NUM_NEURONS * _WIDTH * dtype.itemsize)
+    weights = torch.full((num_matrices, _NUM_NEURONS, _WIDTH), 0.01, dtype=dtype)
+    kernels = choose_kernels()
+    most = min(_NUM_TOKENS, kernels.max_tokens) if kernels.takes(dtype) else _NUM_TOKENS
+    x = torch.ones(most, _WIDTH, dtype=dtype)
+
+    def multiply(matrix: torch.Tensor, num_tokens: int) -> None:
+        if kernels.takes(dtype):
+            out = x.new_empty(1, num_tokens, _NUM_NEURONS)
+            kernels.dots((matrix.data_ptr(), 0, num_tokens, 0), x, out, _WIDTH * dtype.itemsize)
+        else:
+            torch.nn.functional.linear(x[:num_tokens], matrix)
+
+    def products(num_tokens: int, is_over: threading.Event) -> float:
+        """Weights a second."""
+        num, begin = 0, time.perf_counter()
+        with torch.inference_mode():
+            while not num or not is_over.is_set():
+                multiply(weights[num % num_matrices], num_tokens)
+                num += 1
+        return num * _NUM_NEURONS * _WIDTH / (time.perf_counter() - begin)
+
+    def copies() -> float:
+        """Bytes a second."""
+        num, begin = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - begin) < seconds or not num:
+            copy()
+            num += 1
+        return num * copy_nbytes / elapsed
+
+    def both(num_tokens: int) -> tuple[float, float]:
+        is_over = threading.Event()
+        rate = pool.submit(products, num_tokens, is_over)
+        try:
+            copied = copies()
+        finally:
+            is_over.set()
+        return copied, rate.result()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(multiply, weights[0], 1).result()  # its threads have begun
+        copy()
+        alone = copies()
+        beside, weights_rate = both(1)
+        _, of_several = both(most)
+    slowdown = max(1.0, alone / beside)
+    return Link(alone, 0, 0), HostCompute(weights_rate * dtype.itemsize, 2 * most * of_several, _CALL_NS, slowdown)

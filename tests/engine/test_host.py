@@ -1,0 +1,146 @@
+"""Experts that a device lacks and the host's processors compute, with a device that is RAM."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import expertly
+from expertly.api import handle
+from expertly.cli.stats_report import report
+from expertly.core.costs import HostCompute, Link
+from expertly.core.errors import ConfigError
+from expertly.engine import cpu
+from expertly.engine.host import measure_misses
+from expertly.native.kernels import VARIABLE
+from expertly.scheduler.decisions import replay_file
+from tests.engine.conftest import Cases
+from tests.engine.observe import loaded
+from tests.engine.streams import OnDevice, put_in_place
+from tests.families import HIDDEN_SIZE, NUM_EXPERTS, generate
+
+pytestmark = pytest.mark.timeout(120)
+
+EQUAL = Link(1e9, 0, 0), HostCompute(1e9, 1e18, 0, 1.0)
+"""A copy takes as long as computing on the host."""
+
+
+def accelerator(monkeypatch: pytest.MonkeyPatch, costs: Any = EQUAL, **more: Any) -> list[Any]:
+    """As `put_in_place`, with a host that may compute."""
+    made = put_in_place(monkeypatch, **more)
+    monkeypatch.setattr(cpu.KIND, "miss_costs", lambda device, dtype: costs)
+    monkeypatch.setattr(cpu.KIND, "host_nbytes", lambda device, host_memory, nbytes: nbytes)
+    return made
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize(("family", "segments"), [("qwen3_moe", 1), ("qwen3_moe", 4), ("gpt_oss", 1), ("mixtral", 1)])
+@pytest.mark.parametrize("asked", ["auto", "always"])
+@pytest.mark.parametrize("system", ["lru", "expertly", "expertly-ahead"])
+def test_tokens_do_not_depend_on_where_a_missing_expert_is_computed(
+    system: str, asked: str, family: str, segments: int, kernels: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, kernels)
+    case, made = cases[family], accelerator(monkeypatch)
+    options = {"system": system, "segments": segments, "cpu_misses": asked}
+    options["predict"] = "inline" if system == "expertly-ahead" else "auto"
+    with loaded(case.store, memory="60%", **options) as model:
+        for _ in range(3):
+            assert generate(model, case.prompts) == case.tokens
+        made[0].tier.check()
+        scheduler = handle(model).engine.scheduler
+        scheduler.check()
+        decode = expertly.stats(model).as_dict()["phases"]["decode"]
+        assert 0 < decode["computed_on_host"] <= decode["misses"]
+        if asked == "auto":
+            assert decode["computed_on_host"] < decode["misses"], "the other half is copied"
+        if system == "lru":
+            assert decode["prefetched_bytes"] > 0, "it keeps all of them: they come afterwards"
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+def test_the_forward_thread_waits_for_the_device_once_a_layer(
+    num_rows: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "torch")
+    made = accelerator(monkeypatch)
+    with loaded(cases["qwen3_moe"].store, memory="45%", cpu_misses="always") as model:
+        engine, modules = handle(model).engine, [m for m in model.modules() if hasattr(m, "_expertly_layer")]
+        for step in range(6):
+            hidden, weights = torch.randn(num_rows, HIDDEN_SIZE), torch.rand(num_rows, 3)
+            ids = torch.rand(num_rows, NUM_EXPERTS).topk(3).indices
+            of_device = [values.as_subclass(OnDevice) for values in (hidden, ids, weights)]
+            engine.forward_experts(modules[step % 3], step % 3, *of_device)
+            assert made[0].stats()["synchronisations"] == step + 1
+        stats = expertly.stats(model).as_dict()["phases"]
+        assert sum(stats[phase]["computed_on_host"] for phase in stats) > 0
+
+
+def test_decisions_with_a_host_replay(cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, path = cases["qwen3_moe"], tmp_path / "decisions"
+    accelerator(monkeypatch)
+    with loaded(case.store, memory="45%", system="expertly", decisions=path) as model:
+        generate(model, case.prompts)
+        stats = expertly.stats(model).as_dict()
+        assert stats["phases"]["decode"]["computed_on_host"] > 0
+        assert "of the misses were computed by the processor" in report(stats)
+    header, replayed = replay_file(path)
+    assert header["host"]["nbytes_per_s"] == 1e9 and replayed.num_layers > 10 and replayed.difference is None
+
+
+def test_a_host_that_does_not_pay_computes_nothing(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases["qwen3_moe"]
+    accelerator(monkeypatch, (Link(1e9, 0, 0), HostCompute(1e8, 1e18, 0, 1.0)))
+    with loaded(case.store, memory="45%") as model:
+        assert generate(model, case.prompts) == case.tokens
+        assert handle(model).engine.scheduler.split is None
+    accelerator(monkeypatch)
+    with loaded(case.store, memory="45%", cpu_misses="never") as model:
+        assert handle(model).engine.scheduler.split is None
+
+
+def test_where_no_host_can_compute_always_is_refused(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(why: str, **options: Any) -> None:
+        with pytest.raises(ConfigError, match=rf"^cpu_misses='always': {why}.*; accepted: auto, never$"):
+            expertly.load(str(cases["qwen3_moe"].store), cpu_misses="always", learned="off", **options)
+
+    refused("there is no host tier behind cpu", device="cpu")
+    with pytest.raises(ConfigError, match=r"^cpu_misses='mostly': unknown; accepted: auto, never, always$"):
+        expertly.load(str(cases["qwen3_moe"].store), cpu_misses="mostly")
+    accelerator(monkeypatch)
+    refused("several devices", devices="cpu:0,cpu:1")
+    refused("system 'resident' does not", system="resident")
+    refused("system 'moepic' does not", system="moepic")
+    monkeypatch.setattr(cpu.KIND, "host_nbytes", lambda device, host_memory, nbytes: nbytes - 1)
+    refused("the host tier does not hold all experts", device="cpu")
+
+
+class Torn(Exception):
+    pass
+
+
+def test_a_host_that_fails_fails_the_pass_and_the_next_one_runs(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases["qwen3_moe"]
+    accelerator(monkeypatch)
+    with loaded(case.store, memory="45%", cpu_misses="always") as model:
+        host = handle(model).engine.executor.shards[0]._host
+
+        def fail(*_: Any) -> None:
+            raise Torn
+
+        with monkeypatch.context() as patch:
+            patch.setattr(host._device, "reach", fail)
+            with pytest.raises(Torn):
+                generate(model, case.prompts)
+        assert generate(model, case.prompts) == case.tokens
+
+
+def test_what_is_measured_is_what_both_do_at_once() -> None:
+    link, host = measure_misses(torch.bfloat16, lambda: time.sleep(0.002), 1 << 20, 0.02)
+    assert 1e8 < link.nbytes_per_s <= (1 << 20) / 0.002
+    assert 1e7 < host.nbytes_per_s < 1e13 and host.flops_per_s > host.nbytes_per_s
+    assert 1.0 <= host.link_slowdown < 10
