@@ -19,7 +19,7 @@ from torch import nn
 from expertly.core.errors import EngineClosedError, TransferError
 from expertly.core.messages import Phase
 from expertly.core.observation import Began, Routed
-from expertly.core.placement import Placement, split_router
+from expertly.core.placement import Placement, Share, split_router
 from expertly.engine.compute import Dispatch, Part, part_of
 from expertly.engine.device import Handover, kind_of
 from expertly.engine.memory import shares_of
