@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import names, seed, split, temperature
+from expertly.arguments import names, seed, split, temperature
 from expertly.cli.inputs import is_trace, plan_for, predictor_for, trace_geometry
 from expertly.cli.output import message, printable, progress_bar, reserved_stdout, typed
 from expertly.core.errors import ConfigError, ExpertlyError

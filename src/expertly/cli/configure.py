@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from expertly.cli.arguments import names, proper_share, seconds, seed, split, split_text
+from expertly.arguments import names, proper_share, seconds, seed, split, split_text
 from expertly.cli.inputs import check_writable, is_trace, trace_geometry
 from expertly.cli.output import Column, cells, origin, progress_bar, reserved_stdout, show, table
 from expertly.core.errors import ConfigError

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import names, seed
+from expertly.arguments import names, seed
 from expertly.cli.output import message, print_json, progress_bar, table
 from expertly.core.errors import ConfigError
 from expertly.lab.papers import SEEDS, TOKENS

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from expertly.cli.arguments import probability, seed, temperature
+from expertly.arguments import probability, seed, temperature
 from expertly.cli.inputs import load_model
 from expertly.cli.output import Column, figures_table, fitted, message, print_json, reserved_stdout
 from expertly.core.errors import ConfigError

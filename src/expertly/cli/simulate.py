@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertly.cli.arguments import names, seed, split, split_text
+from expertly.arguments import names, seed, split, split_text
 from expertly.cli.inputs import plan_for, predictor_for, trace_geometry
 from expertly.cli.output import Column, figures_table, message, printable, progress_bar, show
 from expertly.core.errors import ConfigError

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import exponent, seed, share, temperature
+from expertly.arguments import exponent, seed, share, temperature
 from expertly.cli.inputs import load_model
 from expertly.cli.output import (
     Column,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertly.cli.arguments import distances, seed, split, split_text
+from expertly.arguments import distances, seed, split, split_text
 from expertly.cli.inputs import check_writable, identity_of
 from expertly.cli.output import in_brackets, origin, printable, progress_bar, show, table
 from expertly.core.errors import ConfigError

@@ -21,6 +21,7 @@ from expertly.lab.playing import RecordedRequest
 from expertly.lab.prompts import Prompt
 from expertly.lab.tune.engine import EnginePlayer, Load, TunedWorkload, measure_hardware, record_workload
 from expertly.lab.tune.search import Candidate, Clock, Deadline, SearchResult, Simulation, Space, finalists, search
+from expertly.lab.tune.settings import TuneOptions
 from expertly.lab.tune.verdict import (
     Calibration,
     CandidatePlayer,
@@ -49,24 +50,6 @@ MEASURING, MEASURING_S = 0.08, 20.0
 
 RESERVED_SHARE = 0.06
 """The share of the time that is left for saving, and for a last turn that takes longer than the ones before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What the user asked for. `predictor`: "auto", "off" or a file, see `expertly.load`."""
-
-    model: str | None = None
-    memory: str = "auto"
-    total_memory: str | None = None
-    dtype: str | None = None
-    codec: str = "auto"
-    device: str | None = None
-    predictor: str = "auto"
-    max_new_tokens: int = 64
-    seed: int = 0
-    time_limit_s: float = 300.0
-    command: str = ""
-    is_raw: bool = False  # prompts are texts, whatever chat template the model has
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +88,19 @@ MeasureMachine = Callable[[], Hardware]
 
 
 def tune(
-    wishes: Wishes,
+    options: TuneOptions,
     prompts: Sequence[Prompt],
     machine: MeasureMachine,
     *,
+    command: str = "",
     clock: Clock = time.monotonic,
     begin: float | None = None,
     progress: Progress | None = None,
     loading: Progress | None = None,
     make_player: MakePlayer = lambda player: player,
 ) -> Tuned:
-    """Find the best choice; `save` writes it. The time limit counts from `begin` on the clock (default: now). Packing,
-    loading and one round of measuring are never cut short.
+    """Find the best choice; `save` writes it. `options.time_limit`, in seconds, counts from `begin` on the clock
+    (default: now). Packing, loading and one round of measuring are never cut short.
 
     `machine` measures the machine where the model's own times cannot be measured; `loading` is told of bytes that are
     packed and loaded, as by `expertly.load`; `make_player` may replace the engine.
@@ -125,33 +109,33 @@ def tune(
     """
     tell = progress or (lambda what, done, total: None)
     begin = clock() if begin is None else begin
-    deadline = Deadline(clock, begin + (1 - RESERVED_SHARE) * wishes.time_limit_s)
+    deadline = Deadline(clock, begin + (1 - RESERVED_SHARE) * options.time_limit)
     stages = _Stages(clock, begin)
     packing = None if loading is None else partial(loading, "packing")
-    store = pack_cached(wishes.model, wishes.dtype, progress=packing, codec=wishes.codec)
+    store = pack_cached(options.model, options.dtype, progress=packing, codec=options.codec)
     stages.end("packing")
-    weights = _weights(wishes.predictor, store)
-    stores = _packed(store, wishes.codec)
-    load = partial(api.load, wishes.model, dtype=wishes.dtype, device=wishes.device, progress=loading)
+    weights = _weights(options.predictor, store)
+    stores = _packed(store, options.codec)
+    load = partial(api.load, options.model, dtype=options.dtype, device=options.device, progress=loading)
     with TemporaryDirectory(prefix="expertly-tune-") as name:
         scratch = Path(name)
-        seen = _observed(wishes, prompts, stores, load, machine, deadline, scratch / "trace", stages, tell)
+        seen = _observed(options, command, prompts, stores, load, machine, deadline, scratch / "trace", stages, tell)
         space = Space(
             store.manifest.layers,
             seen.memory_nbytes,
             list(stores),
             list(seen.workload.trace.manifest.fields),
             has_weights=weights is not None,
-            is_free=wishes.memory == "auto" and wishes.total_memory is None,
+            is_free=options.memory == "auto" and options.total_memory is None,
         )
-        simulation = Simulation(seen.workload.trace, seen.workload.schedule, seen.hardware, weights, wishes.seed)
+        simulation = Simulation(seen.workload.trace, seen.workload.schedule, seen.hardware, weights, options.seed)
         base = space.named(BASE_SYSTEM)
         usual, _ = default_system(store.manifest.layers)
         if not space.can_run(get_system(usual)):  # it would run so
             usual = without_prediction(get_system(usual)).name
         default = space.named(usual) if space.can_run(get_system(usual)) else base
         requests = seen.workload.requests
-        with EnginePlayer(seen.workload, simulation.plan, partial(_load, load, wishes.predictor), scratch) as player:
+        with EnginePlayer(seen.workload, simulation.plan, partial(_load, load, options.predictor), scratch) as player:
             calibration = _calibrated(space, simulation, make_player(player), base, requests[0], deadline, tell)
             stages.end("calibrating")
             found = _searched(space, simulation, calibration, len(requests), deadline.share(SEARCHING), tell)
@@ -162,7 +146,7 @@ def tune(
             else:
                 verdict = Verdict(base, "there was no time left to search", is_verified=False)
         stages.end("verifying")
-        choice = _choice(verdict, simulation, seen, wishes)
+        choice = _choice(verdict, simulation, seen, options, command)
         choice = replace(choice, gains=verdict.gains([default, base]))
         if verdict.is_verified:
             keep_learned(player.maps(verdict.chosen), choice.system, store)
@@ -170,7 +154,8 @@ def tune(
 
 
 def _observed(
-    wishes: Wishes,
+    options: TuneOptions,
+    command: str,
     prompts: Sequence[Prompt],
     stores: Mapping[str, PackedStore],
     load: Load,
@@ -186,22 +171,22 @@ def _observed(
     codec = "none" if "none" in stores else next(iter(stores))
     load_base = partial(load, system=BASE_SYSTEM, learned=None, codec=codec)
     tell("recording", 0, 1)
-    model, tokenizer = load_base(memory=wishes.memory, total_memory=wishes.total_memory)
+    model, tokenizer = load_base(memory=options.memory, total_memory=options.total_memory)
     try:
         workload = record_workload(
             model,
             tokenizer,
             prompts,
             folder,
-            max_new_tokens=wishes.max_new_tokens,
-            seed=wishes.seed,
+            max_new_tokens=options.max_new_tokens,
+            seed=options.seed,
             deadline=deadline.share(RECORDING),
-            command=wishes.command,
-            is_raw=wishes.is_raw,
+            command=command,
+            is_raw=options.raw,
         )
         stages.end("recording")
         tell("measuring", 0, 1)
-        seconds = min(MEASURING_S, MEASURING * wishes.time_limit_s)
+        seconds = min(MEASURING_S, MEASURING * options.time_limit)
         hardware, times = measure_hardware(model, lambda: load_base(memory="50%")[0], stores, seconds, machine)
         memory_nbytes = api.handle(model).engine.scheduler.budget.memory_nbytes
         here, reason = this_machine(model.device), api.stats(model).memory_reason
@@ -305,9 +290,11 @@ def _load(load: Callable[..., tuple[Any, Any]], predictor: str, system: str, **o
     return load(system=system, predictor=weights, **others)
 
 
-def _choice(verdict: Verdict, simulation: Simulation, seen: Observed, wishes: Wishes) -> TunedChoice:
+def _choice(
+    verdict: Verdict, simulation: Simulation, seen: Observed, options: TuneOptions, command: str
+) -> TunedChoice:
     chosen = verdict.chosen
-    is_named = chosen.system.takes_weights and wishes.predictor not in ("auto", "off")
+    is_named = chosen.system.takes_weights and options.predictor not in ("auto", "off")
     return TunedChoice(
         system=chosen.system.name,
         segments=simulation.segments(chosen),
@@ -316,11 +303,11 @@ def _choice(verdict: Verdict, simulation: Simulation, seen: Observed, wishes: Wi
         codec=chosen.codec,
         machine=seen.machine,
         plan=simulation.plan(chosen),
-        predictor=str(Path(wishes.predictor).expanduser().absolute()) if is_named else None,
+        predictor=str(Path(options.predictor).expanduser().absolute()) if is_named else None,
         about={
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": wishes.command[:1000],
-            "memory": wishes.memory if wishes.total_memory is None else f"total {wishes.total_memory}",
+            "command": command[:1000],
+            "memory": options.memory if options.total_memory is None else f"total {options.total_memory}",
             "requests": seen.workload.num_requests,
             "tokens": seen.workload.trace.num_rows,
             "times": seen.times[:1000],
