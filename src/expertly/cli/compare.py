@@ -8,7 +8,7 @@ leaves one. Exit code 2 where a system failed, 130 where it was interrupted.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +71,8 @@ class CompareOptions:
     requests: int | None = option(
         None, "how many are run (default: 5 of a model's prompts, with --split both parts; 20 of a trace)", least=1
     )
-    tokens: int | None = option(None, "length of each answer", least=1)
-    rounds: int | None = option(None, "how often the engine runs everything", least=1)
+    tokens: int | None = option(None, "length of each answer (default: 24 with a model)", least=1)
+    rounds: int | None = option(None, "how often the engine runs everything (default: 2)", least=1)
     raw: bool = option(False, RAW_HELP, panel=ADVANCED)
     temperature: Any | None = option(None, "of the answers; 0 is greedy", metavar="X", type=temperature, panel=ADVANCED)
     split: Any | None = option(
@@ -193,33 +193,16 @@ def _prompts(args: CompareOptions) -> list[Prompt]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
-    memory: str | None = option(
-        None, f"for experts: shares of them or amounts (default: {DEFAULT_MEMORY})", metavar="SIZE,SIZE"
-    )
-    total_memory: str | None = option(
-        None, "instead of memory: amounts for everything, as `run` takes them", metavar="SIZE,SIZE"
-    )
+class BenchOptions(CompareOptions):
+    source: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     system: str = option("lru,expertly", "systems to run, see `expertly lab systems`", metavar="A,B")
-    prompts: str | None = option(None, PROMPTS_HELP + " (default: ours)", metavar="FILE")
-    raw: bool = option(False, RAW_HELP)
-    requests: int = option(5, "how many prompts are answered", least=1)
-    tokens: int = option(24, "length of each answer", least=1)
-    rounds: int = option(2, "how often everything is run", least=1)
-    out: Path | None = path_option(None, "where the report goes (default: a new folder here)", "DIR")
-    temperature: float = option(0.8, "of the answers; 0 is greedy", metavar="X", type=temperature, panel=ADVANCED)
-    codec: str | None = load_option("codec", default=None)
-    dtype: str | None = load_option("dtype")
-    device: str | None = load_option("device")
-    json: bool = json_flag()
+    out: Path | None = path_option(None, "where the report goes (default: a new folder here)", "DIR")  # type: ignore[assignment]
 
 
 def bench(args: BenchOptions) -> int:
     """How fast a model runs here, and how fast it could run at best.
 
-    Writes a report to look at. `expertly lab compare` has more options and takes recorded traces.
+    Writes a report to look at: that of `expertly lab compare`, which begins with more systems and takes recorded
+    traces, too.
     """
-    given = {one.name: getattr(args, one.name) for one in fields(args) if one.name != "model"}
-    given["out"] = args.out or Path(time.strftime("expertly-bench-%Y-%m-%d-%H%M%S"))
-    return run(CompareOptions(source=args.model, **given))
+    return run(replace(args, out=args.out or Path(time.strftime("expertly-bench-%Y-%m-%d-%H%M%S"))))
