@@ -34,7 +34,6 @@ from expertly.lab.compare.settings import ComparisonSettings
 from expertly.lab.compare.simulated import (
     Simulated,
     check_budgets,
-    middle_decode_iteration,
     pick,
     selection_of,
     simulate,
@@ -116,7 +115,6 @@ class Comparison:
             "notes": [*self.notes, *self._notes_on_load(), *([] if self.simulated is None else self.simulated.notes)],
             "engine": None if self.runs is None else _engine_values(self.runs),
             "simulator": [] if self.simulated is None else list(self.simulated.rows.values()),
-            "timelines": [] if self.simulated is None else self.simulated.timelines,
         }
 
     def _num_measured(self, failure: RunFailure) -> int | None:
@@ -158,9 +156,8 @@ def compare_trace(
     check_budgets(study, settings)
     comparison.source |= _about_trace(trace, schedule)
     comparison.notes = _notes(trace, schedule, settings) + _fewer(settings, comparison.source["requests"])
-    iteration = middle_decode_iteration(trace, schedule)
     comparison.simulated = Simulated()
-    simulate(study, settings, iteration, comparison.simulated, comparison.keep, progress)
+    simulate(study, settings, comparison.simulated, comparison.keep, progress)
     comparison.is_whole = True
 
 
@@ -194,7 +191,7 @@ def compare_model(
         base_nbytes = machine.worker.ask("peak_nbytes") - facts["memory_bytes"]
         if settings.hardware is None:
             tell("measuring this machine")
-            machine.measure(arguments, (settings.timeline_memory, "50%"))
+            machine.measure(arguments, (settings.middle_memory, "50%"))
         free_nbytes = available_host_nbytes()
 
         def fits_together(memory: str) -> bool:
@@ -215,9 +212,8 @@ def compare_model(
         tell("simulating")
         study = replace(study, hardware=_hardware(comparison, machine, hardware))
         if comparison.hardware is not None:
-            iteration = middle_decode_iteration(trace, schedule)
             comparison.simulated = Simulated()
-            simulate(study, settings, iteration, comparison.simulated, comparison.keep, progress)
+            simulate(study, settings, comparison.simulated, comparison.keep, progress)
         comparison.is_whole = True
     finally:
         machine.worker.end()
@@ -258,7 +254,7 @@ def _record(
     """Facts of the loaded model, the trace of its answers, and the requests that are compared."""
     settings = comparison.settings
     num_tokens = settings.tokens or NUM_TOKENS
-    facts = machine.ask("load", load_arguments(arguments | {"segments": None}, settings.timeline_memory, "lru"))
+    facts = machine.ask("load", load_arguments(arguments | {"segments": None}, settings.middle_memory, "lru"))
     wanted = list(prompts)[: settings.requests or NUM_REQUESTS]
     asked = machine.ask("tokens", wanted, num_tokens, settings.is_raw)
     if not asked:
