@@ -92,7 +92,7 @@ class SimulateOptions:
 
 
 def run(args: SimulateOptions) -> int:
-    from expertly.lab.chrome import ChromeTrace
+    from expertly.lab.chrome import chrome_trace
     from expertly.lab.plots import check_plot
 
     systems, memories = names("system", args.system), _memories(args)
@@ -108,7 +108,7 @@ def run(args: SimulateOptions) -> int:
     layers, dense, geometry_name = trace_geometry(trace, args.geometry)
     arrivals = None if args.arrivals is None else read_arrivals(args.arrivals)
     schedule = make_schedule(trace, selection, arrivals)
-    timeline = contextlib.nullcontext() if args.chrome_trace is None else ChromeTrace(args.chrome_trace)
+    timeline = contextlib.nullcontext() if args.chrome_trace is None else chrome_trace(args.chrome_trace)
     with timeline as chrome, progress_bar(unit="row") as progress:
         study = Study(
             trace,
