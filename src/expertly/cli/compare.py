@@ -16,6 +16,7 @@ from expertly.arguments import names, seed, split, temperature
 from expertly.cli.inputs import is_trace, plan_for, predictor_for, trace_geometry
 from expertly.cli.output import message, printable, progress_bar, reserved_stdout, typed
 from expertly.core.errors import ConfigError, ExpertlyError
+from expertly.data import demo_prompts
 from expertly.lab.compare.settings import (
     DEFAULT_MEMORY,
     USUAL_SYSTEMS,
@@ -109,7 +110,9 @@ def run(args: CompareOptions) -> int:
     has_trace = is_trace(args.source)
     _refuse(args, WITH_MODEL if has_trace else WITH_TRACE, has_trace)
     settings = _settings(args, has_trace)
-    prompts = [] if has_trace else _prompts(args)
+    prompts = (
+        [] if has_trace else read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
+    )
     with reserved_stdout() as stdout:
         from expertly.cli.compare_output import Output
         from expertly.lab.compare.comparison import Comparison, prepare
@@ -119,15 +122,16 @@ def run(args: CompareOptions) -> int:
         comparison = Comparison(settings, command, {"kind": kind, "name": printable(name)})
         output = Output(comparison, args.out)
         comparison.keep = output.keep
-        check = _opened_trace(args) if has_trace else None
+        trace = Trace.open(Path(str(args.source))) if has_trace else None
+        geometry = None if trace is None else trace_geometry(trace, args.geometry)
         prepare(args.out, command, args.force)
         is_interrupted = False
         try:
             with progress_bar("steps") as progress:
-                if check is not None:
+                if trace is not None and geometry is not None:
                     from expertly.lab.compare.comparison import compare_trace
 
-                    compare_trace(comparison, *check, progress)
+                    compare_trace(comparison, trace, geometry, progress)
                 else:
                     _compare_model(comparison, prompts, args, progress)
         except KeyboardInterrupt:
@@ -149,11 +153,6 @@ def _compare_model(comparison: Comparison, prompts: list[Prompt], args: CompareO
     tell = message if progress is None else lambda what: progress(what, 0, 1)
     loading = None if progress is None else progress.in_bytes
     compare_model(comparison, args.source, prompts, args.out / TRACE, progress, tell, loading)
-
-
-def _opened_trace(args: CompareOptions) -> tuple[Any, Any]:
-    trace = Trace.open(Path(str(args.source)))
-    return trace, trace_geometry(trace, args.geometry)
 
 
 def _refuse(args: CompareOptions, names: tuple[str, ...], has_trace: bool) -> None:
@@ -184,12 +183,6 @@ def _settings(args: CompareOptions, has_trace: bool) -> ComparisonSettings:
     predictor_for(settings.systems, settings.predictor)
     plan_for(settings.systems, settings.plan)
     return settings
-
-
-def _prompts(args: CompareOptions) -> list[Prompt]:
-    from expertly.data import demo_prompts
-
-    return read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,7 +160,10 @@ def report(result: dict[str, Any]) -> str:
         lines += ["", f"measured beyond the simulated, of a step, against {result['base_system']}: {said}"]
     search, workload, seconds = result["search"], result["workload"], result["seconds"]
     if search["ranking"]:
-        ranking = [one | {"beyond": _beyond(one)} for one in search["ranking"][:SHOWN]]
+        ranking = [
+            one | {"beyond": "not measured" if one["unmeasured"] else _change(one["overhead_s"])}
+            for one in search["ranking"][:SHOWN]
+        ]
         columns: dict[str, Column] = {
             "system": ("system", str),
             "time": ("seconds", format_seconds),
@@ -179,10 +182,6 @@ def report(result: dict[str, Any]) -> str:
         ", ".join(f"{name} {format_seconds(spent)}" for name, spent in seconds.items()),
     ]
     return "\n".join(lines)
-
-
-def _beyond(one: dict[str, Any]) -> str:
-    return "not measured" if one["unmeasured"] else _change(one["overhead_s"])
 
 
 def _change(seconds: float) -> str:

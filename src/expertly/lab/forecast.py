@@ -135,8 +135,8 @@ def measured_hardware(profile: MachineProfile, loading: api.Progress | None = No
     """The machine of `profile`, with what a layer takes beside its weights, measured on the demo model in a few
     seconds. `loading` is told of the bytes of that model, as by `expertly.load`.
     """
-    hardware = machine_hardware(profile)
-    how: dict[str, Any] = {"learned": "off", "codec": "none", "device": _device_of(profile)}
+    hardware, device = machine_hardware(profile), profile.devices[0].device if profile.devices else "cpu"
+    how: dict[str, Any] = {"learned": "off", "codec": "none", "device": device}
     model, tokenizer = api.load(system="resident", progress=loading, **how)
     try:
         inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False).to(model.device)
@@ -155,10 +155,6 @@ def measured_hardware(profile: MachineProfile, loading: api.Progress | None = No
     spans_ns = sum(geometry.layers[layer].top_k * compute.span_ns(layer, 1, 1) for layer in layers)
     weights_ns = spans_ns + sum(compute.dense_ns(layer, 1) for layer in layers) + compute.head_ns(1)
     return replace(hardware, layer_ns=max(0, round((token_ns - weights_ns) / geometry.num_layers)))
-
-
-def _device_of(profile: MachineProfile) -> str:
-    return profile.devices[0].device if profile.devices else "cpu"
 
 
 def forecast(

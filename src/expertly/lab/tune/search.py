@@ -190,7 +190,8 @@ def with_setting(system: System, key: str, value: str) -> System | None:
     else:
         settings[key] = value
     if key in REGISTRIES:  # options of another one are not its own
-        mine = {option for part in REGISTRIES for option in _options_of(system, part, key, value)}
+        policies = {part: getattr(system, part) for part in REGISTRIES} | {key: value}
+        mine = {option for part, policy in policies.items() for option in names_of_options(part, policy)}
         settings = {one: setting for one, setting in settings.items() if one in PARTS or one in mine}
     if (key, value) == ("prediction", "none"):
         settings = {one: setting for one, setting in settings.items() if one not in OF_PREDICTION}
@@ -198,10 +199,6 @@ def with_setting(system: System, key: str, value: str) -> System | None:
         return get_system(":".join([name, *(f"{one}={setting}" for one, setting in settings.items())]))
     except ConfigError:
         return None
-
-
-def _options_of(system: System, part: str, key: str, value: str) -> list[str]:
-    return names_of_options(part, value if part == key else getattr(system, part))
 
 
 def _can_plan(system: System) -> bool:
