@@ -126,7 +126,6 @@ def tune(
             list(stores),
             list(seen.workload.trace.manifest.fields),
             has_weights=weights is not None,
-            is_free=options.memory == "auto" and options.total_memory is None,
         )
         simulation = Simulation(seen.workload.trace, seen.workload.schedule, seen.hardware, weights, options.seed)
         base = space.named(BASE_SYSTEM)
