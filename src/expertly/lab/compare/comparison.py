@@ -69,7 +69,7 @@ class Comparison:
     command: str
     source: dict[str, Any]
     runs: ComparedRuns | None = None  # None: the engine does not run
-    simulated: Simulated | None = None
+    simulated: Simulated = field(default_factory=Simulated)
     hardware: Hardware | None = None
     measured_on: str = ""
     notes: list[str] = field(default_factory=list)
@@ -82,16 +82,14 @@ class Comparison:
     @property
     def has_results(self) -> bool:
         """Whether a system has run anything."""
-        return any(map(any, self.runs.played.values() if self.runs else ())) or bool(
-            self.simulated and self.simulated.rows
-        )
+        return any(map(any, self.runs.played.values() if self.runs else ())) or bool(self.simulated.rows)
 
     def results(self) -> dict[str, Any]:
         """Everything known so far, as plain values."""
         settings = self.settings
-        rows = rows_of(settings, self.runs, {} if self.simulated is None else self.simulated.rows)
-        failures = list(self.failures) if self.runs is None else [*self.runs.failures, *self.failures]
-        failures += [] if self.simulated is None else self.simulated.failures
+        rows = rows_of(settings, self.runs, self.simulated.rows)
+        of_runs = [] if self.runs is None else self.runs.failures
+        failures = [*of_runs, *self.failures, *self.simulated.failures]
         return {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -112,9 +110,9 @@ class Comparison:
             "headline": headline(rows, self._memories_tried(rows, failures), settings.baseline),
             "rows": rows,
             "failures": [asdict(one) | {"measured": self._num_measured(one)} for one in failures],
-            "notes": [*self.notes, *self._notes_on_load(), *([] if self.simulated is None else self.simulated.notes)],
+            "notes": [*self.notes, *self._notes_on_load(), *self.simulated.notes],
             "engine": None if self.runs is None else _engine_values(self.runs),
-            "simulator": [] if self.simulated is None else list(self.simulated.rows.values()),
+            "simulator": list(self.simulated.rows.values()),
         }
 
     def _num_measured(self, failure: RunFailure) -> int | None:
@@ -156,7 +154,6 @@ def compare_trace(
     check_budgets(study, settings)
     comparison.source |= _about_trace(trace, schedule)
     comparison.notes = _notes(trace, schedule, settings) + _fewer(settings, comparison.source["requests"])
-    comparison.simulated = Simulated()
     simulate(study, settings, comparison.simulated, comparison.keep, progress)
     comparison.is_whole = True
 
@@ -212,7 +209,6 @@ def compare_model(
         tell("simulating")
         study = replace(study, hardware=_hardware(comparison, machine, hardware))
         if comparison.hardware is not None:
-            comparison.simulated = Simulated()
             simulate(study, settings, comparison.simulated, comparison.keep, progress)
         comparison.is_whole = True
     finally:

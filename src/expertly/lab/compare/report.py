@@ -25,7 +25,6 @@ from expertly.lab.plots import (
     THEME,
     Mark,
     Picture,
-    check_plot,
     draw_shares,
     drawing,
     marks_of,
@@ -176,8 +175,7 @@ COLUMNS: dict[str, tuple[str, Write]] = {
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """The HTML. `results` are those of Comparison.results, as JSON has them. Raises ConfigError without matplotlib."""
-    check_plot()
+    """The HTML. `results` are those of Comparison.results, as JSON has them."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
