@@ -99,13 +99,14 @@ def test_layers_that_do_not_run_and_dropped_tokens_have_no_expert(cases: Cases, 
         torch.testing.assert_close(recorded.float(), weights.squeeze(-1), rtol=2e-3, atol=2e-3)
 
 
-def test_a_batch_leaves_pads_out(cases: Cases, tmp_path: Path, model: Any) -> None:
+def test_a_batch_leaves_pads_out_and_names_the_request_of_each_row(cases: Cases, tmp_path: Path, model: Any) -> None:
     case = cases["qwen3_moe"]
     reference = load_reference(case.folder)
     with recording(reference) as seen:
         tokens = generate(reference, case.prompts, 3)
     with record(model, tmp_path / "trace") as recorder:
-        recorder.begin_request()
+        numbers = [recorder.begin_request(num_prompt_tokens=len(prompt)) for prompt in case.prompts]
+        recorder.begin_batch(numbers)
         assert generate(model, case.prompts, 3) == tokens
     trace = Trace.open(tmp_path / "trace")
     first, second = map(len, case.prompts)
@@ -113,9 +114,18 @@ def test_a_batch_leaves_pads_out(cases: Cases, tmp_path: Path, model: Any) -> No
     is_real = np.array([True] * first + [False] * (first - second) + [True] * (second + 4))
     experts, _ = rows_of(seen.calls, 3)
     assert np.array_equal(column(trace, "experts"), experts[is_real])
+    assert column(trace, "request").tolist() == [0] * first + [1] * second + [0, 1] * 2
     assert column(trace, "token").tolist() == [
         *case.prompts[0], *case.prompts[1], tokens[0][0], tokens[1][0], tokens[0][1], tokens[1][1],
     ]  # fmt: skip
+    assert [request.has_own_iterations for request in trace.requests] == [False, False]
+
+
+def test_a_batch_of_other_sequences_than_were_named(cases: Cases, tmp_path: Path, model: Any) -> None:
+    with pytest.raises(TraceError, match="2 sequences, but 1 requests"), record(model, tmp_path / "trace") as recorder:
+        recorder.begin_batch([recorder.begin_request()])
+        generate(model, cases["qwen3_moe"].prompts, 2)
+    assert handle(model).engine.observer is None
 
 
 def test_recording_twice_gives_the_same_bytes(cases: Cases, tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from expertly.api import handle
-from expertly.core.errors import ModelUseError
+from expertly.core.errors import ModelUseError, TraceError
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, IterationInfo, Routed, Want
 from expertly.engine.observe import Collector, embedder
@@ -40,6 +41,8 @@ class Recorder:
         collector: Collector | None = None,
         fields: Mapping[str, FieldInfo] = MappingProxyType({}),
     ) -> None:
+        self.requests: npt.NDArray[np.int32] | None = None
+        """The request of each sequence of a batch; None where all rows are of the request that began last."""
         self._append = append
         self._collector = collector
         self._fields = fields
@@ -89,7 +92,8 @@ class Recorder:
             experts[:, layers, :top_k] = np.where(is_none, NO_EXPERT, index)
             weights[:, layers, :top_k] = torch.stack([ran[layer][1] for layer in layers], 1).half().cpu().numpy()
         token = np.full(num_rows, -1, np.int32) if info.token_ids is None else info.token_ids
-        return {"token": token, "is_prefill": info.is_prefill, "experts": experts, "weights": weights}
+        rows = {"token": token, "is_prefill": info.is_prefill, "experts": experts, "weights": weights}
+        return rows if self.requests is None else rows | {"request": self._request_of_rows(info)}
 
     def _optional(self, num_rows: int) -> dict[str, Array]:
         """The optional fields of the pass that ended. A layer that did not run has zeros."""
@@ -102,6 +106,14 @@ class Recorder:
                 values = getattr(one, COLLECTED[name])
                 rows[name][:, one.layer][tuple(map(slice, values.shape))] = values
         return rows
+
+    def _request_of_rows(self, info: IterationInfo) -> Array:
+        assert self.requests is not None and info.sequences is not None, "the engine asks for them"
+        if info.num_requests != len(self.requests):
+            raise TraceError(
+                f"a batch of {info.num_requests} sequences, but {len(self.requests)} requests were named for its rows"
+            )
+        return self.requests[info.sequences]
 
 
 class Columns:
@@ -135,9 +147,10 @@ COLLECTED: Mapping[str, Want] = {
 class Recording:
     """A recording under way. `absent`: the optional fields that cannot be recorded, with reasons."""
 
-    def __init__(self, writer: TraceWriter, absent: dict[str, str]) -> None:
+    def __init__(self, writer: TraceWriter, recorder: Recorder, absent: dict[str, str]) -> None:
         self.absent = absent
         self._writer = writer
+        self._recorder = recorder
 
     @property
     def num_rows(self) -> int:
@@ -149,7 +162,12 @@ class Recording:
 
     def begin_request(self, category: str | None = None, prompt: str | None = None, num_prompt_tokens: int = 0) -> int:
         """What the model runs from now on belongs to a new request. Returns its number."""
+        self._recorder.requests = None
         return self._writer.begin_request(category, prompt, num_prompt_tokens)
+
+    def begin_batch(self, requests: Sequence[int]) -> None:
+        """What the model runs from now on is a batch; `requests` are the numbers of its sequences' requests."""
+        self._recorder.requests = np.array(requests, np.int32)
 
 
 @contextmanager
@@ -182,12 +200,13 @@ def record(
     )
     wants = {COLLECTED[name] for name in fields}
     collector = Collector(wants, geometry, routers, embedder(model), MAX_DISTANCE) if fields else None
+    recorder = Recorder(layers, writer.append, collector, fields)
     with writer:
         if collector is not None:
             collector.attach()
-        loaded.engine.observer = Recorder(layers, writer.append, collector, fields)
+        loaded.engine.observer = recorder
         try:
-            yield Recording(writer, absent)
+            yield Recording(writer, recorder, absent)
         finally:
             loaded.engine.observer = None
             if collector is not None:
