@@ -111,7 +111,7 @@ class Comparison:
             "rows": rows,
             "failures": [asdict(one) | {"measured": self._num_measured(one)} for one in failures],
             "notes": [*self.notes, *self._notes_on_load(), *self.simulated.notes],
-            "engine": None if self.runs is None else _engine_values(self.runs),
+            "engine": None if self.runs is None else self.runs.as_dict(),
             "simulator": list(self.simulated.rows.values()),
         }
 
@@ -367,17 +367,6 @@ def _fewer(settings: ComparisonSettings, num: int) -> list[str]:
     """A note where there are fewer requests than were asked for."""
     is_short = settings.requests is not None and num < settings.requests
     return [f"{settings.requests} requests were asked for, {num} are there"] if is_short else []
-
-
-def _engine_values(runs: ComparedRuns) -> dict[str, Any]:
-    """The engine's measurements, request by request."""
-    return {
-        "together": runs.together,
-        "loaded": [{"memory": memory, "asked": name, **facts} for (memory, name), facts in runs.loaded.items()],
-        "runs": [
-            {"memory": memory, "system": name, "rounds": rounds} for (memory, name), rounds in runs.played.items()
-        ],
-    }
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------
