@@ -14,16 +14,7 @@ from expertly.cli.output import Column, figures_table, message, printable, progr
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_number, format_rate, format_ratio, format_seconds, format_share
 from expertly.lab.compare.simulated import notes_on
-from expertly.options import (
-    ADVANCED,
-    REQUIRED,
-    RESEARCH,
-    argument,
-    json_flag,
-    load_option,
-    option,
-    path_option,
-)
+from expertly.options import ADVANCED, REQUIRED, RESEARCH, argument, json_flag, load_option, option, path_option
 from expertly.policies.learned import LearnedFile, LearnedState
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware

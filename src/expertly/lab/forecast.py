@@ -25,13 +25,7 @@ from expertly.core.placement import Placement, weights_by_memory
 from expertly.core.resources import parse_memory
 from expertly.core.units import format_nbytes, format_rate, format_seconds
 from expertly.engine.compute import expert_nbytes_at_once
-from expertly.engine.memory import (
-    BESIDE_NBYTES,
-    WORKING_NBYTES,
-    BesideExperts,
-    kv_cache_nbytes,
-    pass_nbytes,
-)
+from expertly.engine.memory import BESIDE_NBYTES, WORKING_NBYTES, BesideExperts, kv_cache_nbytes, pass_nbytes
 from expertly.engine.process import rss_nbytes
 from expertly.hardware.profile import MachineProfile
 from expertly.hardware.simulated import machine_hardware

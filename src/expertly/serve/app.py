@@ -17,16 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
 from expertly.serve.errors import ApiError, ErrorObject
-from expertly.serve.http import (
-    ClientGone,
-    EventStream,
-    Guard,
-    as_event,
-    on_bug,
-    on_gone,
-    on_http_error,
-    unless_gone,
-)
+from expertly.serve.http import ClientGone, EventStream, Guard, as_event, on_bug, on_gone, on_http_error, unless_gone
 from expertly.serve.reading import read
 from expertly.serve.request import ServedRequest
 from expertly.serve.responses import ResponsesAnswer, ResponsesRequest

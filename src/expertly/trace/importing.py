@@ -27,15 +27,7 @@ import numpy.typing as npt
 from expertly.core.errors import TraceError
 from expertly.core.geometry import DenseShape
 from expertly.trace.reader import TOKEN_VECTOR_SIZE
-from expertly.trace.schema import (
-    MAX_EXPERTS,
-    TOKEN_VECTORS,
-    Array,
-    FieldInfo,
-    TraceLayer,
-    ValueChecks,
-    trace_field,
-)
+from expertly.trace.schema import MAX_EXPERTS, TOKEN_VECTORS, Array, FieldInfo, TraceLayer, ValueChecks, trace_field
 from expertly.trace.writer import whole_trace
 
 PROBS_NAME = "probs_u8.npz"

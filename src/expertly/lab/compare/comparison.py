@@ -31,13 +31,7 @@ from expertly.lab.compare.engine import (
 )
 from expertly.lab.compare.figures import headline, rows_of
 from expertly.lab.compare.settings import ComparisonSettings
-from expertly.lab.compare.simulated import (
-    Simulated,
-    check_budgets,
-    pick,
-    selection_of,
-    simulate,
-)
+from expertly.lab.compare.simulated import Simulated, check_budgets, pick, selection_of, simulate
 from expertly.lab.playing import recorded_requests
 from expertly.lab.prompts import Prompt
 from expertly.policies.allocation.moepic import read_plan

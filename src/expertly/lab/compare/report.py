@@ -11,14 +11,7 @@ from typing import Any
 
 import jinja2
 
-from expertly.core.units import (
-    counted,
-    format_nbytes,
-    format_range,
-    format_ratio,
-    format_seconds,
-    format_share,
-)
+from expertly.core.units import counted, format_nbytes, format_range, format_ratio, format_seconds, format_share
 from expertly.lab.compare.figures import best_row, failures_in_words
 from expertly.lab.plots import (
     COLOUR,

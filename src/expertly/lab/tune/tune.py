@@ -22,14 +22,7 @@ from expertly.lab.prompts import Prompt
 from expertly.lab.tune.engine import EnginePlayer, Load, TunedWorkload, measure_hardware, record_workload
 from expertly.lab.tune.search import Candidate, Clock, Deadline, SearchResult, Simulation, Space, finalists, search
 from expertly.lab.tune.settings import TuneOptions
-from expertly.lab.tune.verdict import (
-    Calibration,
-    CandidatePlayer,
-    Verdict,
-    calibrate,
-    decide,
-    representatives,
-)
+from expertly.lab.tune.verdict import Calibration, CandidatePlayer, Verdict, calibrate, decide, representatives
 from expertly.model.packing import pack_cached
 from expertly.policies.learned import LearnedState
 from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS, default_system, get_system, without_prediction
