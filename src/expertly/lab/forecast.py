@@ -233,33 +233,30 @@ def _speeds(
     """Simulated with the base system, which keeps what was used last: how much other systems gain depends on the
     model's routing.
     """
-    of_routing: list[list[tuple[float, ...]]] = []
-    for routing in (EVEN, UNEVEN):
-        with tempfile.TemporaryDirectory(prefix="expertly-") as folder:
-            study = _study(needs, hardware, routing, Path(folder) / "trace")
-            found: list[tuple[float, ...]] = []
-            for one in machines:
-                if progress is not None:
-                    progress(len(of_routing) * len(machines) + len(found), 2 * len(machines))
-                found.append(_simulated(study, one))
-            of_routing.append(found)
     speeds = []
-    for one, *runs in zip(machines, *of_routing, strict=True):
-        rates, hits, waiting, network_time = (sorted(pair) for pair in zip(*runs, strict=True))
-        speeds.append(
-            ExpectedSpeed(
-                memory_nbytes=one.memory_nbytes,
-                num_workers=one.num_workers,
-                worker_nbytes=one.worker_nbytes,
-                network=one.network.name,
-                share=one.share,
-                fits=one.memory_nbytes <= left,
-                tokens_per_s=(rates[0] / MACHINE_ERROR, rates[-1] * MACHINE_ERROR),
-                hit_rate=(hits[0], hits[-1]),
-                waiting=(waiting[0], waiting[-1]),
-                network_time=(network_time[0], network_time[-1]),
+    with tempfile.TemporaryDirectory(prefix="expertly-") as folder:
+        studies = [
+            _study(needs, hardware, routing, Path(folder, str(number))) for number, routing in enumerate((EVEN, UNEVEN))
+        ]
+        for number, one in enumerate(machines):
+            if progress is not None:
+                progress(2 * number, 2 * len(machines))
+            runs = [_simulated(study, one) for study in studies]
+            rates, hits, waiting, network_time = (sorted(pair) for pair in zip(*runs, strict=True))
+            speeds.append(
+                ExpectedSpeed(
+                    memory_nbytes=one.memory_nbytes,
+                    num_workers=one.num_workers,
+                    worker_nbytes=one.worker_nbytes,
+                    network=one.network.name,
+                    share=one.share,
+                    fits=one.memory_nbytes <= left,
+                    tokens_per_s=(rates[0] / MACHINE_ERROR, rates[-1] * MACHINE_ERROR),
+                    hit_rate=(hits[0], hits[-1]),
+                    waiting=(waiting[0], waiting[-1]),
+                    network_time=(network_time[0], network_time[-1]),
+                )
             )
-        )
     return speeds
 
 

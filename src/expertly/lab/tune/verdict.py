@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import comb
@@ -192,15 +192,10 @@ class Turns:
 
     def _typical(self, candidate: Candidate, of: Callable[[Played], float | None]) -> list[float]:
         """Of each request the median over the turns; requests of which nothing is known are left out."""
-        found = ([of(one) for one in played] for played in self._by_request(candidate).values())
+        played, num = self.played[candidate][: self.count], len(self.requests)
+        found = ([of(one) for one in played[number::num]] for number in range(num))
         known = ([value for value in values if value is not None] for values in found)
         return [statistics.median(values) for values in known if values]
-
-    def _by_request(self, candidate: Candidate) -> Mapping[int, list[Played]]:
-        found: dict[int, list[Played]] = defaultdict(list)
-        for turn, played in enumerate(self.played[candidate][: self.count]):
-            found[turn % len(self.requests)].append(played)
-        return found
 
 
 def take_turns(
