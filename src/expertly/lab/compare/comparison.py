@@ -17,7 +17,7 @@ from typing import Any
 import expertly
 from expertly.core.errors import ConfigError
 from expertly.core.files import disk_errors, finite, write_atomic
-from expertly.core.geometry import DenseShape, Geometry
+from expertly.core.geometry import Geometry
 from expertly.core.resources import allowed_cpus, cpu_name
 from expertly.engine.memory import available_host_nbytes
 from expertly.lab.compare.engine import (
@@ -35,7 +35,7 @@ from expertly.lab.compare.simulated import Simulated, check_budgets, pick, selec
 from expertly.lab.playing import recorded_requests
 from expertly.lab.prompts import Prompt
 from expertly.policies.allocation.moepic import read_plan
-from expertly.policies.learned import LearnedState, read_learned
+from expertly.policies.learned import read_learned
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule, Selection
@@ -144,7 +144,8 @@ def compare_trace(
     schedule = pick(trace, selection, settings.tokens)
     kinds = [kind for kind in (get_system(one).weights for one in settings.systems) if kind is not None]
     learned = None if settings.predictor is None else read_learned(settings.predictor, *kinds).learned
-    study = _study(settings, trace, schedule, comparison.hardware, geometry[0], geometry[1], learned)
+    layers, dense, _ = geometry
+    study = Study(trace, schedule, comparison.hardware, layers, dense, learned=learned, **_simulated_as(settings))
     check_budgets(study, settings)
     comparison.source |= _about_trace(trace, schedule)
     comparison.notes = _notes(trace, schedule, settings) + _fewer(settings, comparison.source["requests"])
@@ -177,7 +178,8 @@ def compare_model(
         settings = comparison.settings = replace(settings, codec=facts["codec"])
         arguments["codec"] = facts["codec"]
         hardware = Hardware.read(settings.hardware or "infinite")
-        study = _study(settings, trace, schedule, hardware, trace.manifest.geometries, trace.manifest.dense, learned)
+        layers, dense = trace.manifest.geometries, trace.manifest.dense
+        study = Study(trace, schedule, hardware, layers, dense, learned=learned, **_simulated_as(settings))
         check_budgets(study, settings)
         base_nbytes = machine.worker.ask("peak_nbytes") - facts["memory_bytes"]
         if settings.hardware is None:
@@ -295,28 +297,10 @@ def _hardware(comparison: Comparison, machine: MachineWorker, given: Hardware) -
     return measured
 
 
-def _study(
-    settings: ComparisonSettings,
-    trace: Trace,
-    schedule: Schedule,
-    hardware: Hardware,
-    layers: Any,
-    dense: DenseShape | None,
-    learned: LearnedState | None,
-) -> Study:
-    """Raises ConfigError for what cannot be simulated."""
-    return Study(
-        trace,
-        schedule,
-        hardware,
-        layers,
-        dense,
-        segments=settings.segments,
-        seed=settings.seed,
-        learned=learned,
-        plan=None if settings.plan is None else read_plan(settings.plan),
-        codec=settings.codec,
-    )
+def _simulated_as(settings: ComparisonSettings) -> dict[str, Any]:
+    """The arguments of Study that the settings say."""
+    plan = None if settings.plan is None else read_plan(settings.plan)
+    return {"segments": settings.segments, "seed": settings.seed, "plan": plan, "codec": settings.codec}
 
 
 def _kept_nbytes(study: Study, memory: str, name: str) -> int:
