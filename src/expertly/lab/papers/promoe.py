@@ -551,7 +551,7 @@ def techniques(lab: Lab) -> Finding:
             TPOT.monotonic(
                 f"in decode each technique makes it faster{where}",
                 rows,
-                OfPair(lambda after, before, rows=rows: of_time(rows[after], rows[before])),
+                OfPair(partial(_why_slower, rows)),
                 rises=False,
                 slack=0.005,
             )
@@ -570,6 +570,10 @@ def techniques(lab: Lab) -> Finding:
                 )
             )
     return lab.finding(lab.setting(runs_on(lab, CODEBASES[0])), tables, checks)
+
+
+def _why_slower(rows: Mapping[str, Row], after: str, before: str) -> str:
+    return of_time(rows[after], rows[before])
 
 
 LITTLE = 0.05
