@@ -123,6 +123,22 @@ def test_plots_show_every_system_under_every_budget(done: Done) -> None:
             assert f"{name}, {where}" in done.page.tooltips
 
 
+def test_one_token_shows_the_segments_that_were_loaded(done: Done) -> None:
+    timelines = {one["system"]: one for one in done.results["timelines"]}
+    assert list(timelines) == [*SYSTEMS, "oracle"] and {one["memory"] for one in timelines.values()} == {"60%"}
+    for name, one in timelines.items():
+        kinds = [event["kind"] for event in one["events"] if event["lane"] == "device"]
+        assert kinds.count("dense") == 12 and kinds.count("head") == 1, "every layer, and the head"
+        assert kinds.count("expert") >= 12 * 4 and one["length_ns"] > 0, name
+        assert all(event["end_ns"] >= 0 and event["begin_ns"] <= one["length_ns"] for event in one["events"])
+        assert f"{name}: {format_seconds(one['length_ns'] / 1e9)}" in done.page.headings
+    loads = [event for event in timelines["moepic"]["events"] if event["kind"] == "load"]
+    assert loads and all(event["lane"] == "link" for event in loads)
+    for event in loads:
+        place = f"load layer {event['layer']}, expert {event['expert']}, segment"
+        assert any(tooltip.startswith(place) for tooltip in done.page.tooltips)
+
+
 def test_the_headline_is_in_the_report_and_on_the_terminal(done: Done) -> None:
     assert len(done.results["headline"]) == 2
     for sentence in done.results["headline"]:

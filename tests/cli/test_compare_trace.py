@@ -51,6 +51,7 @@ def test_systems_beside_the_bounds(trace: Path, tmp_path: Path, capsys: Captured
         assert min(loaded.values()) == loaded["belady-global"] < loaded["lru"]
     for row in found["rows"]:
         assert row["engine"] is None and len(row["simulated"]["latencies_s"]) == 4
+    assert {one["system"] for one in found["timelines"]} == {"lru", "lfu", "adapmoe", "oracle"}
     page = read((out / "report.html").read_text())
     assert page.tables[0][0][1:] == ["simulator"] and "Loading ahead" in page.headings
     assert not (out / "trace").exists(), "the trace is where it was"
@@ -62,7 +63,7 @@ def test_rates_alone_where_sizes_are_unknown(bare: Path, tmp_path: Path, capsys:
     printed = capsys.readouterr().out
     assert "has the most hits" in printed and "rates only" in printed
     found = json.loads((out / "results.json").read_text())
-    assert all(row["simulated"]["tpot_s"] is None for row in found["rows"])
+    assert all(row["simulated"]["tpot_s"] is None for row in found["rows"]) and found["timelines"] == []
     page = read((out / "report.html").read_text())
     assert "hit rate, simulator" in page.tooltips and "One token in time" not in page.headings
 

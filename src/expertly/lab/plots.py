@@ -34,6 +34,8 @@ THEME = {
     "b1": ("#30363d", "#f0f3f6"),
     "b2": ("#57606a", "#c3cad2"),
     "b3": ("#9aa4af", "#6e7781"),
+    "dense": ("#9aa7b4", "#5a6673"),
+    "wait": ("#f6d5c6", "#5b3626"),
 }
 """Colours by name, for a light and a dark page. s0 to s6 are for systems and can be told apart by the colour-blind
 (after Okabe and Ito), b0 to b3 for bounds. A page has each as the CSS variable --NAME.
@@ -149,7 +151,7 @@ class Picture:
         self.tips.append(text)
         return {"gid": f"tip-{len(self.tips) - 1}"}
 
-    def svg(self, name: str = "", description: str = "") -> str:
+    def svg(self, name: str = "", description: str = "", class_: str = "") -> str:
         """An element for a page, as wide as its place, without references to other files. Without a name it is
         decoration.
         """
@@ -164,7 +166,7 @@ class Picture:
         tips = [f"<g><title>{escape(tip)}</title>" for tip in self.tips]
         body = re.sub(r'<g id="tip-(\d+)">', lambda found: tips[int(found[1])], body)
         body = re.sub(r"\s*\n\s*", " ", body)
-        size = f'viewBox="0 0 {self.width:g} {self.height:g}"'
+        size = f'viewBox="0 0 {self.width:g} {self.height:g}"' + (f' class="{class_}"' if class_ else "")
         if not name:
             return f'<svg {size} aria-hidden="true">{body}'
         head = f"<title>{escape(name)}</title><desc>{escape(description)}</desc>"

@@ -31,7 +31,14 @@ from expertly.lab.compare.engine import (
 )
 from expertly.lab.compare.figures import headline, rows_of
 from expertly.lab.compare.settings import ComparisonSettings
-from expertly.lab.compare.simulated import Simulated, check_budgets, pick, selection_of, simulate
+from expertly.lab.compare.simulated import (
+    Simulated,
+    check_budgets,
+    middle_decode_iteration,
+    pick,
+    selection_of,
+    simulate,
+)
 from expertly.lab.playing import recorded_requests
 from expertly.lab.prompts import Prompt
 from expertly.policies.allocation.moepic import read_plan
@@ -107,6 +114,7 @@ class Comparison:
             "notes": [*self.notes, *self._notes_on_load(), *self.simulated.notes],
             "engine": None if self.runs is None else self.runs.as_dict(),
             "simulator": list(self.simulated.rows.values()),
+            "timelines": self.simulated.timelines,
         }
 
     def _num_measured(self, failure: RunFailure) -> int | None:
@@ -149,7 +157,8 @@ def compare_trace(
     check_budgets(study, settings)
     comparison.source |= _about_trace(trace, schedule)
     comparison.notes = _notes(trace, schedule, settings) + _fewer(settings, comparison.source["requests"])
-    simulate(study, settings, comparison.simulated, comparison.keep, progress)
+    iteration = middle_decode_iteration(trace, schedule)
+    simulate(study, settings, iteration, comparison.simulated, comparison.keep, progress)
     comparison.is_whole = True
 
 
@@ -184,7 +193,7 @@ def compare_model(
         base_nbytes = machine.worker.ask("peak_nbytes") - facts["memory_bytes"]
         if settings.hardware is None:
             tell("measuring this machine")
-            machine.measure(arguments, (settings.middle_memory, "50%"))
+            machine.measure(arguments, (settings.timeline_memory, "50%"))
         free_nbytes = available_host_nbytes()
 
         def fits_together(memory: str) -> bool:
@@ -205,7 +214,8 @@ def compare_model(
         tell("simulating")
         study = replace(study, hardware=_hardware(comparison, machine, hardware))
         if comparison.hardware is not None:
-            simulate(study, settings, comparison.simulated, comparison.keep, progress)
+            iteration = middle_decode_iteration(trace, schedule)
+            simulate(study, settings, iteration, comparison.simulated, comparison.keep, progress)
         comparison.is_whole = True
     finally:
         machine.worker.end()
@@ -246,7 +256,7 @@ def _record(
     """Facts of the loaded model, the trace of its answers, and the requests that are compared."""
     settings = comparison.settings
     num_tokens = settings.tokens or NUM_TOKENS
-    facts = machine.ask("load", load_arguments(arguments | {"segments": None}, settings.middle_memory, "lru"))
+    facts = machine.ask("load", load_arguments(arguments | {"segments": None}, settings.timeline_memory, "lru"))
     wanted = list(prompts)[: settings.requests or NUM_REQUESTS]
     asked = machine.ask("tokens", wanted, num_tokens, settings.is_raw)
     if not asked:

@@ -27,7 +27,7 @@ from expertly.lab.plots import (
 )
 from expertly.scheduler.presets import BOUNDS
 
-# -- pictures: figures against budgets, how long requests take -------------------------------------------------------
+# -- pictures: figures against budgets, how long requests take, one decoded token in time ----------------------------
 
 
 PLACES = {"engine": "engine", "simulated": "simulator"}
@@ -61,9 +61,26 @@ PREFETCH = (
 )
 """The figures of prefetching."""
 
+KINDS = {
+    "dense": ("dense", "attention, router, head"),
+    "expert": ("s0", "an expert"),
+    "control": ("s6", "asking for loads, taking them"),
+    "wait": ("wait", "waiting for loads"),
+    "demand": ("s1", "loaded when needed"),
+    "ahead": ("s2", "loaded ahead"),
+    "predict": ("s4", "predicting"),
+}
+"""The kinds of bars in a token's timeline: colour and words."""
+
 _SHARES = [0.0, 0.25, 0.5, 0.75, 1.0]
 _SIZE = (360.0, 232.0)
 _FRAME = {"left": 54.0, "right": 12.0, "top": 26.0, "bottom": 42.0}
+_LANES = {"device": "computing", "link": "link", "disk": "disk", "predictor": "predicting"}
+_LANE, _GAP = 30.0, 8.0
+_TOKEN_FRAME = {"left": 84.0, "right": 12.0, "top": 6.0, "bottom": 40.0}
+_TOKEN_WIDTH = 960.0
+_LEAST_WIDTH = 0.8  # of a bar in points, so that it is seen
+_LEAST_WAIT_NS = 1000
 
 
 def spread_of(value: Any) -> dict[str, Any] | None:
@@ -148,6 +165,94 @@ def _panel(name: str, x_label: str) -> tuple[Picture, Any]:
     picture.figure.text(0, 1 - 13 / _SIZE[1], name, fontsize=12.5, fontweight="bold", color=COLOUR["ink"])
     axes.set_xlabel(x_label)
     return picture, axes
+
+
+def token_in_time(timeline: Mapping[str, Any], length_ns: int) -> str:
+    """One decoded token's timeline under one system: computing, loads, waiting. `timeline` is TokenTimeline's;
+    `length_ns` is the length of the axis, the same for all systems so that they can be compared.
+    """
+    bars = token_bars(timeline)
+    lanes = [lane for lane in _LANES if any(bar["lane"] == lane for bar in bars)]
+    frame = _TOKEN_FRAME
+    picture = Picture(_TOKEN_WIDTH, frame["top"] + len(lanes) * (_LANE + _GAP) + frame["bottom"])
+    axes = picture.axes(**frame)
+    axes.set_xlim(0, length_ns)
+    axes.set_ylim(len(lanes) * (_LANE + _GAP), 0)  # in points, downwards
+    for lane in lanes:
+        for bar in bars:
+            if bar["lane"] == lane:
+                _draw_bar(picture, axes, bar, lanes.index(lane) * (_LANE + _GAP), timeline["length_ns"])
+    axes.axvline(timeline["length_ns"], color=COLOUR["soft"], linewidth=1)
+    ticks = [tick for tick in round_ticks(length_ns / 1e6, 8) if tick * 1e6 <= length_ns]
+    axes.set_xticks([tick * 1e6 for tick in ticks], [f"{tick:g}" for tick in ticks])
+    axes.set_yticks([index * (_LANE + _GAP) + _LANE / 2 for index in range(len(lanes))], [_LANES[one] for one in lanes])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x")
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("ms since the token before")
+    num_loads = sum(bar["kind"] in ("demand", "ahead") for bar in bars)
+    name = f"{timeline['system']}, {timeline['memory']}: one token, {format_seconds(timeline['length_ns'] / 1e9)}"
+    return picture.svg(name, f"computing and {num_loads} loads over time", "wide")
+
+
+def _draw_bar(picture: Picture, axes: Any, bar: Mapping[str, Any], y: float, length_ns: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    begin, end = max(0, bar["begin_ns"]), min(length_ns, bar["end_ns"])
+    a_point = (axes.get_xlim()[1]) / (_TOKEN_WIDTH - _TOKEN_FRAME["left"] - _TOKEN_FRAME["right"])  # in ns
+    is_load = bar["kind"] in ("demand", "ahead")
+    tip = picture.tip(f"{bar['said']}: {bar['begin_ns'] / 1e6:.3f} to {bar['end_ns'] / 1e6:.3f} ms")
+    width = max(_LEAST_WIDTH * a_point, end - begin)
+    is_apart = is_load and width > 3 * a_point  # a line between neighbours would hide thin ones
+    edge = {"edgecolor": COLOUR["paper"], "linewidth": 0.5} if is_apart else {"linewidth": 0}
+    axes.add_artist(Rectangle((begin, y), width, _LANE, facecolor=COLOUR[KINDS[bar["kind"]][0]], **edge, **tip))
+    text = f"{bar['layer']}.{bar['expert']}" if is_load else ""
+    if text and end - begin > 6 * len(text) * a_point:
+        middle = (begin + end) / 2
+        axes.text(middle, y + _LANE / 2, text, ha="center", va="center", fontsize=10, color=COLOUR["paper"])
+
+
+def token_bars(timeline: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A timeline's events as bars, each of one of KINDS. A load is "demand" if its layer's router had run when it
+    began, else "ahead"; a gap of the device during which something loads for it is "wait".
+    """
+    events = timeline["events"]
+    spoke: dict[int, int] = {}
+    done: dict[int, int] = {}
+    device = [event for event in events if event["lane"] == "device"]
+    bars, now = [], 0
+    for event in device:
+        if event["kind"] in ("dense", "expert"):
+            (spoke if event["kind"] == "dense" else done)[event["layer"]] = event["end_ns"]
+        if event["begin_ns"] - now > _LEAST_WAIT_NS:
+            wait = {"lane": "device", "kind": "wait", "said": "waiting for loads"}
+            bars.append(wait | {"begin_ns": now, "end_ns": event["begin_ns"]})
+        now = max(now, event["end_ns"])
+    for event in events:
+        kind, layer = event["kind"], event["layer"]
+        if kind == "load":
+            is_needed = spoke.get(layer, event["end_ns"]) <= event["begin_ns"] <= done.get(layer, event["begin_ns"])
+            kind = "demand" if is_needed else "ahead"
+        elif event["lane"] == "predictor":
+            kind = "predict"
+        elif kind == "head":
+            kind = "dense"
+        elif kind not in KINDS:
+            kind = "control"
+        bars.append({**event, "kind": kind, "said": _said(event)})
+    return bars
+
+
+def _said(event: Mapping[str, Any]) -> str:
+    layer = "" if event["layer"] < 0 else f", layer {event['layer']}"
+    if event["kind"] == "load":
+        first, last = event["segment"], event["segment"] + event["num_segments"] - 1
+        parts = f"segment {first}" if first == last else f"segments {first} to {last}"
+        return f"load layer {event['layer']}, expert {event['expert']}, {parts}"
+    if event["kind"] == "expert":
+        return f"expert {event['expert']}{layer}"
+    said = {"dense": "attention and router", "ask": "asking for loads", "take": "taking what came"}
+    return f"{said.get(event['kind'], event['kind'])}{layer}"
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
@@ -238,18 +343,22 @@ def _loading(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _pictures(results: Mapping[str, Any]) -> dict[str, Any]:
-    rows, settings = results["rows"], results["settings"]
+    rows, settings, timelines = results["rows"], results["settings"], results["timelines"]
     systems, memories = settings["systems"], settings["memories"]
     marks = marks_of(systems, [name for name in BOUNDS if name not in systems])
     loading = _loading(rows)
     shown = {row["system"] for row in rows}
+    length_ns = max((one["length_ns"] for one in timelines), default=0)
     budgets = [against_budget(one, where, rows, memories, marks) for one in MEASURES for where in PLACES]
     requests = [latencies(where, memory, rows, marks) for memory in memories for where in PLACES]
     prefetches = [against_budget(one, where, loading, memories, marks) for one in PREFETCH for where in PLACES]
+    kinds = {bar["kind"] for one in timelines for bar in token_bars(one)}
     return {
         "samples": {name: sample(mark) for name, mark in marks.items() if name in shown},
         "loading": {row["system"] for row in loading},
         "against_budgets": [one for one in budgets if one is not None],
         "latencies": [one for one in requests if one is not None],
         "prefetches": [one for one in prefetches if one is not None],
+        "tokens": [(one, token_in_time(one, length_ns)) for one in timelines],
+        "kinds": [(colour, said) for kind, (colour, said) in KINDS.items() if kind in kinds],
     }

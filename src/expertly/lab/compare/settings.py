@@ -45,13 +45,13 @@ class ComparisonSettings:
         return BASELINE if BASELINE in self.systems else self.systems[0]
 
     @property
-    def middle_memory(self) -> str:
-        """The budget under which the model is recorded and measured."""
+    def timeline_memory(self) -> str:
+        """The budget under which one token's timeline is shown."""
         return self.memories[len(self.memories) // 2]
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values."""
-        values = asdict(self) | {"baseline": self.baseline}
+        values = asdict(self) | {"baseline": self.baseline, "timeline_memory": self.timeline_memory}
         values |= {name: None if values[name] is None else str(values[name]) for name in ("predictor", "plan")}
         return values | {"split": None if self.split is None else f"{self.split[0]}:{self.split[1]}"}
 

@@ -2,16 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from expertly.core.errors import ExpertlyError
+from expertly.core.messages import Span
 from expertly.lab.compare.engine import RunFailure
 from expertly.lab.compare.settings import ComparisonSettings
-from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule, with_answer
+from expertly.scheduler.presets import BOUNDS
+from expertly.sim.schedule import Schedule, Selection, decode_passes, first_rows, make_schedule, with_answer
 from expertly.sim.study import Memory, Progress, Study
 from expertly.trace.reader import Trace
+
+
+class TokenTimeline:
+    """Records one run's events that overlap iteration number `iteration`, as a watcher of the simulator and its link.
+    `label`: the budget.
+    """
+
+    def __init__(self, iteration: int) -> None:
+        self._iteration = iteration
+        self._num_ended = 0
+        self._window_ns: list[int] = []  # the ends of the iteration before, and of this one
+        self._events: list[dict[str, Any]] = []
+        if iteration == 0:
+            self._window_ns.append(0)
+
+    def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
+        kind, _, number = what.partition(" ")
+        found: dict[str, Any] = {"kind": kind, "layer": layer}
+        if number:
+            found["expert"] = int(number)
+        self._add("device", begin_ns, end_ns, found)
+        if what == "head":
+            self._num_ended += 1
+            if self._num_ended in (self._iteration, self._iteration + 1):
+                self._window_ns.append(end_ns)
+
+    def moved(self, where: str, piece: Span, begin_ns: int, end_ns: int) -> None:
+        found = {"kind": "load", "layer": piece.layer, "expert": piece.expert}
+        self._add(where, begin_ns, end_ns, found | {"segment": piece.segment, "num_segments": piece.num_segments})
+
+    def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
+        self._add("device", begin_ns, end_ns, {"kind": what, "layer": -1})
+
+    def predicted(self, what: str, begin_ns: int, end_ns: int) -> None:
+        self._add("predictor", begin_ns, end_ns, {"kind": what, "layer": -1})
+
+    def _add(self, lane: str, begin_ns: int, end_ns: int, found: dict[str, Any]) -> None:
+        # A transfer may be noted an iteration before or after the one that it overlaps.
+        if self._iteration - 2 <= self._num_ended <= self._iteration + 2:
+            self._events.append({"lane": lane, "begin_ns": begin_ns, "end_ns": end_ns} | found)
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """The iteration's length and events, timed from its begin; None where the run ended before it."""
+        if len(self._window_ns) < 2:
+            return None
+        begin, end = self._window_ns
+        events = [
+            event | {"begin_ns": event["begin_ns"] - begin, "end_ns": event["end_ns"] - begin}
+            for event in self._events
+            if event["begin_ns"] < end and event["end_ns"] > begin
+        ]
+        return {"length_ns": end - begin, "events": sorted(events, key=lambda event: event["begin_ns"])}
+
+
+class TokenTimelines:
+    """A TokenTimeline for each run under one budget."""
+
+    def __init__(self, iteration: int | None, label: str) -> None:
+        self._iteration = iteration
+        self._label = label
+        self._runs: dict[str, TokenTimeline] = {}
+
+    def begin_run(self, name: str) -> TokenTimeline | None:
+        """Runs are called "SYSTEM, BUDGET", or "SYSTEM, BUDGET, P = 4" where systems differ in P."""
+        system, _, budget = name.partition(", ")
+        if self._iteration is None or budget.partition(", ")[0] != self._label:
+            return None
+        watcher = self._runs[f"{system}, {budget}"] = TokenTimeline(self._iteration)
+        return watcher
+
+    def of(self, system: str, segments: int) -> dict[str, Any] | None:
+        """The timeline of a system that ran with so many segments."""
+        for name in (f"{system}, {self._label}, P = {segments}", f"{system}, {self._label}"):
+            if name in self._runs:
+                return self._runs[name].as_dict()
+        return None
 
 
 def selection_of(settings: ComparisonSettings, trace: Trace, usual_requests: int | None) -> Selection:
@@ -36,11 +116,29 @@ def pick(trace: Trace, selection: Selection, num_answer: int | None) -> Schedule
     return replace(schedule, test=[with_answer(trace, span, num_answer) for span in schedule.test])
 
 
+def middle_decode_iteration(trace: Trace, schedule: Schedule) -> int | None:
+    """The number of the middle decode step of the middle request, counted over the picked requests; None where none
+    decodes.
+    """
+    count, steps = 0, []
+    for span in schedule.test:
+        is_decode = decode_passes(trace, span)
+        of_span = (count + np.flatnonzero(is_decode)).tolist()
+        if of_span:
+            steps.append(of_span)
+        count += len(is_decode)
+    if not steps:
+        return None
+    middle = steps[len(steps) // 2]
+    return int(middle[len(middle) // 2])
+
+
 @dataclass(slots=True)
 class Simulated:
-    """What was simulated so far: rows of Study.results by (budget, system, P), and failures."""
+    """What was simulated so far: rows of Study.results by (budget, system, P), timelines of one token, failures."""
 
     rows: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)
+    timelines: list[dict[str, Any]] = field(default_factory=list)
     failures: list[RunFailure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -72,13 +170,16 @@ def check_budgets(study: Study, settings: ComparisonSettings) -> None:
 def simulate(
     study: Study,
     settings: ComparisonSettings,
+    iteration: int | None,
     into: Simulated,
     keep: Callable[[], None],
     progress: Progress | None = None,
 ) -> None:
-    """Simulate every system and bound under every budget. A system that cannot be simulated is left out. `into` holds
-    what was done, whatever this raises; `keep` is called after each budget.
+    """Simulate every system and bound under every budget; `iteration` is the one with timelines. A system that cannot
+    be simulated is left out. `into` holds what was done, whatever this raises; `keep` is called after each budget.
     """
+    timelines = TokenTimelines(iteration, settings.timeline_memory)
+    study.chrome = None if study.layers is None else timelines
     if progress is not None:
         study.progress = lambda what, done, total: progress(f"simulator, {what}", done, total)
     try:
@@ -89,6 +190,7 @@ def simulate(
                 _one_by_one(study, settings.systems, memory, into)
             keep()
     finally:
+        into.timelines = _shown(timelines, into.rows, settings)
         into.notes = list(notes_on(study))
 
 
@@ -98,6 +200,27 @@ def _one_by_one(study: Study, systems: Sequence[str], memory: Memory, into: Simu
             into.add(study.results([name], [memory]))
         except ExpertlyError as error:
             into.failed(name, memory.label, str(error))
+
+
+def _shown(
+    timelines: TokenTimelines, rows: Mapping[tuple[str, str, int], dict[str, Any]], settings: ComparisonSettings
+) -> list[dict[str, Any]]:
+    """The timelines to show: of each system, and of the oracle, with the fewest segments that there are."""
+    memory = settings.timeline_memory
+    found, is_shown = [], set[str]()
+    for label, name, segments in sorted(rows, key=lambda key: (key[1] in BOUNDS, key[2])):
+        if (
+            label != memory
+            or name in is_shown
+            or (name in BOUNDS and name != "oracle" and name not in settings.systems)
+        ):
+            continue
+        timeline = timelines.of(name, segments)
+        if timeline is not None:
+            is_shown.add(name)
+            found.append({"memory": memory, "system": name, "segments": segments} | timeline)
+    order = [*settings.systems, *BOUNDS]
+    return sorted(found, key=lambda one: order.index(one["system"]))
 
 
 def notes_on(study: Study) -> Iterator[str]:
