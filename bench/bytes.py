@@ -29,7 +29,7 @@ from typing import Any
 
 from common import print_report
 
-from expertly.cli.arguments import split
+from expertly.arguments import split
 from expertly.cli.inputs import trace_geometry
 from expertly.policies.eviction.reuse import ReuseModel, ReuseTraining
 from expertly.policies.learned import ModelShape

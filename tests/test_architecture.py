@@ -27,6 +27,7 @@ ROOMS = (
     "sim",
     "engine",
     "hardware",
+    "arguments",
     "options",
     "api",
     "serve",

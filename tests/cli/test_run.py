@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import expertly
 from expertly.cli.chat import Chat, ChatSampling
 from expertly.cli.main import main
 from expertly.core.errors import ConfigError
-from expertly.lab.recording import record
 from tests.cli.asking import Captured
 from tests.families import make_checkpoint, make_tokenizer, reference_generate
 
@@ -190,15 +188,6 @@ def test_an_interrupt_stops_the_answer_and_not_the_conversation(chatting: Path, 
     assert not following.was_stopped
     talk: list[tuple[str, Said]] = [("user", "Hi"), ("assistant", stopped.token_ids), ("user", "And?")]
     assert following.token_ids == expected(chatting, talk)
-
-
-def test_who_records_a_model_still_does_while_it_answers(loaded: tuple[Any, Any], tmp_path: Path):
-    with record(loaded[0], tmp_path / "trace") as recording:
-        recording.begin_request()
-        answer = Chat(*loaded, ChatSampling(NUM_TOKENS, temperature=0)).answer("Hi", lambda text: None)
-        loaded[0](torch.tensor([answer.token_ids]))
-    assert recording.num_rows == answer.prompt_tokens + NUM_TOKENS - 1 + NUM_TOKENS
-    assert 0 < (answer.best_hit_rate or 0) <= 1
 
 
 def test_what_does_not_fit_the_model_is_refused_and_forgotten(loaded: tuple[Any, Any]):

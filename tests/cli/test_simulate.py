@@ -300,7 +300,7 @@ def test_numpy_alone_is_enough_for_an_imported_trace(tmp_path: Path) -> None:
     _, imported, found, *_, refused = done.stdout.replace("code ", "").splitlines()
     assert (imported, refused) == ("0", "2"), done.stderr
     assert len(json.loads(found)["results"]) == 5
-    assert "plot: matplotlib is not installed" in done.stderr and done.stderr.count("\n") == 1
+    assert "matplotlib is not installed" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.fixture

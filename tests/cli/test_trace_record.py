@@ -148,7 +148,7 @@ def test_json_full_and_a_share_of_the_prompts(model: Path, prompts: Path, tmp_pa
     assert (result["requests"], result["skipped"], result["new_tokens"]) == (2, 0, 2 * NUM_NEW)
     assert (result["rows"], result["iterations"]) == (trace.num_rows, trace.num_iterations)
     assert (result["system"], result["segments"], result["absent"]) == ("lfu", 4, {})
-    assert result["bytes"] == sum(path.stat().st_size for path in out.iterdir()) > trace.nbytes
+    assert result["bytes"] == sum(path.stat().st_size for path in out.iterdir())
     assert result["tpot_s"] > 0
 
 

@@ -11,12 +11,9 @@ import pytest
 import torch
 
 from expertly.cli.main import main
-from expertly.model.packing import pack_cached
 from expertly.policies.learned import read_learned
 from expertly.policies.predictor.learned import LearnedWeights
-from expertly.store.cache import learned_beside
 from tests.cli.asking import Captured, refusal
-from tests.families import make_checkpoint
 from tests.lab.planted import planted_trace
 
 QUICK = ("--distances", "2,1", "--hidden", "16", "--epochs", "30")
@@ -84,17 +81,10 @@ def test_a_lookahead_below_token_ids_is_marked() -> None:
     assert lines[4].split() == ["mean", "50.0%", "90.0%", "-"]
 
 
-def test_without_out_it_says_where_auto_looks(trace: Path, tmp_path: Path, capsys: Captured) -> None:
-    assert "out: name the file to write; `--predictor auto` looks for" in error_of(capsys, trace)
-    folder = make_checkpoint("qwen3_moe", tmp_path / "checkpoint")
-    store = pack_cached(str(folder))
-    expected = str(learned_beside(store.folder, "predictor"))
-    assert expected in error_of(capsys, trace, "--model", store.folder)
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        ((), "Missing option '--out'"),
         (("--out", "no/such/folder/file"), "out='no/such/folder/file': must be a file"),
         (("--out", "x", "--distances", "1,0"), "'1,0': must be whole numbers from 1"),
         (("--out", "x", "--distances", ""), "must be whole numbers from 1"),

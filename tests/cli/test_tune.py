@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from expertly.cli.arguments import duration
+from expertly.arguments import duration
 from expertly.cli.main import main
 from tests.cli.asking import Captured
 from tests.families import make_checkpoint

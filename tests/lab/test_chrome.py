@@ -12,7 +12,7 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import DenseShape
-from expertly.lab.chrome import ChromeTrace
+from expertly.lab.chrome import chrome_trace
 from expertly.scheduler.presets import SYSTEMS
 from expertly.sim.hardware import Link
 from expertly.sim.study import Memory
@@ -28,7 +28,7 @@ def timeline(folder: Path, machine: str, system: str, segments: int) -> tuple[li
     """(events, the simulator)"""
     passes = random_passes(1, LAYERS, 25, prompt=5, num_requests=2)
     trace = make_trace(folder / "trace", passes, LAYERS, num_requests=2, dense=DenseShape(30, 50))
-    with ChromeTrace(folder / "out.json") as chrome:
+    with chrome_trace(folder / "out.json") as chrome:
         study = make_study(trace, MACHINES[machine], segments=segments, chrome=chrome)
         simulator = study.simulate(SYSTEMS[system], Memory("40%").budget(study.geometry), "40%")
         assert not (folder / "out.json").exists(), "there when it is whole"
@@ -69,7 +69,7 @@ def test_a_timeline_shows_all_of_the_time(system: str, machine: str, tmp_path: P
 
 def test_every_run_is_a_process(tmp_path: Path) -> None:
     trace = make_trace(tmp_path / "trace", random_passes(0, LAYERS, 5), LAYERS)
-    with ChromeTrace(tmp_path / "out.json") as chrome:
+    with chrome_trace(tmp_path / "out.json") as chrome:
         study = make_study(trace, chrome=chrome)
         list(study.results(["lru"], [Memory("40%"), Memory("60%")]))
     events = json.loads((tmp_path / "out.json").read_text())
@@ -83,7 +83,7 @@ def test_every_run_is_a_process(tmp_path: Path) -> None:
 def test_what_fails_leaves_no_file_and_the_old_one_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     path.write_text("old")
-    with pytest.raises(RuntimeError), ChromeTrace(path) as chrome:
+    with pytest.raises(RuntimeError), chrome_trace(path) as chrome:
         chrome.begin_run("some")
         raise RuntimeError
     assert [one.name for one in tmp_path.iterdir()] == ["out.json"] and path.read_text() == "old"
@@ -91,9 +91,8 @@ def test_what_fails_leaves_no_file_and_the_old_one_as_it_was(tmp_path: Path) -> 
 
 def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
     expected = pytest.raises(ConfigError, match=r"chrome_trace=.*cannot be written \(No space left")
-    with expected, ChromeTrace(tmp_path / "out.json") as chrome:
-        chrome._file.close()
-        chrome._file = open("/dev/full", "w")  # noqa: SIM115
+    with expected, chrome_trace(tmp_path / "out.json") as chrome, open("/dev/full", "wb") as full:
+        chrome._file = full
         for number in range(10_000):
             chrome.begin_run(str(number))
     assert not list(tmp_path.iterdir())

@@ -215,7 +215,7 @@ def test_every_expert_of_a_layer_whose_top_k_differs(tmp_path: Path) -> None:
 
     taken: list[dict[str, Any]] = []
     layers = [TraceLayer(8, 2), TraceLayer(4, 3), TraceLayer(8, 2)]
-    recorder = Recorder(layers, lambda rows: taken.append({name: one.copy() for name, one in rows.items()}))
+    recorder = Recorder(layers, lambda rows: taken.append(dict(rows)))
     weights = torch.full((2, 3), 0.25, dtype=torch.bfloat16)
     info = IterationInfo(np.array([True, True]), None, 1, "prefill")
     for num_rows in (2, 1):  # a layer called with other rows than the pass has is none of its rows

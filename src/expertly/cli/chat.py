@@ -21,7 +21,6 @@ from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
 from expertly.core.observation import IterationInfo
 from expertly.core.units import format_nbytes, format_number, format_seconds, format_share
-from expertly.engine.runtime import Observer
 from expertly.lab.prompts import has_template, tokens_of
 from expertly.model.generation import generate, generation_config, max_positions
 from expertly.model.hooks import CACHE
@@ -80,43 +79,33 @@ class Turn:
 
 
 class DecodeDemands:
-    """Observes an engine: which experts decoding one answer needs, in order. Passes everything on to the observer that
-    was there before.
-    """
+    """Observes an engine: which experts decoding one answer needs, in order."""
+
+    wants_token_ids = False
 
     def __init__(self, model: Any) -> None:
         self._engine = api.handle(model).engine
-        self._before: Observer | None = None
         self._is_decode = False
         self._ran: list[tuple[int, torch.Tensor]] = []
 
     def __enter__(self) -> DecodeDemands:
-        self._before, self._engine.observer = self._engine.observer, self
+        self._engine.observer = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._engine.observer = self._before
-
-    @property
-    def wants_token_ids(self) -> bool:
-        return self._before is not None and self._before.wants_token_ids
+        self._engine.observer = None
 
     def begin_iteration(self, info: IterationInfo) -> None:
         self._is_decode = info.phase == "decode"
-        if self._before is not None:
-            self._before.begin_iteration(info)
 
     def router_ran(
         self, layer: int, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> None:
         if self._is_decode:
             self._ran.append((layer, top_k_index))
-        if self._before is not None:
-            self._before.router_ran(layer, hidden_states, top_k_index, top_k_weights)
 
     def end_iteration(self, ok: bool) -> None:
-        if self._before is not None:
-            self._before.end_iteration(ok)
+        pass
 
     def best_hit_rate(self, memory_nbytes: int) -> float | None:
         """That of Belady's cache (which knows the answer beforehand) in this memory."""

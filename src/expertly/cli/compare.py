@@ -8,14 +8,15 @@ leaves one. Exit code 2 where a system failed, 130 where it was interrupted.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import names, seed, split, temperature
+from expertly.arguments import names, seed, split, temperature
 from expertly.cli.inputs import is_trace, plan_for, predictor_for, trace_geometry
 from expertly.cli.output import message, printable, progress_bar, reserved_stdout, typed
 from expertly.core.errors import ConfigError, ExpertlyError
+from expertly.data import demo_prompts
 from expertly.lab.compare.settings import (
     DEFAULT_MEMORY,
     USUAL_SYSTEMS,
@@ -71,8 +72,8 @@ class CompareOptions:
     requests: int | None = option(
         None, "how many are run (default: 5 of a model's prompts, with --split both parts; 20 of a trace)", least=1
     )
-    tokens: int | None = option(None, "length of each answer", least=1)
-    rounds: int | None = option(None, "how often the engine runs everything", least=1)
+    tokens: int | None = option(None, "length of each answer (default: 24 with a model)", least=1)
+    rounds: int | None = option(None, "how often the engine runs everything (default: 2)", least=1)
     raw: bool = option(False, RAW_HELP, panel=ADVANCED)
     temperature: Any | None = option(None, "of the answers; 0 is greedy", metavar="X", type=temperature, panel=ADVANCED)
     split: Any | None = option(
@@ -109,7 +110,9 @@ def run(args: CompareOptions) -> int:
     has_trace = is_trace(args.source)
     _refuse(args, WITH_MODEL if has_trace else WITH_TRACE, has_trace)
     settings = _settings(args, has_trace)
-    prompts = [] if has_trace else _prompts(args)
+    prompts = (
+        [] if has_trace else read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
+    )
     with reserved_stdout() as stdout:
         from expertly.cli.compare_output import Output
         from expertly.lab.compare.comparison import Comparison, prepare
@@ -119,15 +122,16 @@ def run(args: CompareOptions) -> int:
         comparison = Comparison(settings, command, {"kind": kind, "name": printable(name)})
         output = Output(comparison, args.out)
         comparison.keep = output.keep
-        check = _opened_trace(args) if has_trace else None
+        trace = Trace.open(Path(str(args.source))) if has_trace else None
+        geometry = None if trace is None else trace_geometry(trace, args.geometry)
         prepare(args.out, command, args.force)
         is_interrupted = False
         try:
             with progress_bar("steps") as progress:
-                if check is not None:
+                if trace is not None and geometry is not None:
                     from expertly.lab.compare.comparison import compare_trace
 
-                    compare_trace(comparison, *check, progress)
+                    compare_trace(comparison, trace, geometry, progress)
                 else:
                     _compare_model(comparison, prompts, args, progress)
         except KeyboardInterrupt:
@@ -149,11 +153,6 @@ def _compare_model(comparison: Comparison, prompts: list[Prompt], args: CompareO
     tell = message if progress is None else lambda what: progress(what, 0, 1)
     loading = None if progress is None else progress.in_bytes
     compare_model(comparison, args.source, prompts, args.out / TRACE, progress, tell, loading)
-
-
-def _opened_trace(args: CompareOptions) -> tuple[Any, Any]:
-    trace = Trace.open(Path(str(args.source)))
-    return trace, trace_geometry(trace, args.geometry)
 
 
 def _refuse(args: CompareOptions, names: tuple[str, ...], has_trace: bool) -> None:
@@ -186,40 +185,17 @@ def _settings(args: CompareOptions, has_trace: bool) -> ComparisonSettings:
     return settings
 
 
-def _prompts(args: CompareOptions) -> list[Prompt]:
-    from expertly.data import demo_prompts
-
-    return read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
-
-
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    model: str | None = argument(None, MODEL_HELP, metavar="MODEL")
-    memory: str | None = option(
-        None, f"for experts: shares of them or amounts (default: {DEFAULT_MEMORY})", metavar="SIZE,SIZE"
-    )
-    total_memory: str | None = option(
-        None, "instead of memory: amounts for everything, as `run` takes them", metavar="SIZE,SIZE"
-    )
+class BenchOptions(CompareOptions):
+    source: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     system: str = option("lru,expertly", "systems to run, see `expertly lab systems`", metavar="A,B")
-    prompts: str | None = option(None, PROMPTS_HELP + " (default: ours)", metavar="FILE")
-    raw: bool = option(False, RAW_HELP)
-    requests: int = option(5, "how many prompts are answered", least=1)
-    tokens: int = option(24, "length of each answer", least=1)
-    rounds: int = option(2, "how often everything is run", least=1)
-    out: Path | None = path_option(None, "where the report goes (default: a new folder here)", "DIR")
-    temperature: float = option(0.8, "of the answers; 0 is greedy", metavar="X", type=temperature, panel=ADVANCED)
-    codec: str | None = load_option("codec", default=None)
-    dtype: str | None = load_option("dtype")
-    device: str | None = load_option("device")
-    json: bool = json_flag()
+    out: Path | None = path_option(None, "where the report goes (default: a new folder here)", "DIR")  # type: ignore[assignment]
 
 
 def bench(args: BenchOptions) -> int:
     """How fast a model runs here, and how fast it could run at best.
 
-    Writes a report to look at. `expertly lab compare` has more options and takes recorded traces.
+    Writes a report to look at: that of `expertly lab compare`, which begins with more systems and takes recorded
+    traces, too.
     """
-    given = {one.name: getattr(args, one.name) for one in fields(args) if one.name != "model"}
-    given["out"] = args.out or Path(time.strftime("expertly-bench-%Y-%m-%d-%H%M%S"))
-    return run(CompareOptions(source=args.model, **given))
+    return run(replace(args, out=args.out or Path(time.strftime("expertly-bench-%Y-%m-%d-%H%M%S"))))

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from expertly.cli.arguments import names, proper_share, seconds, seed, split, split_text
+from expertly.arguments import names, proper_share, seconds, seed, split, split_text
 from expertly.cli.inputs import check_writable, is_trace, trace_geometry
 from expertly.cli.output import Column, cells, origin, progress_bar, reserved_stdout, show, table
 from expertly.core.errors import ConfigError
@@ -22,16 +22,7 @@ from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_
 from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.lab.prompts import RAW_HELP, tokens_of
 from expertly.lab.routing_rates import RoutingRates, rates_of_trace
-from expertly.options import (
-    ADVANCED,
-    RESEARCH,
-    argument,
-    check_one_memory,
-    json_flag,
-    load_option,
-    option,
-    path_option,
-)
+from expertly.options import ADVANCED, RESEARCH, argument, check_one_memory, json_flag, load_option, option, path_option
 from expertly.policies.allocation.moepic import Configuration, Timing, configure, save_plan
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.presets import get_system

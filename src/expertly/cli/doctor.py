@@ -19,7 +19,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from expertly.cli.arguments import distances
+from expertly.arguments import distances
 from expertly.cli.output import Column, figures_table, message, progress_bar, reserved_stdout, show, table
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.core.units import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from expertly.cli.arguments import probability, seed, split
+from expertly.arguments import probability, seed, split
 from expertly.cli.inputs import identity_of
 from expertly.cli.output import in_brackets, message, origin, print_json, printable, progress_bar, show
 from expertly.core.errors import ConfigError, StoreError

@@ -6,79 +6,17 @@ import json
 import shlex
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from expertly.cli.arguments import names, seed
 from expertly.cli.output import message, print_json, progress_bar, table
 from expertly.core.errors import ConfigError
-from expertly.lab.papers import SEEDS, TOKENS
-from expertly.options import ADVANCED, argument, json_flag, option, path_option
+from expertly.lab.papers.settings import ReproduceOptions
 
 if TYPE_CHECKING:
     from expertly.lab.papers.findings import Result
     from expertly.lab.papers.runner import Session
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReproduceOptions:
-    paper: str | None = argument(
-        None,
-        "fmoe, moe-infinity, promoe, moepic, expertly (ours) or one of your own (docs/extending.md); one figure or "
-        "table of one (moepic:table-1); or all; several with commas between them",
-        metavar="PAPER[:FIGURE]",
-    )
-    trace: list[Path] | None = path_option(
-        None,
-        "a trace made by `expertly lab trace record --full`, or imported routing; may be given several times",
-        "DIR",
-        is_several=True,
-    )
-    system: str | None = option(
-        None,
-        "systems of yours beside the paper's, in the tables of comparisons: no claim counts them",
-        metavar="A,B",
-        panel=ADVANCED,
-    )
-    hardware: str | None = option(
-        None, "a shipped profile or a TOML file, instead of the paper's machine", metavar="NAME", panel=ADVANCED
-    )
-    memory: str | None = option(
-        None,
-        "a share of the experts or an amount, instead of the one budget of an experiment",
-        metavar="SIZE",
-        panel=ADVANCED,
-    )
-    predictor: list[Path] | None = path_option(
-        None,
-        "trained weights, for ProMoE or a predictor of yours; may be given several times",
-        is_several=True,
-        panel=ADVANCED,
-    )
-    fewer: list[str] | None = option(
-        None,
-        "experiments that simulate another number of tokens; may be given several times",
-        metavar="N:A,B",
-        panel=ADVANCED,
-        is_several=True,
-    )
-    list: bool = option(False, "list the experiments and what they need, and do nothing else")
-    arrivals: Path | None = path_option(None, "CSV of arrivals and lengths, for fmoe:10", panel=ADVANCED)
-    quick: bool = option(False, "few tokens and one seed: under a minute an experiment, with wide intervals")
-    tokens: int = option(
-        TOKENS, "decoded tokens of a trace that are simulated, over all seeds", least=1, panel=ADVANCED
-    )
-    seeds: int = option(SEEDS, "how many seeds; each learns from other requests", least=1, panel=ADVANCED)
-    seed: Any = option(0, "the first seed", metavar="N", type=seed, panel=ADVANCED)
-    jobs: int = option(1, "how many experiments run at once, each in its own process", least=1)
-    out: Path | None = path_option(
-        None, "FILE.md for the page of verdicts, with FILE/ behind it; or a folder for both and results.json"
-    )
-    reuse: Path | None = path_option(
-        None, "results.json of an earlier run with the same traces and settings: what is in it is not run again"
-    )
-    json: bool = json_flag()
 
 
 def run(args: ReproduceOptions) -> int:
@@ -93,25 +31,11 @@ def run(args: ReproduceOptions) -> int:
     if args.paper is None:
         raise ConfigError("paper: which? PAPER, PAPER:FIGURE or all; `expertly lab reproduce --list` names them")
     experiments = runner.select(args.paper)
-    asked = Asked(() if args.system is None else tuple(names("system", args.system)), args.hardware, args.memory)
-    asked.check(experiments)
+    Asked.of(args).check(experiments)
     _check_out(args.out)
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="expertly-") as scratch, progress_bar(unit="row") as progress:
-        session = runner.Session(
-            args.trace,
-            Path(scratch),
-            asked=asked,
-            quick=args.quick,
-            seed=args.seed,
-            seeds=args.seeds,
-            tokens=args.tokens,
-            fewer=_fewer(args.fewer or ()),
-            predictors=args.predictor or (),
-            arrivals=args.arrivals,
-            progress=progress,
-            say=message,
-        )
+        session = runner.Session(args, Path(scratch), progress, message)
         earlier = {} if args.reuse is None else session.earlier(args.reuse)
         found = session.results([one for one in experiments if one.name not in earlier], args.jobs)
         for experiment in experiments:
@@ -122,19 +46,6 @@ def run(args: ReproduceOptions) -> int:
     if args.json:
         print_json(session.facts(results))
     return 0
-
-
-def _fewer(given: Sequence[str]) -> dict[str, int]:
-    """Tokens by the name of the experiment."""
-    from expertly.lab.papers.runner import select
-
-    found: dict[str, int] = {}
-    for text in given:
-        num, _, which = text.partition(":")
-        if not (num.isascii() and num.isdecimal() and 0 < int(num) < 10**9):
-            raise ConfigError(f"fewer={text!r:.80}: must be a number of tokens and experiments: 1500:fmoe:4,promoe:13")
-        found |= {one.name: int(num) for one in select(which)}
-    return found
 
 
 def _check_out(out: Path | None) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from expertly.cli.arguments import probability, seed, temperature
+from expertly.arguments import probability, seed, temperature
 from expertly.cli.inputs import load_model
-from expertly.cli.output import Column, figures_table, fitted, message, print_json, reserved_stdout
+from expertly.cli.output import fitted, message, print_json, reserved_stdout
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_share
 from expertly.options import ADVANCED, MODEL_HELP, REQUIRED, LoadOptions, argument, json_flag, option
@@ -33,15 +33,6 @@ COMMANDS = {
     "/clear": "begin anew; a system message stays",
     "/save FILE": "write the conversation as JSON",
     "/quit": "end, as Ctrl-D does",
-}
-
-
-COUNTED: dict[str, Column] = {
-    "experts": ("phase", str),
-    "hits": ("hits", str),
-    "partial": ("partial_hits", str),
-    "misses": ("misses", str),
-    "hit rate": ("hit_rate", format_share),
 }
 
 
@@ -198,9 +189,10 @@ def _command(conversation: Chat, model: Any, text: str) -> str:
         return "[a new conversation]"
     if name == "/stats":
         from expertly import api
+        from expertly.cli.stats_report import phase_table
 
         told = api.stats(model).as_dict()
-        table = figures_table([{"phase": name, **one} for name, one in told["phases"].items()], COUNTED)
+        table = phase_table(told["phases"])
         return table if told["speculation"] is None else f"{table}\nspeculation {told['speculation']['says']}"
     if name == "/save" and rest:
         conversation.save(Path(rest))

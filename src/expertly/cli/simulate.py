@@ -8,22 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertly.cli.arguments import names, seed, split, split_text
+from expertly.arguments import names, seed, split, split_text
 from expertly.cli.inputs import plan_for, predictor_for, trace_geometry
 from expertly.cli.output import Column, figures_table, message, printable, progress_bar, show
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_number, format_rate, format_ratio, format_seconds, format_share
 from expertly.lab.compare.simulated import notes_on
-from expertly.options import (
-    ADVANCED,
-    REQUIRED,
-    RESEARCH,
-    argument,
-    json_flag,
-    load_option,
-    option,
-    path_option,
-)
+from expertly.options import ADVANCED, REQUIRED, RESEARCH, argument, json_flag, load_option, option, path_option
 from expertly.policies.learned import LearnedFile, LearnedState
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
@@ -92,7 +83,7 @@ class SimulateOptions:
 
 
 def run(args: SimulateOptions) -> int:
-    from expertly.lab.chrome import ChromeTrace
+    from expertly.lab.chrome import chrome_trace
     from expertly.lab.plots import check_plot
 
     systems, memories = names("system", args.system), _memories(args)
@@ -108,7 +99,7 @@ def run(args: SimulateOptions) -> int:
     layers, dense, geometry_name = trace_geometry(trace, args.geometry)
     arrivals = None if args.arrivals is None else read_arrivals(args.arrivals)
     schedule = make_schedule(trace, selection, arrivals)
-    timeline = contextlib.nullcontext() if args.chrome_trace is None else ChromeTrace(args.chrome_trace)
+    timeline = contextlib.nullcontext() if args.chrome_trace is None else chrome_trace(args.chrome_trace)
     with timeline as chrome, progress_bar(unit="row") as progress:
         study = Study(
             trace,

@@ -62,6 +62,10 @@ def report(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def phase_table(phases: dict[str, Any]) -> str:
+    return figures_table([{"phase": name, **one} for name, one in phases.items()], _COUNTED)
+
+
 def device_table(devices: list[dict[str, Any]]) -> str:
     """A row for each device and phase; below, the way to each worker, and what binding memory to NUMA nodes could not
     do.

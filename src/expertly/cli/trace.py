@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import exponent, seed, share, temperature
+from expertly.arguments import exponent, seed, share, temperature
 from expertly.cli.inputs import load_model
 from expertly.cli.output import (
     Column,
@@ -178,7 +178,7 @@ def _summary(result: dict[str, Any]) -> str:
 class TraceImportOptions:
     file: Path = argument(REQUIRED, "the recorded routing", metavar="FILE", type=Path)
     out: Path = argument(REQUIRED, "where the trace goes: a new or an empty folder", metavar="OUT", type=Path)
-    format: str = option("npz", "the format of FILE", metavar="NAME")
+    format: str = option("npz", "the format of FILE", metavar="NAME", choices=("npz",))
     geometry: str | None = option(None, "the sizes of experts: a shipped description or a TOML file", metavar="NAME")
     num_experts: int | None = option(None, "experts of a layer", least=1)
     model: str | None = option(None, "a name for the model", metavar="NAME")
@@ -188,11 +188,9 @@ class TraceImportOptions:
 def import_routing(args: TraceImportOptions) -> int:
     """Make a trace of routing that another program recorded."""
     from expertly.sim.hardware import read_geometry
-    from expertly.trace.importers import find_importer
-    from expertly.trace.importers.base import ImportOptions
+    from expertly.trace.importing import ImportOptions, import_npz
     from expertly.trace.schema import TraceLayer
 
-    importer = find_importer(args.format)
     geometry = None if args.geometry is None else read_geometry(args.geometry)
     options = ImportOptions(
         model=args.model or (geometry.name if geometry is not None else args.file.stem),
@@ -201,7 +199,7 @@ def import_routing(args: TraceImportOptions) -> int:
         num_experts=args.num_experts,
         **origin(),
     )
-    importer(args.file, args.out, options)
+    import_npz(args.file, args.out, options)
     _show_written(args.out, args.json)
     return 0
 

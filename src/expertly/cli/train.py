@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertly.cli.arguments import distances, seed, split, split_text
+from expertly.arguments import distances, seed, split, split_text
 from expertly.cli.inputs import check_writable, identity_of
 from expertly.cli.output import in_brackets, origin, printable, progress_bar, show, table
-from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_seconds, format_share
 from expertly.options import REQUIRED, argument, json_flag, option, path_option
 from expertly.policies.learned import read_learned, save_learned
@@ -21,7 +20,9 @@ from expertly.trace.reader import Trace
 @dataclass(frozen=True, kw_only=True)
 class TrainPredictorOptions:
     trace: Path = argument(REQUIRED, "a folder made by `expertly lab trace record --full`", metavar="TRACE", type=Path)
-    out: Path | None = path_option(None, "the file to write, for --predictor")
+    out: Path = path_option(
+        REQUIRED, "the file to write, for --predictor; `auto` finds it as STORE.predictor beside a packed store"
+    )
     model: str | None = option(
         None,
         "the model that the trace is of (a folder, a packed store, a hub id, or demo); without it"
@@ -52,8 +53,6 @@ def run(args: TrainPredictorOptions) -> int:
     options = TrainOptions(
         args.distances, args.hidden, args.epochs, seed=args.seed, device=args.device, plain=args.plain
     )
-    if args.out is None:
-        raise ConfigError(f"out: name the file to write; `--predictor auto` looks for {_auto_file(args.model)}")
     check_writable(args.out)
     trace = Trace.open(args.trace)
     identity = identity_of(args.model, trace)
@@ -99,20 +98,6 @@ def run(args: TrainPredictorOptions) -> int:
     }
     show(result, args.json, lambda: report(result))
     return 0
-
-
-def _auto_file(model: str | None) -> str:
-    from expertly.store.cache import learned_beside, stores_folder
-
-    if model is not None:
-        from expertly.model.packing import source_folder
-        from expertly.store.packed import is_packed_store
-
-        folder = source_folder(model)
-        if is_packed_store(folder):
-            return str(learned_beside(folder, "predictor"))
-    beside = learned_beside(stores_folder() / "STORE", "predictor")
-    return f"{beside}, where STORE is the model's packed store (`expertly pack --list`)"
 
 
 def _rounded(share: float | None) -> float | None:

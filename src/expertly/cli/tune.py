@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import io
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertly.cli.arguments import duration, seed
 from expertly.cli.inputs import check_writable
 from expertly.cli.output import Column, figures_table, message, print_json, progress_bar, reserved_stdout, show, typed
 from expertly.core.errors import ConfigError
 from expertly.core.files import disk_errors, write_atomic
 from expertly.core.units import format_nbytes, format_range, format_ratio, format_seconds, format_share
 from expertly.data import demo_prompts
-from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, read_prompts
-from expertly.options import ADVANCED, argument, check_one_memory, json_flag, load_option, option, path_option
+from expertly.lab.prompts import read_prompts
+from expertly.lab.tune.settings import TuneOptions
+from expertly.options import check_one_memory
 
 if TYPE_CHECKING:
     from expertly.lab.tune.search import Candidate, Scored
@@ -29,27 +29,6 @@ SHOWN = 12
 """Rows of the simulator's ranking that the report shows."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuneOptions:
-    model: str | None = argument(None, "a folder, a packed store or a hub id", metavar="MODEL")
-    prompts: str | None = option(None, "what you ask of it. " + PROMPTS_HELP, metavar="FILE")
-    raw: bool = option(False, RAW_HELP)
-    memory: str = load_option("memory")
-    total_memory: str | None = load_option("total_memory")
-    requests: int = option(
-        16, "how many of the prompts are answered; half are learned from, half try the systems", least=1
-    )
-    max_new_tokens: int = option(64, "length of an answer in tokens", least=1)
-    time_limit: Any = option("5m", "for everything, in seconds or minutes: 90s, 5m", metavar="TIME", type=duration)
-    dtype: str | None = load_option("dtype")
-    codec: str = load_option("codec")
-    device: str | None = load_option("device")
-    predictor: str = load_option("predictor")
-    seed: Any = option(0, "of sampling, and of the halves", metavar="N", type=seed, panel=ADVANCED)
-    out: Path | None = path_option(None, "a file for everything that was measured, as --json prints it")
-    json: bool = json_flag()
-
-
 def run(args: TuneOptions) -> int:
     begin = time.monotonic()
     check_one_memory(args.memory, args.total_memory)
@@ -58,25 +37,12 @@ def run(args: TuneOptions) -> int:
         message(f"expertly: no --prompts: tuned for {len(prompts)} texts that ship, not for yours")
     check_writable(args.out)
     with reserved_stdout() as stdout:
-        from expertly.lab.tune.tune import Wishes, save, tune
+        from expertly.lab.tune.tune import save, tune
 
-        wishes = Wishes(
-            model=args.model,
-            memory=args.memory,
-            total_memory=args.total_memory,
-            dtype=args.dtype,
-            codec=args.codec,
-            device=args.device,
-            predictor=args.predictor,
-            max_new_tokens=args.max_new_tokens,
-            seed=args.seed,
-            time_limit_s=args.time_limit,
-            is_raw=args.raw,
-            command=typed(),
-        )
         with progress_bar("turns") as progress:
             loading = None if progress is None else progress.in_bytes
-            tuned = tune(wishes, prompts, measured_machine, begin=begin, progress=progress, loading=loading)
+            how: dict[str, Any] = {"begin": begin, "progress": progress, "loading": loading, "command": typed()}
+            tuned = tune(args, prompts, measured_machine, **how)
         path = save(tuned)
         result = result_of(args, tuned, path)
         if args.out is not None:
@@ -194,7 +160,10 @@ def report(result: dict[str, Any]) -> str:
         lines += ["", f"measured beyond the simulated, of a step, against {result['base_system']}: {said}"]
     search, workload, seconds = result["search"], result["workload"], result["seconds"]
     if search["ranking"]:
-        ranking = [one | {"beyond": _beyond(one)} for one in search["ranking"][:SHOWN]]
+        ranking = [
+            one | {"beyond": "not measured" if one["unmeasured"] else _change(one["overhead_s"])}
+            for one in search["ranking"][:SHOWN]
+        ]
         columns: dict[str, Column] = {
             "system": ("system", str),
             "time": ("seconds", format_seconds),
@@ -213,10 +182,6 @@ def report(result: dict[str, Any]) -> str:
         ", ".join(f"{name} {format_seconds(spent)}" for name, spent in seconds.items()),
     ]
     return "\n".join(lines)
-
-
-def _beyond(one: dict[str, Any]) -> str:
-    return "not measured" if one["unmeasured"] else _change(one["overhead_s"])
 
 
 def _change(seconds: float) -> str:

@@ -3,53 +3,41 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from expertly.core.errors import ConfigError
+from expertly.core.files import replacing
 from expertly.core.messages import Span
 
 _THREADS = {"device": 1, "link": 2, "disk": 3, "predictor": 4}
 
 
+@contextmanager
+def chrome_trace(path: Path) -> Iterator[ChromeTrace]:
+    """A timeline whose file appears when the block has ended. Raises ConfigError where it cannot be written."""
+    if path.is_dir() or not path.name:
+        raise ConfigError(f"chrome_trace={str(path)!r}: a folder; must be a file to write")
+    try:
+        with replacing(path) as file:
+            file.write(b"[\n")
+            yield ChromeTrace(file)
+            file.write(b"\n]\n")
+    except OSError as error:
+        raise ConfigError(f"chrome_trace={str(path)!r}: cannot be written ({error.strerror or error})") from None
+
+
 class ChromeTrace:
     """Writes events as they happen, in the JSON array of the Trace Event Format with times in microseconds: a process
-    for each run, with a thread each for device, link, disk and predictor. The file appears when all is written. Raises
-    ConfigError where it cannot be written.
+    for each run, with a thread each for device, link, disk and predictor.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
         self._num_runs = 0
-        self._is_first = True
-        if path.is_dir() or not path.name:
-            raise ConfigError(f"chrome_trace={str(path)!r}: a folder; must be a file to write")
-        self._partial = path.with_name(path.name + ".partial")
-        try:
-            self._file = self._partial.open("w", encoding="utf-8")
-        except OSError as error:
-            raise self._problem(error) from None
-        self._file.write("[\n")
-
-    def __enter__(self) -> ChromeTrace:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._file.write("\n]\n")
-            self._file.close()
-            if kind is None:
-                os.replace(self._partial, self._path)
-        except OSError as problem:
-            if kind is None:
-                raise self._problem(problem) from None
-        finally:
-            self._partial.unlink(missing_ok=True)
+        self._before = b""  # what separates the next event from the one before
 
     def begin_run(self, name: str) -> RunTimeline:
         """The following events are of a new run, called "SYSTEM, BUDGET"."""
@@ -63,14 +51,8 @@ class ChromeTrace:
 
     def write(self, event: dict[str, Any]) -> None:
         """One event."""
-        try:
-            self._file.write(("" if self._is_first else ",\n") + json.dumps(event, separators=(",", ":")))
-        except OSError as error:
-            raise self._problem(error) from None
-        self._is_first = False
-
-    def _problem(self, error: OSError) -> ConfigError:
-        return ConfigError(f"chrome_trace={str(self._path)!r}: cannot be written ({error.strerror or error})")
+        self._file.write(self._before + json.dumps(event, separators=(",", ":")).encode())
+        self._before = b",\n"
 
 
 class RunTimeline:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -28,8 +28,7 @@ Append = Callable[[Mapping[str, Array]], None]
 class Recorder:
     """Calls `append` once a forward pass with its rows without padding, in the order in which experts see them.
 
-    A pass that fails, or runs no MoE layer, is left out. `append` must copy what it keeps. `collector` sees the
-    optional `fields`.
+    A pass that fails, or runs no MoE layer, is left out. `collector` sees the optional `fields`.
     """
 
     wants_token_ids = True
@@ -48,7 +47,7 @@ class Recorder:
         self._fields = fields
         self._num_experts = np.array([layer.num_experts for layer in layers])
         self._top_k = [layer.top_k for layer in layers]
-        self._columns = Columns([*(trace_field(name, layers) for name in ("experts", "weights")), *fields.values()])
+        self._chosen = [trace_field(name, layers) for name in ("experts", "weights")]
         self._info: IterationInfo | None = None
         self._ran: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._began: Callable[[], Began] | None = None
@@ -83,8 +82,7 @@ class Recorder:
 
     def _rows(self, info: IterationInfo, ran: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Array]:
         num_rows = len(info.is_prefill)
-        experts = self._columns.blank("experts", num_rows)
-        weights = self._columns.blank("weights", num_rows)
+        experts, weights = (_blank(field, num_rows) for field in self._chosen)
         for top_k in dict.fromkeys(self._top_k[layer] for layer in ran):
             layers = [layer for layer in ran if self._top_k[layer] == top_k]
             index = torch.stack([ran[layer][0] for layer in layers], 1).cpu().numpy()  # [T, layers, K]
@@ -97,7 +95,7 @@ class Recorder:
 
     def _optional(self, num_rows: int) -> dict[str, Array]:
         """The optional fields of the pass that ended. A layer that did not run has zeros."""
-        rows = {name: self._columns.blank(name, num_rows) for name in self._fields}
+        rows = {name: _blank(field, num_rows) for name, field in self._fields.items()}
         embedding = None if self._began is None else self._began().embedding
         if "embedding" in rows and embedding is not None:
             rows["embedding"][:] = embedding
@@ -116,20 +114,9 @@ class Recorder:
         return self.requests[info.sequences]
 
 
-class Columns:
-    """Blank [T, ...] arrays of a trace's fields, in memory that each pass uses again."""
-
-    def __init__(self, fields: Iterable[FieldInfo]) -> None:
-        self._arrays: dict[str, Array] = {field.name: np.empty((0, *field.shape), field.dtype) for field in fields}
-
-    def blank(self, name: str, num_rows: int) -> Array:
-        """Zeros, or NO_EXPERT in `experts`; good until the next call for the same field."""
-        array = self._arrays[name]
-        if len(array) < num_rows:
-            array = self._arrays[name] = np.empty((num_rows, *array.shape[1:]), array.dtype)
-        rows = array[:num_rows]
-        rows.fill(NO_EXPERT if name == "experts" else 0)
-        return rows
+def _blank(field: FieldInfo, num_rows: int) -> Array:
+    """[T, ...] zeros, or NO_EXPERT in `experts`."""
+    return np.full((num_rows, *field.shape), NO_EXPERT if field.name == "experts" else 0, field.dtype)
 
 
 MAX_DISTANCE = 8

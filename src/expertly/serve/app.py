@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -17,16 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
 from expertly.serve.errors import ApiError, ErrorObject
-from expertly.serve.http import (
-    ClientGone,
-    EventStream,
-    Guard,
-    as_event,
-    on_bug,
-    on_gone,
-    on_http_error,
-    unless_gone,
-)
+from expertly.serve.http import ClientGone, EventStream, Guard, as_event, on_bug, on_gone, on_http_error, unless_gone
 from expertly.serve.reading import read
 from expertly.serve.request import ServedRequest
 from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
@@ -134,25 +125,18 @@ def _add_texts(app: FastAPI, service: Service, limit: int) -> None:
             gone()
         return JSONResponse(told.whole(deltas))
 
-    def post(path: str, summary: str, model: type[BaseModel]) -> Any:
-        return app.post(path, summary=summary, openapi_extra=_takes(model), responses=refusals)
+    def add(path: str, summary: str, model: type[Any], make: Callable[[Any], Awaitable[Answer]]) -> None:
+        @app.post(path, name=make.__name__, summary=summary, openapi_extra=_takes(model), responses=refusals)
+        async def endpoint(request: Request) -> Response:
+            asked = await read(request, model, limit)
+            return await answer(request, await make(asked), asked.stream)
 
-    @post("/v1/chat/completions", "Answer a conversation", ChatRequest)
-    async def chat(request: Request) -> Response:
-        asked = await read(request, ChatRequest, limit)
-        return await answer(request, await service.chat(asked), asked.stream)
+    add("/v1/chat/completions", "Answer a conversation", ChatRequest, service.chat)
+    add("/v1/completions", "Continue a text", CompletionRequest, service.complete)
+    add("/v1/responses", "Answer a conversation, as items", ResponsesRequest, service.respond)
+    asked_by = "Is this model loaded? Asked by `transformers chat`; none is loaded for it"
 
-    @post("/v1/completions", "Continue a text", CompletionRequest)
-    async def complete(request: Request) -> Response:
-        asked = await read(request, CompletionRequest, limit)
-        return await answer(request, await service.complete(asked), asked.stream)
-
-    @post("/v1/responses", "Answer a conversation, as items", ResponsesRequest)
-    async def respond(request: Request) -> Response:
-        asked = await read(request, ResponsesRequest, limit)
-        return await answer(request, await service.respond(asked), asked.stream)
-
-    @post("/load_model", "Is this model loaded? Asked by `transformers chat`; none is loaded for it", ModelName)
+    @app.post("/load_model", summary=asked_by, openapi_extra=_takes(ModelName), responses=refusals)
     async def load_model(request: Request) -> Response:
         service.check_model((await read(request, ModelName, limit)).model)
         ready = as_event({"status": "ready", "model": service.about.name, "cached": True})

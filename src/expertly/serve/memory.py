@@ -27,7 +27,7 @@ def cache_for(options: ServeOptions, store: PackedStore) -> SharedCache:
     if options.max_running > MAX_BATCH_TOKENS:
         raise ConfigError(f"max_running={options.max_running}: accepted: at most {MAX_BATCH_TOKENS}")
     context = _context(options, store)
-    one = _pages_of_one(context)
+    one = -(-context // PAGE_TOKENS) + 1  # pages of layers may not align
     if options.kv_tokens is None:
         least, most = one, max(one, min(options.max_running * one, MAX_DEFAULT_CACHE // PAGE_TOKENS))
     else:
@@ -69,8 +69,3 @@ def _context(options: ServeOptions, store: PackedStore) -> int:
     if most is not None and context > most:
         raise ConfigError(f"context={context}: accepted: at most the model's {most}")
     return context
-
-
-def _pages_of_one(context: int) -> int:
-    """Pages for one text; one more than its tokens fill, because pages of layers may not align."""
-    return -(-context // PAGE_TOKENS) + 1

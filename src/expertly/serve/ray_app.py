@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from expertly.engine.learned import LearnedExchange
     from expertly.serve.server import Assembled
 
-_NOTE_S = 1.0
 _SWAP_S = 5.0
 _PATIENCE_S = 30.0
 _SPARE_REQUESTS = 64
@@ -102,7 +101,7 @@ class Replica:
                 await self._member.swap()
             self._sharing.exchange()  # before anything is predicted
         server.start()
-        self._tasks = [asyncio.ensure_future(work) for work in (self._note(server), self._swap())]
+        self._tasks = [asyncio.ensure_future(work) for work in (server.view.keep_noting(), self._swap())]
         server.view.shown_metrics = self._all_metrics
         return NamedReplica(server.app, self._name)
 
@@ -153,11 +152,6 @@ class Replica:
         from expertly.serve.metrics import together
 
         return together({**self._member.metrics_of_others, self._name: self._own_metrics()})
-
-    async def _note(self, server: Assembled) -> None:
-        while True:
-            server.view.note()
-            await asyncio.sleep(_NOTE_S)
 
     async def _swap(self) -> None:
         while True:

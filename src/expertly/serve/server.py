@@ -28,7 +28,6 @@ from expertly.serve.service import About, Service
 from expertly.serve.settings import Access, ServeOptions
 from expertly.serve.view import View
 
-_NOTE_S = 1.0
 _LAST_WORDS_S = 5.0
 """Time for finished answers to reach their clients."""
 
@@ -151,7 +150,7 @@ class ApiServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._assembled.start()
         await super().startup(sockets)
-        self._spawn(self._note())
+        self._spawn(self._assembled.view.keep_noting())
         self._announce()
         if self._is_ending.is_set():  # a signal came before there was a loop to drain in
             self.end()
@@ -192,8 +191,3 @@ class ApiServer(uvicorn.Server):
             log.warning("%d requests did not end in time", len(scheduler.waiting) + len(scheduler.running))
             scheduler.abort()
         self.should_exit = True
-
-    async def _note(self) -> None:
-        while True:
-            self._assembled.view.note()
-            await asyncio.sleep(_NOTE_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import re
@@ -28,6 +29,7 @@ RECENT_S = 60.0
 _RATE_S = 5.0
 """The time that tokens per second are averaged over."""
 
+_NOTE_S = 1.0
 _ATTEMPTS = 5
 _FRESH_S = 0.25
 
@@ -39,7 +41,7 @@ Moment = tuple[float, int, npt.NDArray[np.int64]]
 
 
 class View:
-    """Any thread may ask. `note` is called about once a second."""
+    """Any thread may ask. A server runs `keep_noting` while it serves."""
 
     METRICS_TYPE = CONTENT_TYPE_LATEST
 
@@ -71,6 +73,11 @@ class View:
         with self._lock:
             _keep(self._written, (now, self._metrics.num_written), _RATE_S)
             _keep(self._moments, moment, RECENT_S)
+
+    async def keep_noting(self) -> None:
+        while True:
+            self.note()
+            await asyncio.sleep(_NOTE_S)
 
     def metrics(self) -> bytes:
         """The text that Prometheus reads."""

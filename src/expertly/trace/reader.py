@@ -96,11 +96,6 @@ class Trace:
         return self._parts[-1].first_iteration + self._parts[-1].num_iterations if self._parts else 0
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the rows on disk."""
-        return sum(part.nbytes for part in self._parts)
-
-    @property
     def fingerprint(self) -> str:
         """Identifies a recording, wherever its folder is."""
         manifest = self.manifest

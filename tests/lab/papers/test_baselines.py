@@ -10,17 +10,17 @@ import pytest
 from expertly.core.geometry import Geometry
 from expertly.lab.papers import fmoe, moe_infinity, moepic, ours, promoe
 from expertly.lab.papers.findings import FAILS, HOLDS, Finding
-from expertly.lab.papers.runner import Session, find_experiment
+from expertly.lab.papers.runner import find_experiment
 from expertly.lab.papers.runs import Lab, Row, Runs
 from expertly.scheduler.presets import get_system
 from expertly.sim.study import Memory
-from tests.lab.papers.small import full_trace
+from tests.lab.papers.small import full_trace, quick_session
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     folder = tmp_path_factory.mktemp("baselines")
-    session = Session([full_trace(folder / "full").folder], folder / "scratch", quick=True)
+    session = quick_session([full_trace(folder / "full").folder], folder / "scratch")
     return session.lab(session.subjects[0])
 
 

@@ -13,10 +13,10 @@ from expertly.lab.papers import fmoe, moe_infinity, moepic, promoe
 from expertly.lab.papers.findings import FAILS, HOLDS, UNTOLD, Check, Finding, show
 from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import of_hits, of_time
-from expertly.lab.papers.runner import Session, find_experiment
+from expertly.lab.papers.runner import find_experiment
 from expertly.lab.papers.runs import FASTER_LINK, Lab, Row, Runs
 from expertly.trace.reader import Trace
-from tests.lab.papers.small import full_trace
+from tests.lab.papers.small import full_trace, quick_session
 
 
 def about(value: float, apart: float = 0.001) -> Estimate:
@@ -117,7 +117,7 @@ def test_groups_are_near_where_they_were_planted_and_not_where_layers_were_shuff
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     folder = tmp_path_factory.mktemp("claims")
-    session = Session([full_trace(folder / "full").folder], folder / "scratch", quick=True)
+    session = quick_session([full_trace(folder / "full").folder], folder / "scratch")
     return session.lab(session.subjects[0])
 
 

@@ -18,10 +18,11 @@ from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import HITS, TPOT, TTFT
 from expertly.lab.papers.runner import Session, find_experiment
 from expertly.lab.papers.runs import Asked, CannotRun, Lab, batched, prompts_need
+from expertly.lab.papers.settings import ReproduceOptions
 from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Schedule, Selection, make_schedule
 from expertly.trace.schema import NO_EXPERT
-from tests.lab.papers.small import full_trace, imported_trace
+from tests.lab.papers.small import full_trace, imported_trace, quick_session
 
 WHOLE = ["fmoe:9", "fmoe:12b", "moe-infinity:2", "promoe:11", "promoe:13", "promoe:23", "moepic:4a"]
 
@@ -34,7 +35,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def session(traces: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Session:
-    return Session(traces, tmp_path_factory.mktemp("scratch"), quick=True)
+    return quick_session(traces, tmp_path_factory.mktemp("scratch"))
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +85,14 @@ def test_a_claim_that_does_not_hold_is_explained_by_what_ran(session: Session, m
 def test_what_a_user_asks_for_is_done_and_no_claim_counts_it(
     traces: list[Path], session: Session, tmp_path: Path
 ) -> None:
-    changed = Session(traces[:1], tmp_path, quick=True, asked=Asked(("lcp:scope=global",), "laptop-nvme", "40%"))
+    changed = quick_session(traces[:1], tmp_path, system="lcp:scope=global", hardware="laptop-nvme", memory="40%")
     for name in ["fmoe:9", "moe-infinity:7", "moe-infinity:4.7", "promoe:11", "promoe:13"]:
         (finding,) = run(changed, name).findings
         assert "laptop-nvme" in finding.setting
         assert "40%" in finding.setting + finding.tables[0].title and "25%" not in finding.setting
         assert any("lcp:scope=global (added)" in row for table in finding.tables for row in table.rows)
         assert "lcp:scope=global" not in str(finding.checks)
-    swept = Session(traces[:1], tmp_path / "swept", quick=True, asked=Asked(("lcp:scope=global",)))
+    swept = quick_session(traces[:1], tmp_path / "swept", system="lcp:scope=global")
     for name in ("fmoe:11", "moepic:table-1", "promoe:23"):
         for finding in run(swept, name).findings:
             assert any("lcp:scope=global" in header for table in finding.tables for header in table.headers)
@@ -118,18 +119,23 @@ def test_an_encoder_decoder_is_run_too_and_labelled(
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "said"),
+    ("name", "given", "said"),
     [
-        ("fmoe:3", Asked(("lru",), "a100", "40%"), "it takes no --system, --hardware, --memory; accepted: none"),
-        ("fmoe:11", Asked(memory="40%"), "it takes no --memory; accepted: --system, --hardware"),
-        ("fmoe:13", Asked(("lru",)), "it takes no --system; accepted: --hardware, --memory"),
+        (
+            "fmoe:3",
+            {"system": "lru", "hardware": "a100", "memory": "40%"},
+            "it takes no --system, --hardware, --memory; accepted: none",
+        ),
+        ("fmoe:11", {"memory": "40%"}, "it takes no --memory; accepted: --system, --hardware"),
+        ("fmoe:13", {"system": "lru"}, "it takes no --system; accepted: --hardware, --memory"),
     ],
 )
 def test_what_means_nothing_to_an_experiment_is_refused(
-    traces: list[Path], tmp_path: Path, name: str, asked: Asked, said: str
+    traces: list[Path], tmp_path: Path, name: str, given: dict[str, str], said: str
 ) -> None:
-    result = run(Session(traces[:1], tmp_path, quick=True, asked=asked), name)
+    result = run(quick_session(traces[:1], tmp_path, **given), name)
     assert result.verdict == "not run" and said in result.left_out[0]
+    asked = Asked.of(ReproduceOptions(**given))
     with pytest.raises(ConfigError, match=f"means nothing to {name}"):
         asked.check([find_experiment(name)])
     asked.check([find_experiment(name), find_experiment("fmoe:9")])
@@ -147,7 +153,7 @@ def test_what_a_trace_lacks_is_modelled_and_all_else_stays(session: Session) -> 
 
 
 def test_the_table_of_hit_rates_decides_the_claim(traces: list[Path], tmp_path: Path) -> None:
-    (finding,) = run(Session(traces[:1], tmp_path, quick=True), "moepic:table-1").findings
+    (finding,) = run(quick_session(traces[:1], tmp_path), "moepic:table-1").findings
     cells = [row[1:6] for row in finding.tables[0].rows]
     rows = [[one[0] if isinstance(one, tuple) else float(one or 0) for one in row] for row in cells]
     for random, lfu, lru, lcp, above in rows:
@@ -265,7 +271,7 @@ def test_more_at_once_is_the_same_requests(lab: Lab) -> None:
 
 
 def test_what_a_trace_lacks_is_said_with_the_command_that_gives_it(traces: list[Path], tmp_path: Path) -> None:
-    session = Session(traces[1:], tmp_path, quick=True)
+    session = quick_session(traces[1:], tmp_path)
     result = run(session, "fmoe:10")
     assert not result.findings and result.verdict == "not run"
     assert "bare: needs prompts" in result.left_out[0] and "expertly lab trace record" in result.left_out[0]
@@ -275,7 +281,7 @@ def test_what_a_trace_lacks_is_said_with_the_command_that_gives_it(traces: list[
 
 def test_two_traces_of_a_name_are_refused(traces: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="two of the name 'full'"):
-        Session([traces[0], traces[0]], tmp_path)
+        quick_session([traces[0], traces[0]], tmp_path)
 
 
 def test_one_that_fails_does_not_stop_the_others(session: Session) -> None:
@@ -290,7 +296,7 @@ def test_one_that_fails_does_not_stop_the_others(session: Session) -> None:
 
 def test_several_at_once_find_the_same(traces: list[Path], session: Session, tmp_path: Path) -> None:
     experiments = [find_experiment(name) for name in ("fmoe:3", "fmoe:16", "moe-infinity:2")]
-    found = [*Session(traces, tmp_path, quick=True).results(experiments, jobs=2)]
+    found = [*quick_session(traces, tmp_path).results(experiments, jobs=2)]
     assert [replace(one, seconds=0) for one in found] == [replace(run(session, one.name), seconds=0) for one in found]
 
 

@@ -85,16 +85,6 @@ def test_codecs() -> None:
     assert {one.codec for one in both.presets()} == {"none", "planes"}
 
 
-def test_less_memory_where_nobody_said_how_much() -> None:
-    free = space(is_free=True)
-    assert {one.budget_nbytes for one in free.variations(free.named("lru"))} == {
-        NBYTES // 4,
-        NBYTES // 4 * 3 // 4,
-        NBYTES // 8,
-    }
-    assert {one.budget_nbytes for one in space().variations(space().named("lru"))} == {NBYTES // 4}
-
-
 # -- the search ------------------------------------------------------------------------------------------------------
 
 

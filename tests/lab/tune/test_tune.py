@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 import expertly
-from expertly.cli.tune import SHOWN, TuneOptions, report, result_of
+from expertly.cli.tune import SHOWN, report, result_of
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.engine.choice import choices_path, read_choices
 from expertly.lab.playing import Played, RecordedRequest
 from expertly.lab.prompts import Prompt
 from expertly.lab.tune.search import Candidate
-from expertly.lab.tune.tune import Tuned, Wishes, keep_learned, save, tune
+from expertly.lab.tune.settings import TuneOptions
+from expertly.lab.tune.tune import Tuned, keep_learned, save, tune
 from expertly.lab.tune.verdict import MIN_TURNS, CandidatePlayer
 from expertly.model.packing import pack_cached
 from expertly.scheduler.presets import BASE_SYSTEM
@@ -28,7 +29,7 @@ from tests.lab.tune.toys import FakeClock
 TEXTS = ("Once upon a time", "2 + 2 =", "def f(x):", "Dear Sir,")
 PROMPTS = [Prompt(line, text, None) for line, text in enumerate(TEXTS, 1)]
 
-WISHES = Wishes(memory="50%", codec="none", max_new_tokens=6, time_limit_s=100.0, command="expertly tune")
+OPTIONS = TuneOptions(memory="50%", codec="none", max_new_tokens=6, time_limit=100.0, seed=0)
 
 
 class Biased:
@@ -71,9 +72,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tuned(model: Path, seconds: Callable[[Candidate], float], make: type[Biased] = Biased, **changes: Any) -> Tuned:
     """By a clock on which looking at it takes half a second, and nothing else takes any time but requests."""
     clock = FakeClock(step=0.5)
-    wishes = replace(WISHES, model=str(model), **changes)
+    wishes = replace(OPTIONS, model=str(model), **changes)
     found = tune(wishes, PROMPTS, no_machine, clock=clock, make_player=lambda player: make(player, seconds, clock))
-    assert clock.now <= max(wishes.time_limit_s, 30.0), "what cannot be cut short takes little by this clock"
+    assert clock.now <= max(wishes.time_limit, 30.0), "what cannot be cut short takes little by this clock"
     return found
 
 
@@ -137,7 +138,7 @@ def test_what_learns_is_kept_with_what_it_learned(model: Path, tmp_path: Path) -
 
 
 def test_without_time_nothing_is_chosen_and_nothing_saved(model: Path) -> None:
-    found = tuned(model, lambda one: 0.1, time_limit_s=1.0)
+    found = tuned(model, lambda one: 0.1, time_limit=1.0)
     assert not found.verdict.is_verified and found.choice.system == BASE_SYSTEM
     assert found.seen.workload.num_requests >= 2, "two are recorded in any case"
     choices_path(found.store).unlink(missing_ok=True)
@@ -153,14 +154,14 @@ def test_what_the_model_cannot_be_given_is_an_error(model: Path) -> None:
     for prompts in (["only one"], ["", ""], ["x" * 2000, "y"]):
         with pytest.raises(ConfigError, match="can be given to this model; accepted: at least 2"):
             asked = [Prompt(line, text, None) for line, text in enumerate(prompts, 1)]
-            tune(replace(WISHES, model=str(model)), asked, no_machine)
+            tune(replace(OPTIONS, model=str(model)), asked, no_machine)
 
 
 def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
     other = make_checkpoint("switch_transformers", tmp_path / "other", seed=37, tokenizer=True)
     told: list[tuple[str, int, int]] = []
     with pytest.raises(ModelUseError, match="encoder-decoder"):
-        tune(replace(WISHES, model=str(other)), PROMPTS, no_machine, loading=lambda *one: told.append(one))
+        tune(replace(OPTIONS, model=str(other)), PROMPTS, no_machine, loading=lambda *one: told.append(one))
     assert [what for what, done, total in told if done == total] == ["packing"], "it is shown while it takes long"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import expertly
 from expertly.core.errors import ConfigError
 from expertly.core.files import disk_errors, finite, write_atomic
-from expertly.core.geometry import DenseShape, Geometry
+from expertly.core.geometry import Geometry
 from expertly.core.resources import allowed_cpus, cpu_name
 from expertly.engine.memory import available_host_nbytes
 from expertly.lab.compare.engine import (
@@ -42,7 +42,7 @@ from expertly.lab.compare.simulated import (
 from expertly.lab.playing import recorded_requests
 from expertly.lab.prompts import Prompt
 from expertly.policies.allocation.moepic import read_plan
-from expertly.policies.learned import LearnedState, read_learned
+from expertly.policies.learned import read_learned
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule, Selection
@@ -70,7 +70,7 @@ class Comparison:
     command: str
     source: dict[str, Any]
     runs: ComparedRuns | None = None  # None: the engine does not run
-    simulated: Simulated | None = None
+    simulated: Simulated = field(default_factory=Simulated)
     hardware: Hardware | None = None
     measured_on: str = ""
     notes: list[str] = field(default_factory=list)
@@ -83,16 +83,14 @@ class Comparison:
     @property
     def has_results(self) -> bool:
         """Whether a system has run anything."""
-        return any(map(any, self.runs.played.values() if self.runs else ())) or bool(
-            self.simulated and self.simulated.rows
-        )
+        return any(map(any, self.runs.played.values() if self.runs else ())) or bool(self.simulated.rows)
 
     def results(self) -> dict[str, Any]:
         """Everything known so far, as plain values."""
         settings = self.settings
-        rows = rows_of(settings, self.runs, {} if self.simulated is None else self.simulated.rows)
-        failures = list(self.failures) if self.runs is None else [*self.runs.failures, *self.failures]
-        failures += [] if self.simulated is None else self.simulated.failures
+        rows = rows_of(settings, self.runs, self.simulated.rows)
+        of_runs = [] if self.runs is None else self.runs.failures
+        failures = [*of_runs, *self.failures, *self.simulated.failures]
         return {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -113,10 +111,10 @@ class Comparison:
             "headline": headline(rows, self._memories_tried(rows, failures), settings.baseline),
             "rows": rows,
             "failures": [asdict(one) | {"measured": self._num_measured(one)} for one in failures],
-            "notes": [*self.notes, *self._notes_on_load(), *([] if self.simulated is None else self.simulated.notes)],
-            "engine": None if self.runs is None else _engine_values(self.runs),
-            "simulator": [] if self.simulated is None else list(self.simulated.rows.values()),
-            "timelines": [] if self.simulated is None else self.simulated.timelines,
+            "notes": [*self.notes, *self._notes_on_load(), *self.simulated.notes],
+            "engine": None if self.runs is None else self.runs.as_dict(),
+            "simulator": list(self.simulated.rows.values()),
+            "timelines": self.simulated.timelines,
         }
 
     def _num_measured(self, failure: RunFailure) -> int | None:
@@ -154,12 +152,12 @@ def compare_trace(
     schedule = pick(trace, selection, settings.tokens)
     kinds = [kind for kind in (get_system(one).weights for one in settings.systems) if kind is not None]
     learned = None if settings.predictor is None else read_learned(settings.predictor, *kinds).learned
-    study = _study(settings, trace, schedule, comparison.hardware, geometry[0], geometry[1], learned)
+    layers, dense, _ = geometry
+    study = Study(trace, schedule, comparison.hardware, layers, dense, learned=learned, **_simulated_as(settings))
     check_budgets(study, settings)
     comparison.source |= _about_trace(trace, schedule)
     comparison.notes = _notes(trace, schedule, settings) + _fewer(settings, comparison.source["requests"])
     iteration = middle_decode_iteration(trace, schedule)
-    comparison.simulated = Simulated()
     simulate(study, settings, iteration, comparison.simulated, comparison.keep, progress)
     comparison.is_whole = True
 
@@ -189,7 +187,8 @@ def compare_model(
         settings = comparison.settings = replace(settings, codec=facts["codec"])
         arguments["codec"] = facts["codec"]
         hardware = Hardware.read(settings.hardware or "infinite")
-        study = _study(settings, trace, schedule, hardware, trace.manifest.geometries, trace.manifest.dense, learned)
+        layers, dense = trace.manifest.geometries, trace.manifest.dense
+        study = Study(trace, schedule, hardware, layers, dense, learned=learned, **_simulated_as(settings))
         check_budgets(study, settings)
         base_nbytes = machine.worker.ask("peak_nbytes") - facts["memory_bytes"]
         if settings.hardware is None:
@@ -216,7 +215,6 @@ def compare_model(
         study = replace(study, hardware=_hardware(comparison, machine, hardware))
         if comparison.hardware is not None:
             iteration = middle_decode_iteration(trace, schedule)
-            comparison.simulated = Simulated()
             simulate(study, settings, iteration, comparison.simulated, comparison.keep, progress)
         comparison.is_whole = True
     finally:
@@ -309,28 +307,10 @@ def _hardware(comparison: Comparison, machine: MachineWorker, given: Hardware) -
     return measured
 
 
-def _study(
-    settings: ComparisonSettings,
-    trace: Trace,
-    schedule: Schedule,
-    hardware: Hardware,
-    layers: Any,
-    dense: DenseShape | None,
-    learned: LearnedState | None,
-) -> Study:
-    """Raises ConfigError for what cannot be simulated."""
-    return Study(
-        trace,
-        schedule,
-        hardware,
-        layers,
-        dense,
-        segments=settings.segments,
-        seed=settings.seed,
-        learned=learned,
-        plan=None if settings.plan is None else read_plan(settings.plan),
-        codec=settings.codec,
-    )
+def _simulated_as(settings: ComparisonSettings) -> dict[str, Any]:
+    """The arguments of Study that the settings say."""
+    plan = None if settings.plan is None else read_plan(settings.plan)
+    return {"segments": settings.segments, "seed": settings.seed, "plan": plan, "codec": settings.codec}
 
 
 def _kept_nbytes(study: Study, memory: str, name: str) -> int:
@@ -375,17 +355,6 @@ def _fewer(settings: ComparisonSettings, num: int) -> list[str]:
     """A note where there are fewer requests than were asked for."""
     is_short = settings.requests is not None and num < settings.requests
     return [f"{settings.requests} requests were asked for, {num} are there"] if is_short else []
-
-
-def _engine_values(runs: ComparedRuns) -> dict[str, Any]:
-    """The engine's measurements, request by request."""
-    return {
-        "together": runs.together,
-        "loaded": [{"memory": memory, "asked": name, **facts} for (memory, name), facts in runs.loaded.items()],
-        "runs": [
-            {"memory": memory, "system": name, "rounds": rounds} for (memory, name), rounds in runs.played.items()
-        ],
-    }
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------

@@ -257,6 +257,12 @@ class ComparedRuns:
         """Requests that were run, over all rounds."""
         return sum(map(len, self.played.get((memory, name), [])))
 
+    def as_dict(self) -> dict[str, Any]:
+        """The measurements, request by request."""
+        loaded = [{"memory": memory, "asked": name, **facts} for (memory, name), facts in self.loaded.items()]
+        runs = [{"memory": memory, "system": name, "rounds": rounds} for (memory, name), rounds in self.played.items()]
+        return {"together": self.together, "loaded": loaded, "runs": runs}
+
 
 @dataclass(slots=True)
 class EngineRuns:
@@ -295,9 +301,11 @@ class EngineRuns:
                     shift = number % len(names) if names else 0
                     in_turn = [*names[shift:], *names[:shift]]
                     if together:
-                        self._round_together(memory, in_turn)
+                        self._round(memory, in_turn)
                     else:
-                        self._round_apart(memory, in_turn)
+                        for name in in_turn:
+                            self._round(memory, [name])
+                            self._workers[name].end()
                     self.between()
         finally:
             for worker in self._workers.values():
@@ -305,7 +313,8 @@ class EngineRuns:
             for worker in self._workers.values():
                 worker.end()
 
-    def _round_together(self, memory: str, names: list[str]) -> None:
+    def _round(self, memory: str, names: list[str]) -> None:
+        """Load these systems, let them take turns request by request, and unload them."""
         for name in names:
             with suppress(WorkerError):  # what is asked of it then says so
                 self._workers[name].start()
@@ -318,14 +327,6 @@ class EngineRuns:
         for name in ready:
             if not self.runs.has_failed(memory, name):
                 self._asked(memory, name, "unload")
-
-    def _round_apart(self, memory: str, names: list[str]) -> None:
-        for name in names:
-            if self._load(memory, name):
-                for request in self.requests:
-                    if not self.runs.has_failed(memory, name):
-                        self._play(memory, name, request)
-            self._workers[name].end()
 
     def _load(self, memory: str, name: str) -> bool:
         facts = self._asked(memory, name, "load", load_arguments(self.arguments, memory, name))

@@ -36,7 +36,7 @@ def rows_of(
     """A row for each budget and system; the bounds (BOUNDS) come after the systems."""
     rows = []
     for memory in settings.memories:
-        of_memory = [_row(settings, memory, name, runs, simulated) for name in settings.systems]
+        of_memory = [_row(settings, memory, name, runs or ComparedRuns(), simulated) for name in settings.systems]
         bounds = [name for name in BOUNDS if name not in settings.systems]
         of_memory += [_bound_row(memory, name, simulated) for name in bounds]
         rows += [row for row in of_memory if row["engine"] is not None or row["simulated"] is not None]
@@ -47,23 +47,20 @@ def _row(
     settings: ComparisonSettings,
     memory: str,
     name: str,
-    runs: ComparedRuns | None,
+    runs: ComparedRuns,
     simulated: Mapping[tuple[str, str, int], dict[str, Any]],
 ) -> dict[str, Any]:
-    played = None if runs is None else runs.played.get((memory, name))
-    engine = None if not played or not any(played) else engine_figures(played)
+    played = runs.played.get((memory, name), [])
+    engine = engine_figures(played) if any(played) else None
     if engine is not None and name != settings.baseline:
-        assert runs is not None
-        beside = runs.played.get((memory, settings.baseline), [])
-        engine["tpot_to_baseline"] = ratio_to(played or [], beside)
+        engine["tpot_to_baseline"] = ratio_to(played, runs.played.get((memory, settings.baseline), []))
     found = next((row for key, row in simulated.items() if key[:2] == (memory, name)), None)
     figures = None if found is None else simulated_figures(found)
     baseline = next((row for key, row in simulated.items() if key[:2] == (memory, settings.baseline)), None)
     if figures is not None and baseline is not None and name != settings.baseline:
         figures["tpot_to_baseline"] = _quotient(figures["tpot_s"], simulated_figures(baseline)["tpot_s"])
-    loaded = None if runs is None else runs.loaded.get((memory, name))
-    has_failed = runs is not None and runs.has_failed(memory, name)
-    return _facts(memory, name, found or loaded, has_failed) | {"engine": engine, "simulated": figures}
+    about = _facts(memory, name, found or runs.loaded.get((memory, name)), runs.has_failed(memory, name))
+    return about | {"engine": engine, "simulated": figures}
 
 
 def _bound_row(memory: str, name: str, simulated: Mapping[tuple[str, str, int], dict[str, Any]]) -> dict[str, Any]:

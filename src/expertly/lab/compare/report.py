@@ -11,21 +11,13 @@ from typing import Any
 
 import jinja2
 
-from expertly.core.units import (
-    counted,
-    format_nbytes,
-    format_range,
-    format_ratio,
-    format_seconds,
-    format_share,
-)
+from expertly.core.units import counted, format_nbytes, format_range, format_ratio, format_seconds, format_share
 from expertly.lab.compare.figures import best_row, failures_in_words
 from expertly.lab.plots import (
     COLOUR,
     THEME,
     Mark,
     Picture,
-    check_plot,
     draw_shares,
     drawing,
     marks_of,
@@ -281,8 +273,7 @@ COLUMNS: dict[str, tuple[str, Write]] = {
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """The HTML. `results` are those of Comparison.results, as JSON has them. Raises ConfigError without matplotlib."""
-    check_plot()
+    """The HTML. `results` are those of Comparison.results, as JSON has them."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )

@@ -379,13 +379,13 @@ def same(claim: str, pair: Values, why: Why, *, margin: float, unit: str = "numb
     return judged(claim, rule, listed(pair, unit), [decides], unit, why, paper)
 
 
-def between(claim: str, points: Values, why: Why, *, unit: str = "number", paper: str = "") -> Check:
+def between(claim: str, points: Values, why: Why, *, unit: str = "number") -> Check:
     """The lowest of `points` is strictly better than both ends."""
     first, *inner, last = points
     at = min(inner, key=lambda key: points[key])
     told = [compare((at, end), points, lowest=True, strict=True) for end in (first, last)]
     measured = f"the lowest between is at {at}; {listed(points, unit)}"
-    return judged(claim, f"the lowest lies strictly between {first} and {last}", measured, told, unit, why, paper)
+    return judged(claim, f"the lowest lies strictly between {first} and {last}", measured, told, unit, why)
 
 
 def within(

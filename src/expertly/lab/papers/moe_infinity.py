@@ -17,17 +17,7 @@ from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.lab.papers import findings as rules
 from expertly.lab.papers.findings import TAKEN, Cell, Check, Finding, FindingTable, Paper, show
 from expertly.lab.papers.measured import Estimate, Floats, redrawn
-from expertly.lab.papers.metrics import (
-    HITS,
-    RIGHT,
-    TPOT,
-    WAITING,
-    Metric,
-    grid,
-    of_categories,
-    of_time,
-    table_of,
-)
+from expertly.lab.papers.metrics import HITS, RIGHT, TPOT, WAITING, Metric, grid, of_categories, of_time, table_of
 from expertly.lab.papers.recorded import SWITCH
 from expertly.lab.papers.runs import CannotRun, Lab, Runs, first_decoded
 from expertly.lab.trace_analysis import entropy

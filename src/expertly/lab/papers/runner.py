@@ -6,9 +6,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ import jinja2
 from expertly import __version__
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.core.geometry import Geometry
-from expertly.lab.papers import SEEDS, TOKENS, fmoe, moe_infinity, moepic, ours, promoe, recorded
+from expertly.lab.papers import fmoe, moe_infinity, moepic, ours, promoe, recorded
 from expertly.lab.papers.findings import TAKEN, Experiment, Finding, Paper, Result
 from expertly.lab.papers.runs import LEARNED_TOKENS, Asked, Lab, Subject
+from expertly.lab.papers.settings import ReproduceOptions
 from expertly.policies.predictor import PREDICTORS
 from expertly.policies.registry import Registry
 from expertly.scheduler.presets import get_system
@@ -84,54 +84,44 @@ def select(names: str) -> list[Experiment]:
     return sorted(chosen.values(), key=lambda one: order.index(one.name) if one.name in order else len(order))
 
 
-class Session:
-    """Experiments on the same traces with the same settings; runs that they share are made once.
+def _fewer(given: Sequence[str]) -> dict[str, int]:
+    """Tokens by the name of the experiment."""
+    found: dict[str, int] = {}
+    for text in given:
+        num, _, which = text.partition(":")
+        if not (num.isascii() and num.isdecimal() and 0 < int(num) < 10**9):
+            raise ConfigError(f"fewer={text!r:.80}: must be a number of tokens and experiments: 1500:fmoe:4,promoe:13")
+        found |= {one.name: int(num) for one in select(which)}
+    return found
 
-    `paths`: traces; None: the demo model answers some prompts, recorded at the first call. `fewer`: decoded tokens of
-    the experiments that simulate another number. Results depend on `settings`, and on the code. Raises ConfigError and
-    what `Subject.open` does.
+
+class Session:
+    """Experiments on the same traces with the same settings; runs that they share are made once. Without a trace the
+    demo model answers some prompts, recorded at the first call. Results depend on `settings`, and on the code. Raises
+    ConfigError and what `Subject.open` does.
     """
 
     def __init__(
         self,
-        paths: Sequence[Path] | None,
+        options: ReproduceOptions,
         scratch: Path,
-        *,
-        quick: bool = False,
-        seed: int = 0,
-        seeds: int = SEEDS,
-        tokens: int = TOKENS,
-        fewer: Mapping[str, int] | None = None,
-        predictors: Sequence[Path] = (),
-        arrivals: Path | None = None,
-        asked: Asked | None = None,
         progress: Callable[[str, int, int], None] | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._scratch, self._say, self._asked = scratch, say, asked or Asked()
-        self._quick, self._seed, self._tokens, self._fewer = quick, seed, tokens, fewer or {}
-        given: dict[str, Any] = {"quick": quick, "seed": seed, "seeds": seeds, "tokens": tokens, "asked": asked}
-        given["fewer"] = fewer
-        self._again = partial(Session, paths, predictors=predictors, arrivals=arrivals, **given)
-        known_arrivals = None if arrivals is None else read_arrivals(arrivals)
-        self._make_lab = partial(
-            Lab,
-            quick=quick,
-            seed=seed,
-            num_seeds=seeds,
-            asked=self._asked,
-            arrivals=known_arrivals,
-            progress=progress,
-        )
+        self._options, self._scratch, self._progress, self._say = options, scratch, progress, say
+        self._asked, self._fewer = Asked.of(options), _fewer(options.fewer or ())
+        self._arrivals = None if options.arrivals is None else read_arrivals(options.arrivals)
+        predictors = options.predictor or ()
         named = [get_system(name).weights for name in self._asked.system]
         kinds = [kind for kind in (*named, *(one.weights for one in PREDICTORS.values())) if kind is not None]
-        subjects = [Subject.open(path, predictors, kinds) for path in (paths or [recorded.demo_trace(quick, say)])]
+        paths = options.trace or [recorded.demo_trace(options.quick, say)]
+        subjects = [Subject.open(path, predictors, kinds) for path in paths]
         names = [subject.name for subject in subjects]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise ConfigError(f"trace: two of the name {twice[0]!r}; rename a folder, results are told apart by it")
         self.subjects = sorted(subjects, key=lambda subject: not subject.is_full)
-        memory, machine = self._asked.memory, self._asked.hardware
+        machine, memory = options.hardware, options.memory
         if memory is not None:
             for subject in subjects:
                 Memory(memory).budget(Geometry(subject.layers))
@@ -139,11 +129,8 @@ class Session:
             "version": __version__,
             "traces": {subject.name: subject.trace.fingerprint for subject in self.subjects},
             "predictor": " ".join(map(_digest, predictors)) or None,
-            "arrivals": None if arrivals is None else _digest(arrivals),
-            "quick": quick,
-            "seed": seed,
-            "seeds": seeds,
-            "tokens": tokens,
+            "arrivals": None if options.arrivals is None else _digest(options.arrivals),
+            **{name: getattr(options, name) for name in ("quick", "seed", "seeds", "tokens")},
             "fewer": self._fewer or None,
             "system": list(self._asked.system) or None,
             "hardware": machine if machine in HARDWARE_NAMES or machine is None else _digest(Path(machine)),
@@ -158,7 +145,7 @@ class Session:
             return
         alone = {one.name: self.result(one) for one in experiments if one.is_timed}
         context = get_context("spawn")  # threads of libraries do not survive a fork
-        with ProcessPoolExecutor(jobs, context, _open_session, (self._again, self._scratch)) as pool:
+        with ProcessPoolExecutor(jobs, context, _open_session, (self._options, self._scratch)) as pool:
             found = [None if one.name in alone else pool.submit(_result, one.name) for one in experiments]
             for one, future in zip(experiments, found, strict=True):
                 yield alone[one.name] if future is None else future.result()
@@ -191,11 +178,22 @@ class Session:
         return Result(experiment.name, tuple(findings), tuple(left_out), time.monotonic() - start)
 
     def lab(self, subject: Subject, tokens: int | None = None) -> Lab:
-        key = subject.name, tokens or self._tokens
+        options = self._options
+        key = subject.name, tokens or options.tokens
         if key not in self._labs:
             scratch = self._scratch / str(len(self._labs))
             scratch.mkdir(parents=True)
-            self._labs[key] = self._make_lab(subject, scratch, num_tokens=key[1])
+            self._labs[key] = Lab(
+                subject,
+                scratch,
+                options.quick,
+                options.seed,
+                num_seeds=options.seeds,
+                num_tokens=key[1],
+                asked=self._asked,
+                arrivals=self._arrivals,
+                progress=self._progress,
+            )
         return self._labs[key]
 
     def _stand_in(self, name: str, tokens: int | None) -> Lab:
@@ -203,9 +201,9 @@ class Session:
         if known is None:
             self._scratch.mkdir(parents=True, exist_ok=True)
             if name == recorded.SWITCH:
-                known = recorded.switch(self._seed, self._say)
+                known = recorded.switch(self._options.seed, self._say)
             else:
-                known = moepic.made_up(name, self._scratch / "made up", self._seed)
+                known = moepic.made_up(name, self._scratch / "made up", self._options.seed)
         return self.lab(known, tokens)
 
     def earlier(self, path: Path) -> dict[str, Result]:
@@ -244,15 +242,15 @@ class Session:
             said = f"`{one.name}`: {manifest.model}, {shape}; {num} requests, {one.trace.num_rows} tokens; {kind}"
             lines.append(f"{said}; {one.sizes}" + (f"; {one.weights_note}" if one.weights_note else ""))
         lines.append(
-            f"{self._tokens} decoded tokens are simulated{self._said_of_fewer()}, or all that there are, "
-            f"over {self.settings['seeds']} seeds. Each parts the requests anew: 70 % are to learn from "
+            f"{self._options.tokens} decoded tokens are simulated{self._said_of_fewer()}, or all that there are, "
+            f"over {self._options.seeds} seeds. Each parts the requests anew: 70 % are to learn from "
             f"(`--split 7:3`), of which {LEARNED_TOKENS} tokens are, or 120 requests if that is more; those simulated "
             "are of the rest, from an empty cache. Where trained networks learned from this trace, seeds order its two "
             "parts anew. Hit rates are of decode ([conventions](conventions.md)). Where a trace lacks what a system "
             "predicts from, its prediction is modelled, right as often as ProMoE (section 4) found skip prediction to "
             "be, and labelled so."
         )
-        return lines + ["`--quick`: few tokens of one seed, so that little can be told."] * self._quick
+        return lines + ["`--quick`: few tokens of one seed, so that little can be told."] * self._options.quick
 
     def _said_of_fewer(self) -> str:
         by_num: dict[int, list[str]] = {}
@@ -265,10 +263,10 @@ _sessions: list[Session] = []
 """Of this process, where it is one of several; at most one."""
 
 
-def _open_session(make: Callable[[Path], Session], scratch: Path) -> None:
+def _open_session(options: ReproduceOptions, scratch: Path) -> None:
     folder = scratch / str(os.getpid())
     folder.mkdir()
-    _sessions.append(make(folder))
+    _sessions.append(Session(options, folder))
 
 
 def _result(name: str) -> Result:

@@ -13,15 +13,16 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from expertly.arguments import names
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry
 from expertly.core.messages import Span
 from expertly.core.resources import parse_memory
 from expertly.core.units import format_nbytes
 from expertly.data import demo_predictor
-from expertly.lab.papers import SEEDS, TOKENS
 from expertly.lab.papers.findings import TAKEN, Check, Experiment, Finding, FindingTable
 from expertly.lab.papers.measured import Estimate, Floats
+from expertly.lab.papers.settings import SEEDS, TOKENS, ReproduceOptions
 from expertly.policies.learned import LearnedState, ModelShape, read_learned
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
@@ -440,6 +441,11 @@ class Asked:
     hardware: str | None = None
     memory: str | None = None
 
+    @classmethod
+    def of(cls, options: ReproduceOptions) -> Asked:
+        systems = () if options.system is None else tuple(names("system", options.system))
+        return cls(systems, options.hardware, options.memory)
+
     def refused_by(self, experiment: Experiment) -> list[str]:
         """Of what is asked for, what an experiment does not take."""
         return [name for name in TAKEN if getattr(self, name) and name not in experiment.takes]
@@ -454,9 +460,9 @@ class Asked:
             parse_memory(self.memory, 1 << 60)  # of any model
         refused = [self.refused_by(one) for one in experiments]
         if all(refused):
-            names = ", ".join(one.name for one in experiments)
+            named = ", ".join(one.name for one in experiments)
             raise ConfigError(
-                f"{', '.join(refused[0])}: means nothing to {names:.200}; `expertly lab reproduce --list` says what "
+                f"{', '.join(refused[0])}: means nothing to {named:.200}; `expertly lab reproduce --list` says what "
                 "each experiment takes"
             )
 
@@ -587,11 +593,10 @@ class Lab:
         tables: Sequence[FindingTable],
         checks: Sequence[Check | None],
         notes: Sequence[str] = (),
-        measured_on: str | None = None,
     ) -> Finding:
         """What was found here. A check that is None is of prompts, and there are none."""
         made = tuple(check for check in checks if check is not None)
-        return Finding(self.subject.name, setting, tuple(tables), made, tuple(notes), measured_on)
+        return Finding(self.subject.name, setting, tuple(tables), made, tuple(notes))
 
     def setting(self, runs: Runs, memory: str | None = None) -> str:
         """In words: machine, sizes, memory ("": several), tokens, requests and seeds."""

@@ -16,7 +16,7 @@ from expertly.engine.memory import available_host_nbytes
 from expertly.hardware.measure import store_costs
 from expertly.lab.model_profile import ModelProfile, compressed_costs, measure_model
 from expertly.lab.playing import Played, RecordedRequest, answer, chooser, feed, learn, recorded_requests
-from expertly.lab.prompts import Prompt, asked, has_template
+from expertly.lab.prompts import Prompt, asked
 from expertly.lab.recording import record
 from expertly.lab.tune.search import Candidate, Deadline
 from expertly.model.generation import max_positions
@@ -49,7 +49,6 @@ class TunedWorkload:
     num_requests: int
     num_left_out: int  # prompts, for want of time or because the model cannot take them
     absent: dict[str, str]  # fields that could not be recorded, with reasons
-    is_templated: bool = False  # prompts were put through the model's chat template
 
 
 def record_workload(
@@ -96,7 +95,6 @@ def record_workload(
         num_done,
         len(prompts) - num_done,
         recording.absent,
-        has_template(tokenizer) and not is_raw,
     )
 
 

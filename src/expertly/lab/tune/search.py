@@ -65,9 +65,6 @@ NUMBERS = {"segments": (1, 2, 4, 8), "distance": (1, 2, 3, 4, 6), "window": (2, 
 THETAS = ("0.25", "0.5", "0.75")
 """Shares of an expert that allocations with an option `theta` are tried with."""
 
-BUDGET_SHARES = (1.0, 0.75, 0.5)
-"""Shares of the free memory that are tried where the user stated no amount."""
-
 OF_BASELINES = ("order", "preemption", "transfer")
 """Parts that exist to compare with the papers' systems; they are not varied."""
 
@@ -111,7 +108,6 @@ class Space:
     codecs: Sequence[str] = ("none",)
     fields: Sequence[str] = ()  # of the trace
     has_weights: bool = False  # a predictor was trained before
-    is_free: bool = False  # nobody said how much memory to take
 
     def presets(self) -> Iterator[Candidate]:
         """Every preset system that can run, unchanged."""
@@ -123,7 +119,7 @@ class Space:
         return next(self._candidates(get_system(name)))
 
     def variations(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The candidates that differ from this one in a single part, option, codec or amount of memory, and can run."""
+        """The candidates that differ from this one in a single part, option or codec, and can run."""
         system = candidate.system
         for key, value in () if system.keeps_everything else self._settings(system):
             changed = with_setting(system, key, value)
@@ -135,10 +131,6 @@ class Space:
             for codec in self.codecs:
                 if codec != candidate.codec:
                     yield replace(candidate, codec=codec)
-        if self.is_free and not system.keeps_everything:
-            for share in BUDGET_SHARES:
-                if int(share * self.memory_nbytes) != candidate.budget_nbytes:
-                    yield replace(candidate, budget_nbytes=int(share * self.memory_nbytes))
 
     def can_run(self, system: System) -> bool:
         """Whether a system can run with these fields, weights and memory."""
@@ -190,7 +182,8 @@ def with_setting(system: System, key: str, value: str) -> System | None:
     else:
         settings[key] = value
     if key in REGISTRIES:  # options of another one are not its own
-        mine = {option for part in REGISTRIES for option in _options_of(system, part, key, value)}
+        policies = {part: getattr(system, part) for part in REGISTRIES} | {key: value}
+        mine = {option for part, policy in policies.items() for option in names_of_options(part, policy)}
         settings = {one: setting for one, setting in settings.items() if one in PARTS or one in mine}
     if (key, value) == ("prediction", "none"):
         settings = {one: setting for one, setting in settings.items() if one not in OF_PREDICTION}
@@ -198,10 +191,6 @@ def with_setting(system: System, key: str, value: str) -> System | None:
         return get_system(":".join([name, *(f"{one}={setting}" for one, setting in settings.items())]))
     except ConfigError:
         return None
-
-
-def _options_of(system: System, part: str, key: str, value: str) -> list[str]:
-    return names_of_options(part, value if part == key else getattr(system, part))
 
 
 def _can_plan(system: System) -> bool:

@@ -19,16 +19,10 @@ from expertly.engine.choice import Gain, TunedChoice, TunedOn, choices_path, in_
 from expertly.engine.learned import find_weights
 from expertly.lab.playing import RecordedRequest
 from expertly.lab.prompts import Prompt
-from expertly.lab.tune.engine import EnginePlayer, Load, TunedWorkload, measure_hardware, record_workload
+from expertly.lab.tune.engine import EnginePlayer, TunedWorkload, measure_hardware, record_workload
 from expertly.lab.tune.search import Candidate, Clock, Deadline, SearchResult, Simulation, Space, finalists, search
-from expertly.lab.tune.verdict import (
-    Calibration,
-    CandidatePlayer,
-    Verdict,
-    calibrate,
-    decide,
-    representatives,
-)
+from expertly.lab.tune.settings import TuneOptions
+from expertly.lab.tune.verdict import Calibration, CandidatePlayer, Verdict, calibrate, decide, representatives
 from expertly.model.packing import pack_cached
 from expertly.policies.learned import LearnedState
 from expertly.scheduler.presets import BASE_SYSTEM, SYSTEMS, default_system, get_system, without_prediction
@@ -49,24 +43,6 @@ MEASURING, MEASURING_S = 0.08, 20.0
 
 RESERVED_SHARE = 0.06
 """The share of the time that is left for saving, and for a last turn that takes longer than the ones before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What the user asked for. `predictor`: "auto", "off" or a file, see `expertly.load`."""
-
-    model: str | None = None
-    memory: str = "auto"
-    total_memory: str | None = None
-    dtype: str | None = None
-    codec: str = "auto"
-    device: str | None = None
-    predictor: str = "auto"
-    max_new_tokens: int = 64
-    seed: int = 0
-    time_limit_s: float = 300.0
-    command: str = ""
-    is_raw: bool = False  # prompts are texts, whatever chat template the model has
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,123 +81,184 @@ MeasureMachine = Callable[[], Hardware]
 
 
 def tune(
-    wishes: Wishes,
+    options: TuneOptions,
     prompts: Sequence[Prompt],
     machine: MeasureMachine,
     *,
+    command: str = "",
     clock: Clock = time.monotonic,
     begin: float | None = None,
     progress: Progress | None = None,
     loading: Progress | None = None,
     make_player: MakePlayer = lambda player: player,
 ) -> Tuned:
-    """Find the best choice; `save` writes it. The time limit counts from `begin` on the clock (default: now). Packing,
-    loading and one round of measuring are never cut short.
+    """Find the best choice; `save` writes it. `options.time_limit`, in seconds, counts from `begin` on the clock
+    (default: now). Packing, loading and one round of measuring are never cut short.
 
     `machine` measures the machine where the model's own times cannot be measured; `loading` is told of bytes that are
     packed and loaded, as by `expertly.load`; `make_player` may replace the engine.
 
     Raises ExpertlyError subclasses that name what is wrong with the model, the memory or the prompts.
     """
-    tell = progress or (lambda what, done, total: None)
-    begin = clock() if begin is None else begin
-    deadline = Deadline(clock, begin + (1 - RESERVED_SHARE) * wishes.time_limit_s)
-    stages = _Stages(clock, begin)
+    running = _Tuning(options, command, clock, clock() if begin is None else begin, progress, loading)
     packing = None if loading is None else partial(loading, "packing")
-    store = pack_cached(wishes.model, wishes.dtype, progress=packing, codec=wishes.codec)
-    stages.end("packing")
-    weights = _weights(wishes.predictor, store)
-    stores = _packed(store, wishes.codec)
-    load = partial(api.load, wishes.model, dtype=wishes.dtype, device=wishes.device, progress=loading)
+    store = pack_cached(options.model, options.dtype, progress=packing, codec=options.codec)
+    running.end("packing")
+    weights = _weights(options.predictor, store)
+    stores = _packed(store, options.codec)
     with TemporaryDirectory(prefix="expertly-tune-") as name:
         scratch = Path(name)
-        seen = _observed(wishes, prompts, stores, load, machine, deadline, scratch / "trace", stages, tell)
+        seen = running.observed(prompts, stores, machine, scratch / "trace")
         space = Space(
             store.manifest.layers,
             seen.memory_nbytes,
             list(stores),
             list(seen.workload.trace.manifest.fields),
             has_weights=weights is not None,
-            is_free=wishes.memory == "auto" and wishes.total_memory is None,
         )
-        simulation = Simulation(seen.workload.trace, seen.workload.schedule, seen.hardware, weights, wishes.seed)
+        simulation = Simulation(seen.workload.trace, seen.workload.schedule, seen.hardware, weights, options.seed)
         base = space.named(BASE_SYSTEM)
         usual, _ = default_system(store.manifest.layers)
         if not space.can_run(get_system(usual)):  # it would run so
             usual = without_prediction(get_system(usual)).name
         default = space.named(usual) if space.can_run(get_system(usual)) else base
         requests = seen.workload.requests
-        with EnginePlayer(seen.workload, simulation.plan, partial(_load, load, wishes.predictor), scratch) as player:
-            calibration = _calibrated(space, simulation, make_player(player), base, requests[0], deadline, tell)
-            stages.end("calibrating")
-            found = _searched(space, simulation, calibration, len(requests), deadline.share(SEARCHING), tell)
+        with EnginePlayer(seen.workload, simulation.plan, running.loaded, scratch) as player:
+            calibration = running.calibrated(space, simulation, make_player(player), base, requests[0])
+            running.end("calibrating")
+            found = running.searched(space, simulation, calibration, len(requests))
             best = _worth_it(found, base, calibration)
-            stages.end("searching")
+            running.end("searching")
             if found.ranking:
-                verdict = decide(make_player(player), best, base, default, requests, deadline, progress)
+                verdict = decide(make_player(player), best, base, default, requests, running.deadline, progress)
             else:
                 verdict = Verdict(base, "there was no time left to search", is_verified=False)
-        stages.end("verifying")
-        choice = _choice(verdict, simulation, seen, wishes)
-        choice = replace(choice, gains=verdict.gains([default, base]))
+        running.end("verifying")
+        choice = replace(running.choice(verdict, simulation, seen), gains=verdict.gains([default, base]))
         if verdict.is_verified:
             keep_learned(player.maps(verdict.chosen), choice.system, store)
-    return Tuned(choice, verdict, base, default, store, seen, calibration, found, stages.seconds)
+    return Tuned(choice, verdict, base, default, store, seen, calibration, found, running.seconds)
 
 
-def _observed(
-    wishes: Wishes,
-    prompts: Sequence[Prompt],
-    stores: Mapping[str, PackedStore],
-    load: Load,
-    machine: MeasureMachine,
-    deadline: Deadline,
-    folder: Path,
-    stages: _Stages,
-    tell: Progress,
-) -> Observed:
-    """Load the model once, record and measure. Where there is a choice it is loaded uncompressed, because then loads
-    can be measured apart from decoding.
-    """
-    codec = "none" if "none" in stores else next(iter(stores))
-    load_base = partial(load, system=BASE_SYSTEM, learned=None, codec=codec)
-    tell("recording", 0, 1)
-    model, tokenizer = load_base(memory=wishes.memory, total_memory=wishes.total_memory)
-    try:
-        workload = record_workload(
-            model,
-            tokenizer,
-            prompts,
-            folder,
-            max_new_tokens=wishes.max_new_tokens,
-            seed=wishes.seed,
-            deadline=deadline.share(RECORDING),
-            command=wishes.command,
-            is_raw=wishes.is_raw,
-        )
-        stages.end("recording")
-        tell("measuring", 0, 1)
-        seconds = min(MEASURING_S, MEASURING * wishes.time_limit_s)
-        hardware, times = measure_hardware(model, lambda: load_base(memory="50%")[0], stores, seconds, machine)
-        memory_nbytes = api.handle(model).engine.scheduler.budget.memory_nbytes
-        here, reason = this_machine(model.device), api.stats(model).memory_reason
-    finally:
-        api.unload(model)
-    stages.end("measuring")
-    return Observed(workload, hardware, times, here, memory_nbytes, reason)
+class _Tuning:
+    """The stages, what they share, and how long each took."""
 
-
-class _Stages:
-    """Measures how long each stage takes."""
-
-    def __init__(self, clock: Clock, begin: float) -> None:
+    def __init__(
+        self,
+        options: TuneOptions,
+        command: str,
+        clock: Clock,
+        begin: float,
+        progress: Progress | None,
+        loading: Progress | None,
+    ) -> None:
+        self.deadline = Deadline(clock, begin + (1 - RESERVED_SHARE) * options.time_limit)
         self.seconds: dict[str, float] = {}
-        self._clock = clock
-        self._begin = begin
+        self._options, self._command, self._begin = options, command, begin
+        self._tell: Progress = progress or (lambda what, done, total: None)
+        self._load = partial(api.load, options.model, dtype=options.dtype, device=options.device, progress=loading)
 
-    def end(self, name: str) -> None:
-        now = self._clock()
-        self.seconds[name], self._begin = now - self._begin, now
+    def end(self, stage: str) -> None:
+        now = self.deadline.clock()
+        self.seconds[stage], self._begin = now - self._begin, now
+
+    def loaded(self, system: str, **others: Any) -> tuple[Any, Any]:
+        """Load a system, with trained weights where it uses some."""
+        weights = self._options.predictor if get_system(system).takes_weights else "off"
+        return self._load(system=system, predictor=weights, **others)
+
+    def observed(
+        self, prompts: Sequence[Prompt], stores: Mapping[str, PackedStore], machine: MeasureMachine, folder: Path
+    ) -> Observed:
+        """Load the model once, record and measure. Where there is a choice it is loaded uncompressed, because then
+        loads can be measured apart from decoding.
+        """
+        options, codec = self._options, "none" if "none" in stores else next(iter(stores))
+        load = partial(self._load, system=BASE_SYSTEM, learned=None, codec=codec)
+        self._tell("recording", 0, 1)
+        model, tokenizer = load(memory=options.memory, total_memory=options.total_memory)
+        try:
+            workload = record_workload(
+                model,
+                tokenizer,
+                prompts,
+                folder,
+                max_new_tokens=options.max_new_tokens,
+                seed=options.seed,
+                deadline=self.deadline.share(RECORDING),
+                command=self._command,
+                is_raw=options.raw,
+            )
+            self.end("recording")
+            self._tell("measuring", 0, 1)
+            seconds = min(MEASURING_S, MEASURING * options.time_limit)
+            hardware, times = measure_hardware(model, lambda: load(memory="50%")[0], stores, seconds, machine)
+            memory_nbytes = api.handle(model).engine.scheduler.budget.memory_nbytes
+            here, reason = this_machine(model.device), api.stats(model).memory_reason
+        finally:
+            api.unload(model)
+        self.end("measuring")
+        return Observed(workload, hardware, times, here, memory_nbytes, reason)
+
+    def calibrated(
+        self, space: Space, simulation: Simulation, player: CandidatePlayer, base: Candidate, request: RecordedRequest
+    ) -> Calibration:
+        """Simulate a request under each preset, and run the best of them to measure what the simulator leaves out."""
+        scored: dict[Candidate, float] = {}
+        simulating = self.deadline.share(CALIBRATING)
+        for candidate in dict.fromkeys([base, *space.presets()]):
+            self._tell(f"simulating {candidate.label}", 0, 1)
+            seconds = None if simulating.is_over else simulation.score(candidate, 1, simulating)
+            if seconds is not None:
+                scored[candidate] = seconds
+        if base not in scored:
+            return Calibration(base)
+        steps = max(1, simulation.num_steps(1))
+        return calibrate(
+            player,
+            base,
+            representatives(scored.items(), base, scored[base]),
+            lambda candidate: scored[candidate] / steps if candidate in scored else None,
+            request,
+            self.deadline.share(CALIBRATING),
+        )
+
+    def searched(
+        self, space: Space, simulation: Simulation, calibration: Calibration, num_requests: int
+    ) -> SearchResult:
+        num_tried = 0
+
+        def score(candidate: Candidate, num: int, until: Deadline) -> float | None:
+            nonlocal num_tried
+            num_tried += 1
+            self._tell(f"searching, {num_tried} tried", 0, 1)
+            seconds = simulation.score(candidate, num, until)
+            return None if seconds is None else seconds + calibration.overhead_s(candidate) * simulation.num_steps(num)
+
+        seeds = dict.fromkeys([calibration.base, *space.presets()])
+        return search(list(seeds), space.variations, score, num_requests, self.deadline.share(SEARCHING))
+
+    def choice(self, verdict: Verdict, simulation: Simulation, seen: Observed) -> TunedChoice:
+        chosen, options = verdict.chosen, self._options
+        is_named = chosen.system.takes_weights and options.predictor not in ("auto", "off")
+        return TunedChoice(
+            system=chosen.system.name,
+            segments=simulation.segments(chosen),
+            memory_nbytes=seen.memory_nbytes,
+            budget_nbytes=chosen.budget_nbytes,
+            codec=chosen.codec,
+            machine=seen.machine,
+            plan=simulation.plan(chosen),
+            predictor=str(Path(options.predictor).expanduser().absolute()) if is_named else None,
+            about={
+                "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "command": self._command[:1000],
+                "memory": options.memory if options.total_memory is None else f"total {options.total_memory}",
+                "requests": seen.workload.num_requests,
+                "tokens": seen.workload.trace.num_rows,
+                "times": seen.times[:1000],
+            },
+        )
 
 
 def _packed(store: PackedStore, codec: str) -> dict[str, PackedStore]:
@@ -240,92 +277,12 @@ def _weights(predictor: str, store: PackedStore) -> LearnedState | None:
     return None if taker is None else find_weights(predictor, taker, store)
 
 
-def _calibrated(
-    space: Space,
-    simulation: Simulation,
-    player: CandidatePlayer,
-    base: Candidate,
-    request: RecordedRequest,
-    deadline: Deadline,
-    tell: Progress,
-) -> Calibration:
-    """Simulate a request under each preset, and run the best of them to measure what the simulator leaves out."""
-    scored: dict[Candidate, float] = {}
-    simulating = deadline.share(CALIBRATING)
-    for candidate in dict.fromkeys([base, *space.presets()]):
-        tell(f"simulating {candidate.label}", 0, 1)
-        seconds = None if simulating.is_over else simulation.score(candidate, 1, simulating)
-        if seconds is not None:
-            scored[candidate] = seconds
-    if base not in scored:
-        return Calibration(base)
-    steps = max(1, simulation.num_steps(1))
-    return calibrate(
-        player,
-        base,
-        representatives(scored.items(), base, scored[base]),
-        lambda candidate: scored[candidate] / steps if candidate in scored else None,
-        request,
-        deadline.share(CALIBRATING),
-    )
-
-
-def _searched(
-    space: Space,
-    simulation: Simulation,
-    calibration: Calibration,
-    num_requests: int,
-    deadline: Deadline,
-    tell: Progress,
-) -> SearchResult:
-    num_tried = 0
-
-    def score(candidate: Candidate, num: int, until: Deadline) -> float | None:
-        nonlocal num_tried
-        num_tried += 1
-        tell(f"searching, {num_tried} tried", 0, 1)
-        seconds = simulation.score(candidate, num, until)
-        return None if seconds is None else seconds + calibration.overhead_s(candidate) * simulation.num_steps(num)
-
-    seeds = dict.fromkeys([calibration.base, *space.presets()])
-    return search(list(seeds), space.variations, score, num_requests, deadline)
-
-
 def _worth_it(found: SearchResult, base: Candidate, calibration: Calibration) -> list[Candidate]:
     """The best few that should be faster than the base and did not fail in calibration."""
     scores = {one.num_requests: one.seconds for one in found.ranking if one.candidate == base}
     ran = [one for one in found.ranking if one.candidate not in calibration.failed]
     faster = [one for one in ran if one.seconds < scores.get(one.num_requests, float("inf"))]
     return finalists(faster, FINALISTS, OF_A_PRESET, lambda one: not calibration.unmeasured(one))
-
-
-def _load(load: Callable[..., tuple[Any, Any]], predictor: str, system: str, **others: Any) -> tuple[Any, Any]:
-    """Load a system, with trained weights where it uses some."""
-    weights = predictor if get_system(system).takes_weights else "off"
-    return load(system=system, predictor=weights, **others)
-
-
-def _choice(verdict: Verdict, simulation: Simulation, seen: Observed, wishes: Wishes) -> TunedChoice:
-    chosen = verdict.chosen
-    is_named = chosen.system.takes_weights and wishes.predictor not in ("auto", "off")
-    return TunedChoice(
-        system=chosen.system.name,
-        segments=simulation.segments(chosen),
-        memory_nbytes=seen.memory_nbytes,
-        budget_nbytes=chosen.budget_nbytes,
-        codec=chosen.codec,
-        machine=seen.machine,
-        plan=simulation.plan(chosen),
-        predictor=str(Path(wishes.predictor).expanduser().absolute()) if is_named else None,
-        about={
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": wishes.command[:1000],
-            "memory": wishes.memory if wishes.total_memory is None else f"total {wishes.total_memory}",
-            "requests": seen.workload.num_requests,
-            "tokens": seen.workload.trace.num_rows,
-            "times": seen.times[:1000],
-        },
-    )
 
 
 def keep_learned(learned: Path, system: str, store: PackedStore) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import comb
 from typing import Protocol
 
@@ -128,31 +129,16 @@ def _quiet_step_s(played: Played) -> float:
 CONFIDENCE = 0.95
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A median and an interval around it: the true median lies below `low`, or above `high`, with a probability of at
-    most 1 - CONFIDENCE each. With fewer than five values they are the extremes, and less sure.
-    """
-
-    median: float
-    low: float
-    high: float
-
-
-def median_interval(values: Sequence[float]) -> Interval:
-    """The interval of independent values, by their order: how many of n lie above the true median is binomial with p =
-    1/2.
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """An interval around the median of independent values: the true median lies below the first number, or above the
+    second, with a probability of at most 1 - CONFIDENCE each. With fewer than five values they are the extremes, and
+    less sure. How many of n values lie above the true median is binomial with p = 1/2.
     """
     ordered = sorted(values)
     count = len(ordered)
-    below = 0.0
-    place = count - 1
-    for number in range(count):
-        below += comb(count, number) / 2**count
-        if below >= CONFIDENCE:
-            place = number
-            break
-    return Interval(statistics.median(ordered), ordered[count - 1 - place], ordered[place])
+    sums = accumulate(comb(count, number) for number in range(count))
+    place = next((number for number, below in enumerate(sums) if below >= CONFIDENCE * 2**count), count - 1)
+    return ordered[count - 1 - place], ordered[place]
 
 
 MIN_TURNS = 5
@@ -185,13 +171,13 @@ class Turns:
         interval of the turns' ratios. Where no answer has a second token the ratio of TPOT is 1.
         """
         pairs = list(zip(self.played[candidate], self.played[over], strict=False))
-        ratios = median_interval([one.seconds / other.seconds for one, other in pairs])
+        low, high = median_interval([one.seconds / other.seconds for one, other in pairs])
         tpot, of_over = self.tpot_s(candidate), self.tpot_s(over)
         return Gain(
             over.label,
             sum(self._typical(candidate, lambda one: one.seconds)) / sum(self._typical(over, lambda one: one.seconds)),
-            ratios.low,
-            ratios.high,
+            low,
+            high,
             tpot / of_over if tpot is not None and of_over is not None else 1.0,
             len(pairs),
         )
@@ -206,15 +192,10 @@ class Turns:
 
     def _typical(self, candidate: Candidate, of: Callable[[Played], float | None]) -> list[float]:
         """Of each request the median over the turns; requests of which nothing is known are left out."""
-        found = ([of(one) for one in played] for played in self._by_request(candidate).values())
+        played, num = self.played[candidate][: self.count], len(self.requests)
+        found = ([of(one) for one in played[number::num]] for number in range(num))
         known = ([value for value in values if value is not None] for values in found)
         return [statistics.median(values) for values in known if values]
-
-    def _by_request(self, candidate: Candidate) -> Mapping[int, list[Played]]:
-        found: dict[int, list[Played]] = defaultdict(list)
-        for turn, played in enumerate(self.played[candidate][: self.count]):
-            found[turn % len(self.requests)].append(played)
-        return found
 
 
 def take_turns(

@@ -14,9 +14,7 @@ import pytest
 
 from expertly.core.errors import TraceError
 from expertly.core.geometry import DenseShape
-from expertly.trace.importers import find_importer
-from expertly.trace.importers.base import ImportOptions
-from expertly.trace.importers.npz import import_npz
+from expertly.trace.importing import ImportOptions, import_npz
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer
 from tests.trace.builders import Rows
@@ -211,11 +209,6 @@ def test_bad_sequences_are_named(tmp_path: Path, content: bytes, message: str) -
     (tmp_path / "sequences.json").write_bytes(content)
     with pytest.raises(TraceError, match=rf"sequences.json: {message}"):
         run_import(save(tmp_path))
-
-
-def test_unknown_formats_list_the_known() -> None:
-    with pytest.raises(TraceError, match="format='csv': unknown; accepted: npz"):
-        find_importer("csv")
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="EXPERTLY_TEST_DATA does not lead to the published routing")

@@ -1,4 +1,5 @@
-"""npz files of chosen experts, as published with routing studies: one token a row, sequence after sequence.
+"""Makes traces of npz files of chosen experts, as published with routing studies: one token a row, sequence after
+sequence.
 
 Arrays: `experts` [N, L, K] ids, `seq_len` [R] tokens of each sequence (adding up to N), and optionally `weights` [N, L,
 K] and `token_index` [N]. Beside the file there may be `probs_u8.npz` with `probs_x255` [N, L, K] (the weights of the
@@ -16,6 +17,7 @@ import math
 import zipfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,17 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import TraceError
-from expertly.trace.importers.base import ImportOptions
+from expertly.core.geometry import DenseShape
 from expertly.trace.reader import TOKEN_VECTOR_SIZE
-from expertly.trace.schema import (
-    MAX_EXPERTS,
-    TOKEN_VECTORS,
-    Array,
-    FieldInfo,
-    TraceLayer,
-    ValueChecks,
-    trace_field,
-)
+from expertly.trace.schema import MAX_EXPERTS, TOKEN_VECTORS, Array, FieldInfo, TraceLayer, ValueChecks, trace_field
 from expertly.trace.writer import whole_trace
 
 PROBS_NAME = "probs_u8.npz"
@@ -53,6 +47,35 @@ _DAMAGE = (
     OverflowError,
 )
 """The errors of zipfile and NumPy for a file that is not what it should be (encryption, a method, a header)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportOptions:
+    """What a source may leave open. `layers` must fit what the source says."""
+
+    model: str
+    layers: tuple[TraceLayer, ...] | None = None
+    dense: DenseShape | None = None
+    num_experts: int | None = None
+    created: str = ""
+    command: str = ""
+
+    def layers_of(self, where: str, num_layers: int, top_k: int, guessed_experts: int) -> tuple[TraceLayer, ...]:
+        """The layers of a source that has `num_layers` layers of `top_k`.
+
+        Raises TraceError if `self.layers` are not those.
+        """
+        if self.layers is None:
+            return (TraceLayer(self.num_experts or guessed_experts, top_k),) * num_layers
+        if len(self.layers) != num_layers:
+            raise TraceError(f"{where}: {num_layers} layers, but the geometry has {len(self.layers)}")
+        largest = max(layer.top_k for layer in self.layers)
+        if largest != top_k:
+            raise TraceError(f"{where}: top-{top_k} routing, but the geometry chooses {largest}")
+        for layer in self.layers:
+            if self.num_experts not in (None, layer.num_experts):
+                raise TraceError(f"num_experts={self.num_experts}: but the geometry has {layer.num_experts}")
+        return self.layers
 
 
 @contextlib.contextmanager
@@ -173,7 +196,9 @@ class _Columns:
 
 
 def import_npz(source: Path, folder: Path, options: ImportOptions) -> None:
-    """Where `options` do not give the number of experts, it is the largest id + 1, rounded up to a power of two."""
+    """Write the trace of `source` to the new or empty `folder`, all of it or nothing. Where `options` do not give the
+    number of experts, it is the largest id + 1, rounded up to a power of two. Raises TraceError naming what is wrong.
+    """
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(_open_npz(source))
         beside = source.parent / PROBS_NAME
