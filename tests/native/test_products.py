@@ -38,7 +38,7 @@ def set_threads(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 
 
 def dtypes(kernels: Kernels) -> list[torch.dtype]:
-    return [dtype for dtype in EPSILON if kernels.takes(dtype)]
+    return [dtype for dtype in EPSILON if kernels.most_tokens(dtype)]
 
 
 def values(dice: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -269,7 +269,7 @@ def test_what_is_not_theirs_is_refused_and_changes_nothing(kernels: Kernels) -> 
         with pytest.raises(MemoryError):
             kernels.sums((rows.data_ptr(), 0, num_tokens, 0), torch.ones(5, 2), out.view(5, 2), 8)
     assert bool((out == 7).all())
-    assert not kernels.takes(torch.float64)
+    assert not kernels.most_tokens(torch.float64)
 
 
 def test_all_sets_of_a_processor_come_fastest_first() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from transformers.utils import output_capturing
 
 from expertly.model.hooks import CACHE, look_alike
 from expertly.model.tiled import TiledLayer
-from expertly.native.kernels import MAX_FLOAT32_TOKENS, NORM_STYLES, Kernels, Projections
+from expertly.native.kernels import NORM_STYLES, Kernels, Projections
 
 _PLAIN = (nn.Parameter, torch.Tensor)
 """Other kinds of tensor, as quantizing makes them, have no memory of their own, or other bytes in it."""
@@ -44,7 +43,7 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> int:
 
 
 def _is_taken(tensor: torch.Tensor, kernels: Kernels) -> bool:
-    return kernels.takes(tensor.dtype) and tensor.is_cpu
+    return kernels.most_tokens(tensor.dtype) > 0 and tensor.is_cpu
 
 
 # -- linear layers -----------------------------------------------------------------------------------------------------
@@ -52,7 +51,7 @@ def _is_taken(tensor: torch.Tensor, kernels: Kernels) -> bool:
 
 def _use_products(model: nn.Module, kernels: Kernels) -> int:
     modules: list[Any] = [
-        module for module in model.modules() if type(module) is nn.Linear and kernels.takes(module.weight.dtype)
+        module for module in model.modules() if type(module) is nn.Linear and kernels.most_tokens(module.weight.dtype)
     ]
     for module in modules:
         module.__class__ = FewTokensLinear
@@ -83,9 +82,7 @@ def _linear_of(
     num_tokens = input.numel() // width if width else 0
     can_train = torch.is_grad_enabled()
     if (
-        not 1 <= num_tokens <= kernels.max_tokens
-        or (num_tokens > MAX_FLOAT32_TOKENS and input.dtype == torch.float32)
-        or input.dtype not in kernels.dtypes
+        not 1 <= num_tokens <= kernels.most_tokens(input.dtype)
         or not input.is_cpu
         or weight.dim() != 2
         or width != weight.shape[1]
@@ -149,9 +146,6 @@ class _Functional:
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------
-
-_MAX_NORM_NBYTES = 256 << 10
-"""Of an input; beyond, torch has threads."""
 
 
 def _use_norms(model: nn.Module, kernels: Kernels) -> int:
@@ -218,9 +212,7 @@ def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> N
         if (
             hidden_states.dtype != weight.dtype
             or not (hidden_states.is_cpu and weight.is_cpu)
-            or not hidden_states.numel()
-            or hidden_states.nbytes > _MAX_NORM_NBYTES
-            or (weight.dtype == torch.float32 and math.prod(hidden_states.shape[:2]) > MAX_FLOAT32_TOKENS)
+            or not 1 <= hidden_states.shape[:-1][:2].numel() <= kernels.most_tokens(weight.dtype)
             or hidden_states.shape[-1] != weight.shape[0]
             or type(weight) not in _PLAIN
             or weight.stride(0) != 1
@@ -238,9 +230,6 @@ def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> N
 
 _NAME = "expertly"
 """Of the attention function that attention modules of loaded models ask transformers for."""
-
-_MAX_QUERIES = 16
-"""Tokens of a sequence; more are a prompt."""
 
 _HEEDED = {"cache", "position_bias", "softcap", "s_aux"}
 """Arguments that transformers' `sdpa` heeds or refuses, beside those that `_attention` names."""
@@ -282,7 +271,7 @@ def _is_usual(module: Any, kernels: Kernels) -> bool:
     eager, sinks = _eager_of(module), getattr(module, "sinks", None)
     groups = getattr(module, "num_key_value_groups", None)
     dtype = torch.bfloat16 if sinks is None else sinks.dtype
-    if eager is None or not isinstance(groups, int) or not kernels.takes(dtype):
+    if eager is None or not isinstance(groups, int) or not kernels.most_tokens(dtype, None):
         return False
     num_heads = 2 * groups if sinks is None else len(sinks)
     generator = torch.Generator().manual_seed(0)
@@ -397,8 +386,7 @@ def _is_native(
 ) -> bool:
     num_tokens = query.shape[2]
     if (
-        num_tokens > _MAX_QUERIES
-        or query.dtype not in kernels.dtypes
+        num_tokens > kernels.most_tokens(query.dtype, None)
         or not query.is_cpu
         or not query.dtype == key.dtype == value.dtype
         or key.shape[:3] != value.shape[:3]
@@ -535,9 +523,7 @@ def _are_few(module: Any, hidden: torch.Tensor, angles: Any, kernels: Kernels) -
     weight = module.q_proj.weight
     return (
         hidden.dim() == 3
-        and 1
-        <= hidden.shape[0] * hidden.shape[1]
-        <= (MAX_FLOAT32_TOKENS if hidden.dtype == torch.float32 else kernels.max_tokens)
+        and 1 <= hidden.shape[0] * hidden.shape[1] <= kernels.most_tokens(hidden.dtype)
         and hidden.dtype == weight.dtype == cos.dtype == sin.dtype
         and hidden.is_cpu
         and not module.training

@@ -30,14 +30,10 @@ VARIABLE = "EXPERTLY_KERNELS"
 ACCEPTED = ("auto", "native", "torch", "avx512_bf16", "avx512", "avx2", "generic")
 
 MAX_TOKENS = 16
-"""Most tokens of one product, which reads a chunk of weights again from the cache for every few; of the `generic` one,
-whose vectors are short, 1, where weights are not quantised (docs/log.md).
-"""
+"""Most tokens of one product, which reads a chunk of weights again from the cache for every few."""
 
-MAX_FLOAT32_TOKENS = 4
-"""The same in float32, where weights are not quantised. torch has longer prompts: another order of summation changes
-last bits, which tiny random models magnify.
-"""
+_MAX_FLOAT32_TOKENS = 4
+"""Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
 
 VERSION = 23
 """Of the interface that is called here; products.c says the same number."""
@@ -67,7 +63,6 @@ class Library:
 
     name: str  # of the instruction set
     level: int
-    max_tokens: int  # most tokens of a product for which it is worth while
     dtypes: dict[torch.dtype, int]  # what it multiplies, by its own numbers
     dots: Callable[..., int]
     sums: Callable[..., int]
@@ -125,9 +120,8 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
         if name_of(level) is not None:
             name = name_of(level).decode()
             dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if has_half(level) else {}), torch.float32: 2}
-            max_tokens = 1 if name == "generic" else MAX_TOKENS
             calls = dots, sums, tile_dots, tile_sums, tile_decode, experts, combine, attention, projections, norm
-            made.append(Library(name, level, max_tokens, dtypes, *calls))
+            made.append(Library(name, level, dtypes, *calls))
     return tuple(made), ""
 
 
@@ -198,7 +192,6 @@ class Kernels:
         self.library = library
         self.why = why
         self.name = "torch" if library is None else f"native {library.name}"
-        self.max_tokens = 0 if library is None else library.max_tokens  # of one product that they take
         self.dtypes = {} if library is None else library.dtypes  # of matrices that they take, in the host's memory
         self.max_threads = granted_cpus()
         self.num_native = 0  # experts, or parts of one, that were computed by the compiled products, or Triton's
@@ -208,9 +201,20 @@ class Kernels:
     def __deepcopy__(self, memo: dict[int, object]) -> Kernels:
         return self
 
-    def takes(self, dtype: torch.dtype) -> bool:
-        """Whether the compiled products are for such matrices, and up to `max_tokens` tokens at a time."""
-        return dtype in self.dtypes
+    def most_tokens(self, dtype: torch.dtype, weights: str | None = "") -> int:
+        """For how many tokens at a time the compiled kernels are worth while and exact enough; 0: never.
+
+        `weights`: their format, "" where they are numbers of `dtype`; None: there are none, as in attention, whose
+        tokens are those of one sequence.
+        """
+        library = self.library
+        if library is None or dtype not in library.dtypes:
+            return 0
+        if weights != "":
+            return MAX_TOKENS
+        if library.level == 0:  # whose vectors are short
+            return 1
+        return _MAX_FLOAT32_TOKENS if dtype == torch.float32 else MAX_TOKENS
 
     def slots(self, *layer: Any) -> SlotProducts | None:
         """An accelerator's kernels over the slots of a layer, which SlotProducts describes; None: torch's."""
@@ -231,7 +235,7 @@ class Kernels:
         num_matrices: int | None = None,
     ) -> None:
         """out[m, o + t, i] = row (i, m) . x[r + t] for every task (address, r, n, o) of `tasks`, four numbers each, and
-        t < n <= max_tokens; neuron i's row of matrix m is at address + i * row_nbytes + m * matrix_nbytes.
+        t < n <= most_tokens; neuron i's row of matrix m is at address + i * row_nbytes + m * matrix_nbytes.
 
         `x` is [*, H], its rows dense, or contiguous [..., H]; `out` [M, ..., r], contiguous, or [..., r] with
         `num_matrices` M. `bias` [r] is added before rounding, where M is 1. Raises MemoryError.
@@ -306,7 +310,7 @@ class Kernels:
         *,
         adds: bool,
     ) -> None:
-        """out[o] = expert(x[i]) for every task (address, n, expert) of `tasks`, three numbers each, n <= max_tokens,
+        """out[o] = expert(x[i]) for every task (address, n, expert) of `tasks`, three numbers each, n <= most_tokens,
         and the next n rows i of `x_rows` and o of `out_rows`: `num_neurons` of the expert from an address on, the first
         of them its number `begin`; `expert` is its number in the biases. `adds`: to `out`, which is float32, unrounded
         and without bias.
@@ -334,7 +338,7 @@ class Kernels:
         """
         library = self.library
         (num_tokens, top_k), width = weights.shape, rows.shape[1]
-        if library is None or num_tokens > MAX_TOKENS or rows.dtype not in self.dtypes:
+        if library is None or num_tokens > self.most_tokens(rows.dtype, None):
             return None
         out = rows.new_empty(num_tokens, width)
         dtypes = self.dtypes[rows.dtype], self.dtypes[weights.dtype]
@@ -362,7 +366,7 @@ class Kernels:
         `mask` [B or 1, H or 1, n, S] says what is seen, or is added to the scores; `softcap`
         bounds scores by a tanh; `sinks` [H] are scores that take their share of the softmax and have no value. Widths
         lie side by side. `then`: what the linear layer of this weight [rows, H * W] and bias [rows], contiguous, makes
-        of it instead, [B, n, rows], of at most max_tokens. Raises MemoryError.
+        of it instead, [B, n, rows], of at most most_tokens. Raises MemoryError.
         """
         library = self.library
         assert library is not None
@@ -404,9 +408,9 @@ class Kernels:
     def projections(
         self, x: torch.Tensor, layer: Projections, cos: torch.Tensor, sin: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Queries, keys and values [B, heads, S, D] of `x` [B, S, H], of at most max_tokens. Rotated by `cos` and `sin`
-        [..., angles]: as many angles as numbers, or one a pair; position t modulo positions is token t's. All of the
-        layer's dtype. Raises MemoryError.
+        """Queries, keys and values [B, heads, S, D] of `x` [B, S, H], of at most most_tokens. Rotated by `cos` and
+        `sin` [..., angles]: as many angles as numbers, or one a pair; position t modulo positions is token t's. All of
+        the layer's dtype. Raises MemoryError.
         """
         library = self.library
         assert library is not None
