@@ -297,7 +297,7 @@ class LayerCall:
             self.outputs.zero_()
         self._there: dict[int, torch.Tensor] | None = None  # the rows of experts, where they are computed
         self._slots = None if compute.slots is None else compute.slots.begin(self._hidden, self.outputs)
-        is_short = len(hidden) <= compute.max_tokens and (work.positions is not None or compute.joins)
+        is_short = hidden.shape[0] <= compute.max_tokens and (work.positions is not None or compute.joins)
         self.takes_several = self._slots is not None or is_short
         """Whether experts that are here can be computed in one call, by the kernels: those of few tokens."""
 
