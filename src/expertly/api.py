@@ -92,9 +92,9 @@ def open_model(
     targets = choose_devices(asked.device, asked.devices)
     on_host = kind_of(targets[0]).runs_on_host
     with ExitStack() as opened:  # closed again if a later step raises
-        chosen = _choose(model, asked, targets, progress, cache, opened)
         if on_host:
-            give_back_code()  # that only imports ran, before weights take the memory
+            give_back_code()  # that only imports ran, before anything else takes the memory
+        chosen = _choose(model, asked, targets, progress, cache, opened)
         engine = _open_engine(chosen, targets, opened)
         loaded = _open_dense(chosen, engine)
         system, why_system = _begin_prediction(chosen, loaded, engine)

@@ -10,7 +10,7 @@ import torch
 
 import expertly
 from expertly.api import handle
-from expertly.native.kernels import MAX_FLOAT32_TOKENS, VARIABLE, Kernels, libraries
+from expertly.native.kernels import VARIABLE, Kernels, choose_kernels, libraries
 from tests.engine.conftest import Cases
 from tests.engine.observe import Call, loaded
 from tests.engine.test_compute import relative_error, run, scatter
@@ -105,11 +105,12 @@ def test_outputs_are_torchs(
 
 def test_an_expert_of_many_tokens_is_torchs(cases: Cases, calls: list[int]) -> None:
     with loaded(cases["qwen3_moe"].store, system="resident", memory="100%") as model:
-        many = MAX_FLOAT32_TOKENS + 1
+        few = choose_kernels().most_tokens(torch.float32)
+        many = few + 1
         index = torch.tensor([[0, 1, 2]] * many)
         run(model, Call(0, torch.randn(many, 32), index, torch.rand(many, 3)))
         assert calls == [] and kernels_of(model)["torch"] == 3
-        run(model, Call(0, torch.randn(MAX_FLOAT32_TOKENS, 32), index[:-1], torch.rand(MAX_FLOAT32_TOKENS, 3)))
+        run(model, Call(0, torch.randn(few, 32), index[:-1], torch.rand(few, 3)))
         assert calls == [3], "all of a layer in one call"
 
 

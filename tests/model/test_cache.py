@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-from expertly.model.hooks import ROOM_TOKENS, RoomyLayer, give_room
+from expertly.model.hooks import ROOM_TOKENS, RoomyLayer, give_room, places
 
 Pair = tuple[DynamicLayer, DynamicLayer]
 """Ours and transformers' own."""
@@ -31,7 +31,16 @@ def layers() -> Pair:
 
 
 def grow(pair: Pair, num_tokens: int, seed: int) -> None:
-    got, expected = (layer.update(*numbers(num_tokens, seed)) for layer in pair)
+    """By `update`, or at odd seeds at their places, where there are any."""
+    new, cache = numbers(num_tokens, seed), DynamicCache()
+    cache.layers = [pair[0]]
+    got = places(cache, 0, new[0][:, 0]) if seed % 2 else None
+    if got is None:
+        got = pair[0].update(*new)
+    else:
+        for kept, one in zip(got, new, strict=True):
+            kept[:, :, -num_tokens:] = one
+    expected = pair[1].update(*new)
     assert all(map(torch.equal, got, expected))
     assert torch.equal(pair[0].keys, pair[1].keys) and torch.equal(pair[0].values, pair[1].values)
 
@@ -39,11 +48,11 @@ def grow(pair: Pair, num_tokens: int, seed: int) -> None:
 def test_tokens_are_written_beside_the_others() -> None:
     pair = layers()
     grow(pair, 5, 0)
-    places = set()
+    addresses = set()
     for seed in range(1, 2 * ROOM_TOKENS):
         grow(pair, 1, seed)
-        places.add(pair[0].keys.data_ptr())
-    assert len(places) == 2, "memory is new once in as many tokens as it has room for"
+        addresses.add(pair[0].keys.data_ptr())
+    assert len(addresses) == 2, "memory is new once in as many tokens as it has room for"
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])

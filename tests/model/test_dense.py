@@ -139,7 +139,7 @@ def test_families_decode_by_the_kernels(family: str, dtype: torch.dtype, monkeyp
     def both(module: Any, *args: Any, **more: Any) -> Any:
         result = dense._attention(module, *args, **more)
         with monkeypatch.context() as context:
-            context.setattr(dense, "_MAX_QUERIES", 0)
+            context.setattr(dense, "_is_native", lambda *_: False)
             expected = dense._attention(module, *args, **more)[0].float()
         torch.testing.assert_close(result[0].float(), expected, rtol=close, atol=close * float(expected.abs().max()))
         return result
@@ -230,7 +230,7 @@ def test_norms_are_known_by_what_they_compute(kind: Any, dtype: torch.dtype) -> 
     is_known = kind not in (Unusual, nn.LayerNorm)
     assert use_kernels(changed, kernels) == is_known
     assert (type(changed[0]) is not type(module[0])) == is_known
-    x = torch.randn(1, 1 if kernels.max_tokens == 1 else 3, width).to(dtype)
+    x = torch.randn(1, min(3, kernels.most_tokens(dtype)), width).to(dtype)
     for scale in (1.0, 1e-3, 300.0):
         with torch.no_grad():
             expected, got = module(x * scale), changed(x * scale)
@@ -241,27 +241,64 @@ def test_norms_are_known_by_what_they_compute(kind: Any, dtype: torch.dtype) -> 
     assert got.requires_grad and torch.equal(got, module(x)), "what is trained is torch's"
 
 
-def test_routers_multiply_few_tokens_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = make_model("qwen3_moe", dtype=torch.bfloat16).eval()
-    router = model.model.layers[0].mlp.gate
-    changed = copy.deepcopy(router)
-    assert use_kernels(changed, choose_kernels()) == 1
+@pytest.fixture
+def routed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each call that chose experts."""
     asked: list[int] = []
-    dots = Kernels.dots
+    router = Kernels.router
 
-    def counted(self: Kernels, tasks: Any, *args: Any, **kwargs: Any) -> None:
-        asked.append(tasks[2])
-        dots(self, tasks, *args, **kwargs)
+    def counted(self: Kernels, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked.append(len(x))
+        return router(self, x, *args, **kwargs)
 
-    monkeypatch.setattr(Kernels, "dots", counted)
-    hidden = torch.randn(40, router.weight.shape[1]).bfloat16()
+    monkeypatch.setattr(Kernels, "router", counted)
+    return asked
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"])
+def test_routers_choose_for_few_tokens_by_the_kernels(
+    family: str, dtype: torch.dtype, routed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = make_model(family, dtype=dtype).eval()
+    router = next(module for module in model.modules() if "Router" in type(module).__name__)
+    changed, few = copy.deepcopy(router), choose_kernels().most_tokens(dtype)
+    assert use_kernels(changed, choose_kernels()) == 1 and routed
+    with monkeypatch.context() as context:
+        context.setattr(dense, "_use_routers", lambda *_: None)
+        assert use_kernels(router, choose_kernels()) == 1, "its logits"
+    routed.clear()
+    hidden = torch.randn(few + 1, router.weight.shape[1]).to(dtype)
+    close = 1e-2 if dtype == torch.bfloat16 else 1e-5
     with torch.no_grad():
-        for num_tokens in (1, 3, 40):
-            (logits, *_), (expected, *_) = changed(hidden[:num_tokens]), router(hidden[:num_tokens])
-            torch.testing.assert_close(logits, expected, rtol=2e-2, atol=1e-3)
-    assert asked == [1, 3], "a prompt is torch's"
+        for num_tokens in (1, few, few + 1):
+            found, expected = changed(hidden[:num_tokens]), router(hidden[:num_tokens])
+            assert torch.equal(found[0], expected[0]) and torch.equal(found[2], expected[2])
+            torch.testing.assert_close(found[1], expected[1], rtol=close, atol=0)
+    assert routed == [1, few], "a prompt is torch's"
     changed(hidden[:1])[0].float().sum().backward()
-    assert asked == [1, 3] and changed.weight.grad is not None, "so is what is trained"
+    assert routed == [1, few] and changed.weight.grad is not None, "so is what is trained"
+
+
+@pytest.mark.parametrize("how", ["fewer experts", "another step", "a bias of its own"])
+def test_other_routers_are_left_alone(how: str, routed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    router: Any = make_model("qwen3_moe", dtype=torch.bfloat16).eval().model.layers[0].mlp.gate
+    own = type(router).forward
+    if how == "another step":  # which common numbers do not show
+        monkeypatch.setattr(
+            type(router), "forward", lambda self, hidden_states: own(self, hidden_states.clamp(-99, 99))
+        )
+    elif how == "a bias of its own":
+        router.e_score_correction_bias = nn.Parameter(torch.ones(len(router.weight)))
+    changed = copy.deepcopy(router)
+    use_kernels(changed, choose_kernels())
+    routed.clear()
+    if how == "fewer experts":
+        changed.top_k = router.top_k = 1
+    hidden = torch.randn(1, router.weight.shape[1]).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(changed(hidden)[2], router(hidden)[2])
+    assert routed == []
 
 
 def test_stats_say_that_they_ran() -> None:

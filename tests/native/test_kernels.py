@@ -26,7 +26,7 @@ def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 @compiled
 def test_the_fastest_is_taken() -> None:
     chosen = choose_kernels()
-    assert chosen.name == f"native {AVAILABLE[0].name}" and chosen.takes(torch.bfloat16)
+    assert chosen.name == f"native {AVAILABLE[0].name}" and chosen.most_tokens(torch.bfloat16)
     assert chosen.facts() == {
         "name": chosen.name,
         "why": "the fastest of this processor",
@@ -43,7 +43,7 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choose_kernels().name == f"native {name}"
     monkeypatch.setenv(VARIABLE, "torch")
     chosen = choose_kernels()
-    assert chosen.name == "torch" and not chosen.takes(torch.bfloat16) and chosen.max_tokens == 0
+    assert chosen.name == "torch" and chosen.most_tokens(torch.bfloat16) == 0
 
 
 def test_a_name_that_is_none_says_which_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

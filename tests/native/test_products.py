@@ -38,7 +38,7 @@ def set_threads(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 
 
 def dtypes(kernels: Kernels) -> list[torch.dtype]:
-    return [dtype for dtype in EPSILON if kernels.takes(dtype)]
+    return [dtype for dtype in EPSILON if kernels.most_tokens(dtype)]
 
 
 def values(dice: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -163,6 +163,41 @@ def test_outputs_are_weighed_as_torch_does(kernels: Kernels) -> None:
                 assert torch.equal(kernels.combine(rows, weights), expected)
 
 
+@pytest.mark.parametrize(("num_experts", "top_k"), [(4, 4), (8, 2), (16, 1), (33, 5), (64, 6), (128, 8), (512, 10)])
+def test_experts_are_chosen_as_torch_does(kernels: Kernels, num_experts: int, top_k: int) -> None:
+    """Those of equal scores, too: logits here are whole numbers."""
+    dice = torch.Generator().manual_seed(num_experts)
+    for dtype in dtypes(kernels):
+        for n in (1, 3, MAX_TOKENS):
+            weight, x = (
+                torch.randint(-1, 2, shape, generator=dice).to(dtype) for shape in ((num_experts, 24), (n, 24))
+            )
+            bias = torch.randint(-1, 2, (num_experts,), generator=dice).to(dtype)
+            expected = x @ weight.T + bias
+            scores, ids = expected.float().softmax(-1).topk(top_k)
+            for is_normalised in (False, True):
+                found = kernels.router(x, weight, bias, top_k, torch.float32, is_normalised=is_normalised)
+                assert found is not None
+                assert torch.equal(found[0], expected) and torch.equal(found[2], ids)
+                shares = scores / scores.sum(-1, keepdim=True) if is_normalised else scores
+                assert torch.allclose(found[1], shares, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("case", "logits"),
+    [
+        ("no number", [1.0, torch.nan, 2.0]),
+        ("infinite", [1.0, torch.inf, 2.0]),
+        ("chosen, but nearly equal", [1.0, 2.0, 2.0 + 1e-6]),
+        ("one chosen, one not", [1.0, 1.0 + 1e-6, 2.0]),
+        ("torch sorts another way", [float(i) for i in range(128)]),
+    ],
+)
+def test_torch_chooses_where_another_exp_may_decide(kernels: Kernels, case: str, logits: list[float]) -> None:
+    weight = torch.tensor(logits)[:, None]
+    assert kernels.router(torch.ones(1, 1), weight, None, 2, torch.float32, is_normalised=True) is None
+
+
 def test_what_is_no_number_and_what_is_too_large_for_the_type(kernels: Kernels) -> None:
     for dtype in dtypes(kernels):
         rows = torch.ones(3, 1, 16, dtype=dtype)
@@ -269,7 +304,7 @@ def test_what_is_not_theirs_is_refused_and_changes_nothing(kernels: Kernels) -> 
         with pytest.raises(MemoryError):
             kernels.sums((rows.data_ptr(), 0, num_tokens, 0), torch.ones(5, 2), out.view(5, 2), 8)
     assert bool((out == 7).all())
-    assert not kernels.takes(torch.float64)
+    assert not kernels.most_tokens(torch.float64)
 
 
 def test_all_sets_of_a_processor_come_fastest_first() -> None:

@@ -17,6 +17,7 @@ from expertly.cli.inputs import load_model
 from expertly.cli.output import fitted, message, print_json, reserved_stdout
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_share
+from expertly.engine.process import give_back_code
 from expertly.options import ADVANCED, MODEL_HELP, REQUIRED, LoadOptions, argument, json_flag, option
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def run(args: RunOptions) -> int:
         from expertly.model.lean import import_lean
 
         import_lean()
+        give_back_code()  # a third of the memory by now
         from expertly import api
         from expertly.cli.chat import Chat, ChatSampling
         from expertly.lab.prompts import tokens_of

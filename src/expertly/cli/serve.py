@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from expertly.cli.inputs import say_system
 from expertly.cli.output import message, progress_bar, reserved_stdout, show
 from expertly.core.errors import ConfigError
+from expertly.engine.process import give_back_code
 from expertly.options import json_flag, option
 from expertly.serve.settings import Access, ServeOptions
 
@@ -35,6 +36,7 @@ def run(args: ServeCommand) -> int:
     from expertly.model.lean import import_lean
 
     import_lean()
+    give_back_code()
     from expertly import api
     from expertly.serve.server import ApiServer, bind, open_server
 

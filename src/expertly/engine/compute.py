@@ -21,7 +21,7 @@ from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan, Span
 from expertly.formats import expert_format
 from expertly.native.activations import recognise
-from expertly.native.kernels import MAX_FLOAT32_TOKENS, MAX_TOKENS, NO_DOWN, ExpertProducts, Kernels, Work
+from expertly.native.kernels import NO_DOWN, ExpertProducts, Kernels, Work
 
 _FIRST = (0,)
 
@@ -129,8 +129,7 @@ class LayerCompute:
             down_bias = down_bias.to(rows.device)
         self._in_bias, self.down_bias = in_bias, down_bias
         # Of the compiled products: tokens of an expert that they take, and where rows are.
-        most = min(kernels.max_tokens, MAX_FLOAT32_TOKENS) if dtype == torch.float32 else kernels.max_tokens
-        self.max_tokens = (MAX_TOKENS if geometry.format else most) if kernels.takes(dtype) else 0
+        self.max_tokens = kernels.most_tokens(dtype, geometry.format or "")
         self._format = form = expert_format(geometry.format) if geometry.format else None
         self._block_size = geometry.block_size
         self._shape = geometry.num_matrices, geometry.hidden_size
@@ -330,8 +329,8 @@ class LayerCall:
             self.outputs.zero_()
         self._there: dict[int, torch.Tensor] | None = None  # the rows of experts, where they are computed
         self._slots = None if compute.slots is None else compute.slots.begin(self.hidden, self.outputs)
-        is_short = work.positions is not None or (compute.joins and len(hidden) <= MAX_TOKENS)
-        self.takes_several = self._slots is not None or (is_short and compute.max_tokens > 0)
+        is_short = hidden.shape[0] <= compute.max_tokens and (work.positions is not None or compute.joins)
+        self.takes_several = self._slots is not None or is_short
         """Whether experts that are here can be computed in one call, by the kernels: those of few tokens."""
 
     def compute(self, spans: Sequence[Span]) -> None:

@@ -177,7 +177,7 @@ def measure_weights_rate(
 def _product_of(x: torch.Tensor) -> Callable[[torch.Tensor], object]:
     """A function of a matrix [r, H]: its product with x [1, H]."""
     kernels = choose_kernels(runs_on_host=kind_of(x.device).runs_on_host)
-    if not kernels.takes(x.dtype):
+    if not kernels.most_tokens(x.dtype):
         return partial(linear, x)
     out = x.new_empty(1, 1, _MATRIX_SHAPE[0])
     return lambda matrix: kernels.dots((matrix.data_ptr(), 0, 1, 0), x, out, matrix.stride(0) * matrix.element_size())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,9 +25,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
-from expertly.model.hooks import CACHE, look_alike
+from expertly.model.hooks import CACHE, look_alike, places
 from expertly.model.tiled import TiledLayer
-from expertly.native.kernels import MAX_FLOAT32_TOKENS, NORM_STYLES, Kernels, Projections
+from expertly.native.kernels import NORM_STYLES, Kernels, Projections
 
 _PLAIN = (nn.Parameter, torch.Tensor)
 """Other kinds of tensor, as quantizing makes them, have no memory of their own, or other bytes in it."""
@@ -39,12 +38,13 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> int:
 
     They differ from torch's in the order of summation, and attention rounds once where torch's may round its weights.
     """
-    changed = _use_products(model, kernels) + _use_functional(model, kernels)
-    return changed + _use_norms(model, kernels) + _use_attention(model, kernels)
+    changed = _use_products(model, kernels) + _use_functional(model, kernels) + _use_norms(model, kernels)
+    _use_routers(model, kernels)  # which are among those of the second
+    return changed + _use_attention(model, kernels)
 
 
 def _is_taken(tensor: torch.Tensor, kernels: Kernels) -> bool:
-    return kernels.takes(tensor.dtype) and tensor.is_cpu
+    return kernels.most_tokens(tensor.dtype) > 0 and tensor.is_cpu
 
 
 # -- linear layers -----------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def _is_taken(tensor: torch.Tensor, kernels: Kernels) -> bool:
 
 def _use_products(model: nn.Module, kernels: Kernels) -> int:
     modules: list[Any] = [
-        module for module in model.modules() if type(module) is nn.Linear and kernels.takes(module.weight.dtype)
+        module for module in model.modules() if type(module) is nn.Linear and kernels.most_tokens(module.weight.dtype)
     ]
     for module in modules:
         module.__class__ = FewTokensLinear
@@ -76,16 +76,28 @@ FewTokensLinear.__name__ = FewTokensLinear.__qualname__ = "Linear"
 def _linear_of(
     kernels: Kernels, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As torch's `linear`. Parameters are looked at each time: whoever has the model may have replaced, cast, moved or
-    quantized them, or train them. One call for all: it runs several times a layer and token.
+    """As torch's `linear`."""
+    if not _are_few_of(kernels, input, weight, bias):
+        return linear(input, weight, bias)
+    x = input.contiguous()
+    if x.dim() == 1:
+        x = x.unsqueeze(0)
+    out = x.new_empty(*input.shape[:-1], weight.shape[0])
+    task = (weight.data_ptr(), 0, x.numel() // x.shape[-1], 0)
+    kernels.dots(task, x, out, weight.stride(0) * weight.element_size(), bias=bias, num_matrices=1)
+    return out
+
+
+def _are_few_of(kernels: Kernels, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether a linear layer's product is the kernels'. Parameters are looked at each time: whoever has the model may
+    have replaced, cast, moved or quantized them, or train them. One call for all: it runs several times a layer and
+    token.
     """
     width = input.shape[-1]
     num_tokens = input.numel() // width if width else 0
     can_train = torch.is_grad_enabled()
     if (
-        not 1 <= num_tokens <= kernels.max_tokens
-        or (num_tokens > MAX_FLOAT32_TOKENS and input.dtype == torch.float32)
-        or input.dtype not in kernels.dtypes
+        not 1 <= num_tokens <= kernels.most_tokens(input.dtype)
         or not input.is_cpu
         or weight.dim() != 2
         or width != weight.shape[1]
@@ -93,7 +105,7 @@ def _linear_of(
         or torch.is_autocast_enabled("cpu")
         or torch.compiler.is_compiling()
     ):
-        return linear(input, weight, bias)
+        return False
     for one in (weight,) if bias is None else (weight, bias):
         if (
             type(one) not in _PLAIN
@@ -102,14 +114,8 @@ def _linear_of(
             or one.stride(-1) != 1
             or (can_train and one.requires_grad)
         ):
-            return linear(input, weight, bias)
-    x = input.contiguous()
-    if x.dim() == 1:
-        x = x.unsqueeze(0)
-    out = x.new_empty(*input.shape[:-1], weight.shape[0])
-    task = (weight.data_ptr(), 0, num_tokens, 0)
-    kernels.dots(task, x, out, weight.stride(0) * weight.element_size(), bias=bias, num_matrices=1)
-    return out
+            return False
+    return True
 
 
 def _use_functional(model: nn.Module, kernels: Kernels) -> int:
@@ -148,10 +154,92 @@ class _Functional:
         return getattr(functional, name)
 
 
-# -- norms -------------------------------------------------------------------------------------------------------------
+# -- routers -----------------------------------------------------------------------------------------------------------
 
-_MAX_NORM_NBYTES = 256 << 10
-"""Of an input; beyond, torch has threads."""
+_ROUTER_NAMES = {"reshape", "view", "hidden_dim", "F", "linear", "weight", "bias", "torch", "nn", "functional"}
+_ROUTER_NAMES |= {"softmax", "float", "topk", "top_k", "norm_topk_prob", "sum", "to", "dtype"}
+"""What a router's forward may look up that is no more than what is tried."""
+
+
+def _use_routers(model: nn.Module, kernels: Kernels) -> None:
+    """Logits, weights and ids of the chosen in one call, in modules that were found to compute them so."""
+    styles: dict[Any, tuple[bool, torch.dtype] | None] = {}
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        code = getattr(type(module).forward, "__code__", None)
+        if code is None or not {"topk", "top_k"} <= set(code.co_names) <= _ROUTER_NAMES:
+            continue
+        parameters = {name: (tuple(one.shape), one.dtype) for name, one in module.named_parameters(recurse=False)}
+        if not {"weight"} <= set(parameters) <= {"weight", "bias"} or not _is_taken(module.weight, kernels):
+            continue
+        kind = type(module), *parameters.values(), module.top_k, vars(module).get("norm_topk_prob")
+        if kind not in styles:
+            styles[kind] = _router_style_of(module, kernels)
+        if (found := styles[kind]) is not None:
+            _become_router(module, *found, kernels)
+
+
+def _router_style_of(module: Any, kernels: Kernels) -> tuple[bool, torch.dtype] | None:
+    """Whether the module normalises weights, and their dtype, tried with scores of which some are equal: the same
+    experts, and their weights but for what another exp changes. None where it is another router.
+    """
+    generator = torch.Generator().manual_seed(0)
+    (num_experts, width), dtype = module.weight.shape, module.weight.dtype
+    found = {True, False}
+    of_weights, num_tried = dtype, 0
+    for trial in range(8):
+        weight = torch.randn(num_experts, width, generator=generator) * 2 * width**-0.5
+        if trial % 2:
+            weight[num_experts // 2 :] = weight[: num_experts - num_experts // 2].clone()
+        parameters = {"weight": weight.to(dtype)}
+        bias = None
+        if module._parameters.get("bias") is not None:
+            bias = parameters["bias"] = torch.randint(-2, 3, (num_experts,), generator=generator).to(dtype)
+        x = torch.randn(kernels.most_tokens(dtype), width, generator=generator).to(dtype)
+        try:
+            with torch.no_grad():
+                logits, weights, ids = torch.func.functional_call(module, parameters, (x,))
+            of_weights = weights.dtype
+            if of_weights not in (dtype, torch.float32) or weights.shape != (len(x), module.top_k):
+                return None
+            for is_normalised in tuple(found):
+                given = parameters["weight"], bias, module.top_k, of_weights
+                got = kernels.router(x, *given, is_normalised=is_normalised)
+                if got is None:  # another trial
+                    continue
+                num_tried += 1
+                rtol, most = (1e-5, 1.0) if of_weights == torch.float32 else (torch.finfo(of_weights).eps, 0.02)
+                is_near = torch.allclose(got[1].float(), weights.float(), rtol=rtol, atol=0)
+                is_near = is_near and bool((got[1] != weights).float().mean() <= most)
+                if not (is_near and torch.equal(got[0], logits) and torch.equal(got[2], ids)):
+                    found.discard(is_normalised)
+        except Exception:  # whatever it is, it is another router
+            return None
+    return (max(found), of_weights) if found and num_tried >= 8 else None
+
+
+def _become_router(module: Any, is_normalised: bool, of_weights: torch.dtype, kernels: Kernels) -> None:
+    original, told = type(module), (module.top_k, vars(module).get("norm_topk_prob"))
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        if (
+            hidden_states.dim() == 2
+            and weight is not None
+            and told == (self.top_k, self.__dict__.get("norm_topk_prob"))
+            and _are_few_of(kernels, hidden_states, weight, bias)
+            and weight.is_contiguous()
+        ):
+            x, top_k = hidden_states.contiguous(), self.top_k
+            routed = kernels.router(x, weight, bias, top_k, of_weights, is_normalised=is_normalised)
+            if routed is not None:
+                return routed
+        return original.forward(self, hidden_states)  # type: ignore[attr-defined]
+
+    module.__class__ = look_alike(original, forward=forward)
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
 
 
 def _use_norms(model: nn.Module, kernels: Kernels) -> int:
@@ -214,13 +302,12 @@ def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> N
     original = type(module)
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
+        weight = self._parameters.get("weight")
         if (
-            hidden_states.dtype != weight.dtype
+            weight is None
+            or hidden_states.dtype != weight.dtype
             or not (hidden_states.is_cpu and weight.is_cpu)
-            or not hidden_states.numel()
-            or hidden_states.nbytes > _MAX_NORM_NBYTES
-            or (weight.dtype == torch.float32 and math.prod(hidden_states.shape[:2]) > MAX_FLOAT32_TOKENS)
+            or not 1 <= hidden_states.shape[:-1][:2].numel() <= kernels.most_tokens(weight.dtype)
             or hidden_states.shape[-1] != weight.shape[0]
             or type(weight) not in _PLAIN
             or weight.stride(0) != 1
@@ -238,9 +325,6 @@ def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> N
 
 _NAME = "expertly"
 """Of the attention function that attention modules of loaded models ask transformers for."""
-
-_MAX_QUERIES = 16
-"""Tokens of a sequence; more are a prompt."""
 
 _HEEDED = {"cache", "position_bias", "softcap", "s_aux"}
 """Arguments that transformers' `sdpa` heeds or refuses, beside those that `_attention` names."""
@@ -282,7 +366,7 @@ def _is_usual(module: Any, kernels: Kernels) -> bool:
     eager, sinks = _eager_of(module), getattr(module, "sinks", None)
     groups = getattr(module, "num_key_value_groups", None)
     dtype = torch.bfloat16 if sinks is None else sinks.dtype
-    if eager is None or not isinstance(groups, int) or not kernels.takes(dtype):
+    if eager is None or not isinstance(groups, int) or not kernels.most_tokens(dtype, None):
         return False
     num_heads = 2 * groups if sinks is None else len(sinks)
     generator = torch.Generator().manual_seed(0)
@@ -397,8 +481,7 @@ def _is_native(
 ) -> bool:
     num_tokens = query.shape[2]
     if (
-        num_tokens > _MAX_QUERIES
-        or query.dtype not in kernels.dtypes
+        num_tokens > kernels.most_tokens(query.dtype, None)
         or not query.is_cpu
         or not query.dtype == key.dtype == value.dtype
         or key.shape[:3] != value.shape[:3]
@@ -514,8 +597,10 @@ def _join_projections(module: Any, kernels: Kernels) -> None:
             joined = self._expertly_joined = _try(self, original, hidden_states, position_embeddings, kernels, kwargs)
         if not few or joined is None or not joined.is_as_tried(self):
             return original.forward(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
-        query, key, value = kernels.projections(hidden_states, joined.projections, *position_embeddings)
-        if cache is not None:
+        kept = None if cache is None else places(cache, self.layer_idx, hidden_states)
+        cos, sin = position_embeddings
+        query, key, value = kernels.projections(hidden_states, joined.projections, cos, sin, kept)
+        if cache is not None and kept is None:
             told = {"kwargs": kwargs} if CACHE == "cache" else {}  # which a paged cache fills
             key, value = cache.update(key, value, self.layer_idx, **told)
         own = joined.own
@@ -535,9 +620,7 @@ def _are_few(module: Any, hidden: torch.Tensor, angles: Any, kernels: Kernels) -
     weight = module.q_proj.weight
     return (
         hidden.dim() == 3
-        and 1
-        <= hidden.shape[0] * hidden.shape[1]
-        <= (MAX_FLOAT32_TOKENS if hidden.dtype == torch.float32 else kernels.max_tokens)
+        and 1 <= hidden.shape[0] * hidden.shape[1] <= kernels.most_tokens(hidden.dtype)
         and hidden.dtype == weight.dtype == cos.dtype == sin.dtype
         and hidden.is_cpu
         and not module.training

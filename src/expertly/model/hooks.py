@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -285,19 +285,20 @@ class _Room:
     """Keys or values: memory [B, heads, more than n, width], of which the first n tokens are in use."""
 
     def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
-        self._handed_out: torch.Tensor | None = None
+        self.memory: torch.Tensor | None = None
+        self.handed_out: torch.Tensor | None = None
         self._next: Sequence[torch.Tensor] = ()  # places of one token each [B, heads, 1, width], the last ones
 
     def append(self, past: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
         """`past` [B, heads, n, width], or nothing, and then `more` [B, heads, m, width]."""
-        memory, num_past = self._memory, past.shape[2] if past.dim() == 4 else 0
+        num_past = past.shape[2] if past.dim() == 4 else 0
         num_tokens = num_past + more.shape[2]
         if num_past and (past.dtype != more.dtype or past.shape[:2] != more.shape[:2]):
             return torch.cat((past, more), dim=2)  # torch's rules: promote, or raise
-        if memory is None or past is not self._handed_out or num_tokens > memory.shape[2]:
+        memory = self.memory
+        if memory is None or past is not self.handed_out or num_tokens > memory.shape[2]:
             sizes = (*more.shape[:2], num_tokens + ROOM_TOKENS, more.shape[3])
-            memory = self._memory = more.new_empty(sizes)
+            memory = self.memory = more.new_empty(sizes)
             if num_past:
                 memory[:, :, :num_past] = past
             self._next = memory[:, :, num_tokens:].split(1, dim=2)
@@ -305,8 +306,8 @@ class _Room:
             self._next[num_past - memory.shape[2]].copy_(more)
         else:
             memory[:, :, num_past:num_tokens] = more
-        self._handed_out = memory.as_strided((*more.shape[:2], num_tokens, more.shape[3]), memory.stride())
-        return self._handed_out
+        self.handed_out = memory.as_strided((*more.shape[:2], num_tokens, more.shape[3]), memory.stride())
+        return self.handed_out
 
 
 class RoomyLayer(DynamicLayer):
@@ -325,6 +326,31 @@ class RoomyLayer(DynamicLayer):
         assert self.keys is not None and self.values is not None
         self.keys, self.values = keys.append(self.keys, key_states), values.append(self.values, value_states)
         return self.keys, self.values
+
+
+def places(cache: Any, layer: int, new: torch.Tensor) -> Sequence[torch.Tensor] | None:
+    """Keys and values of a plain layer of a KV cache, in which those of the tokens `new` [B, S, H] are last, to be
+    filled by the caller. None where `update` is to give them new memory, or to do something else.
+    """
+    if type(cache) is not DynamicCache or cache.offloading or layer >= len(cache.layers):
+        return None
+    kept = cache.layers[layer]
+    if type(kept) is not RoomyLayer or kept.keys is None or kept.values is None:
+        return None
+    found = []
+    for room, past in zip(kept._expertly_rooms, (kept.keys, kept.values), strict=True):
+        memory = room.memory
+        if memory is None or past is not room.handed_out or memory.dtype != new.dtype:
+            return None
+        batch, heads, most, width = memory.shape
+        num_tokens = past.shape[2] + new.shape[1]
+        if num_tokens > most or batch != new.shape[0]:
+            return None
+        found.append(memory.as_strided((batch, heads, num_tokens, width), memory.stride()))
+    for room, one in zip(kept._expertly_rooms, found, strict=True):
+        room.handed_out = one
+    kept.keys, kept.values = found
+    return found
 
 
 # -- the rows of a pass ------------------------------------------------------------------------------------------------

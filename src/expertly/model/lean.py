@@ -1,11 +1,12 @@
-"""Imports transformers without parts that no command needs: distributed models, accelerate and the compiler.
+"""Imports torch and transformers without parts that no command needs: distributed models, accelerate and the compiler.
 
-They take 75 MiB of a process (docs/log.md). This is for the command line, not for `expertly.load` in a user's program,
+They take 85 MiB of a process (docs/log.md). This is for the command line, not for `expertly.load` in a user's program,
 which may distribute and compile models.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import types
@@ -14,19 +15,25 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 _ABSENT = ("is_torch_distributed_available", "is_accelerate_available", "is_torch_flex_attn_available")
 """Functions by which transformers checks, once a process, for these optional packages before it imports them."""
 
 _DYNAMO = "torch._dynamo"
 _INDEXING = "torch._dynamo._trace_wrapped_higher_order_op"
+_SHAPES = "torch._meta_registrations"
+"""Python's part of the meta device, tensors with shapes and no values: packing needs it, and the compiler."""
 
 
 def import_lean() -> None:
     """Import transformers without these parts. Does nothing where it is already imported."""
     if "transformers" in sys.modules or _DYNAMO in sys.modules:
         return
+    if "torch" not in sys.modules:
+        _PutOff(_SHAPES, {})
+    import torch
+
+    with contextlib.suppress(ImportError):  # else the first torch.Generator asks for it
+        importlib.import_module("torch._prims.rng_prims")
     importlib.import_module("transformers.utils")
     for module in [one for name, one in sys.modules.items() if name.partition(".")[0] == "transformers"]:
         for name in _ABSENT:
@@ -36,6 +43,13 @@ def import_lean() -> None:
     _PutOff(_DYNAMO, dict.fromkeys(("disable", "allow_in_graph", "assume_constant_result"), _as_it_is), folder)
     indexing = _PutOff(_INDEXING, {})
     indexing.given["TransformGetItemToIndex"] = lambda: indexing.load().TransformGetItemToIndex()
+
+
+def import_shapes() -> None:
+    """Import what computes shapes on the meta device, where it was put off."""
+    module = sys.modules.get(_SHAPES)
+    if isinstance(module, _PutOff):
+        module.load()
 
 
 class _PutOff(types.ModuleType):
@@ -57,6 +71,8 @@ class _PutOff(types.ModuleType):
     def load(self) -> Any:
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
+        if self.__name__ == _DYNAMO:
+            import_shapes()
         return importlib.import_module(self.__name__)
 
 

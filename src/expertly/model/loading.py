@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from expertly.core.errors import CheckpointError, ConfigError, ModelUseError, StoreError
 from expertly.model import generation, hooks
 from expertly.model.batching import bounded_config, refuse_compiled
+from expertly.model.lean import import_shapes
 from expertly.model.speculation import Speculation
 from expertly.model.structure import Unvalued, find_experts, model_class_of, read_config
 from expertly.model.tiled import put_tiles
@@ -59,18 +60,23 @@ def load_dense(
     config = read_config(folder)
     generation.check_file(folder)
     hooks.register()
-    model_class = _strippable(model_class_of(config), manifest)
+    read = functools.partial(
+        _strippable(model_class_of(config), manifest).from_pretrained,
+        folder,
+        config=config,
+        dtype=dtype,
+        experts_implementation=hooks.IMPLEMENTATION,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # `_check_report` raises our own error
+        local_files_only=True,
+    )
     try:
         with _no_progress_bars():
-            model, report = model_class.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                experts_implementation=hooks.IMPLEMENTATION,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # `_check_report` raises our own error
-                local_files_only=True,
-            )
+            try:
+                model, report = read()
+            except NotImplementedError:  # an operation of few families, on tensors that have no values yet
+                import_shapes()
+                model, report = read()
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: the dense weights cannot be read: {error}") from error
     _check_report(folder, report)
@@ -88,6 +94,7 @@ def load_experts(store_folder: str | os.PathLike[str], manifest: Manifest, dtype
     """The experts modules of a packed store in layer order, without the weights that slots hold, for a worker: it has
     no dense part. Their biases are on the CPU in `dtype`. Raises as `load_dense`.
     """
+    import_shapes()
     config = read_config(store_folder)
     with torch.device("meta"):
         model = _strippable(model_class_of(config), manifest)(config)

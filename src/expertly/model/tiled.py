@@ -17,7 +17,7 @@ from torch.nn.functional import embedding, linear
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.formats import FORMATS, TiledFormat
 from expertly.formats.tiles import TILE_OUTPUTS
-from expertly.native.kernels import MAX_TOKENS, NO_DOWN, Kernels
+from expertly.native.kernels import NO_DOWN, Kernels
 
 _DECODED_NBYTES = 8 << 20
 """Of rows that are decoded at a time."""
@@ -95,7 +95,7 @@ class TiledLinear(TiledLayer, nn.Linear):  # type: ignore[override]
             x = x.contiguous()
         out = x.new_empty(num_tokens, self.out_features)
         formats = self._expertly_format.kernel, NO_DOWN
-        if num_tokens <= MAX_TOKENS:
+        if num_tokens <= kernels.most_tokens(dtype, self._expertly_format.name):
             kernels.tile_dots(formats, (tiles.data_ptr(), 0, num_tokens, 0), x, out.unsqueeze(0), bias)
         else:
             for rows, blocks in self._parts():
@@ -169,7 +169,7 @@ def use_tiles(model: nn.Module, kernels: Kernels) -> int:
     """
     num_used = 0
     for module in [one for one in model.modules() if isinstance(one, TiledLayer)]:
-        if kernels.takes(module._expertly_dtype):
+        if kernels.most_tokens(module._expertly_dtype, module._expertly_format.name):
             module._expertly_kernels = kernels
             num_used += 1
         else:

@@ -30,16 +30,12 @@ VARIABLE = "EXPERTLY_KERNELS"
 ACCEPTED = ("auto", "native", "torch", "avx512_bf16", "avx512", "avx2", "generic")
 
 MAX_TOKENS = 16
-"""Most tokens of one product, which reads a chunk of weights again from the cache for every few; of the `generic` one,
-whose vectors are short, 1, where weights are not quantised (docs/log.md).
-"""
+"""Most tokens of one product, which reads a chunk of weights again from the cache for every few."""
 
-MAX_FLOAT32_TOKENS = 4
-"""The same in float32, where weights are not quantised. torch has longer prompts: another order of summation changes
-last bits, which tiny random models magnify.
-"""
+_MAX_FLOAT32_TOKENS = 4
+"""Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
 
-VERSION = 23
+VERSION = 24
 """Of the interface that is called here; products.c says the same number."""
 
 NO_DOWN = -1
@@ -67,7 +63,6 @@ class Library:
 
     name: str  # of the instruction set
     level: int
-    max_tokens: int  # most tokens of a product for which it is worth while
     dtypes: dict[torch.dtype, int]  # what it multiplies, by its own numbers
     dots: Callable[..., int]
     sums: Callable[..., int]
@@ -79,6 +74,7 @@ class Library:
     attention: Callable[..., int]
     projections: Callable[..., int]
     norm: Callable[..., int]
+    router: Callable[..., int]
 
 
 @cache
@@ -97,9 +93,10 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
         dots, sums = library.expertly_products_dots, library.expertly_products_sums
         tile_dots, tile_sums = library.expertly_tiles_dots, library.expertly_tiles_sums
         tile_decode = library.expertly_tiles_decode
+        of_tiles = tile_dots, tile_sums, tile_decode
         experts, combine = library.expertly_experts, library.expertly_combine
         attention, projections = library.expertly_attention, library.expertly_projections
-        norm = library.expertly_norm
+        norm, router = library.expertly_norm, library.expertly_router
     except (OSError, AttributeError) as error:
         return (), f"{found[0].name} cannot be used: {error}"
     name_of.restype = ctypes.c_char_p
@@ -120,14 +117,14 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
     attention.argtypes = (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,))
     projections.argtypes = (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,))
     norm.argtypes = (*3 * (_INT,), *2 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, ctypes.c_double, _ADDRESS)
+    router.argtypes = (*3 * (_INT,), _ADDRESS)
     made = []
     for level in (3, 2, 1, 0):
         if name_of(level) is not None:
             name = name_of(level).decode()
             dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if has_half(level) else {}), torch.float32: 2}
-            max_tokens = 1 if name == "generic" else MAX_TOKENS
-            calls = dots, sums, tile_dots, tile_sums, tile_decode, experts, combine, attention, projections, norm
-            made.append(Library(name, level, max_tokens, dtypes, *calls))
+            calls = dots, sums, *of_tiles, experts, combine, attention, projections, norm, router
+            made.append(Library(name, level, dtypes, *calls))
     return tuple(made), ""
 
 
@@ -198,8 +195,12 @@ class Kernels:
         self.library = library
         self.why = why
         self.name = "torch" if library is None else f"native {library.name}"
-        self.max_tokens = 0 if library is None else library.max_tokens  # of one product that they take
         self.dtypes = {} if library is None else library.dtypes  # of matrices that they take, in the host's memory
+        self.most_tokens = cache(self._most_tokens)
+        """`most_tokens(dtype, weights)`: for how many tokens at a time they are worth while and exact enough; 0: never.
+        `weights`: their format, "" where they are numbers of `dtype`; None: there are none, as in attention, whose
+        tokens are those of one sequence. Kept, as it is asked several times a layer.
+        """
         self.max_threads = granted_cpus()
         self.num_native = 0  # experts, or parts of one, that were computed by the compiled products, or Triton's
         self.num_torch = 0  # the same by torch: prompts, mostly
@@ -208,9 +209,15 @@ class Kernels:
     def __deepcopy__(self, memo: dict[int, object]) -> Kernels:
         return self
 
-    def takes(self, dtype: torch.dtype) -> bool:
-        """Whether the compiled products are for such matrices, and up to `max_tokens` tokens at a time."""
-        return dtype in self.dtypes
+    def _most_tokens(self, dtype: torch.dtype, weights: str | None = "") -> int:
+        library = self.library
+        if library is None or dtype not in library.dtypes:
+            return 0
+        if weights != "":
+            return MAX_TOKENS
+        if library.level == 0:  # whose vectors are short
+            return 1
+        return _MAX_FLOAT32_TOKENS if dtype == torch.float32 else MAX_TOKENS
 
     def slots(self, *layer: Any) -> SlotProducts | None:
         """An accelerator's kernels over the slots of a layer, which SlotProducts describes; None: torch's."""
@@ -231,7 +238,7 @@ class Kernels:
         num_matrices: int | None = None,
     ) -> None:
         """out[m, o + t, i] = row (i, m) . x[r + t] for every task (address, r, n, o) of `tasks`, four numbers each, and
-        t < n <= max_tokens; neuron i's row of matrix m is at address + i * row_nbytes + m * matrix_nbytes.
+        t < n <= most_tokens; neuron i's row of matrix m is at address + i * row_nbytes + m * matrix_nbytes.
 
         `x` is [*, H], its rows dense, or contiguous [..., H]; `out` [M, ..., r], contiguous, or [..., r] with
         `num_matrices` M. `bias` [r] is added before rounding, where M is 1. Raises MemoryError.
@@ -306,7 +313,7 @@ class Kernels:
         *,
         adds: bool,
     ) -> None:
-        """out[o] = expert(x[i]) for every task (address, n, expert) of `tasks`, three numbers each, n <= max_tokens,
+        """out[o] = expert(x[i]) for every task (address, n, expert) of `tasks`, three numbers each, n <= most_tokens,
         and the next n rows i of `x_rows` and o of `out_rows`: `num_neurons` of the expert from an address on, the first
         of them its number `begin`; `expert` is its number in the biases. `adds`: to `out`, which is float32, unrounded
         and without bias.
@@ -334,7 +341,7 @@ class Kernels:
         """
         library = self.library
         (num_tokens, top_k), width = weights.shape, rows.shape[1]
-        if library is None or num_tokens > MAX_TOKENS or rows.dtype not in self.dtypes:
+        if library is None or num_tokens > self.most_tokens(rows.dtype, None):
             return None
         out = rows.new_empty(num_tokens, width)
         dtypes = self.dtypes[rows.dtype], self.dtypes[weights.dtype]
@@ -362,7 +369,7 @@ class Kernels:
         `mask` [B or 1, H or 1, n, S] says what is seen, or is added to the scores; `softcap`
         bounds scores by a tanh; `sinks` [H] are scores that take their share of the softmax and have no value. Widths
         lie side by side. `then`: what the linear layer of this weight [rows, H * W] and bias [rows], contiguous, makes
-        of it instead, [B, n, rows], of at most max_tokens. Raises MemoryError.
+        of it instead, [B, n, rows], of at most most_tokens. Raises MemoryError.
         """
         library = self.library
         assert library is not None
@@ -372,9 +379,10 @@ class Kernels:
         projected, linear = out, (0, 0, 0, 0)
         if then is not None:
             weight, bias = then
-            projected = q.new_empty(num_batches, num_tokens, len(weight))
+            num_rows = weight.shape[0]  # len is ten times slower
+            projected = q.new_empty(num_batches, num_tokens, num_rows)
             address = 0 if bias is None else bias.data_ptr()
-            linear = weight.data_ptr(), address, len(weight), projected.data_ptr()
+            linear = weight.data_ptr(), address, num_rows, projected.data_ptr()
         mask_strides: tuple[int, ...] = (0, 0, 0)
         mask_dtype = _BOOLEAN
         if mask is not None:
@@ -402,11 +410,17 @@ class Kernels:
         return projected
 
     def projections(
-        self, x: torch.Tensor, layer: Projections, cos: torch.Tensor, sin: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """Queries, keys and values [B, heads, S, D] of `x` [B, S, H], of at most max_tokens. Rotated by `cos` and `sin`
-        [..., angles]: as many angles as numbers, or one a pair; position t modulo positions is token t's. All of the
-        layer's dtype. Raises MemoryError.
+        self,
+        x: torch.Tensor,
+        layer: Projections,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        places: Sequence[torch.Tensor] | None = None,
+    ) -> Sequence[torch.Tensor]:
+        """Queries, keys and values [B, heads, S, D] of `x` [B, S, H], of at most most_tokens. Rotated by `cos` and
+        `sin` [..., angles]: as many angles as numbers, or one a pair; position t modulo positions is token t's. All
+        of the layer's dtype. `places` [B, heads, more, D] end with room for the keys and values, which are put there;
+        they are returned in place of these. Raises MemoryError.
         """
         library = self.library
         assert library is not None
@@ -414,19 +428,27 @@ class Kernels:
         num_sequences, length, hidden = x.shape
         num, itemsize, width = num_sequences * length, x.element_size(), layer.head_width
         out = x.new_empty(num * sum(layer.num_rows))
-        found, addresses, first = [], [], 0
+        found, addresses, first, address = [], [], 0, out.data_ptr()
         for rows in layer.num_rows:
-            shape = num_sequences, rows // width, length, width
-            found.append(out.as_strided(shape, (length * rows, width, rows, 1), first))
-            addresses.append(out.data_ptr() + first * itemsize)
+            if places is None or not first:
+                shape = num_sequences, rows // width, length, width
+                found.append(out.as_strided(shape, (length * rows, width, rows, 1), first))
+            addresses.append(address + first * itemsize)
             first += num * rows
+        kept = [0, 0, num_sequences, 0, 0, 0, 0]
+        if places is not None:
+            found += places
+            for i, place in enumerate(places):
+                of_sequence, of_head, of_token, _ = place.stride()
+                kept[i] = place.data_ptr() + (place.shape[2] - length) * of_token * itemsize
+                kept[3 + 2 * i : 5 + 2 * i] = of_sequence * itemsize, of_head * itemsize
         angles = cos.shape[-1]
         call = array(
             "q",
             (
                 *(num, hidden * itemsize, x.data_ptr()),
                 *(angles, cos.numel() // angles, cos.data_ptr(), sin.data_ptr()),
-                *(*addresses, *layer.addresses),
+                *(*addresses, *layer.addresses, *kept),
             ),
         )
         threads = min(torch.get_num_threads(), self.max_threads)
@@ -434,6 +456,41 @@ class Kernels:
         if library.projections(*how, *layer.epsilons):
             raise MemoryError(_FAILED)
         return found
+
+    def router(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        top_k: int,
+        dtype: torch.dtype,
+        *,
+        is_normalised: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Logits [T, E] of `x` [T, H], and of the chosen experts weights [T, K] in `dtype`, their shares of all
+        scores or where it `is_normalised` of those of the chosen, and ids [T, K]. `weight` [E, H], `bias` [E]; all of
+        one dtype and contiguous. None where torch is to choose: where scores are not numbers, or as near to each
+        other as another exp may put them. Raises MemoryError.
+        """
+        library = self.library
+        assert library is not None
+        (num_tokens, width), num_experts = x.shape, weight.shape[0]
+        logits = x.new_empty(num_tokens, num_experts)
+        weights = x.new_empty(num_tokens, top_k, dtype=dtype)
+        ids = x.new_empty(num_tokens, top_k, dtype=torch.int64)
+        call = array(
+            "q",
+            (
+                *(num_tokens, width, num_experts, top_k, is_normalised, self.dtypes[dtype]),
+                *(x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()),
+                *(logits.data_ptr(), weights.data_ptr(), ids.data_ptr()),
+            ),
+        )
+        threads = min(torch.get_num_threads(), self.max_threads)
+        result = library.router(library.level, self.dtypes[x.dtype], threads, call.buffer_info()[0])
+        if result < 0:
+            raise MemoryError(_FAILED)
+        return None if result else (logits, weights, ids)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, style: str) -> torch.Tensor:
         """`x` [..., D], contiguous, over the root of its mean square and `epsilon`; weighed as

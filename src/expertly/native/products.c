@@ -163,7 +163,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 23; }
+int expertly_products_version(void) { return 24; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -602,5 +602,109 @@ int expertly_projections(int level, int dtype, int num_threads, const projection
                       p->out[i], p->norm_width[i] * itemsize_of(dtype), p->norms[i], (float)epsilons[i], p->out[i]);
         if (p->rotated_width) set->rotate(dtype, p, p->num_rows[i], p->out[i]);
     }
+    const int64_t nbytes = p->head_width * itemsize_of(dtype);
+    for (int i = 1; i < 3 && p->places[i - 1] != NULL; i++)
+        for (int64_t t = 0, length = p->num_tokens / p->num_sequences; t < p->num_tokens; t++)
+            for (int64_t head = 0, heads = p->num_rows[i] / p->head_width; head < heads; head++) {
+                const int64_t *strides = p->place_strides[i - 1];
+                memcpy(p->places[i - 1] + t / length * strides[0] + head * strides[1] + t % length * nbytes,
+                       p->out[i] + (t * heads + head) * nbytes, (size_t)nbytes);
+            }
     return 0;
+}
+
+/* -- routers --------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    float score;
+    int64_t id;
+} scored;
+
+static void exchange(scored *a, scored *b) {
+    const scored one = *a;
+    *a = *b;
+    *b = one;
+}
+
+static void sort_few(scored *first, scored *end) {
+    for (scored *i = first; i < end; i++) {
+        const scored one = *i;
+        scored *to = i;
+        for (; to > first && one.score > to[-1].score; to--) *to = to[-1];
+        *to = one;
+    }
+}
+
+/* The `num` highest first, in order. Of equal scores those that torch chooses: by std::nth_element and std::sort as GNU has
+ * them, but for what they do when that takes long: 0.
+ */
+static int choose(scored *all, int64_t num_all, int64_t num) {
+    scored *first = all, *end = all + num_all, *const last = all + num - 1;
+    for (int depth = 2 * (63 - __builtin_clzll((unsigned long long)num_all)); end - first > 3; depth--) {
+        if (depth == 0) return 0;
+        scored *a = first + 1, *b = first + (end - first) / 2, *c = end - 1;
+        scored *median = a->score > b->score   ? b->score > c->score ? b : a->score > c->score ? c : a
+                         : a->score > c->score ? a
+                         : b->score > c->score ? c
+                                               : b;
+        exchange(first, median);
+        for (b = end;; a++) {
+            while (a->score > first->score) a++;
+            for (b--; first->score > b->score;) b--;
+            if (a >= b) break;
+            exchange(a, b);
+        }
+        if (a <= last) first = a;
+        else end = a;
+    }
+    sort_few(first, end);
+    sort_few(all, last);
+    return 1;
+}
+
+/* Shares of all scores that differ, but by less than another exp may: torch may have them in another order. */
+static int is_unsure(const scored *all, int64_t num_all, int64_t num) {
+    float next = 0;
+    for (int64_t i = num; i < num_all; i++) next = all[i].score > next ? all[i].score : next;
+    for (int64_t i = 0; i < num; i++) {
+        const float one = all[i].score, other = i + 1 < num ? all[i + 1].score : num < num_all ? next : -1;
+        if (one != other && one - other < 1e-5f * one) return 1;
+    }
+    return 0;
+}
+
+/* 1: torch is to choose. */
+int expertly_router(int level, int dtype, int num_threads, const router *r) {
+    const instruction_set *set = set_at(level);
+    const int64_t num = r->num_experts, top_k = r->top_k;
+    if (top_k < 1 || top_k > num || top_k > MOST_CHOSEN || top_k * 64 <= num) return 1; /* another of torch's ways */
+    const task all_rows = {r->weight, 0, r->num_tokens, 0};
+    const dots job = {
+        .format = ROWS, .dtype = dtype, .num_matrices = 1, .num_neurons = num, .width = r->hidden,
+        .row_nbytes = r->hidden * itemsize_of(dtype), .bias = r->bias, .out = r->logits, .out_rows = r->num_tokens,
+        .tasks = &all_rows,
+    };
+    const inputs from = {r->x, r->hidden * itemsize_of(dtype), r->num_tokens, NULL};
+    if (run_dots(set, job, 1, from, num_threads)) return -1;
+    float *scores = allocate(num + 64), chosen[MOST_CHOSEN];
+    scored *all = malloc((size_t)num * sizeof(scored));
+    int failed = scores == NULL || all == NULL ? -1 : 0;
+    for (int64_t t = 0; !failed && t < r->num_tokens; t++) {
+        set->widen(dtype, r->logits + t * num * itemsize_of(dtype), num, scores);
+        int can = set->softmax(num, scores);
+        for (int64_t i = 0; i < num; i++) all[i] = (scored){scores[i], i};
+        can = can && choose(all, num, top_k) && !is_unsure(all, num, top_k);
+        float sum = 0;
+        for (int64_t i = 0; i < top_k; i++) {
+            sum += chosen[i] = all[i].score;
+            r->ids[t * top_k + i] = all[i].id;
+        }
+        for (int64_t i = 0; i < top_k && r->is_normalised; i++) chosen[i] /= sum;
+        const int weights_dtype = (int)r->weights_dtype;
+        set->narrow(weights_dtype, chosen, top_k, r->weights + t * top_k * itemsize_of(weights_dtype));
+        failed = can ? 0 : 1;
+    }
+    free(scores);
+    free(all);
+    return failed;
 }

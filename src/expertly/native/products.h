@@ -255,7 +255,21 @@ typedef struct {
     const char *weights[3];  /* [rows, H] */
     const char *bias[3];     /* [rows], or NULL */
     int64_t num_rows[3];
+    char *places[2];         /* where keys and values [B, heads, n / B, head_width] go then; or NULL */
+    int64_t num_sequences, place_strides[2][2]; /* bytes of a sequence, and of a head, of each of the two */
 } projections;
+
+/* Logits x[n, H] W^T + bias [n, E], and the K highest of each token: their ids, and their weights, which are shares of all
+ * scores, or where they are normalised of those of the chosen.
+ */
+enum { MOST_CHOSEN = 17 }; /* which std::sort of GNU sorts by insertion */
+
+typedef struct {
+    int64_t num_tokens, hidden, num_experts, top_k, is_normalised, weights_dtype;
+    const char *x, *weight, *bias;
+    char *logits, *weights; /* [n, E], [n, K] */
+    int64_t *ids;           /* [n, K] */
+} router;
 
 typedef struct {
     const char *name;
@@ -263,6 +277,8 @@ typedef struct {
     int has_half, has_pairs;
     void (*prepare)(int dtype, const char *x, int64_t width, float *out); /* one row, padded with zeros */
     void (*widen)(int dtype, const char *values, int64_t num, float *out);
+    void (*narrow)(int dtype, const float *values, int64_t num, char *out);
+    int (*softmax)(int64_t num, float *values);
     void (*tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out); /* one row */
     void (*combine)(int dtype, int weights_dtype, int64_t num, int64_t top_k, int64_t width, const char *rows,
                     const char *weights, char *out);

@@ -85,6 +85,10 @@ static void NAME(widen)(int dtype, const char *values, int64_t num, float *out) 
     for (int64_t j = 0; j < num; j++) out[j] = NAME(value)(dtype, values + j * NAME(itemsize)(dtype));
 }
 
+static void NAME(narrow)(int dtype, const float *values, int64_t num, char *out) {
+    NAME(put_all)(dtype, values, num, out);
+}
+
 INLINE float NAME(total)(vf v) {
     float s[V];
     memcpy(s, &v, sizeof s);
@@ -117,6 +121,18 @@ INLINE vf NAME(exp)(vf x) {
 INLINE float NAME(exp_one)(float x) {
     const vf result = NAME(exp)((vf){0} + x);
     return result[0];
+}
+
+/* In place, with room behind the `num` values for a vector: whether they are numbers. */
+static int NAME(softmax)(int64_t num, float *values) {
+    float most = values[0];
+    for (int64_t j = 1; j < num; j++) most = values[j] > most ? values[j] : most;
+    for (int64_t j = num; j % V; j++) values[j] = -__builtin_inff();
+    vf sum = {0};
+    for (int64_t j = 0; j < num; j += V) sum += *(vf *)(values + j) = NAME(exp)(*(vf *)(values + j) - most);
+    const float all = NAME(total)(sum);
+    for (int64_t j = 0; j < num; j += V) *(vf *)(values + j) /= all;
+    return all == all;
 }
 
 /* Rows to ask memory for ahead of those in use: as many again, and of narrow rows as many as make 4 KiB. */
@@ -488,7 +504,7 @@ static void NAME(run_experts)(void *argument) {
 
 #define SET(label, has_pairs)                                                                                       \
     {                                                                                                               \
-        label, BLOCK, HAS_HALF, has_pairs, NAME(prepare), NAME(widen), NAME(tile_prepare),        \
+        label, BLOCK, HAS_HALF, has_pairs, NAME(prepare), NAME(widen), NAME(narrow), NAME(softmax), NAME(tile_prepare), \
             NAME(combine), NAME(run_dots), NAME(run_sums), NAME(run_experts), NAME(run_tile_decode),                    \
             NAME(run_attention), NAME(rotate), NAME(norm),                                                          \
     }
