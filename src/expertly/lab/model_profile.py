@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, cycle
@@ -98,6 +99,11 @@ class _Samples:
     each: list[int] = field(default_factory=list)  # each further one
     in_parts: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # by the number of parts, alone
 
+    def add(self, other: _Samples) -> None:
+        """Take those of passes."""
+        self.between += other.between
+        self.outside += other.outside
+
 
 class Measurement:
     """The measurements of one model so far; run all `tasks` at least once before `profile`."""
@@ -118,6 +124,8 @@ class Measurement:
         self._alone: list[int] = []  # computing an expert
         self._loading: list[int] = []  # the same while spans are on their way
         self._layers_run: list[LayerSample] = []  # of decode steps of one token
+        self._loading_passes = _Samples()  # those of them in which layers loaded
+        self._num_loading: list[int] = []  # and in how many
         self._processor_ns: list[int] = []  # that this thread had in each layer's experts, of the last pass
         if model.config.is_encoder_decoder:
             raise ModelUseError("an encoder-decoder model's passes are of two kinds: its costs cannot be measured yet")
@@ -152,6 +160,8 @@ class Measurement:
     def profile(self) -> ModelProfile:
         """The medians of what the tasks have measured."""
         samples = [self._of_tokens[tokens] for tokens in self._tokens]
+        if not samples[0].outside:
+            samples[0].add(self._loading_passes)
         between = [_median(one.between) for one in samples]
         expert = [max(1, _median(one.each)) for one in samples]
         parts = [parts_and_part(one.in_parts) for one in samples]
@@ -181,11 +191,19 @@ class Measurement:
             expert_ns=tuple(expert),
             parts_ns=tuple(whole_parts),
             part_ns=tuple(each + more for (_, each), more in zip(parts, around, strict=True)),
-            submit_ns=costs.submit_ns,
+            submit_ns=costs.submit_ns + self._waking_ns(samples[0]),
             load_ns=costs.load_ns,
             slowdown_while_loading=max(1.0, round(_median(self._loading) / _median(self._alone), 3)),
         )
         return ModelProfile(costs.link, compute, layer_times(self._layers_run))
+
+    def _waking_ns(self, quiet: _Samples) -> int:
+        """What a layer that loads adds to a pass outside of experts: afterwards caches are cold, and threads asleep."""
+        if not self._num_loading:
+            return 0
+        between, passes = self._geometry.num_layers - 1, (self._loading_passes, quiet)
+        loading_ns, quiet_ns = (_median(one.outside) + between * _median(one.between) for one in passes)
+        return max(0, round((loading_ns - quiet_ns) / statistics.mean(self._num_loading)))
 
     # -- whole passes ------------------------------------------------------------------------------------------
 
@@ -201,15 +219,25 @@ class Measurement:
         return cache
 
     def _decode(self, num_requests: int) -> None:
-        """Decode steps after short prompts."""
+        """Decode steps after short prompts. Each is made twice: the second time all its experts are here."""
         cache = self._forward(self._ids(num_requests, CONTEXT), None)
         cache = self._forward(self._ids(num_requests, 1), cache)
-        for _ in range(12 // num_requests):
+        for step in range(12 // num_requests):
+            if step % 2 == 0:
+                ids, as_before = self._ids(num_requests, 1), deepcopy(cache)
+            else:
+                cache = as_before
             before = self._counts()
-            cache = self._pass(self._ids(num_requests, 1), cache, self._of_tokens[num_requests])
+            cache, took = self._pass(ids, cache)
+            after = self._counts()
+            samples = self._of_tokens[num_requests]
             if num_requests == 1:
                 processor_ns = None if self._engine.threads is None else self._processor_ns
-                self._layers_run += samples_of(before, self._counts(), self._layer.expert_nbytes, processor_ns)
+                self._layers_run += samples_of(before, after, self._layer.expert_nbytes, processor_ns)
+                if num_loading := sum(new[1] > old[1] for old, new in zip(before, after, strict=True)):
+                    self._num_loading.append(num_loading)
+                    samples = self._loading_passes
+            samples.add(took)
 
     def _counts(self) -> list[tuple[int, ...]]:
         """For each layer in decode: experts not wholly resident, bytes loaded, time of its experts, time waited."""
@@ -219,34 +247,38 @@ class Measurement:
         ]
 
     def _prompt(self, num_tokens: int) -> None:
-        self._pass(self._ids(1, num_tokens), None, self._of_tokens[num_tokens])
+        self._of_tokens[num_tokens].add(self._pass(self._ids(1, num_tokens), None)[1])
 
-    def _pass(self, ids: torch.Tensor, cache: Any, samples: _Samples) -> Any:
+    def _pass(self, ids: torch.Tensor, cache: Any) -> tuple[Any, _Samples]:
+        """Run one: the KV cache and what it took outside of experts."""
         with self._watched() as times:
             start = time.perf_counter_ns()
             cache = self._forward(ids, cache)
             total = time.perf_counter_ns() - start
         begins, ends = ([wall for wall, _ in which] for which in (times[::2], times[1::2]))
         self._processor_ns = [end - begin for (_, begin), (_, end) in zip(times[::2], times[1::2], strict=True)]
-        samples.between += [begin - end for end, begin in zip(ends, begins[1:], strict=False)] or [0]
-        samples.outside.append(total - (ends[-1] - begins[0]))
-        return cache
+        between = [begin - end for end, begin in zip(ends, begins[1:], strict=False)]
+        return cache, _Samples(between or [0], [total - (ends[-1] - begins[0])])
 
     @contextmanager
     def _watched(self) -> Iterator[list[tuple[int, int]]]:
-        """While the block runs: begin and end of each layer's experts, and processor time."""
+        """While the block runs: begin and end of each layer's experts, and processor time. Hooks of torch would take
+        a tenth of a small model's pass.
+        """
         times: list[tuple[int, int]] = []
+        run = self._engine.forward_experts
 
-        def note(*_: Any) -> None:
+        def noted(*args: Any) -> torch.Tensor:
             times.append((time.perf_counter_ns(), time.thread_time_ns()))
+            out = run(*args)
+            times.append((time.perf_counter_ns(), time.thread_time_ns()))
+            return out
 
-        hooks = [module.register_forward_pre_hook(note) for module in self._modules]
-        hooks += [module.register_forward_hook(note) for module in self._modules]
+        self._engine.forward_experts = noted  # type: ignore[method-assign]
         try:
             yield times
         finally:
-            for hook in hooks:
-                hook.remove()
+            del self._engine.forward_experts
 
     # -- experts -----------------------------------------------------------------------------------------------
 
