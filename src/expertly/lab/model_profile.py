@@ -8,19 +8,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, cycle
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from expertly.api import handle
 from expertly.core.costs import CodecCosts, LayerTime, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, ModelUseError
-from expertly.core.messages import Span
+from expertly.core.geometry import LayerGeometry
+from expertly.core.messages import RouterRan, Span
+from expertly.core.observation import IterationInfo, Want
+from expertly.core.resources import NUM_READERS
 from expertly.engine.compute import LayerCompute, PartialExpert
 from expertly.engine.device import kind_of
+from expertly.engine.observe import Collector, PredictorThread, embedder
+from expertly.engine.reading import MIN_READ_NBYTES
 from expertly.hardware.measure import store_costs
 from expertly.lab.playing import forward
 from expertly.lab.profile_fits import (
@@ -34,6 +39,9 @@ from expertly.lab.profile_fits import (
     samples_of,
 )
 from expertly.model.hooks import experts_modules
+from expertly.model.routers import HookedRouter, find_routers
+from expertly.policies.predictor import Predictor
+from expertly.scheduler.observations import ObservationQueue
 
 TOKENS = (1, 2, 4, 16, 64, 256)
 CONTEXT = 32
@@ -105,6 +113,43 @@ class _Samples:
         self.outside += other.outside
 
 
+class _Onlooker:
+    """Shows passes to a predictor's thread that asks the next layer's router and predicts nothing: an Observer of the
+    engine, and its predictor.
+    """
+
+    wants_token_ids = True
+
+    def __init__(self, model: Any, layers: Sequence[LayerGeometry], routers: Sequence[HookedRouter | None]) -> None:
+        can_ask = all(router is not None and router.can_look_ahead for router in routers)
+        wants: tuple[Want, ...] = ("experts", "lookahead") if can_ask else ("experts",)
+        self.collector = Collector(wants, layers, routers, embedder(model), 1)
+        self.thread = PredictorThread(cast(Predictor, _Blind()), ObservationQueue.of_layers(len(layers)))
+
+    def begin_iteration(self, info: IterationInfo) -> None:
+        if (began := self.collector.begin(info)) is not None:
+            self.thread.begin_iteration(0, began)
+
+    def router_ran(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
+        if (routed := self.collector.routed(RouterRan(layer, [], [], [], 0), index, weights)) is not None:
+            self.thread.router_ran(layer, routed)
+
+    def end_iteration(self, ok: bool) -> None:
+        self.collector.end()
+        self.thread.end_iteration(ok)
+
+
+class _Blind:
+    """A predictor that predicts nothing."""
+
+    def begin_iteration(self, began: object) -> tuple[()]:
+        return ()
+
+    router_ran = begin_iteration
+
+    def end_iteration(self, ok: bool) -> None: ...
+
+
 class Measurement:
     """The measurements of one model so far; run all `tasks` at least once before `profile`."""
 
@@ -126,6 +171,8 @@ class Measurement:
         self._layers_run: list[LayerSample] = []  # of decode steps of one token
         self._loading_passes = _Samples()  # those of them in which layers loaded
         self._num_loading: list[int] = []  # and in how many
+        self._routers: list[HookedRouter | None] = []
+        self._observed: list[int] = []  # what a layer took longer with an onlooker
         self._processor_ns: list[int] = []  # that this thread had in each layer's experts, of the last pass
         if model.config.is_encoder_decoder:
             raise ModelUseError("an encoder-decoder model's passes are of two kinds: its costs cannot be measured yet")
@@ -149,6 +196,7 @@ class Measurement:
         yield partial(self._resident_experts, 1)
         yield self._link
         yield self._busy_link
+        yield self._observe
 
     def tasks_of_a_token(self) -> Iterator[Callable[[], None]]:
         """The tasks for what a decode step of one request depends on: a fraction of the time, to follow a drifting
@@ -156,6 +204,7 @@ class Measurement:
         """
         for task in (self._decode, self._resident_experts, self._parts):
             yield partial(task, 1)
+        yield self._observe
 
     def profile(self) -> ModelProfile:
         """The medians of what the tasks have measured."""
@@ -194,8 +243,13 @@ class Measurement:
             submit_ns=costs.submit_ns + self._waking_ns(samples[0]),
             load_ns=costs.load_ns,
             slowdown_while_loading=max(1.0, round(_median(self._loading) / _median(self._alone), 3)),
+            observe_ns=max(0, _median(self._observed)),
         )
-        return ModelProfile(costs.link, compute, layer_times(self._layers_run))
+        link = costs.link
+        if kind_of(self._engine.device.torch_device).runs_on_host:  # readers begin prefetches, small ones together
+            num_reads = max(1, min(NUM_READERS, self._layer.expert_nbytes // MIN_READ_NBYTES))
+            link = replace(link, prefetch_ns=link.latency_ns * num_reads // NUM_READERS)
+        return ModelProfile(link, compute, layer_times(self._layers_run))
 
     def _waking_ns(self, quiet: _Samples) -> int:
         """What a layer that loads adds to a pass outside of experts: afterwards caches are cold, and threads asleep."""
@@ -238,6 +292,29 @@ class Measurement:
                     self._num_loading.append(num_loading)
                     samples = self._loading_passes
             samples.add(took)
+
+    def _observe(self) -> None:
+        """Decode steps whose experts are here, with and without an onlooker."""
+        layers = self._geometry.layers
+        self._routers = self._routers or find_routers(self._model, layers)
+        onlooker = _Onlooker(self._model, layers, self._routers)
+        cache, before = self._forward(self._ids(1, CONTEXT), None), self._engine.observer
+        try:
+            for _ in range(6):
+                ids, took = self._ids(1, 1), []
+                for looks in (None, None, onlooker):  # the first one loads
+                    self._engine.observer, again = looks, deepcopy(cache)
+                    if looks is not None:
+                        onlooker.collector.attach()
+                    start = time.perf_counter_ns()
+                    self._forward(ids, again)
+                    took.append(time.perf_counter_ns() - start)
+                onlooker.collector.detach()
+                self._observed.append((took[2] - took[1]) // self._geometry.num_layers)
+        finally:
+            onlooker.collector.detach()
+            onlooker.thread.close()
+            self._engine.observer = before
 
     def _counts(self) -> list[tuple[int, ...]]:
         """For each layer in decode: experts not wholly resident, bytes loaded, time of its experts, time waited."""

@@ -210,13 +210,13 @@ class TransferQueue:
     """The queue of a link or a disk, which serves one transfer at a time. Times are in nanoseconds.
 
     A transfer begins when its latency has passed since it was submitted and the one before it has ended; a prefetch
-    only if no load begins as early.
+    only if no load begins as early. Where the link has a time of its own for prefetches, that is part of them instead.
     """
 
     def __init__(self, link: Link) -> None:
         self.next_ns = NEVER_NS
         """When the next transfer begins; NEVER_NS where none waits."""
-        self._latency_ns = link.latency_ns
+        self._latency_ns, self._prefetch_ns = link.latency_ns, link.prefetch_ns
         self._takes_ns = cache(link.occupies_ns)
         self._loads: list[_Entry] = []  # heaps
         self._prefetches: list[_Entry] = []
@@ -226,10 +226,11 @@ class TransferQueue:
 
     def submit(self, span: Span, since_ns: int, nbytes: int, is_prefetch: bool) -> None:
         """A transfer waits from `since_ns` on."""
-        takes_ns = self._takes_ns(nbytes)
+        takes_ns, ready_ns = self._takes_ns(nbytes), since_ns + self._latency_ns
+        if is_prefetch and self._prefetch_ns:
+            takes_ns, ready_ns = takes_ns + self._prefetch_ns, since_ns
         self._waiting_ns += takes_ns
         self._order += 1
-        ready_ns = since_ns + self._latency_ns
         heappush(self._prefetches if is_prefetch else self._loads, (ready_ns, self._order, span, takes_ns))
         if ready_ns < self.next_ns:
             self.next_ns = max(ready_ns, self._free_at_ns)
