@@ -75,6 +75,13 @@ def test_the_latency_of_what_is_submitted_while_the_link_is_busy_is_hidden() -> 
     assert arrivals(clock, link, 1) == [(2, 93 + 7 + 43)]
 
 
+def test_where_prefetches_begin_when_nothing_else_moves_each_pays_for_its_begin() -> None:
+    clock, link, _ = make(toy(link=Link(0.5e9, 7, 3, prefetch_ns=20)))
+    link.submit([span(0)])
+    link.prefetch([span(1), span(2)])
+    assert arrivals(clock, link, 3) == [(0, 50), (1, 50 + 63), (2, 113 + 63)]
+
+
 def test_poll_gives_what_has_arrived_by_now_and_takes_no_time() -> None:
     clock, link, _ = make()
     link.submit([span(0), span(1)])
