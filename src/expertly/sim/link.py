@@ -210,7 +210,8 @@ class TransferQueue:
     """The queue of a link or a disk, which serves one transfer at a time. Times are in nanoseconds.
 
     A transfer begins when its latency has passed since it was submitted and the one before it has ended; a prefetch
-    only if no load begins as early. Where the link has a time of its own for prefetches, that is part of them instead.
+    only if no load begins as early. Where the link has a time of its own for prefetches, that is part of each instead,
+    and none begins while a load waits.
     """
 
     def __init__(self, link: Link) -> None:
@@ -232,8 +233,7 @@ class TransferQueue:
         self._waiting_ns += takes_ns
         self._order += 1
         heappush(self._prefetches if is_prefetch else self._loads, (ready_ns, self._order, span, takes_ns))
-        if ready_ns < self.next_ns:
-            self.next_ns = max(ready_ns, self._free_at_ns)
+        self._find_next()
 
     def next_span(self) -> Span:
         return self._next()[0][2]
@@ -270,12 +270,13 @@ class TransferQueue:
         loads, prefetches = self._loads, self._prefetches
         if not loads or not prefetches:
             return loads or prefetches
-        return loads if loads[0][0] <= max(prefetches[0][0], self._free_at_ns) else prefetches
+        is_first = self._prefetch_ns or loads[0][0] <= max(prefetches[0][0], self._free_at_ns)
+        return loads if is_first else prefetches
 
     def _find_next(self) -> None:
         first = self._loads[0][0] if self._loads else NEVER_NS
-        if self._prefetches and self._prefetches[0][0] < first:
-            first = self._prefetches[0][0]
+        if self._prefetches and not (self._loads and self._prefetch_ns):
+            first = min(first, self._prefetches[0][0])
         self.next_ns = max(first, self._free_at_ns)
 
 
