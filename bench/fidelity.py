@@ -103,15 +103,15 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
             trace, schedule, hardware, trace.manifest.geometries, trace.manifest.dense, segments=arguments["segments"],
             learned=read_learned(demo_predictor(), LearnedWeights).learned, codec=arguments["codec"],
         )  # fmt: skip
-        rows = []
-        for (name, memory), runs in ran.items():
+        rows, first = [], arguments["warm"]
+        for memory, name in product(arguments["memory"], arguments["systems"]):
+            runs = ran.get((name, memory)) or ran[name, "100%"]
             found = study.row(get_system(name), Memory(memory))
-            first = arguments["warm"]
             times = [one["tpot_s"] for one in found["times_by_request"][first:]]
             counts = {key: sum(did[key] for _, did in runs[first:]) for key in runs[0][1]}
             demands = counts["hits"] + counts["misses"] + counts["partial_hits"]
             measured = [tpot_s for tpot_s, _ in runs[first:]]
-            row = {"system": name, "memory": memory, "tpot_s": statistics.mean(measured)}
+            row = {"memory": memory, "system": name, "tpot_s": statistics.mean(measured)}
             row |= {"simulated_tpot_s": statistics.mean(times)}
             row["ratio"] = statistics.median(a / b for a, b in zip(times, measured, strict=True))
             row |= {"hit_rate": counts["hits"] / demands, "stall_share": counts["stall_s"] / counts["seconds"]}
@@ -119,9 +119,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
             rows.append(row)
         for model in (*models.values(), beside):
             expertly.unload(model)
-    costs = profile.compute
-    print(json.dumps({key: getattr(costs, key)[0] for key in ("dense_ns", "head_ns", "expert_ns")}), file=sys.stderr)
-    print(costs.submit_ns, costs.load_ns, costs.slowdown_while_loading, profile.link, profile.layers, file=sys.stderr)
+    print(profile, file=sys.stderr)
     return rows
 
 
@@ -143,13 +141,12 @@ def main() -> None:
         "memory": args.memory.split(","),
         "systems": args.systems.split(","),
     }
-    about = {"experts_gib": args.experts_gib, "stored": args.quantize or args.codec}
-    rows = [about | row for row in child("fidelity.py", settings)]
+    stored = f"{args.experts_gib:g} GiB, {args.quantize or args.codec}"
+    rows = [{"run": f"{stored}, {row['memory']}"} | row for row in child("fidelity.py", settings)]
     if args.out and Path(args.out).exists():
-        keys = (*about, "memory", "system")
-        new = {tuple(row[key] for key in keys) for row in rows}
+        new = {(row["run"], row["system"]) for row in rows}
         old = json.loads(Path(args.out).read_text())["results"]
-        rows = [row for row in old if tuple(row[key] for key in keys) not in new] + rows
+        rows = [row for row in old if (row["run"], row["system"]) not in new] + rows
     print_report("fidelity", rows, vars(args), args.out)
 
 
