@@ -8,7 +8,7 @@ Of the demo model, with experts inflated to so many GiB (0: as they are), rounde
 same tokens from an empty cache: `--warm` requests that only fill it, and those that are compared. Systems take turns,
 request by request, in another order each time. One profile, of `lru` with a quarter of the experts, serves all systems
 and budgets: it is measured before them and in turns with them, as `expertly doctor` measures it. `ratio` is the median
-over requests of simulated to measured TPOT; `hit_rate` beside `simulated_hit_rate` tells other decisions from other
+over requests of simulated to measured TPOT; `stall_s` is a step's waiting, `hit_rate` tells other decisions from other
 times. Bound: within 10 %. `--out` keeps the rows of earlier runs with other stores and budgets, so that each is short.
 """
 
@@ -43,7 +43,7 @@ def play(model: Any, request: Any) -> tuple[float, dict[str, float]]:
     after = expertly.stats(model).as_dict()["phases"]["decode"]
     changed = {key: after[key] - before[key] for key in ("hits", "misses", "partial_hits", "stall_s")}
     assert played.tpot_s is not None
-    return played.tpot_s, changed | {"seconds": sum(played.steps_s)}
+    return played.tpot_s, changed | {"steps": len(played.steps_s)}
 
 
 def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
@@ -114,7 +114,9 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
             row = {"memory": memory, "system": name, "tpot_s": statistics.mean(measured)}
             row |= {"simulated_tpot_s": statistics.mean(times)}
             row["ratio"] = statistics.median(a / b for a, b in zip(times, measured, strict=True))
-            row |= {"hit_rate": counts["hits"] / demands, "stall_share": counts["stall_s"] / counts["seconds"]}
+            row |= {"stall_s": counts["stall_s"] / counts["steps"]}
+            row["simulated_stall_s"] = found["decode_stall_s"] / found["decode_iterations"]
+            row["hit_rate"] = counts["hits"] / demands
             row["simulated_hit_rate"] = statistics.mean(found["hit_rate_by_request"][first:])
             rows.append(row)
         for model in (*models.values(), beside):
