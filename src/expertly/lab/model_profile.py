@@ -173,6 +173,7 @@ class Measurement:
         self._num_loading: list[int] = []  # and in how many
         self._routers: list[HookedRouter | None] = []
         self._observed: list[int] = []  # what a layer took longer with an onlooker
+        self._prefetched: list[int] = []  # and beside a prefetch
         self._processor_ns: list[int] = []  # that this thread had in each layer's experts, of the last pass
         if model.config.is_encoder_decoder:
             raise ModelUseError("an encoder-decoder model's passes are of two kinds: its costs cannot be measured yet")
@@ -243,12 +244,13 @@ class Measurement:
             submit_ns=costs.submit_ns + self._waking_ns(samples[0]),
             load_ns=costs.load_ns,
             slowdown_while_loading=max(1.0, round(_median(self._loading) / _median(self._alone), 3)),
-            observe_ns=max(0, _median(self._observed)),
+            observe_ns=max(0, _median(self._observed or [0])),
+            prefetch_ns=max(0, _median(self._prefetched or [0])),
         )
         link = costs.link
         if kind_of(self._engine.device.torch_device).runs_on_host:  # readers begin prefetches, small ones together
             num_reads = max(1, min(NUM_READERS, self._layer.expert_nbytes // MIN_READ_NBYTES))
-            link = replace(link, prefetch_ns=link.latency_ns * num_reads // NUM_READERS)
+            link = replace(link, prefetch_latency_ns=link.latency_ns * num_reads // NUM_READERS)
         return ModelProfile(link, compute, layer_times(self._layers_run))
 
     def _waking_ns(self, quiet: _Samples) -> int:
@@ -294,27 +296,59 @@ class Measurement:
             samples.add(took)
 
     def _observe(self) -> None:
-        """Decode steps whose experts are here, with and without an onlooker."""
-        layers = self._geometry.layers
+        """Decode steps whose experts are here: as they are, with an onlooker, and beside prefetches."""
+        layers, engine = self._geometry.layers, self._engine
         self._routers = self._routers or find_routers(self._model, layers)
         onlooker = _Onlooker(self._model, layers, self._routers)
-        cache, before = self._forward(self._ids(1, CONTEXT), None), self._engine.observer
+        cache, before = self._forward(self._ids(1, CONTEXT), None), engine.observer
+
+        def took_ns(ids: torch.Tensor) -> int:
+            again = deepcopy(cache)
+            return _timed(lambda: self._forward(ids, again))
+
         try:
             for _ in range(6):
-                ids, took = self._ids(1, 1), []
-                for looks in (None, None, onlooker):  # the first one loads
-                    self._engine.observer, again = looks, deepcopy(cache)
-                    if looks is not None:
-                        onlooker.collector.attach()
-                    start = time.perf_counter_ns()
-                    self._forward(ids, again)
-                    took.append(time.perf_counter_ns() - start)
+                ids = self._ids(1, 1)
+                took_ns(ids)
+                loaded, alone_ns = self._loaded_nbytes(), took_ns(ids)
+                if self._loaded_nbytes() > loaded:
+                    continue  # the cache does not hold a step's experts
+                onlooker.collector.attach()
+                engine.observer = onlooker
+                self._observed.append((took_ns(ids) - alone_ns) // len(layers))
                 onlooker.collector.detach()
-                self._observed.append((took[2] - took[1]) // self._geometry.num_layers)
+                engine.observer = before
+                with self._prefetching():
+                    self._prefetched.append((took_ns(ids) - alone_ns) // len(layers))
         finally:
             onlooker.collector.detach()
             onlooker.thread.close()
-            self._engine.observer = before
+            engine.observer = before
+
+    def _loaded_nbytes(self) -> int:
+        return sum(nbytes for _, nbytes, *_ in self._counts())
+
+    @contextmanager
+    def _prefetching(self) -> Iterator[None]:
+        """Within the block, an expert is prefetched beside each layer, into an empty place. No layer may load."""
+        device, run, num_coming = self._engine.device, self._engine.forward_experts, 0
+
+        def beside(*args: Any) -> torch.Tensor:
+            nonlocal num_coming
+            device.prefetch(self._loads(1, self._geometry.segments_per_expert))
+            num_coming += 1
+            out = run(*args)
+            while device.poll() is not None:
+                num_coming -= 1
+            return out
+
+        self._engine.forward_experts = beside  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self._engine.forward_experts
+            for _ in range(num_coming):
+                device.wait()
 
     def _counts(self) -> list[tuple[int, ...]]:
         """For each layer in decode: experts not wholly resident, bytes loaded, time of its experts, time waited."""

@@ -61,6 +61,7 @@ _FACTORS = {
 
 _DEFAULTED = {
     "predictor",
+    "prefetch_latency_ns",
     "prefetch_ns",
     "observe_ns",
     "threads_beside",

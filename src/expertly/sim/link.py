@@ -50,7 +50,7 @@ class VirtualLink:
     Behind the link there may be a disk: spans that the host's memory does not hold are read from it first; meanwhile
     the link serves others. With a `codec`, what comes from the disk (or from the link, where no disk is behind it) is
     decoded before it has arrived. `taking_ns(layer, segments)` is the computing thread's own time for a span that it
-    takes, `submit_ns` that for spans that are loaded together.
+    takes, `submit_ns` that for spans that are loaded together, `prefetch_ns` that for each prefetched one.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class VirtualLink:
         watcher: SimulationWatcher | None = None,
         submit_ns: int = 0,
         codec: CodecCosts | None = None,
+        prefetch_ns: int = 0,
     ) -> None:
         self.stall_ns = 0
         """Time that `wait` took."""
@@ -70,7 +71,7 @@ class VirtualLink:
         self.decoder: DecodingDisk | None = None
         """Where experts are read and decoded, if they are stored compressed."""
         self._clock = clock
-        self._submit_ns = submit_ns
+        self._submit_ns, self._prefetch_ns = submit_ns, prefetch_ns
         whole = geometry.segments_per_expert
         self._takes_time = any(taking_ns(layer, whole) for layer in range(geometry.num_layers))
         self._taking_ns = taking_ns
@@ -107,6 +108,7 @@ class VirtualLink:
     def prefetch(self, spans: Sequence[Span]) -> None:
         if spans:
             self._submit(spans, True)
+            self._spend("ask", self._prefetch_ns * len(spans))
 
     def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """Spans on their way from the disk to the link have not begun, unless they are decoded."""
@@ -217,7 +219,7 @@ class TransferQueue:
     def __init__(self, link: Link) -> None:
         self.next_ns = NEVER_NS
         """When the next transfer begins; NEVER_NS where none waits."""
-        self._latency_ns, self._prefetch_ns = link.latency_ns, link.prefetch_ns
+        self._latency_ns, self._prefetch_latency_ns = link.latency_ns, link.prefetch_latency_ns
         self._takes_ns = cache(link.occupies_ns)
         self._loads: list[_Entry] = []  # heaps
         self._prefetches: list[_Entry] = []
@@ -228,8 +230,8 @@ class TransferQueue:
     def submit(self, span: Span, since_ns: int, nbytes: int, is_prefetch: bool) -> None:
         """A transfer waits from `since_ns` on."""
         takes_ns, ready_ns = self._takes_ns(nbytes), since_ns + self._latency_ns
-        if is_prefetch and self._prefetch_ns:
-            takes_ns, ready_ns = takes_ns + self._prefetch_ns, since_ns
+        if is_prefetch and self._prefetch_latency_ns:
+            takes_ns, ready_ns = takes_ns + self._prefetch_latency_ns, since_ns
         self._waiting_ns += takes_ns
         self._order += 1
         heappush(self._prefetches if is_prefetch else self._loads, (ready_ns, self._order, span, takes_ns))
@@ -270,12 +272,12 @@ class TransferQueue:
         loads, prefetches = self._loads, self._prefetches
         if not loads or not prefetches:
             return loads or prefetches
-        is_first = self._prefetch_ns or loads[0][0] <= max(prefetches[0][0], self._free_at_ns)
+        is_first = self._prefetch_latency_ns or loads[0][0] <= max(prefetches[0][0], self._free_at_ns)
         return loads if is_first else prefetches
 
     def _find_next(self) -> None:
         first = self._loads[0][0] if self._loads else NEVER_NS
-        if self._prefetches and not (self._loads and self._prefetch_ns):
+        if self._prefetches and not (self._loads and self._prefetch_latency_ns):
             first = min(first, self._prefetches[0][0])
         self.next_ns = max(first, self._free_at_ns)
 
