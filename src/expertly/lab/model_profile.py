@@ -331,7 +331,8 @@ class Measurement:
     @contextmanager
     def _prefetching(self) -> Iterator[None]:
         """Within the block, an expert is prefetched beside each layer, into an empty place. No layer may load."""
-        device, run, num_coming = self._engine.device, self._engine.forward_experts, 0
+        engine: Any = self._engine
+        device, run, num_coming = engine.device, engine.forward_experts, 0
 
         def beside(*args: Any) -> torch.Tensor:
             nonlocal num_coming
@@ -342,11 +343,11 @@ class Measurement:
                 num_coming -= 1
             return out
 
-        self._engine.forward_experts = beside  # type: ignore[method-assign]
+        engine.forward_experts = beside
         try:
             yield
         finally:
-            del self._engine.forward_experts
+            del engine.forward_experts
             for _ in range(num_coming):
                 device.wait()
 
@@ -377,7 +378,8 @@ class Measurement:
         a tenth of a small model's pass.
         """
         times: list[tuple[int, int]] = []
-        run = self._engine.forward_experts
+        engine: Any = self._engine
+        run = engine.forward_experts
 
         def noted(*args: Any) -> torch.Tensor:
             times.append((time.perf_counter_ns(), time.thread_time_ns()))
@@ -385,11 +387,11 @@ class Measurement:
             times.append((time.perf_counter_ns(), time.thread_time_ns()))
             return out
 
-        self._engine.forward_experts = noted  # type: ignore[method-assign]
+        engine.forward_experts = noted
         try:
             yield times
         finally:
-            del self._engine.forward_experts
+            del engine.forward_experts
 
     # -- experts -----------------------------------------------------------------------------------------------
 
