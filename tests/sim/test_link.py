@@ -145,8 +145,8 @@ def test_asking_and_taking_cost_the_thread_time_that_is_no_stall() -> None:
     assert clock.now_ns == 30, "nobody waits for that"
     assert arrivals(clock, link, 1) == [(0, 50)] and link.stall_ns == 20, "the link begins meanwhile"
     clock, link, watch = make(prefetch_ns=9)
-    link.prefetch([span(0), span(1)])
-    assert clock.now_ns == 18 and watch.spends == [("ask", 0, 18)] and link.stall_ns == 0
+    link.prefetch([span(0, num_segments=2), span(1)])  # an expert and half of one
+    assert clock.now_ns == 13 and watch.spends == [("ask", 0, 13)] and link.stall_ns == 0
 
 
 # -- a disk behind: reads take 20 + 5 + 200 ns a segment --------------------------------------------------------------

@@ -90,4 +90,4 @@ class MeasuredCompute:
     load_ns: int  # and for each expert of them
     slowdown_while_loading: float  # of `dense_ns` while the link is busy; at least 1
     observe_ns: int = 0  # what a layer takes longer where a predictor's thread looks at its router's choice
-    prefetch_ns: int = 0  # and for each span that a reader prefetches beside it
+    prefetch_ns: int = 0  # and for each expert that readers prefetch beside it

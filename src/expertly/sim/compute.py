@@ -31,7 +31,7 @@ class ComputeModel(Protocol):
 
     @property
     def prefetch_ns(self) -> int:
-        """And what each span takes that is prefetched."""
+        """And what each expert takes that is prefetched."""
 
     def load_ns(self, layer: int, num_segments: int) -> int:
         """The computing thread's own time for each such span, when it takes it."""

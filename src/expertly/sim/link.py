@@ -50,7 +50,7 @@ class VirtualLink:
     Behind the link there may be a disk: spans that the host's memory does not hold are read from it first; meanwhile
     the link serves others. With a `codec`, what comes from the disk (or from the link, where no disk is behind it) is
     decoded before it has arrived. `taking_ns(layer, segments)` is the computing thread's own time for a span that it
-    takes, `submit_ns` that for spans that are loaded together, `prefetch_ns` that for each prefetched one.
+    takes, `submit_ns` that for spans that are loaded together, `prefetch_ns` that for each prefetched expert.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class VirtualLink:
         """Where experts are read and decoded, if they are stored compressed."""
         self._clock = clock
         self._submit_ns, self._prefetch_ns = submit_ns, prefetch_ns
-        whole = geometry.segments_per_expert
+        self._num_segments = whole = geometry.segments_per_expert
         self._takes_time = any(taking_ns(layer, whole) for layer in range(geometry.num_layers))
         self._taking_ns = taking_ns
         self._watcher = watcher
@@ -108,7 +108,8 @@ class VirtualLink:
     def prefetch(self, spans: Sequence[Span]) -> None:
         if spans:
             self._submit(spans, True)
-            self._spend("ask", self._prefetch_ns * len(spans))
+            num_segments = sum([span.num_segments for span in spans])
+            self._spend("ask", self._prefetch_ns * num_segments // self._num_segments)
 
     def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """Spans on their way from the disk to the link have not begun, unless they are decoded."""
