@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import expertly
+from expertly.api import handle
 from expertly.cli.main import main
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry
 from expertly.hardware import machine, measure
 from expertly.lab.model_profile import TOKENS, ModelProfile, measure_model
+from expertly.model.hooks import experts_modules
 from expertly.model.packing import pack
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
@@ -81,6 +85,23 @@ def test_the_model_still_works_and_is_consistent(cases: Cases):
     out = model.generate(prompt, max_new_tokens=4, do_sample=False)
     assert out[0, prompt.shape[1] :].tolist() == case.tokens[0][:4]
     expertly.unload(model)
+
+
+def test_what_a_load_leaves_behind_is_its_cost_and_not_that_of_every_layer(cases: Cases):
+    """After a layer that loaded, the model is slow for 3 ms, as a processor with cold caches is for less."""
+    model, _ = expertly.load(str(cases["mixtral"].store), device="cpu", memory="60%", system="lru")
+    counters, loaded = handle(model).engine.scheduler.counters, dict[int, int]()
+
+    def slow(layer: int, *_: object) -> None:
+        before, loaded[layer] = loaded.get(layer, 0), counters[layer].decode.loaded_nbytes
+        if loaded[layer] > before:
+            time.sleep(0.003)
+
+    for layer, module in enumerate(experts_modules(model)):
+        module.register_forward_hook(partial(slow, layer))
+    compute = measure_model(model, seconds=0.5, tokens=(1,)).compute
+    expertly.unload(model)
+    assert compute.submit_ns > 2_000_000 > compute.dense_ns[0] + compute.head_ns[0] / compute.num_layers
 
 
 @pytest.mark.parametrize("memory", ["100%", "9%"])

@@ -42,9 +42,11 @@ def make(
     submit_ns: int = 0,
     codec: CodecCosts | None = None,
     geometry: Geometry = GEOMETRY,
+    prefetch_ns: int = 0,
 ) -> tuple[Clock, VirtualLink, Any]:
     clock, watch = Clock(), Watch()
-    link = VirtualLink(clock, hardware or toy(), geometry, lambda layer, num: taking_ns, watch, submit_ns, codec)
+    own_ns = submit_ns, codec, prefetch_ns
+    link = VirtualLink(clock, hardware or toy(), geometry, lambda layer, num: taking_ns, watch, *own_ns)
     return clock, link, watch
 
 
@@ -73,6 +75,13 @@ def test_the_latency_of_what_is_submitted_while_the_link_is_busy_is_hidden() -> 
     assert arrivals(clock, link, 2) == [(0, 50), (1, 93)]
     link.submit([span(2)])
     assert arrivals(clock, link, 1) == [(2, 93 + 7 + 43)]
+
+
+def test_where_prefetches_begin_when_nothing_else_moves_each_pays_for_its_begin() -> None:
+    clock, link, _ = make(toy(link=Link(0.5e9, 7, 3, prefetch_latency_ns=20)))
+    link.submit([span(0)])
+    link.prefetch([span(1), span(2)])
+    assert arrivals(clock, link, 3) == [(0, 50), (1, 50 + 63), (2, 113 + 63)]
 
 
 def test_poll_gives_what_has_arrived_by_now_and_takes_no_time() -> None:
@@ -135,6 +144,9 @@ def test_asking_and_taking_cost_the_thread_time_that_is_no_stall() -> None:
     link.prefetch([span(2)])
     assert clock.now_ns == 30, "nobody waits for that"
     assert arrivals(clock, link, 1) == [(0, 50)] and link.stall_ns == 20, "the link begins meanwhile"
+    clock, link, watch = make(prefetch_ns=9)
+    link.prefetch([span(0, num_segments=2), span(1)])  # an expert and half of one
+    assert clock.now_ns == 13 and watch.spends == [("ask", 0, 13)] and link.stall_ns == 0
 
 
 # -- a disk behind: reads take 20 + 5 + 200 ns a segment --------------------------------------------------------------

@@ -88,6 +88,14 @@ def test_predictions_come_when_they_have_been_made() -> None:
     assert channel.busy_ns == 57 + 107 + 507 + 57
 
 
+def test_showing_a_router_takes_time_of_the_pass() -> None:
+    clock = Clock()
+    channel = VirtualPredictorThread(Notes(), clock, PredictorCosts(7), ObservationQueue(9), observe_ns=30)
+    channel.begin_iteration(-1, lambda: BEGAN)
+    publish(channel, 0, 0)
+    assert (clock.now_ns, channel.stall_ns) == (30, 0)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_without_costs_it_is_an_inline_channel(seed: int) -> None:
     rng, clock = np.random.default_rng(seed), Clock()

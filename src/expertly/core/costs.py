@@ -29,6 +29,9 @@ class Link:
     nbytes_per_s: float
     latency_ns: int  # from the submission of a span until it moves, at the least: a busy link hides it
     overhead_ns: int  # of each span, beyond its bytes
+    prefetch_latency_ns: int = (
+        0  # instead of the latency, of each prefetch, where one begins only when nothing else moves
+    )
 
     def occupies_ns(self, nbytes: int) -> int:
         """How long a span of so many bytes keeps the link from serving the next one."""
@@ -98,3 +101,5 @@ class MeasuredCompute:
     submit_ns: int  # the computing thread's own time for spans demanded together: deciding, waking readers, sharing
     load_ns: int  # and for each expert of them
     slowdown_while_loading: float  # of `dense_ns` while the link is busy; at least 1
+    observe_ns: int = 0  # what a layer takes longer where a predictor's thread looks at its router's choice
+    prefetch_ns: int = 0  # and for each expert that readers prefetch beside it

@@ -7,19 +7,25 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, cycle
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from expertly.api import handle
 from expertly.core.costs import CodecCosts, LayerTime, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, ModelUseError
-from expertly.core.messages import Span
+from expertly.core.geometry import LayerGeometry
+from expertly.core.messages import RouterRan, Span
+from expertly.core.observation import IterationInfo, Want
+from expertly.core.resources import NUM_READERS
 from expertly.engine.compute import LayerCompute, PartialExpert
 from expertly.engine.device import kind_of
+from expertly.engine.observe import Collector, PredictorThread, embedder
+from expertly.engine.reading import MIN_READ_NBYTES
 from expertly.hardware.measure import store_costs
 from expertly.lab.playing import forward
 from expertly.lab.profile_fits import (
@@ -33,6 +39,9 @@ from expertly.lab.profile_fits import (
     samples_of,
 )
 from expertly.model.hooks import experts_modules
+from expertly.model.routers import HookedRouter, find_routers
+from expertly.policies.predictor import Predictor
+from expertly.scheduler.observations import ObservationQueue
 
 TOKENS = (1, 2, 4, 16, 64, 256)
 CONTEXT = 32
@@ -98,6 +107,48 @@ class _Samples:
     each: list[int] = field(default_factory=list)  # each further one
     in_parts: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # by the number of parts, alone
 
+    def add(self, other: _Samples) -> None:
+        """Take those of passes."""
+        self.between += other.between
+        self.outside += other.outside
+
+
+class _Onlooker:
+    """Shows passes to a predictor's thread that asks the next layer's router and predicts nothing: an Observer of the
+    engine, and its predictor.
+    """
+
+    wants_token_ids = True
+
+    def __init__(self, model: Any, layers: Sequence[LayerGeometry], routers: Sequence[HookedRouter | None]) -> None:
+        can_ask = all(router is not None and router.can_look_ahead for router in routers)
+        wants: tuple[Want, ...] = ("experts", "lookahead") if can_ask else ("experts",)
+        self.collector = Collector(wants, layers, routers, embedder(model), 1)
+        self.thread = PredictorThread(cast(Predictor, _Blind()), ObservationQueue.of_layers(len(layers)))
+
+    def begin_iteration(self, info: IterationInfo) -> None:
+        if (began := self.collector.begin(info)) is not None:
+            self.thread.begin_iteration(0, began)
+
+    def router_ran(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
+        if (routed := self.collector.routed(RouterRan(layer, [], [], [], 0), index, weights)) is not None:
+            self.thread.router_ran(layer, routed)
+
+    def end_iteration(self, ok: bool) -> None:
+        self.collector.end()
+        self.thread.end_iteration(ok)
+
+
+class _Blind:
+    """A predictor that predicts nothing."""
+
+    def begin_iteration(self, began: object) -> tuple[()]:
+        return ()
+
+    router_ran = begin_iteration
+
+    def end_iteration(self, ok: bool) -> None: ...
+
 
 class Measurement:
     """The measurements of one model so far; run all `tasks` at least once before `profile`."""
@@ -118,6 +169,11 @@ class Measurement:
         self._alone: list[int] = []  # computing an expert
         self._loading: list[int] = []  # the same while spans are on their way
         self._layers_run: list[LayerSample] = []  # of decode steps of one token
+        self._loading_passes = _Samples()  # those of them in which layers loaded
+        self._num_loading: list[int] = []  # and in how many
+        self._routers: list[HookedRouter | None] = []
+        self._observed: list[int] = []  # what a layer took longer with an onlooker
+        self._prefetched: list[int] = []  # and beside a prefetch
         self._processor_ns: list[int] = []  # that this thread had in each layer's experts, of the last pass
         if model.config.is_encoder_decoder:
             raise ModelUseError("an encoder-decoder model's passes are of two kinds: its costs cannot be measured yet")
@@ -141,6 +197,7 @@ class Measurement:
         yield partial(self._resident_experts, 1)
         yield self._link
         yield self._busy_link
+        yield self._observe
 
     def tasks_of_a_token(self) -> Iterator[Callable[[], None]]:
         """The tasks for what a decode step of one request depends on: a fraction of the time, to follow a drifting
@@ -148,10 +205,13 @@ class Measurement:
         """
         for task in (self._decode, self._resident_experts, self._parts):
             yield partial(task, 1)
+        yield self._observe
 
     def profile(self) -> ModelProfile:
         """The medians of what the tasks have measured."""
         samples = [self._of_tokens[tokens] for tokens in self._tokens]
+        if not samples[0].outside:
+            samples[0].add(self._loading_passes)
         between = [_median(one.between) for one in samples]
         expert = [max(1, _median(one.each)) for one in samples]
         parts = [parts_and_part(one.in_parts) for one in samples]
@@ -181,11 +241,25 @@ class Measurement:
             expert_ns=tuple(expert),
             parts_ns=tuple(whole_parts),
             part_ns=tuple(each + more for (_, each), more in zip(parts, around, strict=True)),
-            submit_ns=costs.submit_ns,
+            submit_ns=costs.submit_ns + self._waking_ns(samples[0]),
             load_ns=costs.load_ns,
             slowdown_while_loading=max(1.0, round(_median(self._loading) / _median(self._alone), 3)),
+            observe_ns=max(0, _median(self._observed or [0])),
+            prefetch_ns=max(0, _median(self._prefetched or [0])),
         )
-        return ModelProfile(costs.link, compute, layer_times(self._layers_run))
+        link = costs.link
+        if kind_of(self._engine.device.torch_device).runs_on_host:  # readers begin prefetches, small ones together
+            num_reads = max(1, min(NUM_READERS, self._layer.expert_nbytes // MIN_READ_NBYTES))
+            link = replace(link, prefetch_latency_ns=link.latency_ns * num_reads // NUM_READERS)
+        return ModelProfile(link, compute, layer_times(self._layers_run))
+
+    def _waking_ns(self, quiet: _Samples) -> int:
+        """What a layer that loads adds to a pass outside of experts: afterwards caches are cold, and threads asleep."""
+        if not self._num_loading:
+            return 0
+        between, passes = self._geometry.num_layers - 1, (self._loading_passes, quiet)
+        loading_ns, quiet_ns = (_median(one.outside) + between * _median(one.between) for one in passes)
+        return max(0, round((loading_ns - quiet_ns) / statistics.mean(self._num_loading)))
 
     # -- whole passes ------------------------------------------------------------------------------------------
 
@@ -201,15 +275,81 @@ class Measurement:
         return cache
 
     def _decode(self, num_requests: int) -> None:
-        """Decode steps after short prompts."""
+        """Decode steps after short prompts. Each is made twice: the second time all its experts are here."""
         cache = self._forward(self._ids(num_requests, CONTEXT), None)
         cache = self._forward(self._ids(num_requests, 1), cache)
-        for _ in range(12 // num_requests):
+        for step in range(12 // num_requests):
+            if step % 2 == 0:
+                ids, as_before = self._ids(num_requests, 1), deepcopy(cache)
+            else:
+                cache = as_before
             before = self._counts()
-            cache = self._pass(self._ids(num_requests, 1), cache, self._of_tokens[num_requests])
+            cache, took = self._pass(ids, cache)
+            after = self._counts()
+            samples = self._of_tokens[num_requests]
             if num_requests == 1:
                 processor_ns = None if self._engine.threads is None else self._processor_ns
-                self._layers_run += samples_of(before, self._counts(), self._layer.expert_nbytes, processor_ns)
+                self._layers_run += samples_of(before, after, self._layer.expert_nbytes, processor_ns)
+                if num_loading := sum(new[1] > old[1] for old, new in zip(before, after, strict=True)):
+                    self._num_loading.append(num_loading)
+                    samples = self._loading_passes
+            samples.add(took)
+
+    def _observe(self) -> None:
+        """Decode steps whose experts are here: as they are, with an onlooker, and beside prefetches."""
+        layers, engine = self._geometry.layers, self._engine
+        self._routers = self._routers or find_routers(self._model, layers)
+        onlooker = _Onlooker(self._model, layers, self._routers)
+        cache, before = self._forward(self._ids(1, CONTEXT), None), engine.observer
+
+        def took_ns(ids: torch.Tensor) -> int:
+            again = deepcopy(cache)
+            return _timed(lambda: self._forward(ids, again))
+
+        try:
+            for _ in range(6):
+                ids = self._ids(1, 1)
+                took_ns(ids)
+                loaded, alone_ns = self._loaded_nbytes(), took_ns(ids)
+                if self._loaded_nbytes() > loaded:
+                    continue  # the cache does not hold a step's experts
+                onlooker.collector.attach()
+                engine.observer = onlooker
+                self._observed.append((took_ns(ids) - alone_ns) // len(layers))
+                onlooker.collector.detach()
+                engine.observer = before
+                with self._prefetching():
+                    self._prefetched.append((took_ns(ids) - alone_ns) // len(layers))
+        finally:
+            onlooker.collector.detach()
+            onlooker.thread.close()
+            engine.observer = before
+
+    def _loaded_nbytes(self) -> int:
+        return sum(nbytes for _, nbytes, *_ in self._counts())
+
+    @contextmanager
+    def _prefetching(self) -> Iterator[None]:
+        """Within the block, an expert is prefetched beside each layer, into an empty place. No layer may load."""
+        engine: Any = self._engine
+        device, run, num_coming = engine.device, engine.forward_experts, 0
+
+        def beside(*args: Any) -> torch.Tensor:
+            nonlocal num_coming
+            device.prefetch(self._loads(1, self._geometry.segments_per_expert))
+            num_coming += 1
+            out = run(*args)
+            while device.poll() is not None:
+                num_coming -= 1
+            return out
+
+        engine.forward_experts = beside
+        try:
+            yield
+        finally:
+            del engine.forward_experts
+            for _ in range(num_coming):
+                device.wait()
 
     def _counts(self) -> list[tuple[int, ...]]:
         """For each layer in decode: experts not wholly resident, bytes loaded, time of its experts, time waited."""
@@ -219,34 +359,39 @@ class Measurement:
         ]
 
     def _prompt(self, num_tokens: int) -> None:
-        self._pass(self._ids(1, num_tokens), None, self._of_tokens[num_tokens])
+        self._of_tokens[num_tokens].add(self._pass(self._ids(1, num_tokens), None)[1])
 
-    def _pass(self, ids: torch.Tensor, cache: Any, samples: _Samples) -> Any:
+    def _pass(self, ids: torch.Tensor, cache: Any) -> tuple[Any, _Samples]:
+        """Run one: the KV cache and what it took outside of experts."""
         with self._watched() as times:
             start = time.perf_counter_ns()
             cache = self._forward(ids, cache)
             total = time.perf_counter_ns() - start
         begins, ends = ([wall for wall, _ in which] for which in (times[::2], times[1::2]))
         self._processor_ns = [end - begin for (_, begin), (_, end) in zip(times[::2], times[1::2], strict=True)]
-        samples.between += [begin - end for end, begin in zip(ends, begins[1:], strict=False)] or [0]
-        samples.outside.append(total - (ends[-1] - begins[0]))
-        return cache
+        between = [begin - end for end, begin in zip(ends, begins[1:], strict=False)]
+        return cache, _Samples(between or [0], [total - (ends[-1] - begins[0])])
 
     @contextmanager
     def _watched(self) -> Iterator[list[tuple[int, int]]]:
-        """While the block runs: begin and end of each layer's experts, and processor time."""
+        """While the block runs: begin and end of each layer's experts, and processor time. Hooks of torch would take
+        a tenth of a small model's pass.
+        """
         times: list[tuple[int, int]] = []
+        engine: Any = self._engine
+        run = engine.forward_experts
 
-        def note(*_: Any) -> None:
+        def noted(*args: Any) -> torch.Tensor:
             times.append((time.perf_counter_ns(), time.thread_time_ns()))
+            out = run(*args)
+            times.append((time.perf_counter_ns(), time.thread_time_ns()))
+            return out
 
-        hooks = [module.register_forward_pre_hook(note) for module in self._modules]
-        hooks += [module.register_forward_hook(note) for module in self._modules]
+        engine.forward_experts = noted
         try:
             yield times
         finally:
-            for hook in hooks:
-                hook.remove()
+            del engine.forward_experts
 
     # -- experts -----------------------------------------------------------------------------------------------
 

@@ -25,6 +25,14 @@ class ComputeModel(Protocol):
     def submit_ns(self) -> int:
         """The computing thread's own time to submit spans that are loaded together, besides the link's."""
 
+    @property
+    def observe_ns(self) -> int:
+        """What showing a router's choice to a predictor takes from the computing thread."""
+
+    @property
+    def prefetch_ns(self) -> int:
+        """And what each expert takes that is prefetched."""
+
     def load_ns(self, layer: int, num_segments: int) -> int:
         """The computing thread's own time for each such span, when it takes it."""
 
@@ -64,7 +72,7 @@ class Roofline:
     """
 
     slowdown_while_loading = 1.0  # copies to an accelerator are made by engines of their own
-    submit_ns = 0
+    submit_ns = observe_ns = prefetch_ns = 0
 
     def __init__(self, hardware: Hardware, geometry: Geometry, dense: DenseShape) -> None:
         self._hardware = hardware
@@ -108,7 +116,8 @@ class Measured:
         self._measured = measured
         self._num_segments = segments_per_expert
         self.slowdown_while_loading = measured.slowdown_while_loading
-        self.submit_ns = measured.submit_ns
+        self.submit_ns, self.observe_ns = measured.submit_ns, measured.observe_ns
+        self.prefetch_ns = measured.prefetch_ns
         self.dense_ns = cache(self._dense_ns)
         self.span_ns = cache(self._span_ns)
         self.head_ns = cache(self._head_ns)

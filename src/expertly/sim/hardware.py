@@ -63,7 +63,18 @@ _FACTORS = {
 }
 """The least and most of numbers that are no rates. Only `read_processors` may be 0."""
 
-_DEFAULTED = {"predictor", "send_ns", "threads_beside", "read_processors", "format", "block_size", "block_nbytes"}
+_DEFAULTED = {
+    "predictor",
+    "prefetch_latency_ns",
+    "prefetch_ns",
+    "observe_ns",
+    "send_ns",
+    "threads_beside",
+    "read_processors",
+    "format",
+    "block_size",
+    "block_nbytes",
+}
 """Keys that may be missing, for fields that always have a value."""
 
 _DATA = Path(__file__).resolve().parent.parent / "data"

@@ -50,7 +50,7 @@ class VirtualLink:
     Behind the link there may be a disk: spans that the host's memory does not hold are read from it first; meanwhile
     the link serves others. With a `codec`, what comes from the disk (or from the link, where no disk is behind it) is
     decoded before it has arrived. `taking_ns(layer, segments)` is the computing thread's own time for a span that it
-    takes, `submit_ns` that for spans that are loaded together.
+    takes, `submit_ns` that for spans that are loaded together, `prefetch_ns` that for each prefetched expert.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class VirtualLink:
         watcher: SimulationWatcher | None = None,
         submit_ns: int = 0,
         codec: CodecCosts | None = None,
+        prefetch_ns: int = 0,
     ) -> None:
         self.stall_ns = 0
         """Time that `wait` took."""
@@ -70,8 +71,8 @@ class VirtualLink:
         self.decoder: DecodingDisk | None = None
         """Where experts are read and decoded, if they are stored compressed."""
         self._clock = clock
-        self._submit_ns = submit_ns
-        whole = geometry.segments_per_expert
+        self._submit_ns, self._prefetch_ns = submit_ns, prefetch_ns
+        self._num_segments = whole = geometry.segments_per_expert
         self._takes_time = any(taking_ns(layer, whole) for layer in range(geometry.num_layers))
         self._taking_ns = taking_ns
         self._watcher = watcher
@@ -108,6 +109,8 @@ class VirtualLink:
     def prefetch(self, spans: Sequence[Span]) -> None:
         if spans:
             self._submit(spans, True)
+            num_segments = sum([span.num_segments for span in spans])
+            self._spend("ask", self._prefetch_ns * num_segments // self._num_segments)
 
     def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """Spans on their way from the disk to the link have not begun, unless they are decoded."""
@@ -226,7 +229,8 @@ class TransferQueue:
     """The queue of a link or a disk, which serves one transfer at a time. Times are in nanoseconds.
 
     A transfer begins when its latency has passed since it was submitted and the one before it has ended; a prefetch
-    only if no load begins as early.
+    only if no load begins as early. Where the link has a time of its own for prefetches, that is part of each instead,
+    and none begins while a load waits.
     """
 
     def __init__(self, link: Link, slowdown: float = 1.0) -> None:
@@ -235,7 +239,7 @@ class TransferQueue:
         """When the next transfer begins; NEVER_NS where none waits."""
         self.slow_until_ns = 0
         self._slowdown = slowdown
-        self._latency_ns = link.latency_ns
+        self._latency_ns, self._prefetch_latency_ns = link.latency_ns, link.prefetch_latency_ns
         self._takes_ns = cache(link.occupies_ns)
         self._loads: list[_Entry] = []  # heaps
         self._prefetches: list[_Entry] = []
@@ -246,13 +250,13 @@ class TransferQueue:
 
     def submit(self, span: Span, since_ns: int, nbytes: int, is_prefetch: bool) -> None:
         """A transfer waits from `since_ns` on."""
-        takes_ns = self._takes_ns(nbytes)
+        takes_ns, ready_ns = self._takes_ns(nbytes), since_ns + self._latency_ns
+        if is_prefetch and self._prefetch_latency_ns:
+            takes_ns, ready_ns = takes_ns + self._prefetch_latency_ns, since_ns
         self._waiting_ns += takes_ns
         self._order += 1
-        ready_ns = since_ns + self._latency_ns
         heappush(self._prefetches if is_prefetch else self._loads, (ready_ns, self._order, span, takes_ns))
-        if ready_ns < self.next_ns:
-            self.next_ns = max(ready_ns, self._free_at_ns)
+        self._find_next()
 
     def next_span(self) -> Span:
         return self._next()[0][2]
@@ -296,12 +300,13 @@ class TransferQueue:
         loads, prefetches = self._loads, self._prefetches
         if not loads or not prefetches:
             return loads or prefetches
-        return loads if loads[0][0] <= max(prefetches[0][0], self._free_at_ns) else prefetches
+        is_first = self._prefetch_latency_ns or loads[0][0] <= max(prefetches[0][0], self._free_at_ns)
+        return loads if is_first else prefetches
 
     def _find_next(self) -> None:
         first = self._loads[0][0] if self._loads else NEVER_NS
-        if self._prefetches and self._prefetches[0][0] < first:
-            first = self._prefetches[0][0]
+        if self._prefetches and not (self._loads and self._prefetch_latency_ns):
+            first = min(first, self._prefetches[0][0])
         self.next_ns = max(first, self._free_at_ns)
 
 

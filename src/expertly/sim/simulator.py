@@ -64,7 +64,9 @@ class Simulator:
             catch_up = None
             if costs is not None:
                 waiting = ObservationQueue.of_layers(scheduler.geometry.num_layers)
-                channel = self._predictor_thread = VirtualPredictorThread(predictor, clock, costs, waiting, watcher)
+                channel = self._predictor_thread = VirtualPredictorThread(
+                    predictor, clock, costs, waiting, watcher, compute.observe_ns
+                )
                 catch_up = self._predictor_thread.catch_up
             self._prefetcher = Prefetcher(scheduler, link, channel, catch_up, lambda: clock.now_ns)
             self._wants = predictor.wants
@@ -203,7 +205,7 @@ class VirtualHost:
 class VirtualPredictorThread:
     """A Channel whose predictor has one thread, as in the engine: it reads one observation after the other, in order.
     Each takes `call_ns` and the time of the work that the predictor counts for it. Nothing waits for it except
-    `catch_up`.
+    `catch_up`; but each router takes `observe_ns` from the pass, whose interpreter both share.
 
     `observations` decides what waits and what is dropped. The predictor runs when the clock has reached the time at
     which its thread begins, so it never sees what was dropped. With costs of 0 this behaves as an InlineChannel.
@@ -216,6 +218,7 @@ class VirtualPredictorThread:
         costs: PredictorCosts,
         observations: ObservationQueue,
         watcher: SimulationWatcher | None = None,
+        observe_ns: int = 0,
     ) -> None:
         self.busy_ns = 0
         """Time that the thread was not idle."""
@@ -226,6 +229,7 @@ class VirtualPredictorThread:
         self._costs = costs
         self._observations = observations
         self._watcher = watcher
+        self._observe_ns = observe_ns
         self._ready: deque[tuple[int, Seen]] = deque()  # when it is there
         self._free_at_ns = 0
         self._has_waiting = False  # or may have
@@ -246,6 +250,7 @@ class VirtualPredictorThread:
         self._read_until(now)
         self._observations.router_ran(step, routed, now)
         self._has_waiting = True
+        self._clock.now_ns = now + self._observe_ns
 
     def end_iteration(self, ok: bool) -> None:
         """The pass ended. Learning from it takes time, too."""

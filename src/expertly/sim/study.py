@@ -352,7 +352,8 @@ class Study:
         watcher = None if self.chrome is None else self.chrome.begin_run(name)
         clock, compute = Clock(), compute_model(hardware, geometry, self.dense)
         codec = None if system.keeps_everything else self.codec_costs
-        link = VirtualLink(clock, hardware, geometry, compute.load_ns, watcher, compute.submit_ns, codec)
+        own_ns = {"submit_ns": compute.submit_ns, "prefetch_ns": compute.prefetch_ns}
+        link = VirtualLink(clock, hardware, geometry, compute.load_ns, watcher, codec=codec, **own_ns)
         tell = self.progress
         learning = None if tell is None else partial(tell, f"learning, {system.name}")
         predictor = self._training.predictor(system, geometry, known, learning)
