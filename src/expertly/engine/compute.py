@@ -9,6 +9,7 @@ Shapes: T tokens, K top-k, H hidden, I intermediate, n tokens of one expert, r n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,7 @@ class LayerCompute:
         self._in_bias, self.down_bias = in_bias, down_bias
         # Of the compiled products: tokens of an expert that they take, and where rows are.
         most = min(kernels.max_tokens, MAX_FLOAT32_TOKENS) if dtype == torch.float32 else kernels.max_tokens
-        self.max_tokens = (MAX_TOKENS if geometry.format else most) if kernels.takes(dtype) else 0
+        self.max_tokens = (sys.maxsize if geometry.format else most) if kernels.takes(dtype) else 0
         self._format = form = expert_format(geometry.format) if geometry.format else None
         self._block_size = geometry.block_size
         self._shape = geometry.num_matrices, geometry.hidden_size
@@ -160,6 +161,12 @@ class LayerCompute:
     def _activated_by_torch(self, x: torch.Tensor, works: Sequence[Work], out: torch.Tensor, *, adds: bool) -> None:
         """The same in two calls, of one span or of one token."""
         kernels, n = self._kernels, len(works[0][1])
+        if n > _MAX_ROWS:
+            ((span, of_x, of_out),) = works
+            for first in range(0, n, _MAX_ROWS):
+                some = slice(first, first + _MAX_ROWS)
+                self._activated_by_torch(x, ((span, of_x[some], of_out[some]),), out, adds=adds)
+            return
         num_neurons = works[0][0].num_segments * self._neurons_per_segment
         tasks: list[int] = []
         for k, (span, of_x, _) in enumerate(works):
@@ -269,9 +276,6 @@ class LayerCompute:
         """`weights` [r, M, H] of neurons from a block on."""
         form = self._format
         assert form is not None
-        if self.max_tokens:
-            self._kernels.tile_decode(form.kernels, self._rows[block].data_ptr(), weights)
-            return weights
         return weights.copy_(form.decode(self._rows[block : block + len(weights) // self._block_size], *self._shape))
 
     def _gate_up(self, x: torch.Tensor, matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

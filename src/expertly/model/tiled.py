@@ -1,8 +1,7 @@
 """Layers that keep a checkpoint's quantised bytes in memory, linear ones and tables of embeddings.
 
 Their weights lie in the tiles of a weight format, 16 outputs after the other (`formats/tiles.py`). The compiled kernels
-multiply a few tokens straight from them; for a prompt some rows at a time are decoded, and torch multiplies. Of a table
-the blocks of the tokens' rows are decoded.
+multiply straight from them. Of a table the blocks of the tokens' rows are decoded.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.nn.functional import embedding, linear
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.formats import FORMATS, TiledFormat
 from expertly.formats.tiles import TILE_OUTPUTS
-from expertly.native.kernels import MAX_TOKENS, NO_DOWN, Kernels
+from expertly.native.kernels import NO_DOWN, Kernels
 
 _DECODED_NBYTES = 8 << 20
 """Of rows that are decoded at a time."""
@@ -95,13 +94,7 @@ class TiledLinear(TiledLayer, nn.Linear):  # type: ignore[override]
             x = x.contiguous()
         out = x.new_empty(num_tokens, self.out_features)
         formats = self._expertly_format.kernel, NO_DOWN
-        if num_tokens <= MAX_TOKENS:
-            kernels.tile_dots(formats, (tiles.data_ptr(), 0, num_tokens, 0), x, out.unsqueeze(0), bias)
-        else:
-            for rows, blocks in self._parts():
-                weight = x.new_empty(rows.stop - rows.start, 1, width)
-                kernels.tile_decode(formats, blocks.data_ptr(), weight)
-                out[:, rows] = linear(x, weight[:, 0], None if bias is None else bias[rows])
+        kernels.tile_dots(formats, (tiles.data_ptr(), 0, num_tokens, 0), x, out.unsqueeze(0), bias)
         return out.view(*input.shape[:-1], self.out_features)
 
 

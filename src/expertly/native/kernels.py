@@ -31,7 +31,8 @@ ACCEPTED = ("auto", "native", "torch", "avx512_bf16", "avx512", "avx2", "generic
 
 MAX_TOKENS = 16
 """Most tokens of one product, which reads a chunk of weights again from the cache for every few; of the `generic` one,
-whose vectors are short, 1, where weights are not quantised (docs/log.md).
+whose vectors are short, 1, where weights are not quantised (docs/log.md). A quantised matrix is multiplied with more,
+too, by itself: it is decoded tile by tile.
 """
 
 MAX_FLOAT32_TOKENS = 4
@@ -39,7 +40,7 @@ MAX_FLOAT32_TOKENS = 4
 last bits, which tiny random models magnify.
 """
 
-VERSION = 23
+VERSION = 24
 """Of the interface that is called here; products.c says the same number."""
 
 NO_DOWN = -1
@@ -306,7 +307,7 @@ class Kernels:
         *,
         adds: bool,
     ) -> None:
-        """out[o] = expert(x[i]) for every task (address, n, expert) of `tasks`, three numbers each, n <= max_tokens,
+        """out[o] = expert(x[i]) for every task (address, n, expert) of `tasks`, three numbers each, n <= max_tokens or a single task in a format,
         and the next n rows i of `x_rows` and o of `out_rows`: `num_neurons` of the expert from an address on, the first
         of them its number `begin`; `expert` is its number in the biases. `adds`: to `out`, which is float32, unrounded
         and without bias.

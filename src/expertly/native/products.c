@@ -163,7 +163,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 23; }
+int expertly_products_version(void) { return 24; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -201,7 +201,7 @@ static void run(void (*function)(void *), void *job, int num_threads, int64_t nu
 
 /* -- interface ------------------------------------------------------------------------------------------------------- */
 
-enum { CHUNK_NBYTES = 128 << 10, EXPERTS_CHUNK_NBYTES = 256 << 10, ROWS_BLOCK = 8 };
+enum { CHUNK_NBYTES = 128 << 10, EXPERTS_CHUNK_NBYTES = 256 << 10, MANY_CHUNK_NBYTES = 16 << 10, ROWS_BLOCK = 8 };
 
 /* Neurons of a chunk: whole blocks of so many. */
 static int64_t chunk_of(int64_t chunk_nbytes, int64_t num_neurons, int64_t neuron_nbytes, int64_t least, int64_t block) {
@@ -269,6 +269,45 @@ static const char *input_at(const inputs *from, int64_t t) {
     return from->x + (from->rows == NULL ? t : from->rows[t]) * from->nbytes;
 }
 
+static int is_many(int format, const task *tasks) { return format != ROWS && tasks->num_tokens > TASK_TOKENS; }
+
+/* Of one task with more than TASK_TOKENS tokens, some at a time: `inner`, `down`, or both, whose h `inner` leaves. */
+static int run_many(const instruction_set *set, dots *inner, sums *down, inputs from, int num_threads) {
+    const task all = inner != NULL ? *inner->tasks : *down->tasks;
+    const char *down_weights = down != NULL ? down->tasks->weights : NULL;
+    const int dtype = taken_as(set, inner != NULL ? inner->dtype : down->dtype);
+    const int64_t width = inner != NULL ? inner->width : down->num_neurons;
+    unit *x = (unit *)allocate((MANY_TOKENS < all.num_tokens ? MANY_TOKENS : all.num_tokens) * tile_row_nbytes(width) / 4);
+    if (x == NULL) return -1;
+    for (int64_t t = 0, num; t < all.num_tokens; t += num) {
+        const int64_t left = all.num_tokens - t, parts = (left + MANY_TOKENS - 1) / MANY_TOKENS;
+        num = (left + parts - 1) / parts;
+        task some = some_tokens(&all, t, num);
+        for (int64_t i = 0; i < num; i++) set->many_prepare(dtype, input_at(&from, some.x_row + i), width, x + i, num);
+        if (inner != NULL) {
+            const int64_t nbytes = inner->num_matrices * neuron_nbytes(inner->format, dtype, width);
+            inner->tasks = &some;
+            inner->dtype = dtype;
+            inner->x = (const float *)x;
+            inner->chunk = chunk_of(MANY_CHUNK_NBYTES, inner->num_neurons, nbytes, 1, inner->block_size);
+            inner->num_chunks = (inner->num_neurons + inner->chunk - 1) / inner->chunk;
+            inner->next = 0;
+            inner->end = inner->num_chunks;
+            run(set->dots, inner, num_threads, inner->end, inner->num_neurons * nbytes);
+        }
+        if (down == NULL) continue;
+        some.weights = down_weights;
+        down->tasks = &some;
+        down->dtype = dtype;
+        down->h = inner != NULL ? (const float *)inner->then->h : (const float *)x;
+        down->next = 0;
+        down->end = (down->width + MANY_OUTPUTS - 1) / MANY_OUTPUTS;
+        run(set->many_sums, down, num_threads, down->end, down->num_neurons * neuron_nbytes(down->format, dtype, down->width));
+    }
+    free(x);
+    return 0;
+}
+
 /* `job` with its inputs, in memory to be freed, and `chunk` neurons a chunk: whether it can be done. */
 static int begin_dots(const instruction_set *set, dots *job, int64_t num_tasks, inputs from, int64_t chunk) {
     if (!can_do(set, job->format, job->dtype, job->tasks, num_tasks, job->num_neurons, job->width)) return 0;
@@ -293,6 +332,7 @@ static int begin_dots(const instruction_set *set, dots *job, int64_t num_tasks, 
 
 /* The products of `job` but for its inputs and chunks. */
 static int run_dots(const instruction_set *set, dots job, int64_t num_tasks, inputs from, int num_threads) {
+    if (num_tasks == 1 && is_many(job.format, job.tasks)) return run_many(set, &job, NULL, from, num_threads);
     const int64_t nbytes = job.num_matrices * neuron_nbytes(job.format, job.dtype, job.width);
     const int64_t block = job.format == ROWS ? ROWS_BLOCK : job.block_size;
     const int64_t chunk = chunk_of(CHUNK_NBYTES, job.num_neurons, nbytes, 8, block);
@@ -343,6 +383,8 @@ static void end_sums(const sums *job) {
 /* The sums of `job` but for its chunks, from activations h[num_h, r]. */
 static int run_sums(const instruction_set *set, sums job, int64_t num_tasks, const char *h, int64_t num_h, int num_threads) {
     const int64_t r = job.num_neurons, nbytes = neuron_nbytes(job.format, job.dtype, job.width);
+    const inputs from = {h, r * itemsize_of(job.dtype), num_h, NULL};
+    if (num_tasks == 1 && is_many(job.format, job.tasks)) return run_many(set, NULL, &job, from, num_threads);
     const int64_t h_nbytes = job.format == ROWS ? r * (int64_t)sizeof(float) : tile_row_nbytes(r);
     const int64_t block = job.format == ROWS ? ROWS_BLOCK : block_size(job.format);
     char *rows = allocate(num_h * h_nbytes / (int64_t)sizeof(float));
@@ -424,8 +466,11 @@ int expertly_experts(int level, int dtype, int num_threads, const experts_call *
     const int64_t row_nbytes = is_tiled ? at + down_nbytes(down, hidden) : call->row_nbytes;
     const int64_t block = is_tiled ? block_size(down) : ROWS_BLOCK;
     const int64_t h_row_nbytes = is_tiled ? tile_row_nbytes(r) : r * (int64_t)sizeof(float);
-    const int64_t h_nbytes = (num_rows * h_row_nbytes + 63) / 64 * 64;
-    char *memory = allocate((h_nbytes + num_inner * num_rows * r * itemsize_of(dtype) + 3) / (int64_t)sizeof(float));
+    const int is_one = num_tasks == 1 && is_many(inner, &(task){NULL, 0, num_rows, 0});
+    const int64_t h_rows = is_one && num_rows > MANY_TOKENS ? MANY_TOKENS : num_rows;
+    const int64_t h_nbytes = (h_rows * h_row_nbytes + 63) / 64 * 64;
+    const int64_t inner_out_nbytes = is_one ? 0 : num_inner * num_rows * r * itemsize_of(dtype);
+    char *memory = allocate((h_nbytes + inner_out_nbytes + 3) / (int64_t)sizeof(float));
     task *tasks = malloc(2 * (size_t)num_tasks * sizeof(task)), *of_sums = tasks + num_tasks;
     int64_t *experts = malloc((size_t)(num_tasks + num_rows) * sizeof(int64_t)), *x_rows = experts + num_tasks, num_x = 0;
     int can = memory != NULL && tasks != NULL && experts != NULL;
@@ -443,8 +488,9 @@ int expertly_experts(int level, int dtype, int num_threads, const experts_call *
     }
     const activation then = {
         .f = call->f, .g = call->g, .experts = experts, .bias = {call->inner_bias[0], call->inner_bias[1]},
-        .bias_width = call->bias_width, .bias_at = call->bias_at, .h = memory, .h_row_nbytes = h_row_nbytes,
-        .format = down, .dtype = taken_as(set, dtype),
+        .bias_width = call->bias_width, .bias_at = call->bias_at, .h = memory,
+        .h_row_nbytes = is_one ? (int64_t)sizeof(unit) : h_row_nbytes, .format = is_one ? MANY : down,
+        .dtype = taken_as(set, dtype),
     };
     expert_rows job = {
         .inner = {
@@ -461,10 +507,13 @@ int expertly_experts(int level, int dtype, int num_threads, const experts_call *
     const int64_t nbytes = num_inner * neuron_nbytes(inner, dtype, hidden) + neuron_nbytes(down, dtype, hidden);
     const int64_t chunk = chunk_of(EXPERTS_CHUNK_NBYTES, r, nbytes, 32, block);
     const inputs from = {call->x, call->x_nbytes, num_x, x_rows};
-    can = can && begin_dots(set, &job.inner, num_tasks, from, chunk) && begin_sums(set, &job.down, num_tasks, chunk);
-    if (can) run(set->experts, &job, num_threads, job.inner.end, num_tasks * r * nbytes);
-    free((void *)job.inner.x);
-    end_sums(&job.down);
+    if (is_one) can = can && !run_many(set, &job.inner, &job.down, from, num_threads);
+    else {
+        can = can && begin_dots(set, &job.inner, num_tasks, from, chunk) && begin_sums(set, &job.down, num_tasks, chunk);
+        if (can) run(set->experts, &job, num_threads, job.inner.end, num_tasks * r * nbytes);
+        free((void *)job.inner.x);
+        end_sums(&job.down);
+    }
     free(memory);
     free(tasks);
     free(experts);

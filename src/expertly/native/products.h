@@ -26,6 +26,8 @@ enum { MAX_TOKENS = 4 };   /* whose sums fit in the registers */
 enum { TASK_TOKENS = 16 }; /* of a task, whose chunks are read again from the cache for every MAX_TOKENS */
 enum { NO_DOWN = -1 };   /* in place of down's format: blocks of one matrix alone, 16 outputs by all inputs */
 enum { ROWS = -1 };      /* in place of a format: rows of numbers */
+enum { MANY = -2 };      /* the same: inputs of more than TASK_TOKENS tokens (many_body.h) */
+enum { MANY_TOKENS = 48, MANY_OUTPUTS = 64 }; /* of them for which a tile is decoded once; that a thread takes at a time */
 
 typedef struct {
     const char *weights; /* the first row */
@@ -264,10 +266,12 @@ typedef struct {
     void (*prepare)(int dtype, const char *x, int64_t width, float *out); /* one row, padded with zeros */
     void (*widen)(int dtype, const char *values, int64_t num, float *out);
     void (*tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out); /* one row */
+    void (*many_prepare)(int dtype, const char *x, int64_t width, unit *out, int64_t step);
     void (*combine)(int dtype, int weights_dtype, int64_t num, int64_t top_k, int64_t width, const char *rows,
                     const char *weights, char *out);
     void (*dots)(void *);
     void (*sums)(void *);
+    void (*many_sums)(void *);
     void (*experts)(void *);
     void (*tile_decode)(void *);
     void (*attention)(void *);

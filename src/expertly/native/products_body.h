@@ -130,6 +130,7 @@ INLINE void NAME(fetch)(const char *p, int64_t nbytes) {
 }
 
 static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out);
+static void NAME(many_prepare)(int dtype, const char *x, int64_t width, unit *out, int64_t step);
 
 #ifdef PAIRS_LABEL
 #include "pairs_body.h"
@@ -326,6 +327,10 @@ INLINE void NAME(dot_typed)(int dtype, const dots *d, const task *one, int64_t f
 
 /* Neurons `begin` to `end` of a task. */
 static void NAME(dot_part)(const dots *d, const task *one, int64_t begin, int64_t end) {
+    if (d->format != ROWS && one->num_tokens > TASK_TOKENS) {
+        NAME(many_dots)(d, one, begin, end);
+        return;
+    }
     const int64_t first = begin * d->num_matrices, last = end * d->num_matrices;
     const int most = d->format == ROWS ? MAX_TOKENS : MOST_TILE_TOKENS;
     for (int64_t t = 0; t < one->num_tokens; t += most) {
@@ -488,8 +493,8 @@ static void NAME(run_experts)(void *argument) {
 
 #define SET(label, has_pairs)                                                                                       \
     {                                                                                                               \
-        label, BLOCK, HAS_HALF, has_pairs, NAME(prepare), NAME(widen), NAME(tile_prepare),        \
-            NAME(combine), NAME(run_dots), NAME(run_sums), NAME(run_experts), NAME(run_tile_decode),                    \
+        label, BLOCK, HAS_HALF, has_pairs, NAME(prepare), NAME(widen), NAME(tile_prepare), NAME(many_prepare),          \
+            NAME(combine), NAME(run_dots), NAME(run_sums), NAME(run_many_sums), NAME(run_experts), NAME(run_tile_decode),                    \
             NAME(run_attention), NAME(rotate), NAME(norm),                                                          \
     }
 static const instruction_set NAME(set) = SET(LABEL, 0);

@@ -73,7 +73,8 @@ INLINE vf NAME(rounded)(int dtype, vf values) {
 
 /* A row of inputs as tiles of a format take it. */
 static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out) {
-    if (dtype == PAIRS && takes_pairs(format)) NAME(prepare_pairs)(format, x, width, out);
+    if (format == MANY) NAME(many_prepare)(dtype, x, width, out, 1);
+    else if (dtype == PAIRS && takes_pairs(format)) NAME(prepare_pairs)(format, x, width, out);
     else if (dtype == BFLOAT16 || dtype == PAIRS) NAME(prepare_units)(format, BFLOAT16, x, width, out);
     else if (dtype == FLOAT32) NAME(prepare_units)(format, FLOAT32, x, width, out);
 #if HAS_HALF
@@ -188,7 +189,7 @@ static void NAME(tile_sums)(const sums *s, const task *one, int64_t first, int64
             s->padded_width, 16);
 }
 
-INLINE void NAME(tile_decode)(int format, const char *p, float (*out)[16]) {
+static __attribute__((noinline)) void NAME(tile_decode)(int format, const char *p, float (*out)[16]) {
     switch (format) {
 #define CASE(F, f, group, nbytes) \
     case F: NAME(f##_decode)(p, out); break;
@@ -231,6 +232,8 @@ static void NAME(run_tile_decode)(void *argument) {
         }
     }
 }
+
+#include "many_body.h"
 
 #undef W
 #undef FOR_TOKENS
