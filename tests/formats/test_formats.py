@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
@@ -191,6 +192,34 @@ def test_kernels(form: ExpertFormat, library: Any, width: int, hidden: int, num_
                 torch.set_num_threads(threads)
             assert torch.equal(other, down[n:]), "however many threads"
             assert_one_call(kernels, form, address, x, (width, hidden, num_matrices))
+        for n in (17, 61):
+            assert_many(kernels, form, address, exact, dtype, n)
+
+
+def assert_many(
+    kernels: Kernels, form: ExpertFormat, address: int, exact: torch.Tensor, dtype: torch.dtype, n: int
+) -> None:
+    """Of a prompt: tokens as many as one task alone may have, of several prepared ones."""
+    (width, num_matrices, hidden), dice = exact.shape, torch.Generator().manual_seed(n)
+    x = torch.randn(n + 3, hidden, generator=dice).to(dtype)
+    h = torch.randn(n + 3, width, generator=dice).to(dtype)
+    inner = torch.full((num_matrices - 1, n + 1, width), 7.0, dtype=dtype)
+    down, added = torch.full((n + 1, hidden), 7.0, dtype=dtype), torch.full((n + 1, hidden), 7.0)
+    task = (address, 2, n, 1)
+    kernels.tile_dots(form.kernels, task, x, inner)
+    kernels.tile_sums(form.kernels, task, h, down, num_matrices - 1)
+    kernels.tile_sums(form.kernels, task, h, added, num_matrices - 1, adds=True)
+    wanted_inner = torch.einsum("nh,imh->mni", x[2 : n + 2].double(), exact[:, :-1])
+    wanted_down, most = h[2 : n + 2].double() @ exact[:, -1], float(exact.abs().max())
+    for found, wanted, magnitude in (
+        (inner, wanted_inner, hidden),
+        (down, wanted_down, width),
+        (added, 7 + wanted_down, width),
+    ):
+        before, found = found[..., 0, :], found[..., 1:, :]
+        bound = torch.finfo(found.dtype).eps * wanted.abs() + 2**-22 * magnitude * most
+        assert bool((before == 7).all()) and bool(((found.double() - wanted).abs() <= bound).all())
+    assert_one_call(kernels, form, address, x[2 : n + 2], (width, hidden, num_matrices))
 
 
 def assert_one_call(
@@ -230,10 +259,11 @@ def test_a_matrix_by_itself(form: ExpertFormat, library: Any) -> None:
         part = torch.full((rows - 16, 1, columns), torch.nan, dtype=dtype)
         kernels.tile_decode(formats, blocks[1:].data_ptr(), part)
         assert torch.equal(part[:, 0], weights[16:].to(dtype))
-        x, bias = torch.randn(2, columns, generator=dice).to(dtype), torch.randn(rows, generator=dice).to(dtype)
-        out = torch.full((1, 2, rows), torch.nan, dtype=dtype)
-        tasks = (blocks.data_ptr(), 0, 1, 0, blocks.data_ptr(), 1, 1, 1)
-        for added in (None, bias):
+        bias, address = torch.randn(rows, generator=dice).to(dtype), blocks.data_ptr()
+        cases = (2, (address, 0, 1, 0, address, 1, 1, 1)), (100, (address, 0, 100, 0))
+        for added, (num_tokens, tasks) in itertools.product((None, bias), cases):
+            x = torch.randn(num_tokens, columns, generator=dice).to(dtype)
+            out = torch.full((1, num_tokens, rows), torch.nan, dtype=dtype)
             kernels.tile_dots(formats, tasks, x, out, added)
             exact = weights.to(dtype).double()
             wanted = x.double() @ exact.T + (0 if added is None else added.double())

@@ -35,6 +35,9 @@ _MAX_ROWS = 256
 _PART_NBYTES = 2 << 20
 """Of weights that are decoded for a prompt at a time on a CPU, with what is computed from them; a block at least."""
 
+_TILES_TOKENS = 48
+"""Of a prompt: those that the compiled products take at a time in a format, with 33 bytes for 8 numbers of each."""
+
 _WIDE = 4
 """Values that exist at a time for a neuron and a token: gate, up, what is activated, and the product."""
 
@@ -46,7 +49,8 @@ def expert_nbytes_at_once(layer: LayerGeometry) -> int:
         return _MAX_ROWS * _WIDE * row_nbytes
     gathered = 0 if layer.itemsize == torch.float32.itemsize else (layer.hidden_size + _MAX_ROWS) * row_nbytes
     num_values = layer.num_matrices * layer.hidden_size + _WIDE * _MAX_ROWS  # of a neuron
-    return max(_PART_NBYTES, layer.block_size * num_values * layer.itemsize) + gathered
+    native = _TILES_TOKENS * (layer.intermediate_size + layer.hidden_size) * 33 // 8
+    return max(_PART_NBYTES, layer.block_size * num_values * layer.itemsize, native) + gathered
 
 
 @dataclass(slots=True)

@@ -31,8 +31,8 @@ ACCEPTED = ("auto", "native", "torch", "avx512_bf16", "avx512", "avx2", "generic
 
 MAX_TOKENS = 16
 """Most tokens of one product, which reads a chunk of weights again from the cache for every few; of the `generic` one,
-whose vectors are short, 1, where weights are not quantised (docs/log.md). A quantised matrix is multiplied with more,
-too, by itself: it is decoded tile by tile.
+whose vectors are short, 1, where weights are not quantised (docs/log.md). Quantised weights of
+one task are multiplied with any number.
 """
 
 MAX_FLOAT32_TOKENS = 4
@@ -307,10 +307,10 @@ class Kernels:
         *,
         adds: bool,
     ) -> None:
-        """out[o] = expert(x[i]) for every task (address, n, expert) of `tasks`, three numbers each, n <= max_tokens or a single task in a format,
+        """out[o] = expert(x[i]) for every task (address, n, expert) of `tasks`, three numbers each, n <= max_tokens,
         and the next n rows i of `x_rows` and o of `out_rows`: `num_neurons` of the expert from an address on, the first
-        of them its number `begin`; `expert` is its number in the biases. `adds`: to `out`, which is float32, unrounded
-        and without bias.
+        of them its number `begin`; `expert` is its number in the biases. In formats a task by itself may have any n.
+        `adds`: to `out`, which is float32, unrounded and without bias.
 
         `x` is [*, H], its rows dense; `out` [*, H], contiguous. Raises MemoryError.
         """
@@ -469,7 +469,7 @@ class Kernels:
         bias: torch.Tensor | None = None,
     ) -> None:
         """As `dots`, of the inner matrices in blocks of `formats`: the kernel of these matrices and down's, or NO_DOWN
-        where blocks are 16 outputs of a matrix alone; a task's address is its first block.
+        where blocks are 16 outputs of a matrix alone; a task's address is its first block. One task may have any n.
 
         `x` is [*, H], its rows dense; `out` [M - 1, *, r], contiguous. `bias` [r], of one inner matrix. Raises
         MemoryError.
