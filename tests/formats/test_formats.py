@@ -148,9 +148,7 @@ def test_packed_is_what_transformers_loads(form: ExpertFormat, width: int, hidde
 @pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
 @pytest.mark.parametrize(("width", "hidden", "num_matrices"), SIZES)
 def test_kernels(form: ExpertFormat, library: Any, width: int, hidden: int, num_matrices: int) -> None:
-    """Decoded weights to the bit; products within what sums in float32 may lose. Threads and the other experts of a
-    call change nothing.
-    """
+    """Products within what sums in float32 may lose. Threads and the other experts of a call change nothing."""
     kernels = Kernels(library, "for a test")
     blocks, weights = made(form, width, hidden, num_matrices)
     width, _, hidden = weights.shape
@@ -159,9 +157,6 @@ def test_kernels(form: ExpertFormat, library: Any, width: int, hidden: int, num_
     for dtype in (torch.float32,) if form.inner in GGUF_FORMATS else kernels.dtypes:  # that GGUF files are computed in
         if form.name.endswith("_f16") and dtype == torch.bfloat16:
             continue  # such experts are converted
-        decoded = torch.full((width, num_matrices, hidden), torch.nan, dtype=dtype)
-        kernels.tile_decode(form.kernels, address, decoded)
-        assert torch.equal(decoded, weights.to(dtype))
         exact, tokens, few = weights.to(dtype).double(), kernels.max_tokens, torch.finfo(dtype).eps
         all_x = torch.randn(tokens, hidden, generator=dice).to(dtype)
         all_h = torch.randn(tokens, width, generator=dice).to(dtype)
@@ -256,9 +251,9 @@ def test_a_matrix_by_itself(form: ExpertFormat, library: Any) -> None:
     for dtype in (torch.float32,) if one in GGUF_FORMATS else kernels.dtypes:
         if one.name.endswith("_f16") and dtype == torch.bfloat16:
             continue
-        part = torch.full((rows - 16, 1, columns), torch.nan, dtype=dtype)
-        kernels.tile_decode(formats, blocks[1:].data_ptr(), part)
-        assert torch.equal(part[:, 0], weights[16:].to(dtype))
+        part = torch.full((rows - 16, columns), torch.nan, dtype=dtype)
+        kernels.tile_decode(one.kernel, blocks[1:].data_ptr(), part)
+        assert torch.equal(part, weights[16:].to(dtype))
         bias, address = torch.randn(rows, generator=dice).to(dtype), blocks.data_ptr()
         cases = (2, (address, 0, 1, 0, address, 1, 1, 1)), (100, (address, 0, 100, 0))
         for added, (num_tokens, tasks) in itertools.product((None, bias), cases):
@@ -503,14 +498,14 @@ def test_blocks_of_random_bytes_decode_alike(form: ExpertFormat) -> None:
     """The kernels decode whatever bytes a slot holds as the reference does."""
     if not AVAILABLE:
         pytest.skip(WHY)
-    dice = np.random.default_rng(3)
-    width = 2 * form.inner.group
-    layer = form.geometry(LayerGeometry(1, 1, width, width, 3, 2))
-    blocks = torch.from_numpy(dice.integers(0, 0xF6, (2, layer.block_nbytes), np.uint8))  # without NaN as a weight
+    dice, one = np.random.default_rng(3), form.inner
+    width = 2 * one.group
+    shape = 12, one.block_nbytes_of(192, width)
+    blocks = torch.from_numpy(dice.integers(0, 0xF6, shape, np.uint8))  # without NaN as a weight
     if form.name.startswith("int4"):  # whose scales are checked when they are packed: here below 2
-        blocks.view(2, -1, form.inner.tile_nbytes)[..., 8 * form.inner.group + 1 :: 2] &= 0xBF
-    wanted = form.decode(blocks, 3, width)
+        blocks.view(12, -1, one.tile_nbytes)[..., 8 * one.group + 1 :: 2] &= 0xBF
+    wanted = one.decode(blocks)
     for library in AVAILABLE:
-        decoded = torch.empty(width, 3, width)
-        Kernels(library, "for a test").tile_decode(form.kernels, blocks.data_ptr(), decoded)
+        decoded = torch.empty(192, width)
+        Kernels(library, "for a test").tile_decode(one.kernel, blocks.data_ptr(), decoded)
         torch.testing.assert_close(decoded, wanted, rtol=0, atol=0, equal_nan=True)

@@ -108,17 +108,16 @@ class TiledEmbedding(TiledLayer, nn.Embedding):  # type: ignore[override]
             return embedding(input, self.weight, self.padding_idx)
         if int(ids.min()) < 0 or int(ids.max()) >= self.num_embeddings:
             raise IndexError("index out of range in self")  # torch's words
-        formats = (self._expertly_format.kernel, NO_DOWN)
         numbers, places = torch.unique(ids // TILE_OUTPUTS, return_inverse=True)
         rows = places * TILE_OUTPUTS + ids % TILE_OUTPUTS  # among those of the blocks that are decoded
         out = torch.empty(len(ids), width, dtype=self._expertly_dtype)
         first = 0
         for some in numbers.split(self._blocks_at_once):
-            decoded = torch.empty(TILE_OUTPUTS * len(some), 1, width, dtype=self._expertly_dtype)
+            decoded = torch.empty(TILE_OUTPUTS * len(some), width, dtype=self._expertly_dtype)
             for block, weight in zip(some.tolist(), decoded.split(TILE_OUTPUTS), strict=True):
-                kernels.tile_decode(formats, tiles[block].data_ptr(), weight)
+                kernels.tile_decode(self._expertly_format.kernel, tiles[block].data_ptr(), weight)
             is_here = (rows >= first) & (rows < first + len(decoded))
-            out[is_here] = decoded[rows[is_here] - first, 0]
+            out[is_here] = decoded[rows[is_here] - first]
             first += len(decoded)
         return out.view(*input.shape, width)
 

@@ -115,7 +115,7 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
         *(_ADDRESS, _ADDRESS, _LONG),
     )
     tile_sums.argtypes = (*5 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
-    tile_decode.argtypes = (*5 * (_INT,), _ADDRESS, *3 * (_LONG,), _ADDRESS)
+    tile_decode.argtypes = (*3 * (_INT,), _ADDRESS, *2 * (_LONG,), _ADDRESS)
     experts.argtypes = (*3 * (_INT,), _ADDRESS)
     combine.argtypes = (*3 * (_INT,), *3 * (_LONG,), *3 * (_ADDRESS,))
     attention.argtypes = (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,))
@@ -524,16 +524,12 @@ class Kernels:
             )
         )
 
-    def tile_decode(self, formats: tuple[int, int], address: int, out: torch.Tensor) -> None:
-        """The weights of r neurons, `out` [r, M, H], from their blocks at `address`, rounded to its dtype; of a matrix
-        alone [r, 1, H].
-        """
+    def tile_decode(self, format: int, address: int, out: torch.Tensor) -> None:
+        """The weights of a matrix alone, `out` [rows, width], from its blocks at `address`, rounded to its dtype."""
         library = self.library
         assert library is not None
-        num_neurons, num_matrices, hidden = out.shape
-        num_inner = num_matrices - (formats[1] != NO_DOWN)
-        how = self._how(library, formats, out.dtype)
-        self._check(library.tile_decode(*how, address, num_inner, num_neurons, hidden, out.data_ptr()))
+        how = library.level, format, self.dtypes[out.dtype]
+        self._check(library.tile_decode(*how, address, *out.shape, out.data_ptr()))
 
     def _how(self, library: Library, formats: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
         return library.level, *formats, self.dtypes[dtype], min(torch.get_num_threads(), self.max_threads)

@@ -188,15 +188,10 @@ static int takes_openmp;
 /* Whether jobs run on OpenMP's threads where there are any: those that spin long would fight the team's. */
 void expertly_products_take_openmp(int takes) { takes_openmp = takes && GOMP_parallel != NULL; }
 
-static void run_on(int on_openmp, void (*function)(void *), void *job, int num_threads, int64_t num_chunks,
-                   int64_t nbytes) {
-    if (num_chunks < 2 || nbytes < 2 * THREAD_NBYTES || num_threads < 2) function(job);
-    else if (on_openmp) GOMP_parallel(function, job, (unsigned)num_threads, 0);
-    else run_on_team(function, job, num_threads);
-}
-
 static void run(void (*function)(void *), void *job, int num_threads, int64_t num_chunks, int64_t nbytes) {
-    run_on(takes_openmp, function, job, num_threads, num_chunks, nbytes);
+    if (num_chunks < 2 || nbytes < 2 * THREAD_NBYTES || num_threads < 2) function(job);
+    else if (takes_openmp) GOMP_parallel(function, job, (unsigned)num_threads, 0);
+    else run_on_team(function, job, num_threads);
 }
 
 /* -- interface ------------------------------------------------------------------------------------------------------- */
@@ -529,19 +524,11 @@ int expertly_combine(int level, int dtype, int weights_dtype, int64_t num, int64
     return 0;
 }
 
-/* out[r, M, H] in dtype, from the blocks of r neurons; without down, [r, H]. */
-int expertly_tiles_decode(int level, int inner, int down, int dtype, int num_threads, const char *weights, int64_t num_inner,
-                          int64_t num_neurons, int64_t hidden, char *out) {
+/* out[rows, width] in dtype, from the blocks of a matrix alone. */
+int expertly_tiles_decode(int level, int format, int dtype, const char *weights, int64_t num_rows, int64_t width, char *out) {
     const instruction_set *set = set_at(level);
-    if (!has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden)) return -1;
-    tile_decode job = {
-        .inner = inner, .down = down, .dtype = dtype, .num_inner = num_inner, .hidden = hidden,
-        .block_size = block_size(down),
-        .block_nbytes = inner_nbytes(inner, down, num_inner, hidden) + down_nbytes(down, hidden), .weights = weights,
-        .out = out, .end = num_neurons / block_size(down),
-    };
-    /* torch multiplies them next: its threads and the team's in turns, each spinning, were slower than one thread */
-    run_on(GOMP_parallel != NULL, set->tile_decode, &job, num_threads, job.end, job.end * job.block_nbytes);
+    if (!has_tiles(set, format, NO_DOWN, dtype, 1, num_rows, width)) return -1;
+    set->decode_rows(format, dtype, weights, num_rows, width, out);
     return 0;
 }
 

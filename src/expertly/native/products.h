@@ -186,14 +186,6 @@ typedef struct {
 /* A row of inputs as tiles take it. */
 INLINE int64_t tile_row_nbytes(int64_t width) { return width / UNIT * (int64_t)sizeof(unit); }
 
-typedef struct {
-    int32_t inner, down, dtype;
-    int64_t num_inner, hidden, block_size, block_nbytes;
-    const char *weights;
-    char *out; /* [r, M, H], M - 1 of the inner matrices and down where there is one */
-    int64_t next, end; /* blocks */
-} tile_decode;
-
 /* -- a layer's experts ------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -273,7 +265,7 @@ typedef struct {
     void (*sums)(void *);
     void (*many_sums)(void *);
     void (*experts)(void *);
-    void (*tile_decode)(void *);
+    void (*decode_rows)(int format, int dtype, const char *p, int64_t num_rows, int64_t width, char *out);
     void (*attention)(void *);
     void (*rotate)(int dtype, const projections *p, int64_t width, char *values);
     int (*norm)(int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes, const char *weight,

@@ -494,7 +494,7 @@ static void NAME(run_experts)(void *argument) {
 #define SET(label, has_pairs)                                                                                       \
     {                                                                                                               \
         label, BLOCK, HAS_HALF, has_pairs, NAME(prepare), NAME(widen), NAME(tile_prepare), NAME(many_prepare),          \
-            NAME(combine), NAME(run_dots), NAME(run_sums), NAME(run_many_sums), NAME(run_experts), NAME(run_tile_decode),                    \
+            NAME(combine), NAME(run_dots), NAME(run_sums), NAME(run_many_sums), NAME(run_experts), NAME(decode_rows),                    \
             NAME(run_attention), NAME(rotate), NAME(norm),                                                          \
     }
 static const instruction_set NAME(set) = SET(LABEL, 0);
