@@ -160,7 +160,7 @@ static void NAME(run_many_sums)(void *argument) {
     const int64_t group = tile_group(s->format), nbytes = tile_nbytes(s->format), n = one->num_tokens;
     const int64_t num_blocks = s->num_neurons / group, most = MANY_UNITS * UNIT / group;
     const int64_t itemsize = NAME(itemsize)(s->dtype);
-    for (int64_t c; (c = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->end;) {
+    FOR_CHUNKS(c, &s->chunks) {
         const int64_t first = c * MANY_OUTPUTS, left = (s->width - first) / 16;
         const int64_t num_rows = left < MANY_OUTPUTS / 16 ? left : MANY_OUTPUTS / 16;
         float sums[MANY_OUTPUTS / 16][MANY_TOKENS][16] __attribute__((aligned(64)));

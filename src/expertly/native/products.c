@@ -188,8 +188,12 @@ static int takes_openmp;
 /* Whether jobs run on OpenMP's threads where there are any: those that spin long would fight the team's. */
 void expertly_products_take_openmp(int takes) { takes_openmp = takes && GOMP_parallel != NULL; }
 
-static void run(void (*function)(void *), void *job, int num_threads, int64_t num_chunks, int64_t nbytes) {
-    if (num_chunks < 2 || nbytes < 2 * THREAD_NBYTES || num_threads < 2) function(job);
+/* `function(job)` on threads that share its `all` chunks out, or on this one alone where they are `nbytes` of too few. */
+static void run(void (*function)(void *), void *job, chunks *all, int num_threads, int64_t nbytes) {
+    all->num_parts = num_threads < 1 ? 1 : num_threads < MAX_PARTS ? num_threads : MAX_PARTS;
+    all->num_joined = 0;
+    for (int64_t i = 0; i < all->num_parts; i++) all->next[i] = i ? end_of_part(all, i - 1) : 0;
+    if (all->num < 2 || nbytes < 2 * THREAD_NBYTES || num_threads < 2) function(job);
     else if (takes_openmp) GOMP_parallel(function, job, (unsigned)num_threads, 0);
     else run_on_team(function, job, num_threads);
 }
@@ -286,18 +290,16 @@ static int run_many(const instruction_set *set, dots *inner, sums *down, inputs 
             inner->x = (const float *)x;
             inner->chunk = chunk_of(MANY_CHUNK_NBYTES, inner->num_neurons, nbytes, 1, inner->block_size);
             inner->num_chunks = (inner->num_neurons + inner->chunk - 1) / inner->chunk;
-            inner->next = 0;
-            inner->end = inner->num_chunks;
-            run(set->dots, inner, num_threads, inner->end, inner->num_neurons * nbytes);
+            inner->chunks.num = inner->num_chunks;
+            run(set->dots, inner, &inner->chunks, num_threads, inner->num_neurons * nbytes);
         }
         if (down == NULL) continue;
         some.weights = down_weights;
         down->tasks = &some;
         down->dtype = dtype;
         down->h = inner != NULL ? (const float *)inner->then->h : (const float *)x;
-        down->next = 0;
-        down->end = (down->width + MANY_OUTPUTS - 1) / MANY_OUTPUTS;
-        run(set->many_sums, down, num_threads, down->end, down->num_neurons * neuron_nbytes(down->format, dtype, down->width));
+        down->chunks.num = (down->width + MANY_OUTPUTS - 1) / MANY_OUTPUTS;
+        run(set->many_sums, down, &down->chunks, num_threads, down->num_neurons * neuron_nbytes(down->format, dtype, down->width));
     }
     free(x);
     return 0;
@@ -313,7 +315,7 @@ static int begin_dots(const instruction_set *set, dots *job, int64_t num_tasks, 
                                        : tile_row_nbytes(job->width) / (int64_t)sizeof(float);
     job->chunk = chunk;
     job->num_chunks = (job->num_neurons + chunk - 1) / chunk;
-    job->end = num_tasks * job->num_chunks;
+    job->chunks.num = num_tasks * job->num_chunks;
     float *prepared = allocate(from.num * job->padded_width);
     if (prepared == NULL) return 0;
     for (int64_t t = 0; t < from.num; t++) {
@@ -332,7 +334,7 @@ static int run_dots(const instruction_set *set, dots job, int64_t num_tasks, inp
     const int64_t block = job.format == ROWS ? ROWS_BLOCK : job.block_size;
     const int64_t chunk = chunk_of(CHUNK_NBYTES, job.num_neurons, nbytes, 8, block);
     if (!begin_dots(set, &job, num_tasks, from, chunk)) return -1;
-    run(set->dots, &job, num_threads, job.end, num_tasks * job.num_neurons * nbytes);
+    run(set->dots, &job, &job.chunks, num_threads, num_tasks * job.num_neurons * nbytes);
     free((void *)job.x);
     return 0;
 }
@@ -357,7 +359,7 @@ static int begin_sums(const instruction_set *set, sums *job, int64_t num_tasks, 
     job->padded_width = (job->width + set->block - 1) / set->block * set->block;
     job->chunk = chunk;
     job->num_chunks = (job->num_neurons + chunk - 1) / chunk;
-    job->end = num_tasks * job->num_chunks;
+    job->chunks.num = num_tasks * job->num_chunks;
     job->left = malloc(2 * (size_t)num_tasks * sizeof(int64_t));
     if (job->left == NULL) return 0;
     job->rows_before = job->left + num_tasks;
@@ -389,7 +391,7 @@ static int run_sums(const instruction_set *set, sums job, int64_t num_tasks, con
         else set->tile_prepare(job.format, job.dtype, h, r, rows + t * h_nbytes);
     }
     job.h = (const float *)rows;
-    if (can) run(set->sums, &job, num_threads, job.end, num_tasks * r * nbytes);
+    if (can) run(set->sums, &job, &job.chunks, num_threads, num_tasks * r * nbytes);
     end_sums(&job);
     free(rows);
     return can ? 0 : -1;
@@ -505,7 +507,7 @@ int expertly_experts(int level, int dtype, int num_threads, const experts_call *
     if (is_one) can = can && !run_many(set, &job.inner, &job.down, from, num_threads);
     else {
         can = can && begin_dots(set, &job.inner, num_tasks, from, chunk) && begin_sums(set, &job.down, num_tasks, chunk);
-        if (can) run(set->experts, &job, num_threads, job.inner.end, num_tasks * r * nbytes);
+        if (can) run(set->experts, &job, &job.inner.chunks, num_threads, num_tasks * r * nbytes);
         free((void *)job.inner.x);
         end_sums(&job.down);
     }
@@ -586,14 +588,14 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
         .padded_key_width = padded_key, .value_width = call->value_width, .padded_value_width = padded_value,
         .k = call->k, .v = call->v, .mask = call->mask, .q = memory, .sinks = call->sinks == NULL ? NULL : sinks,
         .softcap = (float)softcap, .partial = memory + q_floats, .partial_width = partial_width, .left = left,
-        .out = call->out, .num_chunks = num_chunks, .end = jobs * num_chunks,
+        .out = call->out, .num_chunks = num_chunks, .chunks = {.num = jobs * num_chunks},
     };
     for (int i = 0; i < 3; i++) {
         job.k_strides[i] = call->k_strides[i] * itemsize_of(dtype);
         job.v_strides[i] = call->v_strides[i] * itemsize_of(dtype);
     }
     memcpy(job.mask_strides, call->mask_strides, sizeof job.mask_strides);
-    run(set->attention, &job, num_threads, job.end,
+    run(set->attention, &job, &job.chunks, num_threads,
         jobs * call->num_keys * (call->key_width + call->value_width) * itemsize_of(dtype));
     free(memory);
     free(left);

@@ -49,6 +49,30 @@ typedef struct {
     int32_t format, dtype;  /* of the next matrix, or ROWS; of its inputs */
 } activation;
 
+enum { MAX_PARTS = 64 };
+
+/* Chunks of a job, in as many parts as threads may come. A thread takes its part's in their order, so that what it asks
+ * memory for ahead is its own, then what others have left.
+ */
+typedef struct {
+    int64_t num, num_parts, num_joined, next[MAX_PARTS];
+} chunks;
+
+INLINE int64_t end_of_part(const chunks *c, int64_t part) { return c->num * (part + 1) / c->num_parts; }
+
+/* The next chunk for who is at `part`, which is -1 at first; -1: there is none. */
+INLINE int64_t next_chunk(chunks *c, int64_t *part) {
+    if (*part < 0) *part = __atomic_fetch_add(&c->num_joined, 1, __ATOMIC_RELAXED) % c->num_parts;
+    for (int64_t i = 0; i < c->num_parts; i++, *part = (*part + 1) % c->num_parts) {
+        if (__atomic_load_n(c->next + *part, __ATOMIC_RELAXED) >= end_of_part(c, *part)) continue;
+        const int64_t chunk = __atomic_fetch_add(c->next + *part, 1, __ATOMIC_RELAXED);
+        if (chunk < end_of_part(c, *part)) return chunk;
+    }
+    return -1;
+}
+
+#define FOR_CHUNKS(c, of) for (int64_t part = -1, c; (c = next_chunk(of, &part)) >= 0;)
+
 /* The tokens of a task from t on, at most so many. */
 INLINE task some_tokens(const task *one, int64_t t, int64_t most) {
     const int64_t left = one->num_tokens - t;
@@ -68,7 +92,7 @@ typedef struct {
     int64_t out_rows;
     const task *tasks;
     int64_t num_chunks, chunk; /* of a task; neurons of one, even */
-    int64_t next, end;         /* chunks of all tasks, in their order */
+    chunks chunks;             /* of all tasks, in their order */
 } dots;
 
 /* out[out_row + t] = sum over i of h[x_row + t, i] * row i, rounded; or added to `out`, which is float32. Where `experts` says
@@ -86,7 +110,7 @@ typedef struct {
     char *out;       /* [*, H] in dtype, or float32 where it is added */
     const task *tasks;
     int64_t num_chunks, chunk;
-    int64_t next, end;
+    chunks chunks;
 } sums;
 
 /* Where a chunk of task `number` is summed. */
@@ -234,7 +258,7 @@ typedef struct {
     int64_t *left; /* chunks of each key head that are not done */
     char *out;     /* [B, n, heads, value_width] */
     int64_t num_chunks;
-    int64_t next, end;
+    chunks chunks;
 } attention;
 
 /* What attention asks with, asks and is given, of tokens x[n, H]: linear layers, of the first two a norm and rotation. */

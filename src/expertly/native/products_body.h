@@ -352,7 +352,7 @@ INLINE int64_t NAME(least)(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static void NAME(run_dots)(void *argument) {
     dots *d = argument;
-    for (int64_t c; (c = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED)) < d->end;) {
+    FOR_CHUNKS(c, &d->chunks) {
         const int64_t begin = c % d->num_chunks * d->chunk;
         NAME(dot_part)(d, d->tasks + c / d->num_chunks, begin, NAME(least)(begin + d->chunk, d->num_neurons));
     }
@@ -477,16 +477,14 @@ static void NAME(sums_chunk)(const dots *inner, const sums *s, int64_t c, int64_
 
 static void NAME(run_sums)(void *argument) {
     sums *s = argument;
-    for (int64_t c; (c = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->end;)
-        NAME(sums_chunk)(NULL, s, c, s->chunk);
+    FOR_CHUNKS(c, &s->chunks) NAME(sums_chunk)(NULL, s, c, s->chunk);
 }
 
 /* Down rows follow the gate and up rows beside which they lie: a chunk's, or a block's. */
 static void NAME(run_experts)(void *argument) {
     expert_rows *e = argument;
     const int64_t step = e->inner.format == ROWS ? e->inner.chunk : e->inner.block_size;
-    for (int64_t c; (c = __atomic_fetch_add(&e->inner.next, 1, __ATOMIC_RELAXED)) < e->inner.end;)
-        NAME(sums_chunk)(&e->inner, &e->down, c, step);
+    FOR_CHUNKS(c, &e->inner.chunks) NAME(sums_chunk)(&e->inner, &e->down, c, step);
 }
 
 #include "attention_body.h"
