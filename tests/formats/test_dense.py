@@ -23,7 +23,7 @@ from expertly.formats import FORMATS
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack
 from expertly.model.tiled import TiledEmbedding, TiledLayer
-from expertly.native.kernels import NO_DOWN, VARIABLE, Kernels, libraries
+from expertly.native.kernels import VARIABLE, Kernels, libraries
 from expertly.store.manifest import MANIFEST_NAME
 from expertly.store.packed import PackedStore
 from tests.engine.observe import loaded
