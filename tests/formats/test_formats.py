@@ -500,12 +500,12 @@ def test_blocks_of_random_bytes_decode_alike(form: ExpertFormat) -> None:
         pytest.skip(WHY)
     dice, one = np.random.default_rng(3), form.inner
     width = 2 * one.group
-    shape = 12, one.block_nbytes_of(192, width)
+    shape = 16, one.block_nbytes_of(256, width)
     blocks = torch.from_numpy(dice.integers(0, 0xF6, shape, np.uint8))  # without NaN as a weight
     if form.name.startswith("int4"):  # whose scales are checked when they are packed: here below 2
-        blocks.view(12, -1, one.tile_nbytes)[..., 8 * one.group + 1 :: 2] &= 0xBF
+        blocks.view(16, -1, one.tile_nbytes)[..., 8 * one.group + 1 :: 2] &= 0xBF
     wanted = one.decode(blocks)
     for library in AVAILABLE:
-        decoded = torch.empty(192, width)
+        decoded = torch.empty(256, width)
         Kernels(library, "for a test").tile_decode(one.kernel, blocks.data_ptr(), decoded)
         torch.testing.assert_close(decoded, wanted, rtol=0, atol=0, equal_nan=True)
