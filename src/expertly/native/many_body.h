@@ -1,7 +1,7 @@
 /* Products of quantised matrices with more tokens than TASK_TOKENS, for one instruction set: included by tiles_body.h.
  *
- * Weights of 16 outputs and MANY_UNITS * UNIT inputs are decoded into the first cache, rounded to the dtype, and multiplied with
- * MOST_SUMS tokens at a time, whose sums stay in registers: float32, with AVX512-BF16 of pairs of bfloat16. Inputs are
+ * Weights of 16 outputs and MANY_UNITS * UNIT inputs are decoded into the first cache, rounded to the dtype, and multiplied
+ * with MOST_SUMS tokens at a time, whose sums stay in registers: float32, with AVX512-BF16 of pairs of bfloat16. Inputs are
  * units in the order of the inputs: of each unit first those of all tokens.
  */
 
