@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from expertly.formats.gguf import GGUF_FORMATS
 from expertly.lab.model_profile import measure_model
 from expertly.lab.tune.search import Space
 from expertly.model.packing import pack
-from expertly.native.kernels import NO_DOWN, VARIABLE, Kernels, libraries
+from expertly.native.kernels import MAX_TOKENS, NO_DOWN, VARIABLE, Kernels, libraries
 from expertly.sim.hardware import Hardware, read_geometry
 from expertly.store.manifest import MANIFEST_NAME
 from expertly.store.packed import PackedStore
@@ -166,10 +167,8 @@ def test_kernels(form: ExpertFormat, library: Any, sizes: tuple[int, int, int]) 
     for dtype in (torch.float32,) if form.inner in GGUF_FORMATS else kernels.dtypes:  # that GGUF files are computed in
         if form.name.endswith("_f16") and dtype == torch.bfloat16:
             continue  # such experts are converted
-        decoded = torch.full((width, num_matrices, hidden), torch.nan, dtype=dtype)
-        kernels.tile_decode(form.kernels, address, decoded)
-        assert torch.equal(decoded, weights.to(dtype))
-        exact, tokens, few = weights.to(dtype).double(), kernels.most_tokens(dtype, form.name), torch.finfo(dtype).eps
+        assert_decoded(kernels, form, address, weights.to(dtype))
+        exact, tokens, few = weights.to(dtype).double(), MAX_TOKENS, torch.finfo(dtype).eps
         all_x = torch.randn(tokens, hidden, generator=dice).to(dtype)
         all_h = torch.randn(tokens, width, generator=dice).to(dtype)
         wanted_inner = torch.einsum("nh,imh->mni", all_x.double(), exact[:, :-1])
@@ -199,6 +198,44 @@ def test_kernels(form: ExpertFormat, library: Any, sizes: tuple[int, int, int]) 
                 torch.set_num_threads(threads)
             assert torch.equal(other, down[n:]), "however many threads"
             assert_one_call(kernels, form, address, x, (width, hidden, num_matrices))
+        for n in (17, 61):
+            assert_many(kernels, form, address, exact, dtype, n)
+
+
+def assert_decoded(kernels: Kernels, form: ExpertFormat, address: int, weights: torch.Tensor) -> None:
+    """Tokens that have one number each find the weights, to the bit; denormal ones may count as 0."""
+    (width, num_matrices, hidden), dtype = weights.shape, weights.dtype
+    inner, down = torch.empty(num_matrices - 1, hidden, width, dtype=dtype), torch.empty(width, hidden, dtype=dtype)
+    kernels.tile_dots(form.kernels, (address, 0, hidden, 0), torch.eye(hidden, dtype=dtype), inner)
+    kernels.tile_sums(form.kernels, (address, 0, width, 0), torch.eye(width, dtype=dtype), down, num_matrices - 1)
+    found = torch.cat((inner.permute(2, 0, 1), down[:, None]), dim=1)
+    assert bool(((found == weights) | (weights.abs() < torch.finfo(dtype).tiny) & (found == 0)).all())
+
+
+def assert_many(
+    kernels: Kernels, form: ExpertFormat, address: int, exact: torch.Tensor, dtype: torch.dtype, n: int
+) -> None:
+    """Of a prompt: tokens as many as one task alone may have, of several prepared ones."""
+    (width, num_matrices, hidden), dice = exact.shape, torch.Generator().manual_seed(n)
+    x = torch.randn(n + 3, hidden, generator=dice).to(dtype)
+    h = torch.randn(n + 3, width, generator=dice).to(dtype)
+    inner = torch.full((num_matrices - 1, n + 1, width), 7.0, dtype=dtype)
+    down, added = torch.full((n + 1, hidden), 7.0, dtype=dtype), torch.full((n + 1, hidden), 7.0)
+    task = (address, 2, n, 1)
+    kernels.tile_dots(form.kernels, task, x, inner)
+    kernels.tile_sums(form.kernels, task, h, down, num_matrices - 1)
+    kernels.tile_sums(form.kernels, task, h, added, num_matrices - 1, adds=True)
+    wanted_inner = torch.einsum("nh,imh->mni", x[2 : n + 2].double(), exact[:, :-1])
+    wanted_down, most = h[2 : n + 2].double() @ exact[:, -1], float(exact.abs().max())
+    for found, wanted, magnitude in (
+        (inner, wanted_inner, hidden),
+        (down, wanted_down, width),
+        (added, 7 + wanted_down, width),
+    ):
+        before, found = found[..., 0, :], found[..., 1:, :]
+        bound = torch.finfo(found.dtype).eps * wanted.abs() + 2**-22 * magnitude * most
+        assert bool((before == 7).all()) and bool(((found.double() - wanted).abs() <= bound).all())
+    assert_one_call(kernels, form, address, x[2 : n + 2], (width, hidden, num_matrices))
 
 
 def assert_one_call(
@@ -235,13 +272,14 @@ def test_a_matrix_by_itself(form: ExpertFormat, library: Any) -> None:
     for dtype in (torch.float32,) if one in GGUF_FORMATS else kernels.dtypes:
         if one.name.endswith("_f16") and dtype == torch.bfloat16:
             continue
-        part = torch.full((rows - 16, 1, columns), torch.nan, dtype=dtype)
-        kernels.tile_decode(formats, blocks[1:].data_ptr(), part)
-        assert torch.equal(part[:, 0], weights[16:].to(dtype))
-        x, bias = torch.randn(2, columns, generator=dice).to(dtype), torch.randn(rows, generator=dice).to(dtype)
-        out = torch.full((1, 2, rows), torch.nan, dtype=dtype)
-        tasks = (blocks.data_ptr(), 0, 1, 0, blocks.data_ptr(), 1, 1, 1)
-        for added in (None, bias):
+        part = torch.full((rows - 16, columns), torch.nan, dtype=dtype)
+        kernels.tile_decode(one.kernel, blocks[1:].data_ptr(), part)
+        assert torch.equal(part, weights[16:].to(dtype))
+        bias, address = torch.randn(rows, generator=dice).to(dtype), blocks.data_ptr()
+        cases = (2, (address, 0, 1, 0, address, 1, 1, 1)), (100, (address, 0, 100, 0))
+        for added, (num_tokens, tasks) in itertools.product((None, bias), cases):
+            x = torch.randn(num_tokens, columns, generator=dice).to(dtype)
+            out = torch.full((1, num_tokens, rows), torch.nan, dtype=dtype)
             kernels.tile_dots(formats, tasks, x, out, added)
             exact = weights.to(dtype).double()
             wanted = x.double() @ exact.T + (0 if added is None else added.double())
@@ -477,14 +515,14 @@ def test_blocks_of_random_bytes_decode_alike(form: ExpertFormat) -> None:
     """The kernels decode whatever bytes a slot holds as the reference does."""
     if not AVAILABLE:
         pytest.skip(WHY)
-    dice = np.random.default_rng(3)
-    width = 2 * form.inner.group
-    layer = form.geometry(LayerGeometry(1, 1, width, width, 3, 2))
-    blocks = torch.from_numpy(dice.integers(0, 0xF6, (2, layer.block_nbytes), np.uint8))  # without NaN as a weight
+    dice, one = np.random.default_rng(3), form.inner
+    width = 2 * one.group
+    shape = 16, one.block_nbytes_of(256, width)
+    blocks = torch.from_numpy(dice.integers(0, 0xF6, shape, np.uint8))  # without NaN as a weight
     if form.name.startswith("int4"):  # whose scales are checked when they are packed: here below 2
-        blocks.view(2, -1, form.inner.tile_nbytes)[..., 8 * form.inner.group + 1 :: 2] &= 0xBF
-    wanted = form.decode(blocks, 3, width)
+        blocks.view(16, -1, one.tile_nbytes)[..., 8 * one.group + 1 :: 2] &= 0xBF
+    wanted = one.decode(blocks)
     for library in AVAILABLE:
-        decoded = torch.empty(width, 3, width)
-        Kernels(library, "for a test").tile_decode(form.kernels, blocks.data_ptr(), decoded)
+        decoded = torch.empty(256, width)
+        Kernels(library, "for a test").tile_decode(one.kernel, blocks.data_ptr(), decoded)
         torch.testing.assert_close(decoded, wanted, rtol=0, atol=0, equal_nan=True)

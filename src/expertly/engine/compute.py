@@ -21,7 +21,7 @@ from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan, Span
 from expertly.formats import expert_format
 from expertly.native.activations import recognise
-from expertly.native.kernels import NO_DOWN, ExpertProducts, Kernels, Work
+from expertly.native.kernels import MAX_TOKENS, NO_DOWN, ExpertProducts, Kernels, Work
 
 _FIRST = (0,)
 
@@ -34,6 +34,9 @@ _MAX_ROWS = 256
 _PART_NBYTES = 2 << 20
 """Of weights that are decoded for a prompt at a time on a CPU, with what is computed from them; a block at least."""
 
+_TILES_TOKENS = 48
+"""Of a prompt: those that the compiled products take at a time in a format, with 33 bytes for 8 numbers of each."""
+
 _WIDE = 4
 """Values that exist at a time for a neuron and a token: gate, up, what is activated, and the product."""
 
@@ -45,7 +48,8 @@ def expert_nbytes_at_once(layer: LayerGeometry) -> int:
         return _MAX_ROWS * _WIDE * row_nbytes
     gathered = 0 if layer.itemsize == torch.float32.itemsize else (layer.hidden_size + _MAX_ROWS) * row_nbytes
     num_values = layer.num_matrices * layer.hidden_size + _WIDE * _MAX_ROWS  # of a neuron
-    return max(_PART_NBYTES, layer.block_size * num_values * layer.itemsize) + gathered
+    native = _TILES_TOKENS * (layer.intermediate_size + layer.hidden_size) * 33 // 8
+    return max(_PART_NBYTES, layer.block_size * num_values * layer.itemsize, native) + gathered
 
 
 @dataclass(slots=True)
@@ -191,6 +195,12 @@ class LayerCompute:
     def _activated_by_torch(self, x: torch.Tensor, works: Sequence[Work], out: torch.Tensor, *, adds: bool) -> None:
         """The same in two calls, of one span or of one token."""
         kernels, n = self._kernels, len(works[0][1])
+        if n > _MAX_ROWS:
+            ((span, of_x, of_out),) = works
+            for first in range(0, n, _MAX_ROWS):
+                some = slice(first, first + _MAX_ROWS)
+                self._activated_by_torch(x, ((span, of_x[some], of_out[some]),), out, adds=adds)
+            return
         num_neurons = works[0][0].num_segments * self._neurons_per_segment
         tasks: list[int] = []
         for k, (span, of_x, _) in enumerate(works):
@@ -300,9 +310,6 @@ class LayerCompute:
         """`weights` [r, M, H] of neurons from a block on."""
         form = self._format
         assert form is not None
-        if self.max_tokens:
-            self._kernels.tile_decode(form.kernels, self._rows[block].data_ptr(), weights)
-            return weights
         return weights.copy_(form.decode(self._rows[block : block + len(weights) // self._block_size], *self._shape))
 
     def _gate_up(self, x: torch.Tensor, matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -329,7 +336,8 @@ class LayerCall:
             self.outputs.zero_()
         self._there: dict[int, torch.Tensor] | None = None  # the rows of experts, where they are computed
         self._slots = None if compute.slots is None else compute.slots.begin(self.hidden, self.outputs)
-        is_short = hidden.shape[0] <= compute.max_tokens and (work.positions is not None or compute.joins)
+        few = min(compute.max_tokens, MAX_TOKENS)
+        is_short = hidden.shape[0] <= few and (work.positions is not None or compute.joins)
         self.takes_several = self._slots is not None or is_short
         """Whether experts that are here can be computed in one call, by the kernels: those of few tokens."""
 

@@ -97,11 +97,12 @@ def measure_misses(
     num_matrices = MEASURED_NBYTES // (_NUM_NEURONS * _WIDTH * dtype.itemsize)
     weights = torch.full((num_matrices, _NUM_NEURONS, _WIDTH), 0.01, dtype=dtype)
     kernels = choose_kernels()
-    most = min(_NUM_TOKENS, kernels.max_tokens) if kernels.takes(dtype) else _NUM_TOKENS
+    taken = kernels.most_tokens(dtype)
+    most = min(_NUM_TOKENS, taken or _NUM_TOKENS)
     x = torch.ones(most, _WIDTH, dtype=dtype)
 
     def multiply(matrix: torch.Tensor, num_tokens: int) -> None:
-        if kernels.takes(dtype):
+        if taken:
             out = x.new_empty(1, num_tokens, _NUM_NEURONS)
             kernels.dots((matrix.data_ptr(), 0, num_tokens, 0), x, out, _WIDTH * dtype.itemsize)
         else:

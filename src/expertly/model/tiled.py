@@ -1,8 +1,7 @@
 """Layers that keep a checkpoint's quantised bytes in memory, linear ones and tables of embeddings.
 
 Their weights lie in the tiles of a weight format, 16 outputs after the other (`formats/tiles.py`). The compiled kernels
-multiply a few tokens straight from them; for a prompt some rows at a time are decoded, and torch multiplies. Of a table
-the blocks of the tokens' rows are decoded.
+multiply straight from them. Of a table the blocks of the tokens' rows are decoded.
 """
 
 from __future__ import annotations
@@ -95,13 +94,7 @@ class TiledLinear(TiledLayer, nn.Linear):  # type: ignore[override]
             x = x.contiguous()
         out = x.new_empty(num_tokens, self.out_features)
         formats = self._expertly_format.kernel, NO_DOWN
-        if num_tokens <= kernels.most_tokens(dtype, self._expertly_format.name):
-            kernels.tile_dots(formats, (tiles.data_ptr(), 0, num_tokens, 0), x, out.unsqueeze(0), bias)
-        else:
-            for rows, blocks in self._parts():
-                weight = x.new_empty(rows.stop - rows.start, 1, width)
-                kernels.tile_decode(formats, blocks.data_ptr(), weight)
-                out[:, rows] = linear(x, weight[:, 0], None if bias is None else bias[rows])
+        kernels.tile_dots(formats, (tiles.data_ptr(), 0, num_tokens, 0), x, out.unsqueeze(0), bias)
         return out.view(*input.shape[:-1], self.out_features)
 
 
@@ -115,17 +108,16 @@ class TiledEmbedding(TiledLayer, nn.Embedding):  # type: ignore[override]
             return embedding(input, self.weight, self.padding_idx)
         if int(ids.min()) < 0 or int(ids.max()) >= self.num_embeddings:
             raise IndexError("index out of range in self")  # torch's words
-        formats = (self._expertly_format.kernel, NO_DOWN)
         numbers, places = torch.unique(ids // TILE_OUTPUTS, return_inverse=True)
         rows = places * TILE_OUTPUTS + ids % TILE_OUTPUTS  # among those of the blocks that are decoded
         out = torch.empty(len(ids), width, dtype=self._expertly_dtype)
         first = 0
         for some in numbers.split(self._blocks_at_once):
-            decoded = torch.empty(TILE_OUTPUTS * len(some), 1, width, dtype=self._expertly_dtype)
+            decoded = torch.empty(TILE_OUTPUTS * len(some), width, dtype=self._expertly_dtype)
             for block, weight in zip(some.tolist(), decoded.split(TILE_OUTPUTS), strict=True):
-                kernels.tile_decode(formats, tiles[block].data_ptr(), weight)
+                kernels.tile_decode(self._expertly_format.kernel, tiles[block].data_ptr(), weight)
             is_here = (rows >= first) & (rows < first + len(decoded))
-            out[is_here] = decoded[rows[is_here] - first, 0]
+            out[is_here] = decoded[rows[is_here] - first]
             first += len(decoded)
         return out.view(*input.shape, width)
 

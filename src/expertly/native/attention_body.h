@@ -136,7 +136,7 @@ INLINE void NAME(join_chunks)(int dtype, const attention *a, int64_t batch, int6
 }
 
 INLINE void NAME(attend_typed)(int dtype, attention *a) {
-    for (int64_t c; (c = __atomic_fetch_add(&a->next, 1, __ATOMIC_RELAXED)) < a->end;) {
+    FOR_CHUNKS(c, &a->chunks) {
         const int64_t number = c / a->num_chunks, batch = number / a->num_kv_heads, head = number % a->num_kv_heads;
         const int64_t begin = c % a->num_chunks * KEYS_CHUNK;
         const int64_t end = begin + KEYS_CHUNK < a->num_keys ? begin + KEYS_CHUNK : a->num_keys;

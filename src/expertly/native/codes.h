@@ -335,7 +335,9 @@ INLINE void NAME(codes_decode)(int format, const char *p, float (*out)[16]) {
                 const vf scale = NAME(code_scale)(format, p, w, j, k / num, &minimum);
                 for (int b = 0; b < 4; b++) {
                     const vf value = NAME(code_values)(code_offset(format), codes[k], b);
-                    *(vf *)(out[j * UNIT + k / 2 * 8 + k % 2 + 2 * b] + w * V) = value * 0x1p-24f * scale - minimum;
+                    vf *weights = (vf *)(out[j * UNIT + k / 2 * 8 + k % 2 + 2 * b] + w * V);
+                    if (format == MXFP4) *weights = value * 0x1p-24f * scale; /* which may be near the least number */
+                    else *weights = value * (scale * 0x1p-24f) - minimum;
                 }
             }
         }

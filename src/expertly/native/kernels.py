@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ MAX_TOKENS = 16
 _MAX_FLOAT32_TOKENS = 4
 """Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
 
-VERSION = 24
+VERSION = 25
 """Of the interface that is called here; products.c says the same number."""
 
 NO_DOWN = -1
@@ -111,7 +112,7 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
         *(_ADDRESS, _ADDRESS, _LONG),
     )
     tile_sums.argtypes = (*5 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
-    tile_decode.argtypes = (*5 * (_INT,), _ADDRESS, *3 * (_LONG,), _ADDRESS)
+    tile_decode.argtypes = (*3 * (_INT,), _ADDRESS, *2 * (_LONG,), _ADDRESS)
     experts.argtypes = (*3 * (_INT,), _ADDRESS)
     combine.argtypes = (*3 * (_INT,), *3 * (_LONG,), *3 * (_ADDRESS,))
     attention.argtypes = (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,))
@@ -198,8 +199,9 @@ class Kernels:
         self.dtypes = {} if library is None else library.dtypes  # of matrices that they take, in the host's memory
         self.most_tokens = cache(self._most_tokens)
         """`most_tokens(dtype, weights)`: for how many tokens at a time they are worth while and exact enough; 0: never.
-        `weights`: their format, "" where they are numbers of `dtype`; None: there are none, as in attention, whose
-        tokens are those of one sequence. Kept, as it is asked several times a layer.
+        `weights`: their format, of which a task by itself may have any number; "" where they are numbers of `dtype`;
+        None: there are none, as in attention, whose tokens are those of one sequence. Kept, as it is asked several
+        times a layer.
         """
         self.max_threads = granted_cpus()
         self.num_native = 0  # experts, or parts of one, that were computed by the compiled products, or Triton's
@@ -213,7 +215,9 @@ class Kernels:
         library = self.library
         if library is None or dtype not in library.dtypes:
             return 0
-        if weights != "":
+        if weights:
+            return sys.maxsize
+        if weights is None:
             return MAX_TOKENS
         if library.level == 0:  # whose vectors are short
             return 1
@@ -315,8 +319,8 @@ class Kernels:
     ) -> None:
         """out[o] = expert(x[i]) for every task (address, n, expert) of `tasks`, three numbers each, n <= most_tokens,
         and the next n rows i of `x_rows` and o of `out_rows`: `num_neurons` of the expert from an address on, the first
-        of them its number `begin`; `expert` is its number in the biases. `adds`: to `out`, which is float32, unrounded
-        and without bias.
+        of them its number `begin`; `expert` is its number in the biases. In formats a task by itself may have any n.
+        `adds`: to `out`, which is float32, unrounded and without bias.
 
         `x` is [*, H], its rows dense; `out` [*, H], contiguous. Raises MemoryError.
         """
@@ -525,7 +529,7 @@ class Kernels:
         bias: torch.Tensor | None = None,
     ) -> None:
         """As `dots`, of the inner matrices in blocks of `formats`: the kernel of these matrices and down's, or NO_DOWN
-        where blocks are 16 outputs of a matrix alone; a task's address is its first block.
+        where blocks are 16 outputs of a matrix alone; a task's address is its first block. One task may have any n.
 
         `x` is [*, H], its rows dense; `out` [M - 1, *, r], contiguous. `bias` [r], of one inner matrix. Raises
         MemoryError.
@@ -580,16 +584,12 @@ class Kernels:
             )
         )
 
-    def tile_decode(self, formats: tuple[int, int], address: int, out: torch.Tensor) -> None:
-        """The weights of r neurons, `out` [r, M, H], from their blocks at `address`, rounded to its dtype; of a matrix
-        alone [r, 1, H].
-        """
+    def tile_decode(self, format: int, address: int, out: torch.Tensor) -> None:
+        """The weights of a matrix alone, `out` [rows, width], from its blocks at `address`, rounded to its dtype."""
         library = self.library
         assert library is not None
-        num_neurons, num_matrices, hidden = out.shape
-        num_inner = num_matrices - (formats[1] != NO_DOWN)
-        how = self._how(library, formats, out.dtype)
-        self._check(library.tile_decode(*how, address, num_inner, num_neurons, hidden, out.data_ptr()))
+        how = library.level, format, self.dtypes[out.dtype]
+        self._check(library.tile_decode(*how, address, *out.shape, out.data_ptr()))
 
     def _how(self, library: Library, formats: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
         return library.level, *formats, self.dtypes[dtype], min(torch.get_num_threads(), self.max_threads)

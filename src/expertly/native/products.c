@@ -163,7 +163,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 24; }
+int expertly_products_version(void) { return 25; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -188,20 +188,19 @@ static int takes_openmp;
 /* Whether jobs run on OpenMP's threads where there are any: those that spin long would fight the team's. */
 void expertly_products_take_openmp(int takes) { takes_openmp = takes && GOMP_parallel != NULL; }
 
-static void run_on(int on_openmp, void (*function)(void *), void *job, int num_threads, int64_t num_chunks,
-                   int64_t nbytes) {
-    if (num_chunks < 2 || nbytes < 2 * THREAD_NBYTES || num_threads < 2) function(job);
-    else if (on_openmp) GOMP_parallel(function, job, (unsigned)num_threads, 0);
+/* `function(job)` on threads that share its `all` chunks out, or on this one alone where they are `nbytes` of too few. */
+static void run(void (*function)(void *), void *job, chunks *all, int num_threads, int64_t nbytes) {
+    all->num_parts = num_threads < 1 ? 1 : num_threads < MAX_PARTS ? num_threads : MAX_PARTS;
+    all->num_joined = 0;
+    for (int64_t i = 0; i < all->num_parts; i++) all->next[i] = i ? end_of_part(all, i - 1) : 0;
+    if (all->num < 2 || nbytes < 2 * THREAD_NBYTES || num_threads < 2) function(job);
+    else if (takes_openmp) GOMP_parallel(function, job, (unsigned)num_threads, 0);
     else run_on_team(function, job, num_threads);
-}
-
-static void run(void (*function)(void *), void *job, int num_threads, int64_t num_chunks, int64_t nbytes) {
-    run_on(takes_openmp, function, job, num_threads, num_chunks, nbytes);
 }
 
 /* -- interface ------------------------------------------------------------------------------------------------------- */
 
-enum { CHUNK_NBYTES = 128 << 10, EXPERTS_CHUNK_NBYTES = 256 << 10, ROWS_BLOCK = 8 };
+enum { CHUNK_NBYTES = 128 << 10, EXPERTS_CHUNK_NBYTES = 256 << 10, MANY_CHUNK_NBYTES = 16 << 10, ROWS_BLOCK = 8 };
 
 /* Neurons of a chunk: whole blocks of so many. */
 static int64_t chunk_of(int64_t chunk_nbytes, int64_t num_neurons, int64_t neuron_nbytes, int64_t least, int64_t block) {
@@ -269,6 +268,43 @@ static const char *input_at(const inputs *from, int64_t t) {
     return from->x + (from->rows == NULL ? t : from->rows[t]) * from->nbytes;
 }
 
+static int is_many(int format, const task *tasks) { return format != ROWS && tasks->num_tokens > TASK_TOKENS; }
+
+/* Of one task with more than TASK_TOKENS tokens, some at a time: `inner`, `down`, or both, whose h `inner` leaves. */
+static int run_many(const instruction_set *set, dots *inner, sums *down, inputs from, int num_threads) {
+    const task all = inner != NULL ? *inner->tasks : *down->tasks;
+    const char *down_weights = down != NULL ? down->tasks->weights : NULL;
+    const int dtype = taken_as(set, inner != NULL ? inner->dtype : down->dtype);
+    const int64_t width = inner != NULL ? inner->width : down->num_neurons;
+    unit *x = (unit *)allocate((MANY_TOKENS < all.num_tokens ? MANY_TOKENS : all.num_tokens) * tile_row_nbytes(width) / 4);
+    if (x == NULL) return -1;
+    for (int64_t t = 0, num; t < all.num_tokens; t += num) {
+        const int64_t left = all.num_tokens - t, parts = (left + MANY_TOKENS - 1) / MANY_TOKENS;
+        num = (left + parts - 1) / parts;
+        task some = some_tokens(&all, t, num);
+        for (int64_t i = 0; i < num; i++) set->many_prepare(dtype, input_at(&from, some.x_row + i), width, x + i, num);
+        if (inner != NULL) {
+            const int64_t nbytes = inner->num_matrices * neuron_nbytes(inner->format, dtype, width);
+            inner->tasks = &some;
+            inner->dtype = dtype;
+            inner->x = (const float *)x;
+            inner->chunk = chunk_of(MANY_CHUNK_NBYTES, inner->num_neurons, nbytes, 1, inner->block_size);
+            inner->num_chunks = (inner->num_neurons + inner->chunk - 1) / inner->chunk;
+            inner->chunks.num = inner->num_chunks;
+            run(set->dots, inner, &inner->chunks, num_threads, inner->num_neurons * nbytes);
+        }
+        if (down == NULL) continue;
+        some.weights = down_weights;
+        down->tasks = &some;
+        down->dtype = dtype;
+        down->h = inner != NULL ? (const float *)inner->then->h : (const float *)x;
+        down->chunks.num = (down->width + MANY_OUTPUTS - 1) / MANY_OUTPUTS;
+        run(set->many_sums, down, &down->chunks, num_threads, down->num_neurons * neuron_nbytes(down->format, dtype, down->width));
+    }
+    free(x);
+    return 0;
+}
+
 /* `job` with its inputs, in memory to be freed, and `chunk` neurons a chunk: whether it can be done. */
 static int begin_dots(const instruction_set *set, dots *job, int64_t num_tasks, inputs from, int64_t chunk) {
     if (!can_do(set, job->format, job->dtype, job->tasks, num_tasks, job->num_neurons, job->width)) return 0;
@@ -279,7 +315,7 @@ static int begin_dots(const instruction_set *set, dots *job, int64_t num_tasks, 
                                        : tile_row_nbytes(job->width) / (int64_t)sizeof(float);
     job->chunk = chunk;
     job->num_chunks = (job->num_neurons + chunk - 1) / chunk;
-    job->end = num_tasks * job->num_chunks;
+    job->chunks.num = num_tasks * job->num_chunks;
     float *prepared = allocate(from.num * job->padded_width);
     if (prepared == NULL) return 0;
     for (int64_t t = 0; t < from.num; t++) {
@@ -293,11 +329,12 @@ static int begin_dots(const instruction_set *set, dots *job, int64_t num_tasks, 
 
 /* The products of `job` but for its inputs and chunks. */
 static int run_dots(const instruction_set *set, dots job, int64_t num_tasks, inputs from, int num_threads) {
+    if (num_tasks == 1 && is_many(job.format, job.tasks)) return run_many(set, &job, NULL, from, num_threads);
     const int64_t nbytes = job.num_matrices * neuron_nbytes(job.format, job.dtype, job.width);
     const int64_t block = job.format == ROWS ? ROWS_BLOCK : job.block_size;
     const int64_t chunk = chunk_of(CHUNK_NBYTES, job.num_neurons, nbytes, 8, block);
     if (!begin_dots(set, &job, num_tasks, from, chunk)) return -1;
-    run(set->dots, &job, num_threads, job.end, num_tasks * job.num_neurons * nbytes);
+    run(set->dots, &job, &job.chunks, num_threads, num_tasks * job.num_neurons * nbytes);
     free((void *)job.x);
     return 0;
 }
@@ -322,7 +359,7 @@ static int begin_sums(const instruction_set *set, sums *job, int64_t num_tasks, 
     job->padded_width = (job->width + set->block - 1) / set->block * set->block;
     job->chunk = chunk;
     job->num_chunks = (job->num_neurons + chunk - 1) / chunk;
-    job->end = num_tasks * job->num_chunks;
+    job->chunks.num = num_tasks * job->num_chunks;
     job->left = malloc(2 * (size_t)num_tasks * sizeof(int64_t));
     if (job->left == NULL) return 0;
     job->rows_before = job->left + num_tasks;
@@ -343,6 +380,8 @@ static void end_sums(const sums *job) {
 /* The sums of `job` but for its chunks, from activations h[num_h, r]. */
 static int run_sums(const instruction_set *set, sums job, int64_t num_tasks, const char *h, int64_t num_h, int num_threads) {
     const int64_t r = job.num_neurons, nbytes = neuron_nbytes(job.format, job.dtype, job.width);
+    const inputs from = {h, r * itemsize_of(job.dtype), num_h, NULL};
+    if (num_tasks == 1 && is_many(job.format, job.tasks)) return run_many(set, NULL, &job, from, num_threads);
     const int64_t h_nbytes = job.format == ROWS ? r * (int64_t)sizeof(float) : tile_row_nbytes(r);
     const int64_t block = job.format == ROWS ? ROWS_BLOCK : block_size(job.format);
     char *rows = allocate(num_h * h_nbytes / (int64_t)sizeof(float));
@@ -352,7 +391,7 @@ static int run_sums(const instruction_set *set, sums job, int64_t num_tasks, con
         else set->tile_prepare(job.format, job.dtype, h, r, rows + t * h_nbytes);
     }
     job.h = (const float *)rows;
-    if (can) run(set->sums, &job, num_threads, job.end, num_tasks * r * nbytes);
+    if (can) run(set->sums, &job, &job.chunks, num_threads, num_tasks * r * nbytes);
     end_sums(&job);
     free(rows);
     return can ? 0 : -1;
@@ -424,8 +463,11 @@ int expertly_experts(int level, int dtype, int num_threads, const experts_call *
     const int64_t row_nbytes = is_tiled ? at + down_nbytes(down, hidden) : call->row_nbytes;
     const int64_t block = is_tiled ? block_size(down) : ROWS_BLOCK;
     const int64_t h_row_nbytes = is_tiled ? tile_row_nbytes(r) : r * (int64_t)sizeof(float);
-    const int64_t h_nbytes = (num_rows * h_row_nbytes + 63) / 64 * 64;
-    char *memory = allocate((h_nbytes + num_inner * num_rows * r * itemsize_of(dtype) + 3) / (int64_t)sizeof(float));
+    const int is_one = num_tasks == 1 && is_many(inner, &(task){NULL, 0, num_rows, 0});
+    const int64_t h_rows = is_one && num_rows > MANY_TOKENS ? MANY_TOKENS : num_rows;
+    const int64_t h_nbytes = (h_rows * h_row_nbytes + 63) / 64 * 64;
+    const int64_t inner_out_nbytes = is_one ? 0 : num_inner * num_rows * r * itemsize_of(dtype);
+    char *memory = allocate((h_nbytes + inner_out_nbytes + 3) / (int64_t)sizeof(float));
     task *tasks = malloc(2 * (size_t)num_tasks * sizeof(task)), *of_sums = tasks + num_tasks;
     int64_t *experts = malloc((size_t)(num_tasks + num_rows) * sizeof(int64_t)), *x_rows = experts + num_tasks, num_x = 0;
     int can = memory != NULL && tasks != NULL && experts != NULL;
@@ -443,8 +485,9 @@ int expertly_experts(int level, int dtype, int num_threads, const experts_call *
     }
     const activation then = {
         .f = call->f, .g = call->g, .experts = experts, .bias = {call->inner_bias[0], call->inner_bias[1]},
-        .bias_width = call->bias_width, .bias_at = call->bias_at, .h = memory, .h_row_nbytes = h_row_nbytes,
-        .format = down, .dtype = taken_as(set, dtype),
+        .bias_width = call->bias_width, .bias_at = call->bias_at, .h = memory,
+        .h_row_nbytes = is_one ? (int64_t)sizeof(unit) : h_row_nbytes, .format = is_one ? MANY : down,
+        .dtype = taken_as(set, dtype),
     };
     expert_rows job = {
         .inner = {
@@ -461,10 +504,13 @@ int expertly_experts(int level, int dtype, int num_threads, const experts_call *
     const int64_t nbytes = num_inner * neuron_nbytes(inner, dtype, hidden) + neuron_nbytes(down, dtype, hidden);
     const int64_t chunk = chunk_of(EXPERTS_CHUNK_NBYTES, r, nbytes, 32, block);
     const inputs from = {call->x, call->x_nbytes, num_x, x_rows};
-    can = can && begin_dots(set, &job.inner, num_tasks, from, chunk) && begin_sums(set, &job.down, num_tasks, chunk);
-    if (can) run(set->experts, &job, num_threads, job.inner.end, num_tasks * r * nbytes);
-    free((void *)job.inner.x);
-    end_sums(&job.down);
+    if (is_one) can = can && !run_many(set, &job.inner, &job.down, from, num_threads);
+    else {
+        can = can && begin_dots(set, &job.inner, num_tasks, from, chunk) && begin_sums(set, &job.down, num_tasks, chunk);
+        if (can) run(set->experts, &job, &job.inner.chunks, num_threads, num_tasks * r * nbytes);
+        free((void *)job.inner.x);
+        end_sums(&job.down);
+    }
     free(memory);
     free(tasks);
     free(experts);
@@ -480,19 +526,11 @@ int expertly_combine(int level, int dtype, int weights_dtype, int64_t num, int64
     return 0;
 }
 
-/* out[r, M, H] in dtype, from the blocks of r neurons; without down, [r, H]. */
-int expertly_tiles_decode(int level, int inner, int down, int dtype, int num_threads, const char *weights, int64_t num_inner,
-                          int64_t num_neurons, int64_t hidden, char *out) {
+/* out[rows, width] in dtype, from the blocks of a matrix alone. */
+int expertly_tiles_decode(int level, int format, int dtype, const char *weights, int64_t num_rows, int64_t width, char *out) {
     const instruction_set *set = set_at(level);
-    if (!has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden)) return -1;
-    tile_decode job = {
-        .inner = inner, .down = down, .dtype = dtype, .num_inner = num_inner, .hidden = hidden,
-        .block_size = block_size(down),
-        .block_nbytes = inner_nbytes(inner, down, num_inner, hidden) + down_nbytes(down, hidden), .weights = weights,
-        .out = out, .end = num_neurons / block_size(down),
-    };
-    /* torch multiplies them next: its threads and the team's in turns, each spinning, were slower than one thread */
-    run_on(GOMP_parallel != NULL, set->tile_decode, &job, num_threads, job.end, job.end * job.block_nbytes);
+    if (!has_tiles(set, format, NO_DOWN, dtype, 1, num_rows, width)) return -1;
+    set->decode_rows(format, dtype, weights, num_rows, width, out);
     return 0;
 }
 
@@ -550,14 +588,14 @@ int expertly_attention(int level, int dtype, int num_threads, const attention_ca
         .padded_key_width = padded_key, .value_width = call->value_width, .padded_value_width = padded_value,
         .k = call->k, .v = call->v, .mask = call->mask, .q = memory, .sinks = call->sinks == NULL ? NULL : sinks,
         .softcap = (float)softcap, .partial = memory + q_floats, .partial_width = partial_width, .left = left,
-        .out = call->out, .num_chunks = num_chunks, .end = jobs * num_chunks,
+        .out = call->out, .num_chunks = num_chunks, .chunks = {.num = jobs * num_chunks},
     };
     for (int i = 0; i < 3; i++) {
         job.k_strides[i] = call->k_strides[i] * itemsize_of(dtype);
         job.v_strides[i] = call->v_strides[i] * itemsize_of(dtype);
     }
     memcpy(job.mask_strides, call->mask_strides, sizeof job.mask_strides);
-    run(set->attention, &job, num_threads, job.end,
+    run(set->attention, &job, &job.chunks, num_threads,
         jobs * call->num_keys * (call->key_width + call->value_width) * itemsize_of(dtype));
     free(memory);
     free(left);

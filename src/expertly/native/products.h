@@ -26,6 +26,8 @@ enum { MAX_TOKENS = 4 };   /* whose sums fit in the registers */
 enum { TASK_TOKENS = 16 }; /* of a task, whose chunks are read again from the cache for every MAX_TOKENS */
 enum { NO_DOWN = -1 };   /* in place of down's format: blocks of one matrix alone, 16 outputs by all inputs */
 enum { ROWS = -1 };      /* in place of a format: rows of numbers */
+enum { MANY = -2 };      /* the same: inputs of more than TASK_TOKENS tokens (many_body.h) */
+enum { MANY_TOKENS = 48, MANY_OUTPUTS = 64 }; /* of them for which a tile is decoded once; that a thread takes at a time */
 
 typedef struct {
     const char *weights; /* the first row */
@@ -47,6 +49,30 @@ typedef struct {
     int32_t format, dtype;  /* of the next matrix, or ROWS; of its inputs */
 } activation;
 
+enum { MAX_PARTS = 64 };
+
+/* Chunks of a job, in as many parts as threads may come. A thread takes its part's in their order, so that what it asks
+ * memory for ahead is its own, then what others have left.
+ */
+typedef struct {
+    int64_t num, num_parts, num_joined, next[MAX_PARTS];
+} chunks;
+
+INLINE int64_t end_of_part(const chunks *c, int64_t part) { return c->num * (part + 1) / c->num_parts; }
+
+/* The next chunk for who is at `part`, which is -1 at first; -1: there is none. */
+INLINE int64_t next_chunk(chunks *c, int64_t *part) {
+    if (*part < 0) *part = __atomic_fetch_add(&c->num_joined, 1, __ATOMIC_RELAXED) % c->num_parts;
+    for (int64_t i = 0; i < c->num_parts; i++, *part = (*part + 1) % c->num_parts) {
+        if (__atomic_load_n(c->next + *part, __ATOMIC_RELAXED) >= end_of_part(c, *part)) continue;
+        const int64_t chunk = __atomic_fetch_add(c->next + *part, 1, __ATOMIC_RELAXED);
+        if (chunk < end_of_part(c, *part)) return chunk;
+    }
+    return -1;
+}
+
+#define FOR_CHUNKS(c, of) for (int64_t part = -1, c; (c = next_chunk(of, &part)) >= 0;)
+
 /* The tokens of a task from t on, at most so many. */
 INLINE task some_tokens(const task *one, int64_t t, int64_t most) {
     const int64_t left = one->num_tokens - t;
@@ -66,7 +92,7 @@ typedef struct {
     int64_t out_rows;
     const task *tasks;
     int64_t num_chunks, chunk; /* of a task; neurons of one, even */
-    int64_t next, end;         /* chunks of all tasks, in their order */
+    chunks chunks;             /* of all tasks, in their order */
 } dots;
 
 /* out[out_row + t] = sum over i of h[x_row + t, i] * row i, rounded; or added to `out`, which is float32. Where `experts` says
@@ -84,7 +110,7 @@ typedef struct {
     char *out;       /* [*, H] in dtype, or float32 where it is added */
     const task *tasks;
     int64_t num_chunks, chunk;
-    int64_t next, end;
+    chunks chunks;
 } sums;
 
 /* Where a chunk of task `number` is summed. */
@@ -184,14 +210,6 @@ typedef struct {
 /* A row of inputs as tiles take it. */
 INLINE int64_t tile_row_nbytes(int64_t width) { return width / UNIT * (int64_t)sizeof(unit); }
 
-typedef struct {
-    int32_t inner, down, dtype;
-    int64_t num_inner, hidden, block_size, block_nbytes;
-    const char *weights;
-    char *out; /* [r, M, H], M - 1 of the inner matrices and down where there is one */
-    int64_t next, end; /* blocks */
-} tile_decode;
-
 /* -- a layer's experts ------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -240,7 +258,7 @@ typedef struct {
     int64_t *left; /* chunks of each key head that are not done */
     char *out;     /* [B, n, heads, value_width] */
     int64_t num_chunks;
-    int64_t next, end;
+    chunks chunks;
 } attention;
 
 /* What attention asks with, asks and is given, of tokens x[n, H]: linear layers, of the first two a norm and rotation. */
@@ -280,12 +298,14 @@ typedef struct {
     void (*narrow)(int dtype, const float *values, int64_t num, char *out);
     int (*softmax)(int64_t num, float *values);
     void (*tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out); /* one row */
+    void (*many_prepare)(int dtype, const char *x, int64_t width, unit *out, int64_t step);
     void (*combine)(int dtype, int weights_dtype, int64_t num, int64_t top_k, int64_t width, const char *rows,
                     const char *weights, char *out);
     void (*dots)(void *);
     void (*sums)(void *);
+    void (*many_sums)(void *);
     void (*experts)(void *);
-    void (*tile_decode)(void *);
+    void (*decode_rows)(int format, int dtype, const char *p, int64_t num_rows, int64_t width, char *out);
     void (*attention)(void *);
     void (*rotate)(int dtype, const projections *p, int64_t width, char *values);
     int (*norm)(int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes, const char *weight,

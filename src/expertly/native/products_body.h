@@ -146,6 +146,7 @@ INLINE void NAME(fetch)(const char *p, int64_t nbytes) {
 }
 
 static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out);
+static void NAME(many_prepare)(int dtype, const char *x, int64_t width, unit *out, int64_t step);
 
 #ifdef PAIRS_LABEL
 #include "pairs_body.h"
@@ -342,6 +343,10 @@ INLINE void NAME(dot_typed)(int dtype, const dots *d, const task *one, int64_t f
 
 /* Neurons `begin` to `end` of a task. */
 static void NAME(dot_part)(const dots *d, const task *one, int64_t begin, int64_t end) {
+    if (d->format != ROWS && one->num_tokens > TASK_TOKENS) {
+        NAME(many_dots)(d, one, begin, end);
+        return;
+    }
     const int64_t first = begin * d->num_matrices, last = end * d->num_matrices;
     const int most = d->format == ROWS ? MAX_TOKENS : MOST_TILE_TOKENS;
     for (int64_t t = 0; t < one->num_tokens; t += most) {
@@ -363,7 +368,7 @@ INLINE int64_t NAME(least)(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static void NAME(run_dots)(void *argument) {
     dots *d = argument;
-    for (int64_t c; (c = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED)) < d->end;) {
+    FOR_CHUNKS(c, &d->chunks) {
         const int64_t begin = c % d->num_chunks * d->chunk;
         NAME(dot_part)(d, d->tasks + c / d->num_chunks, begin, NAME(least)(begin + d->chunk, d->num_neurons));
     }
@@ -488,16 +493,14 @@ static void NAME(sums_chunk)(const dots *inner, const sums *s, int64_t c, int64_
 
 static void NAME(run_sums)(void *argument) {
     sums *s = argument;
-    for (int64_t c; (c = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->end;)
-        NAME(sums_chunk)(NULL, s, c, s->chunk);
+    FOR_CHUNKS(c, &s->chunks) NAME(sums_chunk)(NULL, s, c, s->chunk);
 }
 
 /* Down rows follow the gate and up rows beside which they lie: a chunk's, or a block's. */
 static void NAME(run_experts)(void *argument) {
     expert_rows *e = argument;
     const int64_t step = e->inner.format == ROWS ? e->inner.chunk : e->inner.block_size;
-    for (int64_t c; (c = __atomic_fetch_add(&e->inner.next, 1, __ATOMIC_RELAXED)) < e->inner.end;)
-        NAME(sums_chunk)(&e->inner, &e->down, c, step);
+    FOR_CHUNKS(c, &e->inner.chunks) NAME(sums_chunk)(&e->inner, &e->down, c, step);
 }
 
 #include "attention_body.h"
@@ -505,7 +508,8 @@ static void NAME(run_experts)(void *argument) {
 #define SET(label, has_pairs)                                                                                       \
     {                                                                                                               \
         label, BLOCK, HAS_HALF, has_pairs, NAME(prepare), NAME(widen), NAME(narrow), NAME(softmax), NAME(tile_prepare), \
-            NAME(combine), NAME(run_dots), NAME(run_sums), NAME(run_experts), NAME(run_tile_decode),                    \
+            NAME(many_prepare), NAME(combine), NAME(run_dots), NAME(run_sums), NAME(run_many_sums), NAME(run_experts),   \
+            NAME(decode_rows),                                                                                      \
             NAME(run_attention), NAME(rotate), NAME(norm),                                                          \
     }
 static const instruction_set NAME(set) = SET(LABEL, 0);

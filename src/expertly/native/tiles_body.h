@@ -73,7 +73,8 @@ INLINE vf NAME(rounded)(int dtype, vf values) {
 
 /* A row of inputs as tiles of a format take it. */
 static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out) {
-    if (dtype == PAIRS && takes_pairs(format)) NAME(prepare_pairs)(format, x, width, out);
+    if (format == MANY) NAME(many_prepare)(dtype, x, width, out, 1);
+    else if (dtype == PAIRS && takes_pairs(format)) NAME(prepare_pairs)(format, x, width, out);
     else if (dtype == BFLOAT16 || dtype == PAIRS) NAME(prepare_units)(format, BFLOAT16, x, width, out);
     else if (dtype == FLOAT32) NAME(prepare_units)(format, FLOAT32, x, width, out);
 #if HAS_HALF
@@ -188,7 +189,7 @@ static void NAME(tile_sums)(const sums *s, const task *one, int64_t first, int64
             s->padded_width, 16);
 }
 
-INLINE void NAME(tile_decode)(int format, const char *p, float (*out)[16]) {
+static __attribute__((noinline)) void NAME(tile_decode)(int format, const char *p, float (*out)[16]) {
     switch (format) {
 #define CASE(F, f, group, nbytes) \
     case F: NAME(f##_decode)(p, out); break;
@@ -198,39 +199,29 @@ INLINE void NAME(tile_decode)(int format, const char *p, float (*out)[16]) {
     case F: NAME(int4_decode)(F, p, out); break;
         INT4_FORMATS(CASE)
 #undef CASE
-    default: NAME(codes_decode)(format, p, out);
+#define CASE(F, f, group, nbytes) \
+    case F: NAME(codes_decode)(F, p, out); break;
+        CODE_FORMATS(CASE)
+#undef CASE
     }
 }
 
-/* out[neuron, matrix, H], the last matrix being down, transposed. */
-static void NAME(run_tile_decode)(void *argument) {
-    tile_decode *d = argument;
-    const int group = tile_group(d->inner);
-    const int64_t itemsize = NAME(itemsize)(d->dtype), size = d->block_size, num_rows = size / 16;
-    const int64_t M = d->num_inner + (d->down != NO_DOWN);
-    const int64_t inner_nbytes = tile_nbytes(d->inner), down_nbytes = tile_nbytes(d->down);
+/* out[rows, width] in dtype, of a matrix alone. */
+static void NAME(decode_rows)(int format, int dtype, const char *p, int64_t num_rows, int64_t width, char *out) {
+    const int group = tile_group(format);
+    const int64_t itemsize = NAME(itemsize)(dtype);
     float tile[MAX_GROUP][16];
-    for (int64_t block; (block = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED)) < d->end;) {
-        const char *p = d->weights + block * d->block_nbytes;
-        char *out = d->out + block * size * M * d->hidden * itemsize;
-        for (int64_t v = 0; v < d->num_inner * num_rows; v++)
-            for (int64_t j = 0; j < d->hidden; j += group, p += inner_nbytes) {
-                NAME(tile_decode)(d->inner, p, tile);
-                const int64_t matrix = v / num_rows, neuron = v % num_rows * 16;
-                for (int64_t i = 0; i < 16; i++) {
-                    char *row = out + (((neuron + i) * M + matrix) * d->hidden + j) * itemsize;
-                    for (int64_t k = 0; k < group; k++) NAME(put)(d->dtype, tile[k][i], row + k * itemsize);
-                }
-            }
-        for (int64_t h = 0; d->down != NO_DOWN && h < d->hidden; h += 16, p += down_nbytes) {
-            NAME(tile_decode)(d->down, p, tile);
-            for (int64_t k = 0; k < size; k++) {
-                char *row = out + ((k * M + M - 1) * d->hidden + h) * itemsize;
-                for (int64_t i = 0; i < 16; i++) NAME(put)(d->dtype, tile[k][i], row + i * itemsize);
+    for (int64_t first = 0; first < num_rows; first += 16)
+        for (int64_t j = 0; j < width; j += group, p += tile_nbytes(format)) {
+            NAME(tile_decode)(format, p, tile);
+            for (int64_t i = 0; i < 16; i++) {
+                char *row = out + ((first + i) * width + j) * itemsize;
+                for (int64_t k = 0; k < group; k++) NAME(put)(dtype, tile[k][i], row + k * itemsize);
             }
         }
-    }
 }
+
+#include "many_body.h"
 
 #undef W
 #undef FOR_TOKENS
