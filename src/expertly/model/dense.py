@@ -97,13 +97,13 @@ def _are_few_of(kernels: Kernels, input: torch.Tensor, weight: torch.Tensor, bia
     num_tokens = input.numel() // width if width else 0
     can_train = torch.is_grad_enabled()
     if (
-        not 1 <= num_tokens <= kernels.most_tokens(input.dtype)
+        torch.compiler.is_compiling()
+        or not 1 <= num_tokens <= kernels.most_tokens(input.dtype)
         or not input.is_cpu
         or weight.dim() != 2
         or width != weight.shape[1]
         or (can_train and input.requires_grad)
         or torch.is_autocast_enabled("cpu")
-        or torch.compiler.is_compiling()
     ):
         return False
     for one in (weight,) if bias is None else (weight, bias):
@@ -304,7 +304,8 @@ def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> N
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = self._parameters.get("weight")
         if (
-            weight is None
+            torch.compiler.is_compiling()
+            or weight is None
             or hidden_states.dtype != weight.dtype
             or not (hidden_states.is_cpu and weight.is_cpu)
             or not 1 <= hidden_states.shape[:-1][:2].numel() <= kernels.most_tokens(weight.dtype)
@@ -312,7 +313,6 @@ def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> N
             or type(weight) not in _PLAIN
             or weight.stride(0) != 1
             or (torch.is_grad_enabled() and (weight.requires_grad or hidden_states.requires_grad))
-            or torch.compiler.is_compiling()
         ):
             return original.forward(self, hidden_states)  # type: ignore[no-any-return]
         return kernels.norm(hidden_states.contiguous(), weight, epsilon, style)
@@ -481,7 +481,8 @@ def _is_native(
 ) -> bool:
     num_tokens = query.shape[2]
     if (
-        num_tokens > kernels.most_tokens(query.dtype, None)
+        torch.compiler.is_compiling()
+        or num_tokens > kernels.most_tokens(query.dtype, None)
         or not query.is_cpu
         or not query.dtype == key.dtype == value.dtype
         or key.shape[:3] != value.shape[:3]
@@ -491,7 +492,6 @@ def _is_native(
         or not query.numel()
         or not key.shape[2]
         or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
-        or torch.compiler.is_compiling()
         or more.get("dropout")
     ):
         return False
@@ -619,14 +619,14 @@ def _are_few(module: Any, hidden: torch.Tensor, angles: Any, kernels: Kernels) -
     cos, sin = angles
     weight = module.q_proj.weight
     return (
-        hidden.dim() == 3
+        not torch.compiler.is_compiling()
+        and hidden.dim() == 3
         and 1 <= hidden.shape[0] * hidden.shape[1] <= kernels.most_tokens(hidden.dtype)
         and hidden.dtype == weight.dtype == cos.dtype == sin.dtype
         and hidden.is_cpu
         and not module.training
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
     )
 
 
