@@ -134,10 +134,11 @@ class ModelForecast:
 
 
 def measured_hardware(profile: MachineProfile, loading: api.Progress | None = None) -> Hardware:
-    """The machine of `profile`, with what a layer takes beside its weights, measured on the demo model in a few
-    seconds. `loading` is told of the bytes of that model, as by `expertly.load`.
+    """The machine of `profile`, with all that a layer takes beside its weights, measured on the demo model in a few
+    seconds, instead of what `machine_hardware` assumes of calls and steps. `loading` is told of the bytes of that
+    model, as by `expertly.load`.
     """
-    hardware = machine_hardware(profile)
+    hardware = replace(machine_hardware(profile), launch_ns=0, layer_ns=0, iteration_ns=0)
     how: dict[str, Any] = {"learned": "off", "codec": "none", "device": _device_of(profile)}
     model, tokenizer = api.load(system="resident", progress=loading, **how)
     try:
@@ -152,7 +153,7 @@ def measured_hardware(profile: MachineProfile, loading: api.Progress | None = No
         api.unload(model)
     token_ns = min(times_ns[2] - times_ns[1], times_ns[4] - times_ns[3]) / _CALIBRATION_TOKENS
     geometry = store.geometry(1)
-    compute = compute_model(replace(hardware, layer_ns=0), geometry, shape)
+    compute = compute_model(hardware, geometry, shape)
     layers = range(geometry.num_layers)
     spans_ns = sum(geometry.layers[layer].top_k * compute.span_ns(layer, 1, 1) for layer in layers)
     weights_ns = spans_ns + sum(compute.dense_ns(layer, 1) for layer in layers) + compute.head_ns(1)
