@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,6 +129,23 @@ def test_a_queue_reads_several_places_in_one_call(direct: ExpertFile, path: Path
             assert bytes(parts[tag][: ended[tag]]) == content[offset : offset + ended[tag]]
         assert queue.ended() == []
         queue.restart()
+    queue.close()
+
+
+def test_a_signal_while_a_queue_waits_ends_no_read() -> None:
+    try:
+        queue = ReadQueue()
+    except OSError:
+        pytest.skip("this system has no such reads")
+    signals: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _: signals.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        assert queue.ended(500_000_000) == []
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert signals == [signal.SIGALRM]
     queue.close()
 
 

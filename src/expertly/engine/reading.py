@@ -362,7 +362,7 @@ class ReadQueue:
         if not num and timeout_ns:
             timeout[1] = min(timeout_ns, 999_999_999)
             num = self._call(self._get_events, context, 1, *room)
-        end = 4 * num
+        end = 4 * max(0, num)  # a signal came: nobody knows of any
         return list(zip(events[0:end:4], events[2:end:4], strict=True))
 
     def restart(self) -> None:
