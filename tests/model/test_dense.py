@@ -108,6 +108,17 @@ def test_keys_of_other_sequences_are_left_out(library: Library, heads: int) -> N
                 assert error < CLOSE[dtype] * alone.abs().max(), (dtype, i)
 
 
+@pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
+def test_a_token_that_sees_nothing_is_zero_whatever_its_neighbours_see(library: Library) -> None:
+    dice, kernels = torch.Generator().manual_seed(0), Kernels(library, "")
+    for dtype in CLOSE.keys() & library.dtypes.keys():
+        q, k, v = (torch.randn(1, 4, num, 32, generator=dice).to(dtype) for num in (3, 40, 40))
+        mask = torch.full((1, 1, 3, 40), torch.finfo(dtype).min, dtype=dtype)
+        mask[..., 1:, :20] = 0
+        for given in (mask, mask == 0):
+            assert not kernels.attention(q, k, v, 0.2, given)[:, 0].any()
+
+
 def test_threads_change_nothing_and_nan_is_passed_on() -> None:
     kernels = choose_kernels()
     q, k, v = (torch.randn(1, heads, num, 128).bfloat16() for heads, num in ((8, 1), (4, 2000), (4, 2000)))

@@ -2,11 +2,12 @@
  * macros it uses. Both read the model's tensors as they lie, compute in float32 and round once where the result is put.
  */
 
-/* What is added to the score of row t with key s: 0, or -infinity where it does not see it. */
+/* What is added to a row's score with key s: -infinity where it does not see it, however the mask says so. */
 INLINE float NAME(seen)(const attention *a, const char *mask, int64_t s) {
     if (a->mask_dtype == NO_MASK) return 0;
     if (a->mask_dtype == BOOLEAN) return mask[s] ? 0 : -__builtin_inff();
-    return NAME(value)(a->mask_dtype, mask + s * NAME(itemsize)(a->mask_dtype));
+    const float added = NAME(value)(a->mask_dtype, mask + s * NAME(itemsize)(a->mask_dtype));
+    return added <= UNSEEN ? -__builtin_inff() : added;
 }
 
 /* The mask of a row's token. */
@@ -24,11 +25,11 @@ INLINE void NAME(leave_out)(int N, const attention *a, int64_t batch, int64_t he
     if (a->mask_dtype == NO_MASK) return;
     for (int t = 0; t < N; t++) masks[t] = NAME(mask_of)(a, batch, head, row + t);
     for (; first <= last; first++) {
-        for (int t = 0; t < N && !is_seen; t++) is_seen = NAME(seen)(a, masks[t], first) > UNSEEN;
+        for (int t = 0; t < N && !is_seen; t++) is_seen = NAME(seen)(a, masks[t], first) > -__builtin_inff();
         if (is_seen) break;
     }
     for (is_seen = 0; last > first; last--) {
-        for (int t = 0; t < N && !is_seen; t++) is_seen = NAME(seen)(a, masks[t], last) > UNSEEN;
+        for (int t = 0; t < N && !is_seen; t++) is_seen = NAME(seen)(a, masks[t], last) > -__builtin_inff();
         if (is_seen) break;
     }
     *begin += (first - *begin) / V * V; /* sums of weights are of the same vectors as without */

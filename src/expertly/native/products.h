@@ -27,7 +27,8 @@ enum { TASK_TOKENS = 16 }; /* of a task, whose chunks are read again from the ca
 enum { NO_DOWN = -1 };   /* in place of down's format: blocks of one matrix alone, 16 outputs by all inputs */
 enum { ROWS = -1 };      /* in place of a format: rows of numbers */
 enum { MANY = -2 };      /* the same: inputs of more than TASK_TOKENS tokens (many_body.h) */
-enum { MANY_TOKENS = 48, MANY_OUTPUTS = 64 }; /* of them for which a tile is decoded once; that a thread takes at a time */
+enum { MANY_TOKENS = 48 };   /* for so many of them a tile is decoded once */
+enum { MANY_OUTPUTS = 64 };  /* outputs that a thread then takes at a time */
 
 typedef struct {
     const char *weights; /* the first row */
@@ -238,7 +239,7 @@ typedef struct {
 
 enum { BOOLEAN = 3, NO_MASK = 4 };               /* kinds of mask beside those of the dtypes, which are added */
 enum { KEYS_CHUNK = 256 };                       /* keys that a thread takes at a time */
-enum { UNSEEN = -60000 };                        /* added to a score: not more than the least number of any dtype */
+enum { UNSEEN = -60000 }; /* masks add less to hide a key: the least number of their dtype, float16's is -65504 */
 enum { ROUNDED, WEIGHED, ONE_MORE, NUM_STYLES }; /* norms: rounded, then weighed; weighed; weighed by 1 + weight */
 
 /* out[b, t, h] = sum over s of softmax(q[b, h, t] . k[b, h / group, s]) v[b, h / group, s]. Rows of a key head are
