@@ -287,7 +287,6 @@ class _Room:
     def __init__(self) -> None:
         self.memory: torch.Tensor | None = None
         self.handed_out: torch.Tensor | None = None
-        self._next: Sequence[torch.Tensor] = ()  # places of one token each [B, heads, 1, width], the last ones
 
     def append(self, past: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
         """`past` [B, heads, n, width], or nothing, and then `more` [B, heads, m, width]."""
@@ -301,11 +300,7 @@ class _Room:
             memory = self.memory = more.new_empty(sizes)
             if num_past:
                 memory[:, :, :num_past] = past
-            self._next = memory[:, :, num_tokens:].split(1, dim=2)
-        if more.shape[2] == 1 and num_tokens + len(self._next) > memory.shape[2]:
-            self._next[num_past - memory.shape[2]].copy_(more)
-        else:
-            memory[:, :, num_past:num_tokens] = more
+        memory[:, :, num_past:num_tokens] = more
         self.handed_out = memory.as_strided((*more.shape[:2], num_tokens, more.shape[3]), memory.stride())
         return self.handed_out
 
