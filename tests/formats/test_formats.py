@@ -23,7 +23,7 @@ from expertly.formats.gguf import GGUF_FORMATS
 from expertly.lab.model_profile import measure_model
 from expertly.lab.tune.search import Space
 from expertly.model.packing import pack
-from expertly.native.kernels import MAX_TOKENS, NO_DOWN, VARIABLE, Kernels, libraries
+from expertly.native.kernels import NO_DOWN, TASK_TOKENS, VARIABLE, Kernels, libraries
 from expertly.sim.hardware import Hardware, read_geometry
 from expertly.store.manifest import MANIFEST_NAME
 from expertly.store.packed import PackedStore
@@ -168,7 +168,7 @@ def test_kernels(form: ExpertFormat, library: Any, sizes: tuple[int, int, int]) 
         if form.name.endswith("_f16") and dtype == torch.bfloat16:
             continue  # such experts are converted
         assert_decoded(kernels, form, address, weights.to(dtype))
-        exact, tokens, few = weights.to(dtype).double(), MAX_TOKENS, torch.finfo(dtype).eps
+        exact, tokens, few = weights.to(dtype).double(), TASK_TOKENS, torch.finfo(dtype).eps
         all_x = torch.randn(tokens, hidden, generator=dice).to(dtype)
         all_h = torch.randn(tokens, width, generator=dice).to(dtype)
         wanted_inner = torch.einsum("nh,imh->mni", all_x.double(), exact[:, :-1])

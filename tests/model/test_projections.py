@@ -11,7 +11,7 @@ from torch import nn
 
 from expertly.model import dense
 from expertly.model.dense import use_kernels
-from expertly.native.kernels import MAX_TOKENS, Kernels, choose_kernels, libraries
+from expertly.native.kernels import TASK_TOKENS, Kernels, choose_kernels, libraries
 from tests.families import FAMILIES, make_model
 
 AVAILABLE, WHY = libraries()
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled kernels: {WH
 
 JOINED = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}
 """Families whose attention is of the usual kind, among others."""
-LONG = MAX_TOKENS + 1
+LONG = TASK_TOKENS + 1
 """Tokens of a prompt that is not few."""
 
 

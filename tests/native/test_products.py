@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from expertly.native import kernels as kernels_module
-from expertly.native.kernels import ACCEPTED, MAX_TOKENS, NO_DOWN, Kernels, libraries, spins_shortly
+from expertly.native.kernels import ACCEPTED, NO_DOWN, TASK_TOKENS, Kernels, libraries, spins_shortly
 from tests.native.between import activated, with_biases
 
 AVAILABLE, WHY = libraries()
@@ -70,7 +70,7 @@ def assert_as_exact(actual: torch.Tensor, exact: torch.Tensor, magnitude: torch.
     assert bool((error <= bound).all()), f"{float((error / bound).max())} of what is allowed"
 
 
-@pytest.mark.parametrize("num_tokens", range(1, MAX_TOKENS + 1))
+@pytest.mark.parametrize("num_tokens", range(1, TASK_TOKENS + 1))
 @pytest.mark.parametrize("num_matrices", [1, 2])
 def test_rows_times_tokens(kernels: Kernels, num_matrices: int, num_tokens: int) -> None:
     dice, pick = torch.Generator().manual_seed(num_tokens), random.Random(num_matrices)
@@ -84,7 +84,7 @@ def test_rows_times_tokens(kernels: Kernels, num_matrices: int, num_tokens: int)
             assert_as_exact(dots(kernels, rows, x), exact, magnitude, width)
 
 
-@pytest.mark.parametrize("num_tokens", range(1, MAX_TOKENS + 1))
+@pytest.mark.parametrize("num_tokens", range(1, TASK_TOKENS + 1))
 def test_rows_weighed_and_summed(kernels: Kernels, num_tokens: int) -> None:
     dice = torch.Generator().manual_seed(num_tokens)
     for dtype in dtypes(kernels):
@@ -133,10 +133,10 @@ def test_experts_in_one_call(kernels: Kernels, num_inner: int, set_threads: Call
     width, r, begin = 96, 300, 20
     for dtype in dtypes(kernels):
         rows = values(dice, 2, r, num_inner + 1, width, dtype=dtype) / 8
-        x = values(dice, MAX_TOKENS, width, dtype=dtype)
+        x = values(dice, TASK_TOKENS, width, dtype=dtype)
         nbytes = (num_inner + 1) * width * dtype.itemsize, width * dtype.itemsize
         layer = with_biases(dtype, num_inner, width, begin + r, (NO_DOWN, NO_DOWN), nbytes)
-        for n, num_threads in ((1, 1), (1, 2), (3, 2), (MAX_TOKENS, 3)):
+        for n, num_threads in ((1, 1), (1, 2), (3, 2), (TASK_TOKENS, 3)):
             set_threads(num_threads)
             tasks = (rows[0].data_ptr(), n, 1, rows[1].data_ptr(), 1, 1)
             x_rows, out_rows = [*reversed(range(n)), 1], [*range(n, 2 * n), 2 * n]
@@ -168,7 +168,7 @@ def test_experts_are_chosen_as_torch_does(kernels: Kernels, num_experts: int, to
     """Those of equal scores, too: logits here are whole numbers."""
     dice = torch.Generator().manual_seed(num_experts)
     for dtype in dtypes(kernels):
-        for n in (1, 3, MAX_TOKENS):
+        for n in (1, 3, TASK_TOKENS):
             weight, x = (
                 torch.randint(-1, 2, shape, generator=dice).to(dtype) for shape in ((num_experts, 24), (n, 24))
             )
@@ -298,7 +298,7 @@ def test_memory_is_given_back(kernels: Kernels) -> None:
 
 def test_what_is_not_theirs_is_refused_and_changes_nothing(kernels: Kernels) -> None:
     rows, x, out = torch.ones(2, 8), torch.ones(5, 8), torch.full((1, 5, 2), 7.0)
-    for num_tokens in (0, MAX_TOKENS + 1):
+    for num_tokens in (0, TASK_TOKENS + 1):
         with pytest.raises(MemoryError):
             kernels.dots((rows.data_ptr(), 0, num_tokens, 0), x, out, 32)
         with pytest.raises(MemoryError):

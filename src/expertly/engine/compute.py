@@ -21,7 +21,7 @@ from expertly.core.geometry import LayerGeometry
 from expertly.core.messages import RouterRan, Span
 from expertly.formats import expert_format
 from expertly.native.activations import recognise
-from expertly.native.kernels import MAX_TOKENS, NO_DOWN, ExpertProducts, Kernels, Work
+from expertly.native.kernels import MANY_TOKENS, NO_DOWN, TASK_TOKENS, ExpertProducts, Kernels, Work
 
 _FIRST = (0,)
 
@@ -34,9 +34,6 @@ _MAX_ROWS = 256
 _PART_NBYTES = 2 << 20
 """Of weights that are decoded for a prompt at a time on a CPU, with what is computed from them; a block at least."""
 
-_TILES_TOKENS = 48
-"""Of a prompt: those that the compiled products take at a time in a format, with 33 bytes for 8 numbers of each."""
-
 _WIDE = 4
 """Values that exist at a time for a neuron and a token: gate, up, what is activated, and the product."""
 
@@ -48,7 +45,7 @@ def expert_nbytes_at_once(layer: LayerGeometry) -> int:
         return _MAX_ROWS * _WIDE * row_nbytes
     gathered = 0 if layer.itemsize == torch.float32.itemsize else (layer.hidden_size + _MAX_ROWS) * row_nbytes
     num_values = layer.num_matrices * layer.hidden_size + _WIDE * _MAX_ROWS  # of a neuron
-    native = _TILES_TOKENS * (layer.intermediate_size + layer.hidden_size) * 33 // 8
+    native = MANY_TOKENS * (layer.intermediate_size + layer.hidden_size) * 33 // 8  # a unit has 132 bytes for 32
     return max(_PART_NBYTES, layer.block_size * num_values * layer.itemsize, native) + gathered
 
 
@@ -281,10 +278,10 @@ class LayerCompute:
             num_blocks = _PART_NBYTES // (num_values * self.dtype.itemsize * self._block_size)
             step = min(num_neurons, max(1, num_blocks) * self._block_size)
         block = span.slot * self._neurons_per_segment // self._block_size
-        weights = x.new_empty(step, *self._shape, dtype=self.dtype)  # one for all parts: new memory is slow to touch
         for begin in range(0, num_neurons, step):
             part = slice(begin, min(begin + step, num_neurons))
-            *matrices, down = self._decode(block + begin // self._block_size, weights[: part.stop - begin]).unbind(1)
+            blocks = self._rows[block + begin // self._block_size :][: (part.stop - begin) // self._block_size]
+            *matrices, down = self._format.decode(blocks, *self._shape).to(self.dtype).unbind(1)
             yield part, self._inner(x, matrices, span.expert, first + begin), down
 
     def _inner(self, x: torch.Tensor, matrices: Sequence[torch.Tensor], expert: int, first: int) -> torch.Tensor:
@@ -305,12 +302,6 @@ class LayerCompute:
             if is_whole:
                 self._whole_views[span.slot] = views
         return views
-
-    def _decode(self, block: int, weights: torch.Tensor) -> torch.Tensor:
-        """`weights` [r, M, H] of neurons from a block on."""
-        form = self._format
-        assert form is not None
-        return weights.copy_(form.decode(self._rows[block : block + len(weights) // self._block_size], *self._shape))
 
     def _gate_up(self, x: torch.Tensor, matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         if x.shape[0] != 1 or not self._doubles:
@@ -336,7 +327,7 @@ class LayerCall:
             self.outputs.zero_()
         self._there: dict[int, torch.Tensor] | None = None  # the rows of experts, where they are computed
         self._slots = None if compute.slots is None else compute.slots.begin(self.hidden, self.outputs)
-        few = min(compute.max_tokens, MAX_TOKENS)
+        few = min(compute.max_tokens, TASK_TOKENS)
         is_short = hidden.shape[0] <= few and (work.positions is not None or compute.joins)
         self.takes_several = self._slots is not None or is_short
         """Whether experts that are here can be computed in one call, by the kernels: those of few tokens."""
@@ -352,7 +343,7 @@ class LayerCall:
             others: list[Span] = []
             for span in spans:
                 rows = self._rows(span.expert) if positions is None else (_FIRST, (positions[span.expert],))
-                if span.num_segments == compute.num_segments and len(rows[0]) <= compute.max_tokens:
+                if span.num_segments == compute.num_segments:
                     few.append((span, *rows))
                 else:
                     others.append(span)

@@ -30,8 +30,10 @@ VARIABLE = "EXPERTLY_KERNELS"
 
 ACCEPTED = ("auto", "native", "torch", "avx512_bf16", "avx512", "avx2", "generic")
 
-MAX_TOKENS = 16
-"""Most tokens of one product, which reads a chunk of weights again from the cache for every few."""
+TASK_TOKENS, MANY_TOKENS = 16, 48
+"""As in products.h: most tokens of one product, which reads a chunk of weights again from the cache for every few; and
+those of a prompt for which a tile of quantised weights is decoded once.
+"""
 
 _MAX_FLOAT32_TOKENS = 4
 """Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
@@ -218,10 +220,10 @@ class Kernels:
         if weights:
             return sys.maxsize
         if weights is None:
-            return MAX_TOKENS
+            return TASK_TOKENS
         if library.level == 0:  # whose vectors are short
             return 1
-        return _MAX_FLOAT32_TOKENS if dtype == torch.float32 else MAX_TOKENS
+        return _MAX_FLOAT32_TOKENS if dtype == torch.float32 else TASK_TOKENS
 
     def slots(self, *layer: Any) -> SlotProducts | None:
         """An accelerator's kernels over the slots of a layer, which SlotProducts describes; None: torch's."""
@@ -538,22 +540,22 @@ class Kernels:
         assert library is not None
         packed = array("q", tasks)
         num_inner, out_rows, num_neurons = out.shape
-        self._check(
-            library.tile_dots(
-                *self._how(library, formats, x.dtype),
-                packed.buffer_info()[0],
-                len(packed) // 4,
-                num_inner,
-                num_neurons,
-                x.shape[1],
-                x.data_ptr(),
-                x.shape[0],
-                x.stride(0) * x.element_size(),
-                None if bias is None else bias.data_ptr(),
-                out.data_ptr(),
-                out_rows,
-            )
+        failed = library.tile_dots(
+            *self._how(library, formats, x.dtype),
+            packed.buffer_info()[0],
+            len(packed) // 4,
+            num_inner,
+            num_neurons,
+            x.shape[1],
+            x.data_ptr(),
+            x.shape[0],
+            x.stride(0) * x.element_size(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            out_rows,
         )
+        if failed:
+            raise MemoryError(_FAILED)
 
     def tile_sums(
         self,
@@ -569,34 +571,31 @@ class Kernels:
         library = self.library
         assert library is not None
         packed = array("q", tasks)
-        self._check(
-            library.tile_sums(
-                *self._how(library, formats, h.dtype),
-                packed.buffer_info()[0],
-                len(packed) // 4,
-                num_inner,
-                h.shape[1],
-                out.shape[1],
-                h.data_ptr(),
-                h.shape[0],
-                out.data_ptr(),
-                adds,
-            )
+        failed = library.tile_sums(
+            *self._how(library, formats, h.dtype),
+            packed.buffer_info()[0],
+            len(packed) // 4,
+            num_inner,
+            h.shape[1],
+            out.shape[1],
+            h.data_ptr(),
+            h.shape[0],
+            out.data_ptr(),
+            adds,
         )
+        if failed:
+            raise MemoryError(_FAILED)
 
     def tile_decode(self, format: int, address: int, out: torch.Tensor) -> None:
         """The weights of a matrix alone, `out` [rows, width], from its blocks at `address`, rounded to its dtype."""
         library = self.library
         assert library is not None
         how = library.level, format, self.dtypes[out.dtype]
-        self._check(library.tile_decode(*how, address, *out.shape, out.data_ptr()))
+        if library.tile_decode(*how, address, *out.shape, out.data_ptr()):
+            raise MemoryError(_FAILED)
 
     def _how(self, library: Library, formats: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
         return library.level, *formats, self.dtypes[dtype], min(torch.get_num_threads(), self.max_threads)
-
-    def _check(self, failed: int) -> None:
-        if failed:
-            raise MemoryError(_FAILED)
 
 
 def choose_kernels(wanted: str | None = None, *, runs_on_host: bool = True) -> Kernels:

@@ -125,7 +125,7 @@ static void NAME(many_dots)(const dots *d, const task *one, int64_t first, int64
     for (; first < end; first += size) {
         const char *block = one->weights + first / d->block_size * d->row_nbytes;
         float sums[2 * UNIT / 16][MANY_TOKENS][16] __attribute__((aligned(64)));
-        char products[2 * MANY_TOKENS * UNIT * 4];
+        char products[2 * MANY_TOKENS * UNIT * 4] __attribute__((aligned(64)));
         const unit *x = (const unit *)d->x;
         memset(sums, 0, sizeof sums);
         for (int64_t j = 0, some; j < num_tiles; j += some, x += some * group / UNIT * n) {

@@ -121,7 +121,6 @@ INLINE void put_half(float value, char *p) {
         LOAD_LANE((p) + (at)[3]), 3)
 #define FOLD(a, b) \
     ((vf)_mm512_add_ps(_mm512_unpacklo_ps((__m512)(a), (__m512)(b)), _mm512_unpackhi_ps((__m512)(a), (__m512)(b))))
-#define LOOKUP(t, codes) LOOKUP_IN(_mm512_loadu_ps(t), codes)
 #define BYTES(p) ((vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p))))
 #define LOOKUP_IN(a, codes) ((vf)_mm512_permutexvar_ps((__m512i)(codes), (__m512)(a)))
 #define HAS_ZERO(bytes) _mm512_testn_epi8_mask((__m512i)(bytes), (__m512i)(bytes))
@@ -249,7 +248,7 @@ static int has_tiles(const instruction_set *set, int inner, int down, int dtype,
     return num_neurons % block_size(down) == 0 && hidden % tile_group(inner) == 0;
 }
 
-static int can_do(const instruction_set *set, int format, int dtype, const task *tasks, int64_t num_tasks,
+static int can_do(const instruction_set *set, int dtype, const task *tasks, int64_t num_tasks,
                   int64_t num_neurons, int64_t width) {
     if (!takes(set, dtype) || num_tasks < 1 || num_neurons < 1 || width < 1) return 0;
     for (int64_t i = 0; i < num_tasks; i++)
@@ -307,7 +306,7 @@ static int run_many(const instruction_set *set, dots *inner, sums *down, inputs 
 
 /* `job` with its inputs, in memory to be freed, and `chunk` neurons a chunk: whether it can be done. */
 static int begin_dots(const instruction_set *set, dots *job, int64_t num_tasks, inputs from, int64_t chunk) {
-    if (!can_do(set, job->format, job->dtype, job->tasks, num_tasks, job->num_neurons, job->width)) return 0;
+    if (!can_do(set, job->dtype, job->tasks, num_tasks, job->num_neurons, job->width)) return 0;
     if (job->num_matrices < 1 || job->num_matrices > 2 || (job->bias != NULL && job->num_matrices != 1)) return 0;
     const int format = job->format;
     job->dtype = taken_as(set, job->dtype);
@@ -354,7 +353,7 @@ int expertly_products_dots(int level, int dtype, int num_threads, const task *ta
 
 /* `job` with memory to be freed, and `chunk` neurons a chunk: whether it can be done. */
 static int begin_sums(const instruction_set *set, sums *job, int64_t num_tasks, int64_t chunk) {
-    if (!can_do(set, job->format, job->dtype, job->tasks, num_tasks, job->num_neurons, job->width)) return 0;
+    if (!can_do(set, job->dtype, job->tasks, num_tasks, job->num_neurons, job->width)) return 0;
     job->dtype = taken_as(set, job->dtype);
     job->padded_width = (job->width + set->block - 1) / set->block * set->block;
     job->chunk = chunk;

@@ -2,7 +2,7 @@
  *   V             floats of a vector
  *   NAME(f)       f with the set's suffix
  *   LABEL         its name as users read it
- *   LOOKUP or SHUFFLE, BYTES: see tiles_body.h
+ *   LOOKUP_IN or SHUFFLE, BYTES: see tiles_body.h
  *   HAS_HALF      1 with LOAD_HALF(p, v), HALF_VALUE(p) and PUT_HALF(value, p), which convert float16
  *   PAIRS_LABEL   where it has AVX512-BF16, too: the name of the set that multiplies bfloat16 with it
  *
@@ -534,7 +534,6 @@ static const instruction_set NAME(pairs_set) = SET(PAIRS_LABEL, 1);
 #undef LOAD_HALF
 #undef HALF_VALUE
 #undef PUT_HALF
-#undef LOOKUP
 #undef LOOKUP_IN
 #undef HAS_ZERO
 #undef SHUFFLE
