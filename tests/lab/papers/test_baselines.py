@@ -124,6 +124,8 @@ def test_figure_4b_fails_where_whole_experts_are_fastest_and_says_where_splittin
         if machine.endswith("launches 16 times as fast"):
             best = "0.375"
         theta = system.partition("theta=")[2]
+        if machine.endswith("half of the memory"):  # half a percent is no gain
+            return 0.995 if theta == "0.375" else 1.0
         return 1.0 if theta == best else 1.3
 
     split = told("moepic:4b", lambda system, machine: slower(system, machine, "0.375"))

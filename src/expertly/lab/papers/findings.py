@@ -236,15 +236,14 @@ class Told(NamedTuple):
     values: tuple[float, float]
 
     def size(self, unit: str) -> str:
-        """Of the effect: how many times the second the first is; of shares, by how many points they differ."""
+        """Of the effect: how many times the second the first is; of shares, by how many points they differ, too."""
         one, other = self.values
         if not (isinstance(one, Estimate) or isinstance(other, Estimate)):
             return ""
+        less, times = f"{' less '.join(self.names)}: ", show(one / other, "x") if float(other) > 0 else ""
         if unit == "share":
-            return f"{' less '.join(self.names)}: {show(one - other, 'points')} points"
-        if float(other) <= 0:
-            return f"{' less '.join(self.names)}: {show(one - other, unit)}"
-        return f"{' of '.join(self.names)}: {show(one / other, 'x')}"
+            return f"{less}{show(one - other, 'points')} points" + (times and f", {times}")
+        return f"{' of '.join(self.names)}: {times}" if times else less + show(one - other, unit)
 
     def in_brackets(self, unit: str) -> str:
         size = self.size(unit)

@@ -15,7 +15,7 @@ import numpy as np
 
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry
 from expertly.lab.papers import findings as rules
-from expertly.lab.papers.findings import TAKEN, Cell, Check, Finding, FindingTable, Paper, Told, Why, show
+from expertly.lab.papers.findings import NEGLIGIBLE, TAKEN, Cell, Check, Finding, FindingTable, Paper, Told, Why, show
 from expertly.lab.papers.measured import Estimate, Floats, joined
 from expertly.lab.papers.metrics import (
     HALF,
@@ -461,15 +461,19 @@ def splitting(
     own = [theta for theta in rows if theta[0].isdigit()]
     at = min(own, key=lambda theta: float(rows[theta].tpot_s))
     named = {**rows, f"theta = {at}": rows[at]}
-    pays = [where for where, (split, *whole) in sweep.items() if split < min(whole)]
+    gains = {
+        where: rules.compare(("split", "whole"), {"split": split, "whole": min(whole)}, lowest=True, slack=-NEGLIGIBLE)
+        for where, (split, *whole) in sweep.items()
+    }
+    pays = [where for where, gain in gains.items() if gain.holds]
 
     def why() -> str:
         waits = {theta: (row.waiting(True) or 0.0) * row.tpot_s for theta, row in rows.items()}
-        least = min(own, key=lambda theta: float(waits[theta]))
+        split = min((theta for theta in own if theta != "1"), key=lambda theta: float(rows[theta].tpot_s))
         said = [
             f"at theta = {theta} a pass waits {show(waits[theta], 'ms')}, computes "
             f"{show(rows[theta].tpot_s - waits[theta], 'ms')} and loads {show(LOADED.of(rows[theta]), 'MB')}"
-            for theta in (least, "1")
+            for theta in (split, "1")
         ]
         return f"{'; '.join(said)}; splitting pays with: {'; '.join(pays) or 'nothing tried'}"
 
