@@ -182,8 +182,16 @@ def _choose(
         for peer in peers:
             opened.callback(peer.close)
     give_back_heap()  # before free memory is counted
-    members = targets, peers, asked.worker_memory, together
-    placement, division, memories = _place(store, geometry, system, request, *members)
+    placement, division, memories = _place(
+        store,
+        geometry,
+        system,
+        request,
+        targets=targets,
+        peers=peers,
+        worker_memory=asked.worker_memory,
+        together=together,
+    )
     known = Known() if asked.plan is None else Known(given=(_read_plan(asked.plan, system, placement, division),))
     given = asked, system, why_system, store, predict, order, files, weights, placement, division, known
     return _Chosen(*given, peers, memories)
@@ -194,12 +202,17 @@ def _place(
     geometry: Geometry,
     system: System,
     request: MemoryRequest,
+    *,
     targets: Sequence[torch.device],
     peers: Sequence[Peer],
     worker_memory: str | int,
     together: Together | None,
 ) -> tuple[Placement, Division, list[int]]:
     """Which device or worker has which experts, and the memory for them on the devices and in each worker."""
+    fewest = min(layer.num_experts for layer in geometry.layers)
+    if peers and len(targets) + len(peers) > fewest:
+        most = max(0, fewest - len(targets))
+        raise ConfigError(f"workers: {len(peers)}, but a layer has {fewest} experts; accepted: at most {most}")
     placement = Placement(geometry, len(targets))
     if not peers:
         return placement, divide(store, [one.geometry for one in placement.shares], system, request, targets), []
@@ -276,7 +289,7 @@ def _open_engine(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitS
         (share.geometry, system.budget(share.geometry, budget, known))
         for share, budget in zip(here, chosen.division.budgets, strict=True)
     ]
-    split = None if away else _share_misses(chosen, targets, dtype)
+    split = _share_misses(chosen, targets, dtype)
     schedulers = [system.scheduler(geometry, budget, known, chosen.order, split) for geometry, budget in shares]
     if options.decisions is not None:
         ((geometry, budget),) = shares
@@ -285,8 +298,16 @@ def _open_engine(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitS
         )
         opened.callback(file.close)
         schedulers = [record(schedulers[0], file.write)]
-    about = chosen.worker_nbytes, store, system, options.staging_slots, options.worker_deadline
-    remotes = open_workers(chosen.peers, away, *about, opened)
+    remotes = open_workers(
+        chosen.peers,
+        away,
+        memories=chosen.worker_nbytes,
+        store=store,
+        system=system,
+        staging=options.staging_slots,
+        deadline_s=options.worker_deadline,
+        opened=opened,
+    )
     host_memory = options.host_memory if split is None else chosen.placement.geometry.nbytes  # what it counts on
     executor = make_executor(chosen.placement, targets, schedulers, store, dtype, host_memory, remotes)
     opened.callback(executor.close)
@@ -300,7 +321,7 @@ def _open_engine(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitS
 
 
 def _share_misses(chosen: _Chosen, targets: Sequence[torch.device], dtype: torch.dtype) -> MissSplit | None:
-    """How many missing experts the processor computes, as the option `cpu_misses` says; None: none, always."""
+    """How many missing experts the processor computes, as the option `cpu_misses` says; None: it computes none."""
     asked, kind, geometry = chosen.options.cpu_misses, kind_of(targets[0]), chosen.placement.geometry
     if asked == "never":
         return None
@@ -321,8 +342,8 @@ def _share_misses(chosen: _Chosen, targets: Sequence[torch.device], dtype: torch
         if asked == "always":
             raise ConfigError(f"cpu_misses='always': {why}; accepted: auto, never")
         return None
-    if asked == "always":
-        return MissSplit(geometry, Link(1.0, 0, 0), HostCompute(1e18, 1e18, 0, 1.0))
+    if asked == "always":  # no prompt is so long that it takes a week
+        return MissSplit(geometry, Link(1e18, 0, 10**15), HostCompute(1e18, 1e18, 0, 1.0))
     split = MissSplit(geometry, *costs)
     pays = any(split.num_on_host(layer, [1] * one.top_k, 1, 0) for layer, one in enumerate(geometry.layers))
     return split if pays else None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
@@ -170,7 +171,7 @@ class LoadOptions:
     )
     worker_memory: str | int = option(
         AUTO,
-        "for experts in each worker: a share of all, an amount or auto (what is free there)",
+        "for experts in each worker: a share of all, an amount or auto (nine tenths of what is free there)",
         metavar="SIZE",
         panel=ADVANCED,
     )
@@ -312,10 +313,12 @@ class LoadOptions:
         if self.quantize is not None:
             rounding_format(self.quantize)
         check_one_memory(self.memory, self.total_memory)
-        if self.placement != HASH and self.workers is None:
-            raise ConfigError(f"placement={str(self.placement)!r}: places experts on workers, of which there are none")
-        if not self.worker_deadline > 0:
-            raise ConfigError(f"worker_deadline={self.worker_deadline!r}: must be more than 0 seconds")
+        for name in ("placement", "worker_memory", "worker_deadline"):
+            value = getattr(self, name)
+            if self.workers is None and value != LOAD_OPTIONS[name].default:
+                raise ConfigError(f"{name}={str(value)!r}: is of workers, of which there are none (option `workers`)")
+        if not (isinstance(self.worker_deadline, int | float) and 0 < self.worker_deadline < math.inf):
+            raise ConfigError(f"worker_deadline={self.worker_deadline!r}: must be a number of seconds above 0")
         for one in LOAD_OPTIONS.values():
             value, told = getattr(self, one.name), one.metadata["option"]
             if told.least is None or value is None or callable(value):

@@ -92,6 +92,15 @@ def test_decisions_with_a_host_replay(cases: Cases, tmp_path: Path, monkeypatch:
     assert header["host"]["nbytes_per_s"] == 1e9 and replayed.num_layers > 10 and replayed.difference is None
 
 
+def test_always_is_always(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a prompt so long that its hidden states are more bytes than an expert."""
+    accelerator(monkeypatch)
+    with loaded(cases["qwen3_moe"].store, memory="45%", cpu_misses="always") as model:
+        model(torch.randint(0, 100, (1, 500)), use_cache=False)
+        prefill = expertly.stats(model).as_dict()["phases"]["prefill"]
+        assert prefill["computed_on_host"] == prefill["misses"] > 0
+
+
 def test_a_host_that_does_not_pay_computes_nothing(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
     accelerator(monkeypatch, (Link(1e9, 0, 0), HostCompute(1e8, 1e18, 0, 1.0)))

@@ -16,7 +16,8 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.core.errors import ConfigError, TraceError, TransferError
-from expertly.engine import cluster, wire, worker
+from expertly.engine import cluster, remote, wire, worker
+from expertly.engine.shard import Shard
 from expertly.engine.wire import Kind
 from expertly.lab.synth import write_workload, zipf
 from expertly.model.packing import pack
@@ -203,6 +204,42 @@ def test_a_worker_that_stalls_is_dropped_and_joins_when_it_wakes(cases: Cases, p
         assert states(model, "joins") == [1, 0] and peers[0].num_starts == 1, "it was not started anew"
 
 
+def test_a_worker_that_does_not_answer_is_asked_once_for_all_statistics(
+    cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server asks for them while a layer is computed: 2 seconds for each layer would stop it."""
+    case, wake = cases["qwen3_moe"], threading.Event()
+    monkeypatch.setattr(remote, "_STATS_S", 0.05)
+    monkeypatch.setattr(remote, "_FRESH_S", 60.0)
+    with with_workers(case.store, worker_deadline=60.0) as model:
+        assert generate(model, case.prompts) == case.tokens
+        peers[0].before = lambda kind: wake.wait() and None if kind is Kind.STATS else None
+        before = sum(peer.kinds.count(Kind.STATS) for peer in peers)
+        expertly.stats(model).as_dict()
+        assert len(handle(model).store.manifest.layers) > 1
+        wake.set()
+        assert generate(model, case.prompts) == case.tokens
+        assert sum(peer.kinds.count(Kind.STATS) for peer in peers) - before <= 2, "once each worker"
+
+
+def test_a_worker_that_cannot_open_leaves_no_thread_behind(
+    cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no disk")
+
+    monkeypatch.setattr(Shard, "preload", fails)
+    settings = {"system": "resident", "memory": "100%", "worker_memory": "100%"}
+    with (
+        pytest.raises(ConfigError, match="workers: w0: OSError: no disk"),
+        with_workers(cases["qwen3_moe"].store, **settings),
+    ):
+        pass
+    for peer in peers:
+        assert peer.worker._shard is None
+    assert not reader_threads()
+
+
 def test_a_worker_that_cannot_read_is_dropped(
     cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,9 +362,10 @@ def test_what_cannot_work_is_refused(
     refused(monkeypatch, store, r"worker_memory='much'", worker_memory="much")
     refused(monkeypatch, store, "workers: w0 has .* for experts, and system 'resident' keeps all", system="resident",
             memory="auto", worker_memory="2%")  # fmt: skip
-    refused(monkeypatch, store, "worker_deadline=0.0", worker_deadline=0.0)
+    for deadline in (0.0, float("inf"), "soon"):
+        refused(monkeypatch, store, f"worker_deadline='?{deadline}'?: must be a number", worker_deadline=deadline)
     refused(monkeypatch, store, "decisions=.*workers decide apart", decisions=tmp_path / "decisions")
-    refused(monkeypatch, store, r"devices: 9 of them, but a layer has only 8", workers=8)
+    refused(monkeypatch, store, "workers: 8, but a layer has 8 experts; accepted: at most 7", workers=8)
 
 
 # -- who holds what --------------------------------------------------------------------------------------------------
@@ -361,17 +399,19 @@ def test_placed_by_recorded_routing(cases: Cases, peers: list[ThreadPeer], tmp_p
         peers[0].can_start = False
         peers[0].kill()
         assert generate(model, case.prompts) == case.tokens
-        before = expertly.stats(model).as_dict()["devices"]
+        before = expertly.stats(model).as_dict()
         assert generate(model, case.prompts) == case.tokens
-        after = expertly.stats(model).as_dict()["devices"]
-        changed = [new["decode"]["hits"] - old["decode"]["hits"] for old, new in zip(before, after, strict=True)]
+        after = expertly.stats(model).as_dict()
+        both = zip(before["devices"], after["devices"], strict=True)
+        changed = [new["decode"]["hits"] - old["decode"]["hits"] for old, new in both]
         assert changed[0] > 0 and changed[1] == 0 and changed[2] > 0
-        assert before[1]["bytes_loaded"] == after[1]["bytes_loaded"], "nothing was read in place of what is gone"
+        assert before["bytes_loaded"] == after["bytes_loaded"], "nothing was read in place of what is gone"
     write_workload(tmp_path / "other", zipf(num_layers, 16, 2, 10), model="other")
     with pytest.raises(TraceError, match=rf"recorded of other: it has {num_layers} layers of 16 experts, and .* of 8"):
         expertly.load(str(case.store), workers=1, placement=str(tmp_path / "other"))
-    with pytest.raises(ConfigError, match=r"placement=.*workers"):
-        expertly.load(str(case.store), placement=str(tmp_path))
+    for alone in ({"placement": str(tmp_path)}, {"worker_memory": "50%"}, {"worker_deadline": 5.0}):
+        with pytest.raises(ConfigError, match="is of workers, of which there are none"):
+            expertly.load(str(case.store), **alone)
 
 
 def test_workers_on_this_machine_share_its_memory(

@@ -6,17 +6,21 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
+from expertly.core.geometry import Geometry
 from expertly.data import demo_folder
+from expertly.hardware import simulated
 from expertly.lab import forecast as module
 from expertly.lab.forecast import ModelForecast, forecast
 from expertly.lab.synth import SynthWorkload, write_workload
 from expertly.model.needs import ModelNeeds, needs_of
 from expertly.model.packing import pack
+from expertly.sim.compute import compute_model
 from expertly.sim.hardware import ClusterNetwork, Hardware
 from expertly.trace.reader import Trace
 from tests.hardware.test_profile import PROFILE
@@ -38,6 +42,27 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def of(needs: ModelNeeds, free: int = 16 * GIB) -> ModelForecast:
     return forecast(needs, replace(PROFILE, devices=()), LAPTOP, free)
+
+
+@pytest.mark.parametrize("beside_ns", [500_000, 5_000_000])
+def test_what_a_step_takes_beside_its_weights_is_measured(beside_ns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short that is: nothing is assumed of calls and steps."""
+    monkeypatch.setattr(simulated, "_EACH_S", 0.01)
+    needs, bare = needs_of(None), replace(PROFILE, devices=())
+    free = replace(simulated.machine_hardware(bare), launch_ns=0, layer_ns=0, iteration_ns=0)
+
+    def step_ns(hardware: Hardware) -> int:
+        geometry = Geometry(needs.layers)
+        compute, layers = compute_model(hardware, geometry, needs.dense), range(geometry.num_layers)
+        spans_ns = sum(geometry.layers[layer].top_k * compute.span_ns(layer, 1, 1) for layer in layers)
+        return spans_ns + sum(compute.dense_ns(layer, 1) for layer in layers) + compute.head_ns(1)
+
+    taken_ns = step_ns(free) + beside_ns
+    ends = [num * taken_ns for num in (0, 1, 1 + module._CALIBRATION_TOKENS, 1, 1 + module._CALIBRATION_TOKENS)]
+    moments = iter([moment for end in ends for moment in (0, end)])
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter_ns=lambda: next(moments)))
+    monkeypatch.setattr(simulated, "measure_flops", lambda *_: free.flops_per_s)
+    assert step_ns(module.measured_hardware(bare)) == pytest.approx(taken_ns, rel=1e-3)
 
 
 @pytest.mark.usefixtures("soon")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from expertly.cli.main import main
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry
+from expertly.engine.observe import Collector
 from expertly.hardware import machine, measure
 from expertly.lab.model_profile import TOKENS, ModelProfile, measure_model
 from expertly.model.hooks import experts_modules
@@ -102,6 +105,19 @@ def test_what_a_load_leaves_behind_is_its_cost_and_not_that_of_every_layer(cases
     compute = measure_model(model, seconds=0.5, tokens=(1,)).compute
     expertly.unload(model)
     assert compute.submit_ns > 2_000_000 > compute.dense_ns[0] + compute.head_ns[0] / compute.num_layers
+
+
+def test_what_observing_and_prefetching_take_of_a_pass_is_measured(cases: Cases, monkeypatch: pytest.MonkeyPatch):
+    def slow(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (time.sleep(seconds), function(*args))[1]
+
+    monkeypatch.setattr(Collector, "routed", slow(0.002, Collector.routed))
+    model, _ = expertly.load(str(cases["mixtral"].store), device="cpu", memory="60%", system="lru")
+    device = handle(model).engine.device
+    monkeypatch.setattr(device, "prefetch", slow(0.004, device.prefetch))
+    compute = measure_model(model, seconds=0.5, tokens=(1,)).compute
+    expertly.unload(model)
+    assert 1_500_000 < compute.observe_ns < 3_500_000 < compute.prefetch_ns
 
 
 @pytest.mark.parametrize("memory", ["100%", "9%"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import expertly
 from expertly import api
+from expertly.lab.synth import write_workload, zipf
 from expertly.serve.metrics import RequestMetrics
 from expertly.serve.view import View
 from tests.engine.peers import put_in_threads
@@ -34,6 +36,23 @@ def test_host_memory_is_that_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> Non
         expert_nbytes = api.stats(model).as_dict()["expert_bytes"] // (12 * 32)
         assert 0 < after["host_resident_bytes"] <= 36 << 20
         assert after["host_resident_bytes"] % expert_nbytes == 0
+    finally:
+        expertly.unload(model)
+
+
+def test_an_expert_that_several_hold_is_shown_where_one_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    put_in_threads(monkeypatch)
+    write_workload(tmp_path / "trace", zipf(12, 32, 4, 100), model="demo")
+    placed = {"workers": 2, "worker_memory": "50%", "placement": str(tmp_path / "trace")}
+    model, tokenizer = expertly.load(memory="100%", device="cpu", system="lru", **placed)
+    try:
+        view = assembled_for(model, tokenizer).view
+        inputs = tokenizer("The old man", return_tensors="pt", return_token_type_ids=False)
+        model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        shown = [held for layer in view.experts()["layers"] for held in layer["segments_present"]]
+        here = [mask.bit_count() for mask in api.handle(model).engine.executor.shards[0].scheduler.slots.resident]
+        assert len(here) == len(shown) and sum(here) > 0, "everything has its place here, and copies elsewhere"
+        assert all(one >= other for one, other in zip(shown, here, strict=True))
     finally:
         expertly.unload(model)
 

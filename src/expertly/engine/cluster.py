@@ -29,7 +29,7 @@ def start_workers(workers: str | int, memory: str | int) -> Sequence[Peer]:
 
 
 class WorkerMemory(NamedTuple):
-    """What each worker can give experts. `is_divided`: as much as this process may."""
+    """What each worker can give experts. `is_divided`: workers and this process share one machine's memory equally."""
 
     nbytes: list[int]
     is_divided: bool
@@ -57,6 +57,7 @@ def memory_of_workers(
 def open_workers(
     peers: Sequence[Peer],
     shares: Sequence[Share],
+    *,
     memories: Sequence[int],
     store: PackedStore,
     system: System,

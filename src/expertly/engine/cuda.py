@@ -40,8 +40,10 @@ AHEAD_NBYTES = 8 << 20
 copy thread to wake up, and a load finds a third of a millisecond of PCIe 4 before it, or one segment.
 """
 
-_STAGED_VALUES = 1 << 16
-"""Values of a tensor for which pinned memory is kept: a few tokens' choices, hidden states and outputs."""
+_STAGED_IDS, _STAGED_VALUES = 1 << 12, 1 << 16
+"""Most values of a tensor for which pinned memory is kept, some for each number of values: of the choices of a few
+tokens, and of their hidden states or outputs.
+"""
 
 _MEASURED_COPY_NBYTES = 16 << 20
 """About an expert."""
@@ -133,13 +135,17 @@ class CudaDevice:
     def hold(self, layer: int, experts: Sequence[int]) -> list[Span]:
         assert self.tier.memory_nbytes >= self._geometry.nbytes, "nothing is evicted while the host computes with it"
         wanted = [Span(layer, expert, 0, self._geometry.segments_per_expert, 0) for expert in experts]
+        begin = None
         with self._lock:
             self._needed.extend([_Transfer(span, stays=True) for span in wanted])
             self._start()
             while not all(found := [self.tier.find(span) for span in wanted]):
+                begin = self._streams.stamp() if begin is None else begin
                 self._advance()
                 self._streams.block(self._changed)
                 self.tier.readers.look()
+        if begin is not None:
+            self.waits.append((begin, self._streams.stamp()))
         return [span for spans in found for span in spans]
 
     def begin(self) -> None:
@@ -695,14 +701,14 @@ class CudaStreams(CopyThread):
 
     def to_host(self, values: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, until the next call. The host waits for nothing but what makes these values."""
-        here, done = self.to_host_later(values)
+        here, done = self.to_host_later(values, _STAGED_IDS)
         done.synchronize()
         self.num_synchronised += 1
         return here
 
-    def to_host_later(self, values: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def to_host_later(self, values: torch.Tensor, most: int = _STAGED_VALUES) -> tuple[torch.Tensor, Any]:
         """The same without waiting: a copy that is there once the mark is reached."""
-        here = self._pinned(values)
+        here = self._pinned(values, most)
         here.copy_(values, non_blocking=True)
         return here, self.mark_compute()
 
@@ -714,20 +720,21 @@ class CudaStreams(CopyThread):
         """A copy on the device, for what is queued from now on: beside the kernels and copies that are queued. Its
         pinned memory is used again after the next `to_host`.
         """
-        here, compute_stream = self._pinned(values).copy_(values), torch.accelerator.current_stream(self._device)
+        here = self._pinned(values, _STAGED_VALUES).copy_(values)
+        compute_stream = torch.accelerator.current_stream(self._device)
         with self._return_stream:
             there = here.to(self._device, non_blocking=True)
         compute_stream.wait_event(self._return_stream.record_event())
         there.record_stream(compute_stream)
         return there
 
-    def _pinned(self, values: torch.Tensor) -> torch.Tensor:
-        """Pinned memory for such values, the same for equal numbers of them from one side."""
+    def _pinned(self, values: torch.Tensor, most: int) -> torch.Tensor:
+        """Pinned memory for such values, the same for equal numbers of them from one side, up to `most`."""
         key = values.dtype, values.numel(), values.is_cpu
         staging = self._staging.get(key)
         if staging is None:
             staging = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True)
-            if values.numel() <= _STAGED_VALUES:
+            if values.numel() <= most:
                 self._staging[key] = staging
         return staging.view(values.shape)
 

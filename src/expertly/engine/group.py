@@ -1,5 +1,5 @@
-"""Several devices as one: experts are placed by hash, hidden states are sent to their devices and outputs gathered
-(MoE-Infinity, appendix B.2). Each device is a Shard with a thread of its own.
+"""Several devices as one: experts are placed by hash or recorded routing, hidden states are sent to their devices and
+outputs gathered (MoE-Infinity, appendix B.2). Each device is a Shard with a thread of its own.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def start_ray_workers(workers: str | int, memory: str | int) -> Sequence[Peer]:
     machines. Joins the cluster that this process has joined already. Raises ConfigError.
     """
     text = str(workers)
-    is_here = text.isdigit()
+    is_here = text.removeprefix("-").isdigit()
     if is_here and int(text) < 1:
         raise ConfigError(f"workers={workers!r}: accepted: a number from 1, or the address of a Ray cluster")
     if not ray.is_initialized():
@@ -48,7 +48,7 @@ def start_ray_workers(workers: str | int, memory: str | int) -> Sequence[Peer]:
     own = ray.get_runtime_context().get_node_id()
     if is_here:
         threads = max(1, granted_cpus() // (int(text) + 1))
-        return [RayPeer(f"{number} here", own, memory, threads) for number in range(1, int(text) + 1)]
+        return [RayPeer(f"local-{number}", own, memory, threads) for number in range(1, int(text) + 1)]
     others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
     if not others:
         raise ConfigError(f"workers={workers!r}: the cluster has no other machine; `ray start --address {text}` on one")

@@ -1,8 +1,8 @@
 """Experts in other machines' memory: the engine's side of a worker (`worker.py`).
 
 A token's hidden state is kilobytes where an expert is megabytes: rows go to the worker, and its experts' outputs come
-back, as the same kernels make them here. A worker that dies, fails or passes its deadline is dropped: its experts are
-computed here from the store, through staging slots, until it is back.
+back, as the same kernels make them here. A worker that dies, fails or passes its deadline is dropped: experts that
+nobody else holds are computed here from the store, through staging slots, until it is back.
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ class RemoteShard:
         self._told: dict[str, Any] = {}
         self._told_s = 0.0
         self._is_told_old = False
+        self._is_silent = False  # it did not answer when last asked
         self._past = [LayerCounters() for _ in share.geometry.layers]  # of the worker's earlier lives, and standbys
 
     def wait_open(self) -> None:
@@ -340,15 +341,15 @@ class RemoteShard:
 
     def told(self) -> dict[str, Any]:
         """What the worker says of itself (ExpertWorker). While it computes or is gone, what it said last."""
-        if self._is_told_old and self.problem is None:
-            now_s = time.monotonic()
-            if not self._is_running or now_s - self._told_s >= _FRESH_S:
-                self._is_told_old = self._is_running
-                try:
-                    answer = self._peer.call(wire.asking(wire.Kind.STATS))
-                    self._told, self._told_s = wire.told_in(_content(answer, _STATS_S)), now_s
-                except _GONE:  # the next pass will notice
-                    self._is_told_old, self._told_s = True, now_s
+        is_old = time.monotonic() - self._told_s >= _FRESH_S or not (self._is_running or self._is_silent)
+        if self._is_told_old and self.problem is None and is_old:
+            self._is_told_old = self._is_running
+            try:
+                answer = self._peer.call(wire.asking(wire.Kind.STATS))
+                self._told, self._is_silent = wire.told_in(_content(answer, _STATS_S)), False
+            except _GONE:  # the next pass will notice
+                self._is_told_old = self._is_silent = True
+            self._told_s = time.monotonic()  # asking may take long, and each layer's counters come here
         return self._told
 
     def facts(self) -> dict[str, Any]:

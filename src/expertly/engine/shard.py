@@ -167,6 +167,8 @@ class Shard:
         if host is not None:
             host.call = call
         run_layer(self.scheduler, device, router, compute, self.prefetcher, routed, together=together, host=host)
+        if host is not None:
+            host.call = None  # its tensors may be large
         return call.outputs, device.waits
 
     def _run_measured(

@@ -113,18 +113,18 @@ class ExpertWorker:
             system = replace(system, gate="none")
         nbytes = share.geometry.nbytes if system.keeps_everything else told["memory_nbytes"]
         shard = make_cpu_shard(told["name"], store, share, system, nbytes, told["staging"])
+        news = _News()
         try:
             dtype = getattr(torch, store.manifest.dtype)
             shard.bind(load_experts(store.folder, store.manifest, dtype), share.experts)
+            if system.prediction != "none":
+                shard.predict_from(news)
+            for layer in range(share.geometry.num_layers) if system.keeps_everything else ():
+                shard.preload(layer)
         except BaseException:
             shard.close()
             raise
-        self._news = _News()
-        if system.prediction != "none":
-            shard.predict_from(self._news)
-        for layer in range(share.geometry.num_layers) if system.keeps_everything else ():
-            shard.preload(layer)
-        self._shard, self._system = shard, system
+        self._shard, self._system, self._news = shard, system, news
 
     @property
     def _open_shard(self) -> Shard:

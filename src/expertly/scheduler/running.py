@@ -57,6 +57,11 @@ class RunningLayer:
         """Whether loads wait for slots, so that nothing may be prefetched."""
         return bool(self.deferred)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether everything that the layer needs was computed. For checks alone: what runs looks at the parts."""
+        return not (self.num_open or self.deferred)
+
     def begin(self, router: RouterRan, ready: list[Span], missing: list[int]) -> Plan:
         """The router ran: `ready` are resident spans, `missing` positions of experts that are not wholly resident."""
         self.router = router
@@ -165,7 +170,7 @@ class RunningLayer:
     def _give_to_host(self, router: RouterRan, lacking: list[_Lacking], plan: Plan, split: MissSplit) -> list[_Lacking]:
         """Have the host compute some of the experts that are wholly absent; returns the others. First come those that
         it computes soonest, of these first those that are not kept. One that is kept is loaded all the same, for later
-        layers, where nothing else is in flight that nobody waits for: more would delay loads, and outputs of the host.
+        layers, but only while no prefetch is in flight: more would delay loads, and outputs of the host.
         """
         layer, experts, num_tokens, full = router.layer, router.experts, router.num_tokens, self._slots.full
         whole = [one for one in lacking if one[1] == full]
@@ -268,7 +273,7 @@ class TurnByTurn(RunningLayer):
 
     @property
     def is_done(self) -> bool:
-        return not (self.num_open or self.deferred or self._left)
+        return not self._left and super().is_done
 
     def begin(self, router: RouterRan, ready: list[Span], missing: list[int]) -> Plan:
         self.router = router

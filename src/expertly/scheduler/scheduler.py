@@ -191,7 +191,7 @@ class Scheduler:
         """
         running = self._running
         router = running.router
-        assert router is not None and not (running.num_open or running.deferred)
+        assert router is not None and running.is_done
         assert self.finds_late or not cancelled, "early prefetches were cancelled when the router ran"
         if self.finds_late:
             self._cancel(router.layer, cancelled)
@@ -321,7 +321,7 @@ class Scheduler:
         if self._running.router is not None:
             return
         slots, queue = self.slots, self.queue
-        assert not (slots.awaited or slots.requested or self._running.num_open or self._running.deferred)
+        assert self._running.is_done and not (slots.awaited or slots.requested)
         for eid in range(self.geometry.num_experts):
             if self.cache.staged_of(self.geometry.layer_of_expert(eid), eid):
                 assert eid in queue.waiting or eid in slots.prefetching

@@ -76,7 +76,7 @@ class View:
 
     async def keep_noting(self) -> None:
         while True:
-            self.note()
+            await asyncio.to_thread(self.note)  # a worker may let it wait
             await asyncio.sleep(_NOTE_S)
 
     def metrics(self) -> bytes:
@@ -187,7 +187,7 @@ class View:
             left = iter(of_device)
             for layer, row in enumerate(rows):
                 for expert in range(len(row)) if placement is None else placement.shares[number].experts[layer]:
-                    row[expert] = next(left)
+                    row[expert] = max(row[expert], next(left))  # workers may hold copies
         return rows
 
     def _recent(self) -> Moment:
