@@ -162,7 +162,7 @@ def print_report(name: str, rows: list[dict[str, Any]], settings: dict[str, Any]
         "benchmark": name,
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit_of(ROOT),
         "versions": _versions(),
         "machine": _machine(),
         "settings": settings,
@@ -186,8 +186,8 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def _commit() -> str | None:
-    git = ["git", "-C", str(ROOT)]
+def commit_of(checkout: Path) -> str | None:
+    git = ["git", "-C", str(checkout)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         dirty = subprocess.run([*git, "status", "--porcelain", "src"], capture_output=True, text=True, check=True)

@@ -24,19 +24,28 @@ class Player:
     """What it was asked last is answered before anything else is asked. Raises Ended where the process ends."""
 
     def __init__(self, settings: dict[str, Any], group: Path | None) -> None:
-        """`group`: a memory cgroup of version 1, None for all the memory there is."""
+        """`group`: a memory cgroup of version 1, None for all the memory there is. The setting `checkout`, where it is
+        there: which one's `expertly` and benchmark run.
+        """
 
         def enter() -> None:
             if group is not None:
                 (group / "cgroup.procs").write_text(str(os.getpid()))
 
         self._group = group
+        env = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}  # which ours sets
+        child = HERE / "child.py"
+        if "checkout" in settings:
+            root = Path(settings["checkout"]).resolve()
+            child = root / "bench" / "peers" / "child.py"
+            env["PYTHONPATH"] = os.pathsep.join([str(root / "src"), env.get("PYTHONPATH", "")])
+            env["EXPERTLY_CACHE"] = str(root / "build" / "cache")  # its stores may be of another format
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "child.py"), json.dumps(settings)],
+            [sys.executable, str(child), json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             preexec_fn=enter,
-            env={name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"},  # which ours sets
+            env=env,
             text=True,
         )
         self.loaded = self._answer()

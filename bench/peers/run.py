@@ -2,16 +2,17 @@
 
     python bench/peers/run.py [--sizes 4x,2x,ram] [--peers expertly,llama.cpp,accelerate] [--requests 3] [--tokens 32]
                               [--systems lru,expertly,expertly-ahead] [--codecs none,auto,mxfp4] [--threads 1,2]
-                              [--model like|3gib] [--experts Q4_0|MXFP4]
+                              [--model like|3gib] [--experts Q4_0|MXFP4] [--beside CHECKOUT]
 
 `4x`: a memory cgroup (version 1) of a quarter of the whole model's bytes, for each process, from its first byte on;
-`ram`: all the memory there is. `--workers`: `expertly` also with so many workers of one thread on this machine, each in
-such a cgroup; itself it is in none, because of Ray's own processes, but gives experts as much as a worker. `beyond_s`:
-of layers, beyond the longest computing of any member. Peers take turns, request by request, and each request with each
-number of threads; what is fed does not depend on what a model would choose. `--experts`: a GGUF file with experts
-rounded to that type, which `expertly` and llama.cpp both run; `--codecs` mxfp4, int4, int8: experts rounded to it. The
-first request only fills caches. A peer whose package (extra `peers`) is not there is left out, and said so. Columns:
-docs/peers.md.
+`ram`: all the memory there is. `--workers`: `expertly` also with so many workers of one thread on this machine, each
+in such a cgroup; itself it is in none, because of Ray's own processes, but gives experts as much as a worker.
+`beyond_s`: of layers, beyond the longest computing of any member. Peers take turns, request by request, and each
+request with each number of threads; what is fed does not depend on what a model would choose. `--experts`: a GGUF
+file with experts rounded to that type, which `expertly` and llama.cpp both run; `--codecs` mxfp4, int4, int8: experts
+rounded to it. The first request only fills caches. `--beside`: also the `expertly` of another checkout of this
+repository, a former one with its own benchmark; `to_beside` compares with the fastest of its systems. A peer whose
+package (extra `peers`) is not there is left out, and said so. Columns: docs/peers.md.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the other benchmarks' helpers
 
-from common import drop_page_cache, inflated_model, memory_cgroup, print_report
+from common import commit_of, drop_page_cache, inflated_model, memory_cgroup, print_report
 from floor import Floor, record_routing
 from pages import make_requests
 from players import Ended, Player
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--memory", default="auto", help="of expertly: what is left in the cgroup, or an amount")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--model", choices=tuple(MODELS), default="like")
+    parser.add_argument("--beside", type=Path)
     parser.add_argument("--experts", help="a type of GGUF; by default the model as it is")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--requests", type=int, default=3)
@@ -91,7 +93,8 @@ def main() -> None:
         bench = Bench(args, model, requests, context, Path(scratch))
         rows = [row for size in args.sizes.split(",") for row in bench.run(size, peers)]
         bench.compare(rows)
-    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    settings = {key: value for key, value in vars(args).items() if key not in ("out", "beside")}
+    settings["beside"] = args.beside and commit_of(args.beside)
     print_report("peers", rows, settings | bench.facts, args.out)
 
 
@@ -164,7 +167,8 @@ class Bench:
             kind = "transformers" if limit is None else "disk offload"
             return [Entry({"peer": peer, "kind": kind}, base | {"cpu_bytes": cpu, "offload_folder": str(folder)})]
         if limit is None:
-            return [Entry({"peer": peer, "kind": "resident"}, base | _ours("resident", "none", "100%"))]
+            resident = [Entry({"peer": peer, "kind": "resident"}, base | _ours("resident", "none", "100%"))]
+            return [*resident, *self._beside(resident)]
         found = [
             Entry({"peer": peer, "kind": f"{system}, {codec}"}, base | _ours(system, codec, self._args.memory))
             for system in self._args.systems.split(",")
@@ -173,7 +177,14 @@ class Bench:
         for one in found[: len(found) if self._args.workers else 0]:
             about = one.settings | dict.fromkeys(("memory", "worker_memory"), limit - BESIDE_NBYTES)
             found.append(Entry(one.row | {"kind": f"{one.row['kind']}, {self._args.workers} workers"}, about))
-        return found
+        return [*found, *self._beside(found)]
+
+    def _beside(self, entries: list[Entry]) -> list[Entry]:
+        """The same with the other checkout."""
+        if self._args.beside is None:
+            return []
+        about = {"checkout": str(self._args.beside)}
+        return [Entry(one.row | {"peer": "beside"}, one.settings | about) for one in entries]
 
     def _rows(self, entry: Entry, size: str, limit: int | None, threads: list[int]) -> list[dict[str, Any]]:
         found = []
@@ -203,12 +214,13 @@ class Bench:
             chosen = [a == b for x, y in zip(row["greedy"], reference, strict=False) for a, b in zip(x, y, strict=True)]
             row["greedy_agreement"] = sum(chosen) / len(chosen)
             alike = [one for one in rows if (one["size"], one["threads"]) == (row["size"], row["threads"])]
-            for peer in ("llama.cpp", "accelerate"):
+            for peer in ("llama.cpp", "accelerate", "beside"):
                 theirs = [one for one in alike if one["peer"] == peer and "tpots" in one]
                 if theirs and row["peer"] != peer:
-                    pairs = zip(theirs[0]["tpots"], row["tpots"], strict=False)
+                    best = min(theirs, key=lambda one: one["tpot_s"])
+                    pairs = zip(best["tpots"], row["tpots"], strict=False)
                     row[f"to_{peer}"] = statistics.median(a / b for a, b in pairs)
-                    row[f"ttft_to_{peer}"] = row["ttft_s"] / theirs[0]["ttft_s"]
+                    row[f"ttft_to_{peer}"] = row["ttft_s"] / best["ttft_s"]
             if row["peer"] != "expertly":
                 continue
             row["beside_bytes"] = row["peak_rss_bytes"] - row["memory_bytes"] - row["dense_bytes"]
