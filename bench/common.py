@@ -18,9 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
@@ -117,28 +115,6 @@ def child_arguments() -> dict[str, Any] | None:
     return arguments
 
 
-def quietly(work: Callable[[], T], tries: int = 4) -> tuple[T, float]:
-    """What `work` returns, and the share of the processors' time that this virtual machine's host took meanwhile: of
-    the try in which that was least. There are up to `tries`, until it is 2 % or less.
-    """
-    best: tuple[T, float] | None = None
-    for _ in range(tries):
-        before, start = _stolen_s(), time.perf_counter()
-        found = work()
-        share = (_stolen_s() - before) / (time.perf_counter() - start) / (os.cpu_count() or 1)
-        if best is None or share < best[1]:
-            best = found, share
-        if share <= 0.02:
-            break
-    assert best is not None
-    return best
-
-
-def _stolen_s() -> float:
-    fields = Path("/proc/stat").read_text().splitlines()[0].split()
-    return int(fields[8]) / os.sysconf("SC_CLK_TCK")
-
-
 def drop_page_cache(folder: Path) -> None:
     """Ask the kernel to forget the cached pages of a folder's files."""
     for path in folder.rglob("*"):
@@ -151,16 +127,42 @@ def drop_page_cache(folder: Path) -> None:
                 os.close(fd)
 
 
-def print_report(name: str, rows: list[dict[str, Any]], settings: dict[str, Any], out: str | None = None) -> None:
-    """Print `rows`; the JSON line is also written to `out` where given, else to `$EXPERTLY_BENCH_OUT/<name>.json`."""
+def earlier_report(out: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """The report at `out`, to add rows to; an empty one where there is none. Ends with a sentence where its rows cannot
+    stand beside those of this run: of another commit, machine or settings.
+    """
+    if out is None or not Path(out).exists():
+        return {"results": [], "command": None}
+    report: dict[str, Any] = json.loads(Path(out).read_text())
+    here, there = (
+        {"commit": one["commit"], "versions": one["versions"]}
+        | {name: one["machine"][name] for name in ("cpu", "cores")}
+        | one["settings"]
+        for one in ({"commit": _commit(), "versions": _versions(), "machine": _machine(), "settings": settings}, report)
+    )
+    if here["commit"] is None or here["commit"].endswith("+changes"):
+        sys.exit(f"{out} exists, and commit={here['commit']!r} here; accepted: a commit without changes, or a new file")
+    for name in {**here, **there}:
+        if here.get(name) != there.get(name):
+            sys.exit(f"{out}: {name}={there.get(name)!r}; accepted: {here.get(name)!r}, as in this run, or a new file")
+    return report
+
+
+def print_report(
+    name: str, rows: list[dict[str, Any]], settings: dict[str, Any], out: str | None = None, earlier: str | None = None
+) -> None:
+    """Print `rows`; the JSON line is also written to `out` where given, else to `$EXPERTLY_BENCH_OUT/<name>.json`.
+    `earlier`: the commands that measured some of them before.
+    """
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(c[i]) for c in [columns, *cells]) for i in range(len(columns))]
     for line in [columns, *cells]:
         print("  ".join(value.rjust(width) for value, width in zip(line, widths, strict=True)))
+    command = " ".join(["python", *sys.argv])
     report = {
         "benchmark": name,
-        "command": " ".join(["python", *sys.argv]),
+        "command": " && ".join(dict.fromkeys([*(earlier.split(" && ") if earlier else ()), command])),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit_of(ROOT),
         "versions": _versions(),
@@ -190,7 +192,9 @@ def commit_of(checkout: Path) -> str | None:
     git = ["git", "-C", str(checkout)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        dirty = subprocess.run([*git, "status", "--porcelain", "src"], capture_output=True, text=True, check=True)
+        dirty = subprocess.run(
+            [*git, "status", "--porcelain", "src", "bench/*.py"], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")

@@ -36,10 +36,11 @@ def main() -> None:
     workers = [(int(num), network) for num in args.workers.split(",") if num for network in networks]
     profile, _ = examine(cache_folder(), Effort())
     hardware = Hardware.read(args.hardware) if args.hardware else measured_hardware(profile)
+    available = available_host_nbytes()
     rows: list[dict[str, Any]] = []
     for config in sorted((ROOT / "bench" / "models").glob("*/config.json"), key=lambda path: path.parent.name.lower()):
         needs = needs_of(str(config))
-        found = forecast(needs, profile, hardware, available_host_nbytes(), None, args.total_memory, workers)
+        found = forecast(needs, profile, hardware, available, None, args.total_memory, workers)
         if workers:
             rows += with_workers(config.parent.name, found)
             continue
@@ -55,7 +56,9 @@ def main() -> None:
             name = f"{one.share:.0%}"
             row |= {f"low {name}": one.tokens_per_s[0], f"high {name}": one.tokens_per_s[1], f"fits {name}": one.fits}
         rows.append(row)
-    print_report("expected", rows, {"models": "bench/models"}, args.out)
+    told = {"models": "bench/models", "hardware": hardware.as_dict(), "available_bytes": available}
+    told["networks"] = list(NETWORK_NAMES) if workers else []
+    print_report("expected", rows, vars(args) | told, args.out)
 
 
 if __name__ == "__main__":

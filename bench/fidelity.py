@@ -1,7 +1,7 @@
 """How far simulated times are from measured ones: the same requests, on this machine, in engine and simulator.
 
     python bench/fidelity.py [--experts-gib 1] [--quantize int4] [--memory 25%,50%] [--systems lru,lfu] [--out FILE]
-    python bench/fidelity.py --codec planes --systems lru --memory 25%
+    python bench/fidelity.py --codec planes --systems lru,resident --memory 25% --out FILE
 
 Of the demo model, with experts inflated to so many GiB (0: as they are), rounded to `--quantize` or compressed with
 `--codec`; by default under every preset that an engine can run. Its routing is recorded once. Each system is fed the
@@ -9,12 +9,12 @@ same tokens from an empty cache: `--warm` requests that only fill it, and those 
 request by request, in another order each time. One profile, of `lru` with a quarter of the experts, serves all systems
 and budgets: it is measured before them and in turns with them, as `expertly doctor` measures it. `ratio` is the median
 over requests of simulated to measured TPOT; `stall_s` is a step's waiting, `hit_rate` tells other decisions from other
-times. Bound: within 10 %. `--out` keeps the rows of earlier runs with other stores and budgets, so that each is short.
+times. Bound: within 10 %. `--out` adds to a file, whose commit, machine and other settings must be those of this run,
+the rows of other stores, budgets and systems, so that each run is short.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent / "peers"))
 
-from common import child, inflated_model, options, print_report, run
+from common import child, earlier_report, inflated_model, options, print_report, run
 from pages import make_requests
 from tpot import predictor_of
 
@@ -134,6 +134,8 @@ def main() -> None:
         __doc__, experts_gib=1.0, quantize=None, codec="none", systems=",".join(runnable_systems()), memory="25%,50%",
         segments=0, warm=2, requests=4, tokens=24, out=None,
     )  # fmt: skip
+    common = {name: getattr(args, name) for name in ("segments", "warm", "requests", "tokens")}
+    earlier = earlier_report(args.out, common)
     folder = inflated_model(args.experts_gib, no_zeros=True) if args.experts_gib else demo_folder()
     store = pack_cached(str(folder), None, codec=args.codec, quantize=args.quantize)
     requests = make_requests(folder, args.warm + args.requests, PROMPT_TOKENS, args.tokens)
@@ -145,11 +147,9 @@ def main() -> None:
     }
     stored = f"{args.experts_gib:g} GiB, {args.quantize or args.codec}"
     rows = [{"run": f"{stored}, {row['memory']}"} | row for row in child("fidelity.py", settings)]
-    if args.out and Path(args.out).exists():
-        new = {(row["run"], row["system"]) for row in rows}
-        old = json.loads(Path(args.out).read_text())["results"]
-        rows = [row for row in old if (row["run"], row["system"]) not in new] + rows
-    print_report("fidelity", rows, vars(args), args.out)
+    new = {(row["run"], row["system"]) for row in rows}
+    rows = [row for row in earlier["results"] if (row["run"], row["system"]) not in new] + rows
+    print_report("fidelity", rows, common, args.out, earlier["command"])
 
 
 if __name__ == "__main__":

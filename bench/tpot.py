@@ -101,10 +101,12 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     beside, _ = expertly.load(arguments["model"], system="lru", learned="off", **settings)
     for name in names:
         system, _, matcher = name.partition("@")
-        weights = predictor_of(beside, arguments["scratch"]) if get_system(system).prediction == "learned" else "auto"
-        models[name], _ = expertly.load(
-            arguments["model"], system=system, learned="off", predict=matcher or "auto", predictor=weights, **settings
-        )
+        parts, how = get_system(system), settings | {"learned": "off", "predict": matcher or "auto"}
+        if parts.prediction == "learned":
+            how["predictor"] = predictor_of(beside, arguments["scratch"])
+        if parts.keeps_everything:
+            how["memory"] = "100%"
+        models[name], _ = expertly.load(arguments["model"], system=system, **how)
         prefetching = handle(models[name]).engine.prefetching
         if prefetching is not None:
             for history in histories(trace, schedule.training, prefetching.predictor.wants):

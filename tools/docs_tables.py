@@ -18,7 +18,7 @@ the text on the right in place of the value. A column is a Python format string 
 formats of UNITS added. A field that a row lacks makes its cell "-".
 
 `side_by_side: [size, peer]` joins the rows of one `size`: the field `tokens_per_s` of the row whose `peer` is
-`llama.cpp` becomes `llama.cpp.tokens_per_s`.
+`llama.cpp` becomes `llama.cpp.tokens_per_s`. A column `"{peer}": "{tokens_per_s}"` is then one for each `peer`.
 
 Between `<!-- options -->` and `<!-- /options -->` stand the options of `expertly.load`, from expertly.options.
 
@@ -103,9 +103,11 @@ def render_table(file: str, spec: dict[str, Any], folder: Path = RESULTS) -> str
             rows = [row | {field: values[row[field]]} for row in rows]
     if not rows:
         raise TableError(f"bench/results/{file}: where={spec['where']}: no row of the file")
-    if "side_by_side" in spec:
-        rows = side_by_side(rows, *spec["side_by_side"])
     columns: dict[str, str] = spec["columns"]
+    if "side_by_side" in spec:
+        same, each = spec["side_by_side"]
+        columns = one_for_each(columns, each, [row[each] for row in rows])
+        rows = side_by_side(rows, same, each)
     known = {name for row in [*report["results"], *rows] for name in row}
     for title, cell in columns.items():
         asked = {name for _, name, _, _ in string.Formatter().parse(cell) if name}
@@ -129,6 +131,14 @@ def side_by_side(rows: list[dict[str, Any]], same: str, each: str) -> list[dict[
         fields_of_row = {f"{row[each]}.{name}": value for name, value in row.items()}
         joined.setdefault(row[same], {same: row[same]}).update(fields_of_row)
     return list(joined.values())
+
+
+def one_for_each(columns: dict[str, str], each: str, values: list[str]) -> dict[str, str]:
+    """The columns, with one for each of the values in place of a column whose title is `{each}`."""
+    found: dict[str, str] = {}
+    for title, cell in columns.items():
+        found |= {one: cell.replace("{", f"{{{one}.") for one in values} if title == f"{{{each}}}" else {title: cell}
+    return found
 
 
 def as_html(text: str) -> str:

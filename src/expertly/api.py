@@ -146,14 +146,11 @@ def _choose(
     if asked.system == AUTO_SYSTEM:
         store = _packed(model, asked, progress)
         request = _memory_request(asked, store, cache)
-        settled = LoadSettings(asked.segments, asked.memory, asked.codec, asked.plan, asked.predictor)
+        settled = LoadSettings(asked.segments, asked.codec, asked.plan, asked.predictor)
         name, settled, why_system = find_choice(store, settled, request, targets, is_alone=is_alone)
         if settled.codec != asked.codec:
             store = None
-        if settled.memory != asked.memory:
-            assert isinstance(settled.memory, int)
-            request = replace(request, at_most=settled.memory)
-        asked = replace(asked, system=name, **{**settled._asdict(), "memory": asked.memory})
+        asked = replace(asked, system=name, **settled._asdict())
     system = get_runnable(asked.system)
     order, predict = system.ordered(asked.order), choose_predict(system, asked.predict)
     if not is_alone and asked.decisions is not None:

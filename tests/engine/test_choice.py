@@ -21,7 +21,6 @@ CHOICE = TunedChoice(
     system="moepic:distance=2",
     segments=4,
     memory_nbytes=1000,
-    budget_nbytes=750,
     codec="planes",
     machine=MACHINE,
     plan=PLAN,
@@ -49,11 +48,11 @@ def test_what_is_saved_comes_back(path: Path) -> None:
     assert [one.name for one in path.parent.iterdir()] == [path.name], "nothing is left of writing it"
 
 
-@pytest.mark.parametrize("compressed", [None, 0])
-def test_one_of_the_first_edition_that_kept_nothing_compressed_is_read(path: Path, compressed: float | None) -> None:
+@pytest.mark.parametrize("former", [{"compressed": None}, {"compressed": 0}, {"budget_nbytes": 750}])
+def test_a_file_with_fields_of_an_earlier_version_is_read(path: Path, former: dict[str, float | None]) -> None:
     save(path, CHOICE)
     raw = json.loads(path.read_text())
-    raw["choices"][0]["compressed"] = compressed
+    raw["choices"][0].update(former)
     path.write_text(json.dumps(raw))
     assert read_choices(path, "abc", "bfloat16") == [CHOICE]
 
@@ -108,7 +107,6 @@ def of_choice(**values: Any) -> Any:
         (of_choice(system="l" * 5000), "must be a string of at most 4096"),
         (of_choice(segments=1.5), "segments=1.5: must be a whole number"),
         (of_choice(memory_nbytes=-1), "memory_nbytes=-1: must be a whole number from 1"),
-        (of_choice(budget_nbytes=2000), "budget_nbytes=2000: must be a whole number from 1 to 1000"),
         (of_choice(compressed=0.3), "compressed=0.3: experts do not stay compressed in memory any more"),
         (of_choice(compressed="much"), "compressed='much'"),
         (of_choice(codec="lzma"), "codec='lzma': accepted: none, planes"),

@@ -96,7 +96,7 @@ def test_a_stated_total_is_of_everything(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_where_less_is_enough_for_experts_the_rest_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`at_most`: what tuning found to be enough."""
+    """`at_most`: as where workers hold the other experts."""
     monkeypatch.setattr(cpu.KIND, "available_nbytes", lambda target: 8 * GIB)
     geometry = Geometry((LayerGeometry(8, 2, 1024, 1 << 16, 2, 2),))  # 2 GiB of experts
     config = {"num_attention_heads": 8, "hidden_size": 512, "num_hidden_layers": 4}

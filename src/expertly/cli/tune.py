@@ -116,7 +116,6 @@ def _ranked(one: Scored, calibration: Calibration) -> dict[str, Any]:
         "system": one.candidate.label,
         "seconds": one.seconds,
         "requests": one.num_requests,
-        "budget_bytes": one.candidate.budget_nbytes,
         "overhead_s": calibration.overhead_s(one.candidate),
         "unmeasured": [f"{part}={name}" for part, name in calibration.unmeasured(one.candidate)],
     }

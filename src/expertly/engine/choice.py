@@ -76,7 +76,6 @@ class TunedChoice:
     system: str  # as `get_system` takes it
     segments: int  # P
     memory_nbytes: int  # the memory it was chosen for
-    budget_nbytes: int  # the part that is used: less where memory was `auto` and more brought nothing
     codec: str
     machine: TunedOn
     plan: SplitPlan | None = None  # of split caching, to begin with
@@ -161,7 +160,6 @@ def _choice(where: str, raw: Any) -> TunedChoice:
     for owner, name, least, most in (
         (choice, "segments", 1, _MOST),
         (choice, "memory_nbytes", 1, _MOST),
-        (choice, "budget_nbytes", 1, choice.memory_nbytes),
         (machine, "num_cpus", 1, _MOST),
         (machine, "num_threads", 1, _MOST),
         *((gain, name, 0, 10**6) for gain in choice.gains for name in ("ratio", "low", "high", "tpot_ratio")),
@@ -181,7 +179,6 @@ class LoadSettings(NamedTuple):
     """Options of `expertly.load` that a choice fills in where the user gave none."""
 
     segments: int | None
-    memory: str | int | None
     codec: str
     plan: str | Path | SplitPlan | None
     predictor: str | Path | None
@@ -272,20 +269,16 @@ def _found(
     said += [f"there {gain.ratio:.2f}x the time of {gain.over}" for gain in choice.gains]
     if differences := choice.machine.differences(here):
         said.append(f"on another machine: {', '.join(differences)}")
-    memory = asked.memory
-    if choice.budget_nbytes < choice.memory_nbytes and memory in (None, "auto"):
-        memory = min(nbytes, choice.budget_nbytes)
-        said.append(f"of which {_amount(memory, store)} are used, as more brought nothing")
     segments, plan = choice.segments if asked.segments is None else asked.segments, asked.plan
     if plan is None and choice.plan is not None:
-        if segments == choice.segments and _fits(choice, store, min(nbytes, choice.budget_nbytes), request.staging):
+        if segments == choice.segments and _fits(choice, store, nbytes, request.staging):
             plan = choice.plan
         else:
             said.append("its plan does not fit here and is left out")
     codec, is_cached = asked.codec, store.folder == in_codec(store, store.codec)
     if codec == AUTO and is_cached and is_packed_store(in_codec(store, choice.codec)):
         codec = choice.codec
-    settings = LoadSettings(segments, memory, codec, plan, _predictor(choice, asked.predictor))
+    settings = LoadSettings(segments, codec, plan, _predictor(choice, asked.predictor))
     return FoundChoice(choice.system, settings, "; ".join(said))
 
 

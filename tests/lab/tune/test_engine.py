@@ -47,13 +47,13 @@ def workload(model: Path, tmp_path_factory: pytest.TempPathFactory) -> TunedWork
 @pytest.fixture
 def player(model: Path, workload: TunedWorkload, tmp_path: Path) -> Iterator[EnginePlayer]:
     load = partial(api.load, str(model), predictor="off")
-    with EnginePlayer(workload, lambda _: None, load, tmp_path) as made:
+    nbytes = sum(layer.geometry().nbytes for layer in workload.trace.manifest.layers) // 2
+    with EnginePlayer(workload, nbytes, lambda _: None, load, tmp_path) as made:
         yield made
 
 
-def candidate(workload: TunedWorkload, name: str) -> Candidate:
-    nbytes = sum(layer.geometry().nbytes for layer in workload.trace.manifest.layers) // 2
-    return Candidate(get_system(name), nbytes, "none")
+def candidate(name: str) -> Candidate:
+    return Candidate(get_system(name), "none")
 
 
 def num_maps(player: EnginePlayer, one: Candidate) -> int:
@@ -67,7 +67,7 @@ def test_half_of_the_requests_is_learned_from(workload: TunedWorkload) -> None:
 
 
 def test_what_learns_has_learned_from_the_training_part(player: EnginePlayer, workload: TunedWorkload) -> None:
-    fmoe, ours = candidate(workload, "fmoe"), candidate(workload, "expertly")
+    fmoe, ours = candidate("fmoe"), candidate("expertly")
     for one in (fmoe, ours):
         played = player.play(one, workload.requests[0])
         assert len(played.steps_s) == STEPS and played.ttft_s > 0
@@ -84,7 +84,7 @@ def test_where_memory_is_short_models_take_turns_and_go_on_with_what_they_learne
     player: EnginePlayer, workload: TunedWorkload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu.KIND, "available_nbytes", lambda device: 0)
-    fmoe, lru = candidate(workload, "fmoe"), candidate(workload, "lru")
+    fmoe, lru = candidate("fmoe"), candidate("lru")
     player.play(fmoe, workload.requests[1])
     learned = num_maps(player, fmoe)
     player.play(lru, workload.requests[1])
@@ -94,7 +94,7 @@ def test_where_memory_is_short_models_take_turns_and_go_on_with_what_they_learne
 
 
 def test_where_it_is_there_they_stay(player: EnginePlayer, workload: TunedWorkload) -> None:
-    lru, lfu = candidate(workload, "lru"), candidate(workload, "lfu")
+    lru, lfu = candidate("lru"), candidate("lfu")
     for one in (lru, lfu, lru):
         player.play(one, workload.requests[0])
     assert list(player._models) == [lfu, lru]

@@ -44,5 +44,5 @@ class FakePlayer:
         return Played(0.1 * seconds, (0.9 * seconds / steps,) * steps)
 
 
-def candidate(name: str, budget: int = 1000) -> Candidate:
-    return Candidate(get_system(name), budget, "none")
+def candidate(name: str) -> Candidate:
+    return Candidate(get_system(name), "none")

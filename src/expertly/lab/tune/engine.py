@@ -173,6 +173,7 @@ class EnginePlayer:
     def __init__(
         self,
         workload: TunedWorkload,
+        memory_nbytes: int,
         plan: Callable[[Candidate], SplitPlan | None],
         load: Load,
         scratch: Path,
@@ -181,6 +182,7 @@ class EnginePlayer:
         `scratch`.
         """
         self._workload = workload
+        self._memory_nbytes = memory_nbytes
         self._plan = plan
         self._load = load
         self._scratch = scratch
@@ -206,12 +208,12 @@ class EnginePlayer:
         return self._scratch / f"{safe[:150]}.learned"
 
     def _loaded(self, candidate: Candidate) -> Any:
-        while self._models and not self._has_room(next(iter(self._models.values())), candidate):
+        while self._models and not self._has_room(next(iter(self._models.values()))):
             self._drop_oldest()
         system = candidate.system
         model, _ = self._load(
             system=system.name,
-            memory=candidate.budget_nbytes,
+            memory=self._memory_nbytes,
             plan=self._plan(candidate),
             learned=str(self.maps(candidate)) if system.learns is not None else None,
             codec=candidate.codec,
@@ -222,10 +224,10 @@ class EnginePlayer:
         feed(model, first.tokens, first.num_prompt)
         return model
 
-    def _has_room(self, other: Any, candidate: Candidate) -> bool:
-        """Whether a candidate fits into memory beside what is loaded; `other` is one of the loaded models."""
+    def _has_room(self, other: Any) -> bool:
+        """Whether one more candidate fits into memory beside what is loaded; `other` is one of the loaded models."""
         store, device = api.handle(other).store, other.device
-        needed = candidate.budget_nbytes + store.dense_nbytes + BESIDE_NBYTES
+        needed = self._memory_nbytes + store.dense_nbytes + BESIDE_NBYTES
         if not kind_of(device).runs_on_host and available_host_nbytes() < store.experts_nbytes:
             return False
         return kind_of(device).available_nbytes(device) > needed

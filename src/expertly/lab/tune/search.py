@@ -73,10 +73,9 @@ _LEAST_USE = ("random", "index", "popularity")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A system with its memory, its codec, and whether it begins with a plan."""
+    """A system with its codec, and whether it begins with a plan."""
 
     system: System
-    budget_nbytes: int
     codec: str
     is_planned: bool = False  # it begins with a plan that is made of the recorded part
 
@@ -91,10 +90,9 @@ class Candidate:
         return name
 
     @property
-    def complexity(self) -> tuple[int, int, str]:
-        """The order among candidates that are equally fast: less memory first, then fewer changed parts."""
-        parts = self.system.name.count(":") + self.is_planned
-        return (self.budget_nbytes, parts, self.label)
+    def complexity(self) -> tuple[int, str]:
+        """The order among candidates that are equally fast: fewer changed parts first."""
+        return (self.system.name.count(":") + self.is_planned, self.label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +141,7 @@ class Space:
     def _candidates(self, system: System) -> Iterator[Candidate]:
         if self.can_run(system):
             for codec in self.codecs:
-                yield Candidate(system, self.memory_nbytes, codec)
+                yield Candidate(system, codec)
 
     def _settings(self, system: System) -> Iterator[tuple[str, str]]:
         """Every other value of each of the system's parts and options; those that matter most come first."""
@@ -225,10 +223,11 @@ class Simulation:
     trace: Trace
     schedule: Schedule
     hardware: Hardware
+    memory_nbytes: int
     weights: LearnedState | None = None
     seed: int = 0
     _studies: dict[tuple[int, str, SplitPlan | None], Study] = field(init=False, default_factory=dict)
-    _plans: dict[tuple[int, int], SplitPlan] = field(init=False, default_factory=dict)
+    _plans: dict[int, SplitPlan] = field(init=False, default_factory=dict)
     _rates: Any = field(init=False, default=None)
 
     def score(self, candidate: Candidate, num_requests: int, deadline: Deadline) -> float | None:
@@ -257,7 +256,7 @@ class Simulation:
         plan = self.plan(candidate)
         study = self._study(num_requests, candidate.codec, plan)
         study.progress = progress
-        return study.row(candidate.system, Memory(str(candidate.budget_nbytes)))
+        return study.row(candidate.system, Memory(str(self.memory_nbytes)))
 
     def segments(self, candidate: Candidate) -> int:
         """The candidate's P, as it divides this model's experts."""
@@ -271,12 +270,12 @@ class Simulation:
             return None
         study = self._study(1, "none", None)
         geometry = study.geometry_of(candidate.system)
-        key = (geometry.segments_per_expert, candidate.budget_nbytes)
+        key = geometry.segments_per_expert
         if key not in self._plans:
             if self._rates is None:
                 self._rates = rates_of_trace(self.trace, self.schedule.training or self.schedule.test)
             timing = step_times(geometry, self.hardware.link, compute_model(self.hardware, geometry, study.dense))
-            kept = Memory(str(candidate.budget_nbytes)).budget(geometry).kept_slots
+            kept = Memory(str(self.memory_nbytes)).budget(geometry).kept_slots
             self._plans[key] = configure(geometry, kept, self._rates.layers, timing).plan
         return self._plans[key]
 

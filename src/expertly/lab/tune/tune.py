@@ -116,14 +116,16 @@ def tune(
             list(seen.workload.trace.manifest.fields),
             has_weights=weights is not None,
         )
-        simulation = Simulation(seen.workload.trace, seen.workload.schedule, seen.hardware, weights, options.seed)
+        simulation = Simulation(
+            seen.workload.trace, seen.workload.schedule, seen.hardware, seen.memory_nbytes, weights, options.seed
+        )
         base = space.named(BASE_SYSTEM)
         usual, _ = default_system(store.manifest.layers)
         if not space.can_run(get_system(usual)):  # it would run so
             usual = without_prediction(get_system(usual)).name
         default = space.named(usual) if space.can_run(get_system(usual)) else base
         requests = seen.workload.requests
-        with EnginePlayer(seen.workload, simulation.plan, running.loaded, scratch) as player:
+        with EnginePlayer(seen.workload, seen.memory_nbytes, simulation.plan, running.loaded, scratch) as player:
             calibration = running.calibrated(space, simulation, make_player(player), base, requests[0])
             running.end("calibrating")
             found = running.searched(space, simulation, calibration, len(requests))
@@ -245,7 +247,6 @@ class _Tuning:
             system=chosen.system.name,
             segments=simulation.segments(chosen),
             memory_nbytes=seen.memory_nbytes,
-            budget_nbytes=chosen.budget_nbytes,
             codec=chosen.codec,
             machine=seen.machine,
             plan=simulation.plan(chosen),
