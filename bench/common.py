@@ -134,11 +134,12 @@ def earlier_report(out: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     if out is None or not Path(out).exists():
         return {"results": [], "command": None}
     report: dict[str, Any] = json.loads(Path(out).read_text())
+    now = {"commit": commit_of(ROOT), "versions": _versions(), "machine": _machine(), "settings": settings}
     here, there = (
         {"commit": one["commit"], "versions": one["versions"]}
         | {name: one["machine"][name] for name in ("cpu", "cores")}
         | one["settings"]
-        for one in ({"commit": _commit(), "versions": _versions(), "machine": _machine(), "settings": settings}, report)
+        for one in (now, report)
     )
     if here["commit"] is None or here["commit"].endswith("+changes"):
         sys.exit(f"{out} exists, and commit={here['commit']!r} here; accepted: a commit without changes, or a new file")
