@@ -18,7 +18,7 @@ def common(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(BENCH))
     import common
 
-    monkeypatch.setattr(common, "_commit", lambda: "393c126")
+    monkeypatch.setattr(common, "commit_of", lambda checkout: "393c126")
     yield common
     sys.modules.pop("common")
 
@@ -55,7 +55,7 @@ def test_other_rows_are_refused(
     out = tmp_path / "one.json"
     write(common, out, "a", "python one.py", monkeypatch, warm=1)
     before = out.read_text()
-    monkeypatch.setattr(common, "_commit", lambda: commit)
+    monkeypatch.setattr(common, "commit_of", lambda checkout: commit)
     with pytest.raises(SystemExit) as caught:
         write(common, out, "b", "python one.py", monkeypatch, warm=warm)
     assert told in str(caught.value) and str(out) in str(caught.value)
