@@ -175,9 +175,9 @@ def main() -> None:
         __doc__, shares="50%,25%", systems="lru,expertly", requests=4, tokens=48, threads=2, routing=str(ROUTING),
         dtype=None, out=None,
     )  # fmt: skip
-    from expertly.core.resources import NUM_READERS, parse_memory
-    from expertly.hardware.measure import measure_disk
+    from expertly.core.resources import parse_memory
     from expertly.model.packing import pack
+    from expertly.store.codec_choice import disk_rate_of
     from expertly.store.packed import PackedStore
 
     source = work_folder()
@@ -187,8 +187,7 @@ def main() -> None:
     store = PackedStore.open(folder) if is_packed else pack(source, folder, args.dtype)
     requests, origin = recorded(Path(args.routing), args.requests + 1, args.tokens)
     layer = store.manifest.layers[0]
-    path, read_nbytes = store.extents[0][0], layer.expert_nbytes // 4096 * 4096
-    disk = measure_disk(path, read_nbytes, NUM_READERS, 3.0).nbytes_per_s
+    disk = disk_rate_of(path for path, _ in store.extents)
     common = {"store": str(folder)} | {key: vars(args)[key] for key in ("routing", "requests", "tokens", "threads")}
     resident = child("real_shape.py", common | {"memory": "100%", "system": "resident"}, timeout=3600)
     floor_compute = statistics.median(resident["steps"])
