@@ -256,8 +256,7 @@ class RemoteShard:
             self._standby.abandon(is_in_doubt)
 
     def close(self) -> None:
-        """End the worker. Idempotent."""
-        self._peer.close()
+        """Free what computes here in the worker's place; `start_workers` says who ends the worker. Idempotent."""
         self._end_standby()
         self._modules = ()
 
