@@ -139,7 +139,7 @@ def _choose(
     opened: ExitStack,
 ) -> _Chosen:
     """Check everything that can be refused before anything is opened, but for workers, whose memory decides what they
-    hold: `opened` closes them. Packs the model at its first use.
+    hold: `opened` ends them. Packs the model at its first use.
     """
     why_system = store = request = None
     is_alone = len(targets) == 1 and asked.workers is None
@@ -175,9 +175,7 @@ def _choose(
         together = Trace.open(Path(asked.placement).expanduser()).chosen_together(geometry)
     peers: Sequence[Peer] = ()
     if asked.workers is not None:
-        peers = start_workers(asked.workers, asked.worker_memory)
-        for peer in peers:
-            opened.callback(peer.close)
+        peers = start_workers(asked.workers, asked.worker_memory, opened)
     give_back_heap()  # before free memory is counted
     placement, division, memories = _place(
         store,
@@ -303,7 +301,6 @@ def _open_engine(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitS
         system=system,
         staging=options.staging_slots,
         deadline_s=options.worker_deadline,
-        opened=opened,
     )
     host_memory = options.host_memory if split is None else chosen.placement.geometry.nbytes  # what it counts on
     executor = make_executor(chosen.placement, targets, schedulers, store, dtype, host_memory, remotes)

@@ -49,8 +49,8 @@ def split_text(parts: tuple[int, int] | None) -> str | None:
     return None if parts is None else f"{parts[0]}:{parts[1]}"
 
 
-def distances(text: str) -> tuple[int, ...]:
-    """Layers ahead: `1,2,4`."""
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Rising, each once: `1,2,4`."""
     parts = [part.strip() for part in text.split(",")]
     are_numbers = all(part.isascii() and part.isdecimal() and len(part) <= 4 for part in parts)
     if not are_numbers or not all(1 <= int(part) <= 4096 for part in parts) or len(set(parts)) > 64:

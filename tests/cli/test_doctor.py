@@ -116,6 +116,8 @@ def test_a_model_is_sized_and_its_speed_expected(tmp_path: Path, capsys: Capture
         (["--workers", "2"], "workers=2: only with a MODEL to forecast"),
         (["demo", "--workers", "2,4", "--hardware-out", "x.toml"], "workers=2,4: only with a MODEL to forecast"),
         (["demo", "--workers", "40"], "workers=40: accepted: 1 to 31, for a layer has 32 experts"),
+        (["demo", "--workers", "two"], "'two': must be whole numbers from 1 to 4096 with commas between"),
+        (["demo", "--network", "1GbE"], "network='1GbE': accepted: only with --workers N"),
         (["demo", "--workers", "2", "--network", "wifi"], "network='wifi': no such network"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
-from expertly.core.placement import Placement, Share, split_router
+from expertly.core.placement import Placement, RouterSplit, Share
 
 
 def shape(*experts: int, top_k: int = 3, segments: int = 2) -> Geometry:
@@ -75,7 +75,7 @@ def test_a_demand_is_cut_in_router_order_and_nothing_is_lost(num_devices: int) -
         tokens = [dice.randint(0, 5) for _ in experts]
         decode = [dice.random() < 0.3 for _ in experts]
         whole = RouterRan(1, experts, tokens, decode, 17)
-        parts = split_router(whole, placement.shares)
+        parts = RouterSplit(placement.shares)(whole)
         back = []
         for share, part in zip(placement.shares, parts, strict=True):
             assert (part.layer, part.batch_tokens) == (1, 17)
@@ -156,7 +156,7 @@ def chosen(num_experts: int, tokens: list[list[int]]) -> list[np.ndarray]:
 def busiest(shares: list[Share], tokens: list[list[int]]) -> int:
     """Experts of the device that computes most, over all tokens."""
     routers = [RouterRan(0, token, [1] * len(token), [True] * len(token), 1) for token in tokens]
-    return sum(max(len(part.experts) for part in split_router(router, shares)) for router in routers)
+    return sum(max(len(part.experts) for part in RouterSplit(shares)(router)) for router in routers)
 
 
 def test_experts_that_tokens_choose_together_are_apart() -> None:
@@ -176,12 +176,12 @@ def test_memory_that_is_left_holds_copies_of_what_is_used_most() -> None:
     shares = Placement.by_memory(geometry, [6 * geometry.nbytes // 8] * 2, chosen(8, tokens)).shares
     assert all({0, 7} <= set(share.experts[0]) and len(share.experts[0]) == 6 for share in shares)
     several = RouterRan(0, [7, 0], [2, 1], [True, True], 2)
-    parts = split_router(several, shares)
+    parts = RouterSplit(shares)(several)
     assert [len(part.experts) for part in parts] == [1, 1], "each computes one"
-    parts = split_router(several, shares, {0})
+    parts = RouterSplit(shares)(several, {0})
     assert [len(part.experts) for part in parts] == [0, 2], "a device that is avoided has no part in it"
-    only = RouterRan(0, [next(e for e in range(8) if not shares[1].holds(0, e))], [1], [True], 1)
-    assert len(split_router(only, shares, {0})[0].experts) == 1, "unless nobody else has it"
+    only = RouterRan(0, [next(e for e in range(8) if e not in shares[1].experts[0])], [1], [True], 1)
+    assert len(RouterSplit(shares)(only, {0})[0].experts) == 1, "unless nobody else has it"
 
 
 def test_copies_need_memory_for_all_experts_first() -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import ExitStack
 from queue import SimpleQueue
 from typing import Any
 
@@ -95,9 +96,11 @@ def put_in_threads(monkeypatch: pytest.MonkeyPatch, *memories: str) -> list[Thre
     """
     made: list[ThreadPeer] = []
 
-    def start(workers: str | int, memory: str | int) -> Sequence[ThreadPeer]:
+    def start(workers: str | int, memory: str | int, opened: ExitStack) -> Sequence[ThreadPeer]:
         each = memories or [memory] * int(workers)
         made[:] = [ThreadPeer(f"w{number}", one) for number, one in enumerate(each)]
+        for one in made:
+            opened.callback(one.close)
         return made
 
     monkeypatch.setattr(api, "start_workers", start)

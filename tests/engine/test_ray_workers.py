@@ -66,6 +66,26 @@ def test_killed_and_stopped_processes(cases: Cases) -> None:
         assert workers_of(model)[1]["pid"] == pids[1], "the same process"
 
 
+def test_the_cluster_ends_with_the_last_model_that_uses_it(cases: Cases) -> None:
+    case, settings = cases["qwen3_moe"], {"workers": 1, "memory": "25%", "worker_memory": "25%"}
+    with loaded(case.store, **settings) as first:
+        with loaded(case.store, **settings) as second:
+            assert generate(second, case.prompts) == case.tokens
+        assert generate(first, case.prompts) == case.tokens
+        assert [one["drops"] for one in workers_of(first)] == [0]
+        (pid,) = (one["pid"] for one in workers_of(first))
+    assert not ray.is_initialized()
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.kill(pid, 0)
+            time.sleep(0.1)
+
+    ray.init(address="local", include_dashboard=False)
+    with loaded(case.store, **settings) as model:
+        assert generate(model, case.prompts) == case.tokens
+    assert ray.is_initialized(), "it was there before, for others"
+
+
 def test_kills_at_random_moments(cases: Cases) -> None:
     """Every request ends, with its tokens: while a worker dies, while it starts again, and after that."""
     case, dice, num_kills = cases["qwen3_moe"], random.Random(5), 20 if IS_FULL else 4

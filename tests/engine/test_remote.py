@@ -339,7 +339,7 @@ def test_another_store_version_or_model_is_refused_by_name(
     with monkeypatch.context() as patched:
         told = wire.asking(Kind.HELLO, {"version": 9, "expert_nbytes": 1})
         patched.setattr(cluster.wire, "asking", lambda kind, content: told)
-        refused(patched, store, r"workers: w0: ConfigError: its messages are of version 1, the engine's of 9; install")
+        refused(patched, store, r"workers: w0: ConfigError: its messages are of version 2, the engine's of 9; install")
 
 
 def test_a_copy_in_the_workers_own_cache_is_found(
@@ -406,6 +406,14 @@ def test_placed_by_recorded_routing(cases: Cases, peers: list[ThreadPeer], tmp_p
         changed = [new["decode"]["hits"] - old["decode"]["hits"] for old, new in both]
         assert changed[0] > 0 and changed[1] == 0 and changed[2] > 0
         assert before["bytes_loaded"] == after["bytes_loaded"], "nothing was read in place of what is gone"
+    found = []
+    for where in ({}, {"workers": 2, **placed}):
+        system = "lru:prediction=lookahead:distance=2"
+        with loaded(case.store, **({"memory": "100%", "system": system, "predict": "inline"} | where)) as model:
+            assert generate(model, case.prompts) == case.tokens
+            decode = expertly.stats(model).as_dict()["phases"]["decode"]
+            found.append([decode[name] for name in ("predicted", "predicted_needed", "predicted_of", "recall")])
+    assert found[0] == found[1] and found[0][1] > 0, "a prediction counts once, however many have the expert"
     write_workload(tmp_path / "other", zipf(num_layers, 16, 2, 10), model="other")
     with pytest.raises(TraceError, match=rf"recorded of other: it has {num_layers} layers of 16 experts, and .* of 8"):
         expertly.load(str(case.store), workers=1, placement=str(tmp_path / "other"))

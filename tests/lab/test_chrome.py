@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -83,18 +84,22 @@ def test_every_run_is_a_process(tmp_path: Path) -> None:
 def test_what_fails_leaves_no_file_and_the_old_one_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     path.write_text("old")
-    with pytest.raises(RuntimeError), chrome_trace(path) as chrome:
+    with pytest.raises(OSError, match="the trace's own disk"), chrome_trace(path) as chrome:
         chrome.begin_run("some")
-        raise RuntimeError
+        raise OSError("the trace's own disk")
     assert [one.name for one in tmp_path.iterdir()] == ["out.json"] and path.read_text() == "old"
 
 
 def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
-    expected = pytest.raises(ConfigError, match=r"chrome_trace=.*cannot be written \(No space left")
-    with expected, chrome_trace(tmp_path / "out.json") as chrome, open("/dev/full", "wb") as full:
-        chrome._file = full
-        for number in range(10_000):
-            chrome.begin_run(str(number))
+    expected = pytest.raises(ConfigError, match=r"chrome_trace=.*cannot be written \(File too large")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with expected, chrome_trace(tmp_path / "out.json") as chrome:
+            for number in range(10_000):
+                chrome.begin_run(str(number))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
 
 

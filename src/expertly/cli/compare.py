@@ -189,7 +189,12 @@ def _settings(args: CompareOptions, has_trace: bool) -> ComparisonSettings:
 class BenchOptions(CompareOptions):
     source: str | None = argument(None, MODEL_HELP, metavar="MODEL")
     system: str = option("lru,expertly", "systems to run, see `expertly lab systems`", metavar="A,B")
+    total_memory: str | None = option(
+        None, "instead of memory: amounts for everything, as `run` takes them", metavar="SIZE,SIZE"
+    )
     out: Path | None = path_option(None, "where the report goes (default: a new folder here)", "DIR")  # type: ignore[assignment]
+    requests: int | None = option(None, "how many prompts are run (default: 5; --split divides them)", least=1)
+    tokens: int | None = option(None, "length of each answer (default: 24)", least=1)
 
 
 def bench(args: BenchOptions) -> int:

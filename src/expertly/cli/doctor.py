@@ -19,7 +19,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from expertly.arguments import distances
+from expertly.arguments import whole_numbers
 from expertly.cli.output import Column, figures_table, message, progress_bar, reserved_stdout, show, table
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.core.units import (
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from expertly.lab.forecast import ExpectedSpeed, ModelForecast
 
 PROFILE_NAME = "machine.json"
+DEFAULT_NETWORK = "10GbE"
 MODEL_SECONDS = 40.0
 """How long a model is measured."""
 
@@ -72,12 +73,12 @@ class DoctorOptions:
         "with MODEL: what to expect with so many other machines like this one that hold experts and compute them, each "
         "with as much memory",
         metavar="N,N",
-        type=distances,
+        type=whole_numbers,
         panel=ADVANCED,
     )
-    network: str = option(
-        "10GbE",
-        f"between the machines: {', '.join(NETWORK_NAMES)} or a TOML file",
+    network: str | None = option(
+        None,
+        f"with --workers: between the machines, {', '.join(NETWORK_NAMES)} or a TOML file (default: {DEFAULT_NETWORK})",
         metavar="NAME",
         panel=ADVANCED,
         choices=lambda: NETWORK_NAMES,
@@ -102,8 +103,9 @@ def run(args: DoctorOptions) -> int:
             )
     if args.workers is not None and (args.model is None or args.hardware_out is not None):
         raise ConfigError(f"workers={','.join(map(str, args.workers))}: only with a MODEL to forecast")
-    if args.trace is not None and args.workers is None:
-        raise ConfigError(f"trace={str(args.trace)!r}: only with workers")
+    for name in ("network", "trace"):
+        if args.workers is None and getattr(args, name) is not None:
+            raise ConfigError(f"{name}={str(getattr(args, name))!r}: accepted: only with --workers N")
     if args.total_memory is not None and args.model is None:
         raise ConfigError(f"total_memory={args.total_memory!r}: only with a MODEL")
     check_one_memory(args.memory, args.total_memory)
@@ -252,7 +254,7 @@ def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: Tex
     from expertly.lab.forecast import forecast, measured_hardware
     from expertly.model.needs import needs_of
 
-    network, needs = ClusterNetwork.read(args.network), needs_of(model)
+    network, needs = ClusterNetwork.read(args.network or DEFAULT_NETWORK), needs_of(model)
     workers = [(num, network) for num in args.workers or ()]
     most = min(layer.num_experts for layer in needs.layers) - 1  # this machine has one, too
     if args.workers is not None and args.workers[-1] > most:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from expertly.cli.chat import Chat
 
 DEFAULT_NEW_TOKENS = 1024
-"""Of an answer, or a quarter of what the model can hold, where that is less."""
 
 SPECULATE = ("off", "prompt-lookup")
 
@@ -43,7 +42,9 @@ class RunOptions(LoadOptions):
     prompt: str | None = argument(
         None, 'answered once; "-", or without a terminal: read from stdin; without a prompt: chat', metavar="PROMPT"
     )
-    max_new_tokens: int | None = option(None, f"of an answer (default: at most {DEFAULT_NEW_TOKENS})", least=1)
+    max_new_tokens: int | None = option(
+        None, f"of an answer (default: {DEFAULT_NEW_TOKENS}, at most a quarter of the positions)", least=1
+    )
     temperature: float | None = option(None, "0 is greedy (default: the model's own)", metavar="X", type=temperature)
     top_p: float | None = option(
         None,
@@ -60,7 +61,7 @@ class RunOptions(LoadOptions):
         panel=ADVANCED,
         choices=SPECULATE,
     )
-    raw: bool = option(False, "continue the text as it is, without the model's chat template")
+    raw: bool = option(False, "continue the text, without chat template")
     stats: bool = option(False, "add tables of hits and misses by layer")
     json: bool = json_flag()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertly.arguments import distances, seed, split, split_text
+from expertly.arguments import seed, split, split_text, whole_numbers
 from expertly.cli.inputs import check_writable, identity_of
 from expertly.cli.output import in_brackets, origin, printable, progress_bar, show, table
 from expertly.core.units import format_nbytes, format_seconds, format_share
@@ -29,7 +29,7 @@ class TrainPredictorOptions:
         " no engine accepts the weights",
         metavar="MODEL",
     )
-    distances: Any = option("1,2,4,8", "how many layers ahead to predict", metavar="K,K", type=distances)
+    distances: Any = option("1,2,4,8", "how many layers ahead to predict", metavar="K,K", type=whole_numbers)
     hidden: int = option(128, "hidden units of each network", least=1)
     split: Any = option(
         "7:3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -67,6 +68,7 @@ class Prediction:
     probabilities: list[float] | None = None  # that each expert of the layer is needed when it runs next
     outlook: tuple[float, ...] | None = None  # how likely each expert of the model (by dense id) is used again;
     # None: as the last prediction that had one said
+    copies: Sequence[int] = ()  # of `experts`, those whose prediction another device counts
 
 
 @dataclass(slots=True)

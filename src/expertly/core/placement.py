@@ -24,18 +24,17 @@ class Share:
     experts, and a top-k of at most their number.
     """
 
-    def __init__(self, geometry: Geometry, experts: list[list[int]]) -> None:
+    def __init__(self, geometry: Geometry, experts: list[list[int]], copies: Sequence[Collection[int]] = ()) -> None:
+        """`copies`: of each layer, those that an earlier device holds, too."""
         layers = [
             replace(layer, num_experts=len(held), top_k=min(layer.top_k, len(held)))
             for layer, held in zip(geometry.layers, experts, strict=True)
         ]
         self.geometry = Geometry(tuple(layers), geometry.segments_per_expert)
         self.experts = experts  # of each layer: number on the device -> number in the model
+        self._copies = copies or [()] * len(experts)
         self._ids = [geometry.expert_id(layer, expert) for layer, held in enumerate(experts) for expert in held]
         self._numbers = [{expert: number for number, expert in enumerate(held)} for held in experts]  # the inverse
-
-    def holds(self, layer: int, expert: int) -> bool:
-        return expert in self._numbers[layer]
 
     def router(self, router: RouterRan, here: Sequence[int]) -> RouterRan:
         """The part of a router's choice that is at these rising places. The pass still counts all its tokens."""
@@ -54,7 +53,7 @@ class Share:
         prediction.
         """
         layer, probabilities, outlook = prediction.layer, prediction.probabilities, prediction.outlook
-        numbers = self._numbers[layer]
+        numbers, copies = self._numbers[layer], self._copies[layer]
         here = [
             (number, s)
             for e, s in zip(prediction.experts, prediction.scores, strict=True)
@@ -68,24 +67,36 @@ class Share:
             None,
             None if probabilities is None else [probabilities[expert] for expert in self.experts[layer]],
             None if outlook is None else tuple([outlook[eid] for eid in self._ids]),
+            [numbers[expert] for expert in prediction.experts if expert in copies] if copies else (),
         )
 
 
-def split_router(router: RouterRan, shares: Sequence[Share], avoided: Collection[int] = frozenset()) -> list[RouterRan]:
-    """Each device's part of a router's choice. Of the devices that hold an expert, one computes it: that with the
-    fewest so far, an `avoided` one only where no other has it.
+class RouterSplit:
+    """Gives each device its part of a router's choice. Of the devices that hold an expert, one computes it: that with
+    the fewest so far, an `avoided` one only where no other has it.
     """
-    places: list[list[int]] = [[] for _ in shares]
-    copied: list[tuple[int, list[int]]] = []
-    for i, expert in enumerate(router.experts):
-        holders = [device for device, share in enumerate(shares) if share.holds(router.layer, expert)]
-        if len(holders) == 1:
-            places[holders[0]].append(i)
-        else:
-            copied.append((i, [device for device in holders if device not in avoided] or holders))
-    for i, holders in copied:
-        places[min(holders, key=lambda device: len(places[device]))].append(i)
-    return [share.router(router, sorted(here)) for share, here in zip(shares, places, strict=True)]
+
+    def __init__(self, shares: Sequence[Share]) -> None:
+        self._shares = shares
+        self._holders: list[dict[int, list[int]]] = [{} for _ in shares[0].experts]  # of each layer: expert -> devices
+        for device, share in enumerate(shares):
+            for holders, experts in zip(self._holders, share.experts, strict=True):
+                for expert in experts:
+                    holders.setdefault(expert, []).append(device)
+
+    def __call__(self, router: RouterRan, avoided: Collection[int] = frozenset()) -> list[RouterRan]:
+        places: list[list[int]] = [[] for _ in self._shares]
+        copied: list[tuple[int, list[int]]] = []
+        holders_of = self._holders[router.layer]
+        for i, expert in enumerate(router.experts):
+            holders = holders_of[expert]
+            if len(holders) == 1:
+                places[holders[0]].append(i)
+            else:
+                copied.append((i, [device for device in holders if device not in avoided] or holders))
+        for i, holders in copied:
+            places[min(holders, key=lambda device: len(places[device]))].append(i)
+        return [share.router(router, sorted(here)) for share, here in zip(self._shares, places, strict=True)]
 
 
 Together = Sequence[npt.NDArray[np.int64]]
@@ -148,7 +159,13 @@ class Placement:
         return placement
 
     def _share_out(self, held: list[list[list[int]]]) -> None:
-        self.shares = [Share(self.geometry, [sorted(experts) for experts in layers]) for layers in held]
+        self.shares: list[Share] = []
+        dealt = [set[int]() for _ in self.geometry.layers]
+        for layers in held:
+            copies = [one.intersection(experts) for one, experts in zip(dealt, layers, strict=True)]
+            self.shares.append(Share(self.geometry, [sorted(experts) for experts in layers], copies))
+            for one, experts in zip(dealt, layers, strict=True):
+                one.update(experts)
 
 
 def _equal_or_all(num_experts: int, room: Sequence[int]) -> list[int]:

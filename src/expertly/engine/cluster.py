@@ -21,11 +21,11 @@ from expertly.scheduler.system import System
 from expertly.store.packed import PackedStore
 
 
-def start_workers(workers: str | int, memory: str | int) -> Sequence[Peer]:
-    """The workers of the options `workers` and `worker_memory`. Raises ConfigError."""
+def start_workers(workers: str | int, memory: str | int, opened: ExitStack) -> Sequence[Peer]:
+    """The workers of the options `workers` and `worker_memory`; `opened` ends them. Raises ConfigError."""
     from expertly.engine.ray_workers import start_ray_workers  # Ray is optional
 
-    return start_ray_workers(workers, memory)
+    return start_ray_workers(workers, memory, opened)
 
 
 class WorkerMemory(NamedTuple):
@@ -63,11 +63,8 @@ def open_workers(
     system: System,
     staging: int | None,
     deadline_s: float,
-    opened: ExitStack,
 ) -> list[RemoteShard]:
-    """Have each worker hold the experts of its share; `opened` closes them. Raises ConfigError naming the worker that
-    cannot, and why.
-    """
+    """Have each worker hold the experts of its share. Raises ConfigError naming the worker that cannot, and why."""
     facts = store_facts(store.manifest)
     dtype = getattr(torch, store.manifest.dtype)
     base, found = get_runnable(BASE_SYSTEM), []
@@ -90,9 +87,7 @@ def open_workers(
             "staging": staging,
         }
         standby = partial(make_cpu_shard, peer.name, store, share, base, least_nbytes(share.geometry))
-        one = RemoteShard(peer, share, wire.asking(wire.Kind.OPEN, opening), standby, dtype, deadline_s)
-        opened.callback(one.close)
-        found.append(one)
+        found.append(RemoteShard(peer, share, wire.asking(wire.Kind.OPEN, opening), standby, dtype, deadline_s))
     for one in found:  # all of them open at the same time
         one.wait_open()
     return found

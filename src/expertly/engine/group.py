@@ -19,7 +19,7 @@ from torch import nn
 from expertly.core.errors import EngineClosedError, TransferError
 from expertly.core.messages import Phase
 from expertly.core.observation import Began, Routed
-from expertly.core.placement import Placement, Share, split_router
+from expertly.core.placement import Placement, RouterSplit, Share
 from expertly.engine.compute import Dispatch, Part, part_of
 from expertly.engine.device import Handover, kind_of
 from expertly.engine.memory import shares_of
@@ -104,6 +104,7 @@ class ShardGroup:
         self.shards = shards
         self.remotes = remotes
         self._handover = handover
+        self._split = RouterSplit(placement.shares)
         self.stamp, self.to_host = shards[0].stamp, shards[0].to_host
         self._moments = Moments(shards[0].device)
         self._times = [LayerCounters() for _ in placement.geometry.layers]  # stall_ns and expert_ns alone
@@ -143,7 +144,7 @@ class ShardGroup:
     ) -> tuple[torch.Tensor, Waits]:
         shares, num_here, layer = self.placement.shares, len(self.shards), work.router.layer
         lost = {num_here + number for number, remote in enumerate(self.remotes) if remote.problem is not None}
-        routers = split_router(work.router, shares, lost)
+        routers = self._split(work.router, lost)
         parts = [
             part_of(work, router, share.experts[layer], hidden.device)
             for share, router in zip(shares, routers, strict=True)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from expertly.core.errors import ConfigError
@@ -26,14 +27,23 @@ _STORE_NBYTES = 256 << 20
 """Shared memory of a cluster on this machine alone, for the rows of long prompts."""
 
 
-def start_ray_workers(workers: str | int, memory: str | int) -> Sequence[Peer]:
+_users: set[object] = set()
+"""Models with workers in a cluster that was started or joined here. Ray has one cluster a process."""
+
+
+def start_ray_workers(workers: str | int, memory: str | int, opened: ExitStack) -> Sequence[Peer]:
     """`workers`: how many on this machine, or the address of a Ray cluster, which gives one on each of its other
-    machines. Joins the cluster that this process has joined already. Raises ConfigError.
+    machines. `opened` ends them, then leaves the cluster, unless other models use it or this process was in it before;
+    a cluster on this machine alone ends with that. Raises ConfigError.
     """
     text = str(workers)
     is_here = text.removeprefix("-").isdigit()
     if is_here and int(text) < 1:
         raise ConfigError(f"workers={workers!r}: accepted: a number from 1, or the address of a Ray cluster")
+    if _users or not ray.is_initialized():
+        user = object()
+        _users.add(user)  # before the cluster is there: a model that is collected meanwhile must not end it
+        opened.callback(_leave, user)
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # by default 15: a layer waits for what others leave
@@ -48,14 +58,25 @@ def start_ray_workers(workers: str | int, memory: str | int) -> Sequence[Peer]:
     own = ray.get_runtime_context().get_node_id()
     if is_here:
         threads = max(1, granted_cpus() // (int(text) + 1))
-        return [RayPeer(f"local-{number}", own, memory, threads) for number in range(1, int(text) + 1)]
-    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
-    if not others:
-        raise ConfigError(f"workers={workers!r}: the cluster has no other machine; `ray start --address {text}` on one")
-    found = sorted((node["NodeManagerHostname"], node["NodeID"]) for node in others)
-    hosts = [host for host, _ in found]
-    names = [host if hosts.count(host) == 1 else f"{host} {node[:6]}" for host, node in found]
-    return [RayPeer(name, node, memory, None) for name, (_, node) in zip(names, found, strict=True)]
+        peers = [RayPeer(f"local-{number}", own, memory, threads) for number in range(1, int(text) + 1)]
+    else:
+        others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
+        if not others:
+            more = f"`ray start --address {text}` on one"
+            raise ConfigError(f"workers={workers!r}: the cluster has no other machine; {more}")
+        found = sorted((node["NodeManagerHostname"], node["NodeID"]) for node in others)
+        hosts = [host for host, _ in found]
+        names = [host if hosts.count(host) == 1 else f"{host} {node[:6]}" for host, node in found]
+        peers = [RayPeer(name, node, memory, None) for name, (_, node) in zip(names, found, strict=True)]
+    for peer in peers:
+        opened.callback(peer.close)
+    return peers
+
+
+def _leave(user: object) -> None:
+    _users.discard(user)
+    if not _users:
+        ray.shutdown()
 
 
 class RayWorker:

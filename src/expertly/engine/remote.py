@@ -161,6 +161,7 @@ class RemoteShard:
         # Statistics:
         self._is_running = False  # a pass
         self._told: dict[str, Any] = {}
+        self._counted: list[LayerCounters] = []  # what it says of its layers
         self._told_s = 0.0
         self._is_told_old = False
         self._is_silent = False  # it did not answer when last asked
@@ -169,8 +170,8 @@ class RemoteShard:
     def wait_open(self) -> None:
         """Raises ConfigError where the worker does not hold its experts."""
         assert self._reopening is not None
-        self._told = result_of(self._peer, self._reopening)
-        self._told_s, self._reopening = time.monotonic(), None
+        self._hear(result_of(self._peer, self._reopening))
+        self._reopening = None
 
     def bind(self, modules: Sequence[nn.Module]) -> None:
         """The model's experts modules, in layer order, for computing here."""
@@ -255,8 +256,7 @@ class RemoteShard:
             self._standby.abandon(is_in_doubt)
 
     def close(self) -> None:
-        """End the worker. Idempotent."""
-        self._peer.close()
+        """Free what computes here in the worker's place; `start_workers` says who ends the worker. Idempotent."""
         self._end_standby()
         self._modules = ()
 
@@ -323,9 +323,9 @@ class RemoteShard:
         except _GONE as error:
             self.problem, self._is_dead = _words(error), isinstance(error, PeerLostError)
             return
-        for past, raw in zip(self._past, self._told["layers"], strict=True):
-            past.add(LayerCounters.from_dict(raw))
-        self._told, self._told_s = told, time.monotonic()
+        for past, one in zip(self._past, self._counted, strict=True):
+            past.add(one)
+        self._hear(told)
         self._end_standby()
         self.problem = None
         self.num_joins += 1
@@ -346,11 +346,16 @@ class RemoteShard:
             self._is_told_old = self._is_running
             try:
                 answer = self._peer.call(wire.asking(wire.Kind.STATS))
-                self._told, self._is_silent = wire.told_in(_content(answer, _STATS_S)), False
+                self._hear(wire.told_in(_content(answer, _STATS_S)))
+                self._is_silent = False
             except _GONE:  # the next pass will notice
                 self._is_told_old = self._is_silent = True
-            self._told_s = time.monotonic()  # asking may take long, and each layer's counters come here
+                self._told_s = time.monotonic()  # asking took long, and each layer's counters come here
         return self._told
+
+    def _hear(self, told: dict[str, Any]) -> None:
+        self._told, self._counted = told, [LayerCounters.from_dict(raw) for raw in told["layers"]]
+        self._told_s = time.monotonic()
 
     def facts(self) -> dict[str, Any]:
         """For results: the state of the worker and of the way to it. Times are of the calls that a layer waited for."""
@@ -371,8 +376,9 @@ class RemoteShard:
         with a worker that dies.
         """
         total = LayerCounters()
+        self.told()
         total.add(self._past[layer])
-        total.add(LayerCounters.from_dict(self.told()["layers"][layer]))
+        total.add(self._counted[layer])
         standby = self._standby
         if standby is not None:
             total.add(standby.layer_counters(layer))

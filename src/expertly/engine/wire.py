@@ -20,7 +20,7 @@ from expertly.core.messages import Prediction, RouterRan
 from expertly.engine.compute import Dispatch
 from expertly.scheduler.observations import Seen
 
-VERSION = 1
+VERSION = 2
 """Of the messages and of what they ask for. An engine takes only workers of its own."""
 
 
@@ -75,7 +75,7 @@ class PassNews(NamedTuple):
 
 
 _NEWS = struct.Struct("<BBiiI")
-_SEEN = struct.Struct("<iHiIII")
+_SEEN = struct.Struct("<iHiIIII")
 
 
 def _write_news(news: PassNews) -> bytes:
@@ -83,9 +83,9 @@ def _write_news(news: PassNews) -> bytes:
     parts = [_NEWS.pack(news.begins, news.is_observed, layers.start, layers.stop, len(news.seen))]
     for step, one in news.seen:
         probabilities, outlook = one.probabilities or (), one.outlook or ()
-        counts = len(one.experts), len(probabilities), len(outlook)
+        counts = len(one.experts), len(one.copies), len(probabilities), len(outlook)
         parts.append(_SEEN.pack(step, one.layer, one.distance, *counts))
-        parts.append(np.asarray(one.experts, np.int32).tobytes())
+        parts.append(np.asarray([*one.experts, *one.copies], np.int32).tobytes())
         parts.append(np.asarray([*one.scores, *probabilities, *outlook], np.float64).tobytes())
     return b"".join(parts)
 
@@ -98,13 +98,13 @@ def _read_news(rest: _Rest) -> PassNews:
 
 def _read_seen(rest: _Rest, num_seen: int) -> Iterator[Seen]:
     for _ in range(num_seen):
-        step, layer, distance, num_experts, num_probabilities, num_outlook = rest.unpack(_SEEN)
-        experts: list[int] = rest.array(np.int32, num_experts).tolist()
+        step, layer, distance, num_experts, num_copies, num_probabilities, num_outlook = rest.unpack(_SEEN)
+        experts, copies = (rest.array(np.int32, num).tolist() for num in (num_experts, num_copies))
         scores, probabilities, outlook = (
             rest.array(np.float64, num).tolist() for num in (num_experts, num_probabilities, num_outlook)
         )
         prediction = Prediction(
-            layer, experts, scores, distance, None, probabilities or None, tuple(outlook) if outlook else None
+            layer, experts, scores, distance, None, probabilities or None, tuple(outlook) if outlook else None, copies
         )
         yield Seen(step, prediction)
 

@@ -20,13 +20,24 @@ def chrome_trace(path: Path) -> Iterator[ChromeTrace]:
     """A timeline whose file appears when the block has ended. Raises ConfigError where it cannot be written."""
     if path.is_dir() or not path.name:
         raise ConfigError(f"chrome_trace={str(path)!r}: a folder; must be a file to write")
+    passing: OSError | None = None  # of the block, where it is not the file's
     try:
         with replacing(path) as file:
             file.write(b"[\n")
-            yield ChromeTrace(file)
+            try:
+                yield ChromeTrace(file, path)
+            except OSError as error:
+                passing = error
+                raise
             file.write(b"\n]\n")
     except OSError as error:
-        raise ConfigError(f"chrome_trace={str(path)!r}: cannot be written ({error.strerror or error})") from None
+        if error is passing:
+            raise
+        raise _refused(path, error) from None
+
+
+def _refused(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"chrome_trace={str(path)!r}: cannot be written ({error.strerror or error})")
 
 
 class ChromeTrace:
@@ -34,8 +45,9 @@ class ChromeTrace:
     for each run, with a thread each for device, link, disk and predictor.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file = file
+        self._path = path
         self._num_runs = 0
         self._before = b""  # what separates the next event from the one before
 
@@ -50,8 +62,11 @@ class ChromeTrace:
         return RunTimeline(self, pid)
 
     def write(self, event: dict[str, Any]) -> None:
-        """One event."""
-        self._file.write(self._before + json.dumps(event, separators=(",", ":")).encode())
+        """One event. Raises ConfigError where it cannot be written."""
+        try:
+            self._file.write(self._before + json.dumps(event, separators=(",", ":")).encode())
+        except OSError as error:
+            raise _refused(self._path, error) from None
         self._before = b",\n"
 
 

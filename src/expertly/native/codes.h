@@ -1,38 +1,40 @@
-/* Formats whose weights are code * scale - minimum, a code being a whole number of up to 8 bits: MXFP4 (formats/mxfp4.py)
- * and those of GGUF (formats/gguf.py), which say what a tile is made of. Included by tiles_body.h, once an instruction set.
+/* Formats whose weights are code * scale - minimum, where a code is a whole number of up to 8 bits: MXFP4 and those of
+ * GGUF. formats/mxfp4.py and formats/gguf.py say how the bytes of a tile are laid out. Included by tiles_body.h, once for
+ * each instruction set.
  *
- * Products of codes and inputs are summed over a unit of 32 inputs, and the sum is scaled. Where there is DOT_BYTES they
- * are integers, if codes are at most MOST_CODE: inputs of a unit are whole numbers of 23 bits times a power of two, in
- * three digits of 8 bits that are multiplied apart. These sums are exact; of an input is lost what is below 2^-23 of the
- * unit's largest, as sums in float32 lose it. Else products and sums are float32.
+ * Products of codes and inputs are summed over a unit of 32 inputs, and the sum is scaled. There are three ways:
+ * - integers, where the processor multiplies bytes (DOT_BYTES) and codes are at most MOST_CODE. The inputs of a unit become
+ *   whole numbers of 23 bits times one power of two, cut into three digits of 8 bits that are multiplied separately. Sums
+ *   are exact; an input loses what is below 2^-23 of the unit's largest input, as it would in a float32 sum;
+ * - pairs of bfloat16, with AVX512-BF16 and MXFP4 (mxfp4_pairs): values are looked up as bfloat16, sums are float32;
+ * - float32 otherwise.
  *
- * With AVX512-BF16, values of MXFP4 are looked up as bfloat16 (mxfp4_pairs), and products and sums are float32.
- *
- * Codes of V outputs are in words of 4 bytes, less none: of every 8 inputs those at even places, then those at odd ones.
+ * In registers, codes of V outputs are 8 words for a unit; a word has 4 bytes for each output, one input each. Of every 8
+ * inputs, one word has those at even places and the next those at odd places, since two codes share a stored byte.
  */
 
 #ifndef EXPERTLY_CODES
 #define EXPERTLY_CODES
-static const uint8_t E2M1_CODES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; /* 2 value + 12 */
+static const uint8_t E2M1_CODES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; /* 2 * value + 12 */
 
-static const uint16_t E2M1_HALVES[16] = { /* 2 value, as bfloat16 */
+static const uint16_t E2M1_HALVES[16] = { /* 2 * value, as bfloat16 */
     0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140,
     0x8000, 0xbf80, 0xc000, 0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140,
 };
 
-/* Where input i of a unit is among the bytes of its words. */
+/* The place of a unit's input i in the order in which codes are multiplied: byte place % 4 of word place / 4. */
 INLINE int place_in_unit(int format, int i) {
     return format >= INT4_G32 ? i % 2 * 16 + i / 2 : format == FP8 ? i : i / 8 * 8 + i % 2 * 4 + i % 8 / 2;
 }
 
-/* The same of those of bfloat16: neighbours are multiplied with two inputs that a vector has side by side. */
+/* The same for pairs of bfloat16: the two inputs of a pair are neighbours. */
 INLINE int place_in_pairs(int format, int i) {
     return format >= INT4_G32 ? i % 4 * 8 + i / 4
          : format == FP8      ? i / 4 * 4 + i % 2 * 2 + i % 4 / 2
                               : i / 8 * 8 + i % 4 * 2 + i % 8 / 4;
 }
 
-/* What is to be taken from each code; of INT4's 8 each of four sums has its part. */
+/* Subtracted from each code as it is stored. INT4's offset is 8, in four sums that subtract 2 each. */
 INLINE int code_offset(int format) {
     return format >= INT4_G32 ? 2
          : format == MXFP4    ? 12
@@ -43,12 +45,12 @@ INLINE int code_offset(int format) {
                               : 0;
 }
 
-/* Scales that a unit has for an output. */
+/* Scales of a unit, for each output. */
 INLINE int scales_of_unit(int format) { return format == Q6_K ? 2 : 1; }
 
 INLINE int has_minimum(int format) { return format == Q4_K || format == Q5_K || format == Q4_1 || format == Q5_1; }
 
-/* Of a float16, where the processor has no instruction for it. */
+/* A float16's value, where the processor cannot convert it. */
 INLINE float half_number(const char *p) {
     uint16_t half;
     memcpy(&half, p, 2);
@@ -80,10 +82,10 @@ INLINE vf NAME(float_of)(vu numbers) { return __builtin_convertvector((vi)number
 
 /* -- codes and scales of a format -------------------------------------------------------------------------------------- */
 
-/* The 8 words of unit j. */
+/* The 8 words of unit j of a tile, for outputs w * V to w * V + V - 1. */
 INLINE void NAME(codes)(int format, const char *p, int w, int j, vu *codes) {
     const int at = w * V * 4;
-    if (format == Q8_0) { /* with a sign */
+    if (format == Q8_0) { /* stored with a sign: add 128 */
         for (int k = 0; k < 8; k++) codes[k] = *(const vu *)(p + k * 64 + at) ^ 0x80808080u;
         return;
     }
@@ -94,21 +96,21 @@ INLINE void NAME(codes)(int format, const char *p, int w, int j, vu *codes) {
     }
     if (format == MXFP4)
         for (int k = 0; k < 8; k++) codes[k] = SHUFFLE(E2M1_CODES, codes[k]);
-    if (format == Q5_K || format == Q5_0 || format == Q5_1) { /* a fifth bit, those of word k at place k of a byte */
+    if (format == Q5_K || format == Q5_0 || format == Q5_1) { /* the fifth bits of word k are bit k of these bytes */
         const vu bits = *(const vu *)(p + (format == Q5_K ? 2048 : 256) + j * 64 + at);
         for (int k = 0; k < 8; k++) codes[k] |= (bits >> k & 0x01010101u) << 4;
     }
-    if (format == Q6_K) /* two more bits, those of word k at place 2 (k % 4) */
+    if (format == Q6_K) /* the upper two bits of word k begin at bit 2 (k % 4) of these bytes */
         for (int k = 0; k < 8; k++) {
             const vu bits = *(const vu *)(p + 2048 + (2 * j + k / 4) * 64 + at);
             codes[k] |= (bits >> k % 4 * 2 & 0x03030303u) << 4;
         }
 }
 
-/* Scale number `half` of unit j, and its minimum. */
+/* The scale of unit j, of its half `half` where each has one, and the minimum. */
 INLINE vf NAME(code_scale)(int format, const char *p, int w, int j, int half, vf *minimum) {
     *minimum = (vf){0};
-    if (format == MXFP4) { /* 2^(byte - 127), of twice the values */
+    if (format == MXFP4) { /* 2^(byte - 127), halved because E2M1_CODES are doubled */
         const vu bits = BYTES(p + 256 + w * V);
         return (vf)((bits << 23) | ((vu)(bits == 0) & 0x00400000u)) * .5f;
     }
@@ -123,7 +125,7 @@ INLINE vf NAME(code_scale)(int format, const char *p, int w, int j, int half, vf
         const vi number = ((vi)BYTES(p + 3072 + (2 * j + half) * 16 + w * V) ^ 128) - 128;
         return __builtin_convertvector(number, vf) * NAME(halves)(p + 3328 + w * V * 2);
     }
-    p += format == Q5_K ? 2560 : 2048; /* 6 bits each of 8 scales and 8 minima, in 3 words; what they are times of */
+    p += format == Q5_K ? 2560 : 2048; /* 8 scales and 8 minima of 6 bits in 3 words, then a factor of each */
     const vu low = *(const vu *)(p + w * V * 4), high = *(const vu *)(p + 64 + w * V * 4);
     const vu both = *(const vu *)(p + 128 + w * V * 4);
     const int shift = j % 4 * 8;
@@ -135,13 +137,13 @@ INLINE vf NAME(code_scale)(int format, const char *p, int w, int j, int half, vf
 
 /* -- the same for all ------------------------------------------------------------------------------------------------- */
 
-/* The codes of byte b of a word, less their offset, times 2^24. */
+/* Byte b of each output's word less the offset, times 2^24: shifting it to the top keeps its sign. */
 INLINE vf NAME(code_values)(int offset, vu codes, int b) {
     const vu numbers = (vu)((NAME(vb))codes - (int8_t)offset);
     return NAME(float_of)(numbers << (24 - b * 8) & 0xff000000u);
 }
 
-/* Whether products are integers. */
+/* Whether codes of a format are multiplied as integers. */
 #ifdef DOT_BYTES
 INLINE int NAME(is_whole)(int format) { return format != FP8 && (format == Q8_0 ? 255 : 63) <= MOST_CODE; }
 #else
@@ -149,19 +151,19 @@ INLINE int NAME(is_whole)(int format) { return (void)format, 0; }
 #endif
 
 #ifdef DOT_BYTES
-/* Of inputs in the order of their bytes; `largest`: the bits of the largest with the same scale. Loops are what compilers
- * make vectors of.
+/* Writes a unit's inputs, which are in the order of their places, as fixed point. `largest`: the bits of the largest
+ * absolute input of all units that share a scale. The loops are simple so that compilers vectorise them.
  */
 INLINE void NAME(fix)(int format, uint32_t largest, const float *values, unit *to) {
     const int num = UNIT / scales_of_unit(format);
-    const uint32_t exponent = largest >> 23 < 30 ? 30 : largest >> 23; /* below 2^-97 */
-    const uint32_t factor_bits = (275 - exponent) << 23;               /* to less than 2^22 */
-    const uint32_t scale_bits = exponent == 255 ? 0x7fc00000u : (exponent - 21) << 23; /* no number: no sum is one */
+    const uint32_t exponent = largest >> 23 < 30 ? 30 : largest >> 23; /* a largest below 2^-97 counts as that */
+    const uint32_t factor_bits = (275 - exponent) << 23;               /* makes the largest less than 2^22 */
+    const uint32_t scale_bits = exponent == 255 ? 0x7fc00000u : (exponent - 21) << 23; /* not finite: all NaN */
     float factor, rounded[UNIT];
     int32_t numbers[UNIT];
     memcpy(&factor, &factor_bits, 4);
     memcpy(&to->fixed.scale, &scale_bits, 4);
-    for (int i = 0; i < UNIT; i++) rounded[i] = values[i] * factor + 0x1.8p23f; /* to a whole number */
+    for (int i = 0; i < UNIT; i++) rounded[i] = values[i] * factor + 0x1.8p23f; /* rounds to a whole number */
     memcpy(numbers, rounded, sizeof numbers);
     for (int i = 0; i < UNIT; i++) numbers[i] -= 0x4b400000;
     for (int d = 0; d < 3; d++) {
@@ -181,7 +183,7 @@ INLINE void NAME(fix)(int format, uint32_t largest, const float *values, unit *t
 }
 #endif
 
-/* A row of bfloat16 inputs, for tiles of a format. */
+/* A row of inputs as bfloat16 units, for `mxfp4_pairs` and its like. */
 INLINE void NAME(prepare_pairs)(int format, const char *x, int64_t width, unit *out) {
     int places[UNIT];
     for (int i = 0; i < UNIT; i++) places[i] = place_in_pairs(format, i);
@@ -189,9 +191,9 @@ INLINE void NAME(prepare_pairs)(int format, const char *x, int64_t width, unit *
         for (int i = 0; i < UNIT; i++) memcpy(out->halves + places[i], x + 2 * i, 2);
 }
 
-/* A row of inputs, for tiles of a format. */
+/* A row of inputs as units in fixed point or float32, for tiles of a format. */
 INLINE void NAME(prepare_units)(int format, int dtype, const char *x, int64_t width, unit *out) {
-    const int num = format >= INT4_G32 ? tile_group(format) / UNIT : 1; /* units with the same scale */
+    const int num = format >= INT4_G32 ? tile_group(format) / UNIT : 1; /* units that share a scale */
     for (int64_t j = 0; j < width; j += num * UNIT, out += num) {
         float values[4][UNIT];
         uint32_t largest = 0;
@@ -220,9 +222,9 @@ INLINE void NAME(prepare_units)(int format, int dtype, const char *x, int64_t wi
     }
 }
 
-#define TOGETHER (V == 8 ? 2 : 1) /* vectors of a tile's outputs that share the inputs they are multiplied with */
+#define TOGETHER (V == 8 ? 2 : 1) /* vectors of outputs that are multiplied with an input once it is loaded */
 
-/* dots[v][t] = sum over the inputs of `num` words, from number `first` on, of TOGETHER vectors. */
+/* For TOGETHER vectors of outputs and N tokens: dots[v][t] = the sum of products over `num` words from word `first` on. */
 #ifdef DOT_BYTES
 INLINE void NAME(dot_whole)(vu (*codes)[8], int first, int num, int N, const unit *x, int64_t x_stride,
                             vf (*dots)[MAX_TOKENS]) {
@@ -253,7 +255,7 @@ INLINE void NAME(dot_codes)(int format, vu (*codes)[8], int first, int num, int 
         return;
     }
 #endif
-    const int A = N == 1 ? 4 : N == 2 ? 2 : 1; /* chains of sums, as one waits for the sum before it */
+    const int A = N == 1 ? 4 : N == 2 ? 2 : 1; /* independent sums, because an addition waits for the one before it */
     for (int v = 0; v < TOGETHER; v++) {
         vf a[MAX_TOKENS][4];
         for (int t = 0; t < N; t++)
@@ -298,7 +300,7 @@ INLINE void NAME(codes_add)(int format, int N, const char *p, const unit *x, int
 #undef TOGETHER
 
 #ifdef PAIRS_LABEL
-/* Tiles of MXFP4 times inputs of bfloat16, as tiles_add of tiles_body.h has it. */
+/* As tiles_add of tiles_body.h, for MXFP4 and inputs in bfloat16. */
 INLINE void NAME(mxfp4_pairs)(int format, int N, int64_t num, const char *p, const unit *x, int64_t x_stride, int64_t x_step,
                               float *sums, int64_t stride, int64_t step) {
     const __m512i table = TWICE(_mm256_loadu_si256((const __m256i *)E2M1_HALVES));
@@ -309,7 +311,7 @@ INLINE void NAME(mxfp4_pairs)(int format, int N, int64_t num, const char *p, con
             for (int k = 0; k < 4; k++) a[t][k] = _mm512_setzero_ps();
         for (int word = 0; word < 4; word++) {
             __m512i codes = _mm512_loadu_si512(p + word * 64);
-            KEEP(codes); /* else it is loaded four times */
+            KEEP(codes); /* else the compiler loads it four times */
             for (int k = 0; k < 4; k++) {
                 const __m512i weights = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * k), table);
                 for (int t = 0; t < N; t++)
@@ -336,7 +338,7 @@ INLINE void NAME(codes_decode)(int format, const char *p, float (*out)[16]) {
                 for (int b = 0; b < 4; b++) {
                     const vf value = NAME(code_values)(code_offset(format), codes[k], b);
                     vf *weights = (vf *)(out[j * UNIT + k / 2 * 8 + k % 2 + 2 * b] + w * V);
-                    if (format == MXFP4) *weights = value * 0x1p-24f * scale; /* which may be near the least number */
+                    if (format == MXFP4) *weights = value * 0x1p-24f * scale; /* scale * 2^-24 may underflow */
                     else *weights = value * (scale * 0x1p-24f) - minimum;
                 }
             }

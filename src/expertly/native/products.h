@@ -1,6 +1,8 @@
-/* What the interface (products.c) and the arithmetic (products_body.h, once an instruction set) share.
+/* Types and constants that the interface (products.c) and the arithmetic (products_body.h, compiled once for each
+ * instruction set) share.
  *
- * Shapes: n tokens of a task, r neurons, M matrices whose rows take turns (gate and up: 2), H width of a row.
+ * A task is some tokens that need the same weights: one expert's, or one matrix's. Shapes: n tokens of a task, r neurons,
+ * H width of a row, M matrices that are multiplied with the same inputs (gate and up: 2).
  */
 #ifndef EXPERTLY_PRODUCTS_H
 #define EXPERTLY_PRODUCTS_H
@@ -11,7 +13,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* A vector that the compiler must not look through. */
+/* Hides from the compiler where the vector `v` came from, so that it keeps it in a register. */
 #if defined(__x86_64__)
 #define KEEP(v) __asm__("" : "+v"(v))
 #elif defined(__aarch64__)
@@ -21,39 +23,40 @@
 #endif
 
 enum { BFLOAT16, FLOAT16, FLOAT32 };
-enum { PAIRS = 3 }; /* bfloat16 where the processor multiplies it by pairs (pairs_body.h): within the library */
-enum { MAX_TOKENS = 4 };   /* whose sums fit in the registers */
-enum { TASK_TOKENS = 16 }; /* of a task, whose chunks are read again from the cache for every MAX_TOKENS */
-enum { NO_DOWN = -1 };   /* in place of down's format: blocks of one matrix alone, 16 outputs by all inputs */
-enum { ROWS = -1 };      /* in place of a format: rows of numbers */
-enum { MANY = -2 };      /* the same: inputs of more than TASK_TOKENS tokens (many_body.h) */
-enum { MANY_TOKENS = 48 };   /* for so many of them a tile is decoded once */
-enum { MANY_OUTPUTS = 64 };  /* outputs that a thread then takes at a time */
+enum { PAIRS = 3 }; /* a dtype within the library: bfloat16 that AVX512-BF16 multiplies in pairs (pairs_body.h) */
+enum { MAX_TOKENS = 4 };   /* multiplied at a time: so many sums fit in the registers */
+enum { TASK_TOKENS = 16 }; /* most tokens of a task; weights are read again, from the cache, for each MAX_TOKENS */
+enum { NO_DOWN = -1 };   /* instead of down's format: one matrix alone, whose blocks are 16 outputs by all inputs */
+enum { ROWS = -1 };      /* instead of a format: plain rows of numbers, no tiles */
+enum { MANY = -2 };      /* instead of a format: inputs for more than TASK_TOKENS tokens (many_body.h) */
+enum { MANY_TOKENS = 48 };   /* there, tokens that share one decoding of a tile */
+enum { MANY_OUTPUTS = 64 };  /* there, outputs of a chunk */
 
 typedef struct {
     const char *weights; /* the first row */
-    int64_t x_row;       /* the first of its n rows of the input */
+    int64_t x_row;       /* first of its n input rows */
     int64_t num_tokens;  /* n */
-    int64_t out_row;     /* the first of its n rows of the output */
+    int64_t out_row;     /* first of its n output rows */
 } task;
 
-/* What is done with the products of some neurons as soon as they are there: h = f(gate) g(up), each rounded, or f(up) where
- * there is no gate. h takes the place of the first product and goes to `h` as the next product takes it.
+/* How products of gate and up become the inputs of down, for some neurons at a time: h = f(gate) g(up), each factor
+ * rounded, or f(up) where there is no gate. h overwrites the first product; `h` receives it in the form that the next
+ * product reads.
  */
 typedef struct {
-    const uint16_t *f, *g;  /* of every number of 16 bits, as bits; g NULL: up itself. Of float32: NULL, f is silu */
-    const int64_t *experts; /* of each task */
-    const char *bias[2];    /* [experts, bias_width] of each matrix, added to the rounded product; or NULL */
-    int64_t bias_width, bias_at; /* the first neuron's place in a row of it */
+    const uint16_t *f, *g;  /* [65536] results by the input's 16 bits; g NULL: g(up) = up. With float32: NULL, f is silu */
+    const int64_t *experts; /* the expert of each task */
+    const char *bias[2];    /* [experts, bias_width] for each matrix, added to the rounded product; or NULL */
+    int64_t bias_width, bias_at; /* bias_at: the first neuron's place in a bias row */
     char *h;
     int64_t h_row_nbytes;
-    int32_t format, dtype;  /* of the next matrix, or ROWS; of its inputs */
+    int32_t format, dtype;  /* of down (or ROWS), and of its inputs */
 } activation;
 
 enum { MAX_PARTS = 64 };
 
-/* Chunks of a job, in as many parts as threads may come. A thread takes its part's in their order, so that what it asks
- * memory for ahead is its own, then what others have left.
+/* The chunks of a job, divided into one part for each thread. A thread takes the chunks of its own part in order, so
+ * that what it prefetches is what it needs next; then it helps with other parts.
  */
 typedef struct {
     int64_t num, num_parts, num_joined, next[MAX_PARTS];
@@ -61,7 +64,7 @@ typedef struct {
 
 INLINE int64_t end_of_part(const chunks *c, int64_t part) { return c->num * (part + 1) / c->num_parts; }
 
-/* The next chunk for who is at `part`, which is -1 at first; -1: there is none. */
+/* Takes the next chunk; -1: none is left. `part` is the caller's place in the parts, -1 before its first chunk. */
 INLINE int64_t next_chunk(chunks *c, int64_t *part) {
     if (*part < 0) *part = __atomic_fetch_add(&c->num_joined, 1, __ATOMIC_RELAXED) % c->num_parts;
     for (int64_t i = 0; i < c->num_parts; i++, *part = (*part + 1) % c->num_parts) {
@@ -74,52 +77,55 @@ INLINE int64_t next_chunk(chunks *c, int64_t *part) {
 
 #define FOR_CHUNKS(c, of) for (int64_t part = -1, c; (c = next_chunk(of, &part)) >= 0;)
 
-/* The tokens of a task from t on, at most so many. */
+/* The part of a task from token t on, at most `most` tokens. */
 INLINE task some_tokens(const task *one, int64_t t, int64_t most) {
     const int64_t left = one->num_tokens - t;
     return (task){one->weights, one->x_row + t, left < most ? left : most, one->out_row + t};
 }
 
-/* out[m, out_row + t, i] = row (i, m) . x[x_row + t], of one matrix + bias[i] where there is one */
+/* Products with rows (gate, up, or one matrix with a bias): out[m, out_row + t, i] = row i of matrix m . x[x_row + t]
+ * + bias[i].
+ */
 typedef struct {
-    const activation *then; /* or NULL */
+    const activation *then; /* what follows at once; or NULL */
     int32_t format, dtype, num_matrices;
     int64_t num_neurons, width, padded_width;
-    int64_t block_size;                /* neurons of a block, where there is a format */
-    int64_t row_nbytes, matrix_nbytes; /* from neuron to neuron, or from block to block; from matrix to matrix */
-    const float *x;                    /* [*, padded_width] as vectors or tiles take it */
+    int64_t block_size;                /* neurons of a block of tiles */
+    int64_t row_nbytes, matrix_nbytes; /* distance of two neurons (with tiles, of two blocks), and of two matrices */
+    const float *x;                    /* [*, padded_width], in the order that the kernel reads (place, place_in_unit) */
     const char *bias;                  /* [r] in dtype, or NULL */
     char *out;                         /* [M, out_rows, r] */
     int64_t out_rows;
     const task *tasks;
-    int64_t num_chunks, chunk; /* of a task; neurons of one, even */
-    chunks chunks;             /* of all tasks, in their order */
+    int64_t num_chunks, chunk; /* chunks of a task; neurons of a chunk, an even number */
+    chunks chunks;             /* of all tasks, task after task */
 } dots;
 
-/* out[out_row + t] = sum over i of h[x_row + t, i] * row i, rounded; or added to `out`, which is float32. Where `experts` says
- * each task's, bias[expert] is added to what was rounded; where there are `out_rows`, it is out[out_rows[out_row + t]].
+/* Weighted sums of rows (down): out[out_row + t] = sum over i of h[x_row + t, i] * row i, rounded to dtype; with `is_added`
+ * it is added to float32 `out` instead. With `bias`, bias[the task's expert] is added after rounding. With `out_rows`, the
+ * row is out_rows[out_row + t].
  */
 typedef struct {
     const int64_t *out_rows, *experts;
     const char *bias; /* [experts, width] in dtype */
     int32_t format, dtype, is_added;
     int64_t num_neurons, width, padded_width;
-    int64_t row_nbytes; /* from neuron to neuron, or from block to block */
-    const float *h;     /* [*, r], or rows of tile_row_nbytes */
-    float *partial;     /* of each task [chunks, n, padded_width] */
-    int64_t *left, *rows_before; /* of each task: chunks that are not done, rows of the tasks before */
-    char *out;       /* [*, H] in dtype, or float32 where it is added */
+    int64_t row_nbytes; /* distance of two neurons (with tiles, of two blocks) */
+    const float *h;     /* [*, r], or with tiles rows of tile_row_nbytes */
+    float *partial;     /* sums of each chunk: for each task [chunks, n, padded_width] */
+    int64_t *left, *rows_before; /* for each task: chunks that are not done, and rows of all tasks before it */
+    char *out;       /* [*, H] in dtype; float32 with `is_added` */
     const task *tasks;
     int64_t num_chunks, chunk;
     chunks chunks;
 } sums;
 
-/* Where a chunk of task `number` is summed. */
+/* The partial sums of a chunk of task `number`. */
 INLINE float *partial_at(const sums *s, int64_t number, int64_t chunk) {
     return s->partial + (s->rows_before[number] * s->num_chunks + chunk * s->tasks[number].num_tokens) * s->padded_width;
 }
 
-/* Experts of a layer: `inner` with `then`, whose h is `down`'s, both in the same chunks of the same tasks. */
+/* Whole experts: `inner`, whose `then` makes the h of `down`. Both have the same tasks and chunks. */
 typedef struct {
     dots inner;
     sums down;
@@ -127,8 +133,8 @@ typedef struct {
 
 /* -- quantised matrices, which lie in tiles (tiles_body.h) -------------------------------------------------------------- */
 
-/* X(number, name of its functions, inputs of a tile, bytes of one). Numbers are `kernel` of the formats in Python. Those
- * of CODE_FORMATS have their functions in codes.h, those of INT4_FORMATS in int4.h, others in a header of their own.
+/* X(number, prefix of its functions, inputs of a tile, bytes of a tile). A format in Python names the number as `kernel`.
+ * Functions of CODE_FORMATS are in codes.h, those of INT4_FORMATS in int4.h; each of WEIGHT_FORMATS has its own header.
  */
 #define CODE_FORMATS(X) \
     X(MXFP4, mxfp4, 32, 16 + 16 * 32 / 2) \
@@ -153,8 +159,8 @@ typedef struct {
     X(INT4_G128_ZEROS_F16, int4_g128_zeros_f16, 128, 16 * (128 / 2 + 2) + 8)
 #define TILE_FORMATS(X) CODE_FORMATS(X) WEIGHT_FORMATS(X) INT4_FORMATS(X)
 
-/* Those whose weights, or codes, are bfloat16, which AVX512-BF16 multiplies as such; and who decodes them. Formats of GGUF
- * are not: their models are computed in float32.
+/* X(number, prefix of its functions, prefix of the function that decodes it): formats whose decoded weights fit bfloat16,
+ * so that AVX512-BF16 can multiply them. GGUF's are not among them: their models are computed in float32.
  */
 #define PAIRS_FORMATS(X) \
     X(MXFP4, mxfp4, mxfp4) X(FP8, fp8, fp8) X(INT4_G32, int4_g32, int4) X(INT4_G128, int4_g128, int4) \
@@ -164,7 +170,7 @@ typedef struct {
 enum { TILE_FORMATS(X) NUM_FORMATS };
 #undef X
 
-enum { MAX_GROUP = 256 }; /* most inputs of a tile */
+enum { MAX_GROUP = 256 }; /* the largest tile_group */
 
 #define X(F, f, group, nbytes) \
     case F: return group;
@@ -189,11 +195,13 @@ INLINE int takes_pairs(int format) {
 }
 #undef X
 
-enum { UNIT = 32 };
-enum { AHEAD = 12 << 10 }; /* bytes: while a tile is multiplied, memory is asked for what lies so much further */
+enum { UNIT = 32 };        /* inputs that are prepared together (unit) */
+enum { AHEAD = 12 << 10 }; /* bytes between a tile that is multiplied and what is prefetched meanwhile */
 
-/* Inputs of a token, in the order of place_in_unit (codes.h): as numbers, as bfloat16, or in three digits, fixed.scale *
- * (digits[0] + 256 digits[1] + 65536 digits[2]); sums begin with `start`, of the first and the last 16 inputs, or of all.
+/* 32 inputs of a token, in the order in which a format's weights are decoded (place_in_unit in codes.h), in one of three
+ * forms: float32, bfloat16, or fixed point in three 8-bit digits, fixed.scale * (digits[0] + 256 digits[1] + 65536
+ * digits[2]). Codes are multiplied as stored, so each digit's sum starts at `start`, which takes the codes' offset off:
+ * one start for the unit, or one for each half where a half has its own scale. `sum` is the sum of the inputs.
  */
 typedef struct {
     union {
@@ -208,23 +216,25 @@ typedef struct {
     float sum;
 } unit;
 
-/* A row of inputs as tiles take it. */
+/* Bytes of a row of inputs as units. */
 INLINE int64_t tile_row_nbytes(int64_t width) { return width / UNIT * (int64_t)sizeof(unit); }
 
 /* -- a layer's experts ------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    const char *weights; /* of the first of its neurons */
+    const char *weights; /* its first neuron */
     int64_t num_tokens, expert;
 } expert_task;
 
-/* out[out_rows[i]] = down(f(gate(x[x_rows[i]])) g(up(x[x_rows[i]]))), by one task after the other, so many tokens each. */
+/* out[out_rows[i]] = down(f(gate(x[x_rows[i]])) g(up(x[x_rows[i]]))). Rows i are those of the first task, then of the
+ * second, and so on: num_tokens of each.
+ */
 typedef struct {
-    int64_t inner, down;                    /* formats; or ROWS both */
-    int64_t num_inner, num_neurons, hidden; /* gate and up, or up; neurons of a task */
-    int64_t row_nbytes, matrix_nbytes;      /* of rows of numbers: from neuron to neuron, from matrix to matrix */
-    const uint16_t *f, *g;                  /* see activation */
-    const char *inner_bias[2], *down_bias;  /* [experts, bias_width] each, [experts, H]; or NULL */
+    int64_t inner, down;                    /* formats; or both ROWS */
+    int64_t num_inner, num_neurons, hidden; /* num_inner: 2 (gate and up) or 1 (up); num_neurons: of a task */
+    int64_t row_nbytes, matrix_nbytes;      /* with ROWS: distance of two neurons, and of two matrices */
+    const uint16_t *f, *g;                  /* as in `activation` */
+    const char *inner_bias[2], *down_bias;  /* [experts, bias_width] each, and [experts, H]; or NULL */
     int64_t bias_width, bias_at;
     const expert_task *tasks;
     int64_t num_tasks;
@@ -232,18 +242,19 @@ typedef struct {
     const char *x;
     int64_t x_nbytes;
     char *out;
-    int64_t is_added; /* to `out`, which is float32, unrounded and without bias */
+    int64_t is_added; /* outputs are added to float32 `out`, unrounded and without bias */
 } experts_call;
 
 /* -- attention and norms (attention_body.h) ----------------------------------------------------------------------------- */
 
-enum { BOOLEAN = 3, NO_MASK = 4 };               /* kinds of mask beside those of the dtypes, which are added */
-enum { KEYS_CHUNK = 256 };                       /* keys that a thread takes at a time */
-enum { UNSEEN = -60000 }; /* masks add less to hide a key: the least number of their dtype, float16's is -65504 */
-enum { ROUNDED, WEIGHED, ONE_MORE, NUM_STYLES }; /* norms: rounded, then weighed; weighed; weighed by 1 + weight */
+enum { BOOLEAN = 3, NO_MASK = 4 };               /* of mask_dtype; a mask of any other dtype is added to scores */
+enum { KEYS_CHUNK = 256 };                       /* keys of a chunk */
+enum { UNSEEN = -60000 }; /* a mask's value below this hides the key; masks use their dtype's least, float16's is -65504 */
+enum { ROUNDED, WEIGHED, ONE_MORE, NUM_STYLES }; /* norms: rounded, then times weight; times weight; times 1 + weight */
 
-/* out[b, t, h] = sum over s of softmax(q[b, h, t] . k[b, h / group, s]) v[b, h / group, s]. Rows of a key head are
- * tokens, each of all its query heads. Strides are bytes: of batch, head, token.
+/* out[b, t, h] = sum over s of softmax(q[b, h, t] . k[b, h / group, s]) v[b, h / group, s], where `group` query heads share
+ * a key head. The rows of a key head are (token, query head) pairs, token by token. Strides are in bytes: from sequence to
+ * sequence, head to head, token to token.
  */
 typedef struct {
     int32_t dtype, mask_dtype;
@@ -251,37 +262,39 @@ typedef struct {
     int64_t key_width, padded_key_width, value_width, padded_value_width;
     const char *k, *v, *mask;
     int64_t k_strides[3], v_strides[3], mask_strides[3];
-    const float *q;     /* scaled, [B, key heads, rows, padded_key_width] as vectors take it */
-    const float *sinks; /* [heads], a score each that no value has; or NULL */
-    float softcap;      /* scores are bounded by it; 0: not at all */
+    const float *q;     /* scaled, [B, key heads, rows, padded_key_width], in the order of `place` */
+    const float *sinks; /* [heads]: a score in each softmax that has no value; or NULL */
+    float softcap;      /* bound of the scores; 0: none */
     float *partial;     /* [B, key heads, chunks, rows, 2 + padded_value_width]: largest score, sum of weights, values */
     int64_t partial_width;
-    int64_t *left; /* chunks of each key head that are not done */
+    int64_t *left; /* for each key head, chunks that are not done */
     char *out;     /* [B, n, heads, value_width] */
     int64_t num_chunks;
     chunks chunks;
 } attention;
 
-/* What attention asks with, asks and is given, of tokens x[n, H]: linear layers, of the first two a norm and rotation. */
+/* Queries, keys and values of tokens x[n, H], in this order in each array: linear layers; queries and keys are then
+ * normed and rotated.
+ */
 typedef struct {
     int64_t num_tokens, x_nbytes;
     const char *x;
     int64_t num_angles, num_positions;
-    const char *cos, *sin;   /* [positions, angles] in dtype: of each rotated number, or of each pair of them */
+    const char *cos, *sin;   /* [positions, angles] in dtype: an angle for each rotated number, or for each pair */
     char *out[3];            /* [n, rows] */
     int64_t hidden, head_width, rotated_width, norm_width[2], norm_style[2];
     const char *norms[2];    /* [norm_width] each, or NULL */
     const char *weights[3];  /* [rows, H] */
     const char *bias[3];     /* [rows], or NULL */
     int64_t num_rows[3];
-    char *places[2];         /* where keys and values [B, heads, n / B, head_width] go then; or NULL */
-    int64_t num_sequences, place_strides[2][2]; /* bytes of a sequence, and of a head, of each of the two */
+    char *places[2];         /* the KV cache's room for these keys and values, [B, heads, n / B, head_width]; or NULL */
+    int64_t num_sequences, place_strides[2][2]; /* bytes from sequence to sequence and from head to head, of each */
 } projections;
 
-/* Logits x[n, H] W^T + bias [n, E], and the K highest of each token: their ids, and their weights, which are shares of all
- * scores, or where they are normalised of those of the chosen.
+/* Logits x[n, H] W^T + bias [n, E], and the K highest of each token: their ids, and their weights, which are the softmax
+ * over all experts, with `is_normalised` divided by the sum of the chosen ones.
  */
-enum { MOST_CHOSEN = 17 }; /* which std::sort of GNU sorts by insertion */
+enum { MOST_CHOSEN = 17 }; /* largest K: torch's std::sort sorts so few by insertion, which is repeated here */
 
 typedef struct {
     int64_t num_tokens, hidden, num_experts, top_k, is_normalised, weights_dtype;
@@ -292,13 +305,13 @@ typedef struct {
 
 typedef struct {
     const char *name;
-    int64_t block; /* rows are taken so many elements at a time */
+    int64_t block; /* elements of a row that are multiplied at a time */
     int has_half, has_pairs;
     void (*prepare)(int dtype, const char *x, int64_t width, float *out); /* one row, padded with zeros */
     void (*widen)(int dtype, const char *values, int64_t num, float *out);
     void (*narrow)(int dtype, const float *values, int64_t num, char *out);
     int (*softmax)(int64_t num, float *values);
-    void (*tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out); /* one row */
+    void (*tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out); /* one row, as units */
     void (*many_prepare)(int dtype, const char *x, int64_t width, unit *out, int64_t step);
     void (*combine)(int dtype, int weights_dtype, int64_t num, int64_t top_k, int64_t width, const char *rows,
                     const char *weights, char *out);

@@ -1,37 +1,39 @@
-/* Products with quantised matrices, for one instruction set: included by products_body.h, whose macros it uses, and
- *   SHUFFLE(t, codes)   which of 16 bytes each byte of `codes`, up to 15, says
- *   BYTES(p)            a vector of V bytes
+/* Products with quantised matrices, for one instruction set. Included by products_body.h, whose macros it uses, and
+ *   SHUFFLE(t, codes)   table lookup: each byte of `codes`, 0 to 15, becomes that byte of the 16 at t
+ *   BYTES(p)            V bytes, widened to a vector
  * and where V is 8 or 16
- *   LOOKUP_IN(a, codes) for each lane, which float of `a` its lowest three or four bits say
+ *   LOOKUP_IN(a, codes) table lookup: each lane becomes the float of `a` that its lowest three or four bits number
  *   HAS_ZERO(bytes)     whether one of the 4 V bytes is 0
- * and where there are products of bytes
- *   MOST_CODE           the largest factor
- *   DOT_BYTES(sums, codes, inputs)  adds to each of V sums the products of four bytes, those of `inputs` with a sign
- *   REPEAT(p)           16 bytes in each 16 bytes of a vector
- *   SHUFFLE_EACH(t, codes)  which of the 16 bytes of t at the same place each byte says
- *   JOIN(p, at)         16 bytes each from p + at[0], p + at[1] and so on
+ * and where the processor multiplies bytes
+ *   MOST_CODE           the largest byte of `codes` that DOT_BYTES may get
+ *   DOT_BYTES(sums, codes, inputs)  adds to each of V sums the products of four bytes; `inputs` are signed, `codes` not
+ *   REPEAT(p)           the 16 bytes at p, repeated to fill a vector
+ *   SHUFFLE_EACH(t, codes)  as SHUFFLE, with a table of its own for each 16 bytes: those of t at the same place
+ *   JOIN(p, at)         a vector of 16 bytes from p + at[0], then 16 from p + at[1], and so on
  *   FOLD(a, b)          in each four lanes a0 + a2, b0 + b2, a1 + a3, b1 + b3
  * and where there is PAIRS_LABEL
- *   SPREAD(p)           two numbers of bfloat16 in every four bytes of a vector
- *   ADD_PAIRS(sums, weights, p)  adds to each of 16 sums two weights times the two inputs at p
- *   TWICE(halves)       16 numbers of bfloat16, and once more
+ *   SPREAD(p)           the two bfloat16 numbers at p, repeated to fill a vector
+ *   ADD_PAIRS(sums, weights, p)  adds to each of 16 sums its two weights times the two inputs at p
+ *   TWICE(halves)       the 16 bfloat16 numbers of `halves`, twice
  *
- * A tile is 16 outputs by a group of inputs, that of its format. An expert is blocks of as many neurons as down's group,
- * each of which is the tiles of its inner matrices (gate and up, or up: for 16 outputs after the other, those over all
- * inputs), then those of down (16 outputs after the other, each over the block's neurons). Values are decoded in
- * registers; products and sums are float32, and their order depends on the sizes alone.
+ * A tile is 16 outputs by a group of inputs; its format says how many. An expert is a row of blocks. A block has as many
+ * neurons as a group of down's format. First come the tiles of its inner matrices (gate and up, or up): for each 16
+ * outputs, the tiles over all inputs. Then come the tiles of down: for each 16 outputs, the tile over the block's neurons.
+ * Tiles are read in this order, which is that of memory: any other is slower (docs/log.md).
  *
- * Tiles are read in the order in which they lie: a block's inner matrices, then its down (docs/log.md).
+ * Weights are decoded in registers. Sums are float32, but for sums of a unit or a group in integers (codes.h, int4.h), and
+ * their order depends on the sizes alone.
  *
- * A format is a header of two functions for WEIGHT_FORMATS (products.h), or is among those of codes.h or int4.h:
- *   NAME(f_add)(dtype, N, p, x, x_stride, sums, stride)  adds the tile at `p` times a group's inputs of N tokens, x_stride
- *                              units apart, to 16 sums of each, `stride` apart; `dtype` is what weights are to be rounded to
- *   NAME(f_decode)(p, out)     its weights in float32, out[group][16]
+ * Formats of CODE_FORMATS and INT4_FORMATS (products.h) are in codes.h and int4.h. Each of WEIGHT_FORMATS is a header with
+ *   NAME(f_add)(dtype, N, p, x, x_stride, sums, stride)  multiplies the tile at `p`, its weights rounded to `dtype`, with
+ *                              a group of inputs of N tokens, which lie x_stride units apart, and adds the products to
+ *                              16 sums for each token, which lie `stride` floats apart
+ *   NAME(f_decode)(p, out)     the tile's weights in float32, out[group][16]
  */
 
-#define W (16 / V) /* vectors of a tile's outputs */
+#define W (16 / V) /* vectors for a tile's 16 outputs */
 
-#if V == 4 /* more tokens at a time are no faster (docs/log.md), and as much again to compile */
+#if V == 4 /* several tokens at a time are no faster here (docs/log.md), and take long to compile */
 #define MOST_TILE_TOKENS 1
 #define FOR_TOKENS(X, ...) X(__VA_ARGS__, 1)
 #else
@@ -49,7 +51,7 @@ INLINE vu NAME(shuffle)(const uint8_t *values, vu codes) {
 }
 #endif
 
-/* To what `dtype` has of such values, none of which is NaN. */
+/* Rounds to `dtype`'s precision, ties to even. No value may be NaN. */
 INLINE vf NAME(rounded)(int dtype, vf values) {
     if (dtype == BFLOAT16 || dtype == PAIRS) {
         vu bits = (vu)values;
@@ -71,7 +73,7 @@ INLINE vf NAME(rounded)(int dtype, vf values) {
 
 /* -- any format ------------------------------------------------------------------------------------------------------ */
 
-/* A row of inputs as tiles of a format take it. */
+/* A row of inputs as units, for tiles of a format. */
 static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t width, void *out) {
     if (format == MANY) NAME(many_prepare)(dtype, x, width, out, 1);
     else if (dtype == PAIRS && takes_pairs(format)) NAME(prepare_pairs)(format, x, width, out);
@@ -82,9 +84,9 @@ static void NAME(tile_prepare)(int format, int dtype, const char *x, int64_t wid
 #endif
 }
 
-/* Adds `num` tiles side by side, each times its inputs x[t * x_stride] of N tokens, to sums[t * stride] of 16 outputs; from
- * tile to tile, inputs and sums are so many further on. Each is a function of its own: within another, there are too few
- * registers.
+/* A function for each format and number of tokens N: multiplies each of `num` consecutive tiles with its inputs of N
+ * tokens, x[t * x_stride], and adds to 16 sums of each, sums[t * stride]. From one tile to the next, inputs are x_step
+ * units and sums `step` floats further on. Not inlined: within another function there are too few registers.
  */
 #define TILES(name)                                                                                                    \
     void name(int dtype, int64_t num, const char *p, const unit *x, int64_t x_stride, int64_t x_step, float *sums,     \
@@ -119,7 +121,7 @@ WEIGHT_FORMATS(EACH)
 #undef WEIGHTS
 #undef ADD
 
-/* By format and number of tokens. */
+/* tiles_add by format and number of tokens. */
 static NAME(tiles_add) *const NAME(adds)[NUM_FORMATS][MAX_TOKENS] = {
 #define PLACE(F, f, N) NAME(f##_##N),
 #define EACH(F, f, group, nbytes) [F] = {FOR_TOKENS(PLACE, F, f)},
@@ -157,7 +159,7 @@ INLINE NAME(tiles_add) *NAME(add_of)(int dtype, int format, int64_t num_tokens) 
     return NAME(adds)[format][num_tokens - 1];
 }
 
-/* The inner products of neurons `first` to `end` of a task, block after block. */
+/* `dots` with tiles, for neurons `first` to `end` of a task, block after block. */
 static void NAME(tile_dots)(const dots *d, const task *one, int64_t first, int64_t end) {
     const int64_t group = tile_group(d->format), num_tiles = d->width / group, itemsize = NAME(itemsize)(d->dtype);
     const int N = (int)one->num_tokens;
@@ -179,7 +181,7 @@ static void NAME(tile_dots)(const dots *d, const task *one, int64_t first, int64
     }
 }
 
-/* Neurons `first` to `end` of a task, weighed and added to sum[n, H], block after block. */
+/* `sums` with tiles, for neurons `first` to `end` of a task, added to sum[n, H], block after block. */
 static void NAME(tile_sums)(const sums *s, const task *one, int64_t first, int64_t end, float *sum) {
     const int64_t group = tile_group(s->format), x_stride = s->num_neurons / UNIT;
     const unit *x = (const unit *)s->h + one->x_row * x_stride;
@@ -206,7 +208,7 @@ static __attribute__((noinline)) void NAME(tile_decode)(int format, const char *
     }
 }
 
-/* out[rows, width] in dtype, of a matrix alone. */
+/* The weights of one matrix without down (NO_DOWN), out[rows, width] in dtype. */
 static void NAME(decode_rows)(int format, int dtype, const char *p, int64_t num_rows, int64_t width, char *out) {
     const int group = tile_group(format);
     const int64_t itemsize = NAME(itemsize)(dtype);

@@ -97,14 +97,15 @@ class PhaseCounters:
         `semantic` for predictions made when the iteration began, `trajectory` for later ones. `is_resident` is by
         expert, 0 or 1.
         """
-        experts = prediction.experts
-        right = len(needed.intersection(experts))
-        self.predicted += len(experts)
+        experts, copies = prediction.experts, prediction.copies
+        right = len(needed.intersection(experts))  # only one of several devices needs a copied expert
+        num = len(experts) - len(copies)
+        self.predicted += num
         self.predicted_needed += right
-        there = sum([is_resident[expert] for expert in experts])
+        there = sum([is_resident[expert] for expert in experts]) - sum([is_resident[expert] for expert in copies])
         self.predicted_resident += there
         self.predicted_of += len(needed)
-        self._count_distance(prediction.distance, len(experts), right, there)
+        self._count_distance(prediction.distance, num, right, there)
         if prediction.confidence is not None and needed:
             is_first = prediction.distance == prediction.layer + 1
             similarity = self.similarity_semantic if is_first else self.similarity_trajectory

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from expertly.core.messages import RouterRan
-from expertly.core.placement import Share, split_router
+from expertly.core.placement import RouterSplit, Share
 from expertly.sim.hardware import ClusterNetwork
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class SimulatedWorkers:
         self.sent_nbytes = self.received_nbytes = 0
         self.schedulers = [worker.scheduler for _, worker in workers]
         self._workers = workers
-        self._shares = [local, *(share for share, _ in workers)]
+        self._split = RouterSplit([local, *(share for share, _ in workers)])
         self._network = network
         self._row_nbytes = [layer.hidden_size * layer.itemsize for layer in local.geometry.layers]
         self._end_ns = self._end_without_ns = self._stalled_ns = 0  # of the running layer
@@ -41,7 +41,7 @@ class SimulatedWorkers:
         sent_ns = now_ns + network.call_ns
         self._end_ns = self._end_without_ns = 0
         answers: list[tuple[int, int, int]] = []  # when it reaches the local link, its bytes, the worker's stall
-        here, *parts = split_router(router, self._shares)
+        here, *parts = self._split(router)
         for part, (_, worker) in zip(parts, self._workers, strict=True):
             clock = worker.clock
             if not part.experts:

@@ -87,23 +87,24 @@ class FirstReads:
         self._segment_nbytes = segment_nbytes
         self._sums = sums
         self.block_nbytes = expert_nbytes // len(sums[0])
-        self._is_known = [bytearray(len(blocks)) for blocks in sums]
-        self.over: set[int] = set()
-        """Experts whose blocks have all been compared, by their places in the file."""
+        self.unchecked = {expert: bytearray(len(blocks)) for expert, blocks in enumerate(sums)}
+        """Of experts with blocks to compare, by their places in the file: 1 for each block that has been."""
 
     def are_over(self, expert: int, first: int, nbytes: int) -> bool:
         """Whether all blocks of these `nbytes`, from byte `first` of an expert, have been compared. `expert`: its place
         in the file.
         """
         block = self.block_nbytes
-        return self._is_known[expert].find(0, first // block, -(-(first + nbytes) // block)) < 0
+        return self.unchecked.get(expert, b"").find(0, first // block, -(-(first + nbytes) // block)) < 0
 
     def check(self, expert: int, first: int, view: memoryview) -> int:
         """Compare the blocks of `view`, which was read from byte `first` of an expert. A block that is only partly in
         it is read again as a whole; returns the bytes of these reads. Raises TransferError naming file, layer, expert
         and segment where a block is damaged.
         """
-        is_known, block, again_nbytes = self._is_known[expert], self.block_nbytes, 0
+        is_known, block, again_nbytes = self.unchecked.get(expert), self.block_nbytes, 0
+        if is_known is None:
+            return 0
         for number in range(first // block, -(-(first + len(view)) // block)):
             if is_known[number]:
                 continue
@@ -123,5 +124,5 @@ class FirstReads:
                 )
             is_known[number] = 1
         if 0 not in is_known:
-            self.over.add(expert)
+            self.unchecked.pop(expert, None)
         return again_nbytes
