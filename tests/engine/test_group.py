@@ -138,7 +138,8 @@ def test_counts_are_those_of_the_routing_whatever_the_devices(cases: Cases) -> N
         *({"device": "cpu"}, {"devices": TWO}, {"devices": THREE}, {"workers": 1}, {"workers": 3}),
         {"workers": 2, "devices": TWO},
     ):
-        with loaded(case.store, memory="100%", worker_memory="100%", **where) as model:
+        memory = dict.fromkeys(("memory", "worker_memory")[: 2 if "workers" in where else 1], "100%")
+        with loaded(case.store, **memory, **where) as model:
             generate(model, case.prompts)
             phases = expertly.stats(model).as_dict()["phases"]
             found.append([(*counts(model, phase), phases[phase]["demanded_bytes"]) for phase in phases])
