@@ -87,7 +87,7 @@ def put_workers_in(groups: list[str]) -> int:
     start, plain = ray_workers.RayPeer._start, ray_workers.RayWorker
 
     def start_inside(peer: Any) -> Any:
-        group = Path(groups[int(peer.name.split()[0]) - 1])
+        group = Path(groups[int(peer.name.rpartition("-")[2]) - 1])
 
         class Inside(plain):  # type: ignore[misc, valid-type]
             def __init__(self, *args: Any) -> None:
