@@ -5,6 +5,7 @@ machine, where a call of Ray takes 0.6 ms. Who waits for a message uses no proce
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class Pair:
             raise ConnectionError(_words(error)) from error
         self._other = 1 - rank
         self._first = torch.empty(_FIRST_NBYTES, dtype=torch.uint8)
+        self._coming = self._expect(self._first)  # always: gloo sends only what the other side expects
 
     @classmethod
     def accept(cls, meeting: Meeting) -> Pair:
@@ -86,24 +88,28 @@ class Pair:
         then.
         """
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        self._receive(self._first, until_s)
+        _wait(self._coming, _left(until_s))
         length = int.from_bytes(self._first[:_LENGTH_NBYTES].numpy().tobytes(), "little")
-        if length <= _FIRST_NBYTES - _LENGTH_NBYTES:
-            return self._first.numpy()[_LENGTH_NBYTES : _LENGTH_NBYTES + length].tobytes()
-        whole = torch.empty(_LENGTH_NBYTES + length, dtype=torch.uint8)
-        whole[:_FIRST_NBYTES] = self._first
-        self._receive(whole[_FIRST_NBYTES:], until_s)
-        return whole.numpy()[_LENGTH_NBYTES:].tobytes()
+        whole = self._first
+        if length > _FIRST_NBYTES - _LENGTH_NBYTES:
+            whole = torch.empty(_LENGTH_NBYTES + length, dtype=torch.uint8)
+            whole[:_FIRST_NBYTES] = self._first
+            _wait(self._expect(whole[_FIRST_NBYTES:]), _left(until_s))
+        message = whole.numpy()[_LENGTH_NBYTES : _LENGTH_NBYTES + length].tobytes()
+        with suppress(ConnectionError):  # the next call says so
+            self._coming = self._expect(self._first)
+        return message
 
-    def _receive(self, part: torch.Tensor, until_s: float | None) -> None:
+    def _expect(self, part: torch.Tensor) -> Any:
         try:
-            work = self._group.recv([part], self._other, 0)
+            return self._group.recv([part], self._other, 0)
         except RuntimeError as error:
             raise ConnectionError(_words(error)) from error
-        if until_s is None:
-            _wait(work, _FOREVER)
-        else:  # gloo counts in milliseconds, and would wait forever for 0 of them
-            _wait(work, timedelta(milliseconds=1 + max(0, int((until_s - time.monotonic()) * 1e3))))
+
+
+def _left(until_s: float | None) -> timedelta:
+    """gloo counts in milliseconds, and would wait forever for 0 of them."""
+    return _FOREVER if until_s is None else timedelta(milliseconds=1 + max(0, int((until_s - time.monotonic()) * 1e3)))
 
 
 def _wait(work: Any, timeout: timedelta) -> None:
