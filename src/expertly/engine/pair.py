@@ -61,7 +61,7 @@ class Pair:
             raise ConnectionError(_words(error)) from error
         self._other = 1 - rank
         self._first = torch.empty(_FIRST_NBYTES, dtype=torch.uint8)
-        self._coming = self._expect(self._first)  # always: gloo sends only what the other side expects
+        self._coming: Any = self._expect(self._first)  # gloo sends only what the other side expects; None: broken
 
     @classmethod
     def accept(cls, meeting: Meeting) -> Pair:
@@ -88,7 +88,8 @@ class Pair:
         then.
         """
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        _wait(self._coming, _left(until_s))
+        coming, self._coming = self._coming or self._expect(self._first), None
+        _wait(coming, _left(until_s))
         length = int.from_bytes(self._first[:_LENGTH_NBYTES].numpy().tobytes(), "little")
         whole = self._first
         if length > _FIRST_NBYTES - _LENGTH_NBYTES:
