@@ -105,7 +105,7 @@ def test_a_model_is_sized_and_its_speed_expected(tmp_path: Path, capsys: Capture
     for words in ("32 experts, 4 a token, in 12 layers", "36 MiB in bfloat16", "25.0%", "Next: expertly run demo"):
         assert words in out, out
     text = " ".join(out.split())
-    assert "over 1GbE (0.12 GB/s; latency 50.0 us; a call 500 us, after 140 us the next):" in text, out
+    assert "over 1GbE (0.12 GB/s; latency 50.0 us; a call 320 us, of which 70.0 us until the next" in text, out
     assert "18 MiB + 1 x 18 MiB (100.0%)" in text and "9 MiB + 3 x 9 MiB (100.0%)" in text, out
     assert profile.read_text() == measured, "a machine is measured once"
 

@@ -68,13 +68,19 @@ class ThreadPeer:
                 answer.future.set_result(worker.answer(message))
         worker.close()
 
-    def call(self, message: bytes) -> ThreadAnswer:
+    def ask(self, message: bytes) -> ThreadAnswer:
         assert type(message) is bytes
         if self.is_dead:
             raise PeerLostError("killed")
         answer = ThreadAnswer()
         self._queue.put((message, answer))
         return answer
+
+    def call(self, message: bytes) -> ThreadAnswer:
+        return self.ask(message)
+
+    def tell(self, message: bytes) -> None:
+        self.ask(message)
 
     def kill(self) -> None:
         self.is_dead = True

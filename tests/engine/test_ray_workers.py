@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 
 import expertly
+from expertly.api import handle
+from expertly.core.errors import TransferError
+from expertly.engine import pair
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded
 from tests.families import generate
@@ -84,6 +87,39 @@ def test_the_cluster_ends_with_the_last_model_that_uses_it(cases: Cases) -> None
     with loaded(case.store, **settings) as model:
         assert generate(model, case.prompts) == case.tokens
     assert ray.is_initialized(), "it was there before, for others"
+
+
+def fails(*_: Any) -> Any:
+    raise TransferError("read error")
+
+
+def test_answers_that_nobody_took_do_not_answer_the_next_layer(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases["qwen3_moe"]
+    with loaded(case.store, workers=2, memory="25%", worker_memory="25%") as model:
+        shard = handle(model).engine.executor.shards[0]
+        for _ in range(3):
+            with monkeypatch.context() as patched:
+                patched.setattr(shard, "run_layer", fails)
+                with pytest.raises(TransferError, match="cpu: read error"):
+                    generate(model, case.prompts)
+            assert generate(model, case.prompts) == case.tokens
+        assert [one["drops"] for one in workers_of(model)] == [0, 0]
+
+
+def test_workers_that_cannot_be_connected_are_called_through_ray(
+    cases: Cases, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As behind a firewall that lets only Ray's ports through."""
+
+    def refused(*_: object) -> Any:
+        raise ConnectionError("refused")
+
+    case = cases["qwen3_moe"]
+    monkeypatch.setattr(pair.Pair, "accept", refused)
+    with loaded(case.store, workers=1, memory="25%", worker_memory="25%", system="fmoe") as model:
+        assert "worker local-1: layers go by calls of Ray" in caplog.text and "refused" in caplog.text
+        assert generate(model, case.prompts) == case.tokens
+        assert workers_of(model)[0]["bytes_received"] > 0 and workers_of(model)[0]["drops"] == 0
 
 
 def test_kills_at_random_moments(cases: Cases) -> None:

@@ -113,6 +113,29 @@ def test_calls_are_made_one_after_the_other(tmp_path: Path) -> None:
     assert workers.network_ns == 3 * 24 + 2 * 60 + 2 * 24
 
 
+def test_the_local_machine_sends_computes_and_then_takes_answers(tmp_path: Path) -> None:
+    """As above, and of the 30 ns of a call 10 pass until the next can be made, and 5 for taking its answer. Who waited
+    takes 7 longer. Everything is in memory.
+
+    100   The dense part has ended. The first call leaves until 104; with 20 on the way and 25 of its cost, experts 2
+          and 3 are computed from 149 until 249. Their rows reach the local link at 269 and are in at 277.
+    114   The second call leaves until 118. Expert 4 is computed from 163 until 213; its row is in at 237.
+    120   The local machine computes expert 0 until 170, waits for the first answer, and takes it from 277 until 282.
+          The second, which has been there, it takes until 287, and is awake at 294. An infinite network ends the layer
+          at 100 + 100.
+    1394  The second token has experts 0, 1 and 6 here, computed from 1404 until 1554, when the answer of the second
+          worker has been there since 1517. The layer ends at 1559, with an infinite network at 1394 + 150.
+    """
+    layers = sized(1, 7, 4, width=10)
+    passes = [(0, False, [[[0, 2, 3, 4]]]), (0, False, [[[0, 1, 4, 6]]])]
+    study = make_study(make_trace(tmp_path / "trace", passes, layers))
+    held, network = [[0, 1, 6], [2, 3], [4, 5]], ClusterNetwork("toy", 0.5e9, 20, 30, 10, 5, 7)
+    local, workers = group(study, held, ["100%"] * 3, network)
+    assert local.clock.now_ns == 1559 + 1000
+    assert workers.network_ns == (294 - 200) + (1559 - 1544)
+    assert local.metrics.stall_ns == 0
+
+
 @pytest.mark.parametrize("num_machines", [2, 3, 5])
 def test_each_machine_hits_as_if_its_share_were_all(num_machines: int, tmp_path: Path) -> None:
     layers = sized(4, 20, 3)
@@ -181,6 +204,9 @@ def test_the_shipped_networks_are_in_order_and_a_file_is_read(tmp_path: Path) ->
     assert ClusterNetwork.read(str(path)) == ClusterNetwork("own", 2e9, 5000, 0)
     path.write_text('name = "own"\nnbytes_per_s = 0\nlatency_ns = 5000\ncall_ns = 0\n')
     with pytest.raises(HardwareError, match="nbytes_per_s=0: must be a number from 1"):
+        ClusterNetwork.read(str(path))
+    path.write_text('name = "own"\nnbytes_per_s = 2e9\nlatency_ns = 0\ncall_ns = 5\ntake_ns = 6\n')
+    with pytest.raises(HardwareError, match="take_ns=6: a part of call_ns=5"):
         ClusterNetwork.read(str(path))
 
 

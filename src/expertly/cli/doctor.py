@@ -278,9 +278,10 @@ def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: Tex
 
 def _about_network(network: ClusterNetwork) -> str:
     """What is assumed of it."""
-    latency, call, send = (format_seconds(ns / 1e9) for ns in (network.latency_ns, network.call_ns, network.send_ns))
-    rate = format_rate(network.nbytes_per_s)
-    return f"{network.name} ({rate}; latency {latency}; a call {call}, after {send} the next)"
+    times = network.latency_ns, network.call_ns, network.send_ns, network.take_ns, network.wake_ns
+    latency, call, send, take, wake = (format_seconds(ns / 1e9) for ns in times)
+    of_call = f"a call {call}, of which {send} until the next and {take} for its answer; {wake} after waiting for one"
+    return f"{network.name} ({format_rate(network.nbytes_per_s)}; latency {latency}; {of_call})"
 
 
 def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_stated: bool, network: str | None) -> str:

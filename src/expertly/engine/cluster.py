@@ -13,7 +13,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.placement import Share
 from expertly.core.units import format_nbytes
 from expertly.engine import wire
-from expertly.engine.remote import Peer, RemoteShard, call, result_of
+from expertly.engine.remote import Peer, RemoteShard, ask, result_of
 from expertly.engine.worker import SPARED_PERCENT, make_cpu_shard, store_facts
 from expertly.scheduler.budget import least_nbytes
 from expertly.scheduler.presets import BASE_SYSTEM, get_runnable
@@ -43,7 +43,7 @@ def memory_of_workers(
     ConfigError where a worker does not answer, or is of another version.
     """
     hello = wire.asking(wire.Kind.HELLO, {"version": wire.VERSION, "expert_nbytes": expert_nbytes})
-    answers = [call(peer, hello) for peer in peers]
+    answers = [ask(peer, hello) for peer in peers]
     told = [result_of(peer, answer)["memory_nbytes"] for peer, answer in zip(peers, answers, strict=True)]
     if memory != "auto" or not all(peer.is_here for peer in peers):
         return WorkerMemory(told, False)

@@ -1,5 +1,5 @@
 """Several devices as one: experts are placed by hash or recorded routing, hidden states are sent to their devices and
-outputs gathered (MoE-Infinity, appendix B.2). Each device is a Shard with a thread of its own.
+outputs gathered (MoE-Infinity, appendix B.2). Each device is a Shard, several have a thread each.
 """
 
 from __future__ import annotations
@@ -327,12 +327,14 @@ class _WorkerCall(NamedTuple):
 
 
 class Workers:
-    """One thread for each name; a thread runs its calls in order. Used by one caller at a time.
+    """One thread for each name; a thread runs its calls in order. Used by one caller at a time. A single name has no
+    thread: the caller's runs its calls.
 
     An interrupt may end the caller's wait: the calls run on, and its next calls run after them.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
+        names = names if len(names) > 1 else ()
         self._queues: list[SimpleQueue[_WorkerCall | None]] = [SimpleQueue() for _ in names]
         self._threads = [
             threading.Thread(target=_serve, args=(queue,), name=name, daemon=True)
@@ -345,6 +347,12 @@ class Workers:
         """Run one call on each thread, in parallel, and wait for all. Returns their results and the failure that came
         first. Raises EngineClosedError where a thread has ended.
         """
+        if not self._queues:
+            (function,) = functions
+            try:
+                return [function()], None
+            except Exception as failure:
+                return [None], CallFailure(0, failure)
         done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
         calls = [_WorkerCall(function, number, done) for number, function in enumerate(functions)]
         deque(map(SimpleQueue.put, self._queues, calls), maxlen=0)  # in one step: an interrupt gives to all or to none

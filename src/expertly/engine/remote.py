@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ from expertly.engine.compute import Dispatch
 from expertly.engine.shard import Shard
 from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.observations import Seen
+
+_T = TypeVar("_T")
 
 OPENING_S = 180.0
 """How long a worker may take until it holds its experts: it starts Python and torch, and may load all of them."""
@@ -45,22 +47,34 @@ class PeerLostError(Exception):
 class Answer(Protocol):
     """The answer to a message."""
 
-    def is_there(self) -> bool:
-        """Whether `result` returns or raises at once."""
-
     def result(self, timeout_s: float) -> bytes:
         """Raises TimeoutError or PeerLostError."""
 
 
+class AskedAnswer(Answer, Protocol):
+    """The answer to what a worker was asked beside the layers."""
+
+    def is_there(self) -> bool:
+        """Whether `result` returns or raises at once."""
+
+
 class Peer(Protocol):
-    """A way to one worker, which answers messages in order. Any thread may call."""
+    """A way to one worker. No method waits; what sends a message raises PeerLostError where the worker is known to be
+    dead.
+    """
 
     name: str
     is_here: bool
     """Whether it runs on this machine."""
 
+    def ask(self, message: bytes) -> AskedAnswer:
+        """Send a message beside the layers: HELLO, OPEN or STATS. Any thread may ask."""
+
     def call(self, message: bytes) -> Answer:
-        """Send a message; does not wait. Raises PeerLostError where the worker is known to be dead."""
+        """Send a layer to an open worker. Layers and predictions come to it in order, from one thread."""
+
+    def tell(self, message: bytes) -> None:
+        """Send predictions, which nobody answers."""
 
     def renew(self) -> None:
         """Start the worker anew: it holds nothing then. Does not wait. Raises PeerLostError."""
@@ -76,10 +90,10 @@ class _WorkerFailedError(Exception):
 _GONE = (PeerLostError, TimeoutError, _WorkerFailedError)
 
 
-def call(peer: Peer, message: bytes) -> Answer:
+def ask(peer: Peer, message: bytes) -> AskedAnswer:
     """Raises ConfigError where the worker cannot be reached."""
     try:
-        return peer.call(message)
+        return peer.ask(message)
     except PeerLostError as error:
         raise ConfigError(f"workers: {peer.name}: {_words(error)}") from error
 
@@ -128,7 +142,7 @@ class RemoteShard:
         deadline_s: float,
     ) -> None:
         """`opening`: the message by which the worker holds these experts; `wait_open` waits for that. `make_standby`: a
-        shard for the same experts in this process, in as little memory as works. Raises ConfigError as `call`.
+        shard for the same experts in this process, in as little memory as works. Raises ConfigError as `ask`.
         """
         self.name = peer.name
         self.share = share
@@ -154,7 +168,7 @@ class RemoteShard:
         self._news = wire.PassNews(False, False, None, ())  # that a pass began, until the worker is told
         # A worker that was dropped:
         self._is_dead = False
-        self._reopening: Answer | None = call(peer, opening)
+        self._reopening: AskedAnswer | None = ask(peer, opening)
         self._reopened_s = 0.0
         self._again_s = 0.0  # when to try next
         self._num_attempts = 0
@@ -208,7 +222,7 @@ class RemoteShard:
         while (seen := self._predictions.take()) is not None:
             found.append(Seen(seen.step - first, seen.prediction))
         if found and self.problem is None:
-            self._send(wire.predicted(self._take_news()._replace(seen=found)))
+            self._send(self._peer.tell, wire.predicted(self._take_news()._replace(seen=found)))
 
     def settle(self) -> None:
         """The pass ended."""
@@ -222,7 +236,7 @@ class RemoteShard:
         if self.problem is None and (work.num_rows or self._predictions is not None):
             message = wire.layer_message(self._take_news(), work, hidden.to(self._dtype))
             self._sent_s = time.monotonic()
-            self._answer = self._send(message)
+            self._answer = self._send(self._peer.call, message)
 
     def take(self, work: Dispatch, hidden: torch.Tensor) -> wire.LayerRan:
         """The outputs [n, H] of the work that was sent, from the worker, else computed here. Raises TransferError where
@@ -264,13 +278,13 @@ class RemoteShard:
         news, self._news = self._news, wire.PassNews(False, False, None, ())
         return news
 
-    def _send(self, message: bytes) -> Answer | None:
+    def _send(self, how: Callable[[bytes], _T], message: bytes) -> _T | None:
         """None where the worker cannot be reached; it is dropped then."""
         self._is_told_old = True
         self.num_calls += 1
         self.sent_nbytes += len(message)
         try:
-            return self._peer.call(message)
+            return how(message)
         except PeerLostError as error:
             self._drop(error)
             return None
@@ -312,11 +326,11 @@ class RemoteShard:
         try:
             if self._is_dead or is_stuck:
                 self._peer.renew()
-            self._reopening, self._reopened_s = self._peer.call(self._opening), now_s
+            self._reopening, self._reopened_s = self._peer.ask(self._opening), now_s
         except PeerLostError as error:
             self.problem, self._is_dead, self._reopening = _words(error), True, None
 
-    def _join(self, answer: Answer) -> None:
+    def _join(self, answer: AskedAnswer) -> None:
         self._reopening = None
         try:
             told = wire.told_in(_content(answer, 0.0))
@@ -345,7 +359,7 @@ class RemoteShard:
         if self._is_told_old and self.problem is None and is_old:
             self._is_told_old = self._is_running
             try:
-                answer = self._peer.call(wire.asking(wire.Kind.STATS))
+                answer = self._peer.ask(wire.asking(wire.Kind.STATS))
                 self._hear(wire.told_in(_content(answer, _STATS_S)))
                 self._is_silent = False
             except _GONE:  # the next pass will notice

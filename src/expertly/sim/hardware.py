@@ -69,6 +69,8 @@ _DEFAULTED = {
     "prefetch_ns",
     "observe_ns",
     "send_ns",
+    "take_ns",
+    "wake_ns",
     "threads_beside",
     "read_processors",
     "format",
@@ -168,7 +170,9 @@ class ClusterNetwork:
     nbytes_per_s: float  # of a link, in one direction
     latency_ns: int  # one way, from the last byte sent until the other side has it
     call_ns: int  # of a call to a worker and its answer, beside the network; calls to several workers overlap
-    send_ns: int = 0  # of these, until the next call can be made
+    send_ns: int = 0  # of these, until the next call can be made, and the local machine computes
+    take_ns: int = 0  # of these, the local machine's for the answer, once it has computed its own part
+    wake_ns: int = 0  # what the local machine takes longer after it has waited for an answer: it slept, caches are cold
 
     @classmethod
     def read(cls, name_or_file: str) -> ClusterNetwork:
@@ -304,6 +308,8 @@ def _contradiction(found: object) -> tuple[str, str] | None:
             return "threads_beside", f"at most the {found.threads} threads"
         if found.read_processors > found.threads:
             return "read_processors", f"must be a number from 0 to {found.threads}"
+    if isinstance(found, ClusterNetwork) and found.take_ns > found.call_ns:
+        return "take_ns", f"a part of call_ns={found.call_ns}"
     if isinstance(found, ModelSizes) and found.num_layers > _MAX_LAYERS:
         return "num_layers", f"must be at most {_MAX_LAYERS}"
     if isinstance(found, MeasuredCompute):

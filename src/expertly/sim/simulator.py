@@ -130,7 +130,8 @@ class Simulator:
                 self.run_experts(router, routed)
             else:
                 waited_ns = self.link.stall_ns
-                self.run_experts(self._workers.begin_layer(router, clock.now_ns), routed)
+                part, clock.now_ns = self._workers.begin_layer(router, clock.now_ns)
+                self.run_experts(part, routed)
                 clock.now_ns = self._workers.end_layer(clock.now_ns, self.link.stall_ns - waited_ns)
         if prefetcher is not None:
             prefetcher.end_iteration(True)

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class SimulatedWorkers:
-    """In each layer, every worker that holds a chosen expert is called once, all at the same time: the tokens' hidden
-    rows go there (as many as it returns, at most all of the pass), and one output row comes back for each (token,
-    expert) chosen there. The local machine computes its own experts meanwhile; the layer ends when the last has ended.
+    """In each layer, every worker that holds a chosen expert is called once: the tokens' hidden rows go there (as many
+    as it returns, at most all of the pass), and one output row comes back for each (token, expert) chosen there. When
+    all calls are sent, the local machine computes its own experts. Then it takes the answers, by the workers' number.
 
-    All calls leave over the local machine's link, one after the other by the workers' number, and all answers come in
-    over it, in the order in which they reach it. A worker is a simulated device with its own clock, scheduler and disk.
+    All calls leave over the local machine's link, one after the other, and all answers come in over it, in the order in
+    which they reach it. A worker is a simulated device with its own clock, scheduler and disk.
     """
 
     def __init__(self, local: Share, workers: Sequence[tuple[Share, Simulator]], network: ClusterNetwork) -> None:
@@ -33,14 +33,14 @@ class SimulatedWorkers:
         self._split = RouterSplit([local, *(share for share, _ in workers)])
         self._network = network
         self._row_nbytes = [layer.hidden_size * layer.itemsize for layer in local.geometry.layers]
-        self._end_ns = self._end_without_ns = self._stalled_ns = 0  # of the running layer
+        self._answers: list[tuple[int, int]] = []  # of the running layer: when each is in, the worker's stall
+        self._end_without_ns = self._sending_ns = 0
 
-    def begin_layer(self, router: RouterRan, now_ns: int) -> RouterRan:
-        """Call the workers. Returns the local machine's part of the router's choice."""
+    def begin_layer(self, router: RouterRan, now_ns: int) -> tuple[RouterRan, int]:
+        """Call the workers. Returns the local machine's part of the router's choice, and when it begins with it."""
         network, row_nbytes = self._network, self._row_nbytes[router.layer]
-        sent_ns = now_ns + network.call_ns
-        self._end_ns = self._end_without_ns = 0
-        answers: list[tuple[int, int, int]] = []  # when it reaches the local link, its bytes, the worker's stall
+        sent_ns, self._sending_ns, self._end_without_ns = now_ns, 0, 0
+        reached: list[tuple[int, int, int, int]] = []  # when at the local link, the call's number, bytes, stall
         here, *parts = self._split(router)
         for part, (_, worker) in zip(parts, self._workers, strict=True):
             clock = worker.clock
@@ -50,21 +50,30 @@ class SimulatedWorkers:
             nbytes = min(num_rows, router.batch_tokens) * row_nbytes
             self.sent_nbytes += nbytes
             sent_ns += network.takes_ns(nbytes)
-            clock.now_ns = begin_ns = sent_ns + network.latency_ns
+            clock.now_ns = begin_ns = sent_ns + network.latency_ns + network.call_ns - network.take_ns
             worker.run_experts(part)
             self._end_without_ns = max(self._end_without_ns, now_ns + clock.now_ns - begin_ns)
             stalled_ns = worker.link.stall_ns - stalled_ns
-            answers.append((clock.now_ns + network.latency_ns, num_rows * row_nbytes, stalled_ns))
+            reached.append((clock.now_ns + network.latency_ns, len(reached), num_rows * row_nbytes, stalled_ns))
             sent_ns += network.send_ns
-        for ready_ns, nbytes, self._stalled_ns in sorted(answers):
+            self._sending_ns += network.send_ns
+        self._answers, in_ns = [(0, 0)] * len(reached), 0
+        for ready_ns, number, nbytes, stalled_ns in sorted(reached):
             self.received_nbytes += nbytes
-            self._end_ns = max(self._end_ns, ready_ns) + network.takes_ns(nbytes)
-        return here
+            in_ns = max(in_ns, ready_ns) + network.takes_ns(nbytes)
+            self._answers[number] = in_ns, stalled_ns
+        return here, now_ns + self._sending_ns
 
     def end_layer(self, now_ns: int, stalled_ns: int) -> int:
         """The local part has ended, which waited so long for transfers. Returns when the layer ends."""
-        if self._end_ns <= now_ns:
+        if not self._answers:
             return now_ns
-        self.stall_ns += self._stalled_ns - stalled_ns
-        self.network_ns += self._end_ns - max(now_ns, self._end_without_ns)
-        return self._end_ns
+        end_ns, last_stalled_ns, wake_ns = now_ns, stalled_ns, 0
+        for in_ns, of_worker_ns in self._answers:
+            if in_ns > end_ns:
+                end_ns, last_stalled_ns, wake_ns = in_ns, of_worker_ns, self._network.wake_ns
+            end_ns += self._network.take_ns
+        end_ns += wake_ns
+        self.stall_ns += last_stalled_ns - stalled_ns
+        self.network_ns += end_ns - max(now_ns - self._sending_ns, self._end_without_ns)
+        return end_ns
