@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from expertly import __version__
 from expertly.cli import main as main_module
 from expertly.cli.main import main
-from expertly.cli.output import print_json, progress_bar, reserved_stdout, table
+from expertly.cli.output import fitted, print_json, progress_bar, reserved_stdout, table
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.units import format_nbytes
 from expertly.options import RESEARCH, argument, json_flag, option
@@ -331,3 +331,9 @@ def test_a_line_is_broken_between_words_on_a_narrow_terminal(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 1 and max(map(len, lines)) <= 50
     assert " ".join(lines) == one_line.strip()
+
+
+def test_the_rule_of_a_wide_table_stays_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert fitted(f"a  b\n{'─' * 90}\n1  2", sys.stderr) == f"a  b\n{'─' * 50}\n1  2"

@@ -50,14 +50,14 @@ def message(text: str) -> None:
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """The text with lines broken between words, where the stream is a terminal and narrower than they are. A line that
-    ends in a command to copy stays whole.
+    """The text with lines broken between words, and rules of tables cut, where the stream is a terminal and narrower
+    than they are. A line that ends in a command to copy stays whole.
     """
     if not stream.isatty():
         return text
     width = max(40, shutil.get_terminal_size().columns)
     how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-    lines = text.split("\n")
+    lines = (line[:width] if line.startswith("──") else line for line in text.split("\n"))
     return "\n".join(line if ": expertly " in line else textwrap.fill(line, width, **how) for line in lines)
 
 
