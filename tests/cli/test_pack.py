@@ -41,7 +41,8 @@ def test_packs_lists_verifies_and_removes(capsys: Captured, model: Path, cache: 
     assert store.parent == cache / "stores"
     listed = run_json(capsys, "--list")
     assert [(e["name"], e["source"], e["problem"]) for e in listed["stores"]] == [(store.name, str(model), None)]
-    assert run_json(capsys, "--verify", str(store))["verified"] is True
+    for named in (str(store), store.name):  # as --list names it
+        assert run_json(capsys, "--verify", named)["verified"] is True
     assert run_json(capsys, "--remove", store.name)["removed"]["name"] == store.name
     assert run_json(capsys, "--list")["stores"] == []
     assert not store.exists()
