@@ -66,6 +66,14 @@ def test_packs_in_the_codec_that_is_asked_for(capsys: Captured, model: Path, tmp
     assert "codec none: 144 KiB of experts are too few for measuring to pay" in capsys.readouterr().err
 
 
+def test_a_cache_folder_that_cannot_be_made_is_named(
+    capsys: Captured, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "file"))
+    assert "Not a directory); choose another folder with --out or EXPERTLY_CACHE" in refused(capsys, model)
+
+
 def test_says_the_same_to_people(capsys: Captured, model: Path, tmp_path: Path) -> None:
     assert main(["pack", str(model), "--out", str(tmp_path / "store"), "--dtype", "bfloat16"]) == 0
     captured = capsys.readouterr()
