@@ -18,7 +18,7 @@ for where in ({"devices": devices}, {"device": devices.split(",")[0].replace("cp
     texts.append(tokenizer.decode(output[0], skip_special_tokens=True))
     stats = expertly.stats(model).as_dict()
     for one in stats.get("devices", []):
-        print(one)
+        print(f"{one['device']}: {one['experts']} experts, {one['decode']['hit_rate']:.0%} hits")
     expertly.unload(model)
 
 print(texts[0])

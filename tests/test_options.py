@@ -73,5 +73,5 @@ def test_options_are_taken_under_the_names_that_they_had():
 
 
 def test_an_option_that_there_is_not():
-    with pytest.raises(TypeError, match="memry"):
+    with pytest.raises(TypeError, match=r"load\(\) takes no option 'memry'; accepted: memory, total_memory, "):
         expertly.load(memry="25%")

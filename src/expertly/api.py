@@ -43,7 +43,7 @@ from expertly.model.packing import pack_cached
 from expertly.model.speculation import Speculation
 from expertly.model.tiled import use_tiles
 from expertly.native.kernels import choose_kernels
-from expertly.options import HASH, LoadOptions, described, names_of_today
+from expertly.options import HASH, LOAD_OPTIONS, LoadOptions, described, names_of_today
 from expertly.policies.allocation.moepic import SplitPlan, read_plan
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
@@ -77,7 +77,10 @@ def load(model: str | None = None, *, progress: Progress | None = None, **option
 
     Raises ExpertlyError subclasses that name the option and what is accepted; TypeError for an unknown option.
     """
-    return open_model(model, LoadOptions(**names_of_today(options)), progress)
+    told = names_of_today(options)
+    if unknown := [name for name in told if name not in LOAD_OPTIONS]:
+        raise TypeError(f"load() takes no option {unknown[0]!r}; accepted: {', '.join(LOAD_OPTIONS)}")
+    return open_model(model, LoadOptions(**told), progress)
 
 
 def open_model(

@@ -41,7 +41,8 @@ def test_packs_lists_verifies_and_removes(capsys: Captured, model: Path, cache: 
     assert store.parent == cache / "stores"
     listed = run_json(capsys, "--list")
     assert [(e["name"], e["source"], e["problem"]) for e in listed["stores"]] == [(store.name, str(model), None)]
-    assert run_json(capsys, "--verify", str(store))["verified"] is True
+    for named in (str(store), store.name):  # as --list names it
+        assert run_json(capsys, "--verify", named)["verified"] is True
     assert run_json(capsys, "--remove", store.name)["removed"]["name"] == store.name
     assert run_json(capsys, "--list")["stores"] == []
     assert not store.exists()
@@ -63,6 +64,14 @@ def test_packs_in_the_codec_that_is_asked_for(capsys: Captured, model: Path, tmp
     assert "144 KiB in float32, stored in 0." in err and "codec planes: it was asked for" in err
     assert main(["pack", str(model)]) == 0
     assert "codec none: 144 KiB of experts are too few for measuring to pay" in capsys.readouterr().err
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(
+    capsys: Captured, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "file"))
+    assert "Not a directory); choose another folder with --out or EXPERTLY_CACHE" in refused(capsys, model)
 
 
 def test_says_the_same_to_people(capsys: Captured, model: Path, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_some_experiments_simulate_fewer_tokens_and_the_page_says_which(
     found = reproduce(capsys, "fmoe:12a,fmoe:12b", *traces[2:], *asked, "--out", tmp_path / "page.md")
     few, usual = (one["findings"][0]["setting"] for one in found["results"])
     assert ", 12 passes of decode" in few and ", 30 passes of decode" in usual
+    assert ", 1 seed from 0" in few and ",," not in few + usual
     page = (tmp_path / "page.md").read_text("utf-8")
     assert " ".join(asked) in page and "30 decoded tokens are simulated (12 of `fmoe:12a`)" in page
 

@@ -225,6 +225,7 @@ BAD_VALUES = [
     (["--memory", "30%,"], "memory='30%,': must be"),
     (["--memory", ""], "memory='': must be"),
     (["--memory", "0%"], "memory='0%': no memory at all"),
+    (["--memory", "0.25"], """memory='0.25': no memory at all; accepted are a share ("25%")"""),
     (["--experts-per-layer", "9"], "experts_per_layer=9: must be from 0 to the 8 experts of a layer"),
     (["--experts-per-layer", "half"], "experts_per_layer='half': must be a whole number from 0"),
     (["--experts-per-layer", "-1"], "experts_per_layer='-1': must be a whole number from 0"),

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+
+from rich.cells import cell_len
 
 from expertly.cli.main import main
 from expertly.scheduler.presets import SYSTEMS, get_system
@@ -31,6 +34,17 @@ def test_people_read_every_system_its_parts_and_what_it_has_unlike_others(capsys
     assert f"promoe: {SYSTEMS['promoe'].summary} [prefill=evict, segments=4]" in lines
     assert f"oracle: {SYSTEMS['oracle'].summary} [admission=best, ahead=staging]" in lines
     assert f"lru: {SYSTEMS['lru'].summary}" in lines
+
+
+def test_fits_a_terminal_of_80_columns(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["lab", "systems"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(cell_len, lines)) <= 80
+    for system in SYSTEMS.values():
+        assert any(line.split()[:1] == [system.name] and line.endswith(system.transfer) for line in lines), system.name
+    assert "[allocation=adapmoe, prefill=evict" in " ".join(lines), "what has no column stands behind the summary"
 
 
 def test_says_how_systems_are_combined_and_what_it_names_exists(capsys):

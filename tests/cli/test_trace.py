@@ -78,6 +78,8 @@ def test_info_of_a_recording_that_was_cut_off(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "partial: the recording did not end" in out
     assert "9 tokens of prefill in 2 iterations, 3 of decode" in out
+    tables = out.partition("experts serve:")[2].partition("entropy of")[0].splitlines()
+    assert len(tables) > 10 and max(map(len, tables)) <= 80, "for a terminal"
     facts = printed(capsys, ["lab", "trace", "info", str(tmp_path / "trace")])
     assert (facts["complete"], facts["iterations"], facts["categories"]) == (False, 5, {"code": 1})
     assert facts["num_experts"] == [8, 6, 8]

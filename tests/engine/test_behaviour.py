@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -177,8 +178,14 @@ def test_a_total_is_what_everything_takes(cases: Cases, monkeypatch: pytest.Monk
         assert 0.4 * expert_nbytes < stats["memory_bytes"] <= 0.5 * expert_nbytes
         assert "this process takes 300 MiB" in stats["memory_reason"] and "50.0% of the exp" in stats["memory_reason"]
         assert generate(model, case.prompts) == case.tokens
-    with pytest.raises(BudgetError, match=r"the least that works is .* total memory 400MiB: .* this process takes"):
+    told = r"total_memory='400MiB': the least that works is about \d+MiB; total memory 400MiB: .* this process takes"
+    with pytest.raises(BudgetError, match=told) as refused:
         expertly.load(store, total_memory="400MiB", context=4096 << 4, device="cpu")
+    least = int(re.findall(r"about (\d+)MiB", str(refused.value))[0])
+    with loaded(store, memory=None, total_memory=f"{least}MiB", context=4096 << 4) as model:
+        assert generate(model, case.prompts) == case.tokens
+    with pytest.raises(BudgetError, match="the least that works"):
+        expertly.load(store, total_memory=f"{least - 1}MiB", context=4096 << 4, device="cpu")
     with pytest.raises(BudgetError, match=r"system resident: all experts: takes .* but of .* this process takes"):
         expertly.load(store, total_memory=total, context=100, system="resident", device="cpu")
     with pytest.raises(ConfigError, match=r"total_memory='1GiB': 2 devices .* accepted: memory"):

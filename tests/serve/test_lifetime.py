@@ -6,6 +6,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 
 import expertly
 from expertly.cli.main import main
+from expertly.core.errors import ConfigError
 from expertly.serve.server import ApiServer, bind, open_server
 from expertly.serve.settings import Access, ServeOptions
 from tests.commands import RunningCommand
-from tests.serve.conftest import assembled_for, greedy
+from tests.serve.conftest import assembled_for, greedy, served
 
 Start = Callable[..., RunningCommand]
 
@@ -115,6 +117,19 @@ def test_a_second_signal_does_not_wait_and_says_only_that_it_ends(start: Start) 
     errors = [line for line in said if "error" in line]
     assert all("this server is shutting down" in line for line in errors), errors
     assert errors or "closed" in said
+
+
+def test_of_two_servers_that_start_at_once_the_second_is_refused_before_it_loads(demo: tuple[Any, Any]) -> None:
+    with closing(bind("127.0.0.1", 0)) as loading:
+        port = loading.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port={port}: cannot listen there: .*in use"):
+            bind("127.0.0.1", port)
+    with served(*demo) as first:
+        client = first.http()
+        assert client.get("/health").status_code == 200  # a connection that the server closes, and the client not yet
+        port = int(first.url.rpartition(":")[2])
+    bind("127.0.0.1", port).close()
+    client.close()
 
 
 def test_a_signal_that_comes_before_the_loop_ends_it(demo: tuple[Any, Any]) -> None:

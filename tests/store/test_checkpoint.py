@@ -136,6 +136,10 @@ def test_a_config_that_claims_more_than_there_is_is_refused(
 
 
 def test_other_formats_are_named(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()  # as GGUF files come from the hub: beside them lies no config
+    with pytest.raises(CheckpointError, match=r"found model\.gguf, a file to give itself"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "model.gguf").unlink()
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"no model\.safetensors and no model"):
         Checkpoint.open(tmp_path)

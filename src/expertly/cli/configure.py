@@ -167,7 +167,7 @@ def observed_in(args: ConfigureOptions, memories: Sequence[str]) -> Configurator
     timing, times, notes = times_by(hardware, geometry, dense)
     schedule = make_schedule(trace, Selection(split=args.split, seed=args.seed or 0))
     spans = first_rows(schedule.training or schedule.test, args.tokens)
-    with progress_bar(unit="row") as progress:
+    with progress_bar("rows") as progress:
         tell = None if progress is None else partial(progress, "learning")
         rates = rates_of_trace(trace, spans, tell)
     if not trace.is_complete:

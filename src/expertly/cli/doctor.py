@@ -265,7 +265,7 @@ def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: Tex
     else:
         profile, _ = examine(folder, Effort(), say_what_is_measured())
         profile.write(out)
-    with progress_bar(unit="runs") as bar:
+    with progress_bar("runs") as bar:
         progress = None if bar is None else lambda done, total: bar("simulating", done, total)
         hardware = measured_hardware(profile, None if bar is None else bar.in_bytes)
         free, memory = available_host_nbytes(), args.total_memory

@@ -102,4 +102,4 @@ def _help_all() -> inspect.Parameter:
             raise typer.Exit
 
     how: dict[str, Any] = {"is_eager": True, "expose_value": False, "callback": show, "help": "Show every option."}
-    return _keyword("help_all", typer.Option(False, "--help-all", **how), bool)
+    return _keyword("help_all", typer.Option(False, "--help-all", metavar="", **how), bool)

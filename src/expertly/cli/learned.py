@@ -274,7 +274,7 @@ def _matrices(args: LearnedBuildOptions, trace: Trace, spans: list[RowRange]) ->
 
 def _histories(trace: Trace, spans: list[RowRange], wants: Collection[Want]) -> Iterator[History]:
     num_rows, total = 0, sum(span.num_rows for span in spans)
-    with progress_bar(unit="row") as progress:
+    with progress_bar("rows") as progress:
         for rows in histories(trace, spans, wants):
             yield rows
             num_rows += len(rows.requests)

@@ -31,6 +31,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Column as TableColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -50,14 +51,14 @@ def message(text: str) -> None:
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """The text with lines broken between words, where the stream is a terminal and narrower than they are. A line that
-    ends in a command to copy stays whole.
+    """The text with lines broken between words, and rules of tables cut, where the stream is a terminal and narrower
+    than they are. A line that ends in a command to copy stays whole.
     """
     if not stream.isatty():
         return text
     width = max(40, shutil.get_terminal_size().columns)
     how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-    lines = text.split("\n")
+    lines = (line[:width] if line.startswith("──") else line for line in text.split("\n"))
     return "\n".join(line if ": expertly " in line else textwrap.fill(line, width, **how) for line in lines)
 
 
@@ -106,7 +107,7 @@ class _AmountColumn(ProgressColumn):
     """How much is done of how much; for bytes also how fast."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(TableColumn(no_wrap=True))
         self._nbytes, self._speed = DownloadColumn(binary_units=True), TransferSpeedColumn()
 
     def render(self, task: Task) -> Text:
@@ -153,9 +154,14 @@ Column = tuple[str, Callable[[Any], str]]
 
 def figures_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
     """A table with a row for each dictionary of figures; `columns` maps headers to figures. An unknown figure is "-";
-    an empty dictionary leaves an empty row.
+    an empty dictionary leaves an empty row. On a narrow terminal names of systems take several lines.
     """
-    return table(list(columns), [cells(row, columns.values()) if row else [""] * len(columns) for row in rows])
+    lines = [cells(row, columns.values()) if row else [""] * len(columns) for row in rows]
+    if "system" not in columns or sys.__stdout__ is None or not sys.__stdout__.isatty():
+        return table(list(columns), lines)
+    others = sum(2 + max(map(len, column)) for column in zip(columns, *lines, strict=True) if column[0] != "system")
+    width = max(shutil.get_terminal_size().columns, others + 12)  # else numbers would be cut
+    return table(list(columns), lines, width=width, folded="system")
 
 
 def cells(row: Mapping[str, Any], columns: Iterable[Column]) -> list[str]:

@@ -47,7 +47,9 @@ class PackOptions:
     )
     list: bool = option(False, "show the stores in the cache folder")
     remove: str | None = option(None, "remove a store from the cache folder", metavar="NAME")
-    verify: Path | None = path_option(None, "read a whole store and compare its checksums", "DIR")
+    verify: Path | None = path_option(
+        None, "read a whole store, in a folder or of that name in the cache, and compare its checksums", "DIR"
+    )
     json: bool = json_flag()
 
 
@@ -143,7 +145,7 @@ def _remove(name: str, is_json: bool) -> int:
 
 
 def _verify(folder: Path, is_json: bool) -> int:
-    store = PackedStore.open(folder)
+    store = PackedStore.open(folder if folder.exists() else cache.stores_folder() / folder)
     with progress_bar() as bar:
         store.verify(full=True, progress=None if bar is None else lambda done, total: bar("verifying", done, total))
     if is_json:

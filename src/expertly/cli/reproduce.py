@@ -34,7 +34,7 @@ def run(args: ReproduceOptions) -> int:
     Asked.of(args).check(experiments)
     _check_out(args.out)
     results: list[Result] = []
-    with tempfile.TemporaryDirectory(prefix="expertly-") as scratch, progress_bar(unit="row") as progress:
+    with tempfile.TemporaryDirectory(prefix="expertly-") as scratch, progress_bar("rows") as progress:
         session = runner.Session(args, Path(scratch), progress, message)
         earlier = {} if args.reuse is None else session.earlier(args.reuse)
         found = session.results([one for one in experiments if one.name not in earlier], args.jobs)

@@ -100,7 +100,7 @@ def run(args: SimulateOptions) -> int:
     arrivals = None if args.arrivals is None else read_arrivals(args.arrivals)
     schedule = make_schedule(trace, selection, arrivals)
     timeline = contextlib.nullcontext() if args.chrome_trace is None else chrome_trace(args.chrome_trace)
-    with timeline as chrome, progress_bar(unit="row") as progress:
+    with timeline as chrome, progress_bar("rows") as progress:
         study = Study(
             trace,
             schedule,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
-from expertly.cli.output import message, print_json, table
+from expertly.cli.output import fitted, message, print_json, table
 from expertly.options import json_flag
 from expertly.policies.base import describe_options
 from expertly.policies.predictor.base import ALL_LAYERS
@@ -30,26 +32,30 @@ def run(args: SystemsOptions) -> int:
         systems = [_parts(system) | {"summary": system.summary} for system in SYSTEMS.values()]
         print_json({"systems": systems, "parts": _accepted(), "options": _options()})
         return 0
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
+    shown = [key for key in SHOWN if width >= 100 or key not in ("allocation", "prefetch")]
     rows = []
     for system in SYSTEMS.values():
         parts = _parts(system)
-        rows.append([system.name, *("-" if parts[key] is None else str(parts[key]) for key in SHOWN)])
-    print(table(("system", *SHOWN), rows))
-    print()
+        rows.append([system.name, *("-" if parts[key] is None else str(parts[key]) for key in shown)])
+    lines = [table(("system", *shown), rows), ""]
     for system in SYSTEMS.values():
-        others = ", ".join(f"{key}={getattr(system, key)}" for key in OTHERS if getattr(system, key) != _DEFAULTS[key])
-        print(f"{system.name}: {system.summary}{f' [{others}]' if others else ''}")
-    print()
-    print("Any but resident can be taken with other parts, NAME:KEY=VALUE:..., wherever a system is named:")
-    print("  --system fmoe:eviction=lru, --system lru:prediction=lookahead:distance=2, --system fmoe:semantic=no")
+        unlike = [key for key in PARTS if key not in shown and getattr(system, key) != _DEFAULTS[key]]
+        others = ", ".join(f"{key}={getattr(system, key)}" for key in unlike)
+        lines.append(f"{system.name}: {system.summary}{f' [{others}]' if others else ''}")
+    lines += ["", "Any but resident can be taken with other parts, NAME:KEY=VALUE:..., wherever a system is named:"]
+    lines.append(
+        "  --system fmoe:eviction=lru, --system lru:prediction=lookahead:distance=2, --system fmoe:semantic=no"
+    )
     for key, accepted in _accepted().items():
-        print(f"{key}: {', '.join(accepted) if accepted else 'a whole number from 1'}")
+        lines.append(f"{key}: {', '.join(accepted) if accepted else 'a whole number from 1'}")
     for part, registry in REGISTRIES.items():
         for name in registry:
             if options := describe_options(registry[name].options):
-                print(f"with {part}={name}:")
-                print("\n".join(f"  {option}: {text}" for option, text in options.items()))
-    print(f"{', '.join(REGISTRIES)}: or the dotted path of one of yours, KEY=MODULE.NAME (docs/extending.md)")
+                lines.append(f"with {part}={name}:")
+                lines += [f"  {option}: {text}" for option, text in options.items()]
+    lines.append(f"{', '.join(REGISTRIES)}: or the dotted path of one of yours, KEY=MODULE.NAME (docs/extending.md)")
+    print(fitted("\n".join(lines), sys.stdout))
     return 0
 
 

@@ -356,6 +356,7 @@ def _report(facts: dict[str, Any]) -> str:
     made = " ".join(part for part in (facts["created"], facts["command"]) if part)
     of = "all experts' probabilities" if facts["entropy_of"] == "probs" else "the chosen experts' weights"
     layers = [{**layer, "layer": index} for index, layer in enumerate(facts["layers"])]
+    layers.append({**facts["mean"], "layer": "mean"})
     growth = facts["mean"]["entropy_growth_bits"]
     lines = [
         _headline(facts),
@@ -366,8 +367,13 @@ def _report(facts: dict[str, Any]) -> str:
         _fields_table(facts["fields"]),
         "",
         f"entropy in bits, of {of}: of a token's routing, of a request's; share of demands that the most popular",
-        "experts serve; share of demands whose expert was needed at most so many tokens before:",
-        _layers_table([*layers, {**facts["mean"], "layer": "mean"}]),
+        "experts serve:",
+        _layers_table(
+            layers, _CHOSEN | {f"top {one}%": (f"top {one}", format_share) for one in layers[-1]["top_shares"]}
+        ),
+        "",
+        "share of demands whose expert was needed at most so many tokens before:",
+        _layers_table(layers, {str(one): (f"reuse {one}", format_share) for one in _REUSE_SHOWN} | _REUSE),
         "",
         "entropy of a request's first tokens, mean over layers and requests that are that long:",
         table(("tokens", *map(str, growth)), [("bits", *map(format_number, growth.values()))]),
@@ -387,24 +393,21 @@ _REUSE_SHOWN = (1, 4, 16, 64)
 """Reuse distances of which the table has columns; --json has more."""
 
 
-def _layers_table(layers: Sequence[dict[str, Any]]) -> str:
-    tops = layers[-1]["top_shares"]
-    columns: dict[str, Column] = {
-        "layer": ("layer", str),
-        "token": ("token_entropy_bits", format_number),
-        "request": ("request_entropy_bits", format_number),
-        "most": ("max_entropy_bits", format_number),
-        **{f"top {percent}%": (f"top {percent}", format_share) for percent in tops},
-        "top expert": ("top expert", str),
-        **{f"reuse <= {distance}": (f"reuse {distance}", format_share) for distance in _REUSE_SHOWN},
-        "median": ("p50", _distance),
-        "p99": ("p99", _distance),
-    }
-    return figures_table([layer | _spread(layer) for layer in layers], columns)
+def _layers_table(layers: Sequence[dict[str, Any]], columns: dict[str, Column]) -> str:
+    return figures_table([layer | _spread(layer) for layer in layers], {"layer": ("layer", str), **columns})
 
 
 def _distance(tokens: float) -> str:
     return f"{tokens:.1f}".removesuffix(".0")
+
+
+_CHOSEN: dict[str, Column] = {
+    "token": ("token_entropy_bits", format_number),
+    "request": ("request_entropy_bits", format_number),
+    "most": ("max_entropy_bits", format_number),
+    "top expert": ("top expert", str),
+}
+_REUSE: dict[str, Column] = {"median": ("p50", _distance), "p99": ("p99", _distance)}
 
 
 def _spread(layer: dict[str, Any]) -> dict[str, Any]:

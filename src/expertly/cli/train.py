@@ -57,7 +57,7 @@ def run(args: TrainPredictorOptions) -> int:
     trace = Trace.open(args.trace)
     identity = identity_of(args.model, trace)
     start = time.perf_counter()
-    with progress_bar(unit="step") as progress:
+    with progress_bar("steps") as progress:
         found = study(trace, args.split, options, progress)
     seconds = time.perf_counter() - start
     facts = found.as_dict()

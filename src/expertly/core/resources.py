@@ -30,12 +30,13 @@ def parse_memory(memory: str | int, whole_nbytes: int, field: str = "memory") ->
         return None
     match = _AMOUNT.fullmatch(str(memory))
     unit = match.group(2).lower() if match else None
+    accepted = 'accepted are a share ("25%"), an amount ("1.5GiB", "800MB") and "auto"'
     if match is None or (unit != "%" and unit not in _UNITS):
-        raise ConfigError(f'{field}={memory!r}: accepted are a share ("25%"), an amount ("1.5GiB", "800MB") and "auto"')
+        raise ConfigError(f"{field}={memory!r}: {accepted}")
     amount = float(match.group(1))
     nbytes = int(whole_nbytes * amount / 100) if unit == "%" else int(amount * _UNITS[unit])
     if nbytes < 1:
-        raise BudgetError(f"{field}={memory!r}: no memory at all; state at least one expert's bytes")
+        raise BudgetError(f"{field}={memory!r}: no memory at all; {accepted}")
     return nbytes
 
 

@@ -174,7 +174,14 @@ def divide(
         budgets = _split_over(geometries, amounts, request.staging)
         return Division(budgets, reason, beside, context, RoomBeside(room, beside))
     except BudgetError as error:
-        raise BudgetError(f"{error}; {reason}") from None
+        least, free = least_nbytes(geometries[0], request.staging), kind_of(targets[0]).available_nbytes(targets[0])
+        total = None if request.total is None else parse_memory(request.total, free, "total_memory")
+        if total is None or amounts[0] >= least:
+            raise BudgetError(f"{error}; {reason}") from None
+        enough = total + least - amounts[0] + beside.of_tokens(0, context) - room
+        raise BudgetError(
+            f"total_memory={request.total!r}: the least that works is about {-(-enough // 2**20)}MiB; {reason}"
+        ) from None
 
 
 def _divide_stated(

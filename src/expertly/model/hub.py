@@ -66,7 +66,7 @@ def hub_errors(name: str) -> Iterator[None]:
         yield
         return
     except HFValidationError:
-        reason = "not a hub id either (name or owner/name)"
+        reason = "not a hub id either (name or owner/name; a prompt stands behind the model)"
     except GatedRepoError:
         reason = "the hub has it, but wants you to accept its terms and log in (hf auth login)"
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):

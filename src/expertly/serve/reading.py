@@ -44,8 +44,12 @@ def check(model: type[Checked], value: object) -> Checked:
 
 
 def _from_pydantic(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = [str(part) for part in first["loc"] if not str(part).startswith(("function-", "tagged-"))]
+    every = error.errors(include_url=False, include_context=False, include_input=False)
+    outer, of_list = every[0]["loc"][:-1], ("function-", "tagged-", "list[", "constrained-")
+    first = every[0]
+    if first["loc"][-1:] == ("str",):  # of what may be a text or a list: the list's errors go deeper where it is one
+        first = max((one for one in every if one["loc"][: len(outer)] == outer), key=lambda one: len(one["loc"]))
+    path = [str(part) for part in first["loc"] if part != "str" and not str(part).startswith(of_list)]
     param = ".".join(path)[:200] or None
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
     return invalid(f"{param or 'the body'}: {first['msg']}", param, code)

@@ -117,6 +117,8 @@ def bind(host: str, port: int) -> socket.socket:
         found = socket.socket(family, kind, protocol)  # asyncio turns Nagle's algorithm off only where it is named
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
+        # Else two servers that start at once both get the port, and one fails after its model was loaded.
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"host={host!r}, port={port}: cannot listen there: {error}") from None
     return found
@@ -149,6 +151,8 @@ class ApiServer(uvicorn.Server):
         """See uvicorn."""
         self._loop = asyncio.get_running_loop()
         self._assembled.start()
+        for one in sockets or ():  # as connections inherit it, the next server gets the port at once
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
         self._spawn(self._assembled.view.keep_noting())
         self._announce()

@@ -54,8 +54,8 @@ class Checkpoint:
         """Read config, index and all headers. Raises CheckpointError naming the file and the problem."""
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder")
-        config = read_json_object(folder / "config.json", CheckpointError)
         weight_map = _weight_map(folder)
+        config = read_json_object(folder / "config.json", CheckpointError)
         names = sorted(set(weight_map.values())) if weight_map else [SINGLE_NAME]
         headers: dict[str, bytes] = {}
         tensors: dict[str, TensorRef] = {}

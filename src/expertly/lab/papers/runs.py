@@ -18,7 +18,7 @@ from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry
 from expertly.core.messages import Span
 from expertly.core.resources import parse_memory
-from expertly.core.units import format_nbytes
+from expertly.core.units import counted, format_nbytes
 from expertly.data import demo_predictor
 from expertly.lab.papers.findings import TAKEN, Check, Experiment, Finding, FindingTable
 from expertly.lab.papers.measured import Estimate, Floats
@@ -608,11 +608,11 @@ class Lab:
         requests = len({span.request for span in tests})
         parts.append(
             f"{sum(span.num_rows for span in tests)} tokens"
-            + f", {num} passes of decode,"
-            + (f" of {requests} requests" if requests > 1 else "")
-            + f", {len(runs.studies)} seeds from {self.seed}"
+            + f", {num} passes of decode"
+            + (f", of {requests} requests" if requests > 1 else "")
+            + f", {counted(len(runs.studies), 'seed')} from {self.seed}"
         )
-        parts.append(f"{learned} other requests learned from" if learned else "nothing learned")
+        parts.append(f"{counted(learned, 'other request')} learned from" if learned else "nothing learned")
         return "; ".join(parts)
 
 
