@@ -43,7 +43,8 @@ def random_call(dice: torch.Generator, num_tokens: int, top_k: int = 3) -> Seque
     [
         ("lru", "25%", 1, 100),
         ("lru", "45%", 4, 25),
-        ("expertly", "45%", 1, 100),
+        ("expertly", "30%", 1, 100),
+        ("lfu:admission=best", "30%", 4, 100),
         ("expertly-ahead", "45%", 4, 100),
         ("moe-infinity", "60%", 1, 100),
         ("resident", "100%", 1, 100),
@@ -53,11 +54,16 @@ def random_call(dice: torch.Generator, num_tokens: int, top_k: int = 3) -> Seque
 def test_tokens_and_decisions_are_the_same(
     system: str, memory: str, segments: int, share: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With kernels that take much longer than copies: an eviction overwrites nothing that a queued kernel reads, which
+    the accelerator checks.
+    """
     case, found = cases["qwen3_moe"], []
     options = {"predict": "inline"} if system in ("expertly-ahead", "moe-infinity") else {}
     for most_tokens in (4, 0):
         monkeypatch.setattr(compute, "_EARLY_TOKENS", most_tokens)
-        made, _ = put_in_place(monkeypatch, share), put_slot_kernels(monkeypatch)
+        accelerator = Accelerator(Link(1e10, 0, 0), host_ns=100)
+        made = put_in_place(monkeypatch, share, lambda accelerator=accelerator: accelerator)  # type: ignore[misc]
+        put_slot_kernels(monkeypatch, accelerator, span_ns=50_000)
         with loaded(case.store, memory=memory, system=system, segments=segments, **options) as model:
             for _ in range(2):
                 assert generate(model, case.prompts) == case.tokens
@@ -77,9 +83,6 @@ def test_tokens_and_decisions_are_the_same(
 def test_random_choices_are_computed_as_without_an_accelerator(
     family: str, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels that take much longer than copies, and any number of tokens: an eviction overwrites nothing that a kernel
-    which is queued reads, which the accelerator checks.
-    """
     dice, luck = torch.Generator().manual_seed(5), random.Random(5)
     calls = [random_call(dice, luck.choice([1, 1, 1, 2, 4, 5])) for _ in range(60)]
     outputs: list[list[torch.Tensor]] = []
