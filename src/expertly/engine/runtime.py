@@ -144,6 +144,7 @@ class Engine:
                 raise
         self._info = info
         self._trail.clear()
+        self._unseen.clear()
         if self.observer is not None:
             self.observer.begin_iteration(info)
         if self.threads is not None:
@@ -327,6 +328,9 @@ class _Unseen:
         self._layers: list[tuple[int, torch.Tensor, Any, Any]] = []
         self._copy: tuple[torch.Tensor, Any] | None = None
 
+    def clear(self) -> None:
+        self._layers, self._copy = [], None
+
     def add(self, layer: int, ids: torch.Tensor, begin: Any, end: Any) -> None:
         """ids [T, K], on the device; stamps before and behind the layer."""
         self._layers.append((layer, ids, begin, end))
@@ -342,7 +346,7 @@ class _Unseen:
         if self._copy is None:
             return []
         (every, mark), layers = self._copy, self._layers
-        self._layers, self._copy = [], None
+        self.clear()
         device.reach(mark)
         parts = every.split([ids.numel() for _, ids, *_ in layers])
         both = zip(layers, parts, strict=True)
