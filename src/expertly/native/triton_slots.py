@@ -2,7 +2,8 @@
 
 `_inner_kernel` makes the activations of every span into a scratch; `_down_kernel` sums an expert's down rows over its
 spans. `_combine_kernel` weighs and sums experts' outputs. A plan tells a launch which slots and rows to use: one list
-of numbers, copied to the device asynchronously. Nothing here makes the host wait.
+of numbers, copied to the device asynchronously, or made there by `_find_kernel` while the host does not know yet which
+experts are chosen. Nothing here makes the host wait.
 
 Memory traffic: each byte of a span is read once, whatever the number of tokens: two thirds of them (gate and up) by the
 first kernel, the rest by the second. What else moves is a token's H inputs and I activations for each program, out of
