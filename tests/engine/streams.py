@@ -187,6 +187,11 @@ class Accelerator(LateValues, Clock):
         self.join()
         return values.as_subclass(torch.Tensor)
 
+    def wait_for(self, mark: Any) -> None:
+        self.num_synchronised += 1
+        self._run_until(max(self.now_ns, mark[0].at_ns))
+        self.reach(mark)
+
     def to_device(self, values: torch.Tensor) -> torch.Tensor:
         """Behind the copy that the link makes now."""
         under_way = [one.end_ns for one in self.copied[-100:] if one.begin_ns <= self.now_ns < one.end_ns]
@@ -284,6 +289,10 @@ class LateStreams(LateValues):
     def to_host(self, values: torch.Tensor) -> torch.Tensor:
         self.num_synchronised += 1
         return values
+
+    def wait_for(self, mark: Any) -> None:
+        self.num_synchronised += 1
+        self.reach(mark)
 
     def to_device(self, values: torch.Tensor) -> torch.Tensor:
         return values.clone()

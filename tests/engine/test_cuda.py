@@ -28,6 +28,7 @@ from expertly.store.packed import PackedStore
 from tests.engine.conftest import Cases
 from tests.engine.disk import Disk
 from tests.engine.observe import loaded, open_files, reader_threads
+from tests.engine.slot_kernels import put_slot_kernels
 from tests.engine.streams import Accelerator, LateStreams, ManualStreams, Mark, OnDevice, put_in_place
 from tests.engine.test_compute import TOLERANCE, reference_calls, relative_error, run, scatter, watch_spans
 from tests.families import HIDDEN_SIZE, INTERMEDIATE_SIZE, generate
@@ -100,6 +101,7 @@ def test_a_copy_waits_for_the_last_use_of_each_slot_it_overwrites(
         assert num_reused > 50
 
 
+@pytest.mark.parametrize("kernels", ["torch", "over slots"])
 @pytest.mark.parametrize(
     ("system", "segments"),
     [
@@ -114,11 +116,15 @@ def test_a_copy_waits_for_the_last_use_of_each_slot_it_overwrites(
     ],
 )
 def test_no_system_changes_a_token_on_an_accelerator(
-    system: str, segments: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
+    system: str, segments: int, kernels: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Garbage is in a slot until its copy was waited for; torch computes, as on a device that is no processor."""
+    """Garbage is in a slot until its copy was waited for; torch computes, as on a device that is no processor. With
+    kernels over slots, systems that compute at once begin before the choice is known.
+    """
     monkeypatch.setenv(VARIABLE, "torch")
     case, made = cases["qwen3_moe"], put_in_place(monkeypatch)
+    if kernels == "over slots":
+        put_slot_kernels(monkeypatch)
     with loaded(case.store, memory="45%", system=system, segments=segments, predict="inline") as model:
         for _ in range(3):
             assert generate(model, case.prompts) == case.tokens
@@ -127,6 +133,8 @@ def test_no_system_changes_a_token_on_an_accelerator(
         if handle(model).engine.prefetching is not None:
             assert stats["phases"]["decode"]["prefetched"] > 0
         assert stats["synchronisations_per_pass"] == len(stats["layers"]) + 2, "a layer's choice; NaN in stack and head"
+        computes_at_once = system in ("moe-infinity", "expertly-ahead", "fmoe", "promoe", "adapmoe")
+        assert (stats["kernels"]["early"] > 0) == (computes_at_once and kernels == "over slots")
         configuring = handle(model).engine.executor.shards[0].configuring
         if configuring is not None:
             times = {one for of_layer in configuring.times._spans for some in of_layer.values() for one in some}

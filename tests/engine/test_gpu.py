@@ -155,7 +155,20 @@ def test_few_tokens_are_the_kernels_over_slots(segments: int, dtype: str, cases:
             error = relative_error(run(model, on_device).cpu(), call.output)
             assert error < TOLERANCE[call.hidden.dtype], f"layer {call.layer}, {len(call.index)} tokens"
         told = expertly.stats(model).as_dict()["kernels"]
-        assert told["native"] > 0 and told["torch"] == 0
+        assert told["native"] > told["early"] > 0 and told["torch"] == 0
+
+
+def test_no_layer_waits_where_all_experts_are_resident(cases: Cases) -> None:
+    pytest.importorskip("triton", reason="torch waits for the choice")
+    case = cases["qwen3_moe"]
+    expected = reference_of(case)
+    with loaded(case, system="resident", memory="100%") as model:
+        assert_same(model, case, expected)
+        stats = expertly.stats(model).as_dict()
+        phases, num_layers = stats["phases"], len(stats["layers"])
+        assert stats["kernels"]["early"] == phases["decode"]["hits"] > 0
+        prefill, decode = (phases[phase]["iterations"] for phase in ("prefill", "decode"))
+        assert stats["synchronisations"] <= 2 * (prefill + decode) + num_layers * prefill
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])

@@ -32,6 +32,7 @@ def test_the_fastest_is_taken() -> None:
         "why": "the fastest of this processor",
         "native": 0,
         "torch": 0,
+        "early": 0,
         "attention": 0,
     }
 

@@ -145,10 +145,10 @@ class Layer:
         assert out[-1].isnan().all(), "nothing else is written"
 
 
-def layer_of(dtype: torch.dtype, activate: Callable[..., torch.Tensor], **more: Any) -> Layer:
+def layer_of(dtype: torch.dtype, activate: Callable[..., torch.Tensor], num_experts: int = 2, **more: Any) -> Layer:
     matrices = 2 if activate is ungated else 3
     dice = torch.Generator().manual_seed(3)
-    return Layer((torch.randn(2, 40, matrices, 72, generator=dice) / 6).to(dtype), activate, **more)
+    return Layer((torch.randn(num_experts, 40, matrices, 72, generator=dice) / 6).to(dtype), activate, **more)
 
 
 @interpreted
@@ -158,6 +158,36 @@ def test_experts_in_slots(segments: int, num_tokens: int) -> None:
     """Sizes that are no whole blocks of a program; parts that come in several calls."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         layer_of(dtype, gated, segments=segments).check(num_tokens)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("num_tokens", "ids_dtype"), [(1, torch.int64), (4, torch.int32)])
+def test_experts_that_the_device_finds(num_tokens: int, ids_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """Of three experts the second has no slots: others' outputs are there, and zeros of what is no expert. The rest may
+    come by the same call.
+    """
+    layer = layer_of(dtype, gated, num_experts=3)
+    spans = [layer.span(0, 0), None, layer.span(2, 0)]
+    ids = torch.tensor([[2, 1, 0, 3], [0, 2, 2, -1], [1, 1, 1, 1], [3, 0, 1, 2]], dtype=ids_dtype)[:num_tokens]
+    x = torch.randn(num_tokens, 72, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out = torch.full((ids.numel(), 72), torch.nan, dtype=dtype)
+    call = layer.products.begin(x, out)
+    assert isinstance(call, SlotCall)
+    call.find(ids, spans)
+    chosen = [(row, row // 4, expert) for row, expert in enumerate(ids.flatten().tolist())]
+    missing = [(row, token) for row, token, expert in chosen if expert == 1]
+    assert all(out[row].isnan().all() for row, _ in missing), "nothing is written"
+    call.add([(layer.span(1, 0), [token for _, token in missing], [row for row, _ in missing])])
+    for row, token, expert in chosen:
+        if expert in (-1, 3):
+            assert (out[row] == 0).all()
+        else:
+            error = relative_error(out[row], layer.exact(x[token : token + 1], expert)[0])
+            assert error < {torch.bfloat16: 4e-3, torch.float32: 2e-6}[dtype]
+    tables = [layer.products.table(some) for some in (list(spans), [None, *spans[1:]], [None, *spans[1:]])]
+    assert [int(table[0]) for table in tables] == [spans[0].slot if spans[0] else 0, -1, -1]
+    assert tables[1] is tables[2], "it is copied when it has changed"
 
 
 @interpreted
@@ -289,7 +319,24 @@ def test_tokens_are_the_references(
         devices[0].tier.check()
         stats = expertly.stats(model).as_dict()
         assert stats["kernels"]["native"] > 0 and stats["kernels"]["torch"] == 0
+        assert 0 < stats["kernels"]["early"] < stats["kernels"]["native"]
         assert stats["synchronisations_per_pass"] == len(stats["layers"]) + 2  # the two checks for NaN of a pass
+
+
+@interpreted
+def test_nobody_waits_for_layers_whose_experts_are_resident(
+    families: Cases, triton_everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, devices = families["qwen3_moe"], put_in_place(monkeypatch)
+    with loaded(case.store, memory="100%", system="resident") as model:
+        assert generate(model, case.prompts) == case.tokens
+        torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
+        stats = expertly.stats(model).as_dict()
+        decode, num_layers = stats["phases"]["decode"], len(stats["layers"])
+        assert stats["kernels"]["early"] == decode["hits"] > 0 == decode["misses"]
+        num_prompts = stats["phases"]["prefill"]["iterations"]
+        waited = devices[0].stats()["synchronisations"]
+        assert waited == 2 * (num_prompts + decode["iterations"]) + num_layers * num_prompts
 
 
 def make_fp8(folder: Path) -> Path:
@@ -332,7 +379,14 @@ def calls_of(model: Any) -> Sequence[Call]:
 
 # -- the compiler ------------------------------------------------------------------------------------------------------
 
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
 LEAST_SHARED_NBYTES = 99 << 10
 """That a program may take on every card from sm_80 on: an RTX 3090's."""
 
@@ -380,4 +434,5 @@ def test_every_kernel_compiles(form: str, capability: int, monkeypatch: pytest.M
             x, out = torch.zeros(n, 2048, dtype=dtype), torch.zeros(n, 2048, dtype=dtype)
             SlotCall(layer, x, out).add([(Span(0, 0, 0, n, 0), range(n), range(n))])  # of one token in part
             kernels.combine(out, torch.zeros(n, 1))
-    assert seen == {"_inner_kernel", "_down_kernel", "_combine_kernel"}
+            SlotCall(layer, x, out).find(torch.zeros(n, 1, dtype=torch.int64), [Span(0, 0, 0, 2, 0)])
+    assert seen == {"_inner_kernel", "_down_kernel", "_combine_kernel", "_find_kernel"}

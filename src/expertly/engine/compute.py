@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from expertly.formats import expert_format
 from expertly.native.activations import recognise
 from expertly.native.kernels import MANY_TOKENS, NO_DOWN, TASK_TOKENS, ExpertProducts, Kernels, Work
 
+if TYPE_CHECKING:
+    from expertly.native.triton_slots import SlotCall
+
 _FIRST = (0,)
 
 _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
@@ -30,6 +33,11 @@ _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
 
 _MAX_ROWS = 256
 """Tokens of a prompt for which torch computes an expert at a time on a CPU: more would not be quicker."""
+
+_EARLY_TOKENS = 4
+"""Most tokens of a layer that begins before the host knows its experts: each choice reads its expert's weights, from
+the device's cache where several tokens made it.
+"""
 
 _PART_NBYTES = 2 << 20
 """Of weights that are decoded for a prompt at a time on a CPU, with what is computed from them; a block at least."""
@@ -60,6 +68,20 @@ class Dispatch:
     rows: dict[int, torch.Tensor] | None  # expert -> rows [n], in the host's memory; None for a single token
     positions: dict[int, int] | None  # expert -> row, for a single token
     places: dict[int, slice] | None = None  # expert -> where its rows are in the outputs; None: at their numbers
+
+
+@dataclass(slots=True)
+class Early:
+    """A layer's call that began before the host knew which experts are chosen."""
+
+    outputs: torch.Tensor
+    slots: SlotCall
+    spans: list[Span | None]
+    """Of each expert: where kernels that are queued use it, if a token chose it; None: they do not."""
+    choice: tuple[torch.Tensor, Any] | None
+    """The chosen ids [T, K], which are in host memory once this mark is reached; None: every expert was there, and the
+    host can wait for them as long as it likes.
+    """
 
 
 @dataclass(slots=True)
@@ -163,6 +185,27 @@ class LayerCompute:
     def is_native(self, x: torch.Tensor) -> bool:
         """Whether they take such inputs [n, H] of one expert."""
         return x.shape[0] <= self.max_tokens and x.dtype == self.dtype
+
+    def can_begin_early(self, num_tokens: int) -> bool:
+        """Whether it computes so many tokens before the host knows their experts."""
+        return self.slots is not None and num_tokens <= _EARLY_TOKENS
+
+    def begin_early(
+        self,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        spans: list[Span | None],
+        choice: tuple[torch.Tensor, Any] | None,
+    ) -> Early:
+        """Queue what computes those of the chosen experts `ids` [T, K] that have one of `spans`, which are by expert.
+        Only where it `can_begin_early`.
+        """
+        hidden = hidden if hidden.dtype == self.dtype else hidden.to(self.dtype)
+        outputs = hidden.new_empty(ids.numel(), hidden.shape[1])
+        call = None if self.slots is None else self.slots.begin(hidden, outputs)
+        assert call is not None, "few tokens are theirs"
+        call.find(ids, spans)
+        return Early(outputs, call, spans, choice)
 
     # -- the compiled products ---------------------------------------------------------------------------------
 
@@ -317,16 +360,22 @@ class LayerCompute:
 class LayerCall:
     """One call of a layer: its outputs [rows, H], filled span by span. `hidden` [T, H] is on the layer's device."""
 
-    def __init__(self, compute: LayerCompute, work: Dispatch, hidden: torch.Tensor) -> None:
+    def __init__(self, compute: LayerCompute, work: Dispatch, hidden: torch.Tensor, early: Early | None = None) -> None:
+        """`early`: the call that this one goes on with."""
         self._compute = compute
         self.work = work
         self.hidden = hidden if hidden.dtype == compute.dtype else hidden.to(compute.dtype)
         self._partial: dict[int, PartialExpert] = {}
-        self.outputs = self.hidden.new_empty(work.num_rows, hidden.shape[1])
-        if not work.covers_all_rows:
-            self.outputs.zero_()
         self._there: dict[int, torch.Tensor] | None = None  # the rows of experts, where they are computed
-        self._slots = None if compute.slots is None else compute.slots.begin(self.hidden, self.outputs)
+        self._slots: SlotCall | None = None
+        if early is not None:
+            self.outputs, self._slots = early.outputs, early.slots
+        else:
+            self.outputs = self.hidden.new_empty(work.num_rows, hidden.shape[1])
+            if not work.covers_all_rows:
+                self.outputs.zero_()
+            if compute.slots is not None:
+                self._slots = compute.slots.begin(self.hidden, self.outputs)
         few = min(compute.max_tokens, TASK_TOKENS)
         is_short = hidden.shape[0] <= few and (work.positions is not None or compute.joins)
         self.takes_several = self._slots is not None or is_short

@@ -98,6 +98,7 @@ class CudaDevice:
         self.waits: list[tuple[Any, Any]] = []
         self.stamp, self.between_ns, self.to_host = streams.stamp, streams.between_ns, streams.to_host
         self.to_host_later, self.reach, self.to_device = streams.to_host_later, streams.reach, streams.to_device
+        self.wait_for = streams.wait_for
         self._streams = streams
         self._geometry = geometry
         sizes = class_segment_nbytes(geometry)
@@ -658,7 +659,7 @@ class CopyThread:
 class CudaStreams(CopyThread):
     """One stream that computes, whichever is current where a method is called, and one that copies, whose marks the
     thread waits for. Marks and stamps are events: `Any`, made and read only here. The forward thread waits in `block`,
-    `to_host` and `synchronize` alone.
+    `to_host`, `wait_for` and `synchronize` alone.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -702,8 +703,7 @@ class CudaStreams(CopyThread):
     def to_host(self, values: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, until the next call. The host waits for nothing but what makes these values."""
         here, done = self.to_host_later(values, _STAGED_IDS)
-        done.synchronize()
-        self.num_synchronised += 1
+        self.wait_for(done)
         return here
 
     def to_host_later(self, values: torch.Tensor, most: int = _STAGED_VALUES) -> tuple[torch.Tensor, Any]:
@@ -711,6 +711,11 @@ class CudaStreams(CopyThread):
         here = self._pinned(values, most)
         here.copy_(values, non_blocking=True)
         return here, self.mark_compute()
+
+    def wait_for(self, mark: Any) -> None:
+        """Wait for a mark, in the forward thread."""
+        mark.synchronize()
+        self.num_synchronised += 1
 
     def reach(self, mark: Any) -> None:
         """Wait for a mark of the compute stream, in any thread."""

@@ -88,11 +88,21 @@ class Device(Protocol):
         """Free threads, files and memory. Idempotent."""
 
 
-class HasHostTier(Protocol):
-    """What the host's processors need of a device behind which experts lie in RAM, to compute there."""
+class QueuedDevice(Device, Protocol):
+    """A device whose kernels run behind the host: `queues_uses`."""
 
-    torch_device: torch.device
-    waits: list[tuple[Any, Any]]
+    def to_host_later(self, values: torch.Tensor, /) -> tuple[torch.Tensor, Any]:
+        """A copy in host memory, which is there once this mark is reached; valid until the next of equal size."""
+
+    def reach(self, mark: Any, /) -> None:
+        """Wait for such a mark. Any thread may call it."""
+
+    def wait_for(self, mark: Any, /) -> None:
+        """The same, of the forward thread; counts as a synchronisation."""
+
+
+class HasHostTier(QueuedDevice, Protocol):
+    """What the host's processors need of a device behind which experts lie in RAM, to compute there."""
 
     def host_rows(self, layer: int) -> torch.Tensor:
         """The slots of the RAM, as `Device.rows` has those of the device."""
@@ -102,17 +112,8 @@ class HasHostTier(Protocol):
         reading raised. They stay while the RAM has room for all experts.
         """
 
-    def to_host_later(self, values: torch.Tensor, /) -> tuple[torch.Tensor, Any]:
-        """A copy in host memory, which is there once this mark is reached; valid until the next layer."""
-
-    def reach(self, mark: Any, /) -> None:
-        """Wait for such a mark. Any thread may call it."""
-
     def to_device(self, values: torch.Tensor, /) -> torch.Tensor:
         """A copy on the device, for kernels that are queued from now on. The host does not wait."""
-
-    def stamp(self) -> Any:
-        """As of `Device`."""
 
 
 class Handover:

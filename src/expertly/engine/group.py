@@ -20,7 +20,7 @@ from expertly.core.errors import EngineClosedError, TransferError
 from expertly.core.messages import Phase
 from expertly.core.observation import Began, Routed
 from expertly.core.placement import Placement, RouterSplit, Share
-from expertly.engine.compute import Dispatch, Part, part_of
+from expertly.engine.compute import Dispatch, Early, Part, part_of
 from expertly.engine.device import Handover, kind_of
 from expertly.engine.memory import shares_of
 from expertly.engine.reading import ExtentSource
@@ -140,8 +140,9 @@ class ShardGroup:
             remote.tell(-1)
 
     def run_layer(
-        self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None
+        self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None, early: Early | None = None
     ) -> tuple[torch.Tensor, Waits]:
+        assert early is None, "which devices compute is known with the choice"
         shares, num_here, layer = self.placement.shares, len(self.shards), work.router.layer
         lost = {num_here + number for number, remote in enumerate(self.remotes) if remote.problem is not None}
         routers = self._split(work.router, lost)

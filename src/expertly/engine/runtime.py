@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from expertly.core.messages import Phase, RouterRan, group_by_expert
 from expertly.core.observation import IterationInfo
 from expertly.core.resources import NUM_READERS, computing_threads, granted_cpus
 from expertly.engine.compute import Dispatch
-from expertly.engine.device import Device
+from expertly.engine.device import Device, QueuedDevice
 from expertly.native.kernels import Kernels
 from expertly.scheduler.scheduler import Scheduler
 
@@ -88,6 +88,11 @@ class Engine:
         self.num_decode_tokens = 0
         self._info: IterationInfo | None = None
         self._trail = _Trail()
+        (first, *_) = executor.shards
+        self._early = first if first is executor and first.begins_early else None
+        self._queued = cast(QueuedDevice, first.device)
+        """Of `_early`."""
+        self._unseen = _Unseen()
         self._is_closed = False
         self._is_stopped = False
         self._is_broken = False
@@ -139,6 +144,7 @@ class Engine:
                 raise
         self._info = info
         self._trail.clear()
+        self._unseen.clear()
         if self.observer is not None:
             self.observer.begin_iteration(info)
         if self.threads is not None:
@@ -146,6 +152,7 @@ class Engine:
 
     def check_output(self, hidden_states: torch.Tensor) -> None:
         """Raises NanError naming the layer that made the first NaN, where a row that is not padding has one."""
+        self._unseen.bring(self._queued)
         if not self._has_nan(hidden_states):
             return
         is_nan = hidden_states.isnan().any(dim=-1).reshape(-1).cpu()
@@ -169,6 +176,7 @@ class Engine:
     def end_iteration(self, ok: bool) -> None:
         if self.threads is not None:
             self.threads.end()
+        self._count_unseen()
         self.executor.settle()
         info, self._info = self._info, None
         if self.observer is not None:
@@ -213,13 +221,26 @@ class Engine:
             self.observer.router_ran(layer, hidden_states, top_k_index, top_k_weights)
         executor, prefetching = self.executor, self.prefetching
         begin = executor.stamp()
-        ids, num_experts = executor.to_host(top_k_index), executor.geometry.layers[layer].num_experts
-        work = dispatch(layer, ids, num_experts, self._info)
+        early = None
+        if self._early is not None:
+            is_seen = self._info is None or prefetching is not None or self.observer is not None
+            early = self._early.begin_early(layer, hidden_states, top_k_index, is_seen=is_seen)
+        if early is None:
+            ids = executor.to_host(top_k_index)
+        elif early.choice is not None:
+            ids, mark = early.choice
+            self._queued.wait_for(mark)
+        else:
+            result = combine(early.outputs, top_k_weights, hidden_states, executor.shards[0].kernels)
+            self._trail.add(layer, hidden_states, result)
+            self._unseen.add(layer, top_k_index, begin, executor.stamp())
+            return result
+        work = dispatch(layer, ids, executor.geometry.layers[layer].num_experts, self._info)
         try:
             routed = None
             if prefetching is not None:
                 routed = prefetching.router_ran(work.router, top_k_index, top_k_weights)
-            outputs, waits = executor.run_layer(work, hidden_states, routed)
+            outputs, waits = executor.run_layer(work, hidden_states, routed, early)
         except BaseException as error:
             self._abandon(error)
             if isinstance(error, OSError):
@@ -230,6 +251,20 @@ class Engine:
         phase = Phase.DECODE if True in work.router.is_decode else Phase.PREFILL
         executor.note_times(layer, phase, begin, executor.stamp(), waits)
         return result
+
+    def _count_unseen(self) -> None:
+        """Tell the scheduler what those layers chose that did not wait for it."""
+        shard, unseen = self._early, self._unseen.take(self._queued)
+        if shard is None or self._is_closed or self._is_broken or self._must_abandon:
+            return
+        try:
+            for layer, ids, begin, end in unseen:
+                router = dispatch(layer, ids, shard.geometry.layers[layer].num_experts, self._info).router
+                shard.count(router)
+                shard.note_times(layer, Phase.DECODE if True in router.is_decode else Phase.PREFILL, begin, end, [])
+        except BaseException as error:
+            self._abandon(error)
+            raise
 
     def stop(self) -> None:
         """From now on no layer begins: a pass that another thread runs fails at its next layer. Idempotent."""
@@ -282,6 +317,40 @@ class Engine:
         if self._must_abandon:
             self._abandon(KeyboardInterrupt())
             self._check_open()
+
+
+class _Unseen:
+    """The choices of a pass's layers that did not wait for them: every expert is resident, and there is nothing to
+    decide. They come to the host with what the pass waits for in any case.
+    """
+
+    def __init__(self) -> None:
+        self._layers: list[tuple[int, torch.Tensor, Any, Any]] = []
+        self._copy: tuple[torch.Tensor, Any] | None = None
+
+    def clear(self) -> None:
+        self._layers, self._copy = [], None
+
+    def add(self, layer: int, ids: torch.Tensor, begin: Any, end: Any) -> None:
+        """ids [T, K], on the device; stamps before and behind the layer."""
+        self._layers.append((layer, ids, begin, end))
+
+    def bring(self, device: QueuedDevice) -> None:
+        """Queue one copy for all: it is there when the host waits for something that is queued later."""
+        if self._layers and self._copy is None:
+            self._copy = device.to_host_later(torch.cat([ids.reshape(-1) for _, ids, *_ in self._layers]))
+
+    def take(self, device: QueuedDevice) -> list[tuple[int, torch.Tensor, Any, Any]]:
+        """All of them, with ids in host memory."""
+        self.bring(device)
+        if self._copy is None:
+            return []
+        (every, mark), layers = self._copy, self._layers
+        self.clear()
+        device.reach(mark)
+        parts = every.split([ids.numel() for _, ids, *_ in layers])
+        both = zip(layers, parts, strict=True)
+        return [(layer, part.view(ids.shape), begin, end) for (layer, ids, begin, end), part in both]
 
 
 class _Trail:

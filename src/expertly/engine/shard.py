@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Phase, Span
+from expertly.core.messages import Phase, RouterRan, Span
 from expertly.core.observation import Began, Routed
-from expertly.engine.compute import Dispatch, LayerCall, LayerCompute
+from expertly.engine.compute import Dispatch, Early, LayerCall, LayerCompute
 from expertly.engine.configuring import Configuring, StepTimes
-from expertly.engine.device import Device, HasHostTier, kind_of
+from expertly.engine.device import Device, HasHostTier, QueuedDevice, kind_of
 from expertly.engine.host import HostSide
 from expertly.native.kernels import Kernels, choose_kernels
 from expertly.scheduler.counters import LayerCounters
@@ -91,6 +91,9 @@ class Shard:
         self.remotes: Sequence[RemoteShard] = ()
         self._layers: list[LayerCompute] = []
         self._host: HostSide | None = None
+        self.begins_early = device.queues_uses and scheduler.computes_at_once and self.configuring is None
+        """Whether layers may begin before the host knows which experts are chosen: the device is a QueuedDevice."""
+        self._has_all = False
 
     @property
     def num_late(self) -> int:
@@ -132,6 +135,9 @@ class Shard:
         graph is captured).
         """
         self.device.begin()
+        if self.begins_early and not self._has_all:  # what lacks nothing evicts nothing
+            is_fixed = self.scheduler.split is None and not self.scheduler.allocation.is_online
+            self._has_all = is_fixed and None not in self.scheduler.slots.whole
         if self.configuring is not None:
             now = self.device.stamp()
             self.moments.note(now, now, [], self.configuring.times.begin)
@@ -147,22 +153,54 @@ class Shard:
         """Whether the predictor is to see this pass; a prefetch gate may say no."""
         return self.scheduler.gate is None or self.scheduler.gate.observes
 
+    def begin_early(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, *, is_seen: bool) -> Early | None:
+        """Queue what computes the chosen experts `ids` [T, K] that are resident, on hidden states [T, H], before the
+        host knows the choice, which `run_layer` needs to go on; None where this layer does not begin early. Where all
+        experts stay resident and nobody looks at the choice (`is_seen`), the layer is complete: see `count`.
+        """
+        compute = self._layers[layer]
+        if not compute.can_begin_early(len(hidden)):
+            return None
+        first = self.geometry.first_expert_id(layer)
+        spans = self.scheduler.slots.whole[first : first + self.geometry.layers[layer].num_experts]
+        if not any(spans):
+            return None
+        choice = None
+        if is_seen or not self._has_all:  # queued before the kernels, the copy does not wait for them
+            choice = cast(QueuedDevice, self.device).to_host_later(ids)
+        return compute.begin_early(hidden, ids, spans, choice)
+
+    def count(self, router: RouterRan) -> None:
+        """Count what a layer chose that was complete early."""
+        self._found(router.experts)
+        run_layer(self.scheduler, self.device, router, lambda spans: None, together=True)
+
+    def _found(self, experts: Sequence[int]) -> None:
+        self.kernels.num_early += len(experts)
+        self.kernels.num_native += len(experts)
+
     def run_layer(
-        self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None
+        self,
+        work: Dispatch,
+        hidden: torch.Tensor,
+        routed: Callable[[], Routed] | None,
+        early: Early | None = None,
     ) -> tuple[torch.Tensor, Waits]:
         """Run a layer's experts on hidden states [T, H], which are on this device. Returns outputs [T * K, H] by row
         (of a share of the layer, in the order of `work`) and the waits for transfers. `routed` is the observation of
-        the router; None: the predictor sees nothing.
+        the router; None: the predictor sees nothing. `early`: how the layer began.
 
         Raises TransferError or OSError when bytes could not be brought; call `abandon` then.
         """
         device, router = self.device, work.router
         device.waits = []
-        call = LayerCall(self._layers[router.layer], work, hidden)
+        call = LayerCall(self._layers[router.layer], work, hidden, early)
         if self.configuring is not None:
             self._run_measured(call, work, routed, self.configuring.times)
             return call.outputs, device.waits
         compute = _using(device, call.compute) if device.queues_uses else call.compute
+        if early is not None:
+            compute = self._without(early, router.experts, compute)
         host, together = self._host, call.takes_several
         if host is not None:
             host.call = call
@@ -170,6 +208,22 @@ class Shard:
         if host is not None:
             host.call = None  # its tensors may be large
         return call.outputs, device.waits
+
+    def _without(
+        self, early: Early, experts: Sequence[int], compute: Callable[[Sequence[Span]], None]
+    ) -> Callable[[Sequence[Span]], None]:
+        """`compute` of what was not computed early. Nothing has been decided since: those slots are still in use."""
+        found = {span for expert in experts if (span := early.spans[expert]) is not None}
+        self._found([span.expert for span in found])
+        for span in found:
+            self.device.used(span)
+
+        def rest(spans: Sequence[Span]) -> None:
+            left = [span for span in spans if span not in found]
+            if left:
+                compute(left)
+
+        return rest
 
     def _run_measured(
         self, call: LayerCall, work: Dispatch, routed: Callable[[], Routed] | None, times: StepTimes

@@ -53,6 +53,8 @@ _BOOLEAN = 3
 Work = tuple[Span, Sequence[int], Sequence[int]]
 """A span, the rows of its expert's inputs, and those of its outputs."""
 
+_COUNTS = ("native", "early", "torch", "attention")
+
 _FAILED = "a compiled product"
 
 _INT, _LONG, _ADDRESS = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
@@ -207,6 +209,7 @@ class Kernels:
         """
         self.max_threads = granted_cpus()
         self.num_native = 0  # experts, or parts of one, that were computed by the compiled products, or Triton's
+        self.num_early = 0  # of these, before the host knew that they were chosen
         self.num_torch = 0  # the same by torch: prompts, mostly
         self.num_attention = 0  # layers' attentions that were computed by the compiled kernels
 
@@ -230,8 +233,7 @@ class Kernels:
         return None
 
     def facts(self) -> dict[str, str | int]:
-        counts = {"native": self.num_native, "torch": self.num_torch, "attention": self.num_attention}
-        return {"name": self.name, "why": self.why, **counts}
+        return {"name": self.name, "why": self.why, **{name: getattr(self, f"num_{name}") for name in _COUNTS}}
 
     def dots(
         self,
@@ -633,5 +635,5 @@ def _of_accelerator() -> Kernels:
 
 def kernels_over(devices: Sequence[Kernels]) -> dict[str, str | int]:
     """What is told of a model: its first device's, with the counts of all."""
-    counts = {name: sum(getattr(one, f"num_{name}") for one in devices) for name in ("native", "torch", "attention")}
+    counts = {name: sum(getattr(one, f"num_{name}") for one in devices) for name in _COUNTS}
     return {**devices[0].facts(), **counts}

@@ -2,7 +2,8 @@
 
 `_inner_kernel` makes the activations of every span into a scratch; `_down_kernel` sums an expert's down rows over its
 spans. `_combine_kernel` weighs and sums experts' outputs. A plan tells a launch which slots and rows to use: one list
-of numbers, copied to the device asynchronously. Nothing here makes the host wait.
+of numbers, copied to the device asynchronously, or made there by `_find_kernel` while the host does not know yet which
+experts are chosen. Nothing here makes the host wait.
 
 Memory traffic: each byte of a span is read once, whatever the number of tokens: two thirds of them (gate and up) by the
 first kernel, the rest by the second. What else moves is a token's H inputs and I activations for each program, out of
@@ -315,6 +316,40 @@ def _down_kernel(
     tl.store(out + place, total.to(dtype), mask=is_there)
 
 
+@triton.jit(do_not_specialize=["num_experts"])
+def _find_kernel(
+    ids, slots, plan, out, num_experts, H: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A plan for each choice of `ids` [T * K] apart: of the whole expert where `slots` [E] has its first slot, of
+    nothing where that is -1. The output of what is no expert is zero.
+    """
+    row, num_rows = tl.program_id(0), tl.num_programs(0)
+    expert = tl.load(ids + row).to(tl.int32)
+    is_expert = (expert >= 0) & (expert < num_experts)
+    expert = tl.where(is_expert, expert, 0)
+    slot = tl.where(is_expert, tl.load(slots + expert), -1)
+    is_there = (slot >= 0).to(tl.int32)
+    span, of_expert = plan + row * _FIELDS, plan + (num_rows + row) * _FIELDS
+    tl.store(span, slot)
+    tl.store(span + 1, expert)
+    tl.store(span + 2, 0)
+    tl.store(span + 3, is_there * WIDTH)
+    tl.store(span + 4, row)
+    tl.store(span + 5, is_there)
+    tl.store(of_expert, expert)
+    tl.store(of_expert + 1, row)
+    tl.store(of_expert + 2, row + 1)
+    tl.store(of_expert + 3, row)
+    tl.store(of_expert + 4, is_there)
+    tl.store(of_expert + 5, _ENDS)
+    tl.store(plan + num_rows * 2 * _FIELDS + row, row // K)
+    tl.store(plan + num_rows * (2 * _FIELDS + 1) + row, row)
+    num_zeros = tl.where(is_expert, 0, H)
+    for begin in range(0, H, BN):
+        outputs = begin + tl.arange(0, BN)
+        tl.store(out + row * H + outputs, tl.zeros((BN,), out.dtype.element_ty), mask=outputs < num_zeros)
+
+
 @triton.jit
 def _combine_kernel(rows, weights, out, H: tl.constexpr, K: tl.constexpr, BN: tl.constexpr):
     """A token's BN outputs from the rows [K, H] of its experts: products in the wider type, as torch promotes them."""
@@ -368,6 +403,7 @@ class SlotProducts:
         self.num_segments, self.width = num_segments, geometry.intermediate_size
         self._rows, self._hidden, self._down_bias = rows, geometry.hidden_size, down_bias
         self._between = (activation.f, activation.g, *(*inner_bias, None, None)[:2])
+        self._table: tuple[Sequence[Span | None], torch.Tensor] | None = None
         form = expert_format(geometry.format) if geometry.format else None
         self._most = 512 // dtype.itemsize  # weights of a row that a program has at a time
         item = 1 if form is not None else dtype.itemsize
@@ -393,32 +429,39 @@ class SlotProducts:
         """A call of the layer, of hidden states [T, H] and for outputs [rows, H]; None: it has too many tokens."""
         return SlotCall(self, hidden, out) if len(hidden) <= MAX_TOKENS else None
 
+    def table(self, spans: Sequence[Span | None]) -> torch.Tensor:
+        """The first slot of each expert [E], -1 where there is no span, for kernels that are queued from now on."""
+        if self._table is None or spans != self._table[0]:
+            slots = [-1 if span is None else span.slot for span in spans]
+            self._table = spans, _to_device(slots, self._rows.device)
+        return self._table[1]
+
     def run(
         self,
         x: torch.Tensor,
         h: torch.Tensor,
         out: torch.Tensor,
         sums: torch.Tensor | None,
-        lists: Sequence[list[int]],
+        plan: torch.Tensor,
+        lengths: tuple[int, int, int],
         num_neurons: int,
         num_tokens: int,
     ) -> None:
-        """Queue both kernels. `lists`: spans, experts, rows of `x` [*, H] and of `h` [*, I], `out` and `sums` [*, H];
-        `num_neurons` and `num_tokens` are the most of a span and of an expert.
+        """Queue both kernels. `plan`: four lists of such lengths, the last twice: spans, experts, rows of `x` [*, H]
+        and of `h` [*, I], `out` and `sums` [*, H]. `num_neurons` and `num_tokens` are the most of a span and of an
+        expert.
         """
-        spans, experts, of_x, _ = lists
-        experts_at, x_at = len(spans), len(spans) + len(experts)
-        plan = _to_device([number for one in lists for number in one], x.device)
+        experts_at, x_at, rows_at = lengths[0], sum(lengths[:2]), sum(lengths)
         padded = 1 if num_tokens == 1 else 16 if num_tokens <= 16 else 32
         blocks = {"BT": padded, "BN": TILE_OUTPUTS}
         blocks["BK"] = max(_power_of_two(self._hidden, self._most // (1 if padded == 1 else 2)), self._inner["G"])
         grid = experts_at // _NUM_FIELDS, triton.cdiv(num_neurons, TILE_OUTPUTS)
-        numbers = x_at, x_at + len(of_x), x.stride(0)
+        numbers = x_at, rows_at, x.stride(0)
         _launch(_inner_kernel, grid, (self._rows, x, h, plan, *self._between, *numbers), self._inner | blocks, 4)
         blocks = {"BT": padded, "BN": _STRIP}
         blocks["BK"] = max(_power_of_two(num_neurons, self._most // 2), self._down["B"])
-        grid = len(experts) // _NUM_FIELDS, triton.cdiv(self._hidden, _STRIP)
-        args = self._rows, h, out, sums, plan, self._down_bias, experts_at, x_at + len(of_x)
+        grid = lengths[1] // _NUM_FIELDS, triton.cdiv(self._hidden, _STRIP)
+        args = self._rows, h, out, sums, plan, self._down_bias, experts_at, rows_at
         _launch(_down_kernel, grid, args, self._down | blocks, 8 if padded == 1 else 4)
 
 
@@ -465,7 +508,23 @@ class SlotCall:
             most_tokens = max(most_tokens, n)
         if self._num_left and self._sums is None:
             self._sums = self._out.new_empty(self._out.shape, dtype=torch.float32)
-        layer.run(self._hidden, self._scratch, self._out, self._sums, lists, most_neurons, most_tokens)
+        plan = _to_device([number for one in lists for number in one], self._out.device)
+        lengths = len(spans), len(experts), len(of_x)
+        layer.run(self._hidden, self._scratch, self._out, self._sums, plan, lengths, most_neurons, most_tokens)
+
+    def find(self, ids: torch.Tensor, spans: Sequence[Span | None]) -> None:
+        """Queue what uses the slots of those of the chosen experts `ids` [T, K] that have one of `spans`, which are by
+        expert and whole. Their outputs, row by row, and zeros of ids that are no expert, come by this call. The host
+        learns nothing: the caller counts.
+        """
+        layer, num_rows, (_, top_k) = self._layer, ids.numel(), ids.shape
+        lengths = num_rows * _NUM_FIELDS, num_rows * _NUM_FIELDS, num_rows
+        plan = torch.empty(sum(lengths) + num_rows, dtype=torch.int32, device=ids.device)
+        width = self._out.shape[1]
+        sizes = {"H": width, "K": top_k, "WIDTH": layer.width, "BN": _power_of_two(width, 1024)}
+        args = ids.contiguous(), layer.table(spans), plan, self._out, len(spans)
+        _launch(_find_kernel, (num_rows, 1), args, sizes, 1)
+        layer.run(self._hidden, self._scratch, self._out, None, plan, lengths, layer.width, 1)
 
 
 class TritonKernels(Kernels):

@@ -95,7 +95,9 @@ class Scheduler:
         self._running: RunningLayer
         self._takes_turns = order == "id" or self.finds_late
         self._always_decides = admission.weighs_scores or self._takes_turns or self.allocation.is_online
-        assert split is None or not (self._takes_turns or self.is_synchronous)
+        self.computes_at_once = not (self._takes_turns or self.is_synchronous)
+        """Resident experts are computed as soon as the router has chosen them, whatever else is to come."""
+        assert split is None or self.computes_at_once
         self.split = split
         """How many missing experts the host computes; None: none."""
         if self._takes_turns:
