@@ -81,11 +81,13 @@ class RunningLayer:
             for span in spans:
                 self.num_open -= span.num_segments
             return None
-        first = self._first_of[layer]
+        first, kept = self._first_of[layer], cache.partitions[layer].kept
         plan: Plan | None = None
         for span in spans:
             self.num_open -= span.num_segments
-            cache.free_staged(layer, first + span.expert, ((1 << span.num_segments) - 1) << span.segment)
+            eid, mask = first + span.expert, ((1 << span.num_segments) - 1) << span.segment
+            if mask & ~kept.get(eid, 0):
+                cache.free_staged(layer, eid, mask)
             if self.deferred:
                 loaded = Plan()
                 self._load_deferred(loaded, is_idle=not self.num_open)
