@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from expertly.cli.main import main
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry
+from expertly.core.messages import Span
 from expertly.engine.observe import Collector
 from expertly.hardware import machine, measure
 from expertly.lab.model_profile import TOKENS, ModelProfile, measure_model
@@ -118,6 +119,23 @@ def test_what_observing_and_prefetching_take_of_a_pass_is_measured(cases: Cases,
     compute = measure_model(model, seconds=0.5, tokens=(1,)).compute
     expertly.unload(model)
     assert 1_500_000 < compute.observe_ns < 3_500_000 < compute.prefetch_ns
+
+
+def test_spans_that_are_loaded_together_have_places_of_their_own(cases: Cases, monkeypatch: pytest.MonkeyPatch):
+    """A first read is compared with its checksum: two in one place would be told as damage."""
+    model, _ = expertly.load(str(cases["mixtral"].store), device="cpu", memory="60%", system="lru", staging_slots=3)
+    device, together = handle(model).engine.device, list[int]()
+
+    def submit(spans: Sequence[Span]) -> None:
+        together.append(len(spans))
+        assert len({span.slot for span in spans}) == len(spans)
+        original(spans)
+
+    original = device.submit
+    monkeypatch.setattr(device, "submit", submit)
+    profile = measure_model(model, seconds=0.2, tokens=(1,))
+    expertly.unload(model)
+    assert max(together) > 1 and profile.link.nbytes_per_s > 0
 
 
 @pytest.mark.parametrize("memory", ["100%", "9%"])

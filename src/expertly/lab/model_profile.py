@@ -501,11 +501,13 @@ class Measurement:
         return frames
 
     def _loads(self, num_spans: int, num_segments: int) -> list[Span]:
-        """Load spans of random experts into empty places; a place may be used twice, as nobody reads it."""
+        """Spans of random experts, to be loaded into empty places; fewer where there are not so many. None is used
+        twice: the first read of an expert is compared with its checksum, where it was read to.
+        """
         geometry, frames = self._geometry, self._free_frames()
         layers = torch.randint(geometry.num_layers, (num_spans,), generator=self._generator).tolist()
         experts = torch.randperm(self._layer.num_experts, generator=self._generator).tolist()
-        pairs = zip(layers, cycle(experts), cycle(frames), strict=False)
+        pairs = zip(layers, cycle(experts), frames, strict=False)
         return [Span(layer, expert, 0, num_segments, slot) for layer, expert, slot in pairs]
 
     def _link(self) -> None:
@@ -519,7 +521,7 @@ class Measurement:
                 for _ in loads:
                     backend.wait()
                 self._synchronise()
-                self._shots[n, size].append(time.perf_counter_ns() - start)
+                self._shots[len(loads), size].append(time.perf_counter_ns() - start)
 
     def _busy_link(self) -> None:
         """Compute an expert alone, and while spans are loading."""
