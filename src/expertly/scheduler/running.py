@@ -129,7 +129,7 @@ class RunningLayer:
             lacking: list[_Lacking] = []
             for position in missing:
                 eid = first + router.experts[position]
-                absent = slots.absent(eid)
+                absent = slots.full & ~(slots.resident[eid] | slots.in_flight[eid])
                 lacking.append((position, absent, absent & kept[eid]))
             self._bring(router, lacking, plan)
         else:
