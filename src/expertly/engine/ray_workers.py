@@ -33,10 +33,10 @@ except ImportError as error:
         "workers: Ray is not installed in this Python; `pip install 'expertly[ray]'` brings it"
     ) from error
 
-
 _STORE_NBYTES = 256 << 20
 """Shared memory of a cluster on this machine alone, for the rows of long prompts."""
 
+_THIS_MACHINE = "127.0.0.1"
 
 _users: set[object] = set()
 """Models with workers in a cluster that was started or joined here. Ray has one cluster a process."""
@@ -139,9 +139,6 @@ class RayWorker:
                     layers.send(answer).wait()
 
 
-_THIS_MACHINE = "127.0.0.1"
-
-
 def _address_beside(host: str) -> str:
     """This machine's address in the network of another's."""
     address: str = host if host == _THIS_MACHINE else ray.util.get_node_ip_address()
@@ -241,9 +238,8 @@ class _Layers:
 
     def __init__(self, connected: pair.Pair) -> None:
         self._pair = connected
-        self._on_way: deque[tuple[bool, pair.Sent]] = (
-            deque()
-        )  # whether it is answered; until an answer shows it arrived
+        # Whether each message is answered, and the message: it is held until an answer shows that it arrived.
+        self._on_way: deque[tuple[bool, pair.Sent]] = deque()
         self._num_asked = self._num_answered = 0
 
     def call(self, message: bytes) -> Answer:
