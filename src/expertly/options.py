@@ -316,7 +316,7 @@ class LoadOptions:
         for name in ("placement", "worker_memory", "worker_deadline"):
             value = getattr(self, name)
             if self.workers is None and value != LOAD_OPTIONS[name].default:
-                raise ConfigError(f"{name}={str(value)!r}: is of workers, of which there are none (option `workers`)")
+                raise ConfigError(f"{name}={str(value)!r}: only with the option `workers`")
         if not (isinstance(self.worker_deadline, int | float) and 0 < self.worker_deadline < math.inf):
             raise ConfigError(f"worker_deadline={self.worker_deadline!r}: must be a number of seconds above 0")
         for one in LOAD_OPTIONS.values():

@@ -17,12 +17,15 @@ import expertly
 from expertly.api import handle
 from expertly.core.errors import TransferError
 from expertly.engine import pair
+from expertly.engine.wire import Kind
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded
 from tests.families import generate
 from tests.tables import IS_FULL
 
 ray = pytest.importorskip("ray")
+
+from expertly.engine import ray_workers  # noqa: E402  (it needs Ray)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -47,7 +50,11 @@ def until_all_are_back(model: Any, case: Case) -> None:
         time.sleep(0.2)
 
 
-def test_killed_and_stopped_processes(cases: Cases) -> None:
+def test_killed_and_stopped_processes(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, plain = set[int](), ray_workers.RayPeer.ask
+    monkeypatch.setattr(
+        ray_workers.RayPeer, "ask", lambda peer, message: (asked.add(message[0]), plain(peer, message))[1]
+    )
     case = cases["gpt_oss"]
     settings = {"workers": 2, "memory": "25%", "worker_memory": "25%", "worker_deadline": 1.0}
     with loaded(case.store, **settings) as model:
@@ -67,6 +74,7 @@ def test_killed_and_stopped_processes(cases: Cases) -> None:
         os.kill(pids[1], signal.SIGCONT)
         until_all_are_back(model, case)
         assert workers_of(model)[1]["pid"] == pids[1], "the same process"
+        assert Kind.OPEN in asked and Kind.LAYER not in asked, "layers go over gloo, also to a worker that is back"
 
 
 def test_the_cluster_ends_with_the_last_model_that_uses_it(cases: Cases) -> None:
@@ -117,7 +125,7 @@ def test_workers_that_cannot_be_connected_are_called_through_ray(
     case = cases["qwen3_moe"]
     monkeypatch.setattr(pair.Pair, "accept", refused)
     with loaded(case.store, workers=1, memory="25%", worker_memory="25%", system="fmoe") as model:
-        assert "worker local-1: layers go by calls of Ray" in caplog.text and "refused" in caplog.text
+        assert "worker local-1: no connection over gloo (refused)" in caplog.text
         assert generate(model, case.prompts) == case.tokens
         assert workers_of(model)[0]["bytes_received"] > 0 and workers_of(model)[0]["drops"] == 0
 

@@ -216,7 +216,7 @@ class _Opening:
                 try:
                     layers = _Layers(pair.Pair.accept(meeting))
                 except ConnectionError as error:
-                    text = "worker %s: layers go by calls of Ray, which take 0.6 ms: it cannot be connected with: %s"
+                    text = "worker %s: no connection over gloo (%s); its layers go by slower calls of Ray"
                     logging.getLogger("expertly.workers").warning(text, self._peer.name, error)
             self._found.set_result((content, layers))
         except Exception as error:  # whatever it is: who waits is told

@@ -91,7 +91,7 @@ class Engine:
         (first, *_) = executor.shards
         self._early = first if first is executor and first.begins_early else None
         self._queued = cast(QueuedDevice, first.device)
-        """Of `_early`."""
+        """The device of `_early`; not used where that is None."""
         self._unseen = _Unseen()
         self._is_closed = False
         self._is_stopped = False
