@@ -16,8 +16,8 @@ from expertly.lab.papers import findings, moepic, recorded
 from expertly.lab.papers.findings import FAILS, Check, Experiment, Finding, Result, Told, Why
 from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import HITS, TPOT, TTFT
-from expertly.lab.papers.runner import Session, find_experiment
-from expertly.lab.papers.runs import Asked, CannotRun, Lab, batched, prompts_need
+from expertly.lab.papers.runner import Session, check_asked, find_experiment
+from expertly.lab.papers.runs import CannotRun, Lab, batched, prompts_need
 from expertly.lab.papers.settings import ReproduceOptions
 from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Schedule, Selection, make_schedule
@@ -135,10 +135,10 @@ def test_what_means_nothing_to_an_experiment_is_refused(
 ) -> None:
     result = run(quick_session(traces[:1], tmp_path, **given), name)
     assert result.verdict == "not run" and said in result.left_out[0]
-    asked = Asked.of(ReproduceOptions(**given))
+    options = ReproduceOptions(**given)
     with pytest.raises(ConfigError, match=f"means nothing to {name}"):
-        asked.check([find_experiment(name)])
-    asked.check([find_experiment(name), find_experiment("fmoe:9")])
+        check_asked(options, [find_experiment(name)])
+    check_asked(options, [find_experiment(name), find_experiment("fmoe:9")])
 
 
 def test_what_a_trace_lacks_is_modelled_and_all_else_stays(session: Session) -> None:
@@ -177,13 +177,13 @@ def test_what_learns_has_learned_from_other_requests_unless_it_is_online(lab: La
 
 def test_what_collects_requests_has_enough_to_learn_from(session: Session, lab: Lab, tmp_path: Path) -> None:
     """However few tokens are simulated."""
-    few = Lab(session.subjects[0], tmp_path, num_tokens=50)
+    few = Lab(session.subjects[0], tmp_path, ReproduceOptions(tokens=50))
     for schedule in few.schedules():
         assert len({span.request for span in schedule.training}) == 17, "all that there are"
 
 
 def test_every_seed_is_simulated_and_together_they_decode_what_is_asked_for(session: Session, tmp_path: Path) -> None:
-    lab = Lab(session.subjects[0], tmp_path, num_tokens=150)
+    lab = Lab(session.subjects[0], tmp_path, ReproduceOptions(tokens=150))
     runs = lab.runs("rtx3090")
     assert len(runs.studies) == 3
     tests = [{span.request for span in study.schedule.test} for study in runs.studies]
@@ -203,14 +203,14 @@ def test_a_trace_that_networks_learned_from_is_parted_as_it_was_for_them(session
     """Else other seeds would test requests that they know."""
     own = replace(session.subjects[0], learned_from=Selection(split=(7, 3), seed=5))
     known = {span.request for span in make_schedule(own.trace, Selection(split=(7, 3), seed=5)).training}
-    schedules = Lab(own, tmp_path).schedules()
+    schedules = Lab(own, tmp_path, ReproduceOptions()).schedules()
     assert all({span.request for span in one.training} == known for one in schedules)
     orders = [tuple(span.request for span in one.test) for one in schedules]
     assert len(set(orders)) == 3 and not known.intersection(*orders)
 
 
 def test_moepic_configures_anew_several_times_while_its_stand_in_is_measured(session: Session) -> None:
-    lab = Lab(moepic.made_up(moepic.STAND_IN, session._scratch / "mixtral", 0), session._scratch)
+    lab = Lab(moepic.made_up(moepic.STAND_IN, session._scratch / "mixtral", 0), session._scratch, ReproduceOptions())
     for schedule in lab.schedules():
         spans = [(one.first_row, one.first_row + one.num_rows) for one in schedule.test]
         assert sum(int((~lab.trace.rows("is_prefill", *span)).sum()) for span in spans) >= 3 * moepic.TAU
@@ -247,7 +247,7 @@ def test_means_are_of_the_requests_that_the_simulator_ran(lab: Lab) -> None:
 
 
 def test_another_seed_learns_from_and_tests_other_requests(session: Session, tmp_path: Path) -> None:
-    labs = [Lab(session.subjects[0], tmp_path, quick=True, seed=seed) for seed in (0, 1)]
+    labs = [Lab(session.subjects[0], tmp_path, ReproduceOptions(quick=True, seed=seed)) for seed in (0, 1)]
     first, other = ([span.request for span in lab.schedules()[0].test] for lab in labs)
     assert first != other
     assert [span.request for span in labs[0].requests_to_test()[0]][: len(first)] == first

@@ -107,7 +107,7 @@ def entropy(lab: Lab) -> Finding:
     has_probs = trace.has("probs")
     fields = ["request", "experts", "weights", *["probs"] * has_probs]
     requests = [one for one in trace.requests if one.num_rows >= GROWTH_TOKENS]
-    np.random.default_rng(lab.seed).shuffle(requests)  # type: ignore[arg-type]
+    np.random.default_rng(lab.options.seed).shuffle(requests)  # type: ignore[arg-type]
     num_rows = active = 0
     bits: list[dict[str, float]] = []  # of each request
     for request in requests:
@@ -383,7 +383,7 @@ def online(lab: Lab) -> Finding:
 
 
 def _sample(lab: Lab, seed: int) -> Arrivals:
-    num = REQUESTS // (6 if lab.quick else 1)
+    num = REQUESTS // (6 if lab.options.quick else 1)
     dice, given = np.random.default_rng(seed), lab.arrivals
     if given is None:
         times = np.cumsum(dice.exponential(MEAN_GAP_S * 1e9, num)).astype(np.int64)

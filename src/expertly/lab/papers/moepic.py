@@ -450,7 +450,7 @@ def _sweep(lab: Lab, memory: str) -> dict[str, tuple[float, float, float]]:
 def _with(lab: Lab, folder: str, name: str, **routing: float) -> Lab:
     """The same, on other routing."""
     scratch = lab.scratch / folder
-    subject = made_up(name, scratch / "trace", lab.seed, **routing)
+    subject = made_up(name, scratch / "trace", lab.options.seed, **routing)
     return replace(lab, subject=subject, scratch=scratch, _made={})
 
 
@@ -506,7 +506,7 @@ def similarity(lab: Lab) -> Finding:
     Cosine similarities of adjacent layers' activations are high in all layers of both models (ProMoE, section 4,
     prints 91.7 % for DeepSeek-V2-Lite).
     """
-    num_layers, dice = len(lab.subject.layers), np.random.default_rng(lab.seed)
+    num_layers, dice = len(lab.subject.layers), np.random.default_rng(lab.options.seed)
     requests = [one for one in lab.trace.requests if one.num_rows]
     dice.shuffle(requests)  # type: ignore[arg-type]
     each: list[Floats] = []  # of each request: sums, [L - 1]

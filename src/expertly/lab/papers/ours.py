@@ -168,7 +168,7 @@ def saved_reuse(lab: Lab) -> Finding:
     """
     if lab.trace.manifest.model != "demo":
         raise CannotRun("its tokens are fed to the demo model, and it is of another one")
-    cut = 4 if lab.quick else 1
+    cut = 4 if lab.options.quick else 1
     num, learns = REQUESTS // cut, [learn // cut for learn in LEARN]
     every: dict[str | int, list[tuple[float, float]]] = {}  # by seed
     for seed in lab.seeds:

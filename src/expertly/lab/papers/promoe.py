@@ -386,7 +386,9 @@ def trained(
     hidden = round((one.num_parameters - num_experts) / (num_inputs + num_experts + 1)) if is_plain else len(one.hidden)
     stopping = sum(span.num_rows for span in training[: max(1, len(training) // STOPPING)])
     rows = np.arange(sum(span.num_rows for span in training))
-    options = TrainOptions(like.distances, hidden, 4 if lab.quick else 40, seed=lab.seed, plain=is_plain)
+    options = TrainOptions(
+        like.distances, hidden, 4 if lab.options.quick else 40, seed=lab.options.seed, plain=is_plain
+    )
     return train(data, rows[stopping:], rows[:stopping], options).weights
 
 

@@ -13,16 +13,14 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from expertly.arguments import names
-from expertly.core.errors import ConfigError, ExpertlyError
+from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry
 from expertly.core.messages import Span
-from expertly.core.resources import parse_memory
 from expertly.core.units import counted, format_nbytes
 from expertly.data import demo_predictor
-from expertly.lab.papers.findings import TAKEN, Check, Experiment, Finding, FindingTable
+from expertly.lab.papers.findings import Check, Finding, FindingTable
 from expertly.lab.papers.measured import Estimate, Floats
-from expertly.lab.papers.settings import SEEDS, TOKENS, ReproduceOptions
+from expertly.lab.papers.settings import ReproduceOptions
 from expertly.policies.learned import LearnedState, ModelShape, read_learned
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
@@ -156,7 +154,7 @@ def _weights(
 
 
 class Watch:
-    """Sees one run of the simulator. Times in nanoseconds."""
+    """Sees one run of the simulator, as its timeline. Times in nanoseconds."""
 
     def __init__(self) -> None:
         self.ends: list[int] = []  # of each pass
@@ -167,6 +165,9 @@ class Watch:
         self.predicting: dict[str, int] = {}  # the predictor's thread, by what it read: "begin", "router", "update"
         self._computing = self._asking = self._loading = 0
         self._begins: list[int] = []
+
+    def begin_run(self, name: str) -> Watch:
+        return self
 
     def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
         self._computing += end_ns - begin_ns
@@ -190,17 +191,6 @@ class Watch:
 
     def predicted(self, what: str, begin_ns: int, end_ns: int) -> None:
         self.predicting[what] = self.predicting.get(what, 0) + end_ns - begin_ns
-
-
-class LastRun:
-    """Stands where timelines would be: what the last run did; of none, nothing."""
-
-    def __init__(self) -> None:
-        self.watch = Watch()
-
-    def begin_run(self, name: str) -> Watch:
-        self.watch = Watch()
-        return self.watch
 
 
 SUMS = {
@@ -399,10 +389,9 @@ class Runs:
     def _run(self, number: int, system: str, memory: Memory) -> Row:
         study = self.studies[number]
         name, is_modelled = self.subject.fitted(system)
-        parts, last = get_system(name), LastRun()
-        study.chrome, study.learned = last, None if parts.weights is None else self.subject.weights.get(parts.weights)
+        parts, watch = get_system(name), Watch()
+        study.chrome, study.learned = watch, None if parts.weights is None else self.subject.weights.get(parts.weights)
         facts = study.row(parts, memory)
-        watch = last.watch
         if facts["skipped"] is not None:
             raise CannotRun(facts["skipped"])
         if not watch.ends:  # with all experts here it has run before, in another budget
@@ -433,51 +422,13 @@ class Runs:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a user asks for beside or instead of the paper's, see TAKEN."""
-
-    system: tuple[str, ...] = ()
-    hardware: str | None = None
-    memory: str | None = None
-
-    @classmethod
-    def of(cls, options: ReproduceOptions) -> Asked:
-        systems = () if options.system is None else tuple(names("system", options.system))
-        return cls(systems, options.hardware, options.memory)
-
-    def refused_by(self, experiment: Experiment) -> list[str]:
-        """Of what is asked for, what an experiment does not take."""
-        return [name for name in TAKEN if getattr(self, name) and name not in experiment.takes]
-
-    def check(self, experiments: Sequence[Experiment]) -> None:
-        """Raises ConfigError for what there is not, and where none of these experiments takes what is asked for."""
-        for name in self.system:
-            get_system(name)
-        if self.hardware is not None:
-            Hardware.read(self.hardware)
-        if self.memory is not None:
-            parse_memory(self.memory, 1 << 60)  # of any model
-        refused = [self.refused_by(one) for one in experiments]
-        if all(refused):
-            named = ", ".join(one.name for one in experiments)
-            raise ConfigError(
-                f"{', '.join(refused[0])}: means nothing to {named:.200}; `expertly lab reproduce --list` says what "
-                "each experiment takes"
-            )
-
-
 @dataclass
 class Lab:
-    """What an experiment is given: one trace. `quick`: few tokens, of one seed."""
+    """What an experiment is given: one trace, and what a user asks for."""
 
     subject: Subject
     scratch: Path  # an empty folder, for this trace
-    quick: bool = False
-    seed: int = 0  # the first
-    num_seeds: int = SEEDS
-    num_tokens: int = TOKENS  # of decode, over all seeds
-    asked: Asked = Asked()
+    options: ReproduceOptions
     arrivals: Arrivals | None = None  # of requests, recorded; None: they are made up
     progress: Callable[[str, int, int], None] | None = None
     _made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -491,7 +442,8 @@ class Lab:
 
     @property
     def seeds(self) -> range:
-        return range(self.seed, self.seed + (1 if self.quick else self.num_seeds))
+        first = self.options.seed
+        return range(first, first + (1 if self.options.quick else self.options.seeds))
 
     @property
     def trace(self) -> Trace:
@@ -499,14 +451,14 @@ class Lab:
 
     def machine(self, name: str) -> Hardware:
         """The one that was asked for, else the paper's."""
-        return Hardware.read(self.asked.hardware or name)
+        return Hardware.read(self.options.hardware or name)
 
     def machines(self, names: Sequence[str]) -> Sequence[str]:
-        return names if self.asked.hardware is None else [self.asked.hardware]
+        return names if self.options.hardware is None else [self.options.hardware]
 
     def memory(self, label: str = MEMORY) -> str:
         """The budget that was asked for, else the paper's."""
-        return self.asked.memory or label
+        return self.options.memory or label
 
     def share(self, label: str = MEMORY) -> float:
         """The same in percent of the experts."""
@@ -516,7 +468,7 @@ class Lab:
     @property
     def tokens_of_seed(self) -> int:
         """Of decode."""
-        return QUICK_TOKENS if self.quick else -(-self.num_tokens // len(self.seeds))
+        return QUICK_TOKENS if self.options.quick else -(-self.options.tokens // len(self.seeds))
 
     @property
     def top_k(self) -> int:
@@ -531,10 +483,10 @@ class Lab:
 
         def make(seed: int) -> Schedule:
             made = self._parted(seed)
-            least = sum(span.num_rows for span in made.training[: COLLECTED // (QUICK if self.quick else 1)])
-            most = LEARNED_TOKENS // (QUICK if self.quick else 1)
+            cut = QUICK if self.options.quick else 1
+            least = sum(span.num_rows for span in made.training[: COLLECTED // cut])
             tests = first_decoded(self.trace, made.test, round(self.tokens_of_seed * times))
-            return Schedule(first_rows(made.training, max(most, least)), tests)
+            return Schedule(first_rows(made.training, max(LEARNED_TOKENS // cut, least)), tests)
 
         return self.once(("schedules", times), lambda: [make(seed) for seed in self.seeds])
 
@@ -578,14 +530,14 @@ class Lab:
                 machine,
                 subject.layers,
                 subject.dense,
-                seed=self.seed + number,
+                seed=self.options.seed + number,
                 is_queued=is_queued,
                 predicting=predicting,
                 progress=self.progress,
             )
             for number, schedule in enumerate(schedules)
         ]
-        return Runs(studies, subject, machine.name, self.memory(), self.asked.system)
+        return Runs(studies, subject, machine.name, self.memory(), self.options.systems)
 
     def finding(
         self,
@@ -610,7 +562,7 @@ class Lab:
             f"{sum(span.num_rows for span in tests)} tokens"
             + f", {num} passes of decode"
             + (f", of {requests} requests" if requests > 1 else "")
-            + f", {counted(len(runs.studies), 'seed')} from {self.seed}"
+            + f", {counted(len(runs.studies), 'seed')} from {self.options.seed}"
         )
         parts.append(f"{counted(learned, 'other request')} learned from" if learned else "nothing learned")
         return "; ".join(parts)
@@ -638,7 +590,7 @@ def batched(lab: Lab, hardware: str | Hardware, size: int) -> Runs:
     """
 
     def make() -> list[tuple[Trace, list[RowRange]]]:
-        num, made = BATCHED_REQUESTS // (3 if lab.quick else 1), []
+        num, made = BATCHED_REQUESTS // (3 if lab.options.quick else 1), []
         for number, tests in enumerate(lab.requests_to_test()):
             chosen = [
                 one for span in tests[:num] for one in first_decoded(lab.trace, [span], lab.tokens_of_seed // num)
