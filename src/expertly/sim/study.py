@@ -160,7 +160,7 @@ class Study:
             return
         if self.layers is None:
             raise ConfigError(f"codec={self.codec!r}: the trace does not know its experts' sizes; give a geometry, too")
-        if not self.hardware.experts_come_from_disk:
+        if self.hardware.disk is not None and self.hardware.host_memory_nbytes is None:
             raise ConfigError(
                 f"codec={self.codec!r}: on hardware {self.hardware.name!r} all experts lie decoded in host memory; "
                 "accepted: none, or a profile whose host_memory_nbytes is less or whose link is the disk"
@@ -297,7 +297,7 @@ class Study:
                 "layers": [{"layer": i, **one.decode.goodpred()} for i, one in enumerate(scheduler.counters)],
             }
         if self.layers is not None:
-            decoder = simulator.link.decoder
+            decoder, times = simulator.link.decoder, metrics.times_by_request(self.is_queued)
             row |= {
                 "memory_bytes": budget.kept_nbytes(geometry) + budget.staging_nbytes(geometry),
                 "bytes_loaded": prefill.loaded_nbytes + decode.loaded_nbytes,
@@ -309,8 +309,8 @@ class Study:
                 "tpot_s": metrics.tpot_s,
                 "decode_iterations": metrics.num_decode_iterations,
                 "decode_stall_s": metrics.decode_stall_ns / 1e9,
-                "times_by_request": metrics.times_by_request(self.is_queued),
-                "latency_s": _distribution(metrics.latencies_s()) if self.is_queued else None,
+                "times_by_request": times,
+                "latency_s": _distribution(sorted(one["latency_s"] for one in times)) if self.is_queued else None,
             }
         return row
 

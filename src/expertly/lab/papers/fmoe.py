@@ -410,13 +410,12 @@ def budgets(lab: Lab) -> Finding:
     runs, named = lab.runs(HARDWARE), systems(lab)
     found = {memory: runs.rows(named, memory) for memory in BUDGETS}
     ours = {memory: runs.row("fmoe", memory) for memory in BUDGETS}
-    steps = {name: [(found[a][name], found[b][name]) for a, b in pairwise(BUDGETS)] for name in named}
+    steps = [(name, {memory: found[memory][name] for memory in pair}) for name in named for pair in pairwise(BUDGETS)]
 
-    told = {
-        f"{name}, {b} of memory": rules.compare((b, a), {a: smaller.tpot_s, b: larger.tpot_s}, lowest=True, slack=0.01)
-        for name, own in steps.items()
-        for (a, b), (smaller, larger) in zip(pairwise(BUDGETS), own, strict=True)
-    }
+    def why() -> str:
+        both = (rows.values() for _, rows in steps)
+        return of_steps(*next((less, more) for less, more in both if more.tpot_s > less.tpot_s * 1.01))
+
     checks = [
         TPOT.everywhere("fMoE is fastest at every budget", found, AT_3),
         TPOT.everywhere(
@@ -429,9 +428,9 @@ def budgets(lab: Lab) -> Finding:
         ),
         rules.everywhere(
             "every system gets faster with memory",
-            told,
+            {f"{name}, {[*rows][1]} of memory": TPOT.told(rows, [*rows][1], slack=0.01) for name, rows in steps},
             "TPOT falls from budget to budget, to 1 %",
-            lambda: of_steps(*next(s for own in steps.values() for s in own if s[1].tpot_s > s[0].tpot_s * 1.01)),
+            why,
             unit="ms",
         ),
         *TPOT.sizes("at the least memory TPOT is less than that of", found[BUDGETS[0]], AT_3, LESS_AT_LEAST),

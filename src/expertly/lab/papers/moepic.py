@@ -34,7 +34,6 @@ from expertly.lab.papers.metrics import (
 )
 from expertly.lab.papers.runs import CannotRun, Lab, Row, Subject, first_decoded
 from expertly.lab.synth import write_workload, zipf
-from expertly.policies.allocation.moepic import Timing
 from expertly.scheduler.presets import get_system
 from expertly.sim.compute import compute_model, step_times
 from expertly.sim.hardware import read_geometry
@@ -230,7 +229,7 @@ def preliminary(lab: Lab) -> Finding:
         HITS.monotonic("2a: hit rates rise with the cache", rows, rises=True),
         slower_by_misses(
             time_at([(row.hit_rate, row.tpot_s / resident.tpot_s) for row in rows.values()]),
-            f"loading an expert takes {_load_of_compute(lab, HARDWARE):.1f} times what computing it does",
+            f"loading an expert takes {_loading(lab, HARDWARE)[1]:.1f} times what computing it does",
         ),
     ]
     guess = runs.row("lru:prediction=lookahead")
@@ -250,10 +249,11 @@ def preliminary(lab: Lab) -> Finding:
                 paper="52 to 85 %",
             )
         )
-    hidden = {name: _hidden(lab, name) for name in lab.machines(MACHINES)}
+    loading = {name: _loading(lab, name) for name in lab.machines(MACHINES)}
+    hidden = {name: share for name, (share, _) in loading.items()}
     title = "2d: of the time to load K experts, computing a layer takes"
     tables.append(FindingTable.of(title, {"": "", "share": "share"}, [*hidden.items()]))
-    times = ", ".join(f"{_load_of_compute(lab, name):.1f}" for name in hidden)
+    times = ", ".join(f"{of_compute:.1f}" for _, of_compute in loading.values())
     checks.append(
         rules.everywhere(
             "2d: computing hides only part of loading",
@@ -285,20 +285,14 @@ def slower_by_misses(times: float, why: Why) -> Check:
     )
 
 
-def _times(lab: Lab, machine: str) -> Timing:
+def _loading(lab: Lab, machine: str) -> tuple[float, float]:
+    """Of the time to load K experts, the share that computing a layer takes; and how many times that of computing the
+    experts alone it is.
+    """
     hardware, geometry = lab.machine(machine), Geometry(lab.subject.layers)
-    return step_times(geometry, hardware.link, compute_model(hardware, geometry, lab.subject.dense))
-
-
-def _hidden(lab: Lab, machine: str) -> float:
-    times = _times(lab, machine)
-    computing = sum(times.attention_ns) + sum(times.moe_ns)
-    return computing / sum(k * load for k, load in zip(times.top_k, times.load_ns, strict=True))
-
-
-def _load_of_compute(lab: Lab, machine: str) -> float:
-    times = _times(lab, machine)
-    return times.load_ns[0] * times.top_k[0] / times.moe_ns[0]
+    times = step_times(geometry, hardware.link, compute_model(hardware, geometry, lab.subject.dense))
+    loads = [k * load for k, load in zip(times.top_k, times.load_ns, strict=True)]
+    return (sum(times.attention_ns) + sum(times.moe_ns)) / sum(loads), loads[0] / times.moe_ns[0]
 
 
 # -- 4: layers that take longer than others, and how much of an expert to keep ---------------------------------------
@@ -563,10 +557,9 @@ def latency(lab: Lab) -> Finding:
     budgets = OF_MIXTRAL if lab.subject.name == STAND_IN else BUDGETS
     found = {memory: runs.rows(_systems(SYSTEMS), memory) for memory in budgets}
     metrics = [TTFT] * lab.subject.has_prompts + [TPOT]
-    paper = {"TTFT": "1.21x to 1.80x faster", "TPOT": "37.5 to 65.7 % less"}
     checks = [
-        one.everywhere(f"MoEpic has the lowest {one.header} at every budget", found, "moepic", paper=paper[one.header])
-        for one in metrics
+        one.everywhere(f"MoEpic has the lowest {one.header} at every budget", found, "moepic", paper=paper)
+        for one, paper in ((TTFT, "1.21x to 1.80x faster"), (TPOT, "37.5 to 65.7 % less"))
     ]
     slowest = {memory: max(rows, key=lambda name: rows[name].tpot_s) for memory, rows in found.items()}
     checks.append(

@@ -48,8 +48,7 @@ def prefetch_gate(lab: Lab) -> Finding:
             better = min(without, ahead, key=lambda row: row.tpot_s)
             ratio = gated.tpot_s / better.tpot_s
             cells.append((f"{machine}, {family}", without.tpot_s, ahead.tpot_s, gated.tpot_s, ratio))
-            values = {"behind the gate": gated.tpot_s, "the better": better.tpot_s}
-            one = rules.compare(("behind the gate", "the better"), values, lowest=True, slack=NEAR - 1)
+            one = TPOT.told({"behind the gate": gated, "the better": better}, "behind the gate", slack=NEAR - 1)
             cases[f"{machine}, {family}"] = one
             slower += [f"{machine}: {of_time(gated, better)}"] * (one.holds is False)
     columns = {"": "", "no prefetch": "ms", "all of it": "ms", "gate=measured": "ms", "of the better": "x"}
@@ -109,7 +108,10 @@ def assumptions(lab: Lab) -> Finding:
         least = 100 * 2 * geometry.layers[0].top_k * geometry.layers[0].expert_nbytes / geometry.nbytes
         where = f"after {context} tokens, {max(share, least):.1f}% for experts"
         found[where] = _beside_lru(lab.runs_of(schedules, changed), f"{max(share, least):.4g}%")
-    order = {where: {name: _faster(rows, name) for name in OF_EACH} for where, rows in found.items()}
+    order = {
+        where: {name: TPOT.told({one: rows[one] for one in (name, "lru")}, name, slack=0.0) for name in OF_EACH}
+        for where, rows in found.items()
+    }
     checks = [
         rules.everywhere(
             f"whether {name} is faster than lru depends on none of these assumptions",
@@ -137,10 +139,6 @@ def assumptions(lab: Lab) -> Finding:
 
 def _beside_lru(runs: Runs, memory: str | None = None) -> dict[str, Row]:
     return runs.rows(("lru", *OF_EACH), memory) | runs.beside(memory)
-
-
-def _faster(rows: Mapping[str, Row], name: str) -> Told:
-    return rules.compare((name, "lru"), TPOT.values({one: rows[one] for one in (name, "lru")}), lowest=True)
 
 
 def _as_usual(told: Told, usual: bool | None) -> Told:

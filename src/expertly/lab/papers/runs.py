@@ -28,7 +28,7 @@ from expertly.scheduler.system import names_of_options
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Arrivals, Schedule, Selection, decode_passes, first_rows, make_schedule
 from expertly.sim.study import RATES, Memory, Study
-from expertly.sim.workload import RowRange
+from expertly.sim.workload import RowRange, TraceWorkload
 from expertly.trace.reader import Trace
 from expertly.trace.writer import TraceWriter
 
@@ -209,10 +209,10 @@ def pooled(key: str, values: Sequence[Any]) -> Any:
         return {name: pooled(name, [one.get(name) for one in known]) for name in known[0]}
     if isinstance(known[0], list):
         return [pooled(key, one) for one in zip(*known, strict=False)]
-    if isinstance(known[0], str | bool) or all(one == known[0] for one in known):
-        return sum(known) if key in SUMS else known[0]
     if key in SUMS:
         return sum(known)
+    if isinstance(known[0], str | bool) or all(one == known[0] for one in known):
+        return known[0]
     return Estimate.of_seeds(known) if key in RATES or key.endswith("_score") else float(np.mean(known))
 
 
@@ -508,7 +508,6 @@ class Lab:
 
     def runs(self, hardware: str, *, times: float = 1.0) -> Runs:
         """Of `schedules`."""
-
         return self.once(("runs", hardware, times), lambda: self.runs_of(self.schedules(times), hardware))
 
     def runs_of(
@@ -589,7 +588,7 @@ def batched(lab: Lab, hardware: str | Hardware, size: int) -> Runs:
     a pass, until all have ended. Routing does not depend on who else runs.
     """
 
-    def make() -> list[tuple[Trace, list[RowRange]]]:
+    def make() -> list[tuple[Trace, Schedule]]:
         num, made = BATCHED_REQUESTS // (3 if lab.options.quick else 1), []
         for number, tests in enumerate(lab.requests_to_test()):
             chosen = [
@@ -599,49 +598,45 @@ def batched(lab: Lab, hardware: str | Hardware, size: int) -> Runs:
             made.append(write_batches(lab.trace, training, chosen, size, lab.scratch / f"batch-{size}-{number}"))
         return made
 
-    made = lab.once(("batches", size), make)
-    traces, every = zip(*made, strict=True)
-    schedules = [
-        Schedule([one for one in spans if one.request is not None], [one for one in spans if one.request is None])
-        for spans in every
-    ]
+    traces, schedules = zip(*lab.once(("batches", size), make), strict=True)
     return lab.once(("batched", hardware, size), lambda: lab.runs_of(schedules, hardware, traces=traces))
 
 
 def prompts_need(lab: Lab, hardware: str | Hardware, size: int) -> float:
     """Of a layer's experts, the share that the prompts of a batch need together; the mean over batches and layers."""
-    shares = []
-    for study in batched(lab, hardware, size).studies:
-        for span in study.schedule.test:
-            rows = span.first_row, span.first_row + span.num_rows
-            experts = study.trace.rows("experts", *rows)[study.trace.rows("is_prefill", *rows)]
-            shares += [np.unique(experts[:, layer]).size / lab.num_experts for layer in range(len(lab.subject.layers))]
+    shares = [
+        len(router.experts) / lab.num_experts
+        for study in batched(lab, hardware, size).studies
+        for iteration in TraceWorkload(study.trace, study.schedule.test).iterations()
+        if iteration.is_prefill
+        for router in iteration.layers
+    ]
     return float(np.mean(shares))
 
 
 def write_batches(
     trace: Trace, training: Sequence[RowRange], test: Sequence[RowRange], size: int, folder: Path
-) -> tuple[Trace, list[RowRange]]:
-    """A trace of `training` one request after the other, then of `test` in batches of `size`; and its spans: a batch is
-    one, of no request.
+) -> tuple[Trace, Schedule]:
+    """A trace of `training` one request after the other, then of `test` in batches of `size`, each a span of no
+    request.
     """
     manifest = trace.manifest
     fields = [field for name, field in manifest.fields.items() if name != "iteration"]
     stored = [field.name for field in manifest.stored_fields if field.name not in ("iteration", "request")]
     about = {"model": manifest.model, "layers": manifest.layers, "dense": manifest.dense, "scoring": manifest.scoring}
-    spans: list[RowRange] = []
+    made = Schedule([], [])
     with TraceWriter(folder, fields=fields, **about) as writer:  # type: ignore[arg-type]
         for span in training:
             number = writer.begin_request()
-            spans.append(RowRange(number, writer.num_rows, span.num_rows))
+            made.training.append(RowRange(number, writer.num_rows, span.num_rows))
             for block in trace.blocks(["iteration", *stored], span.first_row, span.first_row + span.num_rows):
                 sizes = np.unique(block.columns["iteration"], return_counts=True)[1]
                 writer.extend({name: block.columns[name] for name in stored}, sizes)
         for start in range(0, len(test), size):
             first = writer.num_rows
             _write_batch(trace, writer, stored, test[start : start + size])
-            spans.append(RowRange(None, first, writer.num_rows - first))
-    return Trace.open(folder), spans
+            made.test.append(RowRange(None, first, writer.num_rows - first))
+    return Trace.open(folder), made
 
 
 def _write_batch(trace: Trace, writer: TraceWriter, names: Sequence[str], spans: Sequence[RowRange]) -> None:
