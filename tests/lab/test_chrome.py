@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from expertly.core.costs import Link
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import DenseShape
 from expertly.lab.chrome import chrome_trace
 from expertly.scheduler.presets import SYSTEMS
-from expertly.sim.hardware import Link
 from expertly.sim.study import Memory
 from tests.sim.drive import make_study, make_trace, measured, random_passes, sized, toy
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,25 +21,9 @@ from expertly.lab.papers.settings import ReproduceOptions
 from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Schedule, Selection, make_schedule
 from expertly.trace.schema import NO_EXPERT
-from tests.lab.papers.small import full_trace, imported_trace, quick_session
+from tests.lab.papers.small import quick_session
 
 WHOLE = ["fmoe:9", "fmoe:12b", "moe-infinity:2", "promoe:11", "promoe:13", "promoe:23", "moepic:4a"]
-
-
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("traces")
-    return [one(folder / name).folder for one, name in ((full_trace, "full"), (imported_trace, "bare"))]
-
-
-@pytest.fixture(scope="module")
-def session(traces: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Session:
-    return quick_session(traces, tmp_path_factory.mktemp("scratch"))
-
-
-@pytest.fixture(scope="module")
-def lab(session: Session) -> Lab:
-    return session.lab(session.subjects[0])
 
 
 def run(session: Session, name: str) -> Result:
@@ -152,16 +135,6 @@ def test_what_a_trace_lacks_is_modelled_and_all_else_stays(session: Session) -> 
     assert bare.fitted("lru") == ("lru", False)
 
 
-def test_the_table_of_hit_rates_decides_the_claim(traces: list[Path], tmp_path: Path) -> None:
-    (finding,) = run(quick_session(traces[:1], tmp_path), "moepic:table-1").findings
-    cells = [row[1:6] for row in finding.tables[0].rows]
-    rows = [[one[0] if isinstance(one, tuple) else float(one or 0) for one in row] for row in cells]
-    for random, lfu, lru, lcp, above in rows:
-        assert above == pytest.approx(lcp - max(lfu, lru))
-        assert 0 < random < 1
-    assert (finding.checks[0].verdict == FAILS) <= any(row[4] < -0.005 for row in rows)
-
-
 def test_what_learns_has_learned_from_other_requests_unless_it_is_online(lab: Lab) -> None:
     offline = lab.runs("rtx3090")
     online = lab.runs_of([Schedule([], one.test) for one in lab.schedules()], "rtx3090")
@@ -214,11 +187,6 @@ def test_moepic_configures_anew_several_times_while_its_stand_in_is_measured(ses
     for schedule in lab.schedules():
         spans = [(one.first_row, one.first_row + one.num_rows) for one in schedule.test]
         assert sum(int((~lab.trace.rows("is_prefill", *span)).sum()) for span in spans) >= 3 * moepic.TAU
-    assert moepic._systems(["moepic", "moepic:rho=0.5", "lru"]) == {
-        "moepic": "moepic:tau=500",
-        "moepic:rho=0.5": "moepic:rho=0.5:tau=500",
-        "lru": "lru",
-    }
 
 
 def test_what_the_configurator_is_told_changes_what_is_measured(lab: Lab) -> None:
@@ -244,13 +212,6 @@ def test_means_are_of_the_requests_that_the_simulator_ran(lab: Lab) -> None:
     waited_s = float(row.waiting_s[row.is_decode].sum())
     assert waited_s == pytest.approx(row["decode_stall_s"]) and waited_s > 0
     assert row.waiting(True) == pytest.approx(waited_s / row.passes_s[row.is_decode].sum())
-
-
-def test_another_seed_learns_from_and_tests_other_requests(session: Session, tmp_path: Path) -> None:
-    labs = [Lab(session.subjects[0], tmp_path, ReproduceOptions(quick=True, seed=seed)) for seed in (0, 1)]
-    first, other = ([span.request for span in lab.schedules()[0].test] for lab in labs)
-    assert first != other
-    assert [span.request for span in labs[0].requests_to_test()[0]][: len(first)] == first
 
 
 def test_all_in_memory_runs_once_whatever_the_budget(lab: Lab) -> None:
@@ -298,11 +259,3 @@ def test_several_at_once_find_the_same(traces: list[Path], session: Session, tmp
     experiments = [find_experiment(name) for name in ("fmoe:3", "fmoe:16", "moe-infinity:2")]
     found = [*quick_session(traces, tmp_path).results(experiments, jobs=2)]
     assert [replace(one, seconds=0) for one in found] == [replace(run(session, one.name), seconds=0) for one in found]
-
-
-def test_results_come_back_from_json(session: Session, tmp_path: Path) -> None:
-    result = run(session, "fmoe:16")
-    assert Result.of_dict(json.loads(json.dumps(result.as_dict()))) == result
-    kept = tmp_path / "results.json"
-    kept.write_text(json.dumps(session.facts([result])), "utf-8")
-    assert session.earlier(kept) == {"fmoe:16": result}
