@@ -28,7 +28,7 @@ from expertly.lab.papers.metrics import (
     of_time,
     table_of,
 )
-from expertly.lab.papers.runs import CannotRun, Lab, Row, batched
+from expertly.lab.papers.runs import CannotRun, Lab, Row, batched, with_link
 from expertly.lab.trace_analysis import EntropyMeter
 from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe.store import MapStore
@@ -202,8 +202,7 @@ def distance_hits(lab: Lab) -> Finding:
     147, 11, 34, 63 % more than those of DeepSpeed, Mixtral-Offloading, ProMoE and MoE-Infinity (figure 9).
     """
     machine = lab.machine(HARDWARE)
-    link = replace(machine.link, nbytes_per_s=LINKS * machine.link.nbytes_per_s)
-    runs = lab.runs_of(lab.schedules(), replace(machine, name=f"{LINKS} x {machine.name}", link=link))
+    runs = lab.runs_of(lab.schedules(), replace(with_link(machine, LINKS), name=f"{LINKS} x {machine.name}"))
     ways: dict[str, Callable[[int], str]] = {
         "maps": lambda d: f"fmoe:distance={d}",
         "request counts": lambda d: f"{COUNTS}:distance={d}",

@@ -32,7 +32,7 @@ from expertly.lab.papers.metrics import (
     of_time,
     table_of,
 )
-from expertly.lab.papers.runs import CannotRun, Lab, Row, Subject, first_decoded
+from expertly.lab.papers.runs import CannotRun, Lab, Row, Subject, first_decoded, with_link
 from expertly.lab.synth import write_workload, zipf
 from expertly.scheduler.presets import get_system
 from expertly.sim.compute import compute_model, step_times
@@ -429,9 +429,8 @@ def _sweep(lab: Lab, memory: str) -> dict[str, tuple[float, float, float]]:
             one = _with(lab, f"sweep-{number}", lab.subject.name, **routing)
         times = {key: changed.get(key, 1) for key in of_machine}
         other = replace(
-            machine,
+            with_link(machine, times["link"]),
             name=f"{machine.name}, {where}",
-            link=replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * times["link"]),
             launch_ns=round(machine.launch_ns * times["launch_ns"]),
             layer_ns=round(machine.layer_ns * times["layer_ns"]),
         )

@@ -13,7 +13,7 @@ from expertly.lab.papers import findings as rules
 from expertly.lab.papers.findings import TAKEN, Cell, Finding, FindingTable, Paper, Told
 from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import TPOT, of_time
-from expertly.lab.papers.runs import CannotRun, Lab, Row, Runs, batched, first_decoded
+from expertly.lab.papers.runs import CannotRun, Lab, Row, Runs, batched, first_decoded, with_link
 from expertly.sim.schedule import Schedule, make_schedule, with_answer
 from expertly.sim.workload import RowRange
 
@@ -94,9 +94,9 @@ def assumptions(lab: Lab) -> Finding:
         schedules.append(Schedule(made.training, first_decoded(lab.trace, short, lab.tokens_of_seed // 4)))
     found: dict[str, dict[str, Row]] = {}
     for where, times in ASSUMPTIONS.items():
-        link = replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * times.get("link", 1.0))
         fixed = {key: round(getattr(machine, key) * by) for key, by in times.items() if key != "link"}
-        found[where] = _beside_lru(lab.runs_of(schedules, replace(machine, name=where, link=link, **fixed)))
+        changed = replace(with_link(machine, times.get("link", 1.0)), name=where, **fixed)
+        found[where] = _beside_lru(lab.runs_of(schedules, changed))
     for size in BATCHES:
         found[f"{size} requests at once"] = _beside_lru(batched(lab, MACHINE, size))
     geometry = Geometry(lab.subject.layers)

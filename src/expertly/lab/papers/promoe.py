@@ -32,7 +32,7 @@ from expertly.lab.papers.metrics import (
     table_of,
 )
 from expertly.lab.papers.recorded import SWITCH
-from expertly.lab.papers.runs import Lab, Row, Runs, batched, prompts_need
+from expertly.lab.papers.runs import Lab, Row, Runs, batched, prompts_need, with_link
 from expertly.lab.train import STOPPING, TrainOptions, train
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.counters import PhaseCounters
@@ -783,6 +783,5 @@ def bits(lab: Lab) -> Finding:
 
 
 def _with_bits(lab: Lab, codebase: str, num: int) -> Runs:
-    machine = on(lab, codebase)
-    link = replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * 16 / num)
-    return lab.once(("bits", codebase, num), lambda: lab.runs_of(lab.schedules(), replace(machine, link=link)))
+    machine = with_link(on(lab, codebase), 16 / num)
+    return lab.once(("bits", codebase, num), lambda: lab.runs_of(lab.schedules(), machine))

@@ -338,6 +338,11 @@ class Row:
         return found
 
 
+def with_link(machine: Hardware, times: float) -> Hardware:
+    """The same machine with a link so many times as fast."""
+    return replace(machine, link=replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * times))
+
+
 @dataclass
 class Runs:
     """One schedule a seed, of one trace, on one machine; rows are made once. `memory`: where a row says no other."""
@@ -369,11 +374,7 @@ class Runs:
 
     def _row_on_faster_link(self, system: str, memory: Memory) -> Row:
         if self._on_faster_link is None:
-            studies = []
-            for study in self.studies:
-                link = study.hardware.link
-                link = replace(link, nbytes_per_s=link.nbytes_per_s * FASTER_LINK)
-                studies.append(replace(study, hardware=replace(study.hardware, link=link)))
+            studies = [replace(one, hardware=with_link(one.hardware, FASTER_LINK)) for one in self.studies]
             self._on_faster_link = Runs(studies, self.subject, self.hardware, self.memory)
         return self._on_faster_link.row(system, memory)
 
