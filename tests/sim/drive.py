@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from expertly.core.costs import MeasuredCompute
+from expertly.core.costs import Link, MeasuredCompute
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.scheduler.presets import SYSTEMS, get_system
-from expertly.sim.hardware import Hardware, Link
+from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.study import Memory, Study
 from expertly.trace.reader import Trace
@@ -162,6 +162,22 @@ def random_passes(
             passes.append((request, True, [row() for _ in range(prompt)]))
         passes += [(request, False, [row()]) for _ in range(num_passes)]
     return passes
+
+
+def random_trace(
+    folder: Path,
+    layers: Sequence[LayerGeometry | TraceLayer],
+    seed: int,
+    num_passes: int,
+    *,
+    num_requests: int = 1,
+    prompt: int = 0,
+    gaps: float = 0.0,
+    **settings: Any,
+) -> Trace:
+    """A trace of `random_passes`."""
+    passes = random_passes(seed, layers, num_passes, prompt=prompt, num_requests=num_requests, gaps=gaps)
+    return make_trace(folder, passes, layers, num_requests=num_requests, **settings)
 
 
 def make_study(

@@ -7,19 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from expertly.core.costs import Link
 from expertly.core.geometry import LayerGeometry, fitting_segments
-from expertly.policies.allocation.adapmoe import StackDistances, Usage
 from expertly.policies.eviction.reuse import ReuseModel, state_of
 from expertly.policies.known import Known
 from expertly.scheduler.presets import SYSTEMS, get_system
-from expertly.sim.hardware import Link
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.sim.study import BOUNDS, Memory
 from expertly.sim.training import TrainingPart
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer
 from tests.scheduler.drive import one_token
-from tests.sim.drive import make_study, make_trace, random_passes, results, sized, toy
+from tests.sim.drive import make_study, make_trace, random_passes, random_trace, results, sized, toy
 
 LAYERS = sized(3, 8, 2)
 
@@ -60,44 +59,16 @@ def test_predictors_that_need_the_future_count_as_none(tmp_path: Path) -> None:
     assert row["allocation"]["learned"] == "7 requests; what is predicted is not known of them, and counts as nothing"
 
 
-def test_the_profile_is_that_of_decode_in_the_training_part(tmp_path: Path) -> None:
-    trace = make_trace(
-        tmp_path / "trace", random_passes(3, LAYERS, 20, prompt=5, num_requests=4), LAYERS, num_requests=4
-    )
-    study = make_study(trace, selection=Selection(split=(1, 1)))
-    system = get_system("lru:allocation=adapmoe")
-    usage = study._training.known(system, study.geometry, Known()).get(Usage)
-    assert usage is not None
-    expected = [StackDistances(8) for _ in LAYERS]
-    for span in study.schedule.training:
-        rows = trace.rows("experts", span.first_row, span.first_row + span.num_rows)
-        prompts = trace.rows("is_prefill", span.first_row, span.first_row + span.num_rows)
-        for row, is_prefill in zip(rows, prompts, strict=True):
-            for layer in range(3 * (not is_prefill)):
-                expected[layer].add([(1, int(expert)) for expert in row[layer]])
-    assert [one.tolist() for one in usage.misses] == [one.misses().tolist() for one in expected]
-    assert study._training.known(get_system("lru"), study.geometry, Known()) == Known()
-
-
 # -- parts of experts ----------------------------------------------------------------------------------------------
 
 
 def test_the_number_nearest_three_that_divides_all() -> None:
-    cases = [
-        ([12, 12], 4, 4),
-        ([12, 18], 4, 3),
-        ([12, 18], 1, 1),
-        ([10], 4, 2),
-        ([10, 25], 4, 1),
-        ([8], 3, 2),
-        ([6], 5, 3),
-    ]
-    for widths, wanted, expected in cases:
+    for widths, wanted, expected in [([12], 4, 4), ([12, 18], 4, 3), ([12], 1, 1), ([10], 4, 2), ([10, 25], 4, 1)]:
         assert fitting_segments([LayerGeometry(8, 2, 4, width, 3, 2) for width in widths], wanted) == expected
 
 
 def test_each_system_has_its_own_segments_and_the_bounds_of_each(tmp_path: Path) -> None:
-    trace = make_trace(tmp_path / "trace", random_passes(0, LAYERS, 20, prompt=4), LAYERS)
+    trace = random_trace(tmp_path / "trace", LAYERS, 0, 20, prompt=4)
     memory = Memory("40%")
     rows = list(make_study(trace).results(["lru", "lru:segments=4", "lfu:segments=5"], [memory]))
     asked, bounds = rows[:3], rows[3:]
@@ -113,7 +84,7 @@ def test_each_system_has_its_own_segments_and_the_bounds_of_each(tmp_path: Path)
 
 def test_where_sizes_are_unknown_any_number_divides(tmp_path: Path) -> None:
     bare = [TraceLayer(one.num_experts, one.top_k) for one in LAYERS]
-    trace = make_trace(tmp_path / "bare", random_passes(0, LAYERS, 20), bare)
+    trace = random_trace(tmp_path / "bare", bare, 0, 20)
     rows = [make_study(trace).row(get_system(name), Memory("40%")) for name in ("lru", "lru:segments=7")]
     assert [row["segments"] for row in rows] == [1, 7] and all(row["hit_rate"] is not None for row in rows)
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from expertly.core.costs import Link
 from expertly.core.errors import ConfigError
 from expertly.lab import synth
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.presets import SYSTEMS
-from expertly.sim.hardware import Link, PredictorCosts
+from expertly.sim.hardware import PredictorCosts
 from expertly.sim.simulator import Simulator
 from expertly.sim.study import Memory, Study
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer
 from tests.closed_forms import loop, most_hits_of_loop, working_set
-from tests.sim.drive import INFINITE, can_run, make_study, make_trace, random_passes, results, sized, toy, with_bounds
+from tests.sim.drive import INFINITE, can_run, make_study, make_trace, random_trace, results, sized, toy, with_bounds
 
 DEMAND_ONLY = [name for name, system in SYSTEMS.items() if system.transfer == "demand"]
 ASYNCHRONOUS = [name for name, system in SYSTEMS.items() if system.prediction != "none"]
@@ -84,17 +86,13 @@ def test_with_room_for_the_working_set_there_are_cold_misses_only(segments: int,
 
 def test_all_of_the_memory_is_enough_for_every_system(tmp_path: Path) -> None:
     layers = sized(2, 8, 2)
-    trace = make_trace(tmp_path / "trace", random_passes(3, layers, 60, prompt=5), layers, is_full=True)
+    trace = random_trace(tmp_path / "trace", layers, 3, 60, prompt=5, is_full=True)
     study = make_study(trace)
-    distinct = sum(_distinct(trace)) * layers[0].expert_nbytes
+    experts = trace.rows("experts", 0, trace.num_rows)
+    distinct = sum(len(np.unique(experts[:, layer])) for layer in range(2)) * layers[0].expert_nbytes
     others = ("modelled-lookahead", "pre-gated")  # one predicts wrong, one keeps nothing
     for name, row in results(study, can_run(trace), "100%").items():
         assert row["bytes_loaded"] == (0 if name == "resident" else distinct) or name in others, name
-
-
-def _distinct(trace: Trace) -> list[int]:
-    experts = trace.rows("experts", 0, trace.num_rows)
-    return [len(set(experts[:, layer].reshape(-1).tolist())) for layer in range(experts.shape[1])]
 
 
 def test_belady_reaches_the_known_optimum_of_a_loop(tmp_path: Path) -> None:
@@ -113,8 +111,7 @@ def test_belady_reaches_the_known_optimum_of_a_loop(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seed", "prompt", "segments"), [(0, 0, 1), (1, 0, 4), (2, 4, 2)])
 def test_nothing_loads_fewer_bytes_than_global_belady(seed: int, prompt: int, segments: int, tmp_path: Path) -> None:
     layers = sized(3, 12, 2)
-    passes = random_passes(seed, layers, 25, prompt=prompt, num_requests=2)
-    trace = make_trace(tmp_path / "trace", passes, layers, num_requests=2, is_full=True)
+    trace = random_trace(tmp_path / "trace", layers, seed, 25, prompt=prompt, num_requests=2, is_full=True)
     study, systems = make_study(trace, segments=segments), can_run(trace)
     assert {"fmoe", "adapmoe", "belady"} <= set(systems)
     for memory in ("10%", "50%"):
@@ -128,7 +125,7 @@ def test_nothing_loads_fewer_bytes_than_global_belady(seed: int, prompt: int, se
 def test_no_demand_only_system_hits_more_than_belady_in_its_scope(workload: str, segments: int, tmp_path: Path) -> None:
     layers = sized(2, 12, 2)
     if workload == "random":
-        trace = make_trace(tmp_path / "trace", random_passes(5, layers, 120), layers)
+        trace = random_trace(tmp_path / "trace", layers, 5, 120)
     else:
         made = loop(2, 12, 2, 120) if workload == "cyclic" else synth.zipf(2, 12, 2, 120, keep=0.3)
         trace = synthetic(tmp_path / "trace", made)
@@ -143,8 +140,7 @@ def test_no_demand_only_system_hits_more_than_belady_in_its_scope(workload: str,
 @pytest.mark.parametrize("segments", [1, 2])
 def test_oracle_never_stalls_on_an_infinite_link(segments: int, tmp_path: Path) -> None:
     layers = sized(3, 8, 2)
-    passes = random_passes(7, layers, 80, prompt=6, num_requests=2)
-    trace = make_trace(tmp_path / "trace", passes, layers, num_requests=2)
+    trace = random_trace(tmp_path / "trace", layers, 7, 80, prompt=6, num_requests=2)
     rows = with_bounds(make_study(trace, toy(link=INFINITE), segments=segments), ["oracle"], "30%")
     assert rows["oracle"]["stall_share"] == 0
     assert rows["oracle"]["tpot_s"] == rows["oracle"]["floor_tpot_s"] == rows["resident"]["tpot_s"]
@@ -153,27 +149,17 @@ def test_oracle_never_stalls_on_an_infinite_link(segments: int, tmp_path: Path) 
 @pytest.mark.parametrize(("rate", "segments"), [(0.05e9, 1), (0.5e9, 4), (4e9, 2)])
 def test_no_system_beats_the_floor(rate: float, segments: int, tmp_path: Path) -> None:
     layers = sized(3, 12, 2)
-    trace = make_trace(tmp_path / "trace", random_passes(11, layers, 40), layers, is_full=True)
+    trace = random_trace(tmp_path / "trace", layers, 11, 40, is_full=True)
     study = make_study(trace, toy(link=Link(rate, 7, 3)), segments=segments)
     for memory in ("15%", "40%"):
         for name, row in with_bounds(study, can_run(trace), memory).items():
             assert row["tpot_s"] >= row["floor_tpot_s"] > 0, (name, memory)
 
 
-def test_resident_takes_the_sum_of_its_computing(tmp_path: Path) -> None:
-    layers = sized(3, 8, 2, width=10)
-    trace = make_trace(tmp_path / "trace", random_passes(2, layers, 30), layers)
-    row = results(make_study(trace), ["resident"], "50%")["resident"]
-    assert row["tpot_s"] * 1e9 == pytest.approx(3 * (100 + 2 * 50) + 1000)
-    assert (row["stall_share"], row["bytes_loaded"], row["hit_rate"]) == (0, 0, 1.0)
-    assert row["memory_bytes"] == 3 * 8 * 40 and row["memory"] == "50%"
-
-
 @pytest.mark.parametrize("prompt", [0, 5])
 def test_a_faster_link_never_makes_it_slower(prompt: int, tmp_path: Path) -> None:
     layers = sized(2, 10, 2)
-    passes = random_passes(4, layers, 30, prompt=prompt, num_requests=2)
-    trace = make_trace(tmp_path / "trace", passes, layers, num_requests=2)
+    trace = random_trace(tmp_path / "trace", layers, 4, 30, prompt=prompt, num_requests=2)
     rates = (0.1e9, 0.2e9, 0.4e9, 1.6e9)
     found = [results(make_study(trace, toy(link=Link(r, 40, 3)), segments=2), DEMAND_ONLY, "30%") for r in rates]
     for name in DEMAND_ONLY:
@@ -185,7 +171,7 @@ def test_a_faster_link_never_makes_it_slower(prompt: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize("segments", [1, 4])
 def test_stalls_and_computing_are_all_the_time_there_is(segments: int, tmp_path: Path) -> None:
     layers = sized(2, 10, 2)
-    trace = make_trace(tmp_path / "trace", random_passes(6, layers, 25, prompt=3), layers)
+    trace = random_trace(tmp_path / "trace", layers, 6, 25, prompt=3)
     study = make_study(trace, segments=segments)
     fast = make_study(trace, toy(link=INFINITE), segments=segments, predicting="inline")
     for system in (*DEMAND_ONLY, *ASYNCHRONOUS, "resident"):
@@ -193,9 +179,8 @@ def test_stalls_and_computing_are_all_the_time_there_is(segments: int, tmp_path:
         simulator = ran(study, system, memory)
         counters, metrics = total(simulator), simulator.metrics
         if segments == 1:  # then an expert is one span, whatever happens
-            passes = metrics.num_prefill_iterations + metrics.num_decode_iterations
             experts_ns = counters.demands * (layers[0].expert_nbytes + 10)  # read once a pass, however many its tokens
-            assert metrics.busy_ns - metrics.stall_ns == experts_ns + passes * (2 * 100 + 1000), system
+            assert metrics.busy_ns - metrics.stall_ns == experts_ns + (1 + 25) * (2 * 100 + 1000), system
         assert ran(fast, system, memory).metrics.stall_ns == 0, system
         assert metrics.stall_ns > 0 or system in ("resident", "oracle"), system
 
@@ -219,10 +204,11 @@ def test_a_disk_behind_a_host_tier_that_is_too_small_costs_its_reads(tmp_path: P
 
 def test_without_sizes_hits_are_those_with_sizes(tmp_path: Path) -> None:
     layers = sized(2, 12, 2)
-    passes = random_passes(9, layers, 40)
     bare = [TraceLayer(one.num_experts, one.top_k) for one in layers]
-    sized_trace = make_trace(tmp_path / "sized", passes, layers)
-    bare_trace = make_trace(tmp_path / "bare", passes, bare)
+    sized_trace, bare_trace = (
+        random_trace(tmp_path / "sized", layers, 9, 40),
+        random_trace(tmp_path / "bare", bare, 9, 40),
+    )
     for segments in (1, 4):
         known, unknown = (make_study(trace, segments=segments) for trace in (sized_trace, bare_trace))
         with_sizes, without = (results(study, [*DEMAND_ONLY, "belady"], "30%") for study in (known, unknown))

@@ -15,23 +15,9 @@ from tests.sim.drive import INFINITE, sized, toy
 
 LAYER = LayerGeometry(8, 2, 1000, 500, 3, 2)  # 3 000 000 bytes an expert
 MACHINE = Hardware("test", 1e9, 1e10, 0.5, 7, 11, 13, Link(1e9, 0, 0), None, None, None)
-MEASURED = MeasuredCompute(
-    model="a model",
-    dtype="bfloat16",
-    num_threads=1,
-    context=32,
-    num_layers=2,
-    layer=LAYER,
-    tokens=(1, 5),
-    dense_ns=(100, 500),
-    head_ns=(10, 10),
-    expert_ns=(1000, 2000),
-    parts_ns=(1200, 2400),
-    part_ns=(50, 60),
-    submit_ns=5,
-    load_ns=9,
-    slowdown_while_loading=1.5,
-)
+TIMES = ((1, 5), (100, 500), (10, 10), (1000, 2000), (1200, 2400), (50, 60))
+"""Tokens; the dense part, the head, an expert, its parts together, and what each part takes more."""
+MEASURED = MeasuredCompute("a model", "bfloat16", 1, 32, 2, LAYER, *TIMES, 5, 9, 1.5)
 
 
 def test_a_roofline_of_one_token_is_the_weights_read():

@@ -18,14 +18,13 @@ from expertly.sim import future as future_module
 from expertly.sim.future import RowsFile, TraceFuture, belady_hits, next_uses
 from expertly.sim.workload import RowRange, TraceWorkload
 from expertly.trace.reader import Trace
-from tests.sim.drive import make_trace, random_passes, sized
+from tests.sim.drive import random_trace, sized
 
 LAYERS = (*sized(1, 9, 2), *sized(2, 12, 3))
 
 
-def trace_of(folder: Path, prompt: int = 7, num_requests: int = 4, num_passes: int = 15) -> Trace:
-    passes = random_passes(0, LAYERS, num_passes, prompt=prompt, num_requests=num_requests, gaps=0.3)
-    return make_trace(folder, passes, LAYERS, num_requests=num_requests, rows_per_shard=16)
+def trace_of(folder: Path) -> Trace:
+    return random_trace(folder, LAYERS, 0, 15, prompt=7, num_requests=4, gaps=0.3, rows_per_shard=16)
 
 
 def spans_of(trace: Trace, order: list[int], cut: int = 0) -> list[RowRange]:

@@ -15,37 +15,18 @@ from expertly.core.costs import CodecCosts, HostCompute, Link, MeasuredCompute
 from expertly.core.errors import HardwareError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.sim.hardware import GEOMETRY_NAMES, HARDWARE_NAMES, Hardware, PredictorCosts, read_geometry
+from tests.sim.drive import toy
 
 LAYER = LayerGeometry(8, 2, 32, 64, 3, 2, "mxfp4", 32, 1632)
-COMPUTE = MeasuredCompute(
-    model='a "model" with a \\ and ünïcode 🦀',
-    dtype="bfloat16",
-    num_threads=2,
-    context=32,
-    num_layers=3,
-    layer=LAYER,
-    tokens=(1, 4, 64),
-    dense_ns=(10, 20, 30),
-    head_ns=(1, 2, 3),
-    expert_ns=(100, 200, 300),
-    parts_ns=(110, 210, 310),
-    part_ns=(5, 6, 7),
-    submit_ns=11,
-    load_ns=17,
-    slowdown_while_loading=1.25,
-)
-FULL = Hardware(
+TIMES = ((1, 4, 64), (10, 20, 30), (1, 2, 3), (100, 200, 300), (110, 210, 310), (5, 6, 7))
+FULL = toy(
     name="a machine",
-    memory_nbytes_per_s=1.5e11,
-    flops_per_s=1e13,
     efficiency=0.75,
     launch_ns=1,
-    layer_ns=2,
-    iteration_ns=3,
     link=Link(math.inf, 0, 0),
     disk=Link(3.5e9, 100_000, 7),
     host_memory_nbytes=1 << 34,
-    compute=COMPUTE,
+    compute=MeasuredCompute('a "model" with a \\ and ünïcode 🦀', "bfloat16", 2, 32, 3, LAYER, *TIMES, 11, 17, 1.25),
     predictor=PredictorCosts(31_000, math.inf, 5e9),
     codec=CodecCosts(0.68, 1.5e9, 4, 3, 0.5),
     host=HostCompute(3.5e10, 5e11, 50_000, 1.05),
@@ -122,7 +103,6 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
         ("efficiency = 0.75", "efficiency = true", r"efficiency=True: must be"),
         ("launch_ns = 1", "launch_ns = -1", r"launch_ns=-1: must be a whole number from 0"),
         ("launch_ns = 1", "launch_ns = 1.5", r"launch_ns=1.5: must be a whole number"),
-        ("flops_per_s", "flop_per_s", "lacks flops_per_s"),
         ("launch_ns = 1", "launch_ns = 1\ncolour = 'red'", r"colour='red': unknown key; accepted: name, memory"),
         ("latency_ns = 100000", "latency_ns = 100000\nspeed = 1", r"disk.speed=1: unknown key; accepted: nbytes_per_s"),
         ("nbytes_per_s = 3500000000.0", "nbytes_per_s = 0", r"disk.nbytes_per_s=0: must be a number from 1 .* or inf"),
@@ -135,18 +115,10 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
         ("top_k = 2", "top_k = 9", "more than the 8 experts"),
         ("num_matrices = 3", "num_matrices = 4", "must be 2 or 3"),
         ("itemsize = 2", "itemsize = 0.5", r"compute.layer.itemsize=0.5: must be a whole number from 1"),
-        ("call_ns = 31000", "calls_ns = 31000", r"lacks predictor.call_ns"),
         ("ratio = 0.68", "ratio = 0", r"codec.ratio=0: must be a number above 0 to 2"),
-        ("ratio = 0.68", "ratio = 68", r"codec.ratio=68: must be a number above 0 to 2"),
-        (
-            "decode_nbytes_per_s = 15",
-            "decode_nbytes_per_s = -15",
-            r"codec.decode_nbytes_per_s=-15.*: must be a number from 1",
-        ),
         ("threads = 4", "threads = 0", r"codec.threads=0: must be a whole number from 1"),
         ("threads_beside = 3", "threads_beside = 5", r"codec.threads_beside=5: at most the 4 threads"),
         ("read_processors = 0.5", "read_processors = 4.5", r"codec.read_processors=4.5: must be a number from 0 to 4"),
-        ("link_slowdown = 1.05", "link_slowdown = 0.5", r"host.link_slowdown=0.5: must be a number from 1 to 1000"),
         ("link_slowdown = 1.05\n", "", r"lacks host.link_slowdown"),
         ("name = ", "name : ", "not TOML"),
     ],
@@ -237,17 +209,8 @@ def test_all_weights_together_are_the_published_number(name: str):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("num_layers = 3", "num_layers = 0", "num_layers=0: must be a whole number from 1"),
         ("num_layers = 3", "num_layers = 100000", "num_layers=100000: must be at most"),
-        ("itemsize = 2", "itemsize = 0.53", "layer.itemsize=0.53: must be a whole number from 1"),
-        (
-            "itemsize = 2",
-            "itemsize = 2\nbits_per_weight = 4",
-            "layer.bits_per_weight=4: unknown key; accepted: num",
-        ),
-        ("top_k = 2", "top_k = 9", "top_k=9: more than the 8 experts"),
         ("hidden_size = 32\n", "", "lacks layer.hidden_size"),
-        ("itemsize = 2", "itemsize = 2\n[dense]\nlayer_nbytes = 1", "lacks dense.head_nbytes"),
         ("itemsize = 2", "itemsize = 2\n[dense]\nlayer_nbytes = -1\nhead_nbytes = 1", "dense.layer_nbytes=-1: must be"),
     ],
 )

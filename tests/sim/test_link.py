@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from expertly.core.costs import CodecCosts
+from expertly.core.costs import CodecCosts, Link
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import MIN_DECODE_NBYTES
 from expertly.sim.decoding import NEVER_NS, DecodingDisk
-from expertly.sim.hardware import Hardware, Link
+from expertly.sim.hardware import Hardware
 from expertly.sim.link import Clock, VirtualLink
 from tests.sim.drive import INFINITE, sized, toy
 
@@ -215,15 +215,6 @@ def make_coded(
 def decoder(link: VirtualLink) -> DecodingDisk:
     assert link.decoder is not None
     return link.decoder
-
-
-def test_bound_by_the_link_loading_takes_the_stored_bytes() -> None:
-    for num in (1, 7):
-        clock, link, _ = make_coded(INSTANT)
-        link.submit([span(e) for e in range(num)])
-        assert [link.wait().expert for _ in range(num)] == list(range(num))
-        assert clock.now_ns == link.stall_ns == 7 + num * (3 + 20)
-        assert decoder(link).read_nbytes == num * 10
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])

@@ -21,7 +21,7 @@ def test_a_prompt_beside_others_answers_is_the_first_token_of_its_own_request_on
     metrics.add(iteration((0, 1)), 250, 300, 20)
     assert metrics.ttft_s(is_queued=False) == pytest.approx((100 + 150) / 2 / 1e9)
     assert metrics.tpot_s == pytest.approx(50 / 1e9), "of passes that are decode alone"
-    assert (metrics.num_prefill_iterations, metrics.num_decode_iterations, metrics.num_requests) == (2, 1, 2)
+    assert (metrics.num_decode_iterations, metrics.num_requests) == (1, 2)
     assert metrics.stall_share == 30 / 300
 
 
@@ -38,7 +38,7 @@ def test_time_without_a_request_is_neither_busy_nor_stalled() -> None:
     metrics.add(iteration((0,), arrival_ns=0), 0, 100, 50)
     metrics.add(iteration((1,), arrival_ns=1000), 1000, 1100, 0)
     assert metrics.stall_share == 50 / 200
-    assert list(metrics.latencies_s()) == pytest.approx([1e-7, 1e-7])
+    assert [one["latency_s"] for one in metrics.times_by_request(True)] == pytest.approx([1e-7, 1e-7])
 
 
 def test_hits_of_a_batch_are_nobodys() -> None:

@@ -9,29 +9,37 @@ from typing import Any
 import numpy as np
 import pytest
 
+from expertly.core.costs import Link
 from expertly.policies.predictor.fmoe import FMoE
-from expertly.scheduler.presets import SYSTEMS, get_system
-from expertly.sim.hardware import Link, PredictorCosts
+from expertly.scheduler.presets import get_system
+from expertly.sim.hardware import PredictorCosts
 from expertly.sim.schedule import Selection
 from expertly.sim.study import Memory
 from expertly.trace.manifest import write_manifest
 from expertly.trace.reader import Trace
 from expertly.trace.schema import OPTIONAL
 from expertly.trace.writer import TraceWriter
-from tests.policies.predictor.naive import request_counts
-from tests.sim.drive import INFINITE, MAX_DISTANCE, Pass, make_study, make_trace, random_passes, results, sized, toy
+from tests.sim.drive import (
+    INFINITE,
+    MAX_DISTANCE,
+    Pass,
+    make_study,
+    make_trace,
+    random_passes,
+    random_trace,
+    results,
+    sized,
+    toy,
+)
 
 LAYERS = sized(4, 12, 2)
+THREE: dict[str, Any] = {"prompt": 5, "num_requests": 3, "is_full": True}
+TWO = THREE | {"num_requests": 2}
 NO_TIME = PredictorCosts(0, float("inf"), float("inf"))
 PREDICTING = (
     *("fmoe", "fmoe:eviction=lru:semantic=no", "lru:prediction=lookahead", "lru:prediction=counts:distance=2"),
     *("moe-infinity", "moe-infinity:distance=3:admission=best"),
 )
-
-
-def random_trace(folder: Path, *, num_passes: int = 40) -> Trace:
-    passes = random_passes(8, LAYERS, num_passes, prompt=5, num_requests=3)
-    return make_trace(folder / "trace", passes, LAYERS, num_requests=3, is_full=True)
 
 
 def repeating_trace(folder: Path, num_requests: int = 4) -> Trace:
@@ -52,9 +60,9 @@ def mixed_trace(folder: Path) -> Trace:
     return make_trace(folder / "trace", passes, LAYERS, num_requests=6, is_full=True)
 
 
-@pytest.mark.parametrize("kind", [random_trace, mixed_trace])
-def test_a_predictor_that_takes_no_time_is_one_within_the_pass(kind: Any, tmp_path: Path) -> None:
-    trace = kind(tmp_path)
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_predictor_that_takes_no_time_is_one_within_the_pass(is_mixed: bool, tmp_path: Path) -> None:
+    trace = mixed_trace(tmp_path) if is_mixed else random_trace(tmp_path / "trace", LAYERS, 8, 40, **THREE)
     inline = results(make_study(trace, predicting="inline", segments=2), PREDICTING, "40%")
     virtual = results(make_study(trace, toy(predictor=NO_TIME), segments=2), PREDICTING, "40%")
     assert inline == virtual
@@ -64,7 +72,7 @@ def test_a_predictor_that_takes_no_time_is_one_within_the_pass(kind: Any, tmp_pa
 
 
 def test_a_predictor_slower_than_its_passes_is_of_no_use_and_no_harm(tmp_path: Path) -> None:
-    trace = random_trace(tmp_path)
+    trace = random_trace(tmp_path / "trace", LAYERS, 8, 40, **THREE)
     slow = toy(predictor=PredictorCosts(call_ns=5_000))
     names = ["on-demand", "on-demand:prediction=fmoe", "on-demand:prediction=counts", "on-demand:prediction=lookahead"]
     rows = results(make_study(trace, slow), names, "40%")
@@ -98,7 +106,7 @@ def test_maps_of_the_training_part_foretell_what_repeats(tmp_path: Path) -> None
 
 
 def test_what_is_learned_is_learned_once_and_no_run_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = random_trace(tmp_path)
+    trace = random_trace(tmp_path / "trace", LAYERS, 8, 40, **THREE)
     learned: list[int] = []
     learn = FMoE.learn
     monkeypatch.setattr(
@@ -116,63 +124,29 @@ def test_what_is_learned_is_learned_once_and_no_run_changes_it(tmp_path: Path, m
 
 
 def test_rows_say_how_they_predicted(tmp_path: Path) -> None:
-    study = make_study(random_trace(tmp_path), toy(predictor=NO_TIME))
+    study = make_study(random_trace(tmp_path / "trace", LAYERS, 8, 40, **THREE), toy(predictor=NO_TIME))
     rows = results(study, ["lru", "fmoe:distance=2", "lru:prediction=popularity", "belady", "resident"], "40%")
     for name in ("lru", "belady", "resident"):
         row = rows[name]
         assert row["predictor"] is row["history"] is row["predictions_late"] is row["contexts_dropped"] is None
-        assert row["prefetched_bytes"] == row["wasted_bytes"] == 0
+        assert row["prefetched_bytes"] == row["wasted_bytes"] == 0 and row["layers"] is None
     fmoe = rows["fmoe:distance=2"]
     assert fmoe["history"] == rows["lru:prediction=popularity"]["history"] == "empty"
     assert fmoe["predictor"]["trajectory_searches"] > 0 and fmoe["predictor"]["maps"] == 3 * 45
     assert -1 <= fmoe["similarity_correlation_trajectory"] <= 1 and -1 <= fmoe["similarity_correlation_semantic"] <= 1
     assert 0 <= fmoe["recall"] <= 1 and set(fmoe["accuracy_by_distance"]) == {"1", "2"}
+    assert [one["layer"] for one in fmoe["layers"]] == [0, 1, 2, 3] and "2" in fmoe["layers"][2]["goodpred_by_distance"]
     assert 0 < fmoe["wasted_bytes"] < fmoe["prefetched_bytes"] < fmoe["bytes_loaded"]
 
 
-@pytest.mark.parametrize("segments", [1, 2])
-def test_wasted_bytes_are_those_of_prefetched_experts_that_were_not_needed(segments: int, tmp_path: Path) -> None:
-    """With a link that takes no time whatever is begun arrives: whole experts."""
-    study = make_study(random_trace(tmp_path), toy(link=INFINITE), predicting="inline", segments=segments)
-    counters = study.simulate(get_system("fmoe"), Memory("40%").budget(study.geometry)).scheduler.counters
-    for layer in counters:
-        for phase in (layer.prefill, layer.decode):
-            wasted = (phase.prefetched - phase.prefetched_needed) * LAYERS[0].expert_nbytes
-            assert phase.wasted_nbytes <= wasted and (segments > 1 or phase.wasted_nbytes == wasted)
-    assert sum(layer.decode.wasted_nbytes for layer in counters) > 0
-
-
 def test_a_trace_that_lacks_what_a_predictor_looks_at(tmp_path: Path) -> None:
-    trace = make_trace(tmp_path / "trace", random_passes(8, LAYERS, 40), LAYERS)
-    rows = results(make_study(trace), ["lru:prediction=lookahead", "fmoe"], "40%")
+    rows = results(
+        make_study(random_trace(tmp_path / "trace", LAYERS, 8, 40)), ["lru:prediction=lookahead", "fmoe"], "40%"
+    )
     assert "needs lookahead, which this trace lacks" in rows["lru:prediction=lookahead"]["skipped"]
     fmoe = rows["fmoe"]
     assert fmoe["skipped"] is None and fmoe["predictor"]["semantic_searches"] == 0
     assert fmoe["predictor"]["trajectory_searches"] > 0 and fmoe["similarity_correlation_semantic"] is None
-
-
-def test_a_batch_is_predicted_for_all_of_its_requests(tmp_path: Path) -> None:
-    trace = mixed_trace(tmp_path)
-    names = ["fmoe", "fmoe:eviction=lru:select=top-k", "lru:prediction=counts", "lru:prediction=lookahead"]
-    rows = results(make_study(trace, toy(link=INFINITE), predicting="inline"), [*names, "belady-global"], "60%")
-    for name in names:
-        assert rows[name]["requests"] == 6 and rows[name]["coverage"] > 0, name
-        assert rows[name]["bytes_loaded"] >= rows["belady-global"]["bytes_loaded"]
-    assert rows["fmoe"]["predictor"]["maps"] == trace.num_rows, "a map a row"
-    assert rows["lru:prediction=lookahead"]["recall"] == 1.0, "the union of what the rows' routers will choose"
-
-
-def test_maps_are_the_rows_that_were_simulated(tmp_path: Path) -> None:
-    trace = random_trace(tmp_path)
-    study = make_study(trace, selection=Selection(num_tokens=50), predicting="inline")
-    simulator = study.simulate(get_system("fmoe"), Memory("40%").budget(study.geometry))
-    assert isinstance(simulator.predictor, FMoE)
-    store = simulator.predictor.learned
-    experts = trace.rows("experts", 0, 50)
-    assert store.num_maps == 50
-    np.testing.assert_array_equal(np.sort(store.requests[:50]), trace.rows("request", 0, 50))
-    expected = np.stack([np.bincount(experts[:45, layer].ravel(), minlength=12) for layer in range(4)])
-    np.testing.assert_array_equal(request_counts(store, 0), expected)
 
 
 # -- the next token's first layers, simulated ----------
@@ -201,16 +175,11 @@ def knowing(trace: Trace, folder: Path) -> Trace:
     return Trace.open(folder)
 
 
-def full_trace(folder: Path) -> Trace:
-    passes = random_passes(3, LAYERS, 60, prompt=5, num_requests=2)
-    return make_trace(folder, passes, LAYERS, num_requests=2, is_full=True)
-
-
 @pytest.mark.parametrize(
     "system", [NEXT_TOKEN, "lru:prediction=lookahead:distance=2:next_token=yes", "lru:prediction=speculative:width=2"]
 )
 def test_a_lookahead_that_is_right_past_the_last_layer_leaves_nothing_to_miss(system: str, tmp_path: Path) -> None:
-    trace = knowing(full_trace(tmp_path / "full"), tmp_path / "knowing")
+    trace = knowing(random_trace(tmp_path / "full", LAYERS, 3, 60, **TWO), tmp_path / "knowing")
     study = make_study(trace, toy(link=INFINITE), predicting="inline")
     row = results(study, [system], "60%")[system]
     assert row["predictions_late"] == 0
@@ -224,19 +193,20 @@ def test_a_lookahead_that_is_right_past_the_last_layer_leaves_nothing_to_miss(sy
 
 
 def test_an_older_trace_knows_nothing_past_the_last_layer(tmp_path: Path) -> None:
-    study, name = make_study(full_trace(tmp_path / "full"), toy(link=INFINITE), predicting="inline"), ON
-    rows = results(study, [NEXT_TOKEN, name], "60%")
-    row = rows[name]
+    trace = random_trace(tmp_path / "full", LAYERS, 3, 60, **TWO)
+    study = make_study(trace, toy(link=INFINITE), predicting="inline")
+    rows = results(study, [NEXT_TOKEN, ON], "60%")
+    row = rows[ON]
     assert row["prediction_accuracy"] == row["recall"] == row["accuracy"] == row["timeliness"] == 1.0
-    assert rows[NEXT_TOKEN] | {"system": name} == row
-    counters = study.simulate(get_system(name), Memory("60%").budget(study.geometry)).scheduler.counters
+    assert rows[NEXT_TOKEN] | {"system": ON} == row
+    counters = study.simulate(get_system(ON), Memory("60%").budget(study.geometry)).scheduler.counters
     assert all(layer.decode.misses == 0 for layer in counters[1:]) and counters[0].decode.misses > 0
 
 
 @pytest.mark.parametrize("ahead", ["cache", "staging"])
 def test_the_window_limits_how_far_down_the_scores_loading_goes(ahead: str, tmp_path: Path) -> None:
     """With a link that takes its time, few segments in flight are few prefetches; nothing is prefetched twice."""
-    trace = knowing(full_trace(tmp_path / "full"), tmp_path / "knowing")
+    trace = knowing(random_trace(tmp_path / "full", LAYERS, 3, 60, **TWO), tmp_path / "knowing")
     study = make_study(trace, toy(), predicting="inline")
     loaded = []
     for window in (1, 8):
@@ -256,8 +226,7 @@ WRONG = "lru:prediction=random:width=4"
 
 @pytest.fixture(scope="module")
 def long_trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    passes = random_passes(3, SMALL, 240, prompt=3)
-    return make_trace(tmp_path_factory.mktemp("long") / "trace", passes, SMALL, is_full=True)
+    return random_trace(tmp_path_factory.mktemp("long") / "trace", SMALL, 3, 240, prompt=3, is_full=True)
 
 
 @pytest.mark.parametrize("nbytes_per_s", [0.05e9, 0.2e9, 2e9])
@@ -287,29 +256,7 @@ BASELINES = ("deepspeed-index", "brainstorm", "mixtral-offloading", "moe-infinit
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    passes = random_passes(0, SMALL, 30, prompt=5, num_requests=3)
-    return make_trace(tmp_path_factory.mktemp("baselines") / "trace", passes, SMALL, num_requests=3, is_full=True)
-
-
-@pytest.mark.parametrize(
-    ("system", "kept", "segments"),
-    [
-        *((system, *budget) for system in BASELINES for budget in ((0, 1), (8, 2))),
-        *(("brainstorm", 0, 2), ("mixtral-offloading", 1, 2), ("moe-infinity-lfu", 3, 1)),
-    ],
-)
-def test_none_starves_a_demand_at_any_budget(trace: Trace, system: str, kept: int, segments: int) -> None:
-    """Down to the staging slots alone, where all that is predicted competes with what is needed for two places."""
-    study = make_study(trace, segments=segments, predicting="inline")
-    budget = Memory(f"{kept}/layer", kept).budget(study.geometry)
-    simulator = study.simulate(get_system(system), budget)
-    simulator.scheduler.check()
-    decode = [counters.decode for counters in simulator.scheduler.counters]
-    assert sum(one.demands for one in decode) == 3 * 30 * 4 * 2, "every token, layer and choice was served"
-    assert sum(one.predicted for one in decode) > 0
-    if kept == 8:
-        hits, demands = sum(one.hits for one in decode), sum(one.demands for one in decode)
-        assert hits > 0.8 * demands, "with room for all nothing is lost to prefetches"
+    return random_trace(tmp_path_factory.mktemp("baselines") / "trace", SMALL, 0, 30, **THREE)
 
 
 def test_index_is_right_as_often_as_chance_and_reads_the_most(trace: Trace) -> None:
@@ -339,7 +286,7 @@ def test_counts_keep_and_load_what_was_asked_for_most(tmp_path: Path) -> None:
     passes = [(0, False, [seldom if step % 10 == 9 else often]) for step in range(60)]
     study = make_study(make_trace(tmp_path / "trace", passes, SMALL), predicting="inline")
     for name in ("brainstorm", "moe-infinity-lfu"):
-        simulator = study.simulate(SYSTEMS[name], Memory("3/layer", 3).budget(study.geometry))
+        simulator = study.simulate(get_system(name), Memory("3/layer", 3).budget(study.geometry))
         decode = [counters.decode for counters in simulator.scheduler.counters]
         assert sum(one.hits for one in decode) == 54 * 8 - 8, "all but the first time"
         assert simulator.scheduler.cache.partitions[0] is simulator.scheduler.cache.partitions[3], (
@@ -355,26 +302,10 @@ def test_counts_keep_and_load_what_was_asked_for_most(tmp_path: Path) -> None:
 def test_token_ids_that_were_made_up_are_no_token_ids(trace: Trace, tmp_path: Path) -> None:
     system = "lru:prediction=token-id"
     assert results(make_study(trace, predicting="inline"), (system,), 3)[system]["skipped"] is None
-    passes = random_passes(0, SMALL, 10)
-    bare = make_trace(tmp_path / "bare", passes, SMALL)
+    bare = random_trace(tmp_path / "bare", SMALL, 0, 10)
     manifest = bare.manifest
     token = replace(manifest.fields["token"], is_real=False, note="none: -1")
     write_manifest(bare.folder, replace(manifest, fields={**manifest.fields, "token": token}))
     row = results(make_study(Trace.open(bare.folder)), (system,), 3)[system]
     assert row["skipped"] == f"system {system!r} needs what this trace does not really have: token (none: -1)"
     assert row["hit_rate"] is None
-
-
-# -- GOODPRED by layer and distance ----------------------------------------------------------------------------
-
-
-def test_rows_tell_goodpred_by_layer_and_distance(trace: Trace) -> None:
-    system = "lru:prediction=lookahead:distance=2"
-    row = results(make_study(trace, predicting="inline"), (system,), 3)[system]
-    assert [one["layer"] for one in row["layers"]] == [0, 1, 2, 3]
-    assert row["layers"][0]["goodpred"] is None, "nothing looks ahead to the first layer"
-    assert set(row["layers"][1]["goodpred_by_distance"]) == {"1"} and set(row["goodpred_by_distance"]) == {"1", "2"}
-    for one in (row, *row["layers"][1:]):
-        for k, goodpred in one["goodpred_by_distance"].items():
-            assert goodpred == one["accuracy_by_distance"][k] * one["fetch_rate_by_distance"][k]
-    assert results(make_study(trace, predicting="inline"), ("lru",), 3)["lru"]["layers"] is None

@@ -19,14 +19,14 @@ from expertly.sim.schedule import Selection
 from expertly.sim.study import Memory
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer
-from tests.sim.drive import INFINITE, make_study, make_trace, measured, random_passes, results, sized, toy, with_bounds
+from tests.sim.drive import INFINITE, make_study, make_trace, measured, random_trace, results, sized, toy, with_bounds
 
 LAYERS = sized(3, 8, 2)
 BARE = [TraceLayer(one.num_experts, one.top_k) for one in LAYERS]
 
 
 def small(folder: Path, **settings: int) -> Trace:
-    return make_trace(folder / "trace", random_passes(0, LAYERS, 12, **settings), LAYERS)
+    return random_trace(folder / "trace", LAYERS, 0, 12, **settings)
 
 
 def test_budgets_are_the_engines() -> None:
@@ -55,12 +55,12 @@ def test_a_budget_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path)
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HardwareError, match="its \\[compute\\] was measured for toy"):
         make_study(small(tmp_path), measured())
-    trace = make_trace(tmp_path / "bare", random_passes(0, LAYERS, 5), BARE)
+    trace = random_trace(tmp_path / "bare", BARE, 0, 5)
     assert results(make_study(trace, measured()), ["lru"], "50%")["lru"]["hit_rate"] is not None, "no times, no matter"
 
 
 def test_prompts_alone_have_a_ttft_and_nothing_of_decode(tmp_path: Path) -> None:
-    trace = make_trace(tmp_path / "trace", random_passes(0, LAYERS, 0, prompt=9), LAYERS)
+    trace = random_trace(tmp_path / "trace", LAYERS, 0, 0, prompt=9)
     for name, row in with_bounds(make_study(trace), ["lru"], "50%").items():
         assert row["ttft_s"] > 0 and row["stall_share"] is not None and row["requests"] == 1, name
         assert row["tpot_s"] is row["floor_tpot_s"] is row["hit_rate"] is row["byte_hit_rate"] is None
@@ -79,7 +79,7 @@ def test_resident_runs_once_for_all_budgets(tmp_path: Path) -> None:
 
 
 def test_without_sizes_what_is_prefetched_is_there_at_once(tmp_path: Path) -> None:
-    trace = make_trace(tmp_path / "bare", random_passes(0, LAYERS, 30), BARE)
+    trace = random_trace(tmp_path / "bare", BARE, 0, 30)
     rows = results(make_study(trace, Hardware.read("laptop-nvme")), ["modelled-lookahead", "oracle"], "40%")
     assert rows["oracle"]["timeliness"] == rows["modelled-lookahead"]["timeliness"] == 1.0
 
@@ -145,18 +145,8 @@ def test_a_run_bound_by_the_link_takes_the_ratio_of_the_time(tmp_path: Path) -> 
     assert (plain["bytes_read"], coded["bytes_read"]) == (None, 24 * 6 * 24)
 
 
-def test_where_computing_leaves_a_processor_decoding_goes_on_beside_it(tmp_path: Path) -> None:
-    """The second expert of each layer is read 48 ns after the first, and decoded while that one is computed."""
-    trace = loop(tmp_path / "trace")
-    tpot = []
-    for threads_beside in (0, 1, 2):
-        hardware = toy(link=Link(0.5e9, 0, 0), codec=CodecCosts(0.5, 0.5e9, 2, threads_beside))
-        tpot.append(one(trace, hardware, PLANES, "40%")["tpot_s"] * 1e9)
-    assert tpot[0] > tpot[1] + 3 * 20 and tpot[1] == tpot[2]
-
-
 def test_decisions_do_not_depend_on_how_experts_are_stored(tmp_path: Path) -> None:
-    trace = make_trace(tmp_path / "trace", random_passes(1, LAYERS, 40, prompt=3), LAYERS)
+    trace = random_trace(tmp_path / "trace", LAYERS, 1, 40, prompt=3)
     hardware = only_loading(INFINITE, CodecCosts(0.5, float("inf"), 3))
     for system in ("lru", "lfu", "on-demand", "oracle", "belady"):
         plain, coded = (one(trace, hardware, codec, "40%", system) for codec in ("none", PLANES))
@@ -172,8 +162,3 @@ def test_a_codec_that_cannot_be_is_refused(tmp_path: Path) -> None:
         make_study(trace, toy(disk=INFINITE), codec=PLANES)
     with pytest.raises(ConfigError, match="codec='planes': the trace does not know its experts' sizes"):
         replace(make_study(trace), layers=None, codec=PLANES)
-
-
-def test_a_profile_that_says_nothing_takes_the_stated_costs(tmp_path: Path) -> None:
-    row = one(loop(tmp_path / "trace"), toy(), PLANES, "40%")
-    assert row["bytes_read"] == 24 * 6 * 33, "0.68 of 48, rounded up"

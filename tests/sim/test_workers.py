@@ -168,22 +168,6 @@ def held_of(share: Share, row: list[list[int]]) -> list[list[int]]:
     ]
 
 
-def test_the_slowest_decides_and_memory_everywhere_leaves_nothing_to_read(tmp_path: Path) -> None:
-    layers = sized(2, 12, 4)
-    study = make_study(make_trace(tmp_path / "trace", random_passes(3, layers, 30), layers))
-    shares = Placement(study.geometry, 3).shares
-
-    def seconds(*memories: str) -> float:
-        local, _ = study.simulate_group(LRU, shares, [Memory(memory) for memory in memories], INFINITE)
-        assert local.metrics.tpot_s is not None
-        return local.metrics.tpot_s
-
-    everywhere = seconds("100%", "100%", "100%")
-    assert everywhere < seconds("100%", "100%", "50%") <= seconds("50%", "50%", "50%")
-    alone = study.simulate(SYSTEMS["resident"], Memory("100%").budget(study.geometry))
-    assert everywhere < alone.metrics.tpot_s, "three compute faster than one"
-
-
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     layers = sized(1, 4, 2)
     study = make_study(make_trace(tmp_path / "trace", random_passes(3, layers, 3), layers))

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 def run(args: ReproduceOptions) -> int:
     from expertly.lab.papers import runner
-    from expertly.lab.papers.runs import Asked
 
     if args.list:
         if args.paper is not None:
@@ -31,7 +30,7 @@ def run(args: ReproduceOptions) -> int:
     if args.paper is None:
         raise ConfigError("paper: which? PAPER, PAPER:FIGURE or all; `expertly lab reproduce --list` names them")
     experiments = runner.select(args.paper)
-    Asked.of(args).check(experiments)
+    runner.check_asked(args, experiments)
     _check_out(args.out)
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="expertly-") as scratch, progress_bar("rows") as progress:

@@ -17,21 +17,14 @@ from expertly.sim.hardware import Hardware
 class ComputeModel(Protocol):
     """Times in nanoseconds of computing alone, as whole numbers; they depend on the arguments only."""
 
-    @property
-    def slowdown_while_loading(self) -> float:
-        """At least 1: how many times longer everything but experts takes while the link is busy."""
-
-    @property
-    def submit_ns(self) -> int:
-        """The computing thread's own time to submit spans that are loaded together, besides the link's."""
-
-    @property
-    def observe_ns(self) -> int:
-        """What showing a router's choice to a predictor takes from the computing thread."""
-
-    @property
-    def prefetch_ns(self) -> int:
-        """And what each expert takes that is prefetched."""
+    slowdown_while_loading: float
+    """At least 1: how many times longer everything but experts takes while the link is busy."""
+    submit_ns: int
+    """The computing thread's own time to submit spans that are loaded together, besides the link's."""
+    observe_ns: int
+    """What showing a router's choice to a predictor takes from the computing thread."""
+    prefetch_ns: int
+    """And what each expert takes that is prefetched."""
 
     def load_ns(self, layer: int, num_segments: int) -> int:
         """The computing thread's own time for each such span, when it takes it."""

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -23,11 +23,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-__all__ = [
-    *("GEOMETRY_NAMES", "HARDWARE_NAMES", "NETWORK_NAMES", "ClusterNetwork", "Hardware", "Link"),
-    *("ModelSizes", "PredictorCosts", "read_geometry"),
-]
 
 HARDWARE_NAMES = (
     *("rtx3090", "rtx4090", "rtx4090-8core", "rtx4090-16core", "a5000", "a6000", "a100", "h100-pcie", "h200"),
@@ -64,18 +59,8 @@ _FACTORS = {
 """The least and most of numbers that are no rates. Only `read_processors` may be 0."""
 
 _DEFAULTED = {
-    "predictor",
-    "prefetch_latency_ns",
-    "prefetch_ns",
-    "observe_ns",
-    "send_ns",
-    "take_ns",
-    "wake_ns",
-    "threads_beside",
-    "read_processors",
-    "format",
-    "block_size",
-    "block_nbytes",
+    *("predictor", "prefetch_latency_ns", "prefetch_ns", "observe_ns", "send_ns", "take_ns", "wake_ns"),
+    *("threads_beside", "read_processors", "format", "block_size", "block_nbytes"),
 }
 """Keys that may be missing, for fields that always have a value."""
 
@@ -121,13 +106,6 @@ class Hardware:
     predictor: PredictorCosts = PredictorCosts()
     codec: CodecCosts | None = None  # of the experts on disk; None: nobody measured it here
     host: HostCompute | None = None  # that computes missing experts beside the device; None: it does not
-
-    @property
-    def experts_come_from_disk(self) -> bool:
-        """Whether experts are read from the disk: it is the link, or lies behind a host tier that does not hold them
-        all.
-        """
-        return self.disk is None or self.host_memory_nbytes is not None
 
     @classmethod
     def read(cls, name_or_file: str) -> Hardware:
@@ -244,8 +222,9 @@ def _parsed(kind: type[_T], raw: Mapping[str, Any], where: str, prefix: str) -> 
                 raise HardwareError(f"{where}: lacks {prefix}{key}")
             continue
         value = raw[key]
-        if not _is_accepted(hint, key, value):
-            raise refused(key, _accepted(hint, key))
+        accepted, is_accepted = _accepted(hint, key)
+        if not is_accepted(value):
+            raise refused(key, accepted)
         if is_dataclass(hint):
             value = _parsed(cast(type, hint), value, where, f"{prefix}{key}.")
         values[key] = tuple(value) if isinstance(value, list) else float(value) if hint is float else value
@@ -263,38 +242,37 @@ def _parsed(kind: type[_T], raw: Mapping[str, Any], where: str, prefix: str) -> 
     return found
 
 
-def _is_accepted(hint: Any, key: str, value: object) -> bool:
-    """Whether `value` may stand under this key, of a field of this type."""
+def _accepted(hint: Any, key: str) -> tuple[str, Callable[[Any], bool]]:
+    """What a value under this key, of a field of this type, must be: in words, and whether it is."""
     if hint is str:
-        return isinstance(value, str) and bool(value.strip()) and value.isprintable()
-    if hint is int:
-        return type(value) is int and (key in _FROM_ONE) <= value <= _MAX_NUMBER
-    if hint is float:
-        if type(value) not in (int, float):
-            return False
-        number = cast(float, value)
-        if key not in _FACTORS:
-            return 1 <= number <= _MAX_NUMBER or number == math.inf
-        least, most = _FACTORS[key]
-        return least <= number <= most and (number > 0 or key == "read_processors")
+        words = "must be a string of one line that is not empty"
+        return words, lambda value: isinstance(value, str) and bool(value.strip()) and value.isprintable()
     if is_dataclass(hint):
-        return isinstance(value, dict)
-    return isinstance(value, list) and bool(value) and all(_is_accepted(int, key, one) for one in value)
-
-
-def _accepted(hint: Any, key: str) -> str:
-    """What such a value must be, in words."""
-    if hint is str:
-        return "must be a string of one line that is not empty"
+        return "must be a table", lambda value: isinstance(value, dict)
     if hint is float and key in _FACTORS:
-        least, most = _FACTORS[key]
-        return f"must be a number {f'from {least}' if least or key == 'read_processors' else 'above 0'} to {most:g}"
+        low, high = _FACTORS[key]
+        is_above = low == 0 and key != "read_processors"
+        return (
+            f"must be a number {'above' if is_above else 'from'} {low} to {high:g}",
+            lambda value: type(value) in (int, float) and low <= value <= high and not (is_above and value == 0),
+        )
     if hint is float:
-        return f"must be a number from 1 to {_MAX_NUMBER:.0e} or inf"
-    if is_dataclass(hint):
-        return "must be a table"
+        return (
+            f"must be a number from 1 to {_MAX_NUMBER:.0e} or inf",
+            lambda value: type(value) in (int, float) and (1 <= value <= _MAX_NUMBER or value == math.inf),
+        )
+    least = int(key in _FROM_ONE)
     numbers = "a whole number" if hint is int else "a list of whole numbers"
-    return f"must be {numbers} from {int(key in _FROM_ONE)} to {_MAX_NUMBER:.0e}"
+
+    def is_whole(value: Any) -> bool:
+        return type(value) is int and least <= value <= _MAX_NUMBER
+
+    return (
+        f"must be {numbers} from {least} to {_MAX_NUMBER:.0e}",
+        is_whole
+        if hint is int
+        else lambda value: isinstance(value, list) and value != [] and all(map(is_whole, value)),
+    )
 
 
 def _contradiction(found: object) -> tuple[str, str] | None:

@@ -32,7 +32,6 @@ class Metrics:
         self.decode_ns = 0
         self.decode_stall_ns = 0
         self.num_decode_iterations = 0
-        self.num_prefill_iterations = 0
         self.num_tokens = 0
         self._requests: dict[int, _RequestTimes] = {}
 
@@ -47,9 +46,7 @@ class Metrics:
         self.busy_ns += takes_ns
         self.stall_ns += stall_ns
         self.num_tokens += iteration.num_tokens
-        if is_prefill:
-            self.num_prefill_iterations += 1
-        else:
+        if not is_prefill:
             self.num_decode_iterations += 1
             self.decode_ns += takes_ns
             self.decode_stall_ns += stall_ns
@@ -107,10 +104,6 @@ class Metrics:
             tpot_s = one.decode_ns / num / 1e9 if num else None
             times.append({"ttft_s": ttft_s, "tpot_s": tpot_s, "latency_s": (one.end_ns - start_ns) / 1e9})
         return times
-
-    def latencies_s(self) -> list[float]:
-        """From each request's arrival to its last token, rising."""
-        return sorted((one.end_ns - one.arrival_ns) / 1e9 for one in self._requests.values())
 
 
 def percentile(rising: Sequence[float], percent: int) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from expertly.core.costs import CODECS, CodecCosts
 from expertly.core.errors import BudgetError, ConfigError
@@ -107,11 +107,6 @@ class Memory:
             )
 
 
-class _Outcome(NamedTuple):
-    row: dict[str, Any]
-    decode_nbytes: int = 0  # loaded
-
-
 @dataclass(slots=True)
 class Study:
     """What all runs share. Where `layers` is None, experts have no known size: there are rates, but no bytes or times,
@@ -141,7 +136,7 @@ class Study:
     _training: TrainingPart = field(init=False)
     _popularity: dict[int, int] = field(init=False)
     _next_uses: RowsFile | None = field(init=False, default=None)
-    _resident: dict[int, _Outcome] = field(init=False, default_factory=dict)  # by P
+    _resident: dict[int, dict[str, Any]] = field(init=False, default_factory=dict)  # by P
 
     def __post_init__(self) -> None:
         self._workload = TraceWorkload(self.trace, self.schedule.test)
@@ -165,7 +160,7 @@ class Study:
             return
         if self.layers is None:
             raise ConfigError(f"codec={self.codec!r}: the trace does not know its experts' sizes; give a geometry, too")
-        if not self.hardware.experts_come_from_disk:
+        if self.hardware.disk is not None and self.hardware.host_memory_nbytes is None:
             raise ConfigError(
                 f"codec={self.codec!r}: on hardware {self.hardware.name!r} all experts lie decoded in host memory; "
                 "accepted: none, or a profile whose host_memory_nbytes is less or whose link is the disk"
@@ -221,15 +216,15 @@ class Study:
             for system in asked.values():
                 self._check_plan(system, memory)
         for memory in memories:
-            outcomes: dict[tuple[str, int], _Outcome] = {}
+            rows: dict[tuple[str, int], dict[str, Any]] = {}
             for (name, num_segments), system in runs.items():
                 label = memory.label if len(cuts) == 1 else f"{memory.label}, P = {num_segments}"
-                outcomes[name, num_segments] = self._outcome(system, memory, num_segments, label)
-            for (name, num_segments), (row, _) in outcomes.items():
+                rows[name, num_segments] = self._row(system, memory, num_segments, label)
+            for (name, num_segments), row in rows.items():
                 if name == "resident":
                     row["floor_tpot_s"] = row["tpot_s"]
                 elif row["skipped"] is None:
-                    resident, belady = (outcomes[bound, num_segments] for bound in ("resident", "belady-global"))
+                    resident, belady = (rows[bound, num_segments] for bound in ("resident", "belady-global"))
                     row["floor_tpot_s"] = self._floor_tpot_s(resident, belady)
                 yield row
 
@@ -256,24 +251,25 @@ class Study:
     def row(self, system: System, memory: Memory) -> dict[str, Any]:
         """The row of one system and budget alone, without its distance from the bounds. Raises as `results`."""
         self._check_plan(system, memory)
-        return self._outcome(system, memory, self._num_segments(system), memory.label).row
+        return self._row(system, memory, self._num_segments(system), memory.label)
 
-    def _outcome(self, system: System, memory: Memory, num_segments: int, label: str) -> _Outcome:
+    def _row(self, system: System, memory: Memory, num_segments: int, label: str) -> dict[str, Any]:
         geometry = self._cut(num_segments)
         if not system.keeps_everything:
             return self._simulated(system, memory, geometry, self._budget(memory, num_segments), label)
         if num_segments not in self._resident:  # whatever memory is asked for
             budget = split_budget(geometry, geometry.nbytes)
             self._resident[num_segments] = self._simulated(system, memory, geometry, budget, label)
-        row, nbytes = self._resident[num_segments]
-        return _Outcome(row | {"memory": memory.label}, nbytes)
+        return self._resident[num_segments] | {"memory": memory.label}
 
-    def _simulated(self, system: System, memory: Memory, geometry: Geometry, budget: Budget, label: str) -> _Outcome:
+    def _simulated(
+        self, system: System, memory: Memory, geometry: Geometry, budget: Budget, label: str
+    ) -> dict[str, Any]:
         row: dict[str, Any] = dict.fromkeys(FIELDS)
         row |= {"system": system.name, "scope": system.scope, "memory": memory.label}
         row |= {"segments": geometry.segments_per_expert, "skipped": self._missing(system)}
         if row["skipped"] is not None:
-            return _Outcome(row)
+            return row
         simulator = self.simulate(system, budget, label, geometry)
         scheduler, metrics = simulator.scheduler, simulator.metrics
         prefill, decode = PhaseCounters(), PhaseCounters()
@@ -301,7 +297,7 @@ class Study:
                 "layers": [{"layer": i, **one.decode.goodpred()} for i, one in enumerate(scheduler.counters)],
             }
         if self.layers is not None:
-            decoder = simulator.link.decoder
+            decoder, times = simulator.link.decoder, metrics.times_by_request(self.is_queued)
             row |= {
                 "memory_bytes": budget.kept_nbytes(geometry) + budget.staging_nbytes(geometry),
                 "bytes_loaded": prefill.loaded_nbytes + decode.loaded_nbytes,
@@ -313,10 +309,10 @@ class Study:
                 "tpot_s": metrics.tpot_s,
                 "decode_iterations": metrics.num_decode_iterations,
                 "decode_stall_s": metrics.decode_stall_ns / 1e9,
-                "times_by_request": metrics.times_by_request(self.is_queued),
-                "latency_s": _distribution(metrics.latencies_s()) if self.is_queued else None,
+                "times_by_request": times,
+                "latency_s": _distribution(sorted(one["latency_s"] for one in times)) if self.is_queued else None,
             }
-        return _Outcome(row, decode.loaded_nbytes)
+        return row
 
     def _missing(self, system: System) -> str | None:
         fields = self.trace.manifest.fields
@@ -407,17 +403,18 @@ class Study:
         simulator.run(self._workload.iterations())
         return simulator, workers
 
-    def _floor_tpot_s(self, resident: _Outcome, belady: _Outcome) -> float | None:
+    def _floor_tpot_s(self, resident: Mapping[str, Any], belady: Mapping[str, Any]) -> float | None:
         """What no system can beat in decode: the larger of computing alone and moving the bytes that the best
         replacement loads; where experts are compressed, of reading their stored bytes.
         """
-        tpot_s, num_iterations = resident.row["tpot_s"], belady.row["decode_iterations"]
+        tpot_s, num_iterations = resident["tpot_s"], belady["decode_iterations"]
         if tpot_s is None or not num_iterations:
             return None
-        seconds = belady.decode_nbytes / self.hardware.link.nbytes_per_s
+        nbytes = belady["phases"]["decode"]["bytes_loaded"]
+        seconds = nbytes / self.hardware.link.nbytes_per_s
         codec = self.codec_costs
         if codec is not None and not has_host_tier(self.hardware, self.geometry):
-            seconds = max(codec.ratio * seconds, belady.decode_nbytes / codec.all_nbytes_per_s)
+            seconds = max(codec.ratio * seconds, nbytes / codec.all_nbytes_per_s)
         return float(max(tpot_s, seconds / num_iterations))
 
 

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from expertly.core.geometry import Geometry
-from expertly.lab.papers import fmoe, moe_infinity, moepic, ours, promoe
+from expertly.lab.papers import moe_infinity, moepic, ours, promoe
 from expertly.lab.papers.findings import FAILS, HOLDS, Finding
 from expertly.lab.papers.runner import find_experiment
-from expertly.lab.papers.runs import Lab, Row, Runs
-from expertly.scheduler.presets import get_system
+from expertly.lab.papers.runs import Lab
 from expertly.sim.study import Memory
-from tests.lab.papers.small import full_trace, quick_session
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    folder = tmp_path_factory.mktemp("baselines")
-    session = quick_session([full_trace(folder / "full").folder], folder / "scratch")
-    return session.lab(session.subjects[0])
 
 
 @pytest.mark.parametrize("codebase", promoe.CODEBASES)
@@ -58,16 +48,6 @@ def test_pages_are_more_bytes_than_experts_and_each_is_a_fault(lab: Lab) -> None
     assert link.occupies_ns(layer.expert_nbytes) == pytest.approx(expected, rel=1e-6)
 
 
-def test_fmoes_baselines_are_as_its_authors_ran_them(lab: Lab) -> None:
-    named = {label: get_system(name) for label, name in fmoe.systems(lab).items()}
-    assert named[fmoe.AT_3].distance == 3
-    artifact, stride = named[fmoe.ARTIFACT], named[fmoe.STRIDE]
-    assert (artifact.prediction, artifact.eviction, artifact.transfer) == ("eam", "lfu", "synchronous")
-    assert dict(artifact.options) == {"matches": "1", "width": "4", "capacity": "1000"} and artifact.distance == 6
-    assert (stride.prediction, stride.eviction, stride.distance) == ("lookahead", "lfu", 3)
-    assert {one.scope for one in (artifact, stride)} == {"global"} and stride.transfer == "asynchronous"
-
-
 def test_the_split_experts_of_figure_4b_are_288_of_1440() -> None:
     model = moepic._models()[moepic.QWEN]
     geometry = Geometry((model.layer,) * model.num_layers)
@@ -87,23 +67,6 @@ def test_a_p99_needs_as_many_tokens_as_make_ten_of_a_hundredth(
 
 
 # -- where a claim turns round -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[str, str], float]], Finding]:
-    """What an experiment finds where a system takes so many times as long on a machine."""
-    base = lab.runs("rtx3090").row("lru")
-
-    def find(name: str, slower: Callable[[str, str], float]) -> Finding:
-        def row(self: Runs, system: str, memory: object = None) -> Row:
-            facts = {key: value if value is not None else 0 for key, value in base.facts.items()}
-            times = slower(system, self.hardware)
-            return replace(base, system=system, facts=facts, passes_s=base.passes_s * times)
-
-        monkeypatch.setattr(Runs, "row", row)
-        return find_experiment(name).run(lab)
-
-    return find
 
 
 def test_what_another_link_turns_round_is_named(told: Callable[..., Finding]) -> None:

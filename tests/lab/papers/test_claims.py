@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ from expertly.lab.papers import fmoe, moe_infinity, moepic, promoe
 from expertly.lab.papers.findings import FAILS, HOLDS, UNTOLD, Check, Finding, show
 from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import of_hits, of_time
-from expertly.lab.papers.runner import find_experiment
-from expertly.lab.papers.runs import FASTER_LINK, Lab, Row, Runs
+from expertly.lab.papers.runs import FASTER_LINK, Lab
 from expertly.trace.reader import Trace
-from tests.lab.papers.small import full_trace, quick_session
 
 
 def about(value: float, apart: float = 0.001) -> Estimate:
@@ -114,36 +111,6 @@ def test_groups_are_near_where_they_were_planted_and_not_where_layers_were_shuff
 # -- whole experiments, told other numbers ---------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    folder = tmp_path_factory.mktemp("claims")
-    session = quick_session([full_trace(folder / "full").folder], folder / "scratch")
-    return session.lab(session.subjects[0])
-
-
-@pytest.fixture
-def told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finding]:
-    """What an experiment finds where systems take so many times as long, and hit so often, as is said."""
-    base = lab.runs("rtx3090").row("lru")
-
-    def find(
-        name: str,
-        slower: Callable[[str], float] = lambda system: 1.0,
-        hits: Callable[[str], float] = lambda system: 0.5,
-    ) -> Finding:
-        def row(self: Runs, system: str, memory: object = None) -> Row:
-            facts = {key: value if value is not None else 0 for key, value in base.facts.items()}
-            by_request = [hits(system)] * len(base["hit_rate_by_request"])
-            facts |= {"predictor": {}, "hit_rate": hits(system), "hit_rate_by_request": by_request}
-            times = base.passes_s * slower(system)
-            return replace(base, system=system, facts=facts, passes_s=times, on_faster_link=None)
-
-        monkeypatch.setattr(Runs, "row", row)
-        return find_experiment(name).run(lab)
-
-    return find
-
-
 def test_a_reason_that_blames_the_link_is_tried_on_a_faster_one(lab: Lab) -> None:
     rows = lab.runs("rtx3090").rows(("on-demand", "oracle"))
     slow, fast = rows.values()
@@ -192,12 +159,12 @@ def test_fmoe_4_names_the_part_that_a_loss_is_due_to(told: Callable[..., Finding
 
 
 def test_fmoe_9_a_quarter_of_a_percent_is_no_gain(told: Callable[..., Finding]) -> None:
-    much = told("fmoe:9", lambda system: 1.0 if system.startswith("fmoe") else 2.5)
+    much = told("fmoe:9", lambda system, machine: 1.0 if system.startswith("fmoe") else 2.5)
     assert verdicts(much, "TTFT is less") == verdicts(much, "TPOT is less") == {HOLDS}
     assert {check.paper for check in much.checks if "TTFT is less" in check.claim} == {
         f"{share}% less" for share in ("44.0", "35.0", "33.0", "30.0")
     }
-    little = told("fmoe:9", lambda system: 0.9975 if system.startswith("fmoe") else 1.0)
+    little = told("fmoe:9", lambda system, machine: 0.9975 if system.startswith("fmoe") else 1.0)
     assert verdicts(little, "TTFT is less") == verdicts(little, "TPOT is less") == {FAILS}
 
 
@@ -205,10 +172,10 @@ def test_fmoe_13_a_distance_of_3_must_be_better_than_1_and_6(told: Callable[...,
     def slower(system: str, best: int) -> float:
         return 1 + 0.1 * abs(int(system.partition("distance=")[2]) - best)
 
-    assert verdicts(told("fmoe:13", lambda system: slower(system, 3))) == {HOLDS}
-    assert verdicts(told("fmoe:13", lambda system: slower(system, 1)), "d = 1") == {FAILS}
-    assert verdicts(told("fmoe:13", lambda system: slower(system, 6)), "d = 6") == {FAILS}
-    assert verdicts(told("fmoe:13", lambda system: 1.0), "d = ") == {FAILS}, "all alike is near the best, and no U"
+    assert verdicts(told("fmoe:13", lambda system, machine: slower(system, 3))) == {HOLDS}
+    assert verdicts(told("fmoe:13", lambda system, machine: slower(system, 1)), "d = 1") == {FAILS}
+    assert verdicts(told("fmoe:13", lambda system, machine: slower(system, 6)), "d = 6") == {FAILS}
+    assert verdicts(told("fmoe:13", lambda system, machine: 1.0), "d = ") == {FAILS}, "all alike is no U"
 
 
 def test_fmoe_8_says_nothing_of_embeddings_that_were_made_up(

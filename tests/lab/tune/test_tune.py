@@ -11,6 +11,7 @@ import pytest
 
 import expertly
 from expertly.cli.tune import SHOWN, report, result_of
+from expertly.core.costs import Link
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.engine.choice import choices_path, read_choices
 from expertly.lab.playing import Played, RecordedRequest
@@ -21,7 +22,7 @@ from expertly.lab.tune.tune import Tuned, keep_learned, save, tune
 from expertly.lab.tune.verdict import MIN_TURNS, CandidatePlayer
 from expertly.model.packing import pack_cached
 from expertly.scheduler.presets import BASE_SYSTEM
-from expertly.sim.hardware import Hardware, Link
+from expertly.sim.hardware import Hardware
 from expertly.store.cache import learned_beside
 from tests.families import make_checkpoint
 from tests.lab.tune.toys import FakeClock

@@ -10,7 +10,6 @@ import numpy as np
 
 from expertly.core.observation import Floats
 from expertly.policies.learned import ModelShape
-from expertly.policies.predictor.fmoe.store import NONE, MapStore
 
 TIE = 1e-6
 
@@ -24,15 +23,6 @@ def random_scores(dice: np.random.Generator, num_rows: int, num_layers: int, num
 def top(scores: Floats, top_k: int) -> np.ndarray:
     """The ids of the K highest, [..., K]."""
     return np.argsort(-scores, axis=-1, kind="stable")[..., :top_k]
-
-
-def request_counts(store: MapStore, request: int) -> np.ndarray:
-    """How often each expert was chosen in a request's stored iterations, [L, E] (fMoE, section 4.1)."""
-    counts = np.zeros((store.shape.num_layers, store.shape.max_experts), np.int64)
-    for slot in np.flatnonzero(store.requests[: store.num_maps] == request):
-        for layer, experts in enumerate(store.chosen[slot]):
-            counts[layer, experts[experts != NONE]] += 1
-    return counts
 
 
 def cosine(left: Floats, right: Floats) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from expertly.lab.papers.metrics import (
     of_time,
     table_of,
 )
-from expertly.lab.papers.runs import CannotRun, Lab, Row, batched
+from expertly.lab.papers.runs import CannotRun, Lab, Row, batched, with_link
 from expertly.lab.trace_analysis import EntropyMeter
 from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe.store import MapStore
@@ -107,7 +107,7 @@ def entropy(lab: Lab) -> Finding:
     has_probs = trace.has("probs")
     fields = ["request", "experts", "weights", *["probs"] * has_probs]
     requests = [one for one in trace.requests if one.num_rows >= GROWTH_TOKENS]
-    np.random.default_rng(lab.seed).shuffle(requests)  # type: ignore[arg-type]
+    np.random.default_rng(lab.options.seed).shuffle(requests)  # type: ignore[arg-type]
     num_rows = active = 0
     bits: list[dict[str, float]] = []  # of each request
     for request in requests:
@@ -202,8 +202,7 @@ def distance_hits(lab: Lab) -> Finding:
     147, 11, 34, 63 % more than those of DeepSpeed, Mixtral-Offloading, ProMoE and MoE-Infinity (figure 9).
     """
     machine = lab.machine(HARDWARE)
-    link = replace(machine.link, nbytes_per_s=LINKS * machine.link.nbytes_per_s)
-    runs = lab.runs_of(lab.schedules(), replace(machine, name=f"{LINKS} x {machine.name}", link=link))
+    runs = lab.runs_of(lab.schedules(), replace(with_link(machine, LINKS), name=f"{LINKS} x {machine.name}"))
     ways: dict[str, Callable[[int], str]] = {
         "maps": lambda d: f"fmoe:distance={d}",
         "request counts": lambda d: f"{COUNTS}:distance={d}",
@@ -383,7 +382,7 @@ def online(lab: Lab) -> Finding:
 
 
 def _sample(lab: Lab, seed: int) -> Arrivals:
-    num = REQUESTS // (6 if lab.quick else 1)
+    num = REQUESTS // (6 if lab.options.quick else 1)
     dice, given = np.random.default_rng(seed), lab.arrivals
     if given is None:
         times = np.cumsum(dice.exponential(MEAN_GAP_S * 1e9, num)).astype(np.int64)
@@ -410,13 +409,11 @@ def budgets(lab: Lab) -> Finding:
     runs, named = lab.runs(HARDWARE), systems(lab)
     found = {memory: runs.rows(named, memory) for memory in BUDGETS}
     ours = {memory: runs.row("fmoe", memory) for memory in BUDGETS}
-    steps = {name: [(found[a][name], found[b][name]) for a, b in pairwise(BUDGETS)] for name in named}
-
-    told = {
-        f"{name}, {b} of memory": rules.compare((b, a), {a: smaller.tpot_s, b: larger.tpot_s}, lowest=True, slack=0.01)
-        for name, own in steps.items()
-        for (a, b), (smaller, larger) in zip(pairwise(BUDGETS), own, strict=True)
-    }
+    told, slower = {}, []
+    for name, (less, more) in product(named, pairwise(BUDGETS)):
+        rows = {memory: found[memory][name] for memory in (less, more)}
+        told[f"{name}, {more} of memory"] = TPOT.told(rows, more, slack=0.01)
+        slower += [of_steps(*rows.values())] * (rows[more].tpot_s > rows[less].tpot_s * 1.01)
     checks = [
         TPOT.everywhere("fMoE is fastest at every budget", found, AT_3),
         TPOT.everywhere(
@@ -431,7 +428,7 @@ def budgets(lab: Lab) -> Finding:
             "every system gets faster with memory",
             told,
             "TPOT falls from budget to budget, to 1 %",
-            lambda: of_steps(*next(s for own in steps.values() for s in own if s[1].tpot_s > s[0].tpot_s * 1.01)),
+            lambda: slower[0],
             unit="ms",
         ),
         *TPOT.sizes("at the least memory TPOT is less than that of", found[BUDGETS[0]], AT_3, LESS_AT_LEAST),

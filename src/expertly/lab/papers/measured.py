@@ -34,6 +34,17 @@ def _students(num: int) -> Floats:
     return found
 
 
+def _arithmetic(made: Callable[[Any, Any], Any]) -> Callable[[Estimate, float], Estimate]:
+    """Of a number and another one: of their values, and of their draws one by one."""
+
+    def with_other(own: Estimate, other: float) -> Estimate:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            draws = made(own.draws, other.draws if isinstance(other, Estimate) else float(other))
+        return Estimate.of(made(float(own), float(other)), draws)
+
+    return with_other
+
+
 class Estimate(float):
     """A number, and what it is in each draw of the requests that it was measured on (bootstrap)."""
 
@@ -94,36 +105,18 @@ class Estimate(float):
         low, high = np.percentile(known, (2.5, 97.5))
         return float(low), float(high)
 
-    def _with(self, other: float, made: Callable[[Any, Any], Any]) -> Estimate:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            draws = made(self.draws, other.draws if isinstance(other, Estimate) else float(other))
-        return Estimate.of(made(float(self), float(other)), draws)
-
     def __reduce__(self) -> Any:
         return Estimate.of, (float(self), self.draws)
 
-    def __add__(self, other: float) -> Estimate:
-        return self._with(other, operator.add)
-
-    def __sub__(self, other: float) -> Estimate:
-        return self._with(other, operator.sub)
-
-    def __mul__(self, other: float) -> Estimate:
-        return self._with(other, operator.mul)
-
-    def __truediv__(self, other: float) -> Estimate:
-        return self._with(other, operator.truediv)
-
-    def __rsub__(self, other: float) -> Estimate:
-        return self._with(other, lambda own, other: other - own)
-
-    def __rtruediv__(self, other: float) -> Estimate:
-        return self._with(other, lambda own, other: other / own)
+    __add__ = __radd__ = _arithmetic(operator.add)
+    __mul__ = __rmul__ = _arithmetic(operator.mul)
+    __sub__ = _arithmetic(operator.sub)
+    __rsub__ = _arithmetic(lambda own, other: other - own)
+    __truediv__ = _arithmetic(operator.truediv)
+    __rtruediv__ = _arithmetic(lambda own, other: other / own)
 
     def __abs__(self) -> Estimate:
         return Estimate.of(abs(float(self)), np.abs(self.draws))
-
-    __radd__, __rmul__ = __add__, __mul__
 
 
 def joined(function: Callable[..., Any], values: Sequence[float]) -> float:

@@ -166,13 +166,17 @@ class Metric:
         other = (min if self.lowest else max)(values, key=lambda key: values[key])
         return rules.compare((name, other), self.values(rows), lowest=self.lowest, slack=slack)
 
-    def everywhere(self, claim: str, found: Mapping[str, Mapping[str, Row]], name: str, *, paper: str = "") -> Check:
+    def everywhere(
+        self, claim: str, found: Mapping[Any, Mapping[str, Row]], name: str, *, paper: str = ""
+    ) -> Check | None:
         """`name` has the best value in each of several runs."""
-        cases = {at: self.told(rows, name) for at, rows in found.items()}
+        if any(None in self.values(rows).values() for rows in found.values()):
+            return None
+        cases = {str(at): self.told(rows, name) for at, rows in found.items()}
 
         def why() -> str:
-            at = next(at for at, one in cases.items() if one.holds is False)
-            return f"at {at}: {self.reason(found[at][name], found[at][cases[at].names[1]])}"
+            at, rows = next((at, rows) for at, rows in found.items() if cases[str(at)].holds is False)
+            return f"at {at}: {self.reason(rows[name], rows[cases[str(at)].names[1]])}"
 
         rule = f"{'lowest' if self.lowest else 'highest'} {self.header}, by {show(NEGLIGIBLE, 'share')} or more"
         return rules.everywhere(claim, cases, rule, why, unit=self.unit, paper=paper)

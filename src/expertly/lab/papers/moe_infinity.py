@@ -46,7 +46,9 @@ def _counts(lab: Lab) -> tuple[Floats, list[str | None]]:
     """[requests, L, E], of decode; in the seed's order; and their categories."""
     trace, layers = lab.trace, lab.trace.manifest.layers
     requests = [one for one in trace.requests if one.num_rows]
-    order = np.random.default_rng(lab.seed).permutation(len(requests))[: MOST_REQUESTS // (5 if lab.quick else 1)]
+    order = np.random.default_rng(lab.options.seed).permutation(len(requests))[
+        : MOST_REQUESTS // (5 if lab.options.quick else 1)
+    ]
     found, categories = [], []
     for number in order.tolist():
         first, stop = requests[number].first_row, requests[number].first_row + requests[number].num_rows
@@ -154,12 +156,12 @@ def groups(lab: Lab) -> Finding:
     found, fewer = elbows(-(-len(points) * 2 // 3)), elbows(-(-len(points) // 3))
     num = round(float(np.median(found)))
     flat = points.reshape(len(points), -1)
-    members = grouped(flat, num, lab.seed)[0]
+    members = grouped(flat, num, lab.options.seed)[0]
     matrix = transitions(members, num)
     sizes = np.bincount(members, minlength=num)
     largest = Estimate.mean((members == sizes.argmax()).astype(np.float64))
     sparse = float((matrix[matrix.sum(axis=1) > 0] < SPARSE).mean())
-    near = nearness(flat, num, lab.seed), nearness(apart(points, lab.seed), num, lab.seed)
+    near = nearness(flat, num, lab.options.seed), nearness(apart(points, lab.options.seed), num, lab.options.seed)
     rows: list[tuple[Cell, ...]] = [
         ("requests", len(points), None),
         ("groups at the elbow", Estimate.of_seeds(found), None),
@@ -426,7 +428,7 @@ def recovery(lab: Lab) -> Finding:
     domains = [[one for one in own if one.category == category] for category, _ in counted]
     fewest = min(map(len, domains))
     before, draws = fewest // 3, len(lab.seeds)
-    after = min(8 if lab.quick else 20, fewest - before)
+    after = min(8 if lab.options.quick else 20, fewest - before)
     if before < 2 or after <= WINDOW:
         raise ConfigError(f"too few requests of a category ({fewest}); 12 and more are needed")
     before = min(before, 12)
@@ -434,7 +436,7 @@ def recovery(lab: Lab) -> Finding:
     backs: dict[str, list[int | None]] = {}
     missed: dict[str, list[list[float]]] = {}
     notes = []
-    for system in dict.fromkeys((*CHANGED, *lab.asked.system)):
+    for system in dict.fromkeys((*CHANGED, *lab.options.systems)):
         try:
             missed[system] = [_missed(lab, system, domains, before, after, draw) for draw in range(draws)]
         except CannotRun as error:
@@ -480,8 +482,8 @@ def _missed(
     that follow as many of their own.
     """
     first, then = ([*requests] for requests in domains)
-    Random(lab.seed + draw).shuffle(first)
-    Random(lab.seed + draw).shuffle(then)
+    Random(lab.options.seed + draw).shuffle(first)
+    Random(lab.options.seed + draw).shuffle(then)
     served = then[before : before + after]
     changed, same = (_hits(lab, system, [*past[:before], *served])[before:] for past in (first, then))
     return [b - a for a, b in zip(changed, same, strict=True) if a is not None and b is not None]
@@ -540,8 +542,8 @@ def query(lab: Lab) -> Finding:
     21 us a query of 1K matrices, 226 us of 10K, at most one a layer: less than 1 % of the latency, typically above
     120 ms a token.
     """
-    capacities = (120, 1000) if lab.quick else (120, 1000, 10000)
-    found = {num: _query_s(num, np.random.default_rng(lab.seed)) for num in capacities}
+    capacities = (120, 1000) if lab.options.quick else (120, 1000, 10000)
+    found = {num: _query_s(num, np.random.default_rng(lab.options.seed)) for num in capacities}
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     checks = [
         rules.below(

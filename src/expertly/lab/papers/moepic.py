@@ -32,9 +32,8 @@ from expertly.lab.papers.metrics import (
     of_time,
     table_of,
 )
-from expertly.lab.papers.runs import CannotRun, Lab, Row, Subject, first_decoded
+from expertly.lab.papers.runs import CannotRun, Lab, Row, Subject, first_decoded, with_link
 from expertly.lab.synth import write_workload, zipf
-from expertly.policies.allocation.moepic import Timing
 from expertly.scheduler.presets import get_system
 from expertly.sim.compute import compute_model, step_times
 from expertly.sim.hardware import read_geometry
@@ -230,7 +229,7 @@ def preliminary(lab: Lab) -> Finding:
         HITS.monotonic("2a: hit rates rise with the cache", rows, rises=True),
         slower_by_misses(
             time_at([(row.hit_rate, row.tpot_s / resident.tpot_s) for row in rows.values()]),
-            f"loading an expert takes {_load_of_compute(lab, HARDWARE):.1f} times what computing it does",
+            f"loading an expert takes {_loading(lab, HARDWARE)[1]:.1f} times what computing it does",
         ),
     ]
     guess = runs.row("lru:prediction=lookahead")
@@ -250,10 +249,11 @@ def preliminary(lab: Lab) -> Finding:
                 paper="52 to 85 %",
             )
         )
-    hidden = {name: _hidden(lab, name) for name in lab.machines(MACHINES)}
+    loading = {name: _loading(lab, name) for name in lab.machines(MACHINES)}
+    hidden = {name: share for name, (share, _) in loading.items()}
     title = "2d: of the time to load K experts, computing a layer takes"
     tables.append(FindingTable.of(title, {"": "", "share": "share"}, [*hidden.items()]))
-    times = ", ".join(f"{_load_of_compute(lab, name):.1f}" for name in hidden)
+    times = ", ".join(f"{of_compute:.1f}" for _, of_compute in loading.values())
     checks.append(
         rules.everywhere(
             "2d: computing hides only part of loading",
@@ -285,20 +285,14 @@ def slower_by_misses(times: float, why: Why) -> Check:
     )
 
 
-def _times(lab: Lab, machine: str) -> Timing:
+def _loading(lab: Lab, machine: str) -> tuple[float, float]:
+    """Of the time to load K experts, the share that computing a layer takes; and how many times that of computing the
+    experts alone it is.
+    """
     hardware, geometry = lab.machine(machine), Geometry(lab.subject.layers)
-    return step_times(geometry, hardware.link, compute_model(hardware, geometry, lab.subject.dense))
-
-
-def _hidden(lab: Lab, machine: str) -> float:
-    times = _times(lab, machine)
-    computing = sum(times.attention_ns) + sum(times.moe_ns)
-    return computing / sum(k * load for k, load in zip(times.top_k, times.load_ns, strict=True))
-
-
-def _load_of_compute(lab: Lab, machine: str) -> float:
-    times = _times(lab, machine)
-    return times.load_ns[0] * times.top_k[0] / times.moe_ns[0]
+    times = step_times(geometry, hardware.link, compute_model(hardware, geometry, lab.subject.dense))
+    loads = [k * load for k, load in zip(times.top_k, times.load_ns, strict=True)]
+    return (sum(times.attention_ns) + sum(times.moe_ns)) / sum(loads), loads[0] / times.moe_ns[0]
 
 
 # -- 4: layers that take longer than others, and how much of an expert to keep ---------------------------------------
@@ -435,9 +429,8 @@ def _sweep(lab: Lab, memory: str) -> dict[str, tuple[float, float, float]]:
             one = _with(lab, f"sweep-{number}", lab.subject.name, **routing)
         times = {key: changed.get(key, 1) for key in of_machine}
         other = replace(
-            machine,
+            with_link(machine, times["link"]),
             name=f"{machine.name}, {where}",
-            link=replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * times["link"]),
             launch_ns=round(machine.launch_ns * times["launch_ns"]),
             layer_ns=round(machine.layer_ns * times["layer_ns"]),
         )
@@ -450,7 +443,7 @@ def _sweep(lab: Lab, memory: str) -> dict[str, tuple[float, float, float]]:
 def _with(lab: Lab, folder: str, name: str, **routing: float) -> Lab:
     """The same, on other routing."""
     scratch = lab.scratch / folder
-    subject = made_up(name, scratch / "trace", lab.seed, **routing)
+    subject = made_up(name, scratch / "trace", lab.options.seed, **routing)
     return replace(lab, subject=subject, scratch=scratch, _made={})
 
 
@@ -506,7 +499,7 @@ def similarity(lab: Lab) -> Finding:
     Cosine similarities of adjacent layers' activations are high in all layers of both models (ProMoE, section 4,
     prints 91.7 % for DeepSeek-V2-Lite).
     """
-    num_layers, dice = len(lab.subject.layers), np.random.default_rng(lab.seed)
+    num_layers, dice = len(lab.subject.layers), np.random.default_rng(lab.options.seed)
     requests = [one for one in lab.trace.requests if one.num_rows]
     dice.shuffle(requests)  # type: ignore[arg-type]
     each: list[Floats] = []  # of each request: sums, [L - 1]
@@ -563,10 +556,9 @@ def latency(lab: Lab) -> Finding:
     budgets = OF_MIXTRAL if lab.subject.name == STAND_IN else BUDGETS
     found = {memory: runs.rows(_systems(SYSTEMS), memory) for memory in budgets}
     metrics = [TTFT] * lab.subject.has_prompts + [TPOT]
-    paper = {"TTFT": "1.21x to 1.80x faster", "TPOT": "37.5 to 65.7 % less"}
     checks = [
-        one.everywhere(f"MoEpic has the lowest {one.header} at every budget", found, "moepic", paper=paper[one.header])
-        for one in metrics
+        one.everywhere(f"MoEpic has the lowest {one.header} at every budget", found, "moepic", paper=paper)
+        for one, paper in ((TTFT, "1.21x to 1.80x faster"), (TPOT, "37.5 to 65.7 % less"))
     ]
     slowest = {memory: max(rows, key=lambda name: rows[name].tpot_s) for memory, rows in found.items()}
     checks.append(
@@ -663,12 +655,10 @@ def ablation(lab: Lab) -> Finding:
     Mixtral-8x7B, TTFT and TPOT: without SP 1.05x and 1.32x, without LCP 1.09x and 1.19x, without CCA 1.21x and
     1.46x, which matters most.
     """
-    runs, has_prompts = lab.runs(HARDWARE), lab.subject.has_prompts
+    runs = lab.runs(HARDWARE)
     rows = runs.rows(_systems(WITHOUT), _budget(lab))
     whole = rows["nothing"]
-    prompts = {name: row.ttft_s / whole.ttft_s if has_prompts else None for name, row in rows.items()}
-    decode = {name: row.tpot_s / whole.tpot_s for name, row in rows.items()}
-    parts = {name: value for name, value in decode.items() if name != "nothing"}
+    parts = {name: row.tpot_s / whole.tpot_s for name, row in rows.items() if name != "nothing"}
     checks = [
         TPOT.better(
             f"without {name} decode takes longer",
@@ -693,14 +683,12 @@ def ablation(lab: Lab) -> Finding:
             paper="1.46x, the others 1.32x and 1.19x",
         )
     )
-    if has_prompts:
+    if lab.subject.has_prompts:
+        most = max(row.ttft_s / whole.ttft_s for row in rows.values())
         checks.append(
             rules.below(
                 "prompts depend on the parts less than decode does",
-                {
-                    "most in prompts": max(one for one in prompts.values() if one is not None),
-                    "most in decode": max(parts.values()),
-                },
+                {"most in prompts": most, "most in decode": max(parts.values())},
                 lambda: of_prompts(whole, max(rows.values(), key=lambda row: row.ttft_s)),
                 unit="x",
             )
@@ -744,6 +732,7 @@ def sensitivity(lab: Lab) -> Finding:
     )
     rising = sorted(priorities.values(), key=lambda row: row.tpot_s)
     fine, coarse = zetas["zeta 0.01"], zetas["zeta 0.05"]
+    fine_printed, coarse_printed = printed.values()
     checks = [
         rules.within(
             "rho and omega hardly matter",
@@ -762,18 +751,13 @@ def sensitivity(lab: Lab) -> Finding:
             "zeta 0.05",
             f"with 0.05 {show(coarse.kept, 'share')} is there whole or in part, with 0.01 {show(fine.kept, 'share')}; "
             "beside moves of zeta the configurator tries others (ours): without them, as algorithm 1 is printed, 0.05 "
-            f"takes {show(_ratio([*printed.values()]), 'x')} of 0.01's TPOT, with them "
-            f"{show(_ratio([fine, coarse]), 'x')}",
+            f"takes {show(coarse_printed.tpot_s / fine_printed.tpot_s, 'x')} of 0.01's TPOT, with them "
+            f"{show(coarse.tpot_s / fine.tpot_s, 'x')}",
             paper="12.12 % longer",
         ),
     ]
     table = table_of("By setting", {**priorities, **zetas, **printed}, TPOT, KEPT)
     return lab.finding(lab.setting(runs, _budget(lab)), [table], checks)
-
-
-def _ratio(rows: Sequence[Row]) -> float:
-    """The last row's TPOT over the first one's."""
-    return rows[-1].tpot_s / rows[0].tpot_s
 
 
 # -- 3.4: configurations that change while two kinds of prompts follow each other ------------------------------------

@@ -13,7 +13,7 @@ from expertly.lab.papers import findings as rules
 from expertly.lab.papers.findings import TAKEN, Cell, Finding, FindingTable, Paper, Told
 from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import TPOT, of_time
-from expertly.lab.papers.runs import CannotRun, Lab, Row, Runs, batched, first_decoded
+from expertly.lab.papers.runs import CannotRun, Lab, Row, Runs, batched, first_decoded, with_link
 from expertly.sim.schedule import Schedule, make_schedule, with_answer
 from expertly.sim.workload import RowRange
 
@@ -48,8 +48,7 @@ def prefetch_gate(lab: Lab) -> Finding:
             better = min(without, ahead, key=lambda row: row.tpot_s)
             ratio = gated.tpot_s / better.tpot_s
             cells.append((f"{machine}, {family}", without.tpot_s, ahead.tpot_s, gated.tpot_s, ratio))
-            values = {"behind the gate": gated.tpot_s, "the better": better.tpot_s}
-            one = rules.compare(("behind the gate", "the better"), values, lowest=True, slack=NEAR - 1)
+            one = TPOT.told({"behind the gate": gated, "the better": better}, "behind the gate", slack=NEAR - 1)
             cases[f"{machine}, {family}"] = one
             slower += [f"{machine}: {of_time(gated, better)}"] * (one.holds is False)
     columns = {"": "", "no prefetch": "ms", "all of it": "ms", "gate=measured": "ms", "of the better": "x"}
@@ -95,9 +94,9 @@ def assumptions(lab: Lab) -> Finding:
         schedules.append(Schedule(made.training, first_decoded(lab.trace, short, lab.tokens_of_seed // 4)))
     found: dict[str, dict[str, Row]] = {}
     for where, times in ASSUMPTIONS.items():
-        link = replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * times.get("link", 1.0))
         fixed = {key: round(getattr(machine, key) * by) for key, by in times.items() if key != "link"}
-        found[where] = _beside_lru(lab.runs_of(schedules, replace(machine, name=where, link=link, **fixed)))
+        changed = replace(with_link(machine, times.get("link", 1.0)), name=where, **fixed)
+        found[where] = _beside_lru(lab.runs_of(schedules, changed))
     for size in BATCHES:
         found[f"{size} requests at once"] = _beside_lru(batched(lab, MACHINE, size))
     geometry = Geometry(lab.subject.layers)
@@ -109,7 +108,10 @@ def assumptions(lab: Lab) -> Finding:
         least = 100 * 2 * geometry.layers[0].top_k * geometry.layers[0].expert_nbytes / geometry.nbytes
         where = f"after {context} tokens, {max(share, least):.1f}% for experts"
         found[where] = _beside_lru(lab.runs_of(schedules, changed), f"{max(share, least):.4g}%")
-    order = {where: {name: _faster(rows, name) for name in OF_EACH} for where, rows in found.items()}
+    order = {
+        where: {name: TPOT.told({one: rows[one] for one in (name, "lru")}, name, slack=0.0) for name in OF_EACH}
+        for where, rows in found.items()
+    }
     checks = [
         rules.everywhere(
             f"whether {name} is faster than lru depends on none of these assumptions",
@@ -139,10 +141,6 @@ def _beside_lru(runs: Runs, memory: str | None = None) -> dict[str, Row]:
     return runs.rows(("lru", *OF_EACH), memory) | runs.beside(memory)
 
 
-def _faster(rows: Mapping[str, Row], name: str) -> Told:
-    return rules.compare((name, "lru"), TPOT.values({one: rows[one] for one in (name, "lru")}), lowest=True)
-
-
 def _as_usual(told: Told, usual: bool | None) -> Told:
     return told._replace(holds=None if None in (told.holds, usual) else told.holds is usual)
 
@@ -168,7 +166,7 @@ def saved_reuse(lab: Lab) -> Finding:
     """
     if lab.trace.manifest.model != "demo":
         raise CannotRun("its tokens are fed to the demo model, and it is of another one")
-    cut = 4 if lab.quick else 1
+    cut = 4 if lab.options.quick else 1
     num, learns = REQUESTS // cut, [learn // cut for learn in LEARN]
     every: dict[str | int, list[tuple[float, float]]] = {}  # by seed
     for seed in lab.seeds:

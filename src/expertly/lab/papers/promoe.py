@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,17 +32,16 @@ from expertly.lab.papers.metrics import (
     table_of,
 )
 from expertly.lab.papers.recorded import SWITCH
-from expertly.lab.papers.runs import Lab, Row, Runs, batched, prompts_need
+from expertly.lab.papers.runs import Lab, Row, Runs, batched, prompts_need, with_link
 from expertly.lab.train import STOPPING, TrainOptions, train
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.presets import get_system
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
-from expertly.sim.study import Memory, Study
+from expertly.sim.study import Memory
 from expertly.sim.training import popularity
-from expertly.sim.workload import RowRange
-from expertly.trace.schema import NO_EXPERT
+from expertly.sim.workload import RowRange, TraceWorkload
 
 PAPER = Paper("promoe", "ProMoE: Fast MoE-based LLM Serving using Proactive Caching")
 
@@ -115,16 +114,17 @@ def whole_layers(lab: Lab, codebase: str, memory: str, processor: Mapping[str, A
     runs.row(LRU, memory)
     for study, like in zip(runs.studies, runs.by_seed[LRU], strict=True):
         passes, waits = [], []
-        for num_tokens, demands in _demands(study):
+        for one in TraceWorkload(study.trace, study.schedule.test).iterations():
             spent = waited = 0
-            for layer, counts in enumerate(demands):
+            for router in one.layers:
+                layer = router.layer
                 model = here if layer < num_here else there
-                spent += model.dense_ns(layer, num_tokens)
-                spent += sum(model.span_ns(layer, num, 1) for num in counts.tolist())
+                spent += model.dense_ns(layer, one.num_tokens)
+                spent += sum(model.span_ns(layer, num, 1) for num in router.num_tokens)
                 if layer >= num_here and codebase == CODEBASES[0]:
-                    nbytes = geometry.layers[layer].expert_nbytes
-                    waited += machine.link.latency_ns + dense_ns + len(counts) * machine.link.occupies_ns(nbytes)
-            passes.append(spent + waited + here.head_ns(num_tokens))
+                    experts_ns = len(router.experts) * machine.link.occupies_ns(geometry.layers[layer].expert_nbytes)
+                    waited += machine.link.latency_ns + dense_ns + experts_ns
+            passes.append(spent + waited + here.head_ns(one.num_tokens))
             waits.append(waited)
         rows.append(
             replace(
@@ -153,17 +153,6 @@ def _of_processor(lab: Lab, memory: str, metric: Metric, other: Row) -> str:
 
 
 UM, UNIFIED = "UM: pages", "lru:scope=global:order=id:preemption=late"
-
-
-def _demands(study: Study) -> Iterator[tuple[int, list[Ints]]]:
-    """Of each pass: its tokens, and for each layer how many of them each needed expert serves."""
-    for span in study.schedule.test:
-        rows = span.first_row, span.first_row + span.num_rows
-        experts, iteration = study.trace.rows("experts", *rows), study.trace.rows("iteration", *rows)
-        starts = np.flatnonzero(np.diff(iteration, prepend=iteration[0] - 1))
-        for first, stop in zip(starts, [*starts[1:], len(iteration)], strict=True):
-            chosen = experts[first:stop].swapaxes(0, 1).reshape(experts.shape[1], -1)
-            yield int(stop - first), [np.unique(one[one != NO_EXPERT], return_counts=True)[1] for one in chosen]
 
 
 # -- 3 to 5: what an LRU cache leaves to wait for, and how evenly experts are used ----------------------------------
@@ -386,7 +375,9 @@ def trained(
     hidden = round((one.num_parameters - num_experts) / (num_inputs + num_experts + 1)) if is_plain else len(one.hidden)
     stopping = sum(span.num_rows for span in training[: max(1, len(training) // STOPPING)])
     rows = np.arange(sum(span.num_rows for span in training))
-    options = TrainOptions(like.distances, hidden, 4 if lab.quick else 40, seed=lab.seed, plain=is_plain)
+    options = TrainOptions(
+        like.distances, hidden, 4 if lab.options.quick else 40, seed=lab.options.seed, plain=is_plain
+    )
     return train(data, rows[stopping:], rows[:stopping], options).weights
 
 
@@ -633,9 +624,8 @@ def rates(lab: Lab) -> Finding:
         metrics = [TTFT, BLOCKED] * lab.subject.has_prompts + [TPOT, WAITING]
         tables += [grid(f"{one.header}{where}", shown, one, "kept") for one in metrics]
         for one, paper in ((TTFT, of_prefill), (TPOT, of_decode)):
-            if one is TPOT or lab.subject.has_prompts:
-                claim = f"ProMoE has the lowest {one.header} at all cache rates{where}"
-                checks.append(one.everywhere(claim, found, "promoe", paper=paper))
+            claim = f"ProMoE has the lowest {one.header} at all cache rates{where}"
+            checks.append(one.everywhere(claim, found, "promoe", paper=paper))
         checks.append(WAITING.everywhere(f"and waits least in decode{where}", found, "promoe"))
         if codebase == CODEBASES[1]:
             least, most = shown[RATES[0]], shown[RATES[-1]]
@@ -750,46 +740,41 @@ def bits(lab: Lab) -> Finding:
         "24: the same memory, llama.cpp": (CODEBASES[1], SAME_MEMORY),
         "25: half of the experts, transformers": (CODEBASES[0], half),
     }
+    metrics = [TTFT] * lab.subject.has_prompts + [TPOT]
     tables: list[FindingTable] = []
-    checks: list[Check | None] = []
-    has_prompts = lab.subject.has_prompts
+    found: dict[str, dict[int, dict[str, Row]]] = {}
     for title, (codebase, memories) in figures.items():
         runs = {num: _with_bits(lab, codebase, num) for num in BITS}
-        found = {num: one.rows(SYSTEMS, memories[num]) for num, one in runs.items()}
+        of_bits = found[title[:2]] = {num: one.rows(SYSTEMS, memories[num]) for num, one in runs.items()}
         added = {num: one.beside(memories[num]) for num, one in runs.items()}
         cells: list[tuple[Cell, ...]] = []
-        gains: dict[str, float] = {}
-        for num, rows in found.items():
-            lru, ours = rows["lru"], rows["promoe"]
-            gains[f"{num} bits"] = lru.ttft_s / ours.ttft_s if has_prompts else lru.tpot_s / ours.tpot_s
-            times = [one.of(row) for one in (TTFT, TPOT)[not has_prompts :] for row in (rows | added[num]).values()]
-            cells.append((num, memories[num], *times, gains[f"{num} bits"], ours.waiting(True)))
-        names = [f"{name}, {one.header}" for one in (TTFT, TPOT)[not has_prompts :] for name in SYSTEMS | added[16]]
-        phase = "prompts" if has_prompts else "decode"
+        for num, rows in of_bits.items():
+            times = [one.of(row) for one in metrics for row in (rows | added[num]).values()]
+            gain = metrics[0].of(rows["lru"]) / metrics[0].of(rows["promoe"])
+            cells.append((num, memories[num], *times, gain, rows["promoe"].waiting(True)))
+        names = [f"{name}, {one.header}" for one in metrics for name in SYSTEMS | added[16]]
+        phase = "prompts" if lab.subject.has_prompts else "decode"
         columns = {"bits": "", "kept": "", **dict.fromkeys(names, "ms"), f"LRU of ProMoE, {phase}": "x"}
         tables.append(FindingTable.of(title, columns | {"ProMoE waits": "share"}, cells))
-        if title.startswith("24") and has_prompts:  # the paper prints no numbers of decode
-            extremes = found[16]["promoe"], found[4]["promoe"]
-            checks.append(
-                rules.monotonic(
-                    "24: in the same memory its gain over LRU in prompts rises as bits fall",
-                    gains,
-                    partial(of_prompts, *extremes),
-                    rises=True,
-                    unit="x",
-                    slack=NEGLIGIBLE,
-                    paper="1.105x at 16 bits, 2.064x at 4",
-                )
+    checks = [
+        one.everywhere(f"23: ProMoE has the lowest {one.header} at all bits", found["23"], "promoe", paper=paper)
+        for one, paper in zip((TTFT, TPOT), OF_BITS, strict=True)
+    ]
+    same = found["24"]
+    if lab.subject.has_prompts:  # of decode the paper prints no numbers
+        checks.append(
+            rules.monotonic(
+                "24: in the same memory its gain over LRU in prompts rises as bits fall",
+                {f"{num} bits": rows["lru"].ttft_s / rows["promoe"].ttft_s for num, rows in same.items()},
+                partial(of_prompts, same[16]["promoe"], same[4]["promoe"]),
+                rises=True,
+                unit="x",
+                slack=NEGLIGIBLE,
+                paper="1.105x at 16 bits, 2.064x at 4",
             )
-        if title.startswith("25"):
-            waits = {num: rows["promoe"] for num, rows in found.items()}
-            checks.append(WAITING.monotonic("25: with fewer bits ProMoE waits less", waits, rises=False))
-        if title.startswith("23"):
-            for one, paper in zip((TTFT, TPOT), OF_BITS, strict=True):
-                if one is TPOT or has_prompts:
-                    named = {str(num): rows for num, rows in found.items()}
-                    claim = f"23: ProMoE has the lowest {one.header} at all bits"
-                    checks.append(one.everywhere(claim, named, "promoe", paper=paper))
+        )
+    waits = {num: rows["promoe"] for num, rows in found["25"].items()}
+    checks.append(WAITING.monotonic("25: with fewer bits ProMoE waits less", waits, rises=False))
     notes = [
         "bytes to load are scaled by the bits, by a link as many times faster; computing stays as it is, as the paper "
         "says of it; what unpacking takes is not counted"
@@ -798,6 +783,5 @@ def bits(lab: Lab) -> Finding:
 
 
 def _with_bits(lab: Lab, codebase: str, num: int) -> Runs:
-    machine = on(lab, codebase)
-    link = replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * 16 / num)
-    return lab.once(("bits", codebase, num), lambda: lab.runs_of(lab.schedules(), replace(machine, link=link)))
+    machine = with_link(on(lab, codebase), 16 / num)
+    return lab.once(("bits", codebase, num), lambda: lab.runs_of(lab.schedules(), machine))

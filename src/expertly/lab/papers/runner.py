@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,15 @@ import jinja2
 from expertly import __version__
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.core.geometry import Geometry
+from expertly.core.resources import parse_memory
 from expertly.lab.papers import fmoe, moe_infinity, moepic, ours, promoe, recorded
 from expertly.lab.papers.findings import TAKEN, Experiment, Finding, Paper, Result
-from expertly.lab.papers.runs import LEARNED_TOKENS, Asked, Lab, Subject
+from expertly.lab.papers.runs import LEARNED_TOKENS, Lab, Subject
 from expertly.lab.papers.settings import ReproduceOptions
 from expertly.policies.predictor import PREDICTORS
 from expertly.policies.registry import Registry
 from expertly.scheduler.presets import get_system
-from expertly.sim.hardware import HARDWARE_NAMES
+from expertly.sim.hardware import HARDWARE_NAMES, Hardware
 from expertly.sim.schedule import read_arrivals
 from expertly.sim.study import Memory
 
@@ -84,6 +86,27 @@ def select(names: str) -> list[Experiment]:
     return sorted(chosen.values(), key=lambda one: order.index(one.name) if one.name in order else len(order))
 
 
+def refused(options: ReproduceOptions, experiment: Experiment) -> list[str]:
+    """Of TAKEN, what a user asks for and an experiment does not take."""
+    return [name for name in TAKEN if getattr(options, name) and name not in experiment.takes]
+
+
+def check_asked(options: ReproduceOptions, experiments: Sequence[Experiment]) -> None:
+    """Raises ConfigError for what there is not, and where none of these experiments takes what is asked for."""
+    for name in options.systems:
+        get_system(name)
+    if options.hardware is not None:
+        Hardware.read(options.hardware)
+    if options.memory is not None:
+        parse_memory(options.memory, 1 << 60)  # of any model
+    if all(refused(options, one) for one in experiments):
+        named = ", ".join(one.name for one in experiments)
+        raise ConfigError(
+            f"{', '.join(refused(options, experiments[0]))}: means nothing to {named:.200}; `expertly lab reproduce "
+            "--list` says what each experiment takes"
+        )
+
+
 def _fewer(given: Sequence[str]) -> dict[str, int]:
     """Tokens by the name of the experiment."""
     found: dict[str, int] = {}
@@ -109,10 +132,10 @@ class Session:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._options, self._scratch, self._progress, self._say = options, scratch, progress, say
-        self._asked, self._fewer = Asked.of(options), _fewer(options.fewer or ())
+        self._fewer = _fewer(options.fewer or ())
         self._arrivals = None if options.arrivals is None else read_arrivals(options.arrivals)
         predictors = options.predictor or ()
-        named = [get_system(name).weights for name in self._asked.system]
+        named = [get_system(name).weights for name in options.systems]
         kinds = [kind for kind in (*named, *(one.weights for one in PREDICTORS.values())) if kind is not None]
         paths = options.trace or [recorded.demo_trace(options.quick, say)]
         subjects = [Subject.open(path, predictors, kinds) for path in paths]
@@ -132,7 +155,7 @@ class Session:
             "arrivals": None if options.arrivals is None else _digest(options.arrivals),
             **{name: getattr(options, name) for name in ("quick", "seed", "seeds", "tokens")},
             "fewer": self._fewer or None,
-            "system": list(self._asked.system) or None,
+            "system": list(options.systems) or None,
             "hardware": machine if machine in HARDWARE_NAMES or machine is None else _digest(Path(machine)),
             "memory": memory,
         }
@@ -152,9 +175,9 @@ class Session:
 
     def result(self, experiment: Experiment) -> Result:
         """On the traces that have what it needs; what cannot run on one is said."""
-        refused = self._asked.refused_by(experiment)
-        if refused:
-            said = ", ".join(f"--{name}" for name in refused)
+        not_taken = refused(self._options, experiment)
+        if not_taken:
+            said = ", ".join(f"--{name}" for name in not_taken)
             taken = ", ".join(f"--{name}" for name in TAKEN if name in experiment.takes) or "none of these"
             return Result(experiment.name, (), (f"any trace: it takes no {said}; accepted: {taken}",), 0.0)
         start = time.monotonic()
@@ -178,22 +201,12 @@ class Session:
         return Result(experiment.name, tuple(findings), tuple(left_out), time.monotonic() - start)
 
     def lab(self, subject: Subject, tokens: int | None = None) -> Lab:
-        options = self._options
-        key = subject.name, tokens or options.tokens
+        options = self._options if tokens is None else replace(self._options, tokens=tokens)
+        key = subject.name, options.tokens
         if key not in self._labs:
             scratch = self._scratch / str(len(self._labs))
             scratch.mkdir(parents=True)
-            self._labs[key] = Lab(
-                subject,
-                scratch,
-                options.quick,
-                options.seed,
-                num_seeds=options.seeds,
-                num_tokens=key[1],
-                asked=self._asked,
-                arrivals=self._arrivals,
-                progress=self._progress,
-            )
+            self._labs[key] = Lab(subject, scratch, options, self._arrivals, self._progress)
         return self._labs[key]
 
     def _stand_in(self, name: str, tokens: int | None) -> Lab:
@@ -225,10 +238,12 @@ class Session:
 
     def facts(self, results: Sequence[Result]) -> dict[str, Any]:
         """Settings and results, for JSON."""
-        return {
-            "settings": self.settings,
-            "results": [_about(find_experiment(one.name)) | one.as_dict() for one in results],
-        }
+        found = []
+        for result in results:
+            one = find_experiment(result.name)
+            about = {"paper": one.paper, "figures": list(one.figures), "title": one.title, "shows": one.shows}
+            found.append(about | result.as_dict())
+        return {"settings": self.settings, "results": found}
 
     def about(self) -> list[str]:
         """The traces, in words."""
@@ -271,10 +286,6 @@ def _open_session(options: ReproduceOptions, scratch: Path) -> None:
 
 def _result(name: str) -> Result:
     return _sessions[0].result(find_experiment(name))
-
-
-def _about(one: Experiment) -> dict[str, Any]:
-    return {"paper": one.paper, "figures": list(one.figures), "title": one.title, "shows": one.shows}
 
 
 def _digest(path: Path) -> str:

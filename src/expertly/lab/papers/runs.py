@@ -13,16 +13,14 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from expertly.arguments import names
-from expertly.core.errors import ConfigError, ExpertlyError
+from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry
 from expertly.core.messages import Span
-from expertly.core.resources import parse_memory
 from expertly.core.units import counted, format_nbytes
 from expertly.data import demo_predictor
-from expertly.lab.papers.findings import TAKEN, Check, Experiment, Finding, FindingTable
+from expertly.lab.papers.findings import Check, Finding, FindingTable
 from expertly.lab.papers.measured import Estimate, Floats
-from expertly.lab.papers.settings import SEEDS, TOKENS, ReproduceOptions
+from expertly.lab.papers.settings import ReproduceOptions
 from expertly.policies.learned import LearnedState, ModelShape, read_learned
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
@@ -30,7 +28,7 @@ from expertly.scheduler.system import names_of_options
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Arrivals, Schedule, Selection, decode_passes, first_rows, make_schedule
 from expertly.sim.study import RATES, Memory, Study
-from expertly.sim.workload import RowRange
+from expertly.sim.workload import RowRange, TraceWorkload
 from expertly.trace.reader import Trace
 from expertly.trace.writer import TraceWriter
 
@@ -156,7 +154,7 @@ def _weights(
 
 
 class Watch:
-    """Sees one run of the simulator. Times in nanoseconds."""
+    """Sees one run of the simulator, as its timeline. Times in nanoseconds."""
 
     def __init__(self) -> None:
         self.ends: list[int] = []  # of each pass
@@ -167,6 +165,9 @@ class Watch:
         self.predicting: dict[str, int] = {}  # the predictor's thread, by what it read: "begin", "router", "update"
         self._computing = self._asking = self._loading = 0
         self._begins: list[int] = []
+
+    def begin_run(self, name: str) -> Watch:
+        return self
 
     def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
         self._computing += end_ns - begin_ns
@@ -192,17 +193,6 @@ class Watch:
         self.predicting[what] = self.predicting.get(what, 0) + end_ns - begin_ns
 
 
-class LastRun:
-    """Stands where timelines would be: what the last run did; of none, nothing."""
-
-    def __init__(self) -> None:
-        self.watch = Watch()
-
-    def begin_run(self, name: str) -> Watch:
-        self.watch = Watch()
-        return self.watch
-
-
 SUMS = {
     *("bytes_loaded", "prefetched_bytes", "wasted_bytes", "bytes_read", "requests", "tokens"),
     *("predictions_late", "contexts_dropped", "decode_iterations"),
@@ -219,10 +209,10 @@ def pooled(key: str, values: Sequence[Any]) -> Any:
         return {name: pooled(name, [one.get(name) for one in known]) for name in known[0]}
     if isinstance(known[0], list):
         return [pooled(key, one) for one in zip(*known, strict=False)]
-    if isinstance(known[0], str | bool) or all(one == known[0] for one in known):
-        return sum(known) if key in SUMS else known[0]
     if key in SUMS:
         return sum(known)
+    if isinstance(known[0], str | bool) or all(one == known[0] for one in known):
+        return known[0]
     return Estimate.of_seeds(known) if key in RATES or key.endswith("_score") else float(np.mean(known))
 
 
@@ -348,6 +338,11 @@ class Row:
         return found
 
 
+def with_link(machine: Hardware, times: float) -> Hardware:
+    """The same machine with a link so many times as fast."""
+    return replace(machine, link=replace(machine.link, nbytes_per_s=machine.link.nbytes_per_s * times))
+
+
 @dataclass
 class Runs:
     """One schedule a seed, of one trace, on one machine; rows are made once. `memory`: where a row says no other."""
@@ -379,11 +374,7 @@ class Runs:
 
     def _row_on_faster_link(self, system: str, memory: Memory) -> Row:
         if self._on_faster_link is None:
-            studies = []
-            for study in self.studies:
-                link = study.hardware.link
-                link = replace(link, nbytes_per_s=link.nbytes_per_s * FASTER_LINK)
-                studies.append(replace(study, hardware=replace(study.hardware, link=link)))
+            studies = [replace(one, hardware=with_link(one.hardware, FASTER_LINK)) for one in self.studies]
             self._on_faster_link = Runs(studies, self.subject, self.hardware, self.memory)
         return self._on_faster_link.row(system, memory)
 
@@ -399,10 +390,9 @@ class Runs:
     def _run(self, number: int, system: str, memory: Memory) -> Row:
         study = self.studies[number]
         name, is_modelled = self.subject.fitted(system)
-        parts, last = get_system(name), LastRun()
-        study.chrome, study.learned = last, None if parts.weights is None else self.subject.weights.get(parts.weights)
+        parts, watch = get_system(name), Watch()
+        study.chrome, study.learned = watch, None if parts.weights is None else self.subject.weights.get(parts.weights)
         facts = study.row(parts, memory)
-        watch = last.watch
         if facts["skipped"] is not None:
             raise CannotRun(facts["skipped"])
         if not watch.ends:  # with all experts here it has run before, in another budget
@@ -433,51 +423,13 @@ class Runs:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a user asks for beside or instead of the paper's, see TAKEN."""
-
-    system: tuple[str, ...] = ()
-    hardware: str | None = None
-    memory: str | None = None
-
-    @classmethod
-    def of(cls, options: ReproduceOptions) -> Asked:
-        systems = () if options.system is None else tuple(names("system", options.system))
-        return cls(systems, options.hardware, options.memory)
-
-    def refused_by(self, experiment: Experiment) -> list[str]:
-        """Of what is asked for, what an experiment does not take."""
-        return [name for name in TAKEN if getattr(self, name) and name not in experiment.takes]
-
-    def check(self, experiments: Sequence[Experiment]) -> None:
-        """Raises ConfigError for what there is not, and where none of these experiments takes what is asked for."""
-        for name in self.system:
-            get_system(name)
-        if self.hardware is not None:
-            Hardware.read(self.hardware)
-        if self.memory is not None:
-            parse_memory(self.memory, 1 << 60)  # of any model
-        refused = [self.refused_by(one) for one in experiments]
-        if all(refused):
-            named = ", ".join(one.name for one in experiments)
-            raise ConfigError(
-                f"{', '.join(refused[0])}: means nothing to {named:.200}; `expertly lab reproduce --list` says what "
-                "each experiment takes"
-            )
-
-
 @dataclass
 class Lab:
-    """What an experiment is given: one trace. `quick`: few tokens, of one seed."""
+    """What an experiment is given: one trace, and what a user asks for."""
 
     subject: Subject
     scratch: Path  # an empty folder, for this trace
-    quick: bool = False
-    seed: int = 0  # the first
-    num_seeds: int = SEEDS
-    num_tokens: int = TOKENS  # of decode, over all seeds
-    asked: Asked = Asked()
+    options: ReproduceOptions
     arrivals: Arrivals | None = None  # of requests, recorded; None: they are made up
     progress: Callable[[str, int, int], None] | None = None
     _made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -491,7 +443,8 @@ class Lab:
 
     @property
     def seeds(self) -> range:
-        return range(self.seed, self.seed + (1 if self.quick else self.num_seeds))
+        first = self.options.seed
+        return range(first, first + (1 if self.options.quick else self.options.seeds))
 
     @property
     def trace(self) -> Trace:
@@ -499,14 +452,14 @@ class Lab:
 
     def machine(self, name: str) -> Hardware:
         """The one that was asked for, else the paper's."""
-        return Hardware.read(self.asked.hardware or name)
+        return Hardware.read(self.options.hardware or name)
 
     def machines(self, names: Sequence[str]) -> Sequence[str]:
-        return names if self.asked.hardware is None else [self.asked.hardware]
+        return names if self.options.hardware is None else [self.options.hardware]
 
     def memory(self, label: str = MEMORY) -> str:
         """The budget that was asked for, else the paper's."""
-        return self.asked.memory or label
+        return self.options.memory or label
 
     def share(self, label: str = MEMORY) -> float:
         """The same in percent of the experts."""
@@ -516,7 +469,7 @@ class Lab:
     @property
     def tokens_of_seed(self) -> int:
         """Of decode."""
-        return QUICK_TOKENS if self.quick else -(-self.num_tokens // len(self.seeds))
+        return QUICK_TOKENS if self.options.quick else -(-self.options.tokens // len(self.seeds))
 
     @property
     def top_k(self) -> int:
@@ -531,10 +484,10 @@ class Lab:
 
         def make(seed: int) -> Schedule:
             made = self._parted(seed)
-            least = sum(span.num_rows for span in made.training[: COLLECTED // (QUICK if self.quick else 1)])
-            most = LEARNED_TOKENS // (QUICK if self.quick else 1)
+            cut = QUICK if self.options.quick else 1
+            least = sum(span.num_rows for span in made.training[: COLLECTED // cut])
             tests = first_decoded(self.trace, made.test, round(self.tokens_of_seed * times))
-            return Schedule(first_rows(made.training, max(most, least)), tests)
+            return Schedule(first_rows(made.training, max(LEARNED_TOKENS // cut, least)), tests)
 
         return self.once(("schedules", times), lambda: [make(seed) for seed in self.seeds])
 
@@ -556,7 +509,6 @@ class Lab:
 
     def runs(self, hardware: str, *, times: float = 1.0) -> Runs:
         """Of `schedules`."""
-
         return self.once(("runs", hardware, times), lambda: self.runs_of(self.schedules(times), hardware))
 
     def runs_of(
@@ -578,14 +530,14 @@ class Lab:
                 machine,
                 subject.layers,
                 subject.dense,
-                seed=self.seed + number,
+                seed=self.options.seed + number,
                 is_queued=is_queued,
                 predicting=predicting,
                 progress=self.progress,
             )
             for number, schedule in enumerate(schedules)
         ]
-        return Runs(studies, subject, machine.name, self.memory(), self.asked.system)
+        return Runs(studies, subject, machine.name, self.memory(), self.options.systems)
 
     def finding(
         self,
@@ -610,7 +562,7 @@ class Lab:
             f"{sum(span.num_rows for span in tests)} tokens"
             + f", {num} passes of decode"
             + (f", of {requests} requests" if requests > 1 else "")
-            + f", {counted(len(runs.studies), 'seed')} from {self.seed}"
+            + f", {counted(len(runs.studies), 'seed')} from {self.options.seed}"
         )
         parts.append(f"{counted(learned, 'other request')} learned from" if learned else "nothing learned")
         return "; ".join(parts)
@@ -637,8 +589,8 @@ def batched(lab: Lab, hardware: str | Hardware, size: int) -> Runs:
     a pass, until all have ended. Routing does not depend on who else runs.
     """
 
-    def make() -> list[tuple[Trace, list[RowRange]]]:
-        num, made = BATCHED_REQUESTS // (3 if lab.quick else 1), []
+    def make() -> list[tuple[Trace, Schedule]]:
+        num, made = BATCHED_REQUESTS // (3 if lab.options.quick else 1), []
         for number, tests in enumerate(lab.requests_to_test()):
             chosen = [
                 one for span in tests[:num] for one in first_decoded(lab.trace, [span], lab.tokens_of_seed // num)
@@ -647,49 +599,45 @@ def batched(lab: Lab, hardware: str | Hardware, size: int) -> Runs:
             made.append(write_batches(lab.trace, training, chosen, size, lab.scratch / f"batch-{size}-{number}"))
         return made
 
-    made = lab.once(("batches", size), make)
-    traces, every = zip(*made, strict=True)
-    schedules = [
-        Schedule([one for one in spans if one.request is not None], [one for one in spans if one.request is None])
-        for spans in every
-    ]
+    traces, schedules = zip(*lab.once(("batches", size), make), strict=True)
     return lab.once(("batched", hardware, size), lambda: lab.runs_of(schedules, hardware, traces=traces))
 
 
 def prompts_need(lab: Lab, hardware: str | Hardware, size: int) -> float:
     """Of a layer's experts, the share that the prompts of a batch need together; the mean over batches and layers."""
-    shares = []
-    for study in batched(lab, hardware, size).studies:
-        for span in study.schedule.test:
-            rows = span.first_row, span.first_row + span.num_rows
-            experts = study.trace.rows("experts", *rows)[study.trace.rows("is_prefill", *rows)]
-            shares += [np.unique(experts[:, layer]).size / lab.num_experts for layer in range(len(lab.subject.layers))]
+    shares = [
+        len(router.experts) / lab.num_experts
+        for study in batched(lab, hardware, size).studies
+        for iteration in TraceWorkload(study.trace, study.schedule.test).iterations()
+        if iteration.is_prefill
+        for router in iteration.layers
+    ]
     return float(np.mean(shares))
 
 
 def write_batches(
     trace: Trace, training: Sequence[RowRange], test: Sequence[RowRange], size: int, folder: Path
-) -> tuple[Trace, list[RowRange]]:
-    """A trace of `training` one request after the other, then of `test` in batches of `size`; and its spans: a batch is
-    one, of no request.
+) -> tuple[Trace, Schedule]:
+    """A trace of `training` one request after the other, then of `test` in batches of `size`, each a span of no
+    request.
     """
     manifest = trace.manifest
     fields = [field for name, field in manifest.fields.items() if name != "iteration"]
     stored = [field.name for field in manifest.stored_fields if field.name not in ("iteration", "request")]
     about = {"model": manifest.model, "layers": manifest.layers, "dense": manifest.dense, "scoring": manifest.scoring}
-    spans: list[RowRange] = []
+    made = Schedule([], [])
     with TraceWriter(folder, fields=fields, **about) as writer:  # type: ignore[arg-type]
         for span in training:
             number = writer.begin_request()
-            spans.append(RowRange(number, writer.num_rows, span.num_rows))
+            made.training.append(RowRange(number, writer.num_rows, span.num_rows))
             for block in trace.blocks(["iteration", *stored], span.first_row, span.first_row + span.num_rows):
                 sizes = np.unique(block.columns["iteration"], return_counts=True)[1]
                 writer.extend({name: block.columns[name] for name in stored}, sizes)
         for start in range(0, len(test), size):
             first = writer.num_rows
             _write_batch(trace, writer, stored, test[start : start + size])
-            spans.append(RowRange(None, first, writer.num_rows - first))
-    return Trace.open(folder), spans
+            made.test.append(RowRange(None, first, writer.num_rows - first))
+    return Trace.open(folder), made
 
 
 def _write_batch(trace: Trace, writer: TraceWriter, names: Sequence[str], spans: Sequence[RowRange]) -> None:

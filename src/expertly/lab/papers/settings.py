@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertly.arguments import seed
+from expertly.arguments import names, seed
 from expertly.options import ADVANCED, argument, json_flag, option, path_option
 
 TOKENS = 5000
@@ -73,3 +74,8 @@ class ReproduceOptions:
         None, "results.json of an earlier run with the same traces and settings: what is in it is not run again"
     )
     json: bool = json_flag()
+
+    @property
+    def systems(self) -> Sequence[str]:
+        """Raises ConfigError where the list has a hole."""
+        return () if self.system is None else names("system", self.system)
