@@ -51,6 +51,13 @@ def test_many_tokens_list_experts_by_first_choice_and_rows_by_token() -> None:
     assert {e: rows.tolist() for e, rows in work.rows.items()} == {4: [0, 4], 1: [1, 2], 2: [3, 5]}
 
 
+def test_pads_are_computed_but_not_counted() -> None:
+    work = dispatch(0, torch.tensor([[6, 1], [1, 2]]), 8, info([True, True], [True, False]))
+    assert work.router.experts == [6, 1, 2]
+    assert work.router.num_tokens == [0, 1, 1] and work.router.batch_tokens == 1
+    assert work.rows is not None and work.rows[6].tolist() == [0]
+
+
 def test_a_mixed_batch_marks_what_a_decoding_request_needs() -> None:
     work = dispatch(0, torch.tensor([[0, 1], [1, 2], [2, 3]]), 8, info([True, True, False]))
     assert dict(zip(work.router.experts, work.router.is_decode, strict=True)) == {
