@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertly import api
-from expertly.engine.process import keep_off_trapped_instructions
+from expertly.engine import process
 from tests.commands import forked, imported, start
 
 __all__ = ["forked", "imported", "start"]
@@ -25,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 torch.set_num_threads(1)  # it is imported: threads of two workers would spin on processors that neither has
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job: tests would wait for interrupts
     signal.signal(signal.SIGINT, signal.default_int_handler)
-keep_off_trapped_instructions()  # before any reference model multiplies
+process.keep_off_trapped_instructions()  # before any reference model multiplies
 
 
 LONGEST = (
@@ -49,8 +48,8 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def keep_the_code_of_libraries() -> Iterator[None]:
     """Each load gives it back to the system (engine/test_process.py): here, that and getting it again took a third."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "give_back_code", lambda: 0)
-        patch.setattr(api, "give_back_heap", lambda: None)
+        patch.setattr(process, "give_back_code", lambda: 0)
+        patch.setattr(process, "give_back_heap", lambda: None)
         yield
 
 

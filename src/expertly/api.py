@@ -18,6 +18,7 @@ from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement, Together
 from expertly.core.units import format_share
+from expertly.engine import process
 from expertly.engine.choice import LoadSettings, find_choice
 from expertly.engine.cluster import memory_of_workers, open_workers, start_workers
 from expertly.engine.device import choose_devices, kind_of
@@ -25,13 +26,6 @@ from expertly.engine.group import make_executor
 from expertly.engine.learned import LearnedFiles, find_files, find_weights, save_of_eviction
 from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
 from expertly.engine.observe import CannotLookAheadError, choose_predict, make_prefetching
-from expertly.engine.process import (
-    give_back_code,
-    give_back_heap,
-    give_back_large_blocks,
-    keep_few_primitives,
-    keep_off_trapped_instructions,
-)
 from expertly.engine.remote import Peer
 from expertly.engine.rounding import measured
 from expertly.engine.runtime import ComputeThreads, Engine
@@ -96,15 +90,15 @@ def open_model(
     on_host = kind_of(targets[0]).runs_on_host
     with ExitStack() as opened:  # closed again if a later step raises
         if on_host:
-            give_back_code()  # that only imports ran, before anything else takes the memory
+            process.give_back_code()  # that only imports ran, before anything else takes the memory
         chosen = _choose(model, asked, targets, progress, cache, opened)
         engine = _open_engine(chosen, targets, opened)
         loaded = _open_dense(chosen, engine)
         system, why_system = _begin_prediction(chosen, loaded, engine)
         tokenizer = load_tokenizer(chosen.store.folder)
         if on_host:
-            give_back_heap()
-            give_back_code()
+            process.give_back_heap()
+            process.give_back_code()
         if system.keeps_everything:
             engine.preload(_labelled(progress, "loading"))
         finalizer = weakref.finalize(loaded, opened.pop_all().close)
@@ -161,9 +155,9 @@ def _choose(
         raise ConfigError(f"decisions={str(asked.decisions)!r}: {several} decide apart; accepted: one device")
     on_host = kind_of(targets[0]).runs_on_host
     if on_host:
-        keep_few_primitives()
-        give_back_large_blocks()
-        keep_off_trapped_instructions()
+        process.keep_few_primitives()
+        process.give_back_large_blocks()
+        process.keep_off_trapped_instructions()
     choose_kernels(runs_on_host=on_host)  # refused before the model is packed
     store = store or _packed(model, asked, progress)
     is_replayed = asked.decisions is not None
@@ -179,7 +173,7 @@ def _choose(
     peers: Sequence[Peer] = ()
     if asked.workers is not None:
         peers = start_workers(asked.workers, asked.worker_memory, opened)
-    give_back_heap()  # before free memory is counted
+    process.give_back_heap()  # before free memory is counted
     placement, division, memories = _place(
         store,
         geometry,

@@ -24,6 +24,13 @@ from tests.engine.observe import loaded
 from tests.families import generate
 
 
+def raising(error: BaseException) -> Callable[..., Any]:
+    def raises(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return raises
+
+
 class FailOnce:
     """`ExpertFile.read_into` that fails at its `at`-th call, once."""
 

@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from expertly.api import handle
 from expertly.core.costs import Link
 from expertly.core.messages import Span
 from expertly.engine import cpu
 from expertly.engine.cuda import CopyThread, CudaDevice
+from expertly.model.hooks import experts_modules
 from expertly.sim.link import Clock
+from tests.families import HIDDEN_SIZE, NUM_EXPERTS
 
 POISON = 0xFF
 """Each byte of a slot that a copy goes to, until it has come: NaN in every format."""
@@ -40,9 +43,15 @@ class Copied(NamedTuple):
 
 
 class LateValues:
-    """What leaves the device: garbage until its mark is reached."""
+    """What leaves the device: garbage until its mark is reached. Nothing is captured, and all memory can be pinned."""
 
     mark_compute: Callable[[], Any]
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def register(self, memory: torch.Tensor) -> Callable[[], None]:
+        return lambda: None
 
     def to_host_later(self, values: torch.Tensor) -> tuple[torch.Tensor, Any]:
         values = values.as_subclass(torch.Tensor)
@@ -147,9 +156,6 @@ class Accelerator(LateValues, Clock):
     def close(self) -> None:
         self._ended = lambda: None
 
-    def is_capturing(self) -> bool:
-        return False
-
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Moment]) -> Moment:
         earliest = self._here_ns() + self._link.latency_ns
         begin = max([earliest, self._link_free_ns, *(mark.at_ns for mark in after)])
@@ -208,9 +214,6 @@ class Accelerator(LateValues, Clock):
     def between_ns(self, begin: int, end: int) -> int | None:
         return end - begin if end <= self.now_ns else None
 
-    def register(self, memory: torch.Tensor) -> Callable[[], None]:
-        return lambda: None
-
 
 class OnDevice(torch.Tensor):
     """Values that a host has only by waiting for them: it may not look."""
@@ -265,9 +268,6 @@ class LateStreams(LateValues):
         else:
             changed.wait(0.001)  # for a reader
 
-    def is_capturing(self) -> bool:
-        return False
-
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Mark]) -> Mark:
         self.queue.append((target, source, after))
         self.num_copies += 1
@@ -306,9 +306,6 @@ class LateStreams(LateValues):
 
     def between_ns(self, begin: int, end: int) -> int | None:
         return end - begin
-
-    def register(self, memory: torch.Tensor) -> Callable[[], None]:
-        return lambda: None
 
     def let(self, count: int) -> None:
         """So many copies run, each after the kernels that it waits for."""
@@ -385,6 +382,16 @@ class RandomStreams(LateStreams):
             elif self.queue:
                 self.let(1)
         return self.has_run(mark)
+
+
+def run_random_layers(model: Any, num_tokens: int) -> None:
+    """Six layers, on hidden states and choices of which the host may see no value by itself."""
+    engine, modules = handle(model).engine, experts_modules(model)
+    for step in range(6):
+        hidden, weights = torch.randn(num_tokens, HIDDEN_SIZE), torch.rand(num_tokens, 3)
+        ids = torch.rand(num_tokens, NUM_EXPERTS).topk(3).indices
+        of_device = [values.as_subclass(OnDevice) for values in (hidden, ids, weights)]
+        assert isinstance(engine.forward_experts(modules[step % 3], step % 3, *of_device), OnDevice)
 
 
 def usual_accelerator() -> Accelerator:

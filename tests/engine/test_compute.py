@@ -12,6 +12,7 @@ import torch
 
 from expertly.api import handle
 from expertly.core.observation import IterationInfo
+from expertly.model.hooks import experts_modules
 from tests.engine.conftest import Cases
 from tests.engine.observe import Call, loaded, recording
 from tests.families import INTERFACE_FAMILIES, generate, load_reference, logits_of
@@ -36,9 +37,8 @@ def calls_of(cases: Cases) -> Callable[[str, torch.dtype], list[Call]]:
 
 
 def run(model: Any, call: Call) -> torch.Tensor:
-    engine = handle(model).engine
-    modules = [m for m in model.modules() if hasattr(m, "_expertly_layer") and m._expertly_layer == call.layer]
-    return engine.forward_experts(modules[0], call.layer, call.hidden, call.index, call.weights)
+    module = experts_modules(model)[call.layer]
+    return handle(model).engine.forward_experts(module, call.layer, call.hidden, call.index, call.weights)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ import torch
 
 import expertly
 from expertly.api import handle
+from expertly.model.hooks import experts_modules
 from expertly.native.kernels import VARIABLE, Kernels, choose_kernels, libraries
 from tests.engine.conftest import Cases
 from tests.engine.observe import Call, loaded
@@ -131,7 +132,7 @@ def test_activations_are_rounded_to_the_weights_type(
     with loaded(cases["qwen3_moe"].folder, dtype="bfloat16", segments=segments) as model:
         scatter(model)
         expected = [run(model, call) for call in work]
-        modules = sorted((m for m in model.modules() if hasattr(m, "_expertly_layer")), key=lambda m: m._expertly_layer)
+        modules: list[Any] = experts_modules(model)
         for module in modules:
             module.act_fn = InFloat32()
         handle(model).engine.executor.bind(modules)

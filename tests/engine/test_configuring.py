@@ -18,6 +18,7 @@ from expertly.scheduler.budget import split_budget
 from expertly.scheduler.decisions import replay_file
 from expertly.scheduler.presets import get_system
 from tests.engine.conftest import Cases
+from tests.engine.failing import raising
 from tests.engine.observe import loaded
 from tests.families import generate
 from tests.scheduler.drive import run_layer
@@ -109,10 +110,7 @@ def test_a_pass_does_not_wait_for_it_and_nothing_is_worked_out_twice() -> None:
 
 
 def test_what_it_raises_is_raised_at_the_beginning_of_a_pass_once() -> None:
-    def job(timing: Any) -> Any:
-        raise ZeroDivisionError("made up")
-
-    found = configuring(job)
+    found = configuring(raising(ZeroDivisionError("made up")))
     found.begin_iteration()
     assert found._thread is not None
     found._thread.join()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +27,12 @@ from expertly.scheduler.budget import split_budget
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Cases
 from tests.engine.disk import Disk
+from tests.engine.failing import raising
 from tests.engine.observe import loaded, open_files, reader_threads
 from tests.engine.slot_kernels import put_slot_kernels
-from tests.engine.streams import Accelerator, LateStreams, ManualStreams, Mark, OnDevice, put_in_place
+from tests.engine.streams import Accelerator, LateStreams, ManualStreams, put_in_place, run_random_layers
 from tests.engine.test_compute import TOLERANCE, reference_calls, relative_error, run, scatter, watch_spans
 from tests.families import HIDDEN_SIZE, INTERMEDIATE_SIZE, generate
-from tests.families import NUM_EXPERTS as NUM_OF_FAMILY
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -55,50 +55,6 @@ def test_tokens_are_the_reference_at_every_host_budget(
         if host_share == 100:
             assert moved["disk_nbytes"] <= stats["expert_bytes"], "the host tier reads an expert once"
             assert moved["host_hit_nbytes"] > 0
-
-
-def test_a_copy_waits_for_the_last_use_of_each_slot_it_overwrites(
-    cases: Cases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies: list[tuple[torch.Tensor, list[Any]]] = []
-
-    class NotingStreams(LateStreams):
-        def copy(self, target: torch.Tensor, source: torch.Tensor, after: list[Any]) -> Mark:
-            copies.append((target, after))
-            return super().copy(target, source, after)
-
-    streams, case, num_reused = NotingStreams(), cases["mixtral"], 0
-    put_in_place(monkeypatch, make=lambda: streams)
-    with loaded(case.store, memory="25%", segments=4) as model:
-        device = handle(model).engine.device
-        base, nbytes = device.rows(0).data_ptr(), handle(model).store.geometry(4).segment_nbytes(0)
-        last_use: dict[int, int] = {}  # slot -> the last kernels that read it and have not been waited for
-        submit, mark_used = device.submit, device.used
-
-        def check() -> None:
-            nonlocal num_reused
-            for target, after in copies:
-                slot = (target.data_ptr() - base) // nbytes
-                for overwritten in range(slot, slot + target.nbytes // nbytes):
-                    if overwritten in last_use:
-                        num_reused += 1
-                        waited_for = max((mark.number for mark in after), default=0)
-                        assert waited_for >= last_use.pop(overwritten), "the copy does not wait for a reader"
-            copies.clear()
-
-        def used(span: Span) -> None:
-            check()  # the copies queued before this use
-            mark_used(span)
-            last_use.update(dict.fromkeys(range(span.slot, span.slot + span.num_segments), streams.num_kernels))
-
-        def submit_and_check(spans: Sequence[Span]) -> None:
-            submit(spans)
-            check()
-
-        monkeypatch.setattr(device, "used", used)
-        monkeypatch.setattr(device, "submit", submit_and_check)
-        assert generate(model, case.prompts) == case.tokens
-        assert num_reused > 50
 
 
 @pytest.mark.parametrize("kernels", ["torch", "over slots"])
@@ -150,13 +106,7 @@ def test_the_host_waits_once_a_layer(
     monkeypatch.setenv(VARIABLE, "torch")
     made = put_in_place(monkeypatch)
     with loaded(cases["qwen3_moe"].store, memory="45%", segments=segments) as model:
-        engine, modules = handle(model).engine, [m for m in model.modules() if hasattr(m, "_expertly_layer")]
-        for step in range(6):
-            hidden, weights = torch.randn(num_tokens, HIDDEN_SIZE), torch.rand(num_tokens, 3)
-            ids = torch.rand(num_tokens, NUM_OF_FAMILY).topk(3).indices
-            of_device = [values.as_subclass(OnDevice) for values in (hidden, ids, weights)]
-            result = engine.forward_experts(modules[step % 3], step % 3, *of_device)
-            assert isinstance(result, OnDevice)
+        run_random_layers(model, num_tokens)
         assert made[0].stats()["synchronisations"] == 6
 
 
@@ -286,14 +236,11 @@ def test_memory_that_cannot_be_registered_is_allocated_or_not_page_locked(
 
 
 def test_what_fails_behind_the_pool_leaves_nothing(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **more: Any) -> None:
-        raise ConfigError("no readers")
-
     store = PackedStore.open(cases["qwen3_moe"].store)
     geometry = store.geometry()
     slots = split_budget(geometry, geometry.nbytes).pool_slots()
     threads, streams = len(reader_threads()), Unpinnable(can_allocate=True)
-    monkeypatch.setattr(cuda, "Readers", fail)
+    monkeypatch.setattr(cuda, "Readers", raising(ConfigError("no readers")))
     with pytest.raises(ConfigError, match="no readers"):
         CudaDevice(torch.device("cpu"), streams, store, geometry, slots, torch.float32, geometry.nbytes)
     assert len(reader_threads()) == threads and open_files(store.folder) == [] and streams.num_given_back == 1

@@ -13,6 +13,7 @@ import expertly
 from expertly.api import handle
 from expertly.core.costs import Link
 from expertly.engine import compute
+from expertly.model.hooks import experts_modules
 from tests.engine.conftest import Cases
 from tests.engine.observe import loaded
 from tests.engine.slot_kernels import put_slot_kernels
@@ -23,10 +24,6 @@ from tests.families import HIDDEN_SIZE, NUM_EXPERTS, generate
 pytestmark = pytest.mark.timeout(120)
 
 COUNTS = ("hits", "partial_hits", "misses", "bytes_loaded", "evicted_bytes", "demanded_bytes", "hit_bytes")
-
-
-def modules_of(model: Any) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "_expertly_layer")]
 
 
 def random_call(dice: torch.Generator, num_tokens: int, top_k: int = 3) -> Sequence[torch.Tensor]:
@@ -94,7 +91,7 @@ def test_random_choices_are_computed_as_without_an_accelerator(
                 kernels = put_slot_kernels(patch, accelerator, span_ns=50_000)
             memory = f"{share or 100}%"
             with loaded(cases[family].store, memory=memory, segments=segments, system="lru") as model:
-                modules, of_run = modules_of(model), []
+                modules, of_run = experts_modules(model), []
                 for number, call in enumerate(calls):
                     layer = number % len(modules)
                     given = [one.as_subclass(OnDevice) if share else one for one in call]
@@ -128,7 +125,7 @@ def test_what_is_resident_is_computed_while_the_host_decides(cases: Cases, monke
                 accelerator.join()
                 begin_ns = accelerator.now_ns
                 ids, hidden = torch.tensor([[1, 4, 6]]), torch.randn(1, HIDDEN_SIZE)
-                engine.forward_experts(modules_of(model)[0], 0, hidden, ids, torch.ones(1, 3))
+                engine.forward_experts(experts_modules(model)[0], 0, hidden, ids, torch.ones(1, 3))
                 assert accelerator.stamp() - begin_ns == expected_ns
 
 
@@ -138,7 +135,7 @@ def test_the_host_waits_for_no_layer_where_everything_is_resident(
     case, made = cases["qwen3_moe"], put_in_place(monkeypatch)
     put_slot_kernels(monkeypatch)
     with loaded(case.store, system="resident", memory="100%") as model:
-        num_layers = len(modules_of(model))
+        num_layers = len(experts_modules(model))
         generate(model, case.prompts, max_new_tokens=1)
         stats = expertly.stats(model).as_dict()
         assert stats["synchronisations_per_pass"] == num_layers + 2, "a prompt of many tokens"
@@ -154,7 +151,7 @@ def test_a_layer_outside_of_a_pass_is_counted_at_once(cases: Cases, monkeypatch:
     put_in_place(monkeypatch)
     put_slot_kernels(monkeypatch)
     with loaded(cases["qwen3_moe"].store, system="resident", memory="100%") as model:
-        engine, (module, *_) = handle(model).engine, modules_of(model)
+        engine, (module, *_) = handle(model).engine, experts_modules(model)
         engine.forward_experts(module, 0, torch.randn(1, HIDDEN_SIZE), torch.tensor([[1, 4, 6]]), torch.ones(1, 3))
         assert engine.decode_counts() == (3, 0)
 
@@ -165,7 +162,7 @@ def test_a_pass_that_fails_counts_what_ran(cases: Cases, monkeypatch: pytest.Mon
     put_in_place(monkeypatch)
     put_slot_kernels(monkeypatch)
     with loaded(case.store, system="resident", memory="100%") as model:
-        last, ids = modules_of(model)[-1], torch.tensor([[5]])
+        last, ids = experts_modules(model)[-1], torch.tensor([[5]])
         with torch.no_grad():
             model(ids)
             failing = last.register_forward_pre_hook(lambda *_: 1 / 0)

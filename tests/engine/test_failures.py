@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from expertly.store.packed import PackedStore, experts_name
 from expertly.store.reader import ExpertFile
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
-from tests.engine.failing import FailOnce, interrupt_at_lines, interrupt_twice
+from tests.engine.failing import FailOnce, interrupt_at_lines, interrupt_twice, raising
 from tests.engine.observe import assert_streamed, loaded, open_files, prediction, reader_threads
 from tests.engine.predictors import Failing
 from tests.families import NUM_EXPERTS, fill_with_nan, generate, make_checkpoint, make_prompts
@@ -404,13 +404,6 @@ def test_the_command_line_says_which_file_failed_and_exits_2(
 
 
 # -- loads -----------------------------------------------------------------------------------------------------------
-
-
-def raising(error: BaseException) -> Callable[..., Any]:
-    def raises(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return raises
 
 
 @pytest.mark.parametrize(

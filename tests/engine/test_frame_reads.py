@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from expertly.store.frames import FrameDecoder
 from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
 from tests.engine.frames import LAYERS, FrameBench, write_store
-from tests.engine.test_transfer import soak
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -151,18 +149,3 @@ def test_a_damaged_frame_is_told_and_never_decoded(own: PackedStore, make: MakeB
     bench.load([span for span in bench.spans() if span[:2] != (0, 1)])
     flip(index.path, offset + nbytes // 2)
     bench.load([wanted])
-
-
-@pytest.mark.parametrize("segments", [1, 4])
-def test_soak(segments: int, make: MakeBench) -> None:
-    bench, dice = make(segments), random.Random(segments)
-    spans = bench.spans()
-
-    def is_over(one: Span, has_arrived: bool) -> None:
-        if has_arrived:
-            bench.check(one)
-        else:
-            del bench.slots[one]
-
-    counts = soak(bench.readers, dice, lambda: dice.sample(spans, 3), is_over)
-    assert min(counts.values()) > 3 and bench.readers.stats()["disk_nbytes"] > 0

@@ -12,6 +12,7 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.engine.device import kind_of
+from expertly.model.hooks import experts_modules
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import Call
 from tests.engine.test_compute import TOLERANCE, reference_calls, relative_error, run
@@ -174,7 +175,7 @@ def test_no_layer_waits_where_all_experts_are_resident(cases: Cases) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
 def test_nothing_but_the_routers_choice_makes_the_host_wait(num_tokens: int, cases: Cases) -> None:
     with loaded(cases["qwen3_moe"], segments=4) as model:
-        engine, modules = handle(model).engine, [m for m in model.modules() if hasattr(m, "_expertly_layer")]
+        engine, modules = handle(model).engine, experts_modules(model)
         for step in range(6):
             hidden, weights = (torch.randn(num_tokens, n, device="cuda") for n in (HIDDEN_SIZE, 3))
             ids = torch.rand(num_tokens, NUM_EXPERTS, device="cuda").topk(3).indices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,22 @@ import expertly
 from expertly.api import handle
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.core.messages import Prediction, RouterRan
+from expertly.core.messages import RouterRan
 from expertly.core.observation import Began, Routed
 from expertly.core.placement import Placement
 from expertly.engine import cpu, cuda
 from expertly.engine.device import choose_devices
 from expertly.engine.group import ShardGroup, SharedChannel
 from expertly.engine.memory import WORKING_NBYTES, BesideExperts, choose_amounts
+from expertly.engine.wire import Kind
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.observations import InlineChannel
 from expertly.store.reader import ExpertFile
 from tests.engine import predictors
 from tests.engine.conftest import Cases
+from tests.engine.failing import raising
 from tests.engine.observe import counts, loaded
+from tests.engine.peers import ThreadPeer
 from tests.engine.predictors import Diary, Everything
 from tests.engine.streams import put_in_place
 from tests.engine.test_batching import run_batch
@@ -84,24 +87,29 @@ def test_tokens_and_logits_are_the_reference(family: str, devices: Any, segments
                 assert stats["bytes_loaded"] <= stats["expert_bytes"], "each expert is loaded once, by one device"
 
 
+@pytest.mark.usefixtures("peers")
+@pytest.mark.parametrize("where", [{"devices": TWO}, {"workers": 2}], ids=str)
 @pytest.mark.parametrize(
-    ("system", "where"),
+    ("system", "predict"),
     [
-        ("expertly", "auto"),
+        ("expertly-ahead", "auto"),
         ("fmoe", "auto"),
         ("moe-infinity", "inline"),
         ("lru:prediction=lookahead:distance=2", "inline"),
         ("lru:prediction=lookahead:transfer=synchronous", "auto"),
         ("lcp:prediction=popularity:ahead=staging", "auto"),
+        ("moepic", "auto"),
         ("static", "auto"),
         ("resident", "auto"),
     ],
 )
-def test_every_kind_of_system_is_lossless(system: str, where: Any, cases: Cases) -> None:
-    case, memory = cases["qwen3_moe"], "100%" if system == "resident" else "60%"
-    with loaded(case.store, devices=TWO, system=system, memory=memory, predict=where, segments=4) as model:
+def test_every_kind_of_system_is_lossless(system: str, predict: str, where: dict[str, Any], cases: Cases) -> None:
+    case, memory = cases["qwen3_moe"], "100%" if system == "resident" else "60%" if "devices" in where else "25%"
+    own = {"worker_memory": memory} if "workers" in where else {}
+    with loaded(case.store, system=system, memory=memory, predict=predict, segments=4, **where, **own) as model:
         for _ in range(2):
             assert generate(model, case.prompts) == case.tokens
+        assert not any(one["worker"] and one["worker"]["drops"] for one in of_devices(model))
 
 
 @pytest.mark.usefixtures("peers")
@@ -114,11 +122,10 @@ def test_bfloat16_is_bit_for_bit_the_one_device(cases: Cases) -> None:
     assert all(torch.equal(one, found[0]) for one in found)
 
 
-@pytest.mark.usefixtures("peers")
 @pytest.mark.parametrize(
     "where", [{"devices": TWO, "memory": "60%"}, {"workers": 4, "memory": "25%", "worker_memory": "25%"}], ids=str
 )
-def test_continuous_batching_and_inference_mode(where: dict[str, Any], cases: Cases) -> None:
+def test_continuous_batching_and_inference_mode(where: dict[str, Any], cases: Cases, peers: list[ThreadPeer]) -> None:
     """Several requests of different lengths share a call; a worker gets the rows that it needs, not all."""
     case = cases["qwen3_moe"]
     prompts = [*make_prompts(2, length=5, seed=2), *make_prompts(1, length=20, seed=3)]
@@ -126,6 +133,12 @@ def test_continuous_batching_and_inference_mode(where: dict[str, Any], cases: Ca
     with loaded(case.store, system="fmoe", segments=4, **where) as model:
         for _ in range(2):
             assert run_batch(model, prompts) == expected
+        engine = handle(model).engine
+        num_passes = engine.num_prefill_iterations + engine.num_decode_iterations
+        assert num_passes < 2 * 6 * len(prompts), "requests share passes"
+        for peer in peers:
+            most = num_passes * engine.executor.geometry.num_layers
+            assert peer.kinds.count(Kind.LAYER) <= most, "one call a layer and pass"
         with torch.inference_mode():
             torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
 
@@ -158,34 +171,7 @@ def test_accelerators_copy_what_they_load(cases: Cases, monkeypatch: pytest.Monk
         assert expertly.stats(model).as_dict()["bytes_copied"] == sum(one.stats()["copied_nbytes"] for one in made)
 
 
-# -- experts and threads apart ---------------------------------------------------------------------------------------
-
-
-def test_experts_are_apart_and_both_devices_read(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each device's threads read from the files are its experts; together they are all that was needed."""
-    case, original = cases["qwen3_moe"], ExpertFile.read_into
-    with loaded(case.store, devices=TWO, memory="60%") as model:
-        placement, owners = group_of(model).placement, owners_of_files(model)
-        extents = [handle(model).store.extents[layer] for layer in range(3)]
-        nbytes = placement.geometry.layers[0].expert_nbytes
-        seen = []
-
-        def noting(file: ExpertFile, offset: int, buffers: Sequence[memoryview]) -> bool:
-            seen.append((owners[id(file)], file.path, offset))
-            return original(file, offset, buffers)
-
-        monkeypatch.setattr(ExpertFile, "read_into", noting)
-        assert generate(model, case.prompts) == case.tokens
-        read: list[set[tuple[int, int]]] = [set(), set()]
-        for device, path, offset in seen:
-            layer = next(i for i, (file, _) in enumerate(extents) if file == path)
-            read[device].add((layer, (offset - extents[layer][1]) // nbytes))
-        assert read[0] and read[1] and not read[0] & read[1]
-        for device, of_device in enumerate(read):
-            assert all(expert in placement.shares[device].experts[layer] for layer, expert in of_device)
-        moved = [one["bytes_disk"] for one in of_devices(model)]
-        assert all(moved) and sum(moved) == expertly.stats(model).as_dict()["bytes_loaded"]
-        assert [one["experts"] for one in of_devices(model)] == [12, 12]
+# -- threads side by side ------------------------------------------------------------------------------------------
 
 
 def test_devices_work_side_by_side(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,35 +253,7 @@ def test_what_a_pass_shows_is_published_once(cases: Cases, monkeypatch: pytest.M
 SHAPE = Geometry((LayerGeometry(6, 2, 8, 4, 3, 2),) * 3)
 
 
-class Counting(Predictor):
-    """Says of the next layer that it needs all experts, in order; notes what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[str] = []
-
-    def begin_iteration(self, began: Began) -> Iterable[Prediction]:
-        self.told.append("begin")
-        return [self._of(0)]
-
-    def router_ran(self, routed: Routed) -> Iterable[Prediction]:
-        self.told.append(f"router {routed.layer}")
-        return [self._of(routed.layer + 1)] if routed.layer < 2 else []
-
-    def end_iteration(self, ok: bool) -> None:
-        self.told.append(f"end {ok}")
-
-    def _of(self, layer: int) -> Prediction:
-        return Prediction(layer, list(range(6)), [1 - e / 10 for e in range(6)], 1)
-
-
-@pytest.fixture
-def predictor() -> Counting:
-    return Counting()
-
-
-@pytest.fixture
-def shared(predictor: Counting) -> SharedChannel:
+def shared_by_two(predictor: Predictor) -> SharedChannel:
     return SharedChannel(InlineChannel(predictor), Placement(SHAPE, 2))
 
 
@@ -307,51 +265,35 @@ def start() -> Began:
     return Began(np.zeros(1, np.int64), np.zeros(1, np.bool_))
 
 
-def test_whoever_comes_first_publishes(shared: SharedChannel, predictor: Counting) -> None:
-    first, second = shared.of_shards
-    for base in (0, 3):
-        for one in (second, first):
-            one.begin_iteration(base - 1, start)
-        for layer in range(3):
-            for one in (first, second) if layer % 2 else (second, first):
-                one.router_ran(base + layer, shown(layer))
-        first.end_iteration(True)
-        second.end_iteration(True)
-    assert predictor.told == ["begin", "router 0", "router 1", "router 2", "end True"] * 2
-
-
-def test_a_device_hears_of_its_experts_and_of_no_step_before_it_has_come_there(shared: SharedChannel) -> None:
+def test_a_device_hears_of_its_experts_and_of_no_step_before_it_has_come_there() -> None:
     """One device is already at layer 0's router while the other has yet to see what came before."""
-    fast, slow = shared.of_shards
+    fast, slow = shared_by_two(Everything(SHAPE)).of_shards
     for one in (fast, slow):
         one.begin_iteration(-1, start)
     fast.router_ran(0, shown(0))
-    heard = [fast.take(), fast.take(), fast.take()]
-    assert [None if seen is None else seen.step for seen in heard] == [-1, 0, None]
-    before = slow.take()
-    assert before is not None and before.step == -1 and heard[0] is not None
+    first, second = ([one.take() for _ in range(6)] for one in (fast, slow))
+    assert [seen and seen.step for seen in first] == [-1, -1, -1, 0, 0, None], "of layers 0 to 2, then 1 and 2"
+    assert [seen and seen.step for seen in second] == [-1, -1, -1, None, None, None], "it is not at step 0 yet"
+    assert first[0] is not None and second[0] is not None
     held = [share.experts[0] for share in Placement(SHAPE, 2).shares]
-    named = [held[number][e] for number, one in enumerate((heard[0], before)) for e in one.prediction.experts]
+    named = [held[number][e] for number, seen in enumerate((first[0], second[0])) for e in seen.prediction.experts]
     assert sorted(named) == list(range(6))
-    assert slow.take() is None, "of step 0 it hears when it is there"
     slow.router_ran(0, shown(0))
     after = slow.take()
     assert after is not None and (after.step, after.prediction.layer) == (0, 1)
 
 
-def test_an_end_is_told_once_and_a_failed_beginning_has_none(shared: SharedChannel, predictor: Counting) -> None:
-    def fails() -> Began:
-        raise NotImplementedError
-
-    first, second = shared.of_shards
+def test_an_end_is_told_once_and_a_failed_beginning_has_none() -> None:
+    diary = Diary("experts")
+    first, second = shared_by_two(diary).of_shards
     with pytest.raises(NotImplementedError):
-        first.begin_iteration(-1, fails)
+        first.begin_iteration(-1, raising(NotImplementedError()))
     second.begin_iteration(-1, start)
     for one in (first, second):
         one.begin_iteration(2, start)
     for one in (second, first):
         one.end_iteration(False)
-    assert predictor.told == ["begin", "end False"]
+    assert len(diary.began) == 1 and diary.ends == [False]
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

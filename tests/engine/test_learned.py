@@ -34,6 +34,7 @@ from expertly.scheduler.decisions import replay_file
 from expertly.store.cache import list_entries, remove_entry
 from expertly.store.manifest import Manifest
 from tests.engine.conftest import Case, Cases
+from tests.engine.failing import raising
 from tests.engine.observe import loaded, reader_threads, run_python
 from tests.families import NUM_NEW_TOKENS, generate
 from tests.scheduler.drive import geometry, one_token
@@ -296,17 +297,13 @@ def test_a_cached_store_takes_it_along_when_it_goes(
 # -- when it is written, and by whom --------------------------------------------------------------------------------
 
 
-def fail(*args: Any) -> None:
-    raise StoreError("disk full")
-
-
 @pytest.mark.parametrize("system", ["fmoe", "expertly"])
 def test_what_cannot_be_written(system: str, own: tuple[Case, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asked for it: a warning. Asked for by name: an error, when all else is done."""
     case, store = own
     learn(store, case, system)
     path, before = store.with_name("my.file"), beside(store, system).read_bytes()
-    monkeypatch.setattr(learned_module, "save_learned", fail)
+    monkeypatch.setattr(learned_module, "save_learned", raising(StoreError("disk full")))
     with pytest.warns(UserWarning, match="not saved: disk full"):
         learn(store, case, system)
     assert beside(store, system).read_bytes() == before
@@ -399,12 +396,8 @@ def test_who_closes_it_while_it_is_written_waits_or_is_the_writer(
 
 def test_what_ends_the_writer_reaches_who_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, _ = on_its_own(tmp_path / "my.reuse", monkeypatch)
-
-    def no_memory(*args: Any) -> None:
-        raise MemoryError
-
     with monkeypatch.context() as patched:
-        patched.setattr(learned_module, "save_learned", no_memory)
+        patched.setattr(learned_module, "save_learned", raising(MemoryError()))
         saved.pass_ended()
         for thread in reader_threads():
             thread.join(20)

@@ -10,7 +10,6 @@ import torch
 
 import expertly
 from expertly.api import handle
-from expertly.store.packed import PackedStore
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import loaded, prediction
@@ -21,22 +20,14 @@ pytestmark = pytest.mark.timeout(120)
 
 LOOKAHEAD, SPECULATIVE = "lru:prediction=lookahead", "lru:prediction=speculative"
 
-LOSSLESS = [  # system, family, memory ("least": one segment), segments, where it predicts
+LOSSLESS = [  # beside test_lossless.py and test_random_specs.py: system, family, memory, segments, where it predicts
     ("fmoe", "mixtral", "50%", 4, "thread"),
-    ("fmoe", "qwen3_moe", "least", 4, "thread"),
     ("fmoe", "gpt_oss", "50%", 4, "inline"),
     ("fmoe", "switch_transformers", "50%", 4, "thread"),
-    ("fmoe:semantic=no:select=top-k:eviction=lru:scope=layer", "qwen3_moe", "50%", 1, "thread"),
-    ("fmoe:trajectory=no:distance=1", "qwen3_moe", "least", 1, "inline"),
     ("fmoe:gate=measured", "mixtral", "50%", 1, "thread"),
-    ("moe-infinity", "qwen3_moe", "least", 4, "inline"),
     ("moe-infinity", "switch_transformers", "90%", 4, "inline"),
     ("moe-infinity:distance=2:width=3:admission=best:eviction=fmoe", "qwen3_moe", "50%", 1, "thread"),
-    (f"{LOOKAHEAD}:distance=2", "qwen3_moe", "least", 4, "thread"),
     (SPECULATIVE, "switch_transformers", "50%", 4, "thread"),
-    (SPECULATIVE, "qwen3_moe", "least", 1, "thread"),
-    ("lcp:prediction=speculative:ahead=staging:distance=2:window=9", "qwen3_moe", "50%", 1, "thread"),
-    ("lfu:prediction=counts:distance=2", "qwen3_moe", "50%", 4, "inline"),
     ("lru:allocation=none:prediction=lookahead:ahead=staging", "switch_transformers", "60%", 2, "thread"),
     ("moepic:gate=measured", "mixtral", "50%", 1, "inline"),
     ("expertly:prediction=fmoe:distance=1", "qwen3_moe", "50%", 4, "thread"),
@@ -68,19 +59,12 @@ def assert_prefetched(model: Any, case: Case) -> None:
 # -- lossless --------------------------------------------------------------------------------------------------------
 
 
-def least_memory(case: Case, segments: int) -> dict[str, int]:
-    """One segment."""
-    layer = PackedStore.open(case.store).geometry().layers[0]
-    return {"memory": layer.expert_nbytes // segments, "staging_slots": 1}
-
-
 @pytest.mark.parametrize(("system", "family", "memory", "segments", "where"), LOSSLESS)
 def test_every_way_to_predict_is_lossless(
     system: str, family: str, memory: str, segments: int, where: str, cases: Cases
 ) -> None:
     case = cases[family]
-    settings: dict[str, Any] = least_memory(case, segments) if memory == "least" else {"memory": memory}
-    with loaded(case.store, system=system, segments=segments, predict=where, **settings) as model:
+    with loaded(case.store, system=system, segments=segments, predict=where, memory=memory) as model:
         for _ in range(2):  # the second finds what the first has taught
             assert generate(model, case.prompts) == case.tokens
         torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
@@ -88,7 +72,7 @@ def test_every_way_to_predict_is_lossless(
         assert found["failed"] is None and of_phases(model, "predicted") > 0
         if "gate" in system:
             assert found["gate"]["steps_with"] and found["gate"]["steps_without"]
-        elif memory not in ("least", "100%", "90%"):  # with so much what is predicted is here
+        elif memory != "90%":  # with so much what is predicted is here
             assert_prefetched(model, case)
 
 

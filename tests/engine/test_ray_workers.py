@@ -19,6 +19,7 @@ from expertly.core.errors import TransferError
 from expertly.engine import pair
 from expertly.engine.wire import Kind
 from tests.engine.conftest import Case, Cases
+from tests.engine.failing import raising
 from tests.engine.observe import loaded
 from tests.families import generate
 from tests.tables import IS_FULL
@@ -97,17 +98,13 @@ def test_the_cluster_ends_with_the_last_model_that_uses_it(cases: Cases) -> None
     assert ray.is_initialized(), "it was there before, for others"
 
 
-def fails(*_: Any) -> Any:
-    raise TransferError("read error")
-
-
 def test_answers_that_nobody_took_do_not_answer_the_next_layer(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
     with loaded(case.store, workers=2, memory="25%", worker_memory="25%") as model:
         shard = handle(model).engine.executor.shards[0]
         for _ in range(3):
             with monkeypatch.context() as patched:
-                patched.setattr(shard, "run_layer", fails)
+                patched.setattr(shard, "run_layer", raising(TransferError("read error")))
                 with pytest.raises(TransferError, match="cpu: read error"):
                     generate(model, case.prompts)
             assert generate(model, case.prompts) == case.tokens
@@ -118,12 +115,8 @@ def test_workers_that_cannot_be_connected_are_called_through_ray(
     cases: Cases, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As behind a firewall that lets only Ray's ports through."""
-
-    def refused(*_: object) -> Any:
-        raise ConnectionError("refused")
-
     case = cases["qwen3_moe"]
-    monkeypatch.setattr(pair.Pair, "accept", refused)
+    monkeypatch.setattr(pair.Pair, "accept", raising(ConnectionError("refused")))
     with loaded(case.store, workers=1, memory="25%", worker_memory="25%", system="fmoe") as model:
         assert "worker local-1: no connection over gloo (refused)" in caplog.text
         assert generate(model, case.prompts) == case.tokens

@@ -24,11 +24,11 @@ from expertly.model.packing import pack
 from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
+from tests.engine.failing import raising
 from tests.engine.observe import loaded, reader_threads
 from tests.engine.peers import ThreadPeer, put_in_threads
 from tests.engine.streams import put_in_place
-from tests.engine.test_batching import run_batch
-from tests.families import generate, load_reference, logits_of, make_checkpoint, make_prompts
+from tests.families import generate, logits_of, make_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -47,6 +47,15 @@ def of_workers(model: Any) -> list[dict[str, Any]]:
 
 def states(model: Any, name: str) -> list[Any]:
     return [one["worker"][name] for one in of_workers(model)]
+
+
+def until_all_are_back(model: Any, case: Case) -> None:
+    """They open while passes run."""
+    for _ in range(20):
+        assert generate(model, case.prompts) == case.tokens
+        if all(states(model, "alive")):
+            return
+    raise AssertionError(states(model, "problem"))
 
 
 # -- the same tokens -------------------------------------------------------------------------------------------------
@@ -79,46 +88,6 @@ def test_tokens_and_logits_are_the_reference(
             assert one["worker"]["bytes_sent"] > 0 and one["worker"]["bytes_received"] > 0
             assert one["worker"]["alive"] and one["worker"]["call_s"] >= one["worker"]["link_s"] >= 0
     assert not reader_threads()
-
-
-@pytest.mark.parametrize(
-    ("system", "where"),
-    [
-        ("expertly-ahead", "auto"),
-        ("fmoe", "auto"),
-        ("moe-infinity", "inline"),
-        ("lru:prediction=lookahead:distance=2", "inline"),
-        ("lru:prediction=lookahead:transfer=synchronous", "auto"),
-        ("lcp:prediction=popularity:ahead=staging", "auto"),
-        ("moepic", "auto"),
-        ("static", "auto"),
-        ("resident", "auto"),
-    ],
-)
-def test_every_kind_of_system_is_lossless(system: str, where: str, cases: Cases, peers: list[ThreadPeer]) -> None:
-    case, memory = cases["qwen3_moe"], "100%" if system == "resident" else "25%"
-    settings = {"system": system, "predict": where, "memory": memory, "worker_memory": memory}
-    with with_workers(case.store, 2, segments=4, **settings) as model:
-        for _ in range(2):
-            assert generate(model, case.prompts) == case.tokens
-        assert states(model, "drops") == [0, 0]
-
-
-def test_continuous_batching(cases: Cases, peers: list[ThreadPeer]) -> None:
-    """Several requests of different lengths share a call; a worker gets the rows that it needs, not all."""
-    case = cases["qwen3_moe"]
-    prompts = [*make_prompts(2, length=5, seed=2), *make_prompts(1, length=20, seed=3)]
-    expected = [generate(load_reference(case.folder), [prompt], 6)[0] for prompt in prompts]
-    with with_workers(case.store, 4, system="fmoe", segments=4) as model:
-        for _ in range(2):
-            assert run_batch(model, prompts) == expected
-        engine = handle(model).engine
-        num_passes = engine.num_prefill_iterations + engine.num_decode_iterations
-        assert num_passes < 2 * 6 * len(prompts), "requests share passes"
-        for peer in peers:
-            assert peer.kinds.count(Kind.LAYER) <= num_passes * len(handle(model).store.manifest.layers), (
-                "one call a layer and pass"
-            )
 
 
 def test_beside_an_accelerator(cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +146,7 @@ def test_a_worker_that_dies_is_replaced_here_and_joins_again(
         assert "cannot be started" in of_workers(model)[1]["worker"]["problem"]
         assert generate(model, case.prompts) == case.tokens
         peers[1].can_start = True
-        for _ in range(20):  # it opens while passes run
-            assert generate(model, case.prompts) == case.tokens
-            if states(model, "alive") == [True, True]:
-                break
+        until_all_are_back(model, case)
         assert states(model, "joins") == [0, 1] and peers[1].num_starts == 2
         before = states(model, "bytes_received")[1]
         assert generate(model, case.prompts) == case.tokens
@@ -197,10 +163,7 @@ def test_a_worker_that_stalls_is_dropped_and_joins_when_it_wakes(cases: Cases, p
         assert of_workers(model)[0]["worker"]["problem"] == "no answer within its deadline"
         assert generate(model, case.prompts) == case.tokens
         wake.set()
-        for _ in range(20):
-            assert generate(model, case.prompts) == case.tokens
-            if states(model, "alive") == [True, True]:
-                break
+        until_all_are_back(model, case)
         assert states(model, "joins") == [1, 0] and peers[0].num_starts == 1, "it was not started anew"
 
 
@@ -225,10 +188,7 @@ def test_a_worker_that_does_not_answer_is_asked_once_for_all_statistics(
 def test_a_worker_that_cannot_open_leaves_no_thread_behind(
     cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> None:
-        raise OSError("no disk")
-
-    monkeypatch.setattr(Shard, "preload", fails)
+    monkeypatch.setattr(Shard, "preload", raising(OSError("no disk")))
     settings = {"system": "resident", "memory": "100%", "worker_memory": "100%"}
     with (
         pytest.raises(ConfigError, match="workers: w0: OSError: no disk"),
@@ -257,11 +217,8 @@ def test_a_worker_that_cannot_read_is_dropped(
             patched.setattr(ExpertFile, "read_into", fails)
             assert generate(model, case.prompts) == case.tokens
         assert states(model, "drops") == [1, 0]
-        for _ in range(20):
-            if states(model, "joins") == [1, 0]:
-                break
-            assert generate(model, case.prompts) == case.tokens
-        assert states(model, "alive") == [True, True]
+        until_all_are_back(model, case)
+        assert states(model, "joins") == [1, 0]
 
 
 def test_kills_at_random_moments(cases: Cases, peers: list[ThreadPeer]) -> None:
@@ -294,10 +251,6 @@ def test_where_nobody_can_compute_the_request_fails_with_its_cause(own: tuple[Ca
         assert generate(model, case.prompts) == case.tokens
 
 
-def fails_here(*_: Any) -> Any:
-    raise TransferError("read error")
-
-
 def test_a_layer_that_fails_here_leaves_the_workers_well(
     cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +259,7 @@ def test_a_layer_that_fails_here_leaves_the_workers_well(
         assert generate(model, case.prompts) == case.tokens
         shard = handle(model).engine.executor.shards[0]
         with monkeypatch.context() as patched:
-            patched.setattr(shard, "run_layer", fails_here)
+            patched.setattr(shard, "run_layer", raising(TransferError("read error")))
             with pytest.raises(TransferError, match="cpu: read error"):
                 generate(model, case.prompts)
         assert generate(model, case.prompts) == case.tokens

@@ -68,13 +68,6 @@ def test_a_mixed_batch_marks_what_a_decoding_request_needs() -> None:
     }
 
 
-def test_choices_that_are_no_expert_are_dropped_and_said_so() -> None:
-    work = dispatch(0, torch.tensor([[8, 1], [1, 8]]), 8, info([True, True]))
-    assert work.router.experts == [1] and not work.covers_all_rows
-    single = dispatch(0, torch.tensor([[8]]), 8, info([False]))
-    assert single.router.experts == [] and not single.covers_all_rows
-
-
 pytestmark = pytest.mark.timeout(120)
 
 

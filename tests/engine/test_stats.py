@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 import expertly
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Cases
+from tests.engine.failing import raising
 from tests.engine.observe import COUNTS, loaded, recording
 from tests.families import FAMILIES, generate, load_reference, make_prompts
 
@@ -107,11 +107,7 @@ def test_layers_sum_to_the_totals_and_json_takes_them(family: str, where: dict[s
 def test_a_failed_pass_is_no_iteration(cases: Cases) -> None:
     case = cases["qwen3_moe"]
     with loaded(case.store) as model:
-
-        def stop(*args: Any) -> None:
-            raise RuntimeError("stop")
-
-        hook = model.model.layers[1].register_forward_hook(stop)
+        hook = model.model.layers[1].register_forward_hook(raising(RuntimeError("stop")))
         with pytest.raises(RuntimeError, match="stop"):
             generate(model, case.prompts)
         hook.remove()

@@ -146,53 +146,6 @@ def span(expert: int, layer: int = 0) -> Span:
     return Span(layer, expert, 0, 1, expert)
 
 
-def soak(
-    readers: Readers, dice: random.Random, new: Callable[[], list[Span]], is_over: Callable[[Span, bool], None]
-) -> Counter[str]:
-    """Whatever races with what, every span comes once or is cancelled, never both. `is_over(span, has_arrived)` checks
-    what has come, and takes a slot back.
-    """
-    in_flight: set[Span] = set()
-    prefetched: set[Span] = set()
-    counts: Counter[str] = Counter()
-
-    def end(one: Span, how: str) -> None:
-        in_flight.remove(one)
-        prefetched.discard(one)
-        is_over(one, how == "arrived")
-        counts[how] += 1
-
-    for _ in range(1000):
-        what = dice.random()
-        if what < 0.4:
-            spans = [one for one in new() if one not in in_flight]
-            in_flight.update(spans)
-            if dice.random() < 0.4:
-                readers.submit(spans)
-            else:
-                prefetched.update(spans)
-                readers.prefetch(spans)
-        elif what < 0.55:
-            layer = dice.randrange(3)
-            for one in readers.cancel(layer):
-                assert one in prefetched and one.layer == layer
-                end(one, "cancelled")
-        elif what < 0.9 and in_flight:
-            end(readers.wait(), "arrived")
-        elif what < 0.99:
-            while (polled := readers.poll()) is not None:
-                end(polled, "arrived")
-        else:
-            readers.drain()
-            for one in list(in_flight):
-                end(one, "dropped")
-        assert readers.num_in_flight == len(in_flight)
-    while in_flight:
-        end(readers.wait(), "arrived")
-    assert readers.poll() is None and counts["dropped"]
-    return counts
-
-
 def test_a_large_prefetch_goes_alone_and_a_load_comes_right_after_it(make: MakeBench) -> None:
     bench = make(LARGE)
     bench.readers.prefetch([span(1), span(2), span(3)])
@@ -357,19 +310,44 @@ def test_an_interrupt_at_any_line_of_the_caller_leaves_readers_that_work(make: M
 
 @pytest.mark.parametrize("expert_nbytes", [SMALL, 5 * MIN_READ_NBYTES // 2])
 def test_soak(expert_nbytes: int, make: MakeBench) -> None:
+    """Whatever races with what, every span comes once, whole, or is cancelled, never both."""
     bench = make(expert_nbytes)
     bench.disk.let_all_end()
-    dice, free = random.Random(expert_nbytes), list(range(64))
+    readers, dice, free = bench.readers, random.Random(expert_nbytes), list(range(64))
+    in_flight: dict[Span, bool] = {}  # whether it is a prefetch
+    counts: Counter[str] = Counter()
 
-    def new() -> list[Span]:
-        count = min(len(free), dice.randint(1, 6))
-        return [Span(dice.randrange(3), dice.randrange(1, 64), 0, 1, free.pop()) for _ in range(count)]
-
-    def is_over(one: Span, has_arrived: bool) -> None:
-        if has_arrived:
+    def end(one: Span, how: str) -> None:
+        del in_flight[one]
+        if how == "arrived":
             assert bench.slots[one.slot] == bench.disk.content(one)
             bench.slots[one.slot] = bytearray(expert_nbytes)
         free.append(one.slot)
+        counts[how] += 1
 
-    counts = soak(bench.readers, dice, new, is_over)
-    assert counts["cancelled"] > 20 and counts["arrived"] > 100
+    for _ in range(1000):
+        what = dice.random()
+        if what < 0.4:
+            count, is_prefetch = min(len(free), dice.randint(1, 6)), dice.random() < 0.6
+            spans = [Span(dice.randrange(3), dice.randrange(1, 64), 0, 1, free.pop()) for _ in range(count)]
+            in_flight.update(dict.fromkeys(spans, is_prefetch))
+            (readers.prefetch if is_prefetch else readers.submit)(spans)
+        elif what < 0.55:
+            layer = dice.randrange(3)
+            for one in readers.cancel(layer):
+                assert in_flight[one] and one.layer == layer
+                end(one, "cancelled")
+        elif what < 0.9 and in_flight:
+            end(readers.wait(), "arrived")
+        elif what < 0.99:
+            while (polled := readers.poll()) is not None:
+                end(polled, "arrived")
+        else:
+            readers.drain()
+            for one in list(in_flight):
+                end(one, "dropped")
+        assert readers.num_in_flight == len(in_flight)
+    while in_flight:
+        end(readers.wait(), "arrived")
+    assert readers.poll() is None
+    assert counts["cancelled"] > 20 and counts["arrived"] > 100 and counts["dropped"]

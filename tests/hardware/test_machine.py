@@ -15,7 +15,8 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.hardware import machine, measure
 from expertly.hardware.machine import Effort, examine, last_level_cache_nbytes, version_problems
-from expertly.hardware.profile import CopyRate, DiskRate, MatvecRate
+from expertly.hardware.profile import DiskRate, MatvecRate, ThreadsRate
+from tests.engine.failing import raising
 from tests.hardware.test_profile import PROFILE
 
 MIB = 1 << 20
@@ -43,7 +44,7 @@ def rate_of_disk(path: Path, size: int, depth: int, seconds: float) -> DiskRate:
 def unmeasured(monkeypatch: pytest.MonkeyPatch):
     """For tests of what is found missing: figures from nowhere."""
     monkeypatch.setattr(measure, "measure_disk", rate_of_disk)
-    monkeypatch.setattr(measure, "measure_copy", lambda threads, nbytes, seconds: CopyRate(threads, 1e10))
+    monkeypatch.setattr(measure, "measure_copy", lambda threads, nbytes, seconds: ThreadsRate(threads, 1e10))
     monkeypatch.setattr(measure, "measure_matvec", lambda dtype, threads, *rest: MatvecRate(dtype, threads, 1e10))
     monkeypatch.setattr(measure, "measure_decoding", lambda seconds: PROFILE.decoding)
 
@@ -57,7 +58,8 @@ def test_everything_is_measured_and_in_order(tmp_path: Path):
         (s, d) for s in measure.READ_SIZES for d in (1, 2)
     }
     assert {rate.dtype for rate in profile.matvec} == set(measure.DTYPES)
-    assert profile.copies and profile.versions["torch"]
+    assert profile.copies and all(1e8 < rate.nbytes_per_s < 1e13 for rate in profile.copies)
+    assert profile.versions["torch"]
     assert [problem for problem in problems if problem.level == "error"] == []
     assert list(tmp_path.iterdir()) == []
 
@@ -80,12 +82,8 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path):
     assert profile.matvec, "the rest is measured all the same"
 
 
-def refuse(*args):
-    raise ConfigError("folder /cache: a test file cannot be written there (Permission denied)")
-
-
-def fail(seconds: float):
-    raise RuntimeError("CUDA error: out of memory\nand advice")
+refuse = raising(ConfigError("folder /cache: a test file cannot be written there (Permission denied)"))
+fail = raising(RuntimeError("CUDA error: out of memory\nand advice"))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,7 @@ def fail(seconds: float):
         (machine, "available_host_nbytes", lambda: 512 * MIB, "memory", "warning: 512 MiB are free"),
         (os, "getloadavg", lambda: (7.25, 0, 0), "cpu", "warning: 7.2 processes were running on 4 CPUs"),
         (os, "getloadavg", lambda: (1.5, 9, 9), "cpu", None),
-        (machine, "measure_devices", fail, "device", "warning: found but not usable: CUDA error: out of memory$"),
+        (measure, "measure_devices", fail, "device", "warning: found but not usable: CUDA error: out of memory$"),
     ],
 )
 @pytest.mark.usefixtures("unmeasured")

@@ -13,7 +13,8 @@ import torch
 from expertly.core.errors import ConfigError, TransferError
 from expertly.hardware import measure
 from expertly.hardware.measure import machine_choice, machine_costs, measure_decoding, store_costs
-from expertly.hardware.profile import DecodeProfile, DecodeRate
+from expertly.hardware.profile import DecodeProfile, ThreadsRate
+from tests.engine.failing import raising
 from tests.engine.frames import write_store
 from tests.hardware.test_profile import PROFILE
 
@@ -73,10 +74,7 @@ def test_a_read_size_that_cannot_be_measured(scratch: measure.ScratchFile, read_
 
 
 def test_a_disk_that_fails_is_an_error_of_ours(scratch: measure.ScratchFile, monkeypatch: pytest.MonkeyPatch):
-    def fail(*args, **kwargs):
-        raise TransferError("a bad block")
-
-    monkeypatch.setattr("expertly.engine.reading.ExpertFile.read_into", fail)
+    monkeypatch.setattr("expertly.engine.reading.ExpertFile.read_into", raising(TransferError("a bad block")))
     with pytest.raises(TransferError, match="a bad block"):
         measure.measure_disk(scratch.path, 4 * MIB, 2, seconds=0.05)
 
@@ -90,17 +88,10 @@ def test_matvec_rate(dtype: str):
     assert torch.get_num_threads() == threads
 
 
-def test_copy_rate():
-    rate = measure.measure_copy(2, nbytes=16 * MIB, seconds=0.02)
-    assert rate.num_threads == 2 and 1e8 < rate.nbytes_per_s < 1e13
-
-
 @pytest.mark.gpu
 def test_link_rates_grow_with_size():
-    from expertly.hardware.measure_cuda import COPY_SIZES, measure_devices
-
-    for device in measure_devices(seconds=1.0):
-        assert [link.nbytes for link in device.link] == list(COPY_SIZES)
+    for device in measure.measure_devices(seconds=1.0):
+        assert [link.nbytes for link in device.link] == list(measure.COPY_SIZES)
         first, last = device.link[0], device.link[-1]
         assert last.to_device_nbytes_per_s > 1e9
         assert first.to_device_ns < last.to_device_ns
@@ -118,7 +109,7 @@ def test_decoding_is_measured_by_one_thread_and_by_all_readers(monkeypatch: pyte
 @pytest.mark.parametrize(("decode_nbytes_per_s", "codec"), [(4e9, "planes"), (2e9, "none")])
 def test_the_faster_codec_on_this_disk(decode_nbytes_per_s: float, codec: str) -> None:
     """The disk brings 1.1 GB/s; where one of two threads does not decode faster by a tenth, nothing is gained."""
-    decoding = DecodeProfile(0.68, (DecodeRate(1, 1e9), DecodeRate(2, decode_nbytes_per_s)))
+    decoding = DecodeProfile(0.68, (ThreadsRate(1, 1e9), ThreadsRate(2, decode_nbytes_per_s)))
     profile = dataclasses.replace(PROFILE, decoding=decoding)
     costs = machine_costs(profile)
     assert (costs.ratio, costs.threads, costs.decode_nbytes_per_s) == (0.68, 2, decode_nbytes_per_s / 2)

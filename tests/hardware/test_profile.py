@@ -9,15 +9,14 @@ import pytest
 from expertly.core.costs import HostCompute
 from expertly.core.errors import ConfigError
 from expertly.hardware.profile import (
-    CopyRate,
     DecodeProfile,
-    DecodeRate,
     DeviceProfile,
     DiskProfile,
     DiskRate,
     LinkRate,
     MachineProfile,
     MatvecRate,
+    ThreadsRate,
 )
 
 READS = ((65536, 1, 1e8), (65536, 4, 3e8), (1 << 20, 1, 4e8), (1 << 20, 4, 1.1e9))
@@ -31,9 +30,9 @@ PROFILE = MachineProfile(
     available_nbytes=4 << 30,
     versions={"python": "3.12.1"},
     disk=DiskProfile("/tmp", 1 << 40, 1 << 30, 5e8, tuple(DiskRate(*read, is_direct=True) for read in READS)),
-    copies=(CopyRate(1, 1e10),),
+    copies=(ThreadsRate(1, 1e10),),
     matvec=(MatvecRate("bfloat16", 2, 2e10),),
-    decoding=DecodeProfile(0.68, (DecodeRate(1, 1e9), DecodeRate(2, 1.9e9), DecodeRate(4, 2e9))),
+    decoding=DecodeProfile(0.68, (ThreadsRate(1, 1e9), ThreadsRate(2, 1.9e9), ThreadsRate(4, 2e9))),
     devices=(
         DeviceProfile(
             "cuda:0",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -28,17 +27,12 @@ def start_workers(workers: str | int, memory: str | int, opened: ExitStack) -> S
     return start_ray_workers(workers, memory, opened)
 
 
-class WorkerMemory(NamedTuple):
-    """What each worker can give experts. `is_divided`: workers and this process share one machine's memory equally."""
-
-    nbytes: list[int]
-    is_divided: bool
-
-
 def memory_of_workers(
     peers: Sequence[Peer], expert_nbytes: int, memory: str | int, own_nbytes: int, *, is_own_stated: bool
-) -> WorkerMemory:
-    """`memory`: the option `worker_memory`. `own_nbytes`: what devices here would give experts without workers. With
+) -> tuple[list[int], bool]:
+    """What each worker can give experts, and whether workers and this process share one machine's memory equally.
+
+    `memory`: the option `worker_memory`. `own_nbytes`: what devices here would give experts without workers. With
     "auto", workers on this machine get equal parts of that, or where it `is_own_stated`, of what it leaves. Raises
     ConfigError where a worker does not answer, or is of another version.
     """
@@ -46,12 +40,12 @@ def memory_of_workers(
     answers = [ask(peer, hello) for peer in peers]
     told = [result_of(peer, answer)["memory_nbytes"] for peer, answer in zip(peers, answers, strict=True)]
     if memory != "auto" or not all(peer.is_here for peer in peers):
-        return WorkerMemory(told, False)
+        return told, False
     if is_own_stated:
-        return WorkerMemory([max(0, nbytes - own_nbytes) // len(peers) for nbytes in told], False)
+        return [max(0, nbytes - own_nbytes) // len(peers) for nbytes in told], False
     if own_nbytes < expert_nbytes:  # what they need beside experts
         own_nbytes = own_nbytes * (100 - SPARED_PERCENT) // 100
-    return WorkerMemory([own_nbytes // (len(peers) + 1)] * len(peers), True)
+    return [own_nbytes // (len(peers) + 1)] * len(peers), True
 
 
 def open_workers(

@@ -161,7 +161,7 @@ class LayerCompute:
         self._row_nbytes = geometry.num_matrices * self._matrix_nbytes
         self._slot_nbytes = geometry.expert_nbytes // num_segments
         self._address = rows.data_ptr()
-        self._products: ExpertProducts | None = None  # one call for all that an expert is; None: torch activates
+        self.products: ExpertProducts | None = None  # one call for all that an expert is; None: torch activates
         biases = () if in_bias is None else in_bias
         self.slots = kernels.slots(geometry, dtype, num_segments, rows, self._activate, biases, down_bias)
         """An accelerator's kernels over this layer's slots: whole experts and segments in one call; or None."""
@@ -170,17 +170,12 @@ class LayerCompute:
             if activation is not None:
                 formats = (NO_DOWN, NO_DOWN) if form is None else form.kernels
                 shape, nbytes = (self._num_inner, geometry.hidden_size), (self._row_nbytes, self._matrix_nbytes)
-                self._products = ExpertProducts(formats, shape, *nbytes, activation, biases, down_bias)
+                self.products = ExpertProducts(formats, shape, *nbytes, activation, biases, down_bias)
         # Of torch's.
         self._whole_views: dict[int, tuple[torch.Tensor, ...]] = {}  # by slot; as many as there are blocks of slots
         # One pass over gate and up rows together is 1.1x faster than two for one bfloat16 token on CPU (docs/log.md).
         self._doubles = self._is_gated and rows.dtype == torch.bfloat16 and rows.is_cpu
         self._doubled = torch.zeros(2, 2, geometry.hidden_size, dtype=dtype, device=rows.device)  # (x, 0) and (0, x)
-
-    @property
-    def joins(self) -> bool:
-        """Whether all that an expert is can be one native call."""
-        return self._products is not None
 
     def is_native(self, x: torch.Tensor) -> bool:
         """Whether they take such inputs [n, H] of one expert."""
@@ -212,13 +207,13 @@ class LayerCompute:
     def multiply(self, x: torch.Tensor, works: Sequence[Work], out: torch.Tensor, *, adds: bool = False) -> None:
         """out[o] = expert(x[i]) for each span, row i of `x` [*, H] and row o of `out` [*, H]; spans are of equal size.
         `adds`: a span's part of the sum is added to `out`, which is float32 and without bias. Only where `is_native`,
-        and of several spans with several tokens where it `joins`.
+        and of several spans with several tokens where there are `products`.
         """
         kernels = self._kernels
         if x.stride(1) != 1:
             x = x.contiguous()
         kernels.num_native += len(works)
-        if self._products is None:
+        if self.products is None:
             self._activated_by_torch(x, works, out, adds=adds)
             return
         tasks: list[int] = []
@@ -230,7 +225,7 @@ class LayerCompute:
             out_rows += of_out
         span = works[0][0]
         num_neurons, begin = span.num_segments * self._neurons_per_segment, span.segment * self._neurons_per_segment
-        kernels.experts(self._products, tasks, x_rows, out_rows, x, out, num_neurons, begin, adds=adds)
+        kernels.experts(self.products, tasks, x_rows, out_rows, x, out, num_neurons, begin, adds=adds)
 
     def _activated_by_torch(self, x: torch.Tensor, works: Sequence[Work], out: torch.Tensor, *, adds: bool) -> None:
         """The same in two calls, of one span or of one token."""
@@ -290,7 +285,12 @@ class LayerCompute:
     def add(self, x: torch.Tensor, span: Span, total: torch.Tensor) -> None:
         """total [n, H] += what a span's neurons make of x [n, H], in float32."""
         for _, inner, down in self._parts(x, span):
-            _add_product(total, inner, down)
+            if inner.dtype == total.dtype:
+                total.addmm_(inner, down)
+            elif inner.is_cpu:  # an accelerator that is simulated: torch has the product below on real ones alone
+                total.addmm_(inner.float(), down.float())
+            else:
+                total += torch.mm(inner, down, out_dtype=total.dtype)
 
     def inner(self, x: torch.Tensor, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
         """Activations [n, r] of a span's neurons, and their down rows [r, H]."""
@@ -377,7 +377,7 @@ class LayerCall:
             if compute.slots is not None:
                 self._slots = compute.slots.begin(self.hidden, self.outputs)
         few = min(compute.max_tokens, TASK_TOKENS)
-        is_short = hidden.shape[0] <= few and (work.positions is not None or compute.joins)
+        is_short = hidden.shape[0] <= few and (work.positions is not None or compute.products is not None)
         self.takes_several = self._slots is not None or is_short
         """Whether experts that are here can be computed in one call, by the kernels: those of few tokens."""
 
@@ -488,16 +488,6 @@ class PartialExpert:
         if compute.down_bias is not None:
             self.out += compute.down_bias[span.expert]
         return True
-
-
-def _add_product(total: torch.Tensor, inner: torch.Tensor, down: torch.Tensor) -> None:
-    """total [n, H] += inner [n, r] @ down [r, H], in float32."""
-    if inner.dtype == total.dtype:
-        total.addmm_(inner, down)
-    elif inner.is_cpu:  # an accelerator that is simulated: torch has the product below on real ones alone
-        total.addmm_(inner.float(), down.float())
-    else:
-        total += torch.mm(inner, down, out_dtype=total.dtype)
 
 
 def _activation(module: Any, is_gated: bool, dtype: torch.dtype) -> Callable[..., torch.Tensor]:

@@ -29,7 +29,7 @@ from expertly.engine.host import MEASURED_NBYTES, measure_misses
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.numa import MemoryNode, node_of_pci_device
 from expertly.engine.reading import ExtentSource, HostPool, layer_rows
-from expertly.engine.transfer import Readers
+from expertly.engine.transfer import LOOK_EVERY_S, Readers
 from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import class_segment_nbytes, split_budget
 from expertly.scheduler.cache import Partition
@@ -47,9 +47,6 @@ tokens, and of their hidden states or outputs.
 
 _MEASURED_COPY_NBYTES = 16 << 20
 """About an expert."""
-
-_LOOK_EVERY_S = 1.0
-"""Whoever waits looks so often whether the threads still run."""
 
 _WAKE = object()
 
@@ -130,10 +127,10 @@ class CudaDevice:
     def rows(self, layer: int) -> torch.Tensor:
         return self._rows[layer]
 
-    def host_rows(self, layer: int) -> torch.Tensor:
-        return self.tier.pool.rows(layer)
-
     def hold(self, layer: int, experts: Sequence[int]) -> list[Span]:
+        """The spans of whole experts in the host tier. Waits until those that are not there have been read; raises what
+        reading raised. They stay: the tier has room for all experts.
+        """
         assert self.tier.memory_nbytes >= self._geometry.nbytes, "nothing is evicted while the host computes with it"
         wanted = [Span(layer, expert, 0, self._geometry.segments_per_expert, 0) for expert in experts]
         begin = None
@@ -633,7 +630,7 @@ class CopyThread:
 
     def block(self, changed: threading.Condition) -> None:
         """Wait, a second at most, until `ended` has been called. Raises TransferError where its thread has ended."""
-        changed.wait(_LOOK_EVERY_S)
+        changed.wait(LOOK_EVERY_S)
         if self._error is not None:
             raise TransferError(f"the thread that copies experts has ended: {self._error}") from self._error
 

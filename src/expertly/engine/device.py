@@ -6,7 +6,7 @@ A device holds the slots of its experts' segments, loads spans into them, and sa
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -18,13 +18,15 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.engine.numa import MemoryNode
 from expertly.engine.reading import ExtentSource
+from expertly.scheduler.loop import PrefetchTransport
 
 
-class Device(Protocol):
+class Device(PrefetchTransport, Protocol):
     """One device. Not thread-safe: one forward pass at a time.
 
     `submit` may get a slot that queued kernels still read: the device loads the new content after every use that `used`
-    has reported.
+    has reported. Prefetches are single segments. `cancel` is of a layer that runs or is about to: prefetches of it that
+    have begun are moved like loads from then on. `wait` returns as soon as kernels that use the span may be queued.
     """
 
     torch_device: torch.device
@@ -35,7 +37,7 @@ class Device(Protocol):
     host_memory: str | None
     """Whether the RAM behind it is page-locked, and if not, why; None if it has none."""
     queues_uses: bool
-    """Whether kernels run behind the host, so that `used` must be called."""
+    """Whether kernels run behind the host, so that `used` must be called: it is a CudaDevice."""
     waits: list[tuple[Any, Any]]
     """Stamps before and after each time that the device, or the host, waited for a transfer. The reader empties it."""
 
@@ -44,25 +46,6 @@ class Device(Protocol):
 
     def begin(self) -> None:
         """A forward pass begins. Raises ModelUseError where the device cannot run one now."""
-
-    def submit(self, spans: Sequence[Span]) -> None:
-        """Start loading spans into their slots, before all prefetches that have not begun."""
-
-    def prefetch(self, spans: Sequence[Span]) -> None:
-        """Load these single segments, in this order, while no load waits or moves. `poll` and `wait` return them, and
-        raise their errors, as they do for loads.
-        """
-
-    def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
-        """Cancel prefetches of `layer`, or of these experts of it, that have not begun, and return them. Those that
-        have begun are moved like loads from now on. `layer` runs, or is about to.
-        """
-
-    def poll(self) -> Span | None:
-        """A span that has arrived and may be computed with, or None. Raises the TransferError of one that failed."""
-
-    def wait(self) -> Span:
-        """The next span to arrive; returns as soon as kernels that use it may be queued. Raises as `poll`."""
 
     def used(self, span: Span) -> None:
         """All kernels that read the span's slots have been queued."""
@@ -86,34 +69,6 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Free threads, files and memory. Idempotent."""
-
-
-class QueuedDevice(Device, Protocol):
-    """A device whose kernels run behind the host: `queues_uses`."""
-
-    def to_host_later(self, values: torch.Tensor, /) -> tuple[torch.Tensor, Any]:
-        """A copy in host memory, which is there once this mark is reached; valid until the next of equal size."""
-
-    def reach(self, mark: Any, /) -> None:
-        """Wait for such a mark. Any thread may call it."""
-
-    def wait_for(self, mark: Any, /) -> None:
-        """The same, of the forward thread; counts as a synchronisation."""
-
-
-class HasHostTier(QueuedDevice, Protocol):
-    """What the host's processors need of a device behind which experts lie in RAM, to compute there."""
-
-    def host_rows(self, layer: int) -> torch.Tensor:
-        """The slots of the RAM, as `Device.rows` has those of the device."""
-
-    def hold(self, layer: int, experts: Sequence[int]) -> list[Span]:
-        """The spans of whole experts in these slots. Waits until those that are not there have been read; raises what
-        reading raised. They stay while the RAM has room for all experts.
-        """
-
-    def to_device(self, values: torch.Tensor, /) -> torch.Tensor:
-        """A copy on the device, for kernels that are queued from now on. The host does not wait."""
 
 
 class Handover:

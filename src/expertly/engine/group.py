@@ -244,7 +244,7 @@ class SharedChannel:
     """
 
     def __init__(self, channel: Channel, placement: Placement) -> None:
-        self.of_shards = [_ShardChannel(self, share) for share in placement.shares]
+        self.of_shards = [ShardChannel(self, share) for share in placement.shares]
         self._channel = channel
         self._lock = threading.RLock()  # re-entrant: a garbage collection may close the predictor
         self._begun_at = -2  # the step at which the last pass began; the first begins at -1
@@ -278,7 +278,7 @@ class SharedChannel:
                     one.ready.append(Seen(seen.step, one.share.prediction(seen.prediction)))
 
 
-class _ShardChannel:
+class ShardChannel:
     """A device gets the predictions of a step only once it has reached that step itself, however far the others are.
     So an inline predictor's predictions come at the same moments in every run.
     """

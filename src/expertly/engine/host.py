@@ -7,15 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from expertly.core.costs import HostCompute, Link
 from expertly.core.messages import RouterRan, Span
 from expertly.engine.compute import LayerCall, LayerCompute, Part, part_of
-from expertly.engine.device import HasHostTier
 from expertly.native.kernels import choose_kernels
+
+if TYPE_CHECKING:
+    from expertly.engine.cuda import CudaDevice
 
 MEASURED_NBYTES = 256 << 20
 """Of weights, and of what is copied: more than caches hold."""
@@ -31,8 +33,8 @@ class HostSide:
     device, and only outputs come back. The forward thread queues both copies and waits for no kernel.
     """
 
-    def __init__(self, device: HasHostTier, layers: Sequence[LayerCompute]) -> None:
-        """`layers` compute on the device's `host_rows`."""
+    def __init__(self, device: CudaDevice, layers: Sequence[LayerCompute]) -> None:
+        """`layers` compute on the slots of the device's host tier."""
         self.call: LayerCall | None = None
         """The running layer on the device, which takes the outputs."""
         self._device = device

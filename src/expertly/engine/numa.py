@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +20,19 @@ _MPOL_PREFERRED = 1
 
 
 class MemoryNode:
-    """One NUMA node. `mbind(address, nbytes, node)` and `pin(cpus)` raise OSError."""
+    """One NUMA node."""
 
-    def __init__(
-        self,
-        number: int,
-        cpus: frozenset[int],
-        mbind: Callable[[int, int, int], None] | None = None,
-        pin: Callable[[frozenset[int]], None] | None = None,
-    ) -> None:
+    def __init__(self, number: int, cpus: frozenset[int]) -> None:
         self.number = number
         self.cpus = cpus
         self.bound_nbytes = 0
         self.problem: str | None = None
         """The first call that the system refused."""
-        self._mbind = mbind or _mbind
-        self._pin = pin or _pin
 
     def bind(self, address: int, nbytes: int) -> None:
         """Take these pages from the node when they are first touched."""
         try:
-            self._mbind(address, nbytes, self.number)
+            _mbind(address, nbytes, self.number)
             self.bound_nbytes += nbytes
         except OSError as error:
             self._note("its memory cannot be bound", error)
@@ -49,7 +40,7 @@ class MemoryNode:
     def pin_thread(self) -> None:
         """Run this thread on CPUs of the node."""
         try:
-            self._pin(self.cpus)
+            _pin(self.cpus)
         except OSError as error:
             self._note("its readers cannot be pinned", error)
 
@@ -60,20 +51,18 @@ class MemoryNode:
         self.problem = self.problem or f"{what}: {error.strerror or error}"
 
 
-def node_of_cpu_device(index: int, sysfs: Path = SYSFS, **calls: Any) -> MemoryNode | None:
-    """The node of logical device cpu:i: number i modulo the nodes. None on a machine with one node. `calls`: see
-    MemoryNode.
-    """
+def node_of_cpu_device(index: int, sysfs: Path = SYSFS) -> MemoryNode | None:
+    """The node of logical device cpu:i: number i modulo the nodes. None on a machine with one node."""
     numbers = _nodes(sysfs)
-    return None if len(numbers) < 2 else _node(numbers[index % len(numbers)], sysfs, calls)
+    return None if len(numbers) < 2 else _node(numbers[index % len(numbers)], sysfs)
 
 
-def node_of_pci_device(address: str, sysfs: Path = SYSFS, **calls: Any) -> MemoryNode | None:
+def node_of_pci_device(address: str, sysfs: Path = SYSFS) -> MemoryNode | None:
     """The node of a PCI device; None on a machine with one node, or where the system does not tell."""
     numbers = _nodes(sysfs)
     text = _read(sysfs / "bus/pci/devices" / address.lower() / "numa_node")
     number = int(text) if text.lstrip("-").isdigit() else -1
-    return None if len(numbers) < 2 or number not in numbers else _node(number, sysfs, calls)
+    return None if len(numbers) < 2 or number not in numbers else _node(number, sysfs)
 
 
 def _nodes(sysfs: Path) -> list[int]:
@@ -81,9 +70,8 @@ def _nodes(sysfs: Path) -> list[int]:
     return _ranges(_read(sysfs / "devices/system/node/has_memory"))
 
 
-def _node(number: int, sysfs: Path, calls: dict[str, Any]) -> MemoryNode:
-    cpus = _ranges(_read(sysfs / f"devices/system/node/node{number}/cpulist"))
-    return MemoryNode(number, frozenset(cpus), **calls)
+def _node(number: int, sysfs: Path) -> MemoryNode:
+    return MemoryNode(number, frozenset(_ranges(_read(sysfs / f"devices/system/node/node{number}/cpulist"))))
 
 
 def _read(path: Path) -> str:

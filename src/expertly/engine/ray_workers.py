@@ -58,12 +58,11 @@ def start_ray_workers(workers: str | int, memory: str | int, opened: ExitStack) 
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # by default 15: a layer waits for what others leave
+        options: dict[str, Any] = {"address": text}
+        if is_here:
+            options = {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_NBYTES}
         try:
-            if is_here:
-                local = {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_NBYTES}
-                ray.init(**local, log_to_driver=False, configure_logging=False)
-            else:
-                ray.init(address=text, log_to_driver=False, configure_logging=False)
+            ray.init(**options, log_to_driver=False, configure_logging=False)
         except (RayError, OSError, ValueError, ConnectionError, RuntimeError) as error:
             raise ConfigError(f"workers={workers!r}: {str(error).splitlines()[0]}") from error
     own = ray.get_runtime_context().get_node_id()
@@ -128,7 +127,8 @@ class RayWorker:
     def _serve(self, host: str, port: int, num_opened: int) -> None:
         """Answer the messages of a pair until it breaks, or the worker is opened again."""
         with contextlib.suppress(ConnectionError):
-            layers = pair.Pair.join(host, port, _address_beside(host))
+            own: str = host if host == _THIS_MACHINE else ray.util.get_node_ip_address()
+            layers = pair.Pair.join(host, port, own)
             while True:
                 message = layers.receive()
                 with self._lock:
@@ -137,12 +137,6 @@ class RayWorker:
                     answer = self._worker.answer(message)
                 if message[0] == wire.Kind.LAYER:
                     layers.send(answer).wait()
-
-
-def _address_beside(host: str) -> str:
-    """This machine's address in the network of another's."""
-    address: str = host if host == _THIS_MACHINE else ray.util.get_node_ip_address()
-    return address
 
 
 class RayPeer:

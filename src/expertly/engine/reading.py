@@ -61,17 +61,26 @@ Read = Callable[[], Moved]
 """Brings a part of a span into its slots, in the reader that calls it. Raises TransferError."""
 
 
-class Source(Protocol):
+class Source:
     """Makes reads of spans. Called by the thread that submits; readers call the reads."""
 
     batch_nbytes: int
     """Small spans are read together by one reader, up to this many bytes of weights."""
 
+    def __init__(self, files: list[ExpertFile], layers: list[LayerFile], geometry: Geometry, num_readers: int) -> None:
+        self._files = files
+        self._layers = layers
+        self._num_readers = num_readers
+        self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
+
     def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
         """The reads that fill `buffer`, all of the span's slots, and the bytes that they take from disk."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close files. Idempotent."""
+        while self._files:
+            self._files.pop().close()
 
 
 def make_source(store: ExtentSource, geometry: Geometry, num_readers: int) -> Source:
@@ -86,7 +95,7 @@ def make_source(store: ExtentSource, geometry: Geometry, num_readers: int) -> So
     return make(files, layers, geometry, num_readers)
 
 
-class PlainSource:
+class PlainSource(Source):
     """Experts that are not compressed: a read goes straight from the file into the slots. The reader compares each
     block with its checksum when it is first read.
     """
@@ -94,12 +103,9 @@ class PlainSource:
     batch_nbytes = MIN_READ_NBYTES
 
     def __init__(self, files: list[ExpertFile], layers: list[LayerFile], geometry: Geometry, num_readers: int) -> None:
-        self._files = files
-        self._layers = layers
+        super().__init__(files, layers, geometry, num_readers)
         self._first_reads: list[FirstReads | None] = []
         self._expert_nbytes = [shape.expert_nbytes for shape in geometry.layers]
-        self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
-        self._num_readers = num_readers
         for layer, (_, begin, _, sums, _) in enumerate(layers):
             nbytes = self._expert_nbytes[layer], self._segment_nbytes[layer]
             self._first_reads.append(None if sums is None else FirstReads(layer, files[layer], begin, *nbytes, sums))
@@ -127,9 +133,6 @@ class PlainSource:
             return [PlainRead(file, offset + at, buffer[at : at + size]) for at in starts], nbytes
         check = partial(_read_checked, first_reads, place)
         return [partial(check, first + at, file, offset + at, buffer[at : at + size]) for at in starts], nbytes
-
-    def close(self) -> None:
-        _close(self._files)
 
 
 @dataclass(slots=True)
@@ -160,13 +163,7 @@ def _read_checked(
     return moved._replace(again_nbytes=again_nbytes) if again_nbytes else moved
 
 
-def _close(files: list[ExpertFile]) -> None:
-    for file in files:
-        file.close()
-    files.clear()
-
-
-class FrameSource:
+class FrameSource(Source):
     """Compressed experts. Each read takes the pages of some frames from disk, then decodes these frames one by one, so
     that readers that read and readers that decode overlap. Where P does not divide an expert's frames, neighbouring
     segments share a frame.
@@ -175,11 +172,8 @@ class FrameSource:
     batch_nbytes = MIN_DECODE_NBYTES
 
     def __init__(self, files: list[ExpertFile], layers: list[LayerFile], geometry: Geometry, num_readers: int) -> None:
-        self._files = files
+        super().__init__(files, layers, geometry, num_readers)
         self._indexes = [one.frames for one in layers if one.frames is not None]  # all: a store has one codec
-        self._places = [one.places for one in layers]
-        self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
-        self._num_readers = num_readers
         longest = max(padded(index.frame_nbytes) + PAGE_NBYTES for index in self._indexes)  # the pages of one frame
         self._scratch_nbytes = max(MAX_SCRATCH_NBYTES, longest)
         self._scratch = _Scratch(self._scratch_nbytes)
@@ -187,7 +181,7 @@ class FrameSource:
     def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
         """One read for each reader, but of at least MIN_DECODE_NBYTES of weights, and no more than scratch holds."""
         layer, index = span.layer, self._indexes[span.layer]
-        place, size = self._places[layer][span.expert], index.frame_nbytes
+        place, size = self._layers[layer].places[span.expert], index.frame_nbytes
         begin = span.segment * self._segment_nbytes[layer]
         end = begin + len(buffer)
         frame, last = begin // size, -(-end // size)
@@ -204,9 +198,6 @@ class FrameSource:
             disk_nbytes += pages[1]
             frame += count
         return reads, disk_nbytes
-
-    def close(self) -> None:
-        _close(self._files)
 
     def _read(
         self, layer: int, place: int, frames: range, pages: tuple[int, int], first: int, out: memoryview

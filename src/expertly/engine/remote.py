@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from expertly.engine.compute import Dispatch
 from expertly.engine.shard import Shard
 from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.observations import Seen
+
+if TYPE_CHECKING:
+    from expertly.engine.group import ShardChannel
 
 _T = TypeVar("_T")
 
@@ -117,15 +120,6 @@ def _words(error: BaseException) -> str:
     return "no answer within its deadline" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
 
 
-class Predictions(Protocol):
-    """Predictions for a worker's experts, made by the engine's predictor."""
-
-    def reach(self, step: int) -> None:
-        """The forward pass has come to this step, so what was predicted at it may be taken."""
-
-    def take(self) -> Seen | None: ...
-
-
 class RemoteShard:
     """The experts of `share`, in a worker. Only the forward pass calls it, except `told` and `layer_counters`.
 
@@ -163,7 +157,7 @@ class RemoteShard:
         self._deadline_s = deadline_s
         self._answer: Answer | None = None  # of the layer that runs
         self._sent_s = 0.0
-        self._predictions: Predictions | None = None
+        self._predictions: ShardChannel | None = None
         self._iteration = -1  # observed passes
         self._news = wire.PassNews(False, False, None, ())  # that a pass began, until the worker is told
         # A worker that was dropped:
@@ -193,7 +187,7 @@ class RemoteShard:
 
     # -- a pass ------------------------------------------------------------------------------------------------
 
-    def predict_from(self, predictions: Predictions) -> None:
+    def predict_from(self, predictions: ShardChannel) -> None:
         """From now on the worker prefetches these."""
         self._predictions = predictions
 

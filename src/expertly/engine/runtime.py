@@ -18,11 +18,12 @@ from expertly.core.messages import Phase, RouterRan, group_by_expert
 from expertly.core.observation import IterationInfo
 from expertly.core.resources import NUM_READERS, computing_threads, granted_cpus
 from expertly.engine.compute import Dispatch
-from expertly.engine.device import Device, QueuedDevice
+from expertly.engine.device import Device
 from expertly.native.kernels import Kernels
 from expertly.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from expertly.engine.cuda import CudaDevice
     from expertly.engine.group import ShardGroup
     from expertly.engine.learned import SavedState
     from expertly.engine.observe import Prefetching
@@ -90,7 +91,7 @@ class Engine:
         self._trail = _Trail()
         (first, *_) = executor.shards
         self._early = first if first is executor and first.begins_early else None
-        self._queued = cast(QueuedDevice, first.device)
+        self._queued = cast("CudaDevice", first.device)
         """The device of `_early`; not used where that is None."""
         self._unseen = _Unseen()
         self._is_closed = False
@@ -335,12 +336,12 @@ class _Unseen:
         """ids [T, K], on the device; stamps before and behind the layer."""
         self._layers.append((layer, ids, begin, end))
 
-    def bring(self, device: QueuedDevice) -> None:
+    def bring(self, device: CudaDevice) -> None:
         """Queue one copy for all: it is there when the host waits for something that is queued later."""
         if self._layers and self._copy is None:
             self._copy = device.to_host_later(torch.cat([ids.reshape(-1) for _, ids, *_ in self._layers]))
 
-    def take(self, device: QueuedDevice) -> list[tuple[int, torch.Tensor, Any, Any]]:
+    def take(self, device: CudaDevice) -> list[tuple[int, torch.Tensor, Any, Any]]:
         """All of them, with ids in host memory."""
         self.bring(device)
         if self._copy is None:

@@ -16,7 +16,7 @@ from expertly.core.messages import Phase, RouterRan, Span
 from expertly.core.observation import Began, Routed
 from expertly.engine.compute import Dispatch, Early, LayerCall, LayerCompute
 from expertly.engine.configuring import Configuring, StepTimes
-from expertly.engine.device import Device, HasHostTier, QueuedDevice, kind_of
+from expertly.engine.device import Device, kind_of
 from expertly.engine.host import HostSide
 from expertly.native.kernels import Kernels, choose_kernels
 from expertly.scheduler.counters import LayerCounters
@@ -25,6 +25,7 @@ from expertly.scheduler.observations import Channel
 from expertly.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from expertly.engine.cuda import CudaDevice
     from expertly.engine.remote import RemoteShard
 
 Waits = list[tuple[Any, Any]]
@@ -92,7 +93,7 @@ class Shard:
         self._layers: list[LayerCompute] = []
         self._host: HostSide | None = None
         self.begins_early = device.queues_uses and scheduler.computes_at_once and self.configuring is None
-        """Whether layers may begin before the host knows which experts are chosen: the device is a QueuedDevice."""
+        """Whether layers may begin before the host knows which experts are chosen: the device is a CudaDevice."""
         self._has_all = False
 
     @property
@@ -115,8 +116,8 @@ class Shard:
 
         self._layers = computes(self.device.rows, self.kernels, gathers=not self.device.queues_uses)
         if self.scheduler.split is not None:
-            behind = cast(HasHostTier, self.device)
-            self._host = HostSide(behind, computes(behind.host_rows, choose_kernels(), gathers=True))
+            device = cast("CudaDevice", self.device)
+            self._host = HostSide(device, computes(device.tier.pool.rows, choose_kernels(), gathers=True))
 
     def predict_from(self, channel: Channel) -> None:
         """From now on prefetch what comes out of this channel."""
@@ -167,7 +168,7 @@ class Shard:
             return None
         choice = None
         if is_seen or not self._has_all:  # queued before the kernels, the copy does not wait for them
-            choice = cast(QueuedDevice, self.device).to_host_later(ids)
+            choice = cast("CudaDevice", self.device).to_host_later(ids)
         return compute.begin_early(hidden, ids, spans, choice)
 
     def count(self, router: RouterRan) -> None:

@@ -72,8 +72,9 @@ class Stats:
         totals = {phase: self.phase(phase) for phase in Phase}
         told = [remote.told() for remote in executor.remotes]
         devices = [of_device(device, self._system) for device in executor.shards]
-        both = zip(told, executor.remotes, strict=True)
-        devices += [{**one["device"], "worker": remote.facts() | _of_process(one)} for one, remote in both]
+        for one, remote in zip(told, executor.remotes, strict=True):
+            worker = {**remote.facts(), "pid": one["pid"], "kernels": one["kernels"]["name"]}
+            devices.append({**one["device"], "worker": worker})
         counts = sorted(
             {name for device in executor.shards for name in moved(device)}.union(*(one["moved"] for one in told))
         )
@@ -101,16 +102,11 @@ class Stats:
             "synchronisations_per_pass": self._synchronisations(),
             "devices": devices,
             "phases": {
-                "prefill": {
-                    "iterations": engine.num_prefill_iterations,
-                    "tokens": engine.num_prefill_tokens,
-                    **_as_dict(totals[Phase.PREFILL]),
-                },
-                "decode": {
-                    "iterations": engine.num_decode_iterations,
-                    "tokens": engine.num_decode_tokens,
-                    **_as_dict(totals[Phase.DECODE]),
-                },
+                phase.value: {"iterations": iterations, "tokens": tokens, **_as_dict(totals[phase])}
+                for phase, iterations, tokens in (
+                    (Phase.PREFILL, engine.num_prefill_iterations, engine.num_prefill_tokens),
+                    (Phase.DECODE, engine.num_decode_iterations, engine.num_decode_tokens),
+                )
             },
             "layers": [
                 {"layer": layer, "prefill": _as_dict(one.prefill), "decode": _as_dict(one.decode)}
@@ -186,10 +182,6 @@ def of_device(device: Shard, system: System) -> dict[str, Any]:
         "host_memory": device.device.host_memory,
         "worker": None,
     }
-
-
-def _of_process(told: dict[str, Any]) -> dict[str, Any]:
-    return {"pid": told["pid"], "kernels": told["kernels"]["name"]}
 
 
 def moved(device: Shard) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -92,11 +92,7 @@ def _write_news(news: PassNews) -> bytes:
 
 def _read_news(rest: _Rest) -> PassNews:
     begins, is_observed, start, stop, num_seen = rest.unpack(_NEWS)
-    layers = None if start < 0 else range(start, stop)
-    return PassNews(bool(begins), bool(is_observed), layers, list(_read_seen(rest, num_seen)))
-
-
-def _read_seen(rest: _Rest, num_seen: int) -> Iterator[Seen]:
+    seen = []
     for _ in range(num_seen):
         step, layer, distance, num_experts, num_copies, num_probabilities, num_outlook = rest.unpack(_SEEN)
         experts, copies = (rest.array(np.int32, num).tolist() for num in (num_experts, num_copies))
@@ -106,15 +102,16 @@ def _read_seen(rest: _Rest, num_seen: int) -> Iterator[Seen]:
         prediction = Prediction(
             layer, experts, scores, distance, None, probabilities or None, tuple(outlook) if outlook else None, copies
         )
-        yield Seen(step, prediction)
+        seen.append(Seen(step, prediction))
+    return PassNews(bool(begins), bool(is_observed), None if start < 0 else range(start, stop), seen)
 
 
 class _Rest:
     """The part of a message that was not read yet."""
 
-    def __init__(self, message: bytes, at: int = 1) -> None:
+    def __init__(self, message: bytes) -> None:
         self._message = message
-        self._at = at
+        self._at = 1
 
     def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
         found = form.unpack_from(self._message, self._at)

@@ -153,20 +153,16 @@ class ExpertWorker:
             self._hear(asked.news)
             outputs, waits = shard.run_layer(asked.work, asked.hidden, None)
         except BaseException as error:
-            self._undo(shard, is_in_doubt=not isinstance(error, ExpertlyError | OSError))
+            try:
+                shard.abandon(is_in_doubt=not isinstance(error, ExpertlyError | OSError))
+            except (AssertionError, LookupError):  # the layer cannot be undone: from now on it holds nothing
+                self.close()
             raise
         end = time.perf_counter_ns()
         phase = Phase.DECODE if router.serves_decode else Phase.PREFILL
         shard.note_times(router.layer, phase, begin, end, waits)
         waited_ns = sum(there - here for here, there in waits)
         return wire.ran_message(outputs, waited_ns, time.perf_counter_ns() - begin)
-
-    def _undo(self, shard: Shard, *, is_in_doubt: bool) -> None:
-        """Undo the running layer. Where that is impossible the worker holds nothing from now on."""
-        try:
-            shard.abandon(is_in_doubt)
-        except (AssertionError, LookupError):
-            self.close()
 
     def _stats(self) -> dict[str, Any]:
         shard = self._open_shard

@@ -20,7 +20,6 @@ from expertly.core.units import format_nbytes
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.process import keep_off_trapped_instructions
 from expertly.hardware import measure
-from expertly.hardware.measure_cuda import measure_devices
 from expertly.hardware.profile import DeviceProfile, DiskProfile, DiskRate, MachineProfile, MatvecRate
 
 SCRATCH_NBYTES = 1 << 30
@@ -160,7 +159,7 @@ def _examine_matvec(threads: list[int], nbytes: int, seconds: float, problems: l
 
 def _examine_devices(seconds: float, problems: list[Problem]) -> tuple[DeviceProfile, ...]:
     try:
-        devices = measure_devices(seconds)
+        devices = measure.measure_devices(seconds)
     except RuntimeError as error:
         problems.append(Problem("warning", "device", f"found but not usable: {str(error).splitlines()[0]}"))
         return ()

@@ -1,5 +1,5 @@
-"""What `expertly doctor` measures, with the engine's own code: reading from disk, copying in memory, matrix products,
-and decoding of compressed experts.
+"""What `expertly doctor` measures, with the engine's own code: reading from disk, copies in memory and to CUDA devices,
+matrix products, and decoding of compressed experts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from expertly.core.resources import NUM_READERS, allowed_cpus, computing_threads
 from expertly.engine.device import kind_of
 from expertly.engine.reading import MIN_READ_NBYTES
 from expertly.engine.transfer import Readers
-from expertly.hardware.profile import CopyRate, DecodeProfile, DecodeRate, DiskRate, MachineProfile, MatvecRate
+from expertly.hardware.profile import (
+    DecodeProfile,
+    DeviceProfile,
+    DiskRate,
+    LinkRate,
+    MachineProfile,
+    MatvecRate,
+    ThreadsRate,
+)
 from expertly.native.kernels import choose_kernels
 from expertly.store.codec_choice import (
     CodecChoice,
@@ -132,12 +140,12 @@ def _threads(num_threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def measure_copy(num_threads: int, nbytes: int, seconds: float) -> CopyRate:
+def measure_copy(num_threads: int, nbytes: int, seconds: float) -> ThreadsRate:
     """Rate of copies from RAM to RAM, `nbytes` at a time."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
     with _threads(num_threads):
         num_copies, elapsed = _timed(_CPU, seconds, lambda: target.copy_(source))
-    return CopyRate(num_threads, num_copies * nbytes / elapsed)
+    return ThreadsRate(num_threads, num_copies * nbytes / elapsed)
 
 
 def kernels_here() -> dict[str, str]:
@@ -207,6 +215,62 @@ def _timed(device: torch.device, seconds: float, run: Callable[[], object]) -> t
     return count, elapsed
 
 
+# -- CUDA devices, and the link between pinned host memory and them ----------------------------------------------------
+
+COPY_SIZES = tuple(k << 10 for k in (64, 256, 1024, 4096, 16384, 65536))
+_NUM_LATENCIES = 20
+
+
+def measure_devices(seconds: float) -> tuple[DeviceProfile, ...]:
+    """Every CUDA device this process sees, spending about `seconds` on each; empty where there is none."""
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(_measure_device(torch.device("cuda", i), seconds) for i in range(torch.cuda.device_count()))
+
+
+def _measure_device(device: torch.device, seconds: float) -> DeviceProfile:
+    each = seconds / (2 * len(COPY_SIZES))
+    host = torch.ones(COPY_SIZES[-1], dtype=torch.uint8, pin_memory=True)
+    there = torch.ones(COPY_SIZES[-1], dtype=torch.uint8, device=device)
+    links = []
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        for nbytes in COPY_SIZES:
+            near, far = host[:nbytes], there[:nbytes]
+            up = _bandwidth(far, near, each)
+            links.append(LinkRate(nbytes, up, _bandwidth(near, far, each), _latency_ns(far, near)))
+    properties = torch.cuda.get_device_properties(device)
+    _, beside = kind_of(device).miss_costs(device, torch.bfloat16) or (None, None)
+    return DeviceProfile(str(device), properties.name, properties.total_memory, tuple(links), beside)
+
+
+def _bandwidth(target: torch.Tensor, source: torch.Tensor, seconds: float) -> float:
+    """Bytes a second of copies queued back to back on the current stream."""
+    stream = torch.cuda.current_stream(target.device if target.is_cuda else source.device)
+    num_copies = 8
+    while True:
+        stream.synchronize()
+        start = time.perf_counter()
+        for _ in range(num_copies):
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()
+        elapsed = time.perf_counter() - start
+        if elapsed >= seconds / 2:
+            return num_copies * target.numel() / elapsed
+        num_copies *= 2
+
+
+def _latency_ns(target: torch.Tensor, source: torch.Tensor) -> int:
+    """Median time of one copy, from the call until the host knows that it is done."""
+    stream = torch.cuda.current_stream(target.device)
+    times = []
+    for _ in range(_NUM_LATENCIES):
+        start = time.perf_counter_ns()
+        target.copy_(source, non_blocking=True)
+        stream.synchronize()
+        times.append(time.perf_counter_ns() - start)
+    return int(statistics.median(times))
+
+
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
@@ -220,7 +284,7 @@ def measure_decoding(seconds: float) -> DecodeProfile:
     """Decoding by one thread, by as many as decode while a forward pass waits, and by all readers; `seconds` each."""
     sample = Sample(_LAYER, [[_trained_like(_LAYER.expert_nbytes // 2)]])
     threads = sorted({1, decoding_threads(allowed_cpus(), NUM_READERS), NUM_READERS})
-    rates = tuple(DecodeRate(n, sample.decode_nbytes_per_s(n, seconds) * n) for n in threads)
+    rates = tuple(ThreadsRate(n, sample.decode_nbytes_per_s(n, seconds) * n) for n in threads)
     return DecodeProfile(sample.ratio, rates)
 
 

@@ -35,8 +35,8 @@ class DiskProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyRate:
-    """Bytes copied (not read + written) from RAM to RAM."""
+class ThreadsRate:
+    """Bytes a second of all threads together: copied from RAM to RAM (not read + written), or of weights decoded."""
 
     num_threads: int
     nbytes_per_s: float
@@ -52,19 +52,11 @@ class MatvecRate:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRate:
-    """Bytes of weights a second that all threads together decode, from RAM to RAM."""
-
-    num_threads: int
-    nbytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class DecodeProfile:
     """The codec `planes` on bfloat16 weights distributed as trained ones."""
 
     ratio: float  # stored bytes / bytes of weights
-    rates: tuple[DecodeRate, ...]
+    rates: tuple[ThreadsRate, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +91,7 @@ class MachineProfile:
     available_nbytes: int  # to this process, control groups included
     versions: dict[str, str]
     disk: DiskProfile | None
-    copies: tuple[CopyRate, ...]
+    copies: tuple[ThreadsRate, ...]
     matvec: tuple[MatvecRate, ...]
     decoding: DecodeProfile
     devices: tuple[DeviceProfile, ...]
