@@ -142,7 +142,7 @@ def configure(
     forecaster = Forecaster(geometry, known, timing)
     uniform = forecaster.forecast(equal_quotas(geometry, kept_segments))
     pools = [
-        _Pool([layer for layer, one in enumerate(geometry.size_classes) if one == size_class], uniform.budgets, zeta)
+        _Pool(geometry.layers_of_class(size_class), uniform.budgets, zeta)
         for size_class in range(geometry.num_size_classes)
     ]
     now, num_moves = uniform, 0
