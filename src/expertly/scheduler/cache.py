@@ -107,11 +107,10 @@ class Cache:
         tops: Sequence[int] | None = None,
         *,
         prompts_evict: bool = False,
-        worth: Worth | None = None,
+        worth: Worth,
     ) -> None:
         """`tops`: for each layer, how many segments of an expert it keeps, from its top; None: whole experts.
-        `prompts_evict`: whether prompts evict (prefill "evict" of the Scheduler). `worth`: of the admission; None:
-        scores are compared as they are.
+        `prompts_evict`: whether prompts evict (prefill "evict" of the Scheduler). `worth`: of the admission.
         """
         self._worth = worth
         self.prompts_evict = prompts_evict
@@ -249,9 +248,7 @@ class Cache:
         if excess > 0:
             others = policy.scored_victims({*needed, *upcoming})
             other = next(others, None)
-            scores = policy.scores(needed)
-            if self._worth is not None:
-                scores = self._worth(scores, needed, kept)
+            scores = self._worth(policy.scores(needed), needed, kept)
             own = sorted(zip(scores, needed, strict=True), reverse=True)
             can_stage = self.staging_room(layer)
             while excess and (own or other):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -180,7 +180,7 @@ def _work_out(
 ) -> Configuration:
     """A configuration from rates or, without them, from times alone."""
     if not options.pieces:
-        timing = timing.without_parts()
+        timing = replace(timing, span_ns=(), ask_ns=())
     if rates is None:
         return timed_split(geometry, kept, timing)
     return configure(geometry, kept, rates, timing, options.zeta, as_printed=options.moves == "printed")
