@@ -173,13 +173,6 @@ def test_every_cut_and_every_flipped_byte_is_noticed(tmp_path: Path, name: str) 
     assert_same_state(read_learned(path, type(learned)).learned, learned)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\0" * 5000, b"\xff" * 100, b"x" * 9000])
-def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "a.learned"
-    path.write_bytes(content)
-    refusal(path, MapStore)
-
-
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     assert "No such file" in refusal(tmp_path / "absent", MapStore)
     assert "cannot be read" in refusal(tmp_path, MapStore)

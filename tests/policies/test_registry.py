@@ -11,7 +11,7 @@ from expertly.core.errors import ConfigError
 from expertly.policies import registry
 from expertly.policies.prefetch import PREFETCHES
 from expertly.policies.registry import OrNone, Registry
-from expertly.scheduler.presets import SYSTEMS, get_system
+from expertly.scheduler.presets import get_system
 
 
 @pytest.fixture
@@ -134,12 +134,6 @@ def test_a_module_that_fails_is_an_error_of_the_name(tmp_path: Path, monkeypatch
 def test_none_stands_before_the_names_of_a_registry() -> None:
     names = OrNone(numbers(one=1))
     assert list(names) == ["none", "one"] and len(names) == 2 and "none" in names and "two" not in names
-
-
-def test_a_system_is_called_as_it_was_asked_for(outside: str) -> None:
-    system = get_system(f"{outside}.SYSTEM:scope=global")
-    assert system.name == f"{outside}.SYSTEM:scope=global" and get_system(system.name) == system
-    assert SYSTEMS[f"{outside}.SYSTEM"].name == f"{outside}.SYSTEM"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from expertly.policies.base import PolicyOptions, option
 from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.cache import Partition
-from expertly.scheduler.decisions import record, replay
 from expertly.scheduler.prefetch_gate import PrefetchGate
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.scheduler import Scheduler
@@ -153,34 +152,6 @@ def test_size_classes_never_mix() -> None:
     quotas[1] += 1
     with pytest.raises(ConfigError, match="must have the sum of"):
         control.cache.resize(quotas)
-
-
-def skewed_token(control: Scheduler, dice: random.Random) -> None:
-    """Layer 1 chooses among all its experts, the others among three."""
-    for layer, one in enumerate(control.geometry.layers):
-        run_layer(control, layer, dice.sample(range(one.num_experts if layer == 1 else 3), one.top_k))
-
-
-@pytest.mark.parametrize("segments", [1, 4])
-def test_adapmoe_gives_the_layer_that_misses_more_and_is_replayed(segments: int) -> None:
-    shape, system = geometry(layers=3, experts=12, top_k=2, segments=segments), get_system("adapmoe")
-    lines: list[str] = []
-    budget = system.budget(shape, split_budget(shape, shape.nbytes // 2))
-    control = record(system.scheduler(shape, budget), lines.append)
-    dice = random.Random(0)
-    for _ in range(255):
-        skewed_token(control, dice)
-    assert tuple(control.cache.quotas) == budget.layer_quotas, "before 256 tokens nobody knows"
-    for _ in range(300):
-        skewed_token(control, dice)
-        control.check()
-    assert [quota // segments for quota in control.cache.quotas] == [3, 10, 3]
-    assert sum(control.cache.quotas) == sum(budget.layer_quotas)
-    sharing = system.allocation_facts(control)
-    assert sharing is not None and (sharing["name"], sharing["experts"]) == ("adapmoe", [3, 10, 3])
-    again = system.scheduler(shape, budget)
-    assert replay(lines, again, "here").difference is None
-    assert again.cache.quotas == control.cache.quotas
 
 
 class Listening(RandomQuotas):
