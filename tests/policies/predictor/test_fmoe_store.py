@@ -86,16 +86,6 @@ def filled(num_maps: int = 20, capacity: int = 30) -> MapStore:
     return store
 
 
-def test_extending_a_smaller_store_keeps_what_the_equations_keep() -> None:
-    store, small = filled(), MapStore(SHAPE, 8, semantic_weight=0.4, quota=1.0)
-    naive = NaiveStore(8, 0.4, 1.0)
-    small.extend(store)
-    assert store.embeddings is not None
-    for slot in range(20):
-        naive.add(store.maps[:, slot], slot, store.embeddings[slot])
-    assert sorted(small.requests.tolist()) == sorted(row[1] for row in naive.rows)
-
-
 def test_rows_of_another_model_are_refused() -> None:
     store = filled()
     scores = random_scores(np.random.default_rng(0), 2, LAYERS, EXPERTS + 1)
