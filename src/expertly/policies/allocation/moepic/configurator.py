@@ -257,12 +257,12 @@ class _Pool:
         to the lowest layer, and to the smallest step.
         """
         found = []
-        for number, step in enumerate(self._steps.tolist()):
-            gains, losses = changes[0][number], changes[1][number].copy()
+        for step, gains, losses in zip(self._steps.tolist(), *changes, strict=True):
             to = int(np.argmax(gains))
-            losses[to] = np.inf
-            fro = int(np.argmin(losses))
-            net = float(gains[to] - losses[fro])
+            of_others = losses.copy()
+            of_others[to] = np.inf
+            fro = int(np.argmin(of_others))
+            net = float(gains[to] - of_others[fro])
             if net > 0:
                 found.append((step != self.unit, -net, self._pair(step, to, fro)))
         return [move for *_, move in sorted(found, key=lambda one: one[:2])]
@@ -296,7 +296,8 @@ class _Pool:
         """The best moves by any step from any layer to any other, even if they promise a loss: the windows of later
         layers may make up for it.
         """
-        net = changes[0][:, :, None] - changes[1][:, None, :]  # [steps, to, from]
+        gains, losses = changes
+        net = gains[:, :, None] - losses[:, None, :]  # [steps, to, from]
         themselves = range(len(self.layers))
         net[:, themselves, themselves] = -np.inf
         for place in np.argsort(-net, axis=None, kind="stable")[:_MAX_OTHERS]:
