@@ -28,6 +28,11 @@ class Admission(Policy):
         """One with these options, as the user wrote them. Raises ConfigError."""
         return cls(cls.parse(given))
 
+    @property
+    def has_worth(self) -> bool:
+        """Whether `worth` differs from the scores."""
+        return type(self).worth is not Admission.worth
+
     def worth(self, scores: Sequence[float], experts: Sequence[int], kept: Mapping[int, int]) -> Sequence[float]:
         """The value of keeping each needed expert, given its eviction score. `kept`: the experts that the cache holds
         already. Kept experts that the layer does not need are worth their scores.

@@ -107,10 +107,11 @@ class Cache:
         tops: Sequence[int] | None = None,
         *,
         prompts_evict: bool = False,
-        worth: Worth,
+        worth: Worth | None = None,
     ) -> None:
         """`tops`: for each layer, how many segments of an expert it keeps, from its top; None: whole experts.
-        `prompts_evict`: whether prompts evict (prefill "evict" of the Scheduler). `worth`: of the admission.
+        `prompts_evict`: whether prompts evict (prefill "evict" of the Scheduler). `worth`: of the admission; None:
+        scores are compared as they are.
         """
         self._worth = worth
         self.prompts_evict = prompts_evict
@@ -248,7 +249,9 @@ class Cache:
         if excess > 0:
             others = policy.scored_victims({*needed, *upcoming})
             other = next(others, None)
-            scores = self._worth(policy.scores(needed), needed, kept)
+            scores = policy.scores(needed)
+            if self._worth is not None:
+                scores = self._worth(scores, needed, kept)
             own = sorted(zip(scores, needed, strict=True), reverse=True)
             can_stage = self.staging_room(layer)
             while excess and (own or other):

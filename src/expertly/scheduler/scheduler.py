@@ -74,15 +74,9 @@ class Scheduler:
         self.finds_late = preemption == "late"
         """A missing expert is found when its turn comes; until then, prefetches for the layer continue."""
         tops, prompts_evict = self.allocation.tops(budget.layer_quotas), prefill == "evict"
+        worth = admission.worth if admission.has_worth else None
         self.cache = Cache(
-            geometry,
-            budget,
-            make_policy,
-            scope,
-            self.counters,
-            tops,
-            prompts_evict=prompts_evict,
-            worth=admission.worth,
+            geometry, budget, make_policy, scope, self.counters, tops, prompts_evict=prompts_evict, worth=worth
         )
         self.slots = self.cache.slots
         if self.allocation.is_online:
