@@ -304,12 +304,9 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        if self.predict not in PREDICT:
-            raise ConfigError(f"predict={self.predict!r}: unknown; accepted: {', '.join(PREDICT)}")
-        if self.verify not in VERIFY:
-            raise ConfigError(f"verify={self.verify!r}: unknown; accepted: {', '.join(VERIFY)}")
-        if self.cpu_misses not in CPU_MISSES:
-            raise ConfigError(f"cpu_misses={self.cpu_misses!r}: unknown; accepted: {', '.join(CPU_MISSES)}")
+        for name, accepted in (("predict", PREDICT), ("verify", VERIFY), ("cpu_misses", CPU_MISSES)):
+            if (value := getattr(self, name)) not in accepted:
+                raise ConfigError(f"{name}={value!r}: unknown; accepted: {', '.join(accepted)}")
         if self.quantize is not None:
             rounding_format(self.quantize)
         check_one_memory(self.memory, self.total_memory)

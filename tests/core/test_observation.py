@@ -36,19 +36,6 @@ def test_signed_ids_below_zero_choose_nothing_and_negative_weights_count_as_none
     np.testing.assert_array_equal(scores_of_choices(np.array([[0, 1]]), np.array([[-1.0, 2.0]]), 2), [[0, 1]])
 
 
-def test_any_number_of_axes() -> None:
-    rng = np.random.default_rng(0)
-    experts = np.argsort(rng.random((5, 3, 8)), axis=2)[:, :, :2]
-    weights = rng.random((5, 3, 2)).astype(np.float16)
-    scores = scores_of_choices(experts, weights, 8)
-    for row in range(5):
-        for layer in range(3):
-            np.testing.assert_array_equal(
-                scores[row, layer], scores_of_choices(experts[row, layer], weights[row, layer], 8)
-            )
-    np.testing.assert_allclose(scores.sum(axis=2), 1, rtol=1e-6)
-
-
 @pytest.mark.parametrize("num_experts", [8, 256])
 def test_scores_that_were_normalised_keep_their_16_bits(num_experts: int) -> None:
     logits = np.random.default_rng(1).standard_normal((50, num_experts)) * 4

@@ -18,7 +18,7 @@ from expertly.policies.allocation.uniform import Uniform, equal_quotas
 from expertly.policies.eviction.simple import LRU
 from expertly.policies.known import Known
 from expertly.scheduler.budget import allocate, check_quotas, split_budget
-from tests.scheduler.drive import geometry
+from tests.scheduler.drive import geometry, one_token
 
 SMALL, LARGE = LayerGeometry(5, 2, 4, 16, 3, 2), LayerGeometry(8, 3, 4, 32, 3, 2)
 SHAPES = [geometry(4, 8, 2), geometry(3, 8, 2, 4), Geometry((SMALL, LARGE, LARGE, SMALL), 2)]
@@ -28,10 +28,6 @@ def some_usage(shape: Geometry, seed: int = 0) -> Usage:
     dice = np.random.default_rng(seed)
     misses = [np.sort(dice.integers(0, 1000, layer.num_experts + 1))[::-1].copy() for layer in shape.layers]
     return Usage(tuple(misses), tuple(dice.random(shape.num_layers).tolist()), "a made-up training part")
-
-
-def decode(layer: int, experts: list[int]) -> RouterRan:
-    return RouterRan(layer, experts, [1] * len(experts), [True] * len(experts), 1)
 
 
 @pytest.mark.parametrize("name", ALLOCATIONS)
@@ -63,7 +59,7 @@ class TestConformance:
         for _ in range(900):
             for layer, one in enumerate(shape.layers):
                 few = one.top_k if layer < 2 else one.num_experts
-                shares = allocation.ran(decode(layer, dice.sample(range(few), one.top_k)), lambda layer: layer / 10)
+                shares = allocation.ran(one_token(layer, dice.sample(range(few), one.top_k)), lambda layer: layer / 10)
                 if shares is not None:
                     said.append(check_quotas(shape, shares))
         assert said and all(one == list(budget.kept_slots) for one in said)
@@ -202,7 +198,7 @@ def test_stack_distances_are_the_misses_of_every_size() -> None:
 def skewed(dice: random.Random, shape: Geometry, wide: set[int]) -> list[RouterRan]:
     """One token: `wide` layers choose among all experts, the others among their first."""
     return [
-        decode(layer, dice.sample(range(one.num_experts if layer in wide else one.top_k), one.top_k))
+        one_token(layer, dice.sample(range(one.num_experts if layer in wide else one.top_k), one.top_k))
         for layer, one in enumerate(shape.layers)
     ]
 

@@ -99,14 +99,6 @@ def test_a_kind_without_options_says_so() -> None:
         parse_options(Nothing, {"a": "1"}, "x")
 
 
-@pytest.mark.parametrize("given", [{"is_on": "true"}, {"count": "007"}, {"share": ".25"}, {"kind": "delta"}])
-def test_a_written_plan_is_read_back(given: dict[str, str]) -> None:
-    parsed = parse_options(Some, given, "x")
-    written = {key: option_text(getattr(parsed, key)) for key in given}
-    assert parse_options(Some, written, "x") == parsed
-    assert {key: option_text(getattr(parse_options(Some, written, "x"), key)) for key in given} == written
-
-
 @pytest.mark.parametrize("name", PREFETCHES)
 def test_conformance(name: str) -> None:
     """A new priority inherits this by being in PREFETCHES."""

@@ -149,10 +149,3 @@ def test_without_the_future_the_system_says_what_it_lacks(name: str) -> None:
         SYSTEMS[name].scheduler(shape, budget)
         SYSTEMS[name].predictor(shape)
     assert name not in runnable_systems()
-
-
-def test_one_expert_at_a_time_is_refused_where_what_is_best_is_kept() -> None:
-    shape = geometry()
-    known = Known(future=ListFuture(shape, []))
-    with pytest.raises(ConfigError, match=r"order='id'.*'belady'.*accepted: resident"):
-        SYSTEMS["belady"].scheduler(shape, split_budget(shape, shape.nbytes // 2), known, order="id")

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -172,13 +171,6 @@ def test_every_cut_and_every_flipped_byte_is_noticed(tmp_path: Path, name: str) 
     refusal(path, type(learned), None, None)
     path.write_bytes(whole)
     assert_same_state(read_learned(path, type(learned)).learned, learned)
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"\0" * 5000, b"\xff" * 100, b"x" * 9000])
-def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "a.learned"
-    path.write_bytes(content)
-    refusal(path, MapStore)
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
@@ -421,30 +413,3 @@ def test_a_killed_save_leaves_a_whole_file_or_none(tmp_path: Path) -> None:
     save_learned(path, stores[0], IDENTITY)
     assert_same(load_maps(path, IDENTITY), stores[0])
     assert [file.name for file in tmp_path.iterdir()] == ["a.maps"], "the next save clears up"
-
-
-def test_threads_that_save_at_once_leave_whole_files_to_readers(tmp_path: Path) -> None:
-    path = tmp_path / "a.maps"
-    stores = [make_store(20 + number, 100, seed=number) for number in range(4)]
-    failures: list[BaseException] = []
-
-    def save(number: int) -> None:
-        try:
-            for _ in range(15):
-                save_learned(path, stores[number], IDENTITY, {"number": number})
-        except BaseException as error:
-            failures.append(error)
-
-    save_learned(path, stores[0], IDENTITY, {"number": 0})
-    threads = [threading.Thread(target=save, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    num_read = 0
-    while any(thread.is_alive() for thread in threads):
-        found = read_learned(path, MapStore, identity=IDENTITY, shape=SHAPE)
-        assert_same(found.learned, stores[int(found.header.about["number"] or 0)])
-        num_read += 1
-    for thread in threads:
-        thread.join()
-    assert failures == [] and num_read > 0
-    assert [file.name for file in tmp_path.iterdir()] == ["a.maps"]

@@ -9,10 +9,9 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.policies import registry
-from expertly.policies.eviction import EVICTIONS
 from expertly.policies.prefetch import PREFETCHES
 from expertly.policies.registry import OrNone, Registry
-from expertly.scheduler.presets import SYSTEMS, get_system
+from expertly.scheduler.presets import get_system
 
 
 @pytest.fixture
@@ -137,12 +136,6 @@ def test_none_stands_before_the_names_of_a_registry() -> None:
     assert list(names) == ["none", "one"] and len(names) == 2 and "none" in names and "two" not in names
 
 
-def test_a_system_is_called_as_it_was_asked_for(outside: str) -> None:
-    system = get_system(f"{outside}.SYSTEM:scope=global")
-    assert system.name == f"{outside}.SYSTEM:scope=global" and get_system(system.name) == system
-    assert SYSTEMS[f"{outside}.SYSTEM"].name == f"{outside}.SYSTEM"
-
-
 @pytest.mark.parametrize(
     ("options", "spec", "message"),
     [
@@ -172,6 +165,6 @@ def test_parts_from_outside_make_a_system(outside: str) -> None:
     spec = f"fmoe:eviction={outside}.Counted:prefetch={outside}.Sooner:admission=best"
     system = get_system(spec)
     assert system.name == spec and get_system(system.name) == system
-    assert EVICTIONS[system.eviction].is_scored and PREFETCHES[system.prefetch].make().priority(0.5, 3) == 0.5
+    assert PREFETCHES[system.prefetch].make().priority(0.5, 3) == 0.5
     with pytest.raises(ConfigError, match=r"prefetch=.*NUMBER': is of type int; accepted: .*PrefetchOrder"):
         get_system(f"fmoe:prefetch={outside}.NUMBER")

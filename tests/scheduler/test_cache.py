@@ -13,20 +13,14 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.admission import AdmitBest
 from expertly.policies.base import PolicyOptions, option
-from expertly.policies.eviction import EVICTIONS
 from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.cache import Partition
-from expertly.scheduler.decisions import record, replay
 from expertly.scheduler.prefetch_gate import PrefetchGate
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.scheduler import Scheduler
-from expertly.scheduler.slots import bits
-from expertly.testing.made_up import KNOWN
 from tests.scheduler.drive import geometry, kept, made, one_token, prediction, run, run_layer, scheduler
 from tests.scheduler.soak import LAYERS, RandomQuotas
-
-SHAPE = geometry(layers=4, experts=64)
 
 
 def filled(capacity: int, experts: dict[int, int], *, whole: bool = False) -> Partition:
@@ -88,37 +82,6 @@ def test_an_admission_from_outside_says_what_an_expert_must_be_worth(bar: float,
     for experts in ([0, 1], [1], [4], [4], [4]):
         run(control, one_token(0, experts))
     assert set(kept(control, 0)) == stays
-
-
-@pytest.mark.parametrize("eviction", EVICTIONS)
-def test_counts_follow_any_history(eviction: str) -> None:
-    """The cache beside a set of (expert, segment): victims come in the policy's order, all of them or none."""
-    dice = random.Random(4)
-    cache = Partition(13, EVICTIONS[eviction].make(SHAPE, 3, KNOWN))
-    truth: set[tuple[int, int]] = set()
-    for _ in range(1500):
-        expert, protected = dice.randrange(9), set(dice.sample(range(9), 2))
-        absent = [s for s in range(4) if (expert, s) not in truth]
-        if absent and dice.random() < 0.6 and cache.room >= len(absent):
-            cache.keep(expert, sum(1 << s for s in absent))
-            truth |= {(expert, s) for s in absent}
-        elif dice.random() < 0.2 and expert in cache.kept:
-            mask = cache.kept[expert] & dice.randint(1, 15)
-            cache.drop(expert, mask)
-            truth -= {(expert, s) for s in bits(mask)}
-        else:
-            num = dice.randint(1, 7)
-            victims = cache.evict(num, protected)
-            gone = [(e, s) for e, mask in victims or () for s in bits(mask)]
-            assert set(gone) <= truth and len(gone) == (num if victims else 0)
-            assert not protected & {e for e, _ in gone}
-            truth -= set(gone)
-            for e, mask in victims or ():
-                assert all((e, s) not in truth for s in range(bits(mask)[0], 4)), "the last segments go first"
-        cache.policy.used([expert], [dice.randint(0, 2)], 2)
-        assert truth == {(e, s) for e, mask in cache.kept.items() for s in bits(mask)}
-        assert cache.used == len(truth) == 13 - cache.room
-        assert sorted(cache.policy.victims(())) == sorted(cache.kept) or eviction == "static"
 
 
 # -- quotas --------------------------------------------------------------------------------------------------------
@@ -189,34 +152,6 @@ def test_size_classes_never_mix() -> None:
     quotas[1] += 1
     with pytest.raises(ConfigError, match="must have the sum of"):
         control.cache.resize(quotas)
-
-
-def skewed_token(control: Scheduler, dice: random.Random) -> None:
-    """Layer 1 chooses among all its experts, the others among three."""
-    for layer, one in enumerate(control.geometry.layers):
-        run_layer(control, layer, dice.sample(range(one.num_experts if layer == 1 else 3), one.top_k))
-
-
-@pytest.mark.parametrize("segments", [1, 4])
-def test_adapmoe_gives_the_layer_that_misses_more_and_is_replayed(segments: int) -> None:
-    shape, system = geometry(layers=3, experts=12, top_k=2, segments=segments), get_system("adapmoe")
-    lines: list[str] = []
-    budget = system.budget(shape, split_budget(shape, shape.nbytes // 2))
-    control = record(system.scheduler(shape, budget), lines.append)
-    dice = random.Random(0)
-    for _ in range(255):
-        skewed_token(control, dice)
-    assert tuple(control.cache.quotas) == budget.layer_quotas, "before 256 tokens nobody knows"
-    for _ in range(300):
-        skewed_token(control, dice)
-        control.check()
-    assert [quota // segments for quota in control.cache.quotas] == [3, 10, 3]
-    assert sum(control.cache.quotas) == sum(budget.layer_quotas)
-    sharing = system.allocation_facts(control)
-    assert sharing is not None and (sharing["name"], sharing["experts"]) == ("adapmoe", [3, 10, 3])
-    again = system.scheduler(shape, budget)
-    assert replay(lines, again, "here").difference is None
-    assert again.cache.quotas == control.cache.quotas
 
 
 class Listening(RandomQuotas):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
-from dataclasses import asdict
 
 import pytest
 
@@ -112,23 +110,6 @@ def test_confidence_is_correlated_with_the_hit_rate_of_the_surest_experts() -> N
             rates["similarity_correlation_trajectory" if kind == "semantic" else "similarity_correlation_semantic"]
             is None
         )
-
-
-def test_counters_of_predictions_add_up() -> None:
-    dice = random.Random(0)
-    total, whole = PhaseCounters(), PhaseCounters()
-    for _ in range(5):
-        part = PhaseCounters()
-        for _ in range(20):
-            experts = dice.sample(range(8), 3)
-            said = predicted(dice.randrange(4), dice.choice([1, 2]), experts, dice.random())
-            needed = set(dice.sample(range(8), 2))
-            for one in (part, whole):
-                one.count_prediction(said, needed, [True, False] * 4, 2)
-        total.add(part)
-    assert total.by_distance == whole.by_distance and total.predicted_of == whole.predicted_of == 200
-    assert total.rates() == pytest.approx(whole.rates())
-    assert json.loads(json.dumps(asdict(total)))["similarity_trajectory"]["count"] > 0
 
 
 @pytest.mark.parametrize("order", ["resident", "id"])

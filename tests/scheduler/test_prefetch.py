@@ -8,12 +8,12 @@ import tracemalloc
 
 import pytest
 
-from expertly.core.messages import Plan, Prediction, RouterRan, Span
+from expertly.core.messages import Plan, Prediction, RouterRan
 from expertly.core.observation import Routed
 from expertly.policies.eviction.fmoe import FMoEEviction
 from expertly.policies.eviction.simple import LRU
 from expertly.policies.predictor.base import Predictor
-from expertly.policies.prefetch import PREFETCHES, ByProximity
+from expertly.policies.prefetch import PREFETCHES
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.decisions import record, replay
 from expertly.scheduler.loop import Prefetcher, run_layer
@@ -69,17 +69,6 @@ def test_a_right_prediction_that_comes_late_is_waited_for_and_not_loaded_again()
     control.counts_agree()
 
 
-@pytest.mark.parametrize("order", ["resident", "id"])
-def test_loads_do_not_evict_what_was_prefetched_for_a_later_layer(order: str) -> None:
-    control = made(geometry(layers=2, experts=8, top_k=2), [1, 1], 2, scope="global", order=order)
-    control.predict(prediction(1, [5, 6]))
-    for span in control.prefetch():
-        control.loaded(span)
-    run(control, one_token(0, [0, 1]))
-    assert run(control, one_token(1, [5, 6])).loads == []
-    assert control.counters[1].decode.hits == 2
-
-
 def test_a_prefetch_does_not_cost_another_its_place() -> None:
     """Least recently used of the kept 0, 1, 2 is 0: predicted as well as 5, so 1 goes for 5."""
     control = made(geometry(layers=1, experts=8, top_k=2), [3], 2)
@@ -115,30 +104,6 @@ def test_what_is_prefetched_while_a_prompt_runs(way: dict[str, str], begun: list
     plan = run(control, one_token(1, [4, 5], decode=False))
     assert len(plan.loads) == 2 - len(begun) and control.counters[1].prefill.hits == len(begun)
     control.counts_agree()
-
-
-def test_a_wrong_prefetch_in_a_staging_slot_gives_way_to_a_load() -> None:
-    """2 staging slots, nothing kept: 4 was prefetched, 0 and 1 are needed and both fit at once."""
-    control = made(geometry(layers=1, experts=8, top_k=2), [0], 2, ahead="staging")
-    control.predict(prediction(0, [4, 5]))
-    spans = control.prefetch()
-    assert [span.expert for span in spans] == [4], "an expert's worth of staging slots stays free"
-    control.loaded(spans[0])
-    plan = control.begin_layer(one_token(0, [0, 1]))
-    assert [span.expert for span in plan.loads] == [0, 1]
-    finish(control, plan)
-
-
-def test_the_newest_prediction_of_a_layer_counts() -> None:
-    control = made(geometry(layers=2, experts=8, top_k=2), [2, 2], 2, window=1)
-    control.predict(prediction(1, [4, 5], distance=2))
-    assert [span.expert for span in control.prefetch()] == [4], "the window is one segment"
-    control.predict(prediction(1, [6, 7]))
-    control.loaded(Span(1, 4, 0, 1, 0))
-    assert [span.expert for span in control.prefetch()] == [6]
-    run(control, one_token(1, [4, 5]), in_flight=0)
-    assert control.counters[1].decode.by_distance == {2: (2, 2, 1), 1: (2, 0, 0)}
-    assert control.prefetch() == [], "its router ran"
 
 
 def test_a_prediction_made_while_its_layer_runs_is_for_the_next_time() -> None:
@@ -177,27 +142,6 @@ def test_memory_of_the_queue_is_bounded_under_low_scores() -> None:
             allocated.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert allocated[1] < allocated[0] + 32_768, "a stale entry a step would be 400 KB"
-
-
-def test_a_near_prediction_is_loaded_before_a_surer_far_one() -> None:
-    """Room for one segment at a time; probabilities 0.5 one layer ahead and 0.9 three ahead."""
-    control = made(geometry(layers=4, experts=8, top_k=2), [2] * 4, 2, window=1, prefetch=ByProximity())
-    control.predict(Prediction(2, [6], [0.9], 3))
-    control.predict(Prediction(0, [5], [0.5], 1))
-    (span,) = control.prefetch()
-    assert (span.layer, span.expert) == (0, 5)
-    control.loaded(span)
-    control.predict(Prediction(3, [1], [0.6], 4))  # a quarter of it, when the iteration begins
-    control.predict(Prediction(1, [4], [0.5], 2))
-    run(control, one_token(0, [5, 0]))
-    run(control, one_token(1, [0, 1]))
-    control.predict(Prediction(0, [7], [0.75], 3))
-    loaded = []
-    for _ in range(3):  # two layers are done: 2 is next (0.9), then 3 (half of 0.6), then 0 of the next iteration
-        (span,) = control.prefetch()
-        loaded.append((span.layer, span.expert))
-        control.loaded(span)
-    assert loaded == [(2, 6), (3, 1), (0, 7)]
 
 
 def test_predicted_probabilities_decide_what_is_evicted() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.core.messages import RouterRan
+from expertly.core.geometry import Geometry
 from expertly.policies.allocation.moepic import MoEpic
 from expertly.policies.known import Known
 from expertly.scheduler.budget import split_budget
@@ -19,7 +18,6 @@ from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
 from expertly.scheduler.presets import SYSTEMS, get_system
-from expertly.scheduler.scheduler import Scheduler
 from expertly.testing.made_up import ListFuture
 from tests.scheduler import drive
 from tests.scheduler.drive import WAYS, geometry, one_token, scheduler, ways
@@ -154,55 +152,6 @@ def test_every_control_plane(
             tokens = [dice.randint(0, 3) for _ in chosen]
             flags = [dice.random() < 0.6 for _ in chosen]
             drive.run_layer(control, layer, chosen, tokens=tokens, decode=flags, dice=dice, check=True)
-
-
-def fail_after(control: Scheduler, router: RouterRan, num_events: int, dice: random.Random) -> bool:
-    """Run a layer for so many events, then abandon it; False when it came to its end before."""
-    plan = control.begin_layer(router)
-    ready, loading = list(plan.ready), plan.loads + plan.in_flight
-    for _ in range(num_events):
-        if loading and (not ready or dice.random() < 0.5):
-            span = loading.pop(dice.randrange(len(loading)))
-            control.loaded(span)
-            if dice.random() < 0.3:
-                continue  # arrived, and its computation fails
-        elif ready:
-            span = ready.pop(dice.randrange(len(ready)))
-        else:
-            break
-        following = control.computed([span])
-        if following is not None:
-            ready += following.ready
-            loading += following.loads + following.in_flight
-    control.abandon()
-    control.check()
-    return bool(ready or loading)
-
-
-@pytest.mark.parametrize(
-    ("system", "order", "preemption", "segments", "staging", "share"),
-    [
-        (*way, *kept)
-        for way, kept in crossed(ways(), [(1, 1, 0.1), (4, 1, 0.6), (2, 3, 0.5), (4, None, 0.4), (1, None, 0.9)])
-    ],
-)
-def test_any_layer_may_fail_at_any_event(
-    system: str, order: str, preemption: str, segments: int, staging: int | None, share: float
-) -> None:
-    """What is left passes every check, and the next layers run."""
-    small, large = LayerGeometry(6, 2, 4, 16, 3, 2), LayerGeometry(10, 3, 4, 32, 3, 2)
-    shape, failures = Geometry((small, large, large), segments), 0
-    control = scheduler(shape, share, system, staging, order, preemption)
-    dice = random.Random(f"{segments} {staging} {share}")
-    for _ in range(40):
-        layer = dice.randrange(3)
-        one = shape.layers[layer]
-        chosen = dice.sample(range(one.num_experts), dice.choice([one.top_k, one.num_experts]))
-        tokens = [dice.randint(0, 3) for _ in chosen]
-        decode = [dice.random() < 0.6 for _ in chosen]
-        failures += fail_after(control, RouterRan(layer, chosen, tokens, decode, 4), dice.randrange(12), dice)
-        drive.run_layer(control, layer, chosen, tokens=tokens, decode=decode, dice=dice, check=True)
-    assert failures > 2
 
 
 # -- bounds and equalities -----------------------------------------------------------------------------------------

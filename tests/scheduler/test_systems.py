@@ -135,6 +135,9 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
     assert nothing.transfer == "demand" and nothing.predictor(SHAPE) is None and nothing.learns is None
 
 
+BAD_PRIORITIES = [("rho", "1"), ("rho", "0"), ("omega", "0"), ("omega", "inf")]
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -181,6 +184,18 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("moepic:allocation=split:tau=5", r"'tau': unknown; accepted with .*allocation=split, .*: .*theta"),
         ("moepic:tau=0", r"system='moepic:tau=0': tau=0: must be at least 1"),
         ("lru:allocation=split:theta=2", r"theta=2.0: must be above 0, up to 1"),
+        ("lru:allocation=split:theta=0", r"theta=0.0: must be above 0, up to 1"),
+        ("moepic:zeta=1", r"zeta=1.0: must be above 0 and below 1"),
+        ("moepic:start=whole", r"start='whole': unknown; accepted: timed, half"),
+        ("moepic:pieces=1", r"pieces='1': accepted: yes, true"),
+        *((f"lcp:{key}={text}", rf"{key}={float(text)}: must be") for key, text in BAD_PRIORITIES),
+        ("static:spare=-1", r"spare=-1: must be at least 0"),
+        ("lru:prediction=token-id:capacity=0", r"capacity=0: must be from 1 to"),
+        ("moe-infinity:capacity=0", r"capacity=0: must be from 1 to"),
+        ("moe-infinity:matches=0", r"matches=0: must be at least 1"),
+        ("moe-infinity:width=0", r"width=0: must be at least 1"),
+        ("moe-infinity:threshold=1.5", r"threshold=1.5: must be from 0 to 1"),
+        ("fmoe:semantic=no:trajectory=no", r"at least one of them must be on"),
         ("lru:segments=0", r"segments=0: must be at least 1"),
         ("lru:segments=half", r"segments='half': must be a whole number"),
         ("on-demand:allocation=adapmoe", r"among layers, scope='global' does not; accepted: scope=layer"),
@@ -208,13 +223,6 @@ def test_errors_of_a_very_long_spec_are_short(spec: str) -> None:
     with pytest.raises(ConfigError) as caught:
         get_system(spec)
     assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize("spec", ["lru:prediction=perfect", "lru:eviction=belady:admission=best"])
-def test_systems_that_need_the_future_do_not_run_without_it(spec: str) -> None:
-    with pytest.raises(ConfigError, match="needs to know the demands to come"):
-        get_system(spec).scheduler(SHAPE, BUDGET, Known())
-        get_system(spec).predictor(SHAPE, Known())
 
 
 def test_how_a_layer_runs_is_a_part_and_order_can_be_asked_for() -> None:

@@ -105,7 +105,7 @@ def _of_matrices(store: Matrices, shape: ModelShape) -> dict[str, Any]:
         "prefill_tokens": _num_tokens(store.prefill),
         "decode_tokens": _num_tokens(store.decode),
         "capacity": store.capacity,
-        "matrices_bytes": nbytes_each * store.num_matrices,
+        "matrices_bytes": nbytes_each * store.num_learned,
         "full_matrices_bytes": nbytes_each * 2 * store.capacity,
         "coverage": [{"similarity": one.similarity, "matrices": one.num_maps} for one in coverage_bounds(shape)],
     }

@@ -178,6 +178,16 @@ class Geometry:
     def layer_of_expert(self, expert_id: int) -> int:
         return self._layer_of[expert_id]
 
+    def layers_of_class(self, size_class: int) -> list[int]:
+        return [layer for layer, its_class in enumerate(self.size_classes) if its_class == size_class]
+
+    def class_sums(self, of_layers: Sequence[int]) -> list[int]:
+        """The sum over the layers of each size class of a number that each layer has."""
+        sums = [0] * self.num_size_classes
+        for size_class, number in zip(self.size_classes, of_layers, strict=True):
+            sums[size_class] += number
+        return sums
+
 
 def stored_as(layers: Sequence[LayerGeometry], dtype: str) -> str:
     """How experts that are computed in `dtype` are stored: in their weight formats, or else in that dtype."""

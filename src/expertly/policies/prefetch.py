@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from expertly.policies.base import NO_OPTIONS, Policy, PolicyOptions
 from expertly.policies.registry import PolicyRegistry
@@ -14,8 +14,6 @@ class PrefetchOrder(Policy, ABC):
     """Orders the prefetch queue. Made with its options."""
 
     family = "prefetch"
-    follows_distance: ClassVar[bool] = True
-    """Whether priorities change as the expert's layer comes nearer."""
 
     def __init__(self, options: Any = PolicyOptions()) -> None: ...
 
@@ -36,7 +34,6 @@ class ByScore(PrefetchOrder):
     """The highest score first, whichever layer it is of; the predictor may have weighed the distance itself."""
 
     name = "score"
-    follows_distance = False
 
     def priority(self, score: float, layers_to_go: int) -> float:
         return score

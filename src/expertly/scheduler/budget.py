@@ -41,8 +41,8 @@ def class_segment_nbytes(geometry: Geometry) -> list[int]:
 def default_staging(geometry: Geometry) -> list[int]:
     """Staging slots of each size class: top_k * P, what one token's experts need."""
     slots = [1] * geometry.num_size_classes
-    for layer, size_class in enumerate(geometry.size_classes):
-        slots[size_class] = max(slots[size_class], geometry.layers[layer].top_k * geometry.segments_per_expert)
+    for size_class, layer in zip(geometry.size_classes, geometry.layers, strict=True):
+        slots[size_class] = max(slots[size_class], layer.top_k * geometry.segments_per_expert)
     return slots
 
 
@@ -92,15 +92,13 @@ def allocate(geometry: Geometry, budget: Budget, allocation: Allocation) -> Budg
 
 def check_quotas(geometry: Geometry, quotas: Sequence[int]) -> list[int]:
     """The sum of the layers' quotas in each size class. Raises ConfigError where a quota is impossible."""
-    kept = [0] * geometry.num_size_classes
     if len(quotas) != geometry.num_layers:
         raise ConfigError(f"allocation: {len(quotas)} quotas; must be one for each of {geometry.num_layers} layers")
-    for layer, (size_class, quota) in enumerate(zip(geometry.size_classes, quotas, strict=True)):
-        most = geometry.layers[layer].num_experts * geometry.segments_per_expert
+    for layer, (shape, quota) in enumerate(zip(geometry.layers, quotas, strict=True)):
+        most = shape.num_experts * geometry.segments_per_expert
         if not 0 <= quota <= most:
             raise ConfigError(f"allocation: quota={quota} of layer {layer}: must be from 0 to its {most} segments")
-        kept[size_class] += quota
-    return kept
+    return geometry.class_sums(quotas)
 
 
 def _nbytes(geometry: Geometry, slots: Sequence[int]) -> int:
@@ -108,16 +106,13 @@ def _nbytes(geometry: Geometry, slots: Sequence[int]) -> int:
 
 
 def _class_segments(geometry: Geometry) -> list[int]:
-    totals = [0] * geometry.num_size_classes
-    for layer, size_class in enumerate(geometry.size_classes):
-        totals[size_class] += geometry.layers[layer].num_experts * geometry.segments_per_expert
-    return totals
+    return geometry.class_sums([layer.num_experts * geometry.segments_per_expert for layer in geometry.layers])
 
 
 def _staging_slots(geometry: Geometry, asked: int | None) -> list[int]:
     """Staging slots of each size class: as many as are `asked` for, at most all segments of the class."""
     each = default_staging(geometry) if asked is None else [asked] * geometry.num_size_classes
-    return [min(slots, total) for slots, total in zip(each, _class_segments(geometry), strict=True)]
+    return [min(pair) for pair in zip(each, _class_segments(geometry), strict=True)]
 
 
 def _percent_up(part: int, whole: int) -> str:

@@ -142,10 +142,10 @@ class Cache:
             ]
             """By layer."""
         else:
-            shared = []
-            for size_class, num in enumerate(budget.kept_slots):
-                layers = [layer for layer, one in enumerate(self._classes) if one == size_class]
-                shared.append(Partition(num, make_policy(num // geometry.segments_per_expert, layers)))
+            shared = [
+                Partition(num, make_policy(num // geometry.segments_per_expert, geometry.layers_of_class(size_class)))
+                for size_class, num in enumerate(budget.kept_slots)
+            ]
             self.partitions = [shared[size_class] for size_class in self._classes]
         self.distinct_partitions = list({id(one): one for one in self.partitions}.values())
         self.targets: list[int] | None = None
@@ -181,10 +181,6 @@ class Cache:
         """Segments with a slot that are not kept."""
         held = self.slots.resident[eid] | self.slots.in_flight[eid]
         return held & ~self.partitions[layer].kept.get(eid, 0)
-
-    def num_staged(self, layer: int) -> int:
-        """Segments that are staged, of the layer's size class."""
-        return self.staged[self._classes[layer]]
 
     def staging_room(self, layer: int) -> int:
         """Segments that may be staged beside those that are."""
@@ -362,7 +358,8 @@ class Cache:
                 self._set_quota(layer, partition.capacity)
         num_segments = self._geometry.segments_per_expert
         staged = [num and num + num_segments for num in self.staged]  # and room for one load
-        every = zip(self.slots.pools, self._budget.staging_slots, staged, self._kept_slots(), strict=True)
+        sums = self._geometry.class_sums(self.quotas)
+        every = zip(self.slots.pools, self._budget.staging_slots, staged, sums, strict=True)
         room = [pool.num_slots - max(least, num) - kept for pool, least, num, kept in every]
         for layer, target in enumerate(self.targets):
             size_class = self._classes[layer]
@@ -387,16 +384,9 @@ class Cache:
                     self._evicted(eid, mask & ~top)
         return is_cut
 
-    def _kept_slots(self) -> list[int]:
-        """For each size class, the sum of the quotas."""
-        kept = [0] * self._geometry.num_size_classes
-        for size_class, quota in zip(self._classes, self.quotas, strict=True):
-            kept[size_class] += quota
-        return kept
-
     def _find_staging(self) -> None:
         if self.is_split:
-            pools = zip(self.slots.pools, self._kept_slots(), strict=True)
+            pools = zip(self.slots.pools, self._geometry.class_sums(self.quotas), strict=True)
             self.staging = [pool.num_slots - kept for pool, kept in pools]
 
     def _set_quota(self, layer: int, quota: int) -> None:
@@ -468,7 +458,7 @@ class Cache:
                 assert not (is_cut and kept.get(eid, 0) & ~self.tops[layer]), "only tops are kept"
                 assert not kept.get(eid, 0) & ~held, "kept segments have slots"
                 staged[self._classes[layer]] += (held & ~kept.get(eid, 0)).bit_count()
-        given = zip(self._kept_slots(), self._budget.kept_slots, strict=True)
+        given = zip(self._geometry.class_sums(self.quotas), self._budget.kept_slots, strict=True)
         assert all(num <= most for num, most in given), "quotas never exceed the budget"
         assert staged == self.staged, "segments that are not kept are staged"
 

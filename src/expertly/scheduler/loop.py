@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 from expertly.core.messages import Plan, RouterRan, Span
@@ -357,8 +356,3 @@ class Prefetcher:
         """
         step = seen.step + seen.prediction.distance
         return step + (seen.prediction.layer - step) % self._num_layers
-
-
-def only_demand(router: RouterRan) -> Callable[[], Routed]:
-    """For a predictor that wants to see only the router's choice."""
-    return partial(Routed, router)

@@ -59,7 +59,6 @@ class PrefetchQueue:
         self._counters = counters
         self._evicts = evicts
         self._priority = order.priority
-        self._is_steady = not order.follows_distance  # whether priorities stay the same while layers run
         self._queued: dict[int, list[_Queued]] = {}  # by layer, the most urgent last; no list is empty
         self._heads: list[_Head] | None = None  # a heap of each layer's most urgent expert; None: to be made
         self._order = 0
@@ -248,8 +247,7 @@ class PrefetchQueue:
             phase.count_prediction(prediction, needed, is_resident, shape.top_k)
         self._predicted[layer].clear()
         self._unqueue(layer)
-        if not self._is_steady:
-            self._heads = None  # the layers that are queued are nearer now
+        self._heads = None  # the layers that are queued are nearer now
         self._likely.pop(layer, None)
         ended = [eid for eid in self.waiting if first <= eid < end]
         if ended:

@@ -351,8 +351,8 @@ class TurnByTurn(RunningLayer):
         assert router is not None
         spans: list[Span] = []
         layer, num_segments = router.layer, self._geometry.segments_per_expert
-        staging = cache.staging[self._geometry.size_classes[layer]]
-        while self._missed and cache.num_staged(layer) <= staging:
+        size_class = self._classes[layer]
+        while self._missed and self._staged[size_class] <= cache.staging[size_class]:
             eid = self._missed[0]
             absent = slots.absent(eid)
             if eid in self._left and absent:

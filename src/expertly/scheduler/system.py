@@ -12,8 +12,8 @@ from expertly.policies.admission import ADMISSIONS
 from expertly.policies.allocation import ALLOCATIONS, Allocation
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.base import option_names
-from expertly.policies.eviction import EVICTIONS, EvictionPolicy
-from expertly.policies.known import Known
+from expertly.policies.eviction import EVICTIONS, EvictionPolicy, ScoredPolicy
+from expertly.policies.known import NOTHING, Known
 from expertly.policies.learned import LearnedState
 from expertly.policies.predictor import PREDICTORS, Predictor
 from expertly.policies.prefetch import PREFETCHES
@@ -22,8 +22,6 @@ from expertly.scheduler.budget import Budget, allocate
 from expertly.scheduler.misses import MissSplit
 from expertly.scheduler.prefetch_gate import GATES, PrefetchGate
 from expertly.scheduler.scheduler import Scheduler
-
-_NOTHING = Known()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +115,7 @@ class System:
         self,
         geometry: Geometry,
         budget: Budget,
-        known: Known = _NOTHING,
+        known: Known = NOTHING,
         order: str | None = None,
         split: MissSplit | None = None,
     ) -> Scheduler:
@@ -146,7 +144,7 @@ class System:
             split=split if self.can_share_misses(order) else None,
         )
 
-    def budget(self, geometry: Geometry, budget: Budget, known: Known = _NOTHING) -> Budget:
+    def budget(self, geometry: Geometry, budget: Budget, known: Known = NOTHING) -> Budget:
         """The budget's slots as this system begins with them: staging slots, and the quota of each layer."""
         if self.keeps_everything:
             return budget
@@ -193,7 +191,7 @@ class System:
         is_known = order != "id" and self.preemption == "early" and self.transfer in ("demand", "asynchronous")
         return is_known and not self.keeps_everything and not ALLOCATIONS[self.allocation].splits
 
-    def predictor(self, geometry: Geometry, known: Known = _NOTHING) -> Predictor | None:
+    def predictor(self, geometry: Geometry, known: Known = NOTHING) -> Predictor | None:
         """Its predictor; None where it has none. Raises ConfigError where `known` lacks what it needs."""
         if self._predictor is None:
             return None
@@ -266,8 +264,8 @@ def _problems(system: System) -> Iterator[str]:
 def _problems_of_keeping(system: System, predictor: type[Predictor] | None, is_best: bool) -> Iterator[str]:
     """Why its eviction, admission and allocation do not fit together."""
     eviction, allocation = EVICTIONS[system.eviction], ALLOCATIONS[system.allocation]
-    if is_best and not eviction.is_scored:
-        scored = ", ".join(name for name, one in EVICTIONS.items() if one.is_scored)
+    if is_best and not issubclass(eviction, ScoredPolicy):
+        scored = ", ".join(name for name, one in EVICTIONS.items() if issubclass(one, ScoredPolicy))
         yield (
             f"admission={system.admission!r} compares scores, which eviction={system.eviction!r} does not have; "
             f"accepted: admission=always, or eviction={scored}"

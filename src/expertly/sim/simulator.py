@@ -11,7 +11,7 @@ from expertly.core.messages import RouterRan, Span
 from expertly.core.observation import Began, Routed, Want
 from expertly.policies.allocation.moepic import Timing
 from expertly.policies.predictor import Predictor
-from expertly.scheduler.loop import Prefetcher, only_demand, run_layer
+from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.misses import MissSplit
 from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue, Seen, Work
 from expertly.scheduler.scheduler import Scheduler
@@ -125,7 +125,7 @@ class Simulator:
             self._spend("dense", layer, compute.dense_ns(layer, num_tokens))
             routed: Callable[[], Routed] | None = None
             if prefetcher is not None:
-                routed = partial(iteration.routed, router, self._wants) if self._wants else only_demand(router)
+                routed = partial(iteration.routed, router, self._wants) if self._wants else partial(Routed, router)
             if self._workers is None:
                 self.run_experts(router, routed)
             else:

@@ -68,28 +68,3 @@ def allocations(layers: int, total: int, most: int) -> Iterator[tuple[int, ...]]
     for first in range(1, min(most, total - layers + 1) + 1):
         for rest in allocations(layers - 1, total - first, most):
             yield (first, *rest)
-
-
-def rates_of(ranks_of_places: np.ndarray, needed_of_places: np.ndarray) -> LayerRates:
-    """Planted: [E, E] how likely the y-th predicted expert is of each rank, [E] and needed, whatever its rank."""
-    num = len(needed_of_places)
-    predicted_hits = np.zeros((num, num + 1))
-    np.cumsum(ranks_of_places, axis=1, out=predicted_hits[:, 1:])
-    hits = needed_of_places @ predicted_hits / needed_of_places.sum()
-    return LayerRates(hits, needed_of_places.astype(float), predicted_hits)
-
-
-def perfect(experts: int, top_k: int, popularity: np.ndarray | None = None) -> LayerRates:
-    """The K needed ones come first among the predicted; which these are is drawn by popularity, falling with rank."""
-    weights = np.ones(experts) if popularity is None else popularity
-    ranks = np.empty((experts, experts))
-    ranks[:top_k] = weights / weights.sum()
-    ranks[top_k:] = (1 - ranks[:top_k].sum(axis=0)) / (experts - top_k)
-    return rates_of(ranks, (np.arange(experts) < top_k).astype(float))
-
-
-def useless(experts: int, top_k: int, falls_by: float = 0.7) -> LayerRates:
-    """What is predicted says nothing; what is needed is one of the hottest, mostly."""
-    hot = falls_by ** np.arange(experts)
-    rates = rates_of(np.full((experts, experts), 1 / experts), np.full(experts, top_k / experts))
-    return LayerRates(np.concatenate([[0.0], np.cumsum(hot / hot.sum())]), rates.accuracy, rates.predicted_hits)

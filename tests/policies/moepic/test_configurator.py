@@ -12,6 +12,7 @@ from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.policies.allocation.moepic import (
     Configuration,
+    LayerRates,
     SplitPlan,
     Timing,
     configure,
@@ -19,7 +20,7 @@ from expertly.policies.allocation.moepic import (
 )
 from expertly.policies.allocation.moepic.configurator import Forecaster
 from expertly.policies.allocation.uniform import equal_quotas
-from tests.policies.moepic.builders import allocations, gathered, perfect, random_model, shape_of, useless
+from tests.policies.moepic.builders import allocations, gathered, random_model, shape_of
 
 TIMES = {"attention_ns": 40_000, "moe_ns": 40_000, "load_ns": 100_000, "head_ns": 40_000}
 
@@ -101,11 +102,11 @@ def test_nothing_to_keep_and_everything_to_keep() -> None:
 
 
 def test_memory_stays_in_its_size_class() -> None:
-    """Two layers of narrow experts, two of wide ones; one of each has perfect predictions in time."""
+    """Two layers of narrow experts, two of wide ones; of one of each nothing is predicted."""
     layers = tuple(LayerGeometry(8, 2, 4, width, 3, 2) for width in (16, 16, 32, 32))
     shape = Geometry(layers, 4)
     timing = Timing.of(shape, **(TIMES | {"attention_ns": 250_000, "head_ns": 0}))
-    found = configure(shape, [20, 12], [perfect(8, 2), useless(8, 2)] * 2, timing)
+    found = configure(shape, [20, 12], [gathered(0, 8), LayerRates.alike(8)] * 2, timing)
     budgets = budgets_of(found)
     assert (sum(budgets[:2]), sum(budgets[2:])) == (20, 12)
     assert budgets[1] > budgets[0] and budgets[3] > budgets[2]

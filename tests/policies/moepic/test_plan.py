@@ -16,7 +16,6 @@ from expertly.policies.allocation import ALLOCATIONS
 from expertly.policies.allocation.moepic import LayerSplit, SplitPlan, Timing, read_plan, save_plan
 from expertly.policies.known import Known
 from expertly.scheduler.budget import split_budget
-from expertly.scheduler.decisions import header_of
 from expertly.scheduler.presets import get_system
 from tests.policies.moepic.builders import shape_of
 
@@ -165,14 +164,6 @@ def test_it_must_fit_the_memory() -> None:
     small = split_budget(GEOMETRY, GEOMETRY.nbytes // 3)
     with pytest.raises(ConfigError, match=r"budgets of 19 segments together; must be at most the 16 "):
         system.check_plan(OF_SYSTEMS, GEOMETRY, small)
-
-
-def test_recorded_decisions_say_by_which_plan() -> None:
-    """A replay makes its scheduler from it."""
-    budget = split_budget(GEOMETRY, GEOMETRY.nbytes // 2)
-    header = header_of(get_system("moepic"), GEOMETRY, budget, "resident", OF_SYSTEMS)
-    assert SplitPlan.from_dict(header["plan"]) == OF_SYSTEMS
-    assert "plan" not in header_of(get_system("lru"), GEOMETRY, budget, "resident")
 
 
 @pytest.mark.parametrize("name", PLANNED)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
-from expertly.policies.allocation import ALLOCATIONS
 from expertly.policies.allocation.moepic import (
     LayerStatistics,
     MoEpic,
@@ -18,14 +16,10 @@ from expertly.policies.allocation.moepic import (
     Timing,
 )
 from expertly.scheduler.budget import split_budget
-from tests.scheduler.drive import geometry
+from tests.scheduler.drive import geometry, one_token
 
 SHAPE = geometry(layers=3, experts=8, top_k=2, segments=4)
 TIMES = Timing.of(SHAPE, 40, 40, 100, 40)
-
-
-def one_token(layer: int, experts: list[int]) -> RouterRan:
-    return RouterRan(layer, experts, [1] * len(experts), [True] * len(experts), 1)
 
 
 # -- split ---------------------------------------------------------------------------------------------------------
@@ -170,21 +164,3 @@ def test_what_is_seen_are_tokens_with_what_was_predicted_of_them_in_time() -> No
     np.testing.assert_array_equal(mine.accuracy, theirs.accuracy)
     np.testing.assert_array_equal(mine.predicted_hits, theirs.predicted_hits)
     assert theirs.accuracy[0] == 1.0 and theirs.accuracy[1] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("split", {"theta": "0"}, r"theta=0.0: must be above 0, up to 1"),
-        ("split", {"theta": "1.5"}, r"theta=1.5: must be"),
-        ("split", {"tau": "5"}, r"option 'tau': unknown; accepted: theta"),
-        ("moepic", {"tau": "0"}, r"tau=0: must be at least 1"),
-        ("moepic", {"zeta": "1"}, r"zeta=1.0: must be above 0 and below 1"),
-        ("moepic", {"start": "whole"}, r"start='whole': unknown; accepted: timed, half"),
-        ("moepic", {"pieces": "1"}, r"pieces='1': accepted: yes, true"),
-        ("uniform", {"theta": "0.5"}, r"option 'theta': unknown; there are none"),
-    ],
-)
-def test_options_that_cannot_be(name: str, options: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ALLOCATIONS[name].make(SHAPE, given=options)

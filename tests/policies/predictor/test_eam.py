@@ -50,7 +50,7 @@ def test_a_request_that_is_over_enters_the_collections_of_its_phases(end: str, u
     one_pass(eam, [5] * 4, prompt, is_prefill=True)
     one_pass(eam, [5], first)
     one_pass(eam, [5], second)
-    assert eam.learned.num_matrices == 0
+    assert eam.learned.num_learned == 0
     if end == "finish":
         eam.finish()
     else:

@@ -61,18 +61,6 @@ def test_incremental_cosines_are_those_of_the_whole(num_maps: int, num_rows: int
         np.testing.assert_allclose(whole, cosines(rows, maps), atol=1e-5)
 
 
-@pytest.mark.parametrize("num_rows", [1, 20])
-def test_semantic_cosines_take_embeddings_of_any_length(num_rows: int) -> None:
-    dice = np.random.default_rng(0)
-    store = filled(dice, 40)
-    search = Search(store)
-    search.begin(num_rows)
-    embedding = 100 * dice.standard_normal((num_rows, HIDDEN), np.float32)
-    found = search.semantic(embedding)
-    assert found is not None and store.embeddings is not None
-    np.testing.assert_allclose(found, cosines(embedding, store.embeddings[:40]), atol=1e-5)
-
-
 def test_nothing_is_like_an_empty_store_or_a_row_of_zeros() -> None:
     search = Search(MapStore(SHAPE, 10))
     search.begin(1)

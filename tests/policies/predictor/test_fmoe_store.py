@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from expertly.core.errors import ConfigError, StoreError
+from expertly.core.errors import ConfigError
 from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe.store import MapStore
 from tests.policies.predictor.naive import NaiveStore, cosine, cosines, random_scores, top
@@ -84,25 +84,6 @@ def filled(num_maps: int = 20, capacity: int = 30) -> MapStore:
     scores = random_scores(dice, num_maps, LAYERS, EXPERTS)
     store.add(scores, top(scores, TOP_K), np.arange(num_maps), dice.standard_normal((num_maps, HIDDEN), np.float32))
     return store
-
-
-def test_extending_a_smaller_store_keeps_what_the_equations_keep() -> None:
-    store, small = filled(), MapStore(SHAPE, 8, semantic_weight=0.4, quota=1.0)
-    naive = NaiveStore(8, 0.4, 1.0)
-    small.extend(store)
-    assert store.embeddings is not None
-    for slot in range(20):
-        naive.add(store.maps[:, slot], slot, store.embeddings[slot])
-    assert sorted(small.requests.tolist()) == sorted(row[1] for row in naive.rows)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [("maps", (LAYERS, 19, EXPERTS)), ("chosen", (20, LAYERS, 3)), ("requests", (19,)), ("embeddings", (19, HIDDEN))],
-)
-def test_arrays_that_do_not_fit_are_refused_by_name(name: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(StoreError, match=f"tensor '{name}'"):
-        filled().of_another({**filled().state(), name: np.zeros(shape)})
 
 
 def test_rows_of_another_model_are_refused() -> None:

@@ -14,14 +14,10 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Routed
-from expertly.policies.base import PolicyOptions
 from expertly.policies.known import Known
 from expertly.policies.predictor import PREDICTORS
-from expertly.policies.predictor.base import WidthOptions, best_of_rows
-from expertly.policies.predictor.eam import EAMOptions
-from expertly.policies.predictor.fmoe import FMoEOptions
+from expertly.policies.predictor.base import best_of_rows
 from expertly.policies.predictor.oracle import ModelledLookahead, Perfect, accuracy_at
-from expertly.policies.predictor.token_id import TokenIdOptions
 from expertly.testing import PREDICTOR_CHECKS, made_up
 from expertly.testing.made_up import SHAPE, ListFuture, some_future
 from expertly.testing.predictor import DISTANCES
@@ -174,24 +170,3 @@ def test_layers_are_predicted_so_far_ahead_and_the_first_when_a_pass_begins(
     assert [one.layer for one in index.begin_iteration(began)] == at_begin
     routers = [Routed(RouterRan(layer, [0], [1], [True], 1)) for layer in range(num_layers)]
     assert {routed.layer: one.layer for routed in routers for one in index.router_ran(routed)} == after
-
-
-@pytest.mark.parametrize(
-    ("options", "given", "message"),
-    [
-        (WidthOptions, {"width": 0}, "width=0: must be at least 1"),
-        (TokenIdOptions, {"capacity": 0}, "capacity=0: must be from 1"),
-        (TokenIdOptions, {"capacity": 99999999}, "capacity=99999999: must be from 1"),
-        (EAMOptions, {"capacity": 0}, "capacity=0: must be from 1"),
-        (EAMOptions, {"matches": 0}, "matches=0: must be at least 1"),
-        (EAMOptions, {"width": 0}, "width=0: must be at least 1"),
-        (EAMOptions, {"threshold": 1.5}, "threshold=1.5: must be from 0 to 1"),
-        (FMoEOptions, {"capacity": 0}, "capacity=0: must be from 1"),
-        (FMoEOptions, {"quota": 1.5}, "quota=1.5: must be above 0, up to 1"),
-        (FMoEOptions, {"semantic": False, "trajectory": False}, "at least one"),
-        (FMoEOptions, {"select": "all"}, "select='all': accepted: delta, top-k"),
-    ],
-)
-def test_options_that_cannot_be_are_named(options: type[PolicyOptions], given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        options(**given)

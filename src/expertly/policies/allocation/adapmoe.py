@@ -13,7 +13,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.policies.allocation.base import Allocation
-from expertly.policies.allocation.uniform import class_sums, layers_of, uniform_quotas, with_rests
+from expertly.policies.allocation.uniform import uniform_quotas, with_rests
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.known import NOTHING, Known, Training
 
@@ -84,7 +84,7 @@ class AdapMoE(Allocation):
 
     def _solve(self, recall: Sequence[float]) -> list[int] | None:
         costs = _expected_loads([seen.misses() for seen in self._seen], recall)
-        quotas = self._best(class_sums(self.geometry, self._quotas), costs)
+        quotas = self._best(self.geometry.class_sums(self._quotas), costs)
         num_segments = self.geometry.segments_per_expert
         before, after = (
             float(sum(cost[quota // num_segments] for cost, quota in zip(costs, one, strict=True)))
@@ -101,7 +101,7 @@ class AdapMoE(Allocation):
         num_segments = self.geometry.segments_per_expert
         quotas = [0] * self.geometry.num_layers
         for size_class, slots in enumerate(kept_slots):
-            layers = layers_of(self.geometry, size_class)
+            layers = self.geometry.layers_of_class(size_class)
             best = cheapest_quotas([costs[layer] for layer in layers], slots // num_segments)
             for layer, num_experts in zip(layers, best, strict=True):
                 quotas[layer] = num_experts * num_segments

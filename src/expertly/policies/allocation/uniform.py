@@ -40,7 +40,9 @@ def equal_quotas(geometry: Geometry, totals: Sequence[int], segments_per_expert:
     per_expert = segments_per_expert or geometry.segments_per_expert
     quotas = [0] * geometry.num_layers
     for size_class, total in enumerate(totals):
-        most = {layer: geometry.layers[layer].num_experts * per_expert for layer in layers_of(geometry, size_class)}
+        most = {
+            layer: geometry.layers[layer].num_experts * per_expert for layer in geometry.layers_of_class(size_class)
+        }
         left = min(total, sum(most.values()))
         waiting = sorted(most, key=most.__getitem__)  # those that an equal quota more than fills come first
         while waiting and most[waiting[0]] * len(waiting) <= left:
@@ -70,7 +72,7 @@ def with_rests(geometry: Geometry, kept_slots: Sequence[int], quotas: list[int])
     num_segments = geometry.segments_per_expert
     for size_class, slots in enumerate(kept_slots):
         if rest := slots % num_segments:
-            layers = layers_of(geometry, size_class)
+            layers = geometry.layers_of_class(size_class)
             quotas[next(one for one in layers if quotas[one] < geometry.layers[one].num_experts * num_segments)] += rest
     return quotas
 
@@ -78,14 +80,3 @@ def with_rests(geometry: Geometry, kept_slots: Sequence[int], quotas: list[int])
 def whole_tops(quota: int, top: int, num_experts: int) -> int:
     """The segments of a layer's quota that hold whole tops, of `top` segments each."""
     return min(quota // top, num_experts) * top
-
-
-def layers_of(geometry: Geometry, size_class: int) -> list[int]:
-    return [layer for layer, its_class in enumerate(geometry.size_classes) if its_class == size_class]
-
-
-def class_sums(geometry: Geometry, quotas: Sequence[int]) -> list[int]:
-    sums = [0] * geometry.num_size_classes
-    for size_class, quota in zip(geometry.size_classes, quotas, strict=True):
-        sums[size_class] += quota
-    return sums

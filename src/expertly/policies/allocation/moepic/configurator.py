@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
@@ -142,7 +141,7 @@ def configure(
     forecaster = Forecaster(geometry, known, timing)
     uniform = forecaster.forecast(equal_quotas(geometry, kept_segments))
     pools = [
-        _Pool([layer for layer, one in enumerate(geometry.size_classes) if one == size_class], uniform.budgets, zeta)
+        _Pool(geometry.layers_of_class(size_class), uniform.budgets, zeta)
         for size_class in range(geometry.num_size_classes)
     ]
     now, num_moves = uniform, 0
@@ -180,7 +179,7 @@ def _improved(forecaster: Forecaster, pools: Sequence[_Pool], now: Forecast) -> 
     others = (move for pool, change in changes for move in pool.other_moves(change))
     for move in chain(best, leftovers, others):
         budgets = list(now.budgets)
-        for layer, num_segments in move.segments.items():
+        for layer, num_segments in move.items():
             budgets[layer] += num_segments
         then = forecaster.forecast(budgets, now)
         if then.total_ns < now.total_ns * (1 - _LEAST_GAIN):
@@ -216,16 +215,13 @@ def _improved_as_printed(forecaster: Forecaster, pools: Sequence[_Pool], now: Fo
     return None
 
 
-class _Move(NamedTuple):
-    net_ns: float  # exposed time that goes if nothing else changes
-    segments: dict[int, int]  # given (above 0) to layers and taken from them, by layer; in all as many
+_Move = dict[int, int]
+"""Segments given (above 0) to layers and taken from them, by layer; in all as many."""
 
-
-class _Changes(NamedTuple):
-    """Gained and lost exposed time, [steps, layers] each."""
-
-    gains_ns: Doubles  # less of it with a step more; -inf: the layer has all its experts
-    losses_ns: Doubles  # more of it with a step less; inf: the layer has no step to give
+_Changes = tuple[Doubles, Doubles]
+"""Exposed time gained with a step more (-inf: the layer has all its experts) and lost with a step less (inf: the layer
+has no step to give), [steps, layers] each.
+"""
 
 
 class _Pool:
@@ -252,7 +248,7 @@ class _Pool:
             num_less = int(np.searchsorted(self._steps, budget - self.least[layer], side="right"))
             gains[:num_more, place] = exposed[budget] - exposed[budget + self._steps[:num_more]]
             losses[:num_less, place] = exposed[budget - self._steps[:num_less]] - exposed[budget]
-        return _Changes(gains, losses)
+        return gains, losses
 
     def best_moves(self, changes: _Changes) -> list[_Move]:
         """The moves that promise to gain: one for each step, that of zeta first, then by falling promise.
@@ -261,15 +257,15 @@ class _Pool:
         to the lowest layer, and to the smallest step.
         """
         found = []
-        for number, step in enumerate(self._steps.tolist()):
-            gains, losses = changes.gains_ns[number], changes.losses_ns[number].copy()
+        for step, gains, losses in zip(self._steps.tolist(), *changes, strict=True):
             to = int(np.argmax(gains))
-            losses[to] = np.inf
-            fro = int(np.argmin(losses))
-            net = float(gains[to] - losses[fro])
+            of_others = losses.copy()
+            of_others[to] = np.inf
+            fro = int(np.argmin(of_others))
+            net = float(gains[to] - of_others[fro])
             if net > 0:
-                found.append((step != self.unit, self._pair(net, step, to, fro)))
-        return [move for _, move in sorted(found, key=lambda one: (one[0], -one[1].net_ns))]
+                found.append((step != self.unit, -net, self._pair(step, to, fro)))
+        return [move for *_, move in sorted(found, key=lambda one: one[:2])]
 
     def leftover_moves(self, now: Forecast) -> list[_Move]:
         """Moves of what layers have and cannot use (a part of an expert, or what their windows make needless): for each
@@ -287,27 +283,28 @@ class _Pool:
             offered = exposed[budget : budget + sum(free.values()) - free[layer] + 1]
             gain = float(offered[0] - offered[-1])
             if gain > 0:
-                segments = {layer: int(np.argmin(offered))}
-                missing = segments[layer]
+                missing = int(np.argmin(offered))
+                move = {layer: missing}
                 for donor in donors:
                     if donor != layer and (given := min(free[donor], missing)):
-                        segments[donor] = -given
+                        move[donor] = -given
                         missing -= given
-                found.append(_Move(gain, segments))
-        return sorted(found, key=lambda move: -move.net_ns)
+                found.append((-gain, move))
+        return [move for _, move in sorted(found, key=lambda one: one[0])]
 
     def other_moves(self, changes: _Changes) -> Iterator[_Move]:
         """The best moves by any step from any layer to any other, even if they promise a loss: the windows of later
         layers may make up for it.
         """
-        net = changes.gains_ns[:, :, None] - changes.losses_ns[:, None, :]  # [steps, to, from]
+        gains, losses = changes
+        net = gains[:, :, None] - losses[:, None, :]  # [steps, to, from]
         themselves = range(len(self.layers))
         net[:, themselves, themselves] = -np.inf
         for place in np.argsort(-net, axis=None, kind="stable")[:_MAX_OTHERS]:
             step, to, fro = (int(index) for index in np.unravel_index(int(place), net.shape))
             if net[step, to, fro] == -np.inf:
                 return
-            yield self._pair(float(net[step, to, fro]), int(self._steps[step]), to, fro)
+            yield self._pair(int(self._steps[step]), to, fro)
 
-    def _pair(self, net_ns: float, num_segments: int, to: int, fro: int) -> _Move:
-        return _Move(net_ns, {self.layers[to]: num_segments, self.layers[fro]: -num_segments})
+    def _pair(self, num_segments: int, to: int, fro: int) -> _Move:
+        return {self.layers[to]: num_segments, self.layers[fro]: -num_segments}

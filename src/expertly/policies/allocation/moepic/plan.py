@@ -10,7 +10,7 @@ from typing import Any
 from expertly.core.errors import ConfigError
 from expertly.core.files import disk_errors, json_bytes, read_json_object, write_atomic
 from expertly.core.geometry import SIZE_FIELDS, Geometry, LayerGeometry
-from expertly.policies.allocation.uniform import class_sums, whole_tops
+from expertly.policies.allocation.uniform import whole_tops
 
 _FORMAT = "expertly-split-plan"
 _VERSION = 1
@@ -62,7 +62,7 @@ class SplitPlan:
     def free_segments(self) -> tuple[int, ...]:
         """Segments of each size class that the layers' budgets leave: they become staging slots."""
         free = [layer.budget_segments - layer.used_segments for layer in self.layers]
-        return tuple(class_sums(self.geometry, free))
+        return tuple(self.geometry.class_sums(free))
 
     def kept(self, geometry: Geometry) -> tuple[list[int], list[int]]:
         """What each layer keeps: its quota, in segments, and how many segments of an expert. A layer whose budget holds
@@ -88,7 +88,7 @@ class SplitPlan:
                     accepted = f"{getattr(running, name)}, as the model has it"
                     raise _error(f"layers[{number}].{name}", getattr(planned, name), accepted)
         if kept_slots is not None:
-            budgets = class_sums(mine, [layer.budget_segments for layer in self.layers])
+            budgets = mine.class_sums([layer.budget_segments for layer in self.layers])
             for planned_slots, slots in zip(budgets, kept_slots, strict=True):
                 if planned_slots > slots:
                     raise ConfigError(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -19,7 +19,7 @@ from expertly.policies.allocation.moepic.configurator import DEFAULT_ZETA, Confi
 from expertly.policies.allocation.moepic.plan import LayerSplit, SplitPlan
 from expertly.policies.allocation.moepic.statistics import LayerRates, LayerStatistics
 from expertly.policies.allocation.moepic.timing import Timing
-from expertly.policies.allocation.uniform import class_sums, equal_quotas, layers_of, uniform_quotas
+from expertly.policies.allocation.uniform import equal_quotas, uniform_quotas
 from expertly.policies.base import PolicyOptions, option
 from expertly.policies.eviction.lcp import LCPOptions
 from expertly.policies.known import NOTHING, Known
@@ -69,7 +69,7 @@ class SplitExperts(Allocation):
         num_tops = [slots // top for slots in kept_slots]
         experts = equal_quotas(geometry, num_tops, 1)
         for size_class, slots in enumerate(kept_slots):
-            layers = layers_of(geometry, size_class)
+            layers = geometry.layers_of_class(size_class)
             if sum(experts[layer] for layer in layers) < num_tops[size_class]:
                 continue  # some of every expert is kept, and there is more
             rest = slots % top
@@ -136,7 +136,7 @@ class MoEpic(SplitExperts):
     def begin(self, quotas: Sequence[int]) -> None:
         if self._plan is not None:  # what its tops leave of a budget is staged now, and may be kept later
             quotas = [layer.budget_segments for layer in self._plan.layers]
-        self._kept_slots = class_sums(self.geometry, quotas)
+        self._kept_slots = self.geometry.class_sums(quotas)
 
     def predicted(self, prediction: Prediction) -> None:
         self._predicted[prediction.layer] = prediction
@@ -180,7 +180,7 @@ def _work_out(
 ) -> Configuration:
     """A configuration from rates or, without them, from times alone."""
     if not options.pieces:
-        timing = timing.without_parts()
+        timing = replace(timing, span_ns=(), ask_ns=())
     if rates is None:
         return timed_split(geometry, kept, timing)
     return configure(geometry, kept, rates, timing, options.zeta, as_printed=options.moves == "printed")

@@ -97,9 +97,7 @@ class LayerStatistics:
             is_named = np.zeros(self.num_experts, np.bool_)
             is_named[list(predicted)] = True
             predicted = [*predicted, *np.flatnonzero(~is_named).tolist()]
-        order = None
-        if predicted is not None:
-            order = bytes(predicted) if self._id_dtype is np.uint8 else np.array(predicted, self._id_dtype).tobytes()
+        order = None if predicted is None else np.array(predicted, self._id_dtype).tobytes()
         self._noted.append((needed, order, self._weight, len(self._starts)))
         self._end_pass(1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -77,10 +77,6 @@ class Timing:
             for times in (attention_ns, moe_ns, load_ns, span_ns, ask_ns)
         )
         return cls(top_k, attention, moe, load, head_ns, span, ask)
-
-    def without_parts(self) -> Timing:
-        """The timing as the paper counts: parts cost nothing of their own."""
-        return replace(self, span_ns=(), ask_ns=())
 
     def counts_parts(self, layer: int) -> bool:
         return bool(self.span_ns[layer] or self.ask_ns[layer])

@@ -156,12 +156,8 @@ class Matrices(LearnedStore):
         return self.prefill.generation + self.decode.generation
 
     @property
-    def num_matrices(self) -> int:
-        return self.prefill.num_matrices + self.decode.num_matrices
-
-    @property
     def num_learned(self) -> int:
-        return self.num_matrices
+        return self.prefill.num_matrices + self.decode.num_matrices
 
     @property
     def num_needed(self) -> int:
