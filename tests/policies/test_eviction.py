@@ -81,6 +81,7 @@ def test_scored_victims_are_those_of_sorting_whatever_happened_before(seed: int)
                     policy.removed(got[1])
             if depth > len(expected):
                 assert next(asked, None) is None
+    assert policy._has_heap == (num == 300), "both ways were gone"
 
 
 def test_fmoe_is_the_papers_formula() -> None:

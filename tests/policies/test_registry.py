@@ -9,6 +9,7 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.policies import registry
+from expertly.policies.eviction import EVICTIONS
 from expertly.policies.prefetch import PREFETCHES
 from expertly.policies.registry import OrNone, Registry
 from expertly.scheduler.presets import get_system
@@ -165,6 +166,6 @@ def test_parts_from_outside_make_a_system(outside: str) -> None:
     spec = f"fmoe:eviction={outside}.Counted:prefetch={outside}.Sooner:admission=best"
     system = get_system(spec)
     assert system.name == spec and get_system(system.name) == system
-    assert PREFETCHES[system.prefetch].make().priority(0.5, 3) == 0.5
+    assert EVICTIONS[system.eviction].is_scored and PREFETCHES[system.prefetch].make().priority(0.5, 3) == 0.5
     with pytest.raises(ConfigError, match=r"prefetch=.*NUMBER': is of type int; accepted: .*PrefetchOrder"):
         get_system(f"fmoe:prefetch={outside}.NUMBER")

@@ -78,9 +78,11 @@ def test_an_eviction_policy_that_breaks_a_promise_is_told_which(policy: type[LRU
         check_eviction(policy)
 
 
-def test_a_policy_that_keeps_its_promises_passes() -> None:
+def test_what_a_policy_says_of_itself_is_checked() -> None:
     check_eviction(EVICTIONS["lru"])
     check_eviction(EVICTIONS["lcp"])
+    with pytest.raises(AssertionError, match="is_scored is said of a ScoredPolicy, and of no other; found 'Boasting'"):
+        check_eviction(type("Boasting", (LRU,), {"is_scored": True}))
 
 
 class Wrong(Index):

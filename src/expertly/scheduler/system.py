@@ -12,7 +12,7 @@ from expertly.policies.admission import ADMISSIONS
 from expertly.policies.allocation import ALLOCATIONS, Allocation
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.base import option_names
-from expertly.policies.eviction import EVICTIONS, EvictionPolicy, ScoredPolicy
+from expertly.policies.eviction import EVICTIONS, EvictionPolicy
 from expertly.policies.known import NOTHING, Known
 from expertly.policies.learned import LearnedState
 from expertly.policies.predictor import PREDICTORS, Predictor
@@ -264,8 +264,8 @@ def _problems(system: System) -> Iterator[str]:
 def _problems_of_keeping(system: System, predictor: type[Predictor] | None, is_best: bool) -> Iterator[str]:
     """Why its eviction, admission and allocation do not fit together."""
     eviction, allocation = EVICTIONS[system.eviction], ALLOCATIONS[system.allocation]
-    if is_best and not issubclass(eviction, ScoredPolicy):
-        scored = ", ".join(name for name, one in EVICTIONS.items() if issubclass(one, ScoredPolicy))
+    if is_best and not eviction.is_scored:
+        scored = ", ".join(name for name, one in EVICTIONS.items() if one.is_scored)
         yield (
             f"admission={system.admission!r} compares scores, which eviction={system.eviction!r} does not have; "
             f"accepted: admission=always, or eviction={scored}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from expertly.policies.eviction import EvictionPolicy
+from expertly.policies.eviction import EvictionPolicy, ScoredPolicy
 from expertly.policies.prefetch import PrefetchOrder
 from expertly.testing.made_up import KNOWN, expect, small_model
 
@@ -19,6 +19,8 @@ def check_eviction(policy: type[EvictionPolicy]) -> None:
     """Run all of EVICTION_CHECKS. Raises AssertionError naming the promise that is not kept."""
     for check in EVICTION_CHECKS:
         check(lambda capacity: policy.make(SHAPE, capacity, KNOWN))
+    is_scored = issubclass(policy, ScoredPolicy)
+    expect(is_scored == policy.is_scored, "is_scored is said of a ScoredPolicy, and of no other", policy.__name__)
 
 
 def check_prefetch(order: type[PrefetchOrder]) -> None:

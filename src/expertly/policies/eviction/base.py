@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from heapq import heapify, heappop
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +25,8 @@ class EvictionPolicy(Policy, ABC):
     """
 
     family = "eviction"
+    is_scored: ClassVar[bool] = False
+    """Whether it is a ScoredPolicy, whose scores the admission `best` compares."""
     needs_future: ClassVar[bool] = False
     """Whether it needs the future, so that it runs in simulations only."""
     needs_probabilities: ClassVar[bool] = False
@@ -92,6 +94,10 @@ class EvictionPolicy(Policy, ABC):
 MakePolicy = Callable[[int, Sequence[int]], EvictionPolicy]
 """Makes the policy of a cache of so many experts, of these layers."""
 
+_Entry = tuple[float, int]  # (score, expert)
+
+_MANY = 64
+"""Kept experts from which on sorting all of them costs more than keeping a heap."""
 _FEW = 16
 """Victims up to which searching an array for the next costs less than sorting it."""
 
@@ -103,8 +109,16 @@ class ScoredPolicy(EvictionPolicy):
     a layer needs before anything is decided, and also score experts that are not kept.
     """
 
+    is_scored = True
+
     def __init__(self) -> None:
         self._kept: dict[int, float] = {}  # expert -> score
+        # A cache over all layers keeps hundreds of experts and evicts a few. So once there are many, each has one live
+        # entry in a heap, no higher than its score: a score that rises costs nothing until its entry comes up.
+        self._has_heap = False
+        self._heap: list[_Entry] = []
+        self._live: dict[int, _Entry] = {}
+        self._out: list[_Entry] = []  # taken from the heap by the last `scored_victims`
 
     def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         """With admission `best`: a layer is about to run with these experts, kept or not, as `router` chose them."""
@@ -117,7 +131,7 @@ class ScoredPolicy(EvictionPolicy):
         """The value of keeping the expert."""
 
     def admitted(self, expert: int) -> None:
-        self._kept[expert] = self.score(expert)
+        self._enter({expert: self.score(expert)})
 
     def removed(self, expert: int) -> None:
         del self._kept[expert]
@@ -125,7 +139,7 @@ class ScoredPolicy(EvictionPolicy):
     def rescore(self, experts: Iterable[int]) -> None:
         """The scores of these experts, kept or not, have changed."""
         kept, score = self._kept, self.score
-        kept.update({expert: score(expert) for expert in experts if expert in kept})
+        self._enter({expert: score(expert) for expert in experts if expert in kept})
 
     def victims(self, protected: Container[int]) -> Iterator[int]:
         return (expert for _, expert in self.scored_victims(protected))
@@ -134,12 +148,65 @@ class ScoredPolicy(EvictionPolicy):
         """(score, expert) of the kept experts outside `protected`, by rising score, then id. The caller reads them
         before it calls anything but `removed`, and before it asks again.
         """
-        left = list(zip(self._kept.values(), self._kept, strict=True))
-        heapify(left)  # few are read: sorting all would take longer
-        while left:
-            entry = heappop(left)
-            if entry[1] not in protected:
-                yield entry
+        if not self._has_heap:
+            if len(self._kept) < _MANY:
+                some = list(zip(self._kept.values(), self._kept, strict=True))
+                heapify(some)
+                while some:
+                    entry = heappop(some)
+                    if entry[1] not in protected:
+                        yield entry
+                return
+            self._has_heap = True
+            self._begin_anew()
+        self._put_back()
+        heap, live, kept, out = self._heap, self._live, self._kept, self._out
+        while heap:
+            entry = heap[0]
+            expert = entry[1]
+            score = kept.get(expert)
+            if score is None or live[expert] is not entry:
+                heappop(heap)
+                if score is None and live.get(expert) is entry:
+                    del live[expert]
+            elif score > entry[0]:
+                live[expert] = entry = (score, expert)
+                heapreplace(heap, entry)
+            else:
+                heappop(heap)
+                out.append(entry)
+                if expert not in protected:
+                    yield entry
+
+    def _enter(self, scores: dict[int, float]) -> None:
+        self._kept.update(scores)
+        if not self._has_heap:
+            return
+        heap, live = self._heap, self._live
+        for expert, score in scores.items():
+            entry = live.get(expert)
+            if entry is None or score < entry[0]:
+                entry = live[expert] = (score, expert)
+                heappush(heap, entry)
+        if len(heap) > 2 * len(self._kept) + 64:  # most are void
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._heap = [(score, expert) for expert, score in self._kept.items()]
+        self._live = {entry[1]: entry for entry in self._heap}
+        self._out.clear()
+        heapify(self._heap)
+
+    def _put_back(self) -> None:
+        """Return entries to the heap that the last question took out, as far as they are still kept."""
+        for entry in self._out:
+            expert = entry[1]
+            if self._live.get(expert) is entry:
+                if expert in self._kept:
+                    heappush(self._heap, entry)
+                else:
+                    del self._live[expert]
+        self._out.clear()
 
 
 class DenseScoredPolicy(ScoredPolicy):
