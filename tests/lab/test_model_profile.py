@@ -25,6 +25,7 @@ from expertly.hardware import machine, measure
 from expertly.lab.model_profile import TOKENS, ModelProfile, measure_model
 from expertly.model.hooks import experts_modules
 from expertly.model.packing import pack
+from expertly.policies.eviction.reuse import ReuseModel
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
 from tests.engine.conftest import Cases
@@ -108,17 +109,18 @@ def test_what_a_load_leaves_behind_is_its_cost_and_not_that_of_every_layer(cases
     assert compute.submit_ns > 2_000_000 > compute.dense_ns[0] + compute.head_ns[0] / compute.num_layers
 
 
-def test_what_observing_and_prefetching_take_of_a_pass_is_measured(cases: Cases, monkeypatch: pytest.MonkeyPatch):
+def test_what_observers_and_policies_take_of_a_pass_is_measured(cases: Cases, monkeypatch: pytest.MonkeyPatch):
     def slow(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (time.sleep(seconds), function(*args))[1]
 
     monkeypatch.setattr(Collector, "routed", slow(0.002, Collector.routed))
+    monkeypatch.setattr(ReuseModel, "observe", slow(0.006, ReuseModel.observe))
     model, _ = expertly.load(str(cases["mixtral"].store), device="cpu", memory="60%", system="lru")
     device = handle(model).engine.device
     monkeypatch.setattr(device, "prefetch", slow(0.004, device.prefetch))
     compute = measure_model(model, seconds=0.5, tokens=(1,)).compute
     expertly.unload(model)
-    assert 1_500_000 < compute.observe_ns < 3_500_000 < compute.prefetch_ns
+    assert 1_500_000 < compute.observe_ns < 3_500_000 < compute.prefetch_ns < 5_500_000 < compute.decide_ns
 
 
 def test_spans_that_are_loaded_together_have_places_of_their_own(cases: Cases, monkeypatch: pytest.MonkeyPatch):

@@ -101,3 +101,4 @@ class MeasuredCompute:
     slowdown_while_loading: float  # of `dense_ns` while the link is busy; at least 1
     observe_ns: int = 0  # what a layer takes longer where a predictor's thread looks at its router's choice
     prefetch_ns: int = 0  # and for each expert that readers prefetch beside it
+    decide_ns: int = 0  # and where an eviction policy learns from its router's choice

@@ -40,6 +40,7 @@ from expertly.lab.profile_fits import (
 )
 from expertly.model.hooks import experts_modules
 from expertly.model.routers import HookedRouter, find_routers
+from expertly.policies.eviction.reuse import Reuse
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.observations import ObservationQueue
 
@@ -174,6 +175,8 @@ class Measurement:
         self._routers: list[HookedRouter | None] = []
         self._observed: list[int] = []  # what a layer took longer with an onlooker
         self._prefetched: list[int] = []  # and beside a prefetch
+        self._decided: list[int] = []  # and where an eviction policy learned from its router's choice
+        self._policy = cast(Reuse, Reuse.make(self._geometry, self._geometry.num_experts - 1))
         self._processor_ns: list[int] = []  # that this thread had in each layer's experts, of the last pass
         if model.config.is_encoder_decoder:
             raise ModelUseError("an encoder-decoder model's passes are of two kinds: its costs cannot be measured yet")
@@ -246,6 +249,7 @@ class Measurement:
             slowdown_while_loading=max(1.0, round(_median(self._loading) / _median(self._alone), 3)),
             observe_ns=max(0, _median(self._observed or [0])),
             prefetch_ns=max(0, _median(self._prefetched or [0])),
+            decide_ns=max(0, _median(self._decided or [0])),
         )
         link = costs.link
         if kind_of(self._engine.device.torch_device).runs_on_host:  # readers begin prefetches, small ones together
@@ -296,7 +300,7 @@ class Measurement:
             samples.add(took)
 
     def _observe(self) -> None:
-        """Decode steps whose experts are here: as they are, with an onlooker, and beside prefetches."""
+        """Decode steps whose experts are here: as they are, with an onlooker, beside prefetches, with a policy."""
         layers, engine = self._geometry.layers, self._engine
         self._routers = self._routers or find_routers(self._model, layers)
         onlooker = _Onlooker(self._model, layers, self._routers)
@@ -318,8 +322,9 @@ class Measurement:
                 self._observed.append((took_ns(ids) - alone_ns) // len(layers))
                 onlooker.collector.detach()
                 engine.observer = before
-                with self._prefetching():
-                    self._prefetched.append((took_ns(ids) - alone_ns) // len(layers))
+                for times, more in ((self._prefetched, self._prefetching), (self._decided, self._deciding)):
+                    with more():
+                        times.append((took_ns(ids) - alone_ns) // len(layers))
         finally:
             onlooker.collector.detach()
             onlooker.thread.close()
@@ -350,6 +355,24 @@ class Measurement:
             del engine.forward_experts
             for _ in range(num_coming):
                 device.wait()
+
+    @contextmanager
+    def _deciding(self) -> Iterator[None]:
+        """Within the block, a policy that learns is told what each layer needs."""
+        engine: Any = self._engine
+        run = engine.forward_experts
+
+        def beside(module: Any, layer: int, hidden: torch.Tensor, index: torch.Tensor, *rest: Any) -> torch.Tensor:
+            experts = sorted(index.flatten().tolist())
+            self._policy.needed(experts, RouterRan(layer, experts, [1] * len(experts), [True] * len(experts), 1))
+            self._policy.all_scores()
+            return run(module, layer, hidden, index, *rest)
+
+        engine.forward_experts = beside
+        try:
+            yield
+        finally:
+            del engine.forward_experts
 
     def _counts(self) -> list[tuple[int, ...]]:
         """For each layer in decode: experts not wholly resident, bytes loaded, time of its experts, time waited."""

@@ -25,6 +25,8 @@ class ComputeModel(Protocol):
     """What showing a router's choice to a predictor takes from the computing thread."""
     prefetch_ns: int
     """And what each expert takes that is prefetched."""
+    decide_ns: int
+    """What an eviction policy that learns takes in each layer."""
 
     def load_ns(self, layer: int, num_segments: int) -> int:
         """The computing thread's own time for each such span, when it takes it."""
@@ -67,7 +69,7 @@ class Roofline:
     slowdown_while_loading = 1.0  # copies to an accelerator are made by engines of their own
     submit_ns = 0
     observe_ns = 0
-    prefetch_ns = 0
+    prefetch_ns = decide_ns = 0
 
     def __init__(self, hardware: Hardware, geometry: Geometry, dense: DenseShape) -> None:
         self._hardware = hardware
@@ -112,7 +114,7 @@ class Measured:
         self._num_segments = segments_per_expert
         self.slowdown_while_loading = measured.slowdown_while_loading
         self.submit_ns, self.observe_ns = measured.submit_ns, measured.observe_ns
-        self.prefetch_ns = measured.prefetch_ns
+        self.prefetch_ns, self.decide_ns = measured.prefetch_ns, measured.decide_ns
         self.dense_ns = cache(self._dense_ns)
         self.span_ns = cache(self._span_ns)
         self.head_ns = cache(self._head_ns)

@@ -59,7 +59,7 @@ _FACTORS = {
 """The least and most of numbers that are no rates. Only `read_processors` may be 0."""
 
 _DEFAULTED = {
-    *("predictor", "prefetch_latency_ns", "prefetch_ns", "observe_ns", "send_ns", "take_ns", "wake_ns"),
+    *("predictor", "prefetch_latency_ns", "prefetch_ns", "observe_ns", "decide_ns", "send_ns", "take_ns", "wake_ns"),
     *("threads_beside", "read_processors", "format", "block_size", "block_nbytes"),
 }
 """Keys that may be missing, for fields that always have a value."""

@@ -48,7 +48,9 @@ class Simulator:
         watcher: SimulationWatcher | None = None,
         times: Timing | None = None,
         workers: SimulatedWorkers | None = None,
+        decide_ns: int = 0,
     ) -> None:
+        """`decide_ns`: what the system's eviction policy takes of each layer beyond what `compute` has in it."""
         self.scheduler = scheduler
         self.schedulers = [scheduler, *(workers.schedulers if workers is not None else ())]
         self.link = link
@@ -77,6 +79,7 @@ class Simulator:
         self._workers = workers
         self._host = None if scheduler.split is None else VirtualHost(clock, link, scheduler.split)
         self._slowdown = compute.slowdown_while_loading
+        self._decide_ns = decide_ns
         self._span_ns = compute.span_ns
         self._tokens: dict[int, int] = {}  # of the running layer's experts; empty: one of each
         self._hits = self._demands = 0  # of decode, before the running iteration
@@ -144,6 +147,8 @@ class Simulator:
 
     def run_experts(self, router: RouterRan, routed: Callable[[], Routed] | None = None) -> None:
         """Compute the experts of one layer, from now on."""
+        if self._decide_ns:
+            self._spend("decide", router.layer, self._decide_ns)
         self._tokens = {}
         if router.batch_tokens > 1:
             self._tokens = dict(zip(router.experts, router.num_tokens, strict=True))

@@ -365,6 +365,7 @@ class Study:
             future=future,
             watcher=watcher,
             times=step_times(geometry, link.effective, compute),
+            decide_ns=compute.decide_ns if system.eviction_learns else 0,
         )
         if system.keeps_everything:
             simulator.preload()
@@ -392,7 +393,8 @@ class Study:
             codec = None if here.keeps_everything else self.codec_costs
             link = VirtualLink(clock, self.hardware, geometry, compute.load_ns, None, compute.submit_ns, codec)
             scheduler = here.scheduler(geometry, here.budget(geometry, budget), Known(seed=self.seed), self.order)
-            simulator = Simulator(scheduler, compute, clock, link, workers=workers)
+            decide_ns = compute.decide_ns if here.eviction_learns else 0
+            simulator = Simulator(scheduler, compute, clock, link, workers=workers, decide_ns=decide_ns)
             if here.keeps_everything:
                 simulator.preload()
             return simulator

@@ -91,7 +91,7 @@ def assumptions(lab: Lab) -> Finding:
     machine, schedules = lab.machine(MACHINE), []
     for made, tests in zip(lab.schedules(), lab.requests_to_test(), strict=True):
         short = [one for span in tests for one in first_decoded(lab.trace, [span], ANSWER)]
-        schedules.append(Schedule(made.training, first_decoded(lab.trace, short, lab.tokens_of_seed // 4)))
+        schedules.append(Schedule(made.training, first_decoded(lab.trace, short, lab.tokens_of_seed)))
     found: dict[str, dict[str, Row]] = {}
     for where, times in ASSUMPTIONS.items():
         fixed = {key: round(getattr(machine, key) * by) for key, by in times.items() if key != "link"}
@@ -131,7 +131,7 @@ def assumptions(lab: Lab) -> Finding:
     notes = [
         "a context's keys and values take as many bytes a token and layer as the hidden state has numbers (gpt-oss: "
         "0.7 of it), are read once a step, and leave so much less for experts",
-        f"a quarter of the tokens, of answers of {ANSWER} at most, so that they are of more requests",
+        f"of answers at most {ANSWER} tokens, so that they are of more requests",
     ]
     setting = lab.setting(lab.runs_of(schedules, machine))
     return lab.finding(setting, [FindingTable.of("TPOT", columns, cells)], checks, notes)
