@@ -129,12 +129,9 @@ class Member:
         self._pool, self._version = news.pool, news.version
         self.metrics_of_others = news.metrics
         for other, arrays in news.learned.items():
-            self._give(other, arrays)
-
-    def _give(self, other: str, arrays: Learned) -> None:
-        if self._sharing is None:
-            return
-        try:
-            self._sharing.give(other, arrays)
-        except StoreError as error:
-            log.warning("what %s has learned was left out: %s", other, error)
+            if self._sharing is None:
+                break
+            try:
+                self._sharing.give(other, arrays)
+            except StoreError as error:
+                log.warning("what %s has learned was left out: %s", other, error)

@@ -93,7 +93,7 @@ class Replica:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """See ray.serve.ingress: called once, before there are requests."""
+        """Called once, before there are requests."""
         server, identity = await asyncio.to_thread(self._open)
         self._member = Member(self._name, identity, self._sharing, self._own_metrics, self._ask_pool)
         if self._sharing is not None:
@@ -103,7 +103,7 @@ class Replica:
         server.start()
         self._tasks = [asyncio.ensure_future(work) for work in (server.view.keep_noting(), self._swap())]
         server.view.shown_metrics = self._all_metrics
-        return NamedReplica(server.app, self._name)
+        return _named(server.app, self._name)
 
     def _open(self) -> tuple[Assembled, str]:
         """Load the model as `expertly serve` does, and find its identity. Imports torch only here."""
@@ -138,7 +138,7 @@ class Replica:
         api.unload(server.model)
 
     async def _ask_pool(self, report: Report) -> News:
-        news: News = await asyncio.wait_for(_answer(self._exchange.swap.remote(report)), _PATIENCE_S)
+        news: News = await asyncio.wait_for(self._exchange.swap.remote(report), _PATIENCE_S)
         return news
 
     def _own_metrics(self) -> str:
@@ -160,20 +160,18 @@ class Replica:
             await asyncio.sleep(min(_SWAP_S, self._options.share_every_s))
 
 
-class NamedReplica:
-    """Adds to every answer which replica gave it."""
+def _named(inner: ASGIApp, name: str) -> ASGIApp:
+    """The same, but every answer says which replica gave it."""
 
-    def __init__(self, inner: ASGIApp, name: str) -> None:
-        self._inner = inner
-        self._header = (b"x-expertly-replica", name.encode())
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def named(message: Message) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], self._header]}
+                message = {**message, "headers": [*message["headers"], (b"x-expertly-replica", name.encode())]}
             await send(message)
 
-        await self._inner(scope, receive, named)
+        await inner(scope, receive, send_named)
+
+    return app
 
 
 def app(options: RayOptions | dict[str, Any]) -> Any:
@@ -215,11 +213,6 @@ def _is_true(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError("true or false")
     return text.lower() == "true"
-
-
-async def _answer(response: Any) -> News:
-    news: News = await response
-    return news
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from expertly.serve.sampling import MAX_TOP_LOGPROBS, Sampling
+from expertly.serve.sampling import Sampling
 
 MAX_CHOICES = 16
 """Texts that one request may ask for: `n` times its prompts."""
@@ -205,7 +205,7 @@ class ChatRequest(Generation):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = Field(default=None, description="the newer name of max_tokens")
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="false: only the first call is told")
