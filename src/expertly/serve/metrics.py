@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from expertly.engine.process import peak_rss_nbytes
@@ -178,31 +178,23 @@ _counter, _gauge = partial(_metric, CounterMetricFamily), partial(_metric, Gauge
 # -- of several servers ----------------------------------------------------------------------------------------------
 
 
-class _Together(Collector):
-    def __init__(self, texts: Mapping[str, str]) -> None:
-        self._texts = texts
-
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for name, text in sorted(self._texts.items()):
-            for found in text_string_to_metric_families(text):
-                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
-                for sample in found.samples:
-                    family.add_sample(sample.name, {**sample.labels, "replica": name}, sample.value, sample.timestamp)
-        yield from families.values()
+def of_replica(registry: CollectorRegistry, num_learned: int | None) -> list[Metric]:
+    """A server's metrics, and how much it learned from other servers; None where it learns nothing."""
+    if num_learned is None:
+        return list(registry.collect())
+    text = "Maps or matrices taken from other replicas"
+    return [*registry.collect(), _counter("learned_from_others", text, num_learned)]
 
 
-def together(texts: Mapping[str, str]) -> bytes:
-    """The metrics of several servers as one text; each sample has its server's name as a label. Prometheus wants each
-    metric in one piece, so the texts cannot just be joined.
+def together(of_servers: Mapping[str, Sequence[Metric]]) -> bytes:
+    """The metrics of several servers as one text, each metric in one piece; each sample has its server's name as a
+    label.
     """
-    registry: Any = _Together(texts)
+    families: dict[str, Metric] = {}
+    for server, metrics in sorted(of_servers.items()):
+        for found in metrics:
+            family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+            for sample in found.samples:
+                family.add_sample(sample.name, {**sample.labels, "replica": server}, sample.value, sample.timestamp)
+    registry: Any = SimpleNamespace(collect=families.values)
     return generate_latest(registry)
-
-
-def of_others(num_taken: int) -> str:
-    """How much the server learned from other servers, as text."""
-    registry = CollectorRegistry()
-    counter = Counter("expertly_learned_from_others", "Maps or matrices taken from other replicas", registry=registry)
-    counter.inc(num_taken)
-    return generate_latest(registry).decode()

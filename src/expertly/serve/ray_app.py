@@ -28,6 +28,8 @@ except ImportError as error:
     raise ConfigError("ray[serve]: not installed in this Python; `pip install 'expertly[ray]'` brings it") from error
 
 if TYPE_CHECKING:
+    from prometheus_client import Metric
+
     from expertly.engine.learned import LearnedExchange
     from expertly.serve.server import Assembled
 
@@ -141,12 +143,12 @@ class Replica:
         news: News = await asyncio.wait_for(self._exchange.swap.remote(report), _PATIENCE_S)
         return news
 
-    def _own_metrics(self) -> str:
-        from expertly.serve.metrics import of_others
+    def _own_metrics(self) -> list[Metric]:
+        from expertly.serve.metrics import of_replica
 
         assert self._server is not None
-        own = self._server.view.metrics().decode()
-        return own if self._sharing is None else own + of_others(self._sharing.num_taken)
+        num_learned = None if self._sharing is None else self._sharing.num_taken
+        return of_replica(self._server.service.scheduler.metrics.registry, num_learned)
 
     def _all_metrics(self) -> bytes:
         from expertly.serve.metrics import together
