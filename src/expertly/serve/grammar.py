@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from expertly.model.answers import CALL_MARKS
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.schema import Tool
 
@@ -25,14 +26,15 @@ class Grammars:
         self._ends = list(ends)
         self._of_library: Any = None
 
-    def of_schema(self, schema: dict[str, Any], param: str) -> LLMatcher:
+    def of_schema(self, schema: dict[str, Any]) -> LLMatcher:
         """A grammar of JSON that follows `schema`. Raises ApiError naming what the schema asks for that is not
         supported.
         """
+        param = "response_format"
         return self._made(lambda library: library.grammar_from_json_schema(_text(schema, param)), param)
 
-    def of_call(self, tools: Sequence[Tool], marks: tuple[str, str]) -> LLMatcher:
-        """A grammar of one call of one of `tools`, as JSON between the marks. Raises ApiError."""
+    def of_call(self, tools: Sequence[Tool]) -> LLMatcher:
+        """A grammar of one call of one of `tools`, as JSON between marks. Raises ApiError."""
         calls = []
         for tool in tools:
             arguments = tool.function.parameters or {"type": "object"}
@@ -41,7 +43,7 @@ class Grammars:
                 {"type": "object", "properties": properties, "required": ["name", "arguments"]}
                 | {"additionalProperties": False}
             )
-        opening, closing = (json.dumps(mark) for mark in marks)
+        opening, closing = (json.dumps(mark) for mark in CALL_MARKS)
         lark = f"start: {opening} call {closing}\ncall: %json {_text({'anyOf': calls}, 'tools')}"
         return self._made(lambda library: library.grammar_from_lark(lark), "tools")
 

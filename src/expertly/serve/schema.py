@@ -91,10 +91,6 @@ class Generation(ModelName):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
-    @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
     def sampling(self, logprobs: int | None) -> Sampling:
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -183,13 +179,6 @@ class ResponseFormat(Strict):
             raise ValueError("json_schema is required for type json_schema")
         return self
 
-    @property
-    def grammar(self) -> dict[str, Any] | None:
-        """The JSON schema that an answer must follow; None where any text will do."""
-        if self.type == "json_schema" and self.json_schema is not None:
-            return self.json_schema.schema_
-        return {"type": "object"} if self.type == "json_object" else None
-
 
 class FunctionName(Strict):
     name: Annotated[str, Field(max_length=256)]
@@ -259,7 +248,11 @@ class ChatRequest(Generation):
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        return None if self.response_format is None else self.response_format.grammar
+        """The JSON schema that an answer must follow; None where any text will do."""
+        wish = self.response_format
+        if wish is None or wish.type == "text":
+            return None
+        return wish.json_schema.schema_ if wish.type == "json_schema" and wish.json_schema else {"type": "object"}
 
     @property
     def forced(self) -> list[Tool] | None:

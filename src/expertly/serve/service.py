@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from expertly.model.answers import CALL_MARKS, AnswerReader
+from expertly.model.answers import AnswerReader
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.grammar import Grammars
@@ -97,9 +97,9 @@ class Service:
                     param,
                 )
             if asked.forced is not None:
-                making = asyncio.to_thread(self._grammars.of_call, asked.forced, CALL_MARKS)
+                making = asyncio.to_thread(self._grammars.of_call, asked.forced)
             else:
-                making = asyncio.to_thread(self._grammars.of_schema, asked.grammar or {}, param)
+                making = asyncio.to_thread(self._grammars.of_schema, asked.grammar or {})
             sampling = replace(sampling, grammar=await making)
         special = answers.fits(begun) and not is_forced
         request = self._request(asked, [prompt], limit, sampling, special)
