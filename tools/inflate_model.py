@@ -264,7 +264,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-zeros", action="store_true", help="added down-projections are tiny instead of zero")
     given = parser.parse_args(arguments)
-    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the work is copying: on a busy machine, waiting for a second thread made it 20x slower
     try:
         result = inflate(
@@ -273,8 +272,6 @@ def main(arguments: list[str] | None = None) -> int:
     except InflateError as error:
         print(f"inflate_model: {error}", file=sys.stderr)
         return 2
-    finally:
-        torch.set_num_threads(num_threads)
     gib = result.experts_nbytes / 2**30
     size = f"{result.experts_nbytes} bytes ({gib:.3f} GiB)"
     print(f"{given.out}: experts {size}, I = {result.width}, {result.num_shards} safetensors files")

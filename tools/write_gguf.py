@@ -3,9 +3,8 @@
     python tools/write_gguf.py MODEL OUT.gguf [--experts TYPE]
 
 Weights stay the bits they are, but for experts where --experts says to which type of GGUF they are rounded; norms and
-routers become float32, as llama.cpp wants them. There is no vocabulary in the file: what runs it feeds token ids. Needs
-the package `gguf`. Holds one tensor of the result at a time: all experts of a layer's projection; the others wait in a
-temporary file.
+routers become float32, as llama.cpp wants them. There is no vocabulary in the file: what runs it feeds token ids. Holds
+one tensor of the result at a time, all experts of a layer's projection; the others wait in a temporary file.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -101,11 +101,6 @@ def write_gguf(model: Path, out: Path, experts: str | None = None) -> int:
         raise GgufError(f"{model}: no config.json there; give a transformers model folder")
     config = json.loads((model / "config.json").read_text())
     check(model, config)
-    try:
-        import gguf
-    except ImportError:
-        raise GgufError("the package gguf is not installed: pip install gguf") from None
-
     if experts not in (None, *ROUNDED):
         raise GgufError(f"experts={experts!r}: accepted: {', '.join(ROUNDED)}")
     kinds = gguf.GGMLQuantizationType
@@ -121,14 +116,14 @@ def write_gguf(model: Path, out: Path, experts: str | None = None) -> int:
                 raise GgufError(f"{model}: {stem} ({tensor.dtype}) is nothing that a {FAMILY} model of llama.cpp has")
             if tensor.dim() == 1 or stem.endswith(".mlp.gate"):
                 tensor = tensor.float()
-            array, kind = tensor.contiguous(), None
+            kind = None
             if experts and tensor.dim() == 3:
                 kind = kinds[experts]
                 array = gguf.quants.quantize(tensor.float().numpy(), kind)
             elif tensor.dtype == torch.bfloat16:  # which NumPy has not: its bytes
-                array, kind = array.view(torch.uint8).numpy(), kinds.BF16
+                array, kind = tensor.contiguous().view(torch.uint8).numpy(), kinds.BF16
             else:
-                array = array.numpy()
+                array = tensor.contiguous().numpy()
             writer.add_tensor(f"{name}.weight", array, raw_dtype=kind)
             total += array.nbytes
         writer.write_header_to_file()
