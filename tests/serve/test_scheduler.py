@@ -60,7 +60,7 @@ class Story:
         request = ServedRequest(lambda tokens: "".join(map(chr, tokens)), lambda: 0.0)
         for _ in range(texts):
             request.add([1] * prompt, max_tokens, [END], Sampling(temperature=0), stops)
-        self.scheduler.check_size(prompt, max_tokens, texts, "prompt")
+        self.scheduler.check_size([prompt], max_tokens, texts, "prompt")
         self.scheduler.submit(request)
         return request
 
@@ -116,6 +116,9 @@ async def test_what_can_never_fit_is_refused() -> None:
             one.ask(**asked)
         assert raised.value.status == 400
     assert one.names() == []
+    one.scheduler.check_size([20, 2, 2], 2, 1, "prompt")  # 4, 2 and 2 pages
+    with pytest.raises(ApiError):
+        one.scheduler.check_size([30, 2, 2], 2, 1, "prompt")  # 5, 2 and 2
 
 
 async def test_a_failed_pass() -> None:

@@ -79,9 +79,9 @@ class RequestScheduler:
             return "the thread that runs the model has ended"
         return self._problem
 
-    def check_size(self, prompt: int, max_tokens: int, num_texts: int, param: str) -> None:
-        """Raises ApiError where a request of this size could never run."""
-        room = self.room
+    def check_size(self, prompts: Sequence[int], max_tokens: int, num_each: int, param: str) -> None:
+        """Raises ApiError where `num_each` texts behind each of the prompts, of so many tokens, could never run."""
+        room, prompt = self.room, max(prompts)
         if prompt + max_tokens > room.context:
             raise invalid(
                 f"{param}: {prompt} prompt tokens and {max_tokens} to write are {prompt + max_tokens}; accepted: "
@@ -91,7 +91,9 @@ class RequestScheduler:
             )
         if room.is_one_at_a_time:
             return
-        if num_texts > room.max_running or num_texts * room.pages_of(prompt, max_tokens) > room.num_pages:
+        num_texts = num_each * len(prompts)
+        num_pages = num_each * sum(room.pages_of(one, max_tokens) for one in prompts)
+        if num_texts > room.max_running or num_pages > room.num_pages:
             most = min(room.max_running, room.num_pages // room.pages_of(prompt, max_tokens))
             raise invalid(f"n: {num_texts} texts of this length at a time; accepted: {most}", "n")
 

@@ -84,7 +84,7 @@ class Service:
         self._check(asked)
         prompt = await self.prompts.of_messages(asked.messages, asked.offered, asked.variables)
         limit = asked.limit or max(1, self.scheduler.room.context - len(prompt))
-        self.scheduler.check_size(len(prompt), limit, asked.n or 1, "messages")
+        self.scheduler.check_size([len(prompt)], limit, asked.n or 1, "messages")
         sampling = asked.sampling((asked.top_logprobs or 0) if asked.logprobs else None)
         is_forced, answers = asked.forced is not None, self.prompts.answers
         begun = self.prompts.text(prompt, special=True)
@@ -120,9 +120,9 @@ class Service:
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 prompt = await self.prompts.of_text(prompt)
-            self.scheduler.check_size(len(prompt), limit, num_texts, "prompt")
             self.prompts.check_tokens(prompt, "prompt")
             prompts.append(prompt)
+        self.scheduler.check_size([len(prompt) for prompt in prompts], limit, asked.n or 1, "prompt")
         scores_prompt = bool(asked.echo) and asked.logprobs is not None
         if scores_prompt and any(token in self._ends for prompt in prompts for token in prompt[1:]):
             raise invalid("prompt: holds a token that ends a text, behind which echo has no logprobs", "prompt")
