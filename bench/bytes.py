@@ -4,12 +4,13 @@
         [--hardware rtx3090,laptop-nvme,h100-pcie] [--geometry NAME,NAME...] [--systems expertly] [--out FILE]
         [--left-out [--teachers TRACE,TRACE...] [--taught 3000]]
 
-Of every trace the training part teaches `expertly` (lru and lfu begin empty, as always), the rest is simulated; with
-`--groups` each group of its categories by itself, in the order of their names: a domain. A geometry a trace: a shipped
-description, a TOML file or `-`, its own.
+Of every trace the training part teaches `expertly` (lru and lfu begin empty, as always), the rest is simulated, at
+most `--tokens` of each; with `--groups` each group of its categories by itself, in the order of their names: a domain.
+A geometry a trace: a shipped description, a TOML file or `-`, its own.
 
 With `--left-out` nothing of a domain itself teaches: it begins from nothing, from training parts of all other domains
-of its model, and from `--teachers` (`expertly lab trace synth` makes routing up); `--systems` learn of reuse.
+of its model, and from `--teachers` (`expertly lab trace synth` makes routing up), `--taught` tokens; `--systems` learn
+of reuse.
 
 gap       (better of lru and lfu - system) / (better of lru and lfu - belady), in bytes loaded a token, prompts included
 of_best   bytes loaded, of the least of lru, lfu, lcp and fmoe: with `--left-out`
@@ -20,6 +21,7 @@ The last rows are means over traces (domains of a trace first).
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -27,7 +29,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from common import print_report
+from common import options, print_report
 
 from expertly.arguments import split
 from expertly.cli.inputs import trace_geometry
@@ -165,25 +167,16 @@ def _mean(rows: list[dict[str, Any]], trace: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = lambda text: [one.strip() for one in text.split(",")]  # noqa: E731
-    parser.add_argument("traces", type=names)
-    parser.add_argument("--memory", type=names, default="25%,50%")
-    parser.add_argument("--split", type=split, default="7:3")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokens", type=int, default=3000, help="simulated of each trace or domain at most")
-    parser.add_argument("--groups", type=int, default=1, help="of categories of a trace")
-    parser.add_argument("--left-out", action="store_true")
-    parser.add_argument("--teachers", type=names, default=[])
-    parser.add_argument("--taught", type=int, default=3000, help="tokens learned from before, with --left-out")
-    parser.add_argument("--hardware", type=names, default="rtx3090,laptop-nvme,h100-pcie")
-    parser.add_argument("--geometry", type=names)
-    parser.add_argument("--systems", type=names, default="expertly")
-    parser.add_argument("--out")
-    args = parser.parse_args()
+    args = options(
+        __doc__, "traces", memory="25%,50%", split="7:3", seed=0, tokens=3000, groups=1, left_out=False, teachers="",
+        taught=3000, hardware="rtx3090,laptop-nvme,h100-pcie", geometry="", systems="expertly", out=None,
+    )  # fmt: skip
+    for name in ("traces", "memory", "teachers", "hardware", "geometry", "systems"):
+        setattr(args, name, [one.strip() for one in getattr(args, name).split(",") if one])
+    args.split = split(args.split)
     geometries = args.geometry or ["-"] * len(args.traces)
     if len(geometries) != len(args.traces):
-        parser.error(f"--geometry: {len(geometries)} for {len(args.traces)} traces; give one each, `-` for its own")
+        sys.exit(f"--geometry: {len(geometries)} for {len(args.traces)} traces; give one each, `-` for its own")
     found: list[Domain] = []
     for path, geometry in zip(args.traces, geometries, strict=True):
         found += domains(Trace.open(Path(path)), None if geometry == "-" else geometry, args)

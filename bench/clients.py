@@ -9,7 +9,6 @@ lm-eval's local-completions and `transformers chat`. What is checked is what a u
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import pty
@@ -47,6 +46,14 @@ Check = tuple[str, Callable[[], Any]]
 # -- the lists, each run by the clients' own Python ------------------------------------------------------------------
 
 
+def is_refused(error: type[Exception], ask: Callable[..., Any], **more: Any) -> bool:
+    try:
+        ask(**more)
+    except error:
+        return True
+    return False
+
+
 def openai_checks(url: str) -> list[Check]:
     import openai
 
@@ -55,12 +62,7 @@ def openai_checks(url: str) -> list[Check]:
         **{"model": "demo", "messages": HELLO, "max_tokens": 12, "temperature": 0} | more
     )
 
-    def is_refused() -> bool:
-        try:
-            chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
-        except openai.BadRequestError:
-            return True
-        return False
+    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 
     def streamed() -> bool:
         chunks = list(chat(stream=True, stream_options={"include_usage": True}))
@@ -94,7 +96,7 @@ def openai_checks(url: str) -> list[Check]:
         ("a tool that must be called", lambda: json.loads(call(tool_choice="required").arguments)["city"]),
         ("responses", lambda: client.responses.create(model="demo", input="Hello", max_output_tokens=8).output_text),
         ("responses, streamed", response_stream),
-        ("what cannot be had is an error", is_refused),
+        ("what cannot be had is an error", lambda: is_refused(openai.BadRequestError, chat, messages=picture)),
     ]
 
 
@@ -106,13 +108,6 @@ def litellm_checks(url: str) -> list[Check]:
         **{"model": "openai/demo", "messages": HELLO} | asked | more
     )
     call: Any = lambda: chat(tools=[TOOL], tool_choice="required", max_tokens=60)  # noqa: E731
-
-    def is_refused() -> bool:
-        try:
-            chat(max_tokens=10**6)
-        except litellm.exceptions.BadRequestError:
-            return True
-        return False
 
     return [
         ("chat", lambda: chat().choices[0].message.content),
@@ -135,7 +130,10 @@ def litellm_checks(url: str) -> list[Check]:
                 ).id
             ),
         ),
-        ("what cannot be had is its BadRequestError", is_refused),
+        (
+            "what cannot be had is its BadRequestError",
+            lambda: is_refused(litellm.exceptions.BadRequestError, chat, max_tokens=10**6),
+        ),
     ]
 
 
@@ -230,8 +228,6 @@ def transformers_chat_checks(url: str) -> list[Check]:
                 os.write(own, todo.pop(0).encode())
                 marks.pop(0)
         os.waitpid(number, os.WNOHANG)
-        if os.environ.get("EXPERTLY_SHOW"):
-            print(text, file=sys.stderr)
         return text
 
     return [
@@ -278,16 +274,12 @@ def versions(python: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--venv", type=Path, default=Path(tempfile.gettempdir()) / "clients-venv", metavar="FOLDER")
-    parser.add_argument("--client", choices=CLIENTS, help="only this one")
-    parser.add_argument("--out", metavar="FILE", help="for the JSON")
-    args = parser.parse_args()
-    from common import print_report
+    from common import options, print_report
 
     from expertly.data import demo_folder
 
-    python = environment(args.venv)
+    args = options(__doc__, venv=f"{tempfile.gettempdir()}/clients-venv", client=(None, *CLIENTS), out=None)
+    python = environment(Path(args.venv))
     with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
         template.write(TEMPLATE)
         template.flush()

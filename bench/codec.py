@@ -13,54 +13,43 @@ compress as trained ones (`tools/inflate_model.py --no-zeros`). The tokens fed a
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
-from contextlib import AbstractContextManager, ExitStack
+import time
+from contextlib import AbstractContextManager, ExitStack, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, cgroup, child_arguments, drop_page_cache, inflated_model, memory_cgroup, options, print_report
+from common import cgroup, drop_page_cache, inflated_model, memory_cgroup, options, print_report
 from tpot import requests_of
+
+from expertly.engine.process import keep_off_trapped_instructions
 
 MARGIN_NBYTES = 600 * 10**6
 KEPT = ("bytes_loaded", "bytes_disk", "bytes_decoded", "decode_s", "stall_s")
 
 
 class Player:
-    """A process with one model, which runs a request when it is told to."""
+    """A process with one model, which runs a request when it is told to. Raises EOFError where it ends before."""
 
     def __init__(self, settings: dict[str, Any], groups: list[Path]) -> None:
-        def enter() -> None:
-            for group in groups:
-                (group / "cgroup.procs").write_text(str(os.getpid()))
-
-        command = [sys.executable, str(ROOT / "bench" / "codec.py"), "--child", json.dumps(settings)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=enter, cwd=ROOT, text=True
-        )
-        self.loaded = self._answer()
+        spawn = multiprocessing.get_context("spawn")
+        self._end, its_end = spawn.Pipe()
+        self._process = spawn.Process(target=serve, args=(its_end, settings, groups))
+        self._process.start()
+        its_end.close()
+        self.loaded: dict[str, Any] = self._end.recv()
 
     def play(self, request: tuple[list[int], int]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
+        self._end.send(request)
+        answer: dict[str, Any] = self._end.recv()
+        return answer
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a child ended: exit {self._process.wait(60)}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        self._end.close()
+        self._process.join(60)
 
 
 def throttled(folder: Path, mb_per_s: int) -> AbstractContextManager[Path]:
@@ -70,10 +59,11 @@ def throttled(folder: Path, mb_per_s: int) -> AbstractContextManager[Path]:
     return cgroup("blkio", "blkio.throttle.read_bps_device", limit)
 
 
-def serve(arguments: dict[str, Any]) -> None:
+def serve(pipe: Connection, arguments: dict[str, Any], groups: list[Path]) -> None:
     """In a child: load, and then run each request that comes in, until there are no more."""
-    import time
-
+    for group in groups:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    keep_off_trapped_instructions()
     import torch
 
     import expertly
@@ -85,11 +75,10 @@ def serve(arguments: dict[str, Any]) -> None:
     model, _ = expertly.load(arguments["model"], learned="off", device="cpu", **asked)
     rate = disk_rate_of(path for path, _ in handle(model).store.extents)
     chosen = expertly.stats(model).as_dict()
-    facts = {"codec_is": chosen["codec"]["name"], "disk_bytes_per_s": rate}
-    print(json.dumps(facts | {"why": chosen["codec"]["why"]}), flush=True)
-    with torch.no_grad():
-        for line in sys.stdin:
-            ids, num_prompt = json.loads(line)
+    pipe.send({"codec_is": chosen["codec"]["name"], "disk_bytes_per_s": rate, "why": chosen["codec"]["why"]})
+    with torch.no_grad(), suppress(EOFError):
+        while True:
+            ids, num_prompt = pipe.recv()
             tokens, greedy = torch.tensor([ids]), []
             out = model(tokens[:, :num_prompt], use_cache=True, logits_to_keep=1)
             before, start = expertly.stats(model).as_dict(), time.perf_counter()
@@ -105,7 +94,7 @@ def serve(arguments: dict[str, Any]) -> None:
             )
             answer = {f"{key}_a_token": (after[key] - before[key]) / count for key in KEPT}
             answer |= {"tokens_per_s": count / seconds, "hit_rate": hits / demands, "greedy": greedy}
-            print(json.dumps(answer | {"peak_rss_bytes": peak_rss_nbytes()}), flush=True)
+            pipe.send(answer | {"peak_rss_bytes": peak_rss_nbytes()})
     expertly.unload(model)
 
 
@@ -143,7 +132,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             order = [(turn + i) % len(rows) for i in range(len(rows))]
             for number in order:
                 answers[number].append(players[number].play(request))
-    same = {json.dumps([one.pop("greedy") for one in of_row]) for of_row in answers}
+    same = {str([one.pop("greedy") for one in of_row]) for of_row in answers}
     assert len(same) == 1, "the codec changed a token"
     for row, player, of_row in zip(rows, players, answers, strict=True):
         warm = of_row[1:]  # the first request fills the caches
@@ -161,6 +150,7 @@ def main() -> None:
         __doc__, "trace", systems="lru,moepic", memory="25%", segments=None, disk_mb_per_s=0, requests=3, tokens=24,
         experts_gib=3.0, seed=0, out=None,
     )  # fmt: skip
+    keep_off_trapped_instructions()
     args.segments = None if args.segments is None else int(args.segments)
     rows = measure(args)
     settings = {key: value for key, value in vars(args).items() if key not in ("trace", "out")}
@@ -169,8 +159,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    given = child_arguments()
-    if given is None:
-        main()
-    else:
-        serve(given)
+    main()

@@ -211,14 +211,7 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> dict[str, Any]:
-    cpu = platform.processor()
-    memory = 0
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.split(":", 1)[1].strip()
-                break
-        memory = int(Path("/proc/meminfo").read_text().split()[1]) << 10
-    except OSError:
-        pass
-    return {"cpu": cpu, "cores": os.cpu_count(), "memory_bytes": memory, "load_1m": round(os.getloadavg()[0], 2)}
+    from expertly.core.resources import cpu_name
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": cpu_name(), "cores": os.cpu_count(), "memory_bytes": memory, "load_1m": round(os.getloadavg()[0], 2)}

@@ -8,9 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer import TyperException
 
-from expertly.core.errors import ConfigError
 from expertly.policies.base import option_names, option_text
 from expertly.policies.predictor import PREDICTORS
 from expertly.scheduler.presets import AUTO_SYSTEM, SYSTEMS, get_system
@@ -215,20 +213,3 @@ def test_rows_stand_side_by_side_under_names_that_the_page_gives(tmp_path: Path)
         'columns: {memory: "{size}", "{peer}": "{rate:.1f}"}\n-->\n<!-- /results -->\n'
     )
     assert "| memory | ours | llama.cpp |\n| --- | --- | --- |\n| 4x | 8.4 | 0.8 |\n" in render_page(page, tmp_path)
-
-
-def test_a_page_that_says_what_is_not_there_is_noticed(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "[a](nowhere.md) `lru:no=1` `expertly lab learned build --no` `python bench/tpot.py --no`\n", "utf-8"
-    )
-    for check in (test_links_lead_somewhere, test_commands_in_sentences_have_the_flags_that_they_name):
-        with pytest.raises(AssertionError):
-            check(page)
-    with pytest.raises(AssertionError):
-        test_benchmarks_exist_and_have_the_flags_that_are_named(page)
-    with pytest.raises(ConfigError):
-        test_systems_that_are_named_can_be_had(page)
-    page.write_text("```sh\nexpertly run --no\n```\n", "utf-8")
-    with pytest.raises(TyperException):
-        test_commands_parse(page)

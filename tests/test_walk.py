@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -20,10 +19,8 @@ def test_one_layer_of_one_step(
     monkeypatch: pytest.MonkeyPatch, system: str, memory: str, files: int, calls: int, of: str
 ):
     monkeypatch.syspath_prepend(str(BENCH))  # it imports common.py
-    spec = importlib.util.spec_from_file_location("walk", BENCH / "walk.py")
-    assert spec is not None and spec.loader is not None
-    walk = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(walk)
+    from bench import walk
+
     before = sys.getprofile()
     row = walk.run(system, memory, 32, told=False)
     assert sys.getprofile() is before

@@ -8,6 +8,7 @@ from __future__ import annotations
 import lzma
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +104,7 @@ def prepare(
         tokenizer.save_pretrained(cache / "tokenizer")
         for name, (train, heldout) in texts.items():
             np.save(cache / f"{name}.train.npy", _encode(tokenizer, _capped(train, max_chars)))
-            np.save(cache / f"{name}.heldout.npy", _encode(tokenizer, list(_capped(heldout, 400_000))))
+            np.save(cache / f"{name}.heldout.npy", _encode(tokenizer, _capped(heldout, 400_000)))
         (cache / "done").touch()
     loaded: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(cache / "tokenizer")
     corpora = [
@@ -133,32 +134,13 @@ def _capped(documents: list[str], max_chars: int) -> Iterator[str]:
         left -= len(doc)
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, documents: Iterator[str] | list[str]) -> npt.NDArray[np.uint16]:
-    """Documents as one stream; long ones are cut at line ends so that they encode in parallel."""
-    pieces: list[str] = []
-    ends: list[bool] = []
-    for doc in documents:
-        parts = _cut(doc)
-        pieces += parts
-        ends += [False] * (len(parts) - 1) + [True]
+def _encode(tokenizer: PreTrainedTokenizerFast, documents: Iterator[str]) -> npt.NDArray[np.uint16]:
+    """Documents as one stream, some at a time, so that they encode in parallel."""
     ids: list[int] = []
-    for start in range(0, len(pieces), 2000):
-        encoded = tokenizer.backend_tokenizer.encode_batch_fast(pieces[start : start + 2000], add_special_tokens=False)
-        for piece, is_end in zip(encoded, ends[start : start + 2000], strict=True):
-            ids += piece.ids
-            if is_end:
-                ids.append(tokenizer.eos_token_id)
+    while some := list(islice(documents, 64)):
+        for encoded in tokenizer.backend_tokenizer.encode_batch_fast(some, add_special_tokens=False):
+            ids += [*encoded.ids, tokenizer.eos_token_id]
     return np.asarray(ids, dtype=np.uint16)
-
-
-def _cut(doc: str, size: int = 20_000) -> list[str]:
-    parts = []
-    while len(doc) > size:
-        at = doc.rfind("\n", 0, size)
-        at = size if at <= 0 else at
-        parts.append(doc[:at])
-        doc = doc[at:]
-    return [*parts, doc]
 
 
 class Sampler:

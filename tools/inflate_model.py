@@ -18,7 +18,6 @@ import json
 import math
 import re
 import shutil
-import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,18 +26,15 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 DEMO = Path(__file__).parent.parent / "src" / "expertly" / "data" / "demo"
 WIDTH_STEP = 128
-SHARD_NBYTES = 1 << 30
+SHARD_NBYTES = 1 << 28
 TINY = 2.0**-80
 """A down-projection of this size adds nothing to any output of a usual size."""
-DTYPES = {
-    "bfloat16": (torch.bfloat16, "BF16"),
-    "float16": (torch.float16, "F16"),
-    "float32": (torch.float32, "F32"),
-}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WIDTH_FIELDS = {
     "qwen3_moe": "moe_intermediate_size",
     "qwen2_moe": "moe_intermediate_size",
@@ -133,15 +129,9 @@ def choose_width(source: Source, experts_nbytes: int, item_nbytes: int) -> int:
     return width
 
 
-def real_positions(old: int, new: int) -> Tensor:
-    """Where the old neurons go among `new`: floor(j * new / old), [old]."""
-    return torch.arange(old) * new // old
-
-
 class Widener:
-    """Widens one tensor at a time; the random rows of all tensors are slices of one seeded block.
-
-    What `widen` returns is overwritten by its next call: fresh memory for every tensor costs more than filling it.
+    """Widens one tensor at a time; the random rows of all tensors are slices of one seeded block, as drawing new ones
+    would take most of the time.
     """
 
     def __init__(
@@ -151,92 +141,53 @@ class Widener:
         self._down_std = TINY if no_zeros else 0.0
         self._generator = generator
         self._noise = torch.randn(1 << 23, generator=generator).to(dtype)
-        self._positions = real_positions(old, new)
-        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._positions = torch.arange(old) * new // old  # where the old neurons go among the new ones
 
     def widen(self, kind: str, tensor: Tensor) -> Tensor:
         """[..., I, H] (gate, up), [..., 2I, H] (gate over up) or [..., H, I] (down), I = old -> the same, I = new."""
         if tensor.dim() == 3:
-            return torch.stack([self.widen(kind, expert).clone() for expert in tensor])
+            return torch.stack([self.widen(kind, expert) for expert in tensor])
         if kind == "gate_up_proj":
-            return torch.cat([self.widen("gate_proj", half).clone() for half in tensor.chunk(2)])
+            return torch.cat([self.widen("gate_proj", half) for half in tensor.chunk(2)])
         if kind == "down_proj":
-            widened = self._buffer(kind, tensor.shape[0], self.new)  # the same elsewhere, always
+            widened = self._random(tensor.shape[0], self.new, self._down_std)
             widened[:, self._positions] = tensor.to(self.dtype)
-            return widened
-        widened = self._buffer("gate_proj", self.new, tensor.shape[1])
-        self._fill(widened.view(-1), float(tensor.float().std()))
-        widened[self._positions] = tensor.to(self.dtype)
+        else:
+            widened = self._random(self.new, tensor.shape[1], float(tensor.float().std()))
+            widened[self._positions] = tensor.to(self.dtype)
         return widened
 
-    def _buffer(self, kind: str, rows: int, columns: int) -> Tensor:
-        key = (kind, rows * columns)
-        if key not in self._buffers:
-            self._buffers[key] = torch.zeros(rows, columns, dtype=self.dtype)
-            if kind == "down_proj" and self._down_std:
-                self._fill(self._buffers[key].view(-1), self._down_std)
-        return self._buffers[key].view(rows, columns)
-
-    def _fill(self, flat: Tensor, std: float) -> None:
-        count = len(flat)
-        noise = self._noise.repeat(count // len(self._noise) + 1) if count >= len(self._noise) else self._noise
+    def _random(self, rows: int, columns: int, std: float) -> Tensor:
+        if not std:
+            return torch.zeros(rows, columns, dtype=self.dtype)
+        count, noise = rows * columns, self._noise
+        if count >= len(noise):
+            noise = noise.repeat(count // len(noise) + 1)
         start = int(torch.randint(len(noise) - count, (1,), generator=self._generator))
-        torch.mul(noise[start : start + count], std, out=flat)
+        return (noise[start : start + count] * std).view(rows, columns)
 
 
-class ShardWriter:
-    """Writes tensors whose shapes are known beforehand to safetensors shards of at most SHARD_NBYTES each."""
+def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if shard and sum(one.nbytes for one in shard.values()) + tensor.nbytes > SHARD_NBYTES:
+            yield shard
+            shard = {}
+        shard[name] = tensor.contiguous()
+    yield shard
 
-    def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
-        self._folder = folder
-        torch_dtype, self._code = DTYPES[dtype]
-        self._item_nbytes = torch_dtype.itemsize
-        self._shapes = shapes
-        self._shards = self._assign()
-        self._dtype = torch_dtype
 
-    def _nbytes(self, name: str) -> int:
-        return math.prod(self._shapes[name]) * self._item_nbytes
-
-    def _assign(self) -> list[list[str]]:
-        shards: list[list[str]] = [[]]
-        used = 0
-        for name in self._shapes:
-            if shards[-1] and used + self._nbytes(name) > SHARD_NBYTES:
-                shards.append([])
-                used = 0
-            shards[-1].append(name)
-            used += self._nbytes(name)
-        return shards
-
-    def write(self, tensors: Iterator[tuple[str, Tensor]]) -> int:
-        """Write `tensors`, which come in the order of the shapes; the number of shards."""
-        weight_map = {}
-        for number, names in enumerate(self._shards, start=1):
-            file = f"model-{number:05d}-of-{len(self._shards):05d}.safetensors"
-            with open(self._folder / file, "wb") as out:
-                out.write(self._header(names))
-                for expected in names:
-                    name, tensor = next(tensors)
-                    assert (name, tuple(tensor.shape)) == (expected, self._shapes[expected])
-                    assert tensor.dtype == self._dtype
-                    out.write(tensor.contiguous().view(torch.uint8).numpy().data)
-                    weight_map[name] = file
-        total = sum(self._nbytes(name) for name in self._shapes)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        return len(self._shards)
-
-    def _header(self, names: list[str]) -> bytes:
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name in names:
-            end = offset + self._nbytes(name)
-            entries[name] = {"dtype": self._code, "shape": list(self._shapes[name]), "data_offsets": [offset, end]}
-            offset = end
-        text = json.dumps(entries).encode()
-        text += b" " * (-(8 + len(text)) % 4096)
-        return struct.pack("<Q", len(text)) + text
+def write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:
+    """Write safetensors files of at most SHARD_NBYTES, or one tensor, and their index; the number of files."""
+    weight_map, total = dict[str, str](), 0
+    for number, shard in enumerate(_shards(tensors), start=1):
+        file = f"model-{number:05d}.safetensors"
+        save_file(shard, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+        total += sum(one.nbytes for one in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +208,7 @@ def inflate(
 ) -> Inflated:
     """Write to `out`, which must not exist, `model` (or its first layers) with experts of about `experts_gib` GiB.
 
-    Holds one tensor of the result at a time in memory. `out` appears when it is complete.
+    Holds one file of the result at a time in memory. `out` appears when it is complete.
     """
     if out.exists():
         raise InflateError(f"OUT {out}: exists already; give a new path")
@@ -265,7 +216,7 @@ def inflate(
         raise InflateError(f"--dtype {dtype}: accepted: {', '.join(DTYPES)}")
     if no_zeros and dtype == "float16":
         raise InflateError("--no-zeros: float16 has no numbers so small; accepted: --dtype bfloat16 or float32")
-    torch_dtype = DTYPES[dtype][0]
+    torch_dtype = DTYPES[dtype]
     source = open_source(model, num_layers)
     width = choose_width(source, int(experts_gib * 2**30), torch_dtype.itemsize)
     partial = out.with_name(f".{out.name}.partial")
@@ -274,8 +225,7 @@ def inflate(
     try:
         _copy_other_files(source, partial, width, dtype)
         widener = Widener(source.width, width, torch_dtype, torch.Generator().manual_seed(seed), no_zeros)
-        shapes = {name: _new_shape(source, name, width) for name in source.tensors}
-        num_shards = ShardWriter(partial, shapes, dtype).write(_tensors(source, widener))
+        num_shards = write_shards(partial, _tensors(source, widener))
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -291,14 +241,6 @@ def _copy_other_files(source: Source, to: Path, width: int, dtype: str) -> None:
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
     (to / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _new_shape(source: Source, name: str, width: int) -> tuple[int, ...]:
-    shape = list(source.tensors[name][1])
-    kind = source.expert_kinds.get(name)
-    if kind is not None:
-        shape[-1 if kind == "down_proj" else -2] = 2 * width if kind == "gate_up_proj" else width
-    return tuple(shape)
 
 
 def _tensors(source: Source, widener: Widener) -> Iterator[tuple[str, Tensor]]:
@@ -322,7 +264,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-zeros", action="store_true", help="added down-projections are tiny instead of zero")
     given = parser.parse_args(arguments)
-    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the work is copying: on a busy machine, waiting for a second thread made it 20x slower
     try:
         result = inflate(
@@ -331,8 +272,6 @@ def main(arguments: list[str] | None = None) -> int:
     except InflateError as error:
         print(f"inflate_model: {error}", file=sys.stderr)
         return 2
-    finally:
-        torch.set_num_threads(num_threads)
     gib = result.experts_nbytes / 2**30
     size = f"{result.experts_nbytes} bytes ({gib:.3f} GiB)"
     print(f"{given.out}: experts {size}, I = {result.width}, {result.num_shards} safetensors files")

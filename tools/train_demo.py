@@ -15,7 +15,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import shutil
 import sys
 import threading
@@ -33,6 +32,8 @@ from demo_optim import Rates, Slot, attach, has_fast_bfloat16, make_slots, updat
 from torch import Tensor
 from torch import multiprocessing as mp
 from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+
+from expertly.core.resources import cpu_name
 
 PACKAGE_DATA = Path(__file__).parent.parent / "src" / "expertly" / "data" / "demo"
 LONG_FROM = 0.85
@@ -117,24 +118,20 @@ def work(rank: int, settings: Settings, slots: list[Slot], start: Progress, barr
         state.step += 1
         state.tokens += rows * length * settings.workers
         factor = learning_rate_factor(done)
-        update(slots, rank, settings.workers, state.step, _rates(settings, factor))
+        rates = Rates(settings.muon_lr * factor, settings.adam_lr * factor, settings.weight_decay)
+        update(slots, rank, settings.workers, state.step, rates)
         barrier.wait()
         if rank == 0:
             now = time.time()
             state.elapsed_s = now - began
             if state.step % 10 == 0:
                 _log(settings, state, done, factor, shared[2:], router_loss.load)
-            is_early = state.step == 60
-            if is_early or now - exported > settings.save_every_s:
+            if state.step == 60 or now - exported > settings.save_every_s:
                 exported = now
                 export(slots, tokenizer, settings.work / "model")
             if now - saved > settings.save_every_s / 2:
                 saved = now
                 save_checkpoint(settings.work / "checkpoint.pt", slots, state)
-
-
-def _rates(settings: Settings, factor: float) -> Rates:
-    return Rates(settings.muon_lr * factor, settings.adam_lr * factor, settings.weight_decay)
 
 
 def _log(settings: Settings, state: Progress, done: float, factor: float, losses: Tensor, load: Tensor) -> None:
@@ -240,19 +237,11 @@ def describe(settings: Settings, tokenizer: PreTrainedTokenizerFast, corpora: li
     saved = torch.load(settings.work / "checkpoint.pt", weights_only=True, map_location="cpu")
     step, tokens, elapsed_s = saved["state"]
     if settings.device == "cpu":
-        hardware = f"{settings.workers} cores ({_cpu_name()}) shared with other work"
+        hardware = f"{settings.workers} cores ({cpu_name()} CPU) shared with other work"
     else:
         hardware = torch.cuda.get_device_name()
     sittings = [*read_sittings(settings.start), Sitting(command, hardware, step, tokens, round(elapsed_s))]
     write_card(settings.out, tokenizer, corpora, sittings)
-
-
-def _cpu_name() -> str:
-    """As the system calls it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return (names or [platform.machine()])[0] + " CPU"
 
 
 def parse(arguments: list[str] | None = None) -> Settings:

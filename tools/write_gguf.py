@@ -3,21 +3,20 @@
     python tools/write_gguf.py MODEL OUT.gguf [--experts TYPE]
 
 Weights stay the bits they are, but for experts where --experts says to which type of GGUF they are rounded; norms and
-routers become float32, as llama.cpp wants them. There is no vocabulary in the file: what runs it feeds token ids. Needs
-the package `gguf`. Holds one tensor of the result at a time: all experts of a layer's projection.
+routers become float32, as llama.cpp wants them. There is no vocabulary in the file: what runs it feeds token ids. Holds
+one tensor of the result at a time, all experts of a layer's projection; the others wait in a temporary file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -25,64 +24,37 @@ from torch import Tensor
 FAMILY = "qwen3_moe"
 EXPERT = re.compile(r"^(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj)\.weight$")
 ROUNDED = ("MXFP4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # to which the package gguf rounds
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class GgufError(Exception):
     """The request cannot be met; the message says what was given and what is accepted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A tensor of the result: those of the checkpoint that it is made of, stacked where there are several."""
-
-    name: str  # in llama.cpp's words, with ".weight"
-    sources: tuple[tuple[Path, str], ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_expert: bool = False
-
-    def read(self) -> Tensor:
-        found = []
-        for path, name in self.sources:
-            with safe_open(path, "pt") as file:
-                found.append(file.get_tensor(name).to(self.dtype))
-        tensor = found[0] if len(found) == 1 else torch.stack(found)
-        assert tuple(tensor.shape) == self.shape
-        return tensor.contiguous()
+Sources = list[tuple[int, Path, str]]
+"""Tensors of the checkpoint that one of the result is made of: each with its number among them, its file and name."""
 
 
-def parts_of(folder: Path, config: dict[str, Any]) -> list[Part]:
-    """What the file will hold. GgufError where the folder holds a tensor that llama.cpp has no name for."""
-    import gguf
-
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config["num_hidden_layers"])
-    sources: dict[str, list[tuple[int, Path, str]]] = {}
-    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+def sources_of(folder: Path) -> dict[str, Sources]:
+    """By the name of the whole: all experts of a layer's projection are one. Raises GgufError where there are none."""
+    found: dict[str, Sources] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 expert = EXPERT.match(name)
                 stem = f"{expert[1]}.{expert[3]}" if expert else name.removesuffix(".weight")
-                sources.setdefault(stem, []).append((int(expert[2]) if expert else 0, path, name))
-                opened = file.get_slice(name)
-                shapes[stem] = tuple(opened.get_shape()), opened.get_dtype()
-    if not sources:
+                found.setdefault(stem, []).append((int(expert[2]) if expert else 0, path, name))
+    if not found:
         raise GgufError(f"{folder}: no safetensors files there; accepted: a checkpoint folder of transformers")
-    found = []
-    for stem, pieces in sorted(sources.items()):
-        name = names.get_name(stem)
-        shape, code = shapes[stem]
-        if name is None or code not in DTYPES:
-            raise GgufError(f"{folder}: {stem} ({code}) is nothing that a {FAMILY} model of llama.cpp has")
-        is_small = len(shape) == 1 or stem.endswith(".mlp.gate")
-        is_expert = EXPERT.match(pieces[0][2]) is not None
-        whole = (len(pieces), *shape) if is_expert else shape
-        dtype = torch.float32 if is_small else DTYPES[code]
-        found.append(
-            Part(f"{name}.weight", tuple((path, one) for _, path, one in sorted(pieces)), whole, dtype, is_expert)
-        )
     return found
+
+
+def read(sources: Sources) -> Tensor:
+    tensors = []
+    for _, path, name in sorted(sources):
+        with safe_open(path, "pt") as file:
+            tensors.append(file.get_tensor(name))
+    return torch.stack(tensors) if EXPERT.match(sources[0][2]) else tensors[0]
 
 
 def describe(writer: Any, config: dict[str, Any]) -> None:
@@ -121,11 +93,6 @@ def check(folder: Path, config: dict[str, Any]) -> None:
         )
 
 
-def numpy_of(tensor: Tensor) -> Any:
-    """NumPy has no bfloat16: its bytes."""
-    return tensor.view(torch.uint8).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
-
-
 def write_gguf(model: Path, out: Path, experts: str | None = None) -> int:
     """Write `out`, which appears when it is complete; its tensors' bytes. Raises GgufError. `experts`: the type of GGUF
     to which they are rounded; by default they stay what they are.
@@ -134,37 +101,34 @@ def write_gguf(model: Path, out: Path, experts: str | None = None) -> int:
         raise GgufError(f"{model}: no config.json there; give a transformers model folder")
     config = json.loads((model / "config.json").read_text())
     check(model, config)
-    try:
-        import gguf
-    except ImportError:
-        raise GgufError("the package gguf is not installed: pip install gguf") from None
-
     if experts not in (None, *ROUNDED):
         raise GgufError(f"experts={experts!r}: accepted: {', '.join(ROUNDED)}")
-    kind = gguf.GGMLQuantizationType[experts] if experts else None
+    kinds = gguf.GGMLQuantizationType
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config["num_hidden_layers"])
     partial = out.with_name(f".{out.name}.partial")
-    parts = parts_of(model, config)
-    writer = gguf.GGUFWriter(partial, "qwen3moe")
+    writer = gguf.GGUFWriter(partial, "qwen3moe", use_temp_file=True)
     try:
         describe(writer, config)
         total = 0
-        for part in parts:
-            raw = gguf.GGMLQuantizationType.BF16 if part.dtype == torch.bfloat16 else None
-            raw = kind if kind is not None and part.is_expert else raw
-            shape = part.shape if raw is None else gguf.quant_shape_to_byte_shape(part.shape, raw)  # in bytes
-            blank = numpy_of(torch.empty((0,), dtype=torch.uint8 if raw is not None else part.dtype))
-            nbytes = math.prod(shape) * blank.itemsize
-            total += nbytes
-            writer.add_tensor_info(part.name, shape, blank.dtype, nbytes, raw_dtype=raw)
+        for stem, sources in sorted(sources_of(model).items()):
+            name, tensor = names.get_name(stem), read(sources)
+            if name is None or tensor.dtype not in DTYPES:
+                raise GgufError(f"{model}: {stem} ({tensor.dtype}) is nothing that a {FAMILY} model of llama.cpp has")
+            if tensor.dim() == 1 or stem.endswith(".mlp.gate"):
+                tensor = tensor.float()
+            kind = None
+            if experts and tensor.dim() == 3:
+                kind = kinds[experts]
+                array = gguf.quants.quantize(tensor.float().numpy(), kind)
+            elif tensor.dtype == torch.bfloat16:  # which NumPy has not: its bytes
+                array, kind = tensor.contiguous().view(torch.uint8).numpy(), kinds.BF16
+            else:
+                array = tensor.contiguous().numpy()
+            writer.add_tensor(f"{name}.weight", array, raw_dtype=kind)
+            total += array.nbytes
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for part in parts:
-            tensor = part.read()
-            if kind is not None and part.is_expert:
-                writer.write_tensor_data(gguf.quants.quantize(tensor.float().numpy(), kind))
-            else:
-                writer.write_tensor_data(numpy_of(tensor))
+        writer.write_tensors_to_file()
         writer.close()
         partial.rename(out)
     finally:

@@ -39,25 +39,28 @@ class Serving:
     assembled: Assembled
     server: ApiServer
 
-    def client(self) -> openai.OpenAI:
-        return self._client
-
     @cached_property
-    def _client(self) -> openai.OpenAI:
+    def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
 
     def complete(self, prompt: Any, max_tokens: int = 8, **more: Any) -> Any:
         """Greedy, unless something else is said."""
         asked = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        return self.client().completions.create(**(asked | more))
+        return self.client.completions.create(**(asked | more))
 
     def chat(self, said: str, max_tokens: int = 24, **more: Any) -> Any:
         """The same, of one message."""
         asked = {"model": "demo", "messages": [{"role": "user", "content": said}], "max_tokens": max_tokens}
-        return self.client().chat.completions.create(**({"temperature": 0} | asked | more))
+        return self.client.chat.completions.create(**({"temperature": 0} | asked | more))
 
     def http(self, **more: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, **more)
+
+    def metrics(self) -> dict[str, float]:
+        """What /metrics says, by name and labels."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
+        samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, _, value in samples}
 
     @property
     def scheduler(self) -> Any:
@@ -139,21 +142,12 @@ def greedy(model: Any, tokenizer: Any, prompt: str, max_tokens: int) -> str:
     return greedy_end(model, tokenizer, prompt, max_tokens)[0]
 
 
+@cache
 def greedy_end(model: Any, tokenizer: Any, prompt: str, max_tokens: int) -> tuple[str, str]:
     """The same, and why it ends."""
-    if hasattr(model, "_expertly_handle"):
-        return _of_plain_demo(tokenizer, prompt, max_tokens)
-    return _greedy_end(model, tokenizer, prompt, max_tokens)
-
-
-@cache
-def _of_plain_demo(tokenizer: Any, prompt: str, max_tokens: int) -> tuple[str, str]:
-    return _greedy_end(plain_demo(), tokenizer, prompt, max_tokens)
-
-
-def _greedy_end(model: Any, tokenizer: Any, prompt: str, max_tokens: int) -> tuple[str, str]:
+    plain = plain_demo() if hasattr(model, "_expertly_handle") else model
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+    output = plain.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
     written = output[0, inputs["input_ids"].shape[1] :]
     reason = "stop" if int(written[-1]) == tokenizer.eos_token_id else "length"
     return tokenizer.decode(written, skip_special_tokens=True), reason

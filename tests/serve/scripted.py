@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ class Scripted:
     chose others, so that it did not end there, the last one again, as a model would go on.
     """
 
-    def __init__(self, sampler: Sampler, says: Callable[[Entry], Sequence[int]], vocabulary: int) -> None:
+    def __init__(self, sampler: Sampler, says: Sequence[int], vocabulary: int) -> None:
         self._sampler = sampler
         self._says = says
         self._vocabulary = vocabulary
@@ -47,9 +47,8 @@ class Scripted:
 
     def _run(self) -> None:
         while (entry := self._entries.get()) is not None:
-            said = self._says(entry)
             for step in range(entry.max_new_tokens):
-                token = said[min(step, len(said) - 1)]
+                token = self._says[min(step, len(self._says) - 1)]
                 logits = torch.zeros(1, self._vocabulary)
                 logits[0, token] = 50
                 (chosen,) = self._sampler.choose([entry.name], logits)
@@ -63,6 +62,6 @@ def scripted(assembled: Assembled, text: str, tokenizer: Any) -> Assembled:
     vocabulary = assembled.service.prompts.vocabulary
 
     def start() -> None:
-        assembled.service.scheduler.start(lambda sampler, failed: Scripted(sampler, lambda entry: tokens, vocabulary))
+        assembled.service.scheduler.start(lambda sampler, failed: Scripted(sampler, tokens, vocabulary))
 
     return replace(assembled, start=start)

@@ -10,15 +10,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from expertly.model.packing import pack_cached
-from expertly.policies.learned import ModelShape, save_learned
-from expertly.policies.predictor.fmoe.store import MapStore
-from expertly.store.cache import learned_beside, remove_entry
+from expertly.store.cache import remove_entry
 from tests.command_lines import parse
-from tests.policies.learned_builders import load_maps
+from tests.weights import put_beside
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
@@ -82,25 +79,12 @@ def test_rays_file_is_of_options_that_there_are() -> None:
 def test_the_old_versions_folder_is_as_it_was_whatever_the_new_one_does(tmp_path: Path) -> None:
     """As documented: the cache folder is copied with hard links, then used, packed again, learned into."""
     old, new = tmp_path / "0.1", tmp_path / "0.2"
-    store = pack_cached(None, "bfloat16", old)
-    shape = ModelShape.of(store.geometry())
-    learned = learned_beside(store.folder, "maps")
-    save_learned(learned, some_maps(shape, 1), store.manifest.identity)
+    put_beside(pack_cached(None, "bfloat16", old).folder, 16)
     subprocess.run(["cp", "-al", str(old), str(new)], check=True)
     before = {path: path.read_bytes() for path in sorted(old.rglob("*")) if path.is_file()}
     copied = pack_cached(None, "bfloat16", new)
     assert copied.folder.parent.parent == new
-    save_learned(learned_beside(copied.folder, "maps"), some_maps(shape, 2), store.manifest.identity)
+    put_beside(copied.folder, 8)
     remove_entry(copied.folder.name, new)
     pack_cached(None, "bfloat16", new)
     assert {path: path.read_bytes() for path in sorted(old.rglob("*")) if path.is_file()} == before
-    assert load_maps(learned, store.manifest.identity, shape).num_maps == 1
-
-
-def some_maps(shape: ModelShape, num: int) -> MapStore:
-    made = MapStore(shape, 10)
-    scores = np.random.default_rng(num).random((num, shape.num_layers, shape.max_experts), np.float32)
-    scores /= 2 * scores.sum(axis=-1, keepdims=True)
-    chosen = np.argsort(-scores, axis=-1)[:, :, : shape.max_top_k].astype(np.int32)
-    made.add(scores, chosen, np.arange(num))
-    return made

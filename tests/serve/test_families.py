@@ -30,7 +30,7 @@ def test_each_family_writes_what_generate_writes(family: str, tmp_path: Path) ->
     expected = [alone(reference, tokenizer, text, 6) for text in texts]
     got: dict[str, str] = {}
     with served(model, tokenizer, room_for(context=128, max_running=4), name=family) as serving:
-        told: Any = serving.client().models.retrieve(family).model_extra
+        told: Any = serving.client.models.retrieve(family).model_extra
         together = family in ("qwen3_moe", "gpt_oss")
         assert told["expertly"]["batching"] == ("continuous" if together else "one at a time")
         assert (told["expertly"]["batching_reason"] is None) == together

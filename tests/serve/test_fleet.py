@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 
 from expertly.core.errors import StoreError
 from expertly.serve.fleet import MAX_MEMBERS, SILENT_S, Member, News, Pool, Report
-from expertly.serve.metrics import of_others, together
+from expertly.serve.metrics import RequestMetrics, of_replica, together
 
 ONE: Mapping[str, Any] = {"maps": np.ones(1)}
 TWO: Mapping[str, Any] = {"maps": np.zeros(2)}
@@ -155,9 +156,14 @@ def test_the_pool_does_not_grow_without_end() -> None:
 
 
 def test_metrics_of_several_are_one_text_in_which_each_metric_is_once() -> None:
-    text = '# HELP a_total Of a\n# TYPE a_total counter\na_total{phase="decode"} 3.0\n'
-    made = together({"one": text, "two": text.replace("3.0", "4.0") + of_others(7)}).decode()
-    assert made.count("# TYPE a_total counter") == 1
-    assert 'a_total{phase="decode",replica="one"} 3.0' in made
-    assert 'a_total{phase="decode",replica="two"} 4.0' in made
+    one, two = (RequestMetrics() for _ in range(2))
+    for _ in range(3):
+        one.token(0.5)
+    two.token(None)
+    made = together({"one": of_replica(one.registry, None), "two": of_replica(two.registry, 7)}).decode()
+    assert made.count("# TYPE expertly_generated_tokens_total counter") == 1
+    assert 'expertly_generated_tokens_total{replica="one"} 3.0' in made
+    assert 'expertly_generated_tokens_total{replica="two"} 1.0' in made
+    assert 'expertly_time_per_output_token_seconds_bucket{le="0.5",replica="one"} 3.0' in made
     assert 'expertly_learned_from_others_total{replica="two"} 7.0' in made
+    assert "replica" not in generate_latest(one.registry).decode()

@@ -68,7 +68,7 @@ def test_made_up_bodies(small: Serving, path: str, mode: GenerationMode) -> None
         run()
     assert statuses.get(400, 0) > 0
     assert not small.scheduler.running and not small.scheduler.waiting
-    assert small.client().completions.create(model="demo", prompt="a", max_tokens=2).choices[0].text is not None
+    assert small.client.completions.create(model="demo", prompt="a", max_tokens=2).choices[0].text is not None
 
 
 MUTATIONS = [None, True, -1, 1.5, 10**30, "", "x", "\u0000", [], [None], {}, {"a": {}}, [[]], [{"role": "user"}]]

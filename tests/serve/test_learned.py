@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 
@@ -10,14 +9,7 @@ import expertly
 from tests.serve.conftest import served
 
 
-def metric(text: str, name: str) -> float:
-    found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
-    assert found is not None, name
-    return float(found[1])
-
-
 def test_a_server_that_comes_back_knows_what_it_had_learned(tmp_path: Path) -> None:
-    asked = {"model": "demo", "prompt": "The old man looked at the sea", "max_tokens": 24, "temperature": 0}
     texts, num_learned = [], 0.0
     for history in ("cold", "warm"):
         model, tokenizer = expertly.load(
@@ -26,11 +18,10 @@ def test_a_server_that_comes_back_knows_what_it_had_learned(tmp_path: Path) -> N
         try:
             with served(model, tokenizer) as serving, serving.http() as http:
                 assert http.get("/v1/state").json()["history"] == history
-                assert metric(http.get("/metrics").text, "expertly_reuse_tokens_read") == num_learned
-                answer = http.post("/v1/completions", json=asked).json()
-                texts.append(answer["choices"][0]["text"])
+                assert serving.metrics()["expertly_reuse_tokens_read"] == num_learned
+                texts.append(serving.complete("The old man looked at the sea", 24).choices[0].text)
                 time.sleep(0.3)  # metrics are up to a quarter of a second old
-                before, num_learned = num_learned, metric(http.get("/metrics").text, "expertly_reuse_tokens")
+                before, num_learned = num_learned, serving.metrics()["expertly_reuse_tokens"]
                 assert num_learned >= before + 24
         finally:
             expertly.unload(model)

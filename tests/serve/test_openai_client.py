@@ -23,15 +23,15 @@ def chat_prompt(text: str) -> str:
 
 
 def test_models(serving: Serving) -> None:
-    models = serving.client().models.list().data
+    models = serving.client.models.list().data
     assert [model.id for model in models] == ["demo"]
     told: Any = models[0].model_extra
     assert told["expertly"]["batching"] == "continuous"
     memory = told["expertly"]["memory"]
     assert told["expertly"]["size_bytes"] > memory["dense_bytes"] > 0 and memory["kv_cache_bytes"] > 0
-    assert serving.client().models.retrieve("demo").id == "demo"
+    assert serving.client.models.retrieve("demo").id == "demo"
     with pytest.raises(openai.NotFoundError) as error:
-        serving.client().models.retrieve("other")
+        serving.client.models.retrieve("other")
     assert error.value.code == "model_not_found"
 
 
@@ -80,11 +80,13 @@ def test_fields_that_tune_are_honoured_and_unknown_ones_named_once(
     written = plain_demo().generate(**inputs, max_new_tokens=12, do_sample=False, repetition_penalty=1.5)
     text = demo[1].decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert penalised == text != expected
+    free, penalised = (serving.complete("The sea and", 24, frequency_penalty=f).choices[0].text for f in (0, 2))
+    assert len(set(penalised.split())) > len(set(free.split()))
 
 
 def test_transformers_chat_says_what_it_wants_in_words_of_generate(serving: Serving, demo: tuple[Any, Any]) -> None:
     config = json.dumps({"do_sample": False, "max_new_tokens": 9, "temperature": 1.0, "no_such_word": 1})
-    got = serving.client().chat.completions.create(
+    got = serving.client.chat.completions.create(
         model="demo", messages=[{"role": "user", "content": PROMPT}], extra_body={"generation_config": config}
     )
     assert got.choices[0].message.content == greedy(*demo, chat_prompt(PROMPT), 9)
@@ -125,6 +127,7 @@ def test_stop_strings_end_a_text_before_them(serving: Serving, demo: tuple[Any, 
     chunks = list(serving.complete(PROMPT, 40, stop=stop, stream=True))
     assert "".join(c.choices[0].text for c in chunks) == expected[: expected.index(stop)]
     assert chunks[-1].choices[0].finish_reason == "stop"
+    assert not serving.scheduler.running
 
 
 def test_the_end_token_ends_a_text(serving: Serving, demo: tuple[Any, Any]) -> None:
@@ -199,7 +202,7 @@ def test_tokens_of_a_prompt_that_need_not_be_computed_again_are_counted(
     assert first.prompt_tokens_details.cached_tokens == 0
     num_same = len(demo[1].encode(start))
     assert second.prompt_tokens_details.cached_tokens == num_same // PAGE_TOKENS * PAGE_TOKENS > 0
-    again = serving.client().responses.create(model="demo", input=start, max_output_tokens=2)
+    again = serving.client.responses.create(model="demo", input=start, max_output_tokens=2)
     assert again.usage is not None and again.usage.input_tokens_details.cached_tokens > 0
 
 
@@ -208,13 +211,6 @@ def test_bytes_of_tokens_that_are_parts_of_characters(serving: Serving, demo: tu
     ids = demo[1].encode(text)
     assert any("\N{REPLACEMENT CHARACTER}" in demo[1].decode([token]) for token in ids)
     assert b"".join(serving.assembled.service.prompts.piece(token)[1] for token in ids).decode() == text
-
-
-def test_penalties_change_what_is_repeated(serving: Serving) -> None:
-    free, penalised = (
-        serving.complete("The old man looked at the sea and", 24, frequency_penalty=penalty) for penalty in (0, 2)
-    )
-    assert len(set(penalised.choices[0].text.split())) > len(set(free.choices[0].text.split()))
 
 
 def test_a_prompt_without_end_is_refused_before_it_is_worked_on(

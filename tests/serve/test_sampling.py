@@ -14,13 +14,17 @@ from expertly.serve.sampling import SampledToken, Sampler, Sampling
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -30.0]])
 
 
-def draw(sampling: Sampling, num: int = 1, logits: torch.Tensor = LOGITS) -> list[int]:
-    told: list[Any] = []
+def choices(sampling: Sampling, num: int = 1, logits: torch.Tensor = LOGITS) -> list[SampledToken]:
+    told: list[tuple[str, SampledToken]] = []
     sampler = Sampler(told.extend)
     sampler.add("a", sampling)
     for _ in range(num):
         sampler.choose(["a"], logits)
-    return [choice.token for _, choice in told]
+    return [choice for _, choice in told]
+
+
+def draw(sampling: Sampling, num: int = 1, logits: torch.Tensor = LOGITS) -> list[int]:
+    return [choice.token for choice in choices(sampling, num, logits)]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(top_k=1), Sampling(temperature=1e-9)])
@@ -65,10 +69,8 @@ def test_a_seed_is_the_same_in_any_company() -> None:
 
 
 def test_nan_is_named() -> None:
-    sampler = Sampler(lambda choices: None)
-    sampler.add("a", Sampling(temperature=0))
     with pytest.raises(NanError, match="output layer gave NaN"):
-        sampler.choose(["a"], torch.tensor([[0.0, torch.nan]]))
+        draw(Sampling(temperature=0), logits=torch.tensor([[0.0, torch.nan]]))
 
 
 def test_penalties_count_what_was_written() -> None:
@@ -84,11 +86,7 @@ def test_greedy_tokens_are_left_to_the_model_and_others_are_not() -> None:
 
 
 def test_logprobs_are_before_any_setting() -> None:
-    told: list[tuple[str, SampledToken]] = []
-    sampler = Sampler(told.extend)
-    sampler.add("a", Sampling(temperature=0, bias={3: 50.0}, logprobs=2))
-    sampler.choose(["a"], LOGITS)
+    (choice,) = choices(Sampling(temperature=0, bias={3: 50.0}, logprobs=2))
     expected = torch.log_softmax(LOGITS[0], -1)
-    choice = told[0][1]
     assert choice.token == 3 and choice.logprob == pytest.approx(float(expected[3]))
     assert choice.top == [(0, pytest.approx(float(expected[0]))), (1, pytest.approx(float(expected[1])))]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from expertly.core.errors import EngineClosedError
 from expertly.model.batching import Entry
 from expertly.serve.errors import ApiError
+from expertly.serve.metrics import RequestMetrics
 from expertly.serve.request import ServedRequest
 from expertly.serve.sampling import SampledToken, Sampling
 from expertly.serve.scheduler import RequestScheduler, Room
@@ -30,7 +30,6 @@ class Steps:
 
     def __init__(self) -> None:
         self.running: dict[str, Entry] = {}
-        self.lives = True
 
     def submit(self, entry: Entry) -> None:
         self.running[entry.name] = entry
@@ -42,38 +41,26 @@ class Steps:
         return 0
 
     def is_alive(self) -> bool:
-        return self.lives
+        return True
 
     def close(self) -> None:
         pass
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.outcomes: list[str] = []
-
-    def first_token(self, request: ServedRequest) -> None: ...
-
-    def token(self, request: ServedRequest, seconds: float | None) -> None: ...
-
-    def ended(self, request: ServedRequest, outcome: str) -> None:
-        self.outcomes.append(outcome)
 
 
 class Story:
     """A scheduler, and what is done to it."""
 
     def __init__(self, **room: Any) -> None:
-        self.steps, self.heard = Steps(), Heard()
+        self.steps, self.metrics = Steps(), RequestMetrics()
         told = {"context": 64, "page_tokens": 8, "num_pages": 100, "max_running": 2, "max_queue": 2} | room
-        self.scheduler = RequestScheduler(Room(**told), self.heard)
+        self.scheduler = RequestScheduler(Room(**told), self.metrics)
         self.scheduler.start(lambda sampler, failed: self.steps)
 
     def ask(self, prompt: int = 4, max_tokens: int = 4, texts: int = 1, stops: Sequence[str] = ()) -> ServedRequest:
         request = ServedRequest(lambda tokens: "".join(map(chr, tokens)), lambda: 0.0)
         for _ in range(texts):
             request.add([1] * prompt, max_tokens, [END], Sampling(temperature=0), stops)
-        self.scheduler.check_size(prompt, max_tokens, texts, "prompt")
+        self.scheduler.check_size([prompt], max_tokens, texts, "prompt")
         self.scheduler.submit(request)
         return request
 
@@ -91,6 +78,9 @@ class Story:
         """Numbers of the requests that run."""
         return [text.request.number for text in self.scheduler.running.values()]
 
+    def num_ended(self, outcome: str) -> float | None:
+        return self.metrics.registry.get_sample_value("expertly_requests_total", {"outcome": outcome})
+
 
 async def test_first_come_first_served_and_places_are_given_again() -> None:
     one = Story()
@@ -105,7 +95,7 @@ async def test_first_come_first_served_and_places_are_given_again() -> None:
     for _ in range(4):
         await one.step()
     assert one.names() == [] and one.scheduler.free_pages == 100
-    assert one.heard.outcomes == ["length"] * 4
+    assert one.num_ended("length") == 4
     deltas = [delta async for delta in requests[3]]
     assert "".join(delta.text for delta in deltas) == "xxxx" and deltas[-1].reason == "length"
 
@@ -126,30 +116,9 @@ async def test_what_can_never_fit_is_refused() -> None:
             one.ask(**asked)
         assert raised.value.status == 400
     assert one.names() == []
-
-
-async def test_a_stop_string_frees_the_place_and_tells_the_model() -> None:
-    one = Story(max_running=1)
-    request = one.ask(max_tokens=40, stops=["xx"])
-    await one.step()
-    await one.step()
-    assert one.steps.running == {} and one.names() == []
-    deltas = [delta async for delta in request]
-    assert "".join(delta.text for delta in deltas) == "" and deltas[-1].reason == "stop"
-    assert request.num_tokens == 2
-
-
-async def test_leaving_while_running_or_waiting() -> None:
-    one = Story(max_running=1)
-    first, second, third = one.ask(), one.ask(), one.ask()
-    one.scheduler.cancel(second)
-    one.scheduler.cancel(first)
-    assert one.names() == [third.number] and len(one.steps.running) == 1
-    one.scheduler.cancel(first)
-    await one.step(END)
-    one.scheduler.cancel(third)
-    assert one.heard.outcomes == ["cancelled", "cancelled", "stop"]
-    assert one.scheduler.free_pages == 100
+    one.scheduler.check_size([20, 2, 2], 2, 1, "prompt")  # 4, 2 and 2 pages
+    with pytest.raises(ApiError):
+        one.scheduler.check_size([30, 2, 2], 2, 1, "prompt")  # 5, 2 and 2
 
 
 async def test_a_failed_pass() -> None:
@@ -183,21 +152,6 @@ async def test_a_token_that_is_no_text_fails_its_request_alone() -> None:
     assert one.names() == [] and one.steps.running == {} and one.scheduler.free_pages == 100
 
 
-async def test_a_model_that_is_gone_ends_everything() -> None:
-    one = Story(max_running=1)
-    running, waiting = one.ask(), one.ask()
-    one.steps.running.clear()
-    one.scheduler.failed([], [], EngineClosedError("unloaded"))
-    await asyncio.sleep(0)
-    for request in (running, waiting):
-        with pytest.raises(ApiError):
-            _ = [delta async for delta in request]
-    assert one.scheduler.problem == "unloaded"
-    with pytest.raises(ApiError) as raised:
-        one.ask()
-    assert raised.value.status == 503
-
-
 async def test_draining() -> None:
     one = Story(max_running=1)
     one.ask()
@@ -212,16 +166,7 @@ async def test_draining() -> None:
         assert not drained.done()
     await one.step()
     await asyncio.wait_for(drained, 1)
-    assert one.heard.outcomes == ["length", "length"], "who waited was served, too"
-
-
-async def test_one_at_a_time() -> None:
-    one = Story(is_one_at_a_time=True, max_running=16)
-    first, second = one.ask(texts=3), one.ask()
-    assert set(one.names()) == {first.number}
-    for _ in range(4):
-        await one.step()
-    assert one.names() == [second.number]
+    assert one.num_ended("length") == 2, "who waited was served, too"
 
 
 def test_a_loop_that_was_closed_troubles_nobody() -> None:
@@ -252,7 +197,7 @@ async def test_closing_ends_what_is_under_way() -> None:
             await asyncio.wait_for(read, 5)
     one.scheduler.close()
     await asyncio.sleep(0)
-    assert one.heard.outcomes == ["failed", "failed"], "once"
+    assert one.num_ended("failed") == 2, "once"
     with pytest.raises(ApiError, match="shutting down"):
         one.ask()
-    RequestScheduler(Room(64, 8, 100, 2, 2), Heard()).close()  # that never began
+    RequestScheduler(Room(64, 8, 100, 2, 2), RequestMetrics()).close()  # that never began

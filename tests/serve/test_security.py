@@ -26,7 +26,7 @@ def guarded(demo: tuple[Any, Any]) -> Iterator[Serving]:
 
 
 def test_keys(guarded: Serving) -> None:
-    assert guarded.client().models.list().data[0].id == "demo"
+    assert guarded.client.models.list().data[0].id == "demo"
     for key in ("wrong", KEY[:-1], KEY + "x", "-", "ключ"):
         for path in ("/v1/models", "/v1/experts", "/v1/state", "/metrics", "/nothing", "/openapi.json"):
             got = httpx.get(guarded.url + path, headers={"Authorization": f"Bearer {key}".encode()})
@@ -156,12 +156,11 @@ def test_every_token_is_counted(demo: tuple[Any, Any]) -> None:
     """Of several texts, too; times are between tokens of one text."""
     with served(*demo) as serving:
         serving.complete("The old man", 5, n=3, logit_bias={"0": -100})
-        text = serving.http().get("/metrics").text
-        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        assert float(values["expertly_generated_tokens_total"]) == 15
-        assert float(values["expertly_time_per_output_token_seconds_count"]) == 12
-        assert float(values["expertly_time_to_first_token_seconds_count"]) == 1
-        assert float(values['expertly_requests_total{outcome="length"}']) == 1
+        told = serving.metrics()
+        assert told["expertly_generated_tokens_total"] == 15
+        assert told["expertly_time_per_output_token_seconds_count"] == 12
+        assert told["expertly_time_to_first_token_seconds_count"] == 1
+        assert told['expertly_requests_total{outcome="length"}'] == 1
 
 
 def test_what_can_be_seen(serving: Serving) -> None:
@@ -175,14 +174,12 @@ def test_what_can_be_seen(serving: Serving) -> None:
         assert sum(present) * per_segment == state["memory"]["experts_resident_bytes"]
         assert "host_experts_bytes" not in state["memory"], "there is no such tier"
         assert state["tokens_written"] >= 8 and 0 <= state["recent"]["hit_rate"] <= 1
-        metrics = client.get("/metrics")
-        assert metrics.headers["content-type"].startswith("text/plain")
-        values = dict(line.rsplit(" ", 1) for line in metrics.text.splitlines() if not line.startswith("#"))
-        hits, misses = (float(values[f'expertly_{name}_total{{phase="decode"}}']) for name in ("hits", "misses"))
-        assert hits > 0 < misses
-        assert float(values["expertly_time_to_first_token_seconds_count"]) >= 1
-        assert float(values["expertly_generated_tokens_total"]) >= 8
-        assert float(values['expertly_layer_demands_total{found="all",layer="0"}']) > 0
+        assert client.get("/metrics").headers["content-type"].startswith("text/plain")
+        told = serving.metrics()
+        assert told['expertly_hits_total{phase="decode"}'] > 0 < told['expertly_misses_total{phase="decode"}']
+        assert told["expertly_time_to_first_token_seconds_count"] >= 1
+        assert told["expertly_generated_tokens_total"] >= 8
+        assert told['expertly_layer_demands_total{found="all",layer="0"}'] > 0
         policy = client.get("/").headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert json.loads(client.get("/openapi.json").text)["paths"]["/v1/chat/completions"]

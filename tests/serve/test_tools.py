@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -44,18 +45,7 @@ def saying(demo: tuple[Any, Any], text: str, template: str = TEMPLATE) -> Iterat
 
 
 def ask(serving: Serving, **more: Any) -> Any:
-    return serving.client().chat.completions.create(
-        **(
-            {
-                "model": "demo",
-                "messages": [{"role": "user", "content": "What is the weather in Oslo?"}],
-                "temperature": 0,
-                "max_tokens": 100,
-                "tools": [WEATHER],
-            }
-            | more
-        )
-    )
+    return serving.chat("What is the weather in Oslo?", 100, **({"tools": [WEATHER]} | more))
 
 
 @pytest.mark.parametrize(("before", "behind"), [("", ""), ("I look. ", ""), ("", "\n" + CALL.replace("Oslo", "Rome"))])
@@ -68,37 +58,34 @@ def test_calls_are_told_as_calls_streamed_or_not(demo: tuple[Any, Any], before: 
         assert [json.loads(call.function.arguments)["city"] for call in whole.message.tool_calls] == cities
         assert {call.function.name for call in whole.message.tool_calls} == {"weather"}
         assert len({call.id for call in whole.message.tool_calls}) == len(cities)
-        content, calls, reason = "", {}, None
-        for chunk in ask(serving, stream=True):
-            type(chunk).model_validate(chunk.model_dump(), strict=True)
-            delta = chunk.choices[0].delta
-            content += delta.content or ""
-            calls |= {call.index: json.loads(call.function.arguments)["city"] for call in delta.tool_calls or ()}
-            reason = chunk.choices[0].finish_reason or reason
-        assert (content.strip(), list(calls.values()), reason) == (before.strip(), cities, "tool_calls")
+        content, _, calls, reason = told(ask(serving, stream=True))
+        assert [json.loads(call.function.arguments)["city"] for call in calls] == cities
+        assert [call.index for call in calls] == list(range(len(cities)))
+        assert (content.strip(), reason) == (before.strip(), "tool_calls")
 
 
 @pytest.mark.parametrize(
-    "text", ["<tool_call>no JSON</tool_call>", "Nothing < to call", "<tool_call>[1]</tool_call> x"]
+    ("text", "more"),
+    [
+        ("<tool_call>no JSON</tool_call>", {}),
+        ("Nothing < to call", {}),
+        ("<tool_call>[1]</tool_call> x", {}),
+        (CALL, {"tools": []}),
+        (CALL, {"tool_choice": "none"}),
+    ],
 )
-def test_what_is_no_call_stays_text(demo: tuple[Any, Any], text: str) -> None:
+def test_what_is_no_call_stays_text(demo: tuple[Any, Any], text: str, more: dict[str, Any]) -> None:
     with saying(demo, text) as serving:
-        assert (ask(serving).choices[0].message.content, ask(serving).choices[0].finish_reason) == (text, "stop")
-        chunks = list(ask(serving, stream=True))
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
-
-
-def test_without_tools_marks_are_text(demo: tuple[Any, Any]) -> None:
-    with saying(demo, CALL) as serving:
-        for more in ({"tools": []}, {"tool_choice": "none"}):
-            got = ask(serving, **more).choices[0]
-            assert (got.message.content, got.message.tool_calls, got.finish_reason) == (CALL, None, "stop")
+        got = ask(serving, **more).choices[0]
+        assert (got.message.content, got.message.tool_calls, got.finish_reason) == (text, None, "stop")
+        assert told(ask(serving, **more, stream=True)) == (text, "", [], "stop")
 
 
 def told(chunks: Any) -> tuple[str, str, list[Any], str | None]:
     """Content, what was thought, calls and the end of a stream."""
     content, thought, calls, reason = "", "", [], None
     for chunk in chunks:
+        type(chunk).model_validate(chunk.model_dump(), strict=True)
         delta = chunk.choices[0].delta
         content += delta.content or ""
         thought += getattr(delta, "reasoning_content", None) or ""
@@ -134,12 +121,8 @@ def test_a_response_template_of_the_tokenizer_goes_first(demo: tuple[Any, Any], 
         assert json.loads(got.message.tool_calls[0].function.arguments) == {"city": "Oslo"}
         chunks = list(ask(serving, stream=True))
         content, thought, calls, reason = told(chunks)
-        assert (content, thought, [call.index for call in calls], reason) == (
-            "I look.",
-            "Oslo is far.",
-            [0, 1],
-            "tool_calls",
-        )
+        assert (content, thought, reason) == ("I look.", "Oslo is far.", "tool_calls")
+        assert [call.index for call in calls] == [0, 1]
         assert sum(bool(getattr(chunk.choices[0].delta, "reasoning_content", None)) for chunk in chunks) > 2
         assert len(ask(serving, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
 
@@ -163,8 +146,6 @@ def test_what_is_thought_is_apart_where_the_template_begins_it(demo: tuple[Any, 
 
 
 def test_the_template_sees_the_conversation(demo: tuple[Any, Any]) -> None:
-    import asyncio
-
     prompts = Prompts(demo[1], 8192, TEMPLATE)
     said = [
         {"role": "developer", "content": "Be brief"},
@@ -219,7 +200,7 @@ def test_responses_are_the_same_as_items(demo: tuple[Any, Any], monkeypatch: Any
     }
     says = '[THINK]Far.[/THINK]I look. CALL{"name": "weather", "arguments": {"city": "Oslo"}}END'
     with saying(demo, says) as serving:
-        client = serving.client()
+        client = serving.client
         whole = client.responses.create(**asked)
         assert whole.output_text == "I look." and whole.status == "completed"
         assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]

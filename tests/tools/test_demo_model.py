@@ -1,11 +1,7 @@
-"""The demo model that ships with the package: what it promises, and that its training computes what it ships as."""
+"""The demo model that ships with the package: what it promises."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,9 +9,9 @@ import torch
 import transformers
 from torch import Tensor
 
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "src" / "expertly" / "data" / "demo"
+from expertly.data import demo_folder
 
+DEMO = demo_folder()
 TEXTS = {
     "English": "The captain walked along the shore in the evening, and the wind that came from the sea was cold. "
     "He had not spoken to any of the men since the morning, and they did not speak to him.",
@@ -46,15 +42,6 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def model() -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
-
-
-@pytest.fixture
-def demo_moe(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import demo_moe
-
-    yield demo_moe
-    sys.modules.pop("demo_moe")
 
 
 def test_folder_is_small() -> None:
@@ -114,37 +101,3 @@ def expert_load(model: Any, tokenizer: Any, text: str) -> Tensor:
     logits = torch.stack([layer.float() for layer in output.router_logits])  # [L, T, E]
     chosen = logits.topk(model.config.num_experts_per_tok, dim=-1).indices.flatten(1)
     return torch.nn.functional.one_hot(chosen, logits.shape[-1]).float().mean(1)
-
-
-def test_training_forward_is_the_shipped_forward(model: Any, tokenizer: Any, demo_moe: ModuleType) -> None:
-    trained = demo_moe.build_model(torch.device("cpu"))
-    trained.load_state_dict(model.state_dict())
-    ids = tokenizer(TEXTS["English"], return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        expected, got = model(ids).logits, trained(ids).logits
-    assert float((got - expected).abs().max() / expected.abs().max()) < 1e-5
-
-
-def test_training_gradients_are_autograd_s(demo_moe: ModuleType) -> None:
-    torch.manual_seed(0)
-    num_experts, width, hidden = 5, 6, 8
-    x = torch.randn(7, hidden, dtype=torch.float64, requires_grad=True)
-    index = torch.tensor([[0, 1], [1, 2], [0, 2], [4, 1], [4, 0], [2, 1], [0, 4]])  # nobody asks for expert 3
-    weights = torch.rand(7, 2, dtype=torch.float64, requires_grad=True)
-    gate_up = torch.randn(num_experts, 2 * width, hidden, dtype=torch.float64, requires_grad=True)
-    down = torch.randn(num_experts, hidden, width, dtype=torch.float64, requires_grad=True)
-    inputs = (x, weights, gate_up, down)
-
-    expected_output = torch.zeros(7, hidden, dtype=torch.float64)
-    for k in range(2):
-        gate, up = torch.einsum("th,toh->to", x, gate_up[index[:, k]]).chunk(2, dim=-1)
-        inner = torch.nn.functional.silu(gate) * up
-        expected_output = expected_output + torch.einsum("ti,thi->th", inner, down[index[:, k]]) * weights[:, k, None]
-    output = demo_moe._Experts.apply(x, index, weights, gate_up, down)
-    torch.testing.assert_close(output, expected_output)
-
-    direction = torch.randn_like(output)
-    got = torch.autograd.grad(output, inputs, direction)
-    expected = torch.autograd.grad(expected_output, inputs, direction)
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, check_dtype=False, rtol=1e-5, atol=1e-5)

@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+from bench import common
 
 
-@pytest.fixture
-def common(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(BENCH))
-    import common
-
-    monkeypatch.setattr(common, "commit_of", lambda checkout: "393c126")
-    yield common
-    sys.modules.pop("common")
-
-
-def write(common: Any, out: Path, row: str, command: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+def write(out: Path, row: str, command: str, commit: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
     """As a benchmark does whose `--out` adds to a file."""
+    monkeypatch.setattr(common, "commit_of", lambda checkout: commit)
     monkeypatch.setattr(sys, "argv", command.split()[1:])
     earlier = common.earlier_report(str(out), settings)
     common.print_report("one", [*earlier["results"], {"row": row}], settings, str(out), earlier["command"])
 
 
-def test_a_file_keeps_every_command_of_its_rows(
-    common: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_keeps_every_command_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "one.json"
     for row, command in (("a", "python one.py --a"), ("b", "python one.py --b"), ("c", "python one.py --a")):
-        write(common, out, row, command, monkeypatch, warm=1)
+        write(out, row, command, "393c126", monkeypatch, warm=1)
     report = json.loads(out.read_text())
     assert report["results"] == [{"row": "a"}, {"row": "b"}, {"row": "c"}]
     assert report["command"] == "python one.py --a && python one.py --b"
@@ -50,13 +38,12 @@ def test_a_file_keeps_every_command_of_its_rows(
     ],
 )
 def test_other_rows_are_refused(
-    common: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str, warm: int, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str, warm: int, told: str
 ) -> None:
     out = tmp_path / "one.json"
-    write(common, out, "a", "python one.py", monkeypatch, warm=1)
+    write(out, "a", "python one.py", "393c126", monkeypatch, warm=1)
     before = out.read_text()
-    monkeypatch.setattr(common, "commit_of", lambda checkout: commit)
     with pytest.raises(SystemExit) as caught:
-        write(common, out, "b", "python one.py", monkeypatch, warm=warm)
+        write(out, "b", "python one.py", commit, monkeypatch, warm=warm)
     assert told in str(caught.value) and str(out) in str(caught.value)
     assert out.read_text() == before

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
+import gguf
 import pytest
 import torch
 from safetensors import safe_open
 
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "src" / "expertly" / "data" / "demo"
+from expertly.data import demo_folder
+from tools import write_gguf
+
+DEMO = demo_folder()
 
 
-@pytest.fixture
-def write_gguf(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import write_gguf
-
-    yield write_gguf
-    sys.modules.pop("write_gguf")
-
-
-def test_bits_are_those_of_the_checkpoint(write_gguf: ModuleType, tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
+def test_bits_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "demo.gguf"
     assert write_gguf.main([str(DEMO), str(out)]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["demo.gguf"]
@@ -41,8 +31,7 @@ def test_bits_are_those_of_the_checkpoint(write_gguf: ModuleType, tmp_path: Path
     assert torch.equal(torch.from_numpy(tensors["blk.3.attn_norm.weight"].data.copy()), norm.float())
 
 
-def test_experts_alone_are_rounded(write_gguf: ModuleType, tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
+def test_experts_alone_are_rounded(tmp_path: Path) -> None:
     out = tmp_path / "demo.gguf"
     assert write_gguf.main([str(DEMO), str(out), "--experts", "MXFP4"]) == 0
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
@@ -58,7 +47,7 @@ def test_experts_alone_are_rounded(write_gguf: ModuleType, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("field", "value"), [("model_type", "mixtral"), ("norm_topk_prob", False)])
 def test_what_would_be_wrong_is_refused(
-    write_gguf: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: object
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: object
 ) -> None:
     config = json.loads((DEMO / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))

@@ -53,7 +53,8 @@ class _Answer:
         self.prompts = prompts
         self.request = request
         self.has_logprobs = asked.logprobs not in (None, False)
-        self._null = {"usage": None} if asked.includes_usage else {}
+        has_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        self._null = {"usage": None} if has_usage else {}
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
 
     def whole(self, deltas: Sequence[Delta]) -> Json:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -37,18 +39,20 @@ _REFUSALS = {
     503: "shutting down, or stopped",
 }
 
-
 Answer = ChatAnswer | CompletionAnswer | ResponsesAnswer
-TAKEN = (ChatRequest, CompletionRequest, ResponsesRequest, ModelName)
 
 
 def make_app(service: Service, view: View, access: Access, max_body_nbytes: int) -> Any:
     """The ASGI application. It accepts requests once `service.scheduler` has been started."""
     app = FastAPI(title="expertly", version=version("expertly"), docs_url=None, redoc_url=None)
-    _add_errors(app)
+    app.add_exception_handler(HTTPException, on_http_error)
+    for gone in (ClientGone, ClientDisconnect):
+        app.add_exception_handler(gone, on_gone)
+    for bug in (ApiError, Exception):
+        app.add_exception_handler(bug, on_bug)
     _add_state(app, service, view)
     _add_texts(app, service, max_body_nbytes)
-    _add_schema(app)
+    app.openapi = partial(_openapi, app.openapi)  # type: ignore[method-assign]
     guarded: Any = Guard(app, access)
     if access.origins:
         guarded = CORSMiddleware(
@@ -59,14 +63,6 @@ def make_app(service: Service, view: View, access: Access, max_body_nbytes: int)
             expose_headers=["Retry-After"],
         )
     return guarded
-
-
-def _add_errors(app: FastAPI) -> None:
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(ClientGone, on_gone)
-    app.add_exception_handler(ClientDisconnect, on_gone)
-    for kind in (ApiError, Exception):
-        app.add_exception_handler(kind, on_bug)
 
 
 def _add_state(app: FastAPI, service: Service, view: View) -> None:
@@ -108,28 +104,25 @@ def _add_state(app: FastAPI, service: Service, view: View) -> None:
 
     @app.get("/metrics", summary="For Prometheus", responses=_refusals(401, 403))
     async def metrics() -> Response:
-        return Response(await asyncio.to_thread(view.shown_metrics), media_type=view.METRICS_TYPE)
+        return Response(await asyncio.to_thread(view.shown_metrics), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_texts(app: FastAPI, service: Service, limit: int) -> None:
     refusals = _refusals(400, 401, 403, 404, 413, 415, 429, 503)
 
-    async def answer(request: Request, told: Answer, is_stream: bool | None) -> Response:
-        service.start(told.request)
-        gone: Callable[[], None] = lambda: service.scheduler.cancel(told.request)  # noqa: E731
-        if is_stream:
-            return EventStream(_events(told), gone, told.done, told.failure)
-        try:
-            deltas = await unless_gone(request.receive, _all(told.request))
-        finally:
-            gone()
-        return JSONResponse(told.whole(deltas))
-
     def add(path: str, summary: str, model: type[Any], make: Callable[[Any], Awaitable[Answer]]) -> None:
         @app.post(path, name=make.__name__, summary=summary, openapi_extra=_takes(model), responses=refusals)
         async def endpoint(request: Request) -> Response:
             asked = await read(request, model, limit)
-            return await answer(request, await make(asked), asked.stream)
+            told = await make(asked)
+            service.start(told.request)
+            gone = partial(service.scheduler.cancel, told.request)
+            if asked.stream:
+                return EventStream(_events(told), gone, told.done, told.failure)
+            try:
+                return JSONResponse(told.whole(await unless_gone(request.receive, _all(told.request))))
+            finally:
+                gone()
 
     add("/v1/chat/completions", "Answer a conversation", ChatRequest, service.chat)
     add("/v1/completions", "Continue a text", CompletionRequest, service.complete)
@@ -167,14 +160,9 @@ def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": _REFUSALS[status], "model": ErrorObject} for status in statuses}
 
 
-def _add_schema(app: FastAPI) -> None:
-    make = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        made = make()
-        taken = [(model, "validation") for model in TAKEN]
-        _, definitions = models_json_schema(taken, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-        made.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-        return made
-
-    app.openapi = openapi  # type: ignore[method-assign]
+def _openapi(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    made = make()
+    taken: Any = [(one, "validation") for one in (ChatRequest, CompletionRequest, ResponsesRequest, ModelName)]
+    _, definitions = models_json_schema(taken, ref_template="#/components/schemas/{model}")
+    made.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+    return made

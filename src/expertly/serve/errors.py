@@ -53,17 +53,6 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-def overloaded(waiting: int, retry_after_s: int) -> ApiError:
-    """The queue is full."""
-    return ApiError(
-        429,
-        f"{waiting} requests wait already, which is all that may (--max-queue); try again in {retry_after_s} s",
-        kind="rate_limit_error",
-        code="queue_full",
-        headers={"Retry-After": str(retry_after_s)},
-    )
-
-
 def unavailable(message: str, code: str) -> ApiError:
     """The server cannot serve now; the request is not the reason."""
     return ApiError(503, message, kind="server_error", code=code, headers={"Retry-After": "5"})

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
+from prometheus_client import Metric
 
 from expertly.core.errors import StoreError
 from expertly.engine.learned import LearnedExchange
@@ -34,7 +35,7 @@ class Report:
 
     name: str
     identity: str
-    metrics: str
+    metrics: Sequence[Metric]
     learned: Learned | None = None
     pool: str | None = None
     version: int = 0
@@ -47,13 +48,13 @@ class News:
     pool: str
     version: int
     learned: dict[str, Learned] = field(default_factory=dict)
-    metrics: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, Sequence[Metric]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Known:
     identity: str
-    metrics: str
+    metrics: Sequence[Metric]
     at_s: float
     version: int = 0
     learned: Learned | None = None
@@ -101,11 +102,11 @@ class Member:
         name: str,
         identity: str,
         sharing: LearnedExchange | None,
-        metrics: Callable[[], str],
+        metrics: Callable[[], Sequence[Metric]],
         swap: Callable[[Report], Awaitable[News]],
     ) -> None:
         self.name = name
-        self.metrics_of_others: dict[str, str] = {}
+        self.metrics_of_others: dict[str, Sequence[Metric]] = {}
         self._identity = identity
         self._sharing = sharing
         self._metrics = metrics
@@ -129,12 +130,9 @@ class Member:
         self._pool, self._version = news.pool, news.version
         self.metrics_of_others = news.metrics
         for other, arrays in news.learned.items():
-            self._give(other, arrays)
-
-    def _give(self, other: str, arrays: Learned) -> None:
-        if self._sharing is None:
-            return
-        try:
-            self._sharing.give(other, arrays)
-        except StoreError as error:
-            log.warning("what %s has learned was left out: %s", other, error)
+            if self._sharing is None:
+                break
+            try:
+                self._sharing.give(other, arrays)
+            except StoreError as error:
+                log.warning("what %s has learned was left out: %s", other, error)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from expertly.model.answers import CALL_MARKS
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.schema import Tool
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 MAX_SCHEMA = 256 << 10
 """Characters of a schema as JSON."""
@@ -24,14 +26,15 @@ class Grammars:
         self._ends = list(ends)
         self._of_library: Any = None
 
-    def of_schema(self, schema: dict[str, Any], param: str) -> SchemaGrammar:
+    def of_schema(self, schema: dict[str, Any]) -> LLMatcher:
         """A grammar of JSON that follows `schema`. Raises ApiError naming what the schema asks for that is not
         supported.
         """
+        param = "response_format"
         return self._made(lambda library: library.grammar_from_json_schema(_text(schema, param)), param)
 
-    def of_call(self, tools: Sequence[Tool], marks: tuple[str, str]) -> SchemaGrammar:
-        """A grammar of one call of one of `tools`, as JSON between the marks. Raises ApiError."""
+    def of_call(self, tools: Sequence[Tool]) -> LLMatcher:
+        """A grammar of one call of one of `tools`, as JSON between marks. Raises ApiError."""
         calls = []
         for tool in tools:
             arguments = tool.function.parameters or {"type": "object"}
@@ -40,11 +43,11 @@ class Grammars:
                 {"type": "object", "properties": properties, "required": ["name", "arguments"]}
                 | {"additionalProperties": False}
             )
-        opening, closing = (json.dumps(mark) for mark in marks)
+        opening, closing = (json.dumps(mark) for mark in CALL_MARKS)
         lark = f"start: {opening} call {closing}\ncall: %json {_text({'anyOf': calls}, 'tools')}"
         return self._made(lambda library: library.grammar_from_lark(lark), "tools")
 
-    def _made(self, make: Any, param: str) -> SchemaGrammar:
+    def _made(self, make: Any, param: str) -> LLMatcher:
         library, tokenizer = self._library(param)
         try:
             grammar = make(library.LLMatcher)
@@ -53,7 +56,8 @@ class Grammars:
         problem = library.LLMatcher.validate_grammar(grammar, tokenizer)
         if problem:
             raise invalid(f"{param}: cannot be kept: {' '.join(problem.split())}", param)
-        return SchemaGrammar(library.LLMatcher(tokenizer, grammar))
+        matcher: LLMatcher = library.LLMatcher(tokenizer, grammar)
+        return matcher
 
     def _library(self, param: str) -> tuple[Any, Any]:
         try:
@@ -71,22 +75,6 @@ class Grammars:
             except ValueError as error:
                 raise _cannot(param, f"the model's tokenizer cannot be constrained: {error}") from None
         return llguidance, self._of_library
-
-
-class SchemaGrammar:
-    """See sampling.Grammar."""
-
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
-
-    def fork(self) -> SchemaGrammar:
-        return SchemaGrammar(self._matcher.deep_copy())
-
-    def allowed(self) -> torch.Tensor:
-        return torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
-
-    def take(self, token: int) -> None:
-        self._matcher.consume_token(token)
 
 
 def _text(schema: dict[str, Any], param: str) -> str:

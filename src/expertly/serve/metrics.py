@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from expertly.engine.process import peak_rss_nbytes
 from expertly.serve.request import ServedRequest
-from expertly.serve.scheduler import RequestScheduler
+
+if TYPE_CHECKING:
+    from expertly.serve.scheduler import RequestScheduler
 
 log = logging.getLogger("expertly.serve")
 
@@ -22,7 +26,7 @@ _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class RequestMetrics:
-    """A RequestWatcher that counts."""
+    """What happened to requests, counted."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -42,13 +46,15 @@ class RequestMetrics:
         assert request.first_s is not None
         self._first.observe(request.first_s - request.came_s)
 
-    def token(self, request: ServedRequest, seconds: float | None) -> None:
+    def token(self, seconds: float | None) -> None:
+        """`seconds` since the text's previous token; None for its first."""
         if seconds is not None:
             self._token.observe(seconds)
         self._written.inc()
         self.num_written += 1
 
     def ended(self, request: ServedRequest, outcome: str) -> None:
+        """`outcome`: "stop" or "length" of its last text, "cancelled" or "failed"."""
         self._requests.labels(outcome).inc()
         first = "-" if request.first_s is None else f"{request.first_s - request.came_s:.3f} s"
         log.info(
@@ -78,26 +84,33 @@ class EngineMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         scheduler, stats = self._scheduler, self._stats()
-        yield _gauge("expertly_requests_waiting", "Requests in the queue", len(scheduler.waiting))
-        yield _gauge("expertly_texts_running", "Texts that are being written", len(scheduler.running))
-        yield _gauge("expertly_kv_pages_free", "Pages of the KV cache that nobody has", scheduler.free_pages)
-        yield _gauge("expertly_kv_pages", "Pages of the KV cache", scheduler.room.num_pages)
-        failed = CounterMetricFamily("expertly_failed_steps", "Forward passes that raised")
-        failed.add_metric([], scheduler.num_failed_steps)
-        yield failed
-        yield from _of_phases(stats["phases"])
-        yield from _of_layers(stats["layers"])
-        yield from _of_workers([one for one in stats["devices"] if one["worker"] is not None])
-        accuracy = prefetch_accuracy(stats)
-        yield _gauge("expertly_prefetch_accuracy_ratio", "Experts loaded ahead that were needed", accuracy)
+        yield _gauge("requests_waiting", "Requests in the queue", len(scheduler.waiting))
+        yield _gauge("texts_running", "Texts that are being written", len(scheduler.running))
+        yield _gauge("kv_pages_free", "Pages of the KV cache that nobody has", scheduler.free_pages)
+        yield _gauge("kv_pages", "Pages of the KV cache", scheduler.room.num_pages)
+        yield _counter("failed_steps", "Forward passes that raised", scheduler.num_failed_steps)
+        phases = stats["phases"].items()
+        for key, text in _COUNTED.items():
+            yield _counter(key, text, {(phase,): counts[key] for phase, counts in phases}, "phase")
+        rates = {(phase,): counts["hit_rate"] for phase, counts in phases}
+        yield _gauge("hit_ratio", "Of all demands so far, those that were hits", rates, "phase")
+        of_layers = {str(layer["layer"]): layer["decode"] for layer in stats["layers"]}
+        demands = {
+            (layer, found): decode[key]
+            for layer, decode in of_layers.items()
+            for found, key in (("all", "hits"), ("part", "partial_hits"), ("nothing", "misses"))
+        }
+        yield _counter("layer_demands", "In decode, by what was there", demands, "layer", "found")
+        stalls = {(layer,): decode["stall_s"] for layer, decode in of_layers.items()}
+        yield _counter("layer_stall_s", "In decode", stalls, "layer")
+        yield from _of_workers({one["device"]: one for one in stats["devices"] if one["worker"] is not None})
+        yield _gauge("prefetch_accuracy_ratio", "Experts loaded ahead that were needed", prefetch_accuracy(stats))
         if (reuse := stats["reuse"]) is not None:
-            yield _gauge("expertly_reuse_tokens", "Tokens that what it evicts by was learned from", reuse["tokens"])
-            yield _gauge("expertly_reuse_tokens_read", "Of these, those of earlier runs", reuse["tokens_read"])
-        memory = GaugeMetricFamily("expertly_memory_bytes", "By use, as it was divided", labels=["use"])
-        for use, nbytes in self._memory().items():
-            memory.add_metric([use.removesuffix("_bytes")], nbytes)
-        yield memory
-        yield _gauge("expertly_process_peak_resident_bytes", "Most memory the process ever had", peak_rss_nbytes())
+            yield _gauge("reuse_tokens", "Tokens that what it evicts by was learned from", reuse["tokens"])
+            yield _gauge("reuse_tokens_read", "Of these, those of earlier runs", reuse["tokens_read"])
+        memory = {(use.removesuffix("_bytes"),): nbytes for use, nbytes in self._memory().items()}
+        yield _gauge("memory_bytes", "By use, as it was divided", memory, "use")
+        yield _gauge("process_peak_resident_bytes", "Most memory the process ever had", peak_rss_nbytes())
 
 
 _COUNTED = {
@@ -113,65 +126,29 @@ _COUNTED = {
     "iterations": "Forward passes",
 }
 
-
-def _of_phases(phases: dict[str, Any]) -> Iterator[Metric]:
-    for key, text in _COUNTED.items():
-        family = CounterMetricFamily(f"expertly_{_unit(key)}", text, labels=["phase"])
-        for phase, counts in phases.items():
-            family.add_metric([phase], counts[key])
-        yield family
-    rates = GaugeMetricFamily("expertly_hit_ratio", "Of all demands so far, those that were hits", labels=["phase"])
-    for phase, counts in phases.items():
-        if counts["hit_rate"] is not None:
-            rates.add_metric([phase], counts["hit_rate"])
-    yield rates
-
-
-def _of_layers(layers: list[dict[str, Any]]) -> Iterator[Metric]:
-    demands = CounterMetricFamily("expertly_layer_demands", "In decode, by what was there", labels=["layer", "found"])
-    stall = CounterMetricFamily("expertly_layer_stall_seconds", "In decode", labels=["layer"])
-    for layer in layers:
-        number, decode = str(layer["layer"]), layer["decode"]
-        for found, key in (("all", "hits"), ("part", "partial_hits"), ("nothing", "misses")):
-            demands.add_metric([number, found], decode[key])
-        stall.add_metric([number], decode["stall_s"])
-    yield demands
-    yield stall
-
-
-_OF_WORKER: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str]] = {
-    "alive": (GaugeMetricFamily, "1 while it computes, 0 while its experts are computed here"),
-    "drops": (CounterMetricFamily, "Times that it died, failed or passed its deadline"),
-    "calls": (CounterMetricFamily, "Messages to it"),
-    "bytes_sent": (CounterMetricFamily, "To it"),
-    "bytes_received": (CounterMetricFamily, "From it"),
-    "call_s": (CounterMetricFamily, "Seconds from sending rows until their outputs were here, where a layer waited"),
-    "link_s": (CounterMetricFamily, "Of these, those on the way"),
+_OF_WORKER = {
+    "drops": "Times that it died, failed or passed its deadline",
+    "calls": "Messages to it",
+    "bytes_sent": "To it",
+    "bytes_received": "From it",
+    "call_s": "Seconds from sending rows until their outputs were here, where a layer waited",
+    "link_s": "Of these, those on the way",
 }
 
 
-def _of_workers(workers: list[dict[str, Any]]) -> Iterator[Metric]:
+def _of_workers(workers: dict[str, dict[str, Any]]) -> Iterator[Metric]:
     """What a worker holds, hits and takes; nothing where there are none."""
     if not workers:
         return
-    for key, (kind, text) in _OF_WORKER.items():
-        family = kind(f"expertly_worker_{_unit(key)}", text, labels=["worker"])
-        for one in workers:
-            family.add_metric([one["device"]], one["worker"][key])
-        yield family
-    held = GaugeMetricFamily("expertly_worker_resident_bytes", "Experts in its memory", labels=["worker"])
-    rates = GaugeMetricFamily("expertly_worker_hit_ratio", "Of its demands so far", labels=["worker", "phase"])
-    for one in workers:
-        held.add_metric([one["device"]], one["resident_bytes"])
-        for phase in ("prefill", "decode"):
-            if one[phase]["hit_rate"] is not None:
-                rates.add_metric([one["device"], phase], one[phase]["hit_rate"])
-    yield held
-    yield rates
-
-
-def _unit(key: str) -> str:
-    return key.removesuffix("_s") + "_seconds" if key.endswith("_s") else key
+    alive = {(name,): one["worker"]["alive"] for name, one in workers.items()}
+    yield _gauge("worker_alive", "1 while it computes, 0 while its experts are computed here", alive, "worker")
+    for key, text in _OF_WORKER.items():
+        told = {(name,): one["worker"][key] for name, one in workers.items()}
+        yield _counter(f"worker_{key}", text, told, "worker")
+    held = {(name,): one["resident_bytes"] for name, one in workers.items()}
+    yield _gauge("worker_resident_bytes", "Experts in its memory", held, "worker")
+    rates = {(name, p): one[p]["hit_rate"] for name, one in workers.items() for p in ("prefill", "decode")}
+    yield _gauge("worker_hit_ratio", "Of its demands so far", rates, "worker", "phase")
 
 
 def prefetch_accuracy(stats: dict[str, Any]) -> float | None:
@@ -181,41 +158,43 @@ def prefetch_accuracy(stats: dict[str, Any]) -> float | None:
     return sum(one["prefetched_needed"] for one in of_phases) / prefetched if prefetched else None
 
 
-def _gauge(name: str, text: str, value: float | None) -> Metric:
-    family = GaugeMetricFamily(name, text)
-    if value is not None:
-        family.add_metric([], value)
+Values = float | None | Mapping[Any, float | None]
+"""One value, or one for each tuple of the labels' values; None where there is none yet."""
+
+
+def _metric(
+    kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, values: Values, *labels: str
+) -> Metric:
+    family = kind("expertly_" + re.sub("_s$", "_seconds", name), text, labels=labels)
+    for of_labels, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+        if value is not None:
+            family.add_metric(of_labels, value)
     return family
+
+
+_counter, _gauge = partial(_metric, CounterMetricFamily), partial(_metric, GaugeMetricFamily)
 
 
 # -- of several servers ----------------------------------------------------------------------------------------------
 
 
-class _Together(Collector):
-    def __init__(self, texts: Mapping[str, str]) -> None:
-        self._texts = texts
-
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for name, text in sorted(self._texts.items()):
-            for found in text_string_to_metric_families(text):
-                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
-                for sample in found.samples:
-                    family.add_sample(sample.name, {**sample.labels, "replica": name}, sample.value, sample.timestamp)
-        yield from families.values()
+def of_replica(registry: CollectorRegistry, num_learned: int | None) -> list[Metric]:
+    """A server's metrics, and how much it learned from other servers; None where it learns nothing."""
+    if num_learned is None:
+        return list(registry.collect())
+    text = "Maps or matrices taken from other replicas"
+    return [*registry.collect(), _counter("learned_from_others", text, num_learned)]
 
 
-def together(texts: Mapping[str, str]) -> bytes:
-    """The metrics of several servers as one text; each sample has its server's name as a label. Prometheus wants each
-    metric in one piece, so the texts cannot just be joined.
+def together(of_servers: Mapping[str, Sequence[Metric]]) -> bytes:
+    """The metrics of several servers as one text, each metric in one piece; each sample has its server's name as a
+    label.
     """
-    registry: Any = _Together(texts)
+    families: dict[str, Metric] = {}
+    for server, metrics in sorted(of_servers.items()):
+        for found in metrics:
+            family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+            for sample in found.samples:
+                family.add_sample(sample.name, {**sample.labels, "replica": server}, sample.value, sample.timestamp)
+    registry: Any = SimpleNamespace(collect=families.values)
     return generate_latest(registry)
-
-
-def of_others(num_taken: int) -> str:
-    """How much the server learned from other servers, as text."""
-    registry = CollectorRegistry()
-    counter = Counter("expertly_learned_from_others", "Maps or matrices taken from other replicas", registry=registry)
-    counter.inc(num_taken)
-    return generate_latest(registry).decode()

@@ -7,7 +7,7 @@ import copy
 import inspect
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -35,14 +35,7 @@ class Prompts:
     Chat templates are rendered in other threads, each with a deadline. `template` replaces the model's own.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        vocabulary: int,
-        template: str | None = None,
-        model: Any = None,
-        render_s: float = RENDER_S,
-    ) -> None:
+    def __init__(self, tokenizer: Any, vocabulary: int, template: str | None = None, model: Any = None) -> None:
         if tokenizer is None:
             raise ConfigError("the model has no tokenizer, so there is no text to serve")
         self._reader = tokenizer
@@ -51,13 +44,13 @@ class Prompts:
         self._writer = copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(1, "expertly-serve-prompts")
         self._renderers = ThreadPoolExecutor(_MAX_RENDERED, "expertly-serve-templates")
-        self._render_s = render_s
+        self._render_s = RENDER_S
         self.vocabulary = vocabulary
         own = getattr(tokenizer, "chat_template", None)
         self.is_plain = template is None and not own
         self._template = PLAIN_TEMPLATE if self.is_plain else template
         source = self._template or (own if isinstance(own, str) else json.dumps(own))
-        self.takes_tools = "tools" in source
+        self._takes_tools = "tools" in source
         known = None if self.is_plain or model is None else known_template(tokenizer, model)
         self.answers = AnswerFormat(known, thinks="<think>" in source)
         self._own_names = set(inspect.signature(tokenizer.apply_chat_template).parameters)
@@ -73,13 +66,27 @@ class Prompts:
                 raise invalid(
                     f"chat_template_kwargs: {name!r} is not the template's; accepted: what the template reads"
                 )
-        render = self._rendering(messages, tools, variables or {})
-        text = await asyncio.get_running_loop().run_in_executor(self._renderers, self._rendered, render)
-        return await self._write(self._encoded, text)
+        if tools and not self._takes_tools:
+            raise invalid("tools: this model's chat template knows none; accepted: no tools", "tools")
+        told = {**(variables or {}), "add_generation_prompt": True, "tokenize": False}
+        if tools:
+            told["tools"] = as_told(tools)
+        if self._template is not None:
+            told["chat_template"] = self._template
+        seen = [as_template_sees(message) for message in messages]
+
+        def render() -> str:
+            try:
+                return rendered(lambda: self._writer.apply_chat_template(seen, **told), self._render_s)
+            except ConfigError as error:
+                raise invalid(str(error), "messages") from None
+
+        text = await asyncio.get_running_loop().run_in_executor(self._renderers, render)
+        return await self._encoded(text, "messages", add_special_tokens=self.is_plain)
 
     async def of_text(self, text: str) -> list[int]:
         """The tokens of a text, with those that the tokenizer puts before one. Raises ApiError where there are none."""
-        return await self._write(self._of_text, text)
+        return await self._encoded(text, "prompt")
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raises ApiError where one is not in the vocabulary."""
@@ -105,39 +112,13 @@ class Prompts:
         self._renderers.shutdown(cancel_futures=True)
         self._thread.shutdown(cancel_futures=True)
 
-    async def _write(self, make: Any, *args: Any) -> list[int]:
-        tokens: list[int] = await asyncio.get_running_loop().run_in_executor(self._thread, make, *args)
-        return tokens
+    async def _encoded(self, text: str, param: str, **how: bool) -> list[int]:
+        def encode() -> list[int]:
+            tokens: list[int] = self._writer.encode(text, **how)
+            self.check_tokens(tokens, param)
+            return tokens
 
-    def _rendering(
-        self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]
-    ) -> Callable[[], str]:
-        """A function that renders the chat template."""
-        if tools and not self.takes_tools:
-            raise invalid("tools: this model's chat template knows none; accepted: no tools", "tools")
-        told = {**variables, "add_generation_prompt": True, "tokenize": False}
-        if tools:
-            told["tools"] = as_told(tools)
-        if self._template is not None:
-            told["chat_template"] = self._template
-        seen = [as_template_sees(message) for message in messages]
-        return lambda: self._writer.apply_chat_template(seen, **told)
-
-    def _rendered(self, render: Callable[[], str]) -> str:
-        try:
-            return rendered(render, self._render_s)
-        except ConfigError as error:
-            raise invalid(str(error), "messages") from None
-
-    def _encoded(self, text: str) -> list[int]:
-        tokens: list[int] = self._writer.encode(text, add_special_tokens=self.is_plain)
-        self.check_tokens(tokens, "messages")
-        return tokens
-
-    def _of_text(self, text: str) -> list[int]:
-        tokens: list[int] = self._writer.encode(text)
-        self.check_tokens(tokens, "prompt")
-        return tokens
+        return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
 
 
 def as_told(tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -28,6 +28,8 @@ except ImportError as error:
     raise ConfigError("ray[serve]: not installed in this Python; `pip install 'expertly[ray]'` brings it") from error
 
 if TYPE_CHECKING:
+    from prometheus_client import Metric
+
     from expertly.engine.learned import LearnedExchange
     from expertly.serve.server import Assembled
 
@@ -93,7 +95,7 @@ class Replica:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """See ray.serve.ingress: called once, before there are requests."""
+        """Called once, before there are requests."""
         server, identity = await asyncio.to_thread(self._open)
         self._member = Member(self._name, identity, self._sharing, self._own_metrics, self._ask_pool)
         if self._sharing is not None:
@@ -103,7 +105,7 @@ class Replica:
         server.start()
         self._tasks = [asyncio.ensure_future(work) for work in (server.view.keep_noting(), self._swap())]
         server.view.shown_metrics = self._all_metrics
-        return NamedReplica(server.app, self._name)
+        return _named(server.app, self._name)
 
     def _open(self) -> tuple[Assembled, str]:
         """Load the model as `expertly serve` does, and find its identity. Imports torch only here."""
@@ -138,15 +140,15 @@ class Replica:
         api.unload(server.model)
 
     async def _ask_pool(self, report: Report) -> News:
-        news: News = await asyncio.wait_for(_answer(self._exchange.swap.remote(report)), _PATIENCE_S)
+        news: News = await asyncio.wait_for(self._exchange.swap.remote(report), _PATIENCE_S)
         return news
 
-    def _own_metrics(self) -> str:
-        from expertly.serve.metrics import of_others
+    def _own_metrics(self) -> list[Metric]:
+        from expertly.serve.metrics import of_replica
 
         assert self._server is not None
-        own = self._server.view.metrics().decode()
-        return own if self._sharing is None else own + of_others(self._sharing.num_taken)
+        num_learned = None if self._sharing is None else self._sharing.num_taken
+        return of_replica(self._server.service.scheduler.metrics.registry, num_learned)
 
     def _all_metrics(self) -> bytes:
         from expertly.serve.metrics import together
@@ -160,20 +162,18 @@ class Replica:
             await asyncio.sleep(min(_SWAP_S, self._options.share_every_s))
 
 
-class NamedReplica:
-    """Adds to every answer which replica gave it."""
+def _named(inner: ASGIApp, name: str) -> ASGIApp:
+    """The same, but every answer says which replica gave it."""
 
-    def __init__(self, inner: ASGIApp, name: str) -> None:
-        self._inner = inner
-        self._header = (b"x-expertly-replica", name.encode())
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def named(message: Message) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], self._header]}
+                message = {**message, "headers": [*message["headers"], (b"x-expertly-replica", name.encode())]}
             await send(message)
 
-        await self._inner(scope, receive, named)
+        await inner(scope, receive, send_named)
+
+    return app
 
 
 def app(options: RayOptions | dict[str, Any]) -> Any:
@@ -215,11 +215,6 @@ def _is_true(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError("true or false")
     return text.lower() == "true"
-
-
-async def _answer(response: Any) -> News:
-    news: News = await response
-    return news
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""One client's request while it is served: its texts as they grow, and what is told of them."""
+"""One client's request while it is served: its texts as they grow, and what its client gets of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Literal
 
 from expertly.model.text import Decoder
 from expertly.serve.sampling import SampledToken, Sampling
-from expertly.serve.text import StopStrings
 
 Reason = Literal["stop", "length"]
 
@@ -27,38 +26,59 @@ class Delta:
     reason: Reason | None = None
 
 
+class StopStrings:
+    """Passes text on up to the first of `stops`, and holds back an end that may begin one of them."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.is_stopped = False
+
+    def add(self, text: str) -> str:
+        """The text that may be shown now; nothing once `is_stopped`."""
+        if self.is_stopped or not self._stops:
+            return "" if self.is_stopped else text
+        text = self._held + text
+        places = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
+        if places:
+            self.is_stopped, self._held = True, ""
+            return text[: min(places)]
+        num_held = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def end(self) -> str:
+        """The text that was held back and turned out to be no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, word: str) -> int:
+    """The length of the longest proper prefix of `word` that `text` ends with."""
+    lengths = range(min(len(text), len(word) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(word[:length])), 0)
+
+
+@dataclass(eq=False)
 class Text:
     """One text of a request, from its prompt to its end."""
 
-    def __init__(
-        self,
-        request: ServedRequest,
-        index: int,
-        prompt: Sequence[int],
-        max_tokens: int,
-        ends: Sequence[int],
-        sampling: Sampling,
-        stops: Sequence[str],
-    ) -> None:
-        self.request = request
-        self.index = index
-        self.name = f"{request.number}.{index}"
-        self.prompt = prompt
-        self.max_tokens = max_tokens
-        self.ends = ends
-        self.sampling = sampling
-        self.tokens: list[int] = []
-        self.reason: Reason | None = None
-        self.num_cached = 0  # tokens of the prompt that were not computed
-        self.last_s: float | None = None  # when its last token came
-        self._stops = StopStrings(stops)
-        self._decoder = Decoder(request.decode)
-        self._untold: list[SampledToken] = []  # their text is held back
+    request: ServedRequest
+    index: int
+    prompt: Sequence[int]
+    max_tokens: int
+    ends: Sequence[int]
+    sampling: Sampling
+    stops: StopStrings
+    tokens: list[int] = field(default_factory=list)
+    reason: Reason | None = None
+    num_cached: int = 0  # tokens of the prompt that were not computed
+    last_s: float | None = None  # when its last token came
+    _untold: list[SampledToken] = field(default_factory=list)  # their text is held back
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether a stop string ended it where the model would have gone on."""
-        return self._stops.is_stopped
+    def __post_init__(self) -> None:
+        self.name = f"{self.request.number}.{self.index}"
+        self._decoder = Decoder(self.request.decode)
 
     def add(self, choice: SampledToken) -> Delta:
         """Add a token that the model has written."""
@@ -69,10 +89,10 @@ class Text:
         is_last = is_end or len(self.tokens) >= self.max_tokens
         if is_last:
             came += self._decoder.end()
-        shown = came if is_scripted else self._stops.add(came)
-        if is_last and not self._stops.is_stopped:
-            shown += self._stops.end()
-        if self._stops.is_stopped or is_end:
+        shown = came if is_scripted else self.stops.add(came)
+        if is_last:
+            shown += self.stops.end()
+        if self.stops.is_stopped or is_end:
             self.reason = "stop"
         elif is_last:
             self.reason = "length"
@@ -106,7 +126,7 @@ class ServedRequest:
         self, prompt: Sequence[int], max_tokens: int, ends: Sequence[int], sampling: Sampling, stops: Sequence[str]
     ) -> None:
         """One more text."""
-        self.texts.append(Text(self, len(self.texts), prompt, max_tokens, ends, sampling, stops))
+        self.texts.append(Text(self, len(self.texts), prompt, max_tokens, ends, sampling, StopStrings(stops)))
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from expertly.core.errors import NAN_REASONS, NanError
 
-MAX_TOP_LOGPROBS = 20
-"""Alternatives that a request may ask for beside each token."""
-
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 _COLDEST = 1e-4
 """Below this temperature only the likeliest token has a probability that a float distinguishes from 0."""
@@ -28,8 +27,8 @@ _FIRST_LOOK = 256
 class Sampling:
     """A request's settings. `temperature` 0 is greedy; `top_k` 0 means all tokens; without a `seed` one is drawn.
     `logprobs`: how many alternatives each token is reported with, None for no report. `min_p`: tokens below this share
-    of the likeliest one's probability are left out. `grammar`: what the text must follow. `script`: tokens that the
-    text begins with, whatever the model prefers.
+    of the likeliest one's probability are left out. `grammar`: what the text must follow, at its beginning. `script`:
+    tokens that the text begins with, whatever the model prefers.
     """
 
     temperature: float = 1.0
@@ -42,7 +41,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
-    grammar: Grammar | None = None
+    grammar: LLMatcher | None = None
     script: Sequence[int] = ()
 
     @property
@@ -53,19 +52,6 @@ class Sampling:
     def changes_logits(self) -> bool:
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return bool(self.bias) or penalties != (0, 0, 1) or self.grammar is not None
-
-
-class Grammar(Protocol):
-    """What a text may hold, token by token."""
-
-    def fork(self) -> Grammar:
-        """A new one from the beginning, for one text."""
-
-    def allowed(self) -> torch.Tensor:
-        """Which tokens may come next, bool [V]. At the end of the text only those that end it."""
-
-    def take(self, token: int) -> None:
-        """Advance by a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +70,10 @@ class _State:
     sampling: Sampling
     random: np.random.Generator
     prompt: Sequence[int]
-    grammar: Grammar | None
+    grammar: LLMatcher | None
     bias: tuple[torch.Tensor, torch.Tensor] | None  # tokens, and what is added to their logits
     counts: dict[int, int] = field(default_factory=dict)  # of the tokens that it has written
     num_scripted: int = 0  # so far
-
-
-Told = Callable[[Sequence[tuple[str, SampledToken]]], None]
 
 
 class Sampler:
@@ -100,7 +83,7 @@ class Sampler:
     the same text, whatever else is in the batch.
     """
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, told: Callable[[Sequence[tuple[str, SampledToken]]], None]) -> None:
         self._told = told
         self._lock = threading.Lock()
         self._states: dict[str, _State] = {}
@@ -109,7 +92,7 @@ class Sampler:
         """Call it before the request is submitted. A known name keeps its state."""
         with self._lock:
             if name not in self._states:
-                grammar = None if sampling.grammar is None else sampling.grammar.fork()
+                grammar = None if sampling.grammar is None else sampling.grammar.deep_copy()
                 bias = torch.tensor(list(sampling.bias)), torch.tensor(list(sampling.bias.values()))
                 random = np.random.default_rng(sampling.seed)
                 self._states[name] = _State(sampling, random, prompt, grammar, bias if sampling.bias else None)
@@ -136,14 +119,12 @@ class Sampler:
             if state.num_scripted < len(sampling.script):
                 token = tokens[row] = sampling.script[state.num_scripted]
                 state.num_scripted += 1
-                told.append((name, _choice(logits[row], token, sampling.logprobs)))
-                continue
-            if not sampling.is_greedy or sampling.changes_logits:
-                token = _draw(_adjusted(logits[row], state), state)
-                tokens[row] = token
-            state.counts[token] = state.counts.get(token, 0) + 1
-            if state.grammar is not None:
-                state.grammar.take(token)
+            else:
+                if not sampling.is_greedy or sampling.changes_logits:
+                    token = tokens[row] = _draw(_adjusted(logits[row], state), state)
+                state.counts[token] = state.counts.get(token, 0) + 1
+                if state.grammar is not None:
+                    state.grammar.consume_token(token)
             told.append((name, _choice(logits[row], token, sampling.logprobs)))
         self._told(told)
         return tokens
@@ -167,7 +148,8 @@ def _adjusted(logits: torch.Tensor, state: _State) -> torch.Tensor:
         ids, values = (one.to(logits.device) for one in state.bias)
         logits[ids] += values.to(logits.dtype)
     if state.grammar is not None:
-        allowed = state.grammar.allowed().to(logits.device)
+        bias = bytearray(state.grammar.compute_logit_bias())  # 0: may not come next
+        allowed = (torch.frombuffer(bias, dtype=torch.uint8) > 0).to(logits.device)
         logits[: len(allowed)].masked_fill_(~allowed, -torch.inf)
         logits[len(allowed) :] = -torch.inf
     return logits

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from expertly.core.errors import EngineClosedError
 from expertly.model.batching import Entry, Stepper
-from expertly.serve.errors import ApiError, failed, invalid, overloaded, unavailable
+from expertly.serve.errors import ApiError, failed, invalid, unavailable
+from expertly.serve.metrics import RequestMetrics
 from expertly.serve.request import ServedRequest, Text
 from expertly.serve.sampling import SampledToken, Sampler
 
@@ -36,19 +36,6 @@ class Room:
         return -(-(prompt + max_tokens) // self.page_tokens) + 1
 
 
-class RequestWatcher(Protocol):
-    """Is told what happens to requests, for metrics."""
-
-    def first_token(self, request: ServedRequest) -> None:
-        """The first token of a request; `token` is called after it."""
-
-    def token(self, request: ServedRequest, seconds: float | None) -> None:
-        """`seconds` since the text's previous token; None for its first."""
-
-    def ended(self, request: ServedRequest, outcome: str) -> None:
-        """`outcome`: "stop" or "length" of its last text, "cancelled" or "failed"."""
-
-
 class RequestScheduler:
     """Lives in the server's event loop, which alone calls it, except for `told` and `failed`: the model's threads call
     these.
@@ -56,9 +43,9 @@ class RequestScheduler:
     A text gets the pages for its whole length when it is admitted, so that a running text never lacks any.
     """
 
-    def __init__(self, room: Room, watcher: RequestWatcher) -> None:
+    def __init__(self, room: Room, metrics: RequestMetrics) -> None:
         self.room = room
-        self.watcher = watcher
+        self.metrics = metrics
         self.waiting: deque[ServedRequest] = deque()
         self.running: dict[str, Text] = {}
         self.free_pages = room.num_pages
@@ -92,9 +79,9 @@ class RequestScheduler:
             return "the thread that runs the model has ended"
         return self._problem
 
-    def check_size(self, prompt: int, max_tokens: int, num_texts: int, param: str) -> None:
-        """Raises ApiError where a request of this size could never run."""
-        room = self.room
+    def check_size(self, prompts: Sequence[int], max_tokens: int, num_each: int, param: str) -> None:
+        """Raises ApiError where `num_each` texts behind each of the prompts, of so many tokens, could never run."""
+        room, prompt = self.room, max(prompts)
         if prompt + max_tokens > room.context:
             raise invalid(
                 f"{param}: {prompt} prompt tokens and {max_tokens} to write are {prompt + max_tokens}; accepted: "
@@ -104,7 +91,9 @@ class RequestScheduler:
             )
         if room.is_one_at_a_time:
             return
-        if num_texts > room.max_running or num_texts * room.pages_of(prompt, max_tokens) > room.num_pages:
+        num_texts = num_each * len(prompts)
+        num_pages = num_each * sum(room.pages_of(one, max_tokens) for one in prompts)
+        if num_texts > room.max_running or num_pages > room.num_pages:
             most = min(room.max_running, room.num_pages // room.pages_of(prompt, max_tokens))
             raise invalid(f"n: {num_texts} texts of this length at a time; accepted: {most}", "n")
 
@@ -120,19 +109,21 @@ class RequestScheduler:
             self._admit(request)
             return
         if len(self.waiting) >= self.room.max_queue:
-            raise overloaded(len(self.waiting), max(1, min(60, round(self._wait_s()))))
+            after_s = max(1, min(60, round(self._wait_s())))
+            raise ApiError(
+                429,
+                f"{len(self.waiting)} requests wait already, which is all that may (--max-queue); try again in "
+                f"{after_s} s",
+                kind="rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": str(after_s)},
+            )
         self.waiting.append(request)
 
     def cancel(self, request: ServedRequest) -> None:
         """Drop a request whose client has gone. Idempotent."""
-        if request.is_done:
-            return
-        if request in self.waiting:
-            self.waiting.remove(request)
-            self.watcher.ended(request, "cancelled")
-        elif any(text.name in self.running for text in request.texts):
-            self._drop(request)
-            self.watcher.ended(request, "cancelled")
+        if request in self.waiting or any(text.name in self.running for text in request.texts):
+            self._end(request, "cancelled")
         self._next()
 
     async def drained(self) -> None:
@@ -143,7 +134,7 @@ class RequestScheduler:
 
     def abort(self) -> None:
         """Fail all accepted requests."""
-        for request in self._taken():
+        for request in (*self.waiting, *dict.fromkeys(text.request for text in self.running.values())):
             self._fail(request, unavailable(_SHUTTING_DOWN, "draining"))
 
     # -- what the model's threads call ---------------------------------------------------------------------------------
@@ -178,18 +169,18 @@ class RequestScheduler:
                 continue
             if request.first_s is None:
                 request.first_s = now
-                self.watcher.first_token(request)
+                self.metrics.first_token(request)
             passed = None if text.last_s is None else now - text.last_s
             if passed is not None:
                 self._step_s += 0.05 * (passed - self._step_s)
-            self.watcher.token(request, passed)
+            self.metrics.token(passed)
             text.last_s = now
             request.deltas.put_nowait(delta)
             if delta.reason is not None:
                 self._release(text)
                 if request.is_done:
                     request.deltas.put_nowait(None)
-                    self.watcher.ended(request, delta.reason)
+                    self.metrics.ended(request, delta.reason)
         self._next()
 
     def _failed(self, of_step: Sequence[str], others: Sequence[str], error: BaseException) -> None:
@@ -213,10 +204,6 @@ class RequestScheduler:
             for request in list(self.waiting):
                 self._fail(request, unavailable(self._problem, "model_stopped"))
         self._next()
-
-    def _taken(self) -> list[ServedRequest]:
-        running = {text.request.number: text.request for text in self.running.values()}
-        return [*self.waiting, *running.values()]
 
     def _fits(self, request: ServedRequest) -> bool:
         if self.room.is_one_at_a_time:
@@ -247,20 +234,21 @@ class RequestScheduler:
         if self.running.pop(text.name, None) is None:
             return
         self.free_pages += self._pages(text)
-        if text.reason is None or text.is_cut:
+        if text.reason is None or text.stops.is_stopped:
             self._stepper.cancel(text.name)
         self.sampler.remove(text.name)
 
-    def _drop(self, request: ServedRequest) -> None:
+    def _end(self, request: ServedRequest, outcome: str) -> None:
+        """Drop a request that runs or waits."""
         for text in request.texts:
             self._release(text)
-
-    def _fail(self, request: ServedRequest, error: ApiError) -> None:
-        self._drop(request)
         if request in self.waiting:
             self.waiting.remove(request)
+        self.metrics.ended(request, outcome)
+
+    def _fail(self, request: ServedRequest, error: ApiError) -> None:
+        self._end(request, "failed")
         request.deltas.put_nowait(error)
-        self.watcher.ended(request, "failed")
 
     def _next(self) -> None:
         """Admit waiting requests in order, as long as they fit."""

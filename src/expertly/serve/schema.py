@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from expertly.serve.sampling import MAX_TOP_LOGPROBS, Sampling
+from expertly.serve.sampling import Sampling
 
 MAX_CHOICES = 16
 """Texts that one request may ask for: `n` times its prompts."""
@@ -90,10 +90,6 @@ class Generation(ModelName):
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-
-    @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self, logprobs: int | None) -> Sampling:
         return Sampling(
@@ -183,13 +179,6 @@ class ResponseFormat(Strict):
             raise ValueError("json_schema is required for type json_schema")
         return self
 
-    @property
-    def grammar(self) -> dict[str, Any] | None:
-        """The JSON schema that an answer must follow; None where any text will do."""
-        if self.type == "json_schema" and self.json_schema is not None:
-            return self.json_schema.schema_
-        return {"type": "object"} if self.type == "json_object" else None
-
 
 class FunctionName(Strict):
     name: Annotated[str, Field(max_length=256)]
@@ -205,7 +194,7 @@ class ChatRequest(Generation):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = Field(default=None, description="the newer name of max_tokens")
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="false: only the first call is told")
@@ -259,7 +248,11 @@ class ChatRequest(Generation):
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        return None if self.response_format is None else self.response_format.grammar
+        """The JSON schema that an answer must follow; None where any text will do."""
+        wish = self.response_format
+        if wish is None or wish.type == "text":
+            return None
+        return wish.json_schema.schema_ if wish.type == "json_schema" and wish.json_schema else {"type": "object"}
 
     @property
     def forced(self) -> list[Tool] | None:

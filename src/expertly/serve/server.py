@@ -74,6 +74,7 @@ def assemble(
         room = replace(room, is_one_at_a_time=True, max_running=MAX_CHOICES)
     metrics = RequestMetrics()
     scheduler = RequestScheduler(room, metrics)
+    stats, own = loaded.stats.as_dict(), "the model's" if template is None else "given"
     about = About(
         name=options.served_name,
         created=int(time.time()),
@@ -81,15 +82,11 @@ def assemble(
         family=model.config.model_type,
         system=loaded.stats.system,
         batching="continuous" if why is None else "one at a time",
-        why=why,
-        chat_template="none: messages are joined"
-        if prompts.is_plain
-        else "the model's"
-        if template is None
-        else "given",
-        expert_nbytes=loaded.stats.as_dict()["expert_bytes"],
+        batching_reason=why,
+        chat_template="none: messages are joined" if prompts.is_plain else own,
+        size_bytes=memory["dense_bytes"] + stats["expert_bytes"],
         memory=memory,
-        rounding=loaded.stats.as_dict()["rounding"],
+        rounding=stats["rounding"],
     )
     service = Service(about, prompts, scheduler, end_tokens(model), logs_prompts=options.log_prompts)
     view = View(about, loaded, scheduler, metrics, time.monotonic)
@@ -148,7 +145,6 @@ class ApiServer(uvicorn.Server):
         self._is_ending = threading.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
         self._loop = asyncio.get_running_loop()
         self._assembled.start()
         for one in sockets or ():  # as connections inherit it, the next server gets the port at once
@@ -160,7 +156,6 @@ class ApiServer(uvicorn.Server):
             self.end()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
         await super().shutdown(sockets)
         for task in self._tasks:
             task.cancel()

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from expertly.model.answers import CALL_MARKS, AnswerReader
+from expertly.model.answers import AnswerReader
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.grammar import Grammars
@@ -17,7 +17,7 @@ from expertly.serve.prompts import Prompts, as_told
 from expertly.serve.reading import check
 from expertly.serve.request import ServedRequest
 from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
-from expertly.serve.sampling import Grammar, Sampling
+from expertly.serve.sampling import Sampling
 from expertly.serve.scheduler import RequestScheduler
 from expertly.serve.schema import MAX_CHOICES, ChatRequest, CompletionRequest, Generation, unknown_fields
 
@@ -32,34 +32,25 @@ log = logging.getLogger("expertly.serve")
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What the server tells of its model. `batching`: "continuous", or "one at a time" with the reason in `why`."""
+    """What the server tells of its model. `batching`: "continuous", or "one at a time" with a reason."""
 
-    name: str
-    created: int
     context: int
     family: str
     system: str
     batching: str
-    why: str | None
+    batching_reason: str | None
     chat_template: str
-    expert_nbytes: int
+    size_bytes: int
     memory: dict[str, int]
     rounding: dict[str, Any] | None  # of experts that are not those of the checkpoint
+    name: str
+    created: int
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's object; what OpenAI has no field for is under `expertly`."""
-        told = {
-            "context": self.context,
-            "family": self.family,
-            "system": self.system,
-            "batching": self.batching,
-            "batching_reason": self.why,
-            "chat_template": self.chat_template,
-            "size_bytes": self.memory["dense_bytes"] + self.expert_nbytes,
-            "memory": self.memory,
-            "rounding": self.rounding,
-        }
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "expertly", "expertly": told}
+        told = asdict(self)
+        head = {"id": told.pop("name"), "object": "model", "created": told.pop("created"), "owned_by": "expertly"}
+        return {**head, "expertly": told}
 
 
 class Service:
@@ -69,8 +60,8 @@ class Service:
         self, about: About, prompts: Prompts, scheduler: RequestScheduler, ends: Sequence[int], *, logs_prompts: bool
     ) -> None:
         self.about = about
-        self._logs_prompts = logs_prompts
         self.prompts = prompts
+        self._logs_prompts = logs_prompts
         self.scheduler = scheduler
         self._ends = tuple(ends)
         self._grammars = Grammars(prompts.tokenizer, prompts.vocabulary, self._ends)
@@ -93,7 +84,7 @@ class Service:
         self._check(asked)
         prompt = await self.prompts.of_messages(asked.messages, asked.offered, asked.variables)
         limit = asked.limit or max(1, self.scheduler.room.context - len(prompt))
-        self.scheduler.check_size(len(prompt), limit, asked.n or 1, "messages")
+        self.scheduler.check_size([len(prompt)], limit, asked.n or 1, "messages")
         sampling = asked.sampling((asked.top_logprobs or 0) if asked.logprobs else None)
         is_forced, answers = asked.forced is not None, self.prompts.answers
         begun = self.prompts.text(prompt, special=True)
@@ -105,7 +96,11 @@ class Service:
                     "reasoning_effort of none, where the chat template heeds it",
                     param,
                 )
-            sampling = replace(sampling, grammar=await asyncio.to_thread(self._grammar, asked))
+            if asked.forced is not None:
+                making = asyncio.to_thread(self._grammars.of_call, asked.forced)
+            else:
+                making = asyncio.to_thread(self._grammars.of_schema, asked.grammar or {})
+            sampling = replace(sampling, grammar=await making)
         special = answers.fits(begun) and not is_forced
         request = self._request(asked, [prompt], limit, sampling, special)
         tools, is_single = as_told(asked.offered), asked.parallel_tool_calls is False
@@ -113,11 +108,6 @@ class Service:
             text.index: answers.reader(begun, tools, is_forced=is_forced, is_single=is_single) for text in request.texts
         }
         return request, {index: reader for index, reader in found.items() if reader is not None}
-
-    def _grammar(self, asked: ChatRequest) -> Grammar:
-        if asked.forced is not None:
-            return self._grammars.of_call(asked.forced, CALL_MARKS)
-        return self._grammars.of_schema(asked.grammar or {}, "response_format")
 
     async def complete(self, asked: CompletionRequest) -> CompletionAnswer:
         """Raises ApiError."""
@@ -130,9 +120,9 @@ class Service:
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 prompt = await self.prompts.of_text(prompt)
-            self.scheduler.check_size(len(prompt), limit, num_texts, "prompt")
             self.prompts.check_tokens(prompt, "prompt")
             prompts.append(prompt)
+        self.scheduler.check_size([len(prompt) for prompt in prompts], limit, asked.n or 1, "prompt")
         scores_prompt = bool(asked.echo) and asked.logprobs is not None
         if scores_prompt and any(token in self._ends for prompt in prompts for token in prompt[1:]):
             raise invalid("prompt: holds a token that ends a text, behind which echo has no logprobs", "prompt")

@@ -9,13 +9,13 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from prometheus_client import generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from expertly.api import Handle
 from expertly.core.messages import Phase
@@ -36,14 +36,18 @@ _FRESH_S = 0.25
 _RECENT = ("hits", "partial_hits", "misses", "loaded_nbytes", "stall_ns")
 """A layer's counters with recent figures, in the order of their columns."""
 
-Moment = tuple[float, int, npt.NDArray[np.int64]]
-"""A moment, the tokens computed until then, and each layer's counters, [L, 5]."""
+
+class Counted(NamedTuple):
+    """What had been counted at a moment: tokens written and computed, and each layer's counters, [L, 5]."""
+
+    at_s: float
+    num_written: int
+    num_computed: int
+    layers: npt.NDArray[np.int64]
 
 
 class View:
     """Any thread may ask. A server runs `keep_noting` while it serves."""
-
-    METRICS_TYPE = CONTENT_TYPE_LATEST
 
     def __init__(
         self,
@@ -60,8 +64,7 @@ class View:
         self._metrics = metrics
         self._now_s = now_s
         self._lock = threading.Lock()  # of what follows
-        self._written: deque[tuple[float, int]] = deque([(now_s(), 0)])
-        self._moments: deque[Moment] = deque()
+        self._moments = deque([self._moment()])
         self._stats: tuple[float, dict[str, Any]] | None = None
         self.shown_metrics = self.metrics
         """The text of /metrics: this server's, unless something else collects that of several."""
@@ -69,10 +72,11 @@ class View:
 
     def note(self) -> None:
         """Remember the counters, from which rates are computed."""
-        now, moment = self._now_s(), self._moment()
+        now = self._moment()
         with self._lock:
-            _keep(self._written, (now, self._metrics.num_written), _RATE_S)
-            _keep(self._moments, moment, RECENT_S)
+            self._moments.append(now)
+            while now.at_s - self._moments[1].at_s >= RECENT_S:
+                self._moments.popleft()
 
     async def keep_noting(self) -> None:
         while True:
@@ -86,9 +90,9 @@ class View:
     def experts(self) -> dict[str, Any]:
         """How many segments of each expert are resident, and each layer's recent figures."""
         stats = self.stats()
-        seconds, _, recent = self._recent()
+        recent = self._since(RECENT_S)
         layers = []
-        for number, (row, counts) in enumerate(zip(self._residency(), recent, strict=True)):
+        for number, (row, counts) in enumerate(zip(self._residency(), recent.layers, strict=True)):
             demands = int(counts[:3].sum())
             layers.append(
                 {
@@ -102,17 +106,14 @@ class View:
                 }
             )
         told = ("system", "segments", "memory_bytes", "expert_bytes")
-        return {"object": "experts", **{name: stats[name] for name in told}, "recent_s": seconds, "layers": layers}
+        return {"object": "experts", **{name: stats[name] for name in told}, "recent_s": recent.at_s, "layers": layers}
 
     def state(self) -> dict[str, Any]:
         """The server's numbers now."""
         stats, scheduler = self.stats(), self._scheduler
-        seconds, tokens, recent = self._recent()
-        hits, partial_hits, misses, loaded_nbytes, stall_ns = (int(sum) for sum in recent.sum(axis=0))
+        recent, lately = self._since(RECENT_S), self._since(_RATE_S)
+        hits, partial_hits, misses, loaded_nbytes, stall_ns = (int(sum) for sum in recent.layers.sum(axis=0))
         demands = hits + partial_hits + misses
-        with self._lock:
-            first_s, first = self._written[0]
-        passed = self._now_s() - first_s
         return {
             "object": "state",
             "model": self._about.as_dict(),
@@ -124,14 +125,14 @@ class View:
             "max_queue": scheduler.room.max_queue,
             "kv_pages": scheduler.room.num_pages,
             "kv_pages_free": scheduler.free_pages,
-            "tokens_per_s": (self._metrics.num_written - first) / passed if passed > 0 else None,
+            "tokens_per_s": lately.num_written / lately.at_s if lately.at_s > 0 else None,
             "tokens_written": self._metrics.num_written,
             "recent": {
-                "seconds": seconds,
-                "tokens_computed": tokens,
+                "seconds": recent.at_s,
+                "tokens_computed": recent.num_computed,
                 "hit_rate": hits / demands if demands else None,
                 "partial_hit_rate": partial_hits / demands if demands else None,
-                "stall_share": stall_ns / 1e9 / seconds if seconds > 0 else None,
+                "stall_share": stall_ns / 1e9 / recent.at_s if recent.at_s > 0 else None,
                 "bytes_loaded": loaded_nbytes,
             },
             "history": _history_of(stats),
@@ -190,14 +191,20 @@ class View:
                     row[expert] = max(row[expert], next(left))  # workers may hold copies
         return rows
 
-    def _recent(self) -> Moment:
-        """Seconds, computed tokens and the layers' counters over at most the last minute."""
-        now_s, tokens, layers = now = self._moment()
+    def _since(self, seconds: float) -> Counted:
+        """What has passed and been counted for so many seconds, or for as many as have been noted."""
+        now = self._moment()
         with self._lock:
-            first_s, first_tokens, first_layers = self._moments[0] if self._moments else now
-        return now_s - first_s, tokens - first_tokens, layers - first_layers
+            noted = list(self._moments)
+        first = next((one for one in reversed(noted) if now.at_s - one.at_s >= seconds), noted[0])
+        return Counted(
+            now.at_s - first.at_s,
+            now.num_written - first.num_written,
+            now.num_computed - first.num_computed,
+            now.layers - first.layers,
+        )
 
-    def _moment(self) -> Moment:
+    def _moment(self) -> Counted:
         engine = self._loaded.engine
 
         def counted() -> npt.NDArray[np.int64]:
@@ -207,23 +214,15 @@ class View:
             )
             return np.array([[sum(getattr(one, name) for one in phases) for name in _RECENT] for phases in both])
 
-        return self._now_s(), engine.num_prefill_tokens + engine.num_decode_tokens, _read(counted)
-
-
-def _keep(noted: deque[Any], last: Any, seconds: float) -> None:
-    """The moments of the last so many seconds, and the one before."""
-    noted.append(last)
-    while len(noted) > 2 and last[0] - noted[1][0] >= seconds:
-        noted.popleft()
+        num_computed = engine.num_prefill_tokens + engine.num_decode_tokens
+        return Counted(self._now_s(), self._metrics.num_written, num_computed, _read(counted))
 
 
 def _read(read: Callable[[], Any]) -> Any:
     """Read while a forward pass may be counting: a dictionary that grows while it is read is read again."""
     for _ in range(_ATTEMPTS - 1):
-        try:
+        with suppress(RuntimeError):
             return read()
-        except RuntimeError:
-            continue
     return read()
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
-from expertly.serve.text import StopStrings, overlap
+from expertly.serve.request import StopStrings
 
 
 def whole(text: str, stops: list[str]) -> tuple[str, bool]:
@@ -33,10 +31,3 @@ def test_stop_strings_in_any_spans() -> None:
             assert shown == expected
         else:  # a longer one that begins earlier may not have ended yet
             assert expected.startswith(shown) or shown.startswith(expected)
-
-
-@pytest.mark.parametrize(
-    ("text", "word", "length"), [("abc", "cde", 1), ("abc", "bcd", 2), ("abc", "abc", 0), ("", "a", 0)]
-)
-def test_overlap(text: str, word: str, length: int) -> None:
-    assert overlap(text, word) == length
