@@ -33,6 +33,7 @@ from tests.formats.gguf_files import gguf_blocks, make_gguf
 from tests.formats.gptq_files import awq_tensors, awq_weight, make_awq_checkpoint, make_gptq_checkpoint
 from tests.formats.references import reference_of
 from tests.model.checkpoints import (
+    assert_holds_what_transformers_loads,
     change,
     make_fp8_checkpoint,
     make_int4_checkpoint,
@@ -368,6 +369,8 @@ def test_experts_keep_their_bytes_unless_a_dtype_is_named(name: str, checkpoints
     assert kept.experts_nbytes * 1.99 < converted.experts_nbytes
     kept.verify(full=True)
     reference = reference_of(source)
+    if source.is_dir():
+        assert_holds_what_transformers_loads(converted, source, reference)
     prompts = make_prompts(1, length=14)
     tokens = generate(reference, prompts)
     for store in (kept, converted):
