@@ -71,13 +71,6 @@ def test_what_lies_beside_the_weights_is_brought_up_to_date(tmp_path: Path) -> N
     assert not (store.folder / "generation_config.json").exists() and (store.folder / "notes.txt").exists()
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    source = make_checkpoint("mixtral", tmp_path / "source")
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=str(tmp_path / "file")):
-        pack_cached(source, cache_dir=tmp_path / "file" / "cache")
-
-
 @pytest.mark.parametrize(
     "model",
     ["./absent", "/absent/model", "a/b/c", "", "~/absent", "no spaces allowed", "-x-", "someone/something"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,12 +110,6 @@ def test_a_store_s_sample_is_its_own(tmp_path: Path) -> None:
     index.path.write_bytes(content)
     with pytest.raises(StoreError, match="frame 0 of expert 0: checksum"):
         read_sample(PLANES.layers, store.frames)
-
-
-def test_the_rate_of_decoding_is_that_of_this_machine() -> None:
-    start = time.perf_counter()
-    assert 1e6 < sample().decode_nbytes_per_s(2, seconds=0.1) < 1e11
-    assert time.perf_counter() - start < 5
 
 
 def test_a_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
