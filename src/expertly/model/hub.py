@@ -111,11 +111,6 @@ class HubModel:
         return cls(name, info.sha, files, checksums)
 
     @property
-    def source(self) -> str:
-        """The `source` of a store that is packed from it."""
-        return f"{self.name}@{self.commit}"
-
-    @property
     def weights(self) -> list[str]:
         """The files of weights, judged by their names; `checkpoint` checks their headers."""
         if SINGLE_NAME in self.files:

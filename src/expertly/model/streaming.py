@@ -101,7 +101,7 @@ class _Stream:
 
     def write(self, folder: Path, codec: str, identity: str, progress: Progress | None) -> None:
         packing = self._packing
-        plan = packing.plan(codec, identity, self._hub.source)
+        plan = packing.plan(codec, identity, f"{self._hub.name}@{self._hub.commit}")
         self._check_space(folder)
         with StoreWriter(folder, plan, packing.dense, progress) as writer:
             if writer.finished_store() is not None:
