@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from expertly.core.costs import CodecCosts
 from expertly.core.errors import StoreError
 from expertly.core.geometry import LayerGeometry
 from expertly.core.units import format_nbytes
 from expertly.store import codec_choice
 from expertly.store.codec_choice import (
     MIN_MEASURED_NBYTES,
-    CodecRates,
     Sample,
     choose_codec,
     choose_for,
@@ -30,40 +30,39 @@ from expertly.store.codec_choice import (
 from tests.store.builders import FRAMED, PLANES, weights, write_store
 from tests.store.mounts import tiny_disk
 
-SLOW_DISK = CodecRates(ratio=0.7, disk_nbytes_per_s=1e9, decode_nbytes_per_s=2e9, num_threads=2)
-
-
+COSTS, SLOW_DISK = CodecCosts(ratio=0.7, decode_nbytes_per_s=2e9, threads=2), 1e9
 SAYS = (
     "weights take 0.70 of their size in planes, the disk reads 1.00 GB/s, 2 threads decode 4.00 GB/s of weights: "
     "loads take 0.70 of the time"
 )
-FAST, BUSY, MANY = {"disk_nbytes_per_s": 4e9}, {"decode_nbytes_per_s": 1.6e9}, {"num_threads": 64}
+BUSY: dict[str, Any] = {"decode_nbytes_per_s": 1.6e9}
+MANY: dict[str, Any] = {"threads": 64}
 
 
 @pytest.mark.parametrize(
-    ("changed", "codec", "gain", "says"),
+    ("changed", "disk", "codec", "gain", "says"),
     [
-        ({}, "planes", 1 / 0.7, SAYS),
+        ({}, SLOW_DISK, "planes", 1 / 0.7, SAYS),
         # The slower of disk and decoding counts; with 8 threads, which decode 14 GB/s, it is the disk again.
-        (FAST, "none", 2 / 4, "must take 0.91 at the most"),
-        (FAST | {"num_threads": 8}, "planes", 1 / 0.7, ""),
+        ({}, 4e9, "none", 2 / 4, "must take 0.91 at the most"),
+        ({"threads": 8}, 4e9, "planes", 1 / 0.7, ""),
         # Of a gigabyte 0.3 s of reading are saved; two threads that decode 3.2 GB/s take 0.31 s of both of them.
-        (BUSY, "none", 1 / 0.7, "with planes take 0.70 of the time, but more of the processors than reading saves"),
-        (BUSY | {"disk_nbytes_per_s": 0.9e9}, "planes", 1 / 0.7, ""),
-        (BUSY | {"num_threads": 4}, "planes", 1 / 0.7, ""),
+        (BUSY, SLOW_DISK, "none", 1 / 0.7, "take 0.70 of the time, but more of the processors than reading saves"),
+        (BUSY, 0.9e9, "planes", 1 / 0.7, ""),
+        (BUSY | {"threads": 4}, SLOW_DISK, "planes", 1 / 0.7, ""),
         # A gain must be a tenth.
-        (MANY | {"ratio": 0.90}, "planes", 1 / 0.9, ""),
-        (MANY | {"ratio": 0.92}, "none", 1 / 0.92, "must take 0.91 at the most"),
-        (MANY | {"ratio": 1.01}, "none", 1 / 1.01, "must take 0.91 at the most"),
+        (MANY | {"ratio": 0.90}, SLOW_DISK, "planes", 1 / 0.9, ""),
+        (MANY | {"ratio": 0.92}, SLOW_DISK, "none", 1 / 0.92, "must take 0.91 at the most"),
+        (MANY | {"ratio": 1.01}, SLOW_DISK, "none", 1 / 1.01, "must take 0.91 at the most"),
     ],
 )
 def test_a_codec_is_chosen_by_what_loads_and_processors_gain(
-    changed: dict[str, Any], codec: str, gain: float, says: str
+    changed: dict[str, Any], disk: float, codec: str, gain: float, says: str
 ) -> None:
-    rates = replace(SLOW_DISK, **changed)
-    choice = choose_codec(rates)
+    costs = replace(COSTS, **changed)
+    choice = choose_codec(costs, disk)
     assert choice.codec == codec and choice.why.endswith(says)
-    assert expected_gain(rates) == pytest.approx(gain)
+    assert expected_gain(costs, disk) == pytest.approx(gain)
 
 
 LARGE = LayerGeometry(128, 2, hidden_size=512, intermediate_size=176, num_matrices=3, itemsize=2)  # of 528 KiB
