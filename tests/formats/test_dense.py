@@ -32,6 +32,7 @@ from tests.formats.gguf_files import make_gguf
 from tests.formats.gptq_files import make_awq_checkpoint
 from tests.formats.references import reference_of
 from tests.model.checkpoints import (
+    assert_holds_what_transformers_loads,
     change,
     load_dequantised,
     make_fp8_checkpoint,
@@ -176,6 +177,7 @@ def test_models_in_bfloat16(name: str, sources: Any) -> None:
 def test_a_dtype_that_is_named_undoes_them_as_it_does_experts(sources: Any, tmp_path: Path) -> None:
     source, kept = sources("int4_g32 qwen3_moe", torch.bfloat16)
     store = pack(source, tmp_path / "store", "bfloat16")
+    assert_holds_what_transformers_loads(store, source, reference_of(source))
     assert not store.manifest.dense_formats and store.dense_nbytes > kept.dense_nbytes
     assert sum(kept.dense_by_format(is_decoded=True).values()) == store.dense_nbytes
 

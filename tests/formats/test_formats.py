@@ -33,6 +33,7 @@ from tests.formats.gguf_files import gguf_blocks, make_gguf
 from tests.formats.gptq_files import awq_tensors, awq_weight, make_awq_checkpoint, make_gptq_checkpoint
 from tests.formats.references import reference_of
 from tests.model.checkpoints import (
+    assert_holds_what_transformers_loads,
     change,
     make_fp8_checkpoint,
     make_int4_checkpoint,
@@ -161,45 +162,13 @@ def test_kernels(form: ExpertFormat, library: Any, sizes: tuple[int, int, int]) 
     """
     kernels = Kernels(library, "for a test")
     blocks, weights = made(form, *sizes)
-    width, num_matrices, hidden = weights.shape
     blocks = torch.cat((blocks, blocks.flip(0)))  # a second expert behind it
-    address, dice = blocks.data_ptr(), torch.Generator().manual_seed(0)
     for dtype in (torch.float32,) if form.inner in GGUF_FORMATS else kernels.dtypes:  # that GGUF files are computed in
         if form.name.endswith("_f16") and dtype == torch.bfloat16:
             continue  # such experts are converted
-        assert_decoded(kernels, form, address, weights.to(dtype))
-        exact, tokens, few = weights.to(dtype).double(), TASK_TOKENS, torch.finfo(dtype).eps
-        all_x = torch.randn(tokens, hidden, generator=dice).to(dtype)
-        all_h = torch.randn(tokens, width, generator=dice).to(dtype)
-        wanted_inner = torch.einsum("nh,imh->mni", all_x.double(), exact[:, :-1])
-        wanted_down, most = all_h.double() @ exact[:, -1], float(exact.abs().max())
-        for n in range(1, tokens + 1):
-            x, h = all_x[-n:], all_h[-n:]
-            inner = torch.full((num_matrices - 1, 2 * n, width), torch.nan, dtype=dtype)
-            down = torch.full((2 * n, hidden), torch.nan, dtype=dtype)
-            added = torch.ones(n, hidden)
-            second = address + blocks.nbytes // 2
-            kernels.tile_dots(form.kernels, (address, 0, n, n, second, 0, n, 0), x, inner)
-            kernels.tile_sums(form.kernels, (address, 0, n, n, second, 0, n, 0), h, down, num_matrices - 1)
-            kernels.tile_sums(form.kernels, (address, 0, n, 0), h, added, num_matrices - 1, adds=True)
-            for found, wanted, magnitude in (
-                (inner[:, n:], wanted_inner[:, -n:], hidden),
-                (down[n:], wanted_down[-n:], width),
-                (added, 1 + wanted_down[-n:], width),
-            ):
-                eps = few if found.dtype == dtype else torch.finfo(found.dtype).eps
-                bound = eps * wanted.abs() + 2**-22 * magnitude * most
-                assert bool(((found.double() - wanted).abs() <= bound).all())
-            other, threads = torch.empty(n, hidden, dtype=dtype), torch.get_num_threads()
-            try:
-                torch.set_num_threads(2 if threads == 1 else 1)
-                kernels.tile_sums(form.kernels, (address, 0, n, 0), h, other, num_matrices - 1)
-            finally:
-                torch.set_num_threads(threads)
-            assert torch.equal(other, down[n:]), "however many threads"
-            assert_one_call(kernels, form, address, x, (width, hidden, num_matrices))
-        for n in (17, 61):
-            assert_many(kernels, form, address, exact, dtype, n)
+        assert_decoded(kernels, form, blocks.data_ptr(), weights.to(dtype))
+        for n in (*range(1, TASK_TOKENS + 1), 17, 61):
+            assert_products(kernels, form, blocks, weights.to(dtype), n)
 
 
 def assert_decoded(kernels: Kernels, form: ExpertFormat, address: int, weights: torch.Tensor) -> None:
@@ -212,18 +181,17 @@ def assert_decoded(kernels: Kernels, form: ExpertFormat, address: int, weights: 
     assert bool(((found == weights) | (weights.abs() < torch.finfo(dtype).tiny) & (found == 0)).all())
 
 
-def assert_many(
-    kernels: Kernels, form: ExpertFormat, address: int, exact: torch.Tensor, dtype: torch.dtype, n: int
-) -> None:
-    """Of a prompt: tokens as many as one task alone may have, of several prepared ones."""
-    (width, num_matrices, hidden), dice = exact.shape, torch.Generator().manual_seed(n)
-    x = torch.randn(n + 3, hidden, generator=dice).to(dtype)
-    h = torch.randn(n + 3, width, generator=dice).to(dtype)
-    inner = torch.full((num_matrices - 1, n + 1, width), 7.0, dtype=dtype)
-    down, added = torch.full((n + 1, hidden), 7.0, dtype=dtype), torch.full((n + 1, hidden), 7.0)
+def assert_products(kernels: Kernels, form: ExpertFormat, blocks: torch.Tensor, weights: torch.Tensor, n: int) -> None:
+    """Of n of several prepared tokens: of few another expert has some in the same call, of a prompt's one has all."""
+    (width, num_matrices, hidden), dtype = weights.shape, weights.dtype
+    dice, exact, address = torch.Generator().manual_seed(n), weights.double(), blocks.data_ptr()
+    x, h = (torch.randn(n + 3, size, generator=dice).to(dtype) for size in (hidden, width))
+    inner = torch.full((num_matrices - 1, 2 * n + 1, width), 7.0, dtype=dtype)
+    down, added = torch.full((2 * n + 1, hidden), 7.0, dtype=dtype), torch.full((n + 1, hidden), 7.0)
     task = (address, 2, n, 1)
-    kernels.tile_dots(form.kernels, task, x, inner)
-    kernels.tile_sums(form.kernels, task, h, down, num_matrices - 1)
+    tasks = (*task, address + blocks.nbytes // 2, 0, n, n + 1) if n <= TASK_TOKENS else task
+    kernels.tile_dots(form.kernels, tasks, x, inner)
+    kernels.tile_sums(form.kernels, tasks, h, down, num_matrices - 1)
     kernels.tile_sums(form.kernels, task, h, added, num_matrices - 1, adds=True)
     wanted_inner = torch.einsum("nh,imh->mni", x[2 : n + 2].double(), exact[:, :-1])
     wanted_down, most = h[2 : n + 2].double() @ exact[:, -1], float(exact.abs().max())
@@ -232,9 +200,16 @@ def assert_many(
         (down, wanted_down, width),
         (added, 7 + wanted_down, width),
     ):
-        before, found = found[..., 0, :], found[..., 1:, :]
+        before, found = found[..., 0, :], found[..., 1 : n + 1, :]
         bound = torch.finfo(found.dtype).eps * wanted.abs() + 2**-22 * magnitude * most
         assert bool((before == 7).all()) and bool(((found.double() - wanted).abs() <= bound).all())
+    other, threads = torch.empty(n, hidden, dtype=dtype), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2 if threads == 1 else 1)
+        kernels.tile_sums(form.kernels, (address, 2, n, 0), h, other, num_matrices - 1)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(other, down[1 : n + 1]), "however many threads"
     assert_one_call(kernels, form, address, x[2 : n + 2], (width, hidden, num_matrices))
 
 
@@ -368,6 +343,8 @@ def test_experts_keep_their_bytes_unless_a_dtype_is_named(name: str, checkpoints
     assert kept.experts_nbytes * 1.99 < converted.experts_nbytes
     kept.verify(full=True)
     reference = reference_of(source)
+    if source.is_dir():
+        assert_holds_what_transformers_loads(converted, source, reference)
     prompts = make_prompts(1, length=14)
     tokens = generate(reference, prompts)
     for store in (kept, converted):

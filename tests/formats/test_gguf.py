@@ -23,6 +23,8 @@ from tests.model.checkpoints import load_dequantised, make_mxfp4_checkpoint, rea
 
 SMALL = {"hidden": 64, "intermediate": 128}
 DOWN = "blk.1.ffn_down_exps.weight"
+_LETTERS = [chr(code) for code in range(33, 127)]
+WORDS = [*_LETTERS, "ab", *(f"<{number}>" for number in range(VOCAB_SIZE - len(_LETTERS) - 1))]
 
 
 @pytest.mark.parametrize(
@@ -82,14 +84,12 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
 
 def test_load_takes_a_file_with_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
-    words = [chr(code) for code in range(33, 127)]
-    words += ["ab", *(f"<{number}>" for number in range(VOCAB_SIZE - len(words) - 1))]
-    path = make_gguf(tmp_path / "model.gguf", words=words, **SMALL)
+    path = make_gguf(tmp_path / "model.gguf", words=WORDS, **SMALL)
     model, tokenizer = expertly.load(str(path), memory="50%")
     try:
         upstream = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
         ids = tokenizer("abc!")["input_ids"]
-        assert ids == upstream("abc!")["input_ids"] and words.index("ab") in ids
+        assert ids == upstream("abc!")["input_ids"] and WORDS.index("ab") in ids
         assert tokenizer.decode(ids) == "abc!" and model.config.eos_token_id == VOCAB_SIZE - 1
     finally:
         expertly.unload(model)
@@ -116,12 +116,10 @@ def test_gpt_oss_is_the_model_of_its_checkpoint(tmp_path: Path) -> None:
 
 
 def test_gpt_oss_has_its_tokenizer(tmp_path: Path) -> None:
-    words = [chr(code) for code in range(33, 127)]
-    words += ["ab", *(f"<{number}>" for number in range(VOCAB_SIZE - len(words) - 1))]
-    path = make_gpt_oss_gguf(tmp_path / "model.gguf", make_mxfp4_checkpoint(tmp_path / "source"), words)
+    path = make_gpt_oss_gguf(tmp_path / "model.gguf", make_mxfp4_checkpoint(tmp_path / "source"), WORDS)
     store = pack(path, tmp_path / "store")
     tokenizer = AutoTokenizer.from_pretrained(store.folder)
-    assert tokenizer("ab!")["input_ids"] == [words.index("ab"), 0]
+    assert tokenizer("ab!")["input_ids"] == [WORDS.index("ab"), 0]
     assert tokenizer.eos_token_id == store.config["eos_token_id"] == VOCAB_SIZE - 1
 
 

@@ -41,16 +41,6 @@ def test_scales_in_float16(group: int, tmp_path: Path) -> None:
         assert generate(model, prompts) == tokens
 
 
-@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16])
-def test_a_named_dtype_undoes_it_as_transformers_does(scales: torch.dtype, tmp_path: Path) -> None:
-    source = make_int4_checkpoint(tmp_path / "source", scales=scales)
-    for dtype in ("bfloat16", "float32"):
-        store = pack(source, tmp_path / dtype, dtype)
-        assert store.manifest.stored_as == dtype and "quantization_config" not in store.config
-        reference = load_dequantised(source, dtype=getattr(torch, dtype))
-        assert_holds_what_transformers_loads(store, source, reference)
-
-
 def without(*endings: str) -> Any:
     return lambda name, tensor: None if name.endswith(endings) else tensor
 

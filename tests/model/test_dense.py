@@ -14,7 +14,6 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-import expertly
 from expertly.model import dense
 from expertly.model.dense import use_kernels
 from expertly.native.kernels import Kernels, Library, choose_kernels, libraries
@@ -310,13 +309,3 @@ def test_other_routers_are_left_alone(how: str, routed: list[int], monkeypatch: 
     with torch.no_grad():
         assert torch.equal(changed(hidden)[2], router(hidden)[2])
     assert routed == []
-
-
-def test_stats_say_that_they_ran() -> None:
-    model, _ = expertly.load("demo", memory="25%", system="lru")
-    with torch.no_grad():
-        cache = model(torch.tensor([list(range(40))]), use_cache=True).past_key_values
-        model(torch.tensor([[7]]), past_key_values=cache)
-    told = expertly.stats(model).as_dict()["kernels"]
-    assert told["attention"] == model.config.num_hidden_layers
-    expertly.unload(model)

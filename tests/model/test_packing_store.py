@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from expertly.core.errors import CheckpointError, ConfigError, ExpertlyError, StoreError
+from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.model import packing as packing_module
 from expertly.model.packing import pack, pack_cached
 from expertly.store.cache import learned_beside
@@ -21,29 +19,6 @@ from expertly.store.writer import partial_folder
 from tests.families import make_checkpoint
 from tests.model.checkpoints import change, read_experts
 from tests.store.builders import files_of, stored_experts
-
-
-def pack_slowly(source: Path, folder: Path) -> None:
-    pack(source, folder, progress=lambda done, total: time.sleep(0.02))
-
-
-def test_a_killed_pack_is_resumed_to_the_same_store(tmp_path: Path, imported: Any) -> None:
-    source, folder = make_checkpoint("qwen3_moe", tmp_path / "source", tokenizer=True), tmp_path / "store"
-    process = imported.Process(target=pack_slowly, args=(source, folder))
-    process.start()
-    deadline = time.monotonic() + 120
-    while not (partial_folder(folder) / "experts-00001.safetensors").exists():
-        assert process.is_alive() and time.monotonic() < deadline, "the packer ended early"
-        time.sleep(0.005)
-    process.kill()
-    process.join()
-    assert not folder.exists()
-    with pytest.raises(ExpertlyError):  # what it left is no model
-        pack_cached(partial_folder(folder))
-    progress: list[int] = []
-    pack(source, folder, progress=lambda done, total: progress.append(done)).verify(full=True)
-    assert progress[0] > 0, "started from nothing"
-    assert files_of(folder) == files_of(pack(source, tmp_path / "uninterrupted").folder)
 
 
 def test_the_first_use_packs_and_the_next_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,13 +69,6 @@ def test_what_lies_beside_the_weights_is_brought_up_to_date(tmp_path: Path) -> N
     (store.folder / "notes.txt").write_text("somebody's own")
     pack(source, tmp_path / "store").verify(full=True)
     assert not (store.folder / "generation_config.json").exists() and (store.folder / "notes.txt").exists()
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    source = make_checkpoint("mixtral", tmp_path / "source")
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=str(tmp_path / "file")):
-        pack_cached(source, cache_dir=tmp_path / "file" / "cache")
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def test_every_family_has_routers_that_explain_what_the_experts_received(family:
         num_experts, top_k = toy.manifest.layers[layer].num_experts, toy.manifest.layers[layer].top_k
         assert router.layer == layer and router.can_look_ahead
         assert router.scoring == ("sigmoid" if family in SIGMOID else "softmax")
+        assert_answers_as_its_weights_say(router, toy, layer)
         torch.testing.assert_close(inputs, hidden)
         scores = router.normalised(logits)
         assert scores.shape == (len(hidden), num_experts) and scores.dtype == torch.float32
@@ -82,18 +83,13 @@ def test_every_family_has_routers_that_explain_what_the_experts_received(family:
             torch.testing.assert_close(*shares, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_router_asked_answers_as_its_weights_say(family: str, toys: Toys) -> None:
-    toy = toys[family]
-    for layer, router in enumerate(routers_of(toy)):
-        geometry = toy.manifest.layers[layer]
-        hidden = torch.randn(5, geometry.hidden_size, generator=torch.Generator().manual_seed(layer))
-        expected = linear_of(block_of(toy, layer), geometry.num_experts, hidden)
-        torch.testing.assert_close(router.logits(hidden), expected, rtol=1e-4, atol=1e-4)
-        normalised = expected.softmax(-1)
-        if family in SIGMOID:
-            normalised = expected.sigmoid() / expected.sigmoid().sum(-1, keepdim=True)
-        torch.testing.assert_close(router.scores(hidden), normalised, rtol=1e-4, atol=1e-4)
+def assert_answers_as_its_weights_say(router: HookedRouter, toy: Toy, layer: int) -> None:
+    geometry = toy.manifest.layers[layer]
+    hidden = torch.randn(5, geometry.hidden_size, generator=torch.Generator().manual_seed(layer))
+    expected = linear_of(block_of(toy, layer), geometry.num_experts, hidden)
+    torch.testing.assert_close(router.logits(hidden), expected, rtol=1e-4, atol=1e-4)
+    scores = expected.sigmoid() if router.scoring == "sigmoid" else expected.softmax(-1)
+    torch.testing.assert_close(router.scores(hidden), scores / scores.sum(-1, keepdim=True), rtol=1e-4, atol=1e-4)
 
 
 def linear_of(block: Any, num_experts: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -191,7 +187,6 @@ def test_routers_as_other_versions_write_them(is_linear: bool, toys: Toys) -> No
                     return index, weights, logits
 
             block.gate.__class__ = Router
-    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
     for layer, router in enumerate(routers_of(toy)):
         assert router.scoring == "softmax" and router.can_look_ahead
-        torch.testing.assert_close(router.logits(hidden), linear_of(block_of(toy, layer), 8, hidden))
+        assert_answers_as_its_weights_say(router, toy, layer)

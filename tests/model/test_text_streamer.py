@@ -1,69 +1,54 @@
+"""Tokens to text as they come: whole characters, spaces between words, the time of each token."""
+
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 
 from expertly.model.text import Decoder, TextStreamer
 
 
-class ByteTokenizer:
+def of_bytes(tokens: list[int]) -> str:
     """One byte a token, as a byte-level tokenizer does to what it has no word for."""
-
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(tokens).decode("utf-8", errors="replace")
+    return bytes(tokens).decode("utf-8", errors="replace")
 
 
-class SpaceDroppingTokenizer:
-    """Drops the space before the first word, as sentencepiece does."""
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join(f" {token}" for token in tokens)[1:]
+def of_words(tokens: list[int]) -> str:
+    """Without the space before the first word, as sentencepiece does."""
+    return "".join(f" {token}" for token in tokens)[1:]
 
 
-def stream(decode, tokens: list[int], clock_ns=lambda: 0) -> tuple[list[str], TextStreamer]:
-    written: list[str] = []
-    streamer = TextStreamer(decode, written.append, clock_ns)
-    streamer.put(torch.tensor([[1, 2, 3]]))  # the prompt
-    for token in tokens:
-        streamer.put(torch.tensor([token]))
+@pytest.mark.parametrize(
+    ("decode", "tokens", "written"),
+    [
+        (of_bytes, list("aé漢🙂z".encode()), ["a", "é", "漢", "🙂", "z"]),
+        (of_bytes, [*b"ab", 0xF0, 0x9F], ["a", "b", "\N{REPLACEMENT CHARACTER}"]),  # never a character: at the end
+        (of_words, [10, 11, 12], ["10", " 11", " 12"]),
+        (of_words, [], []),
+    ],
+)
+def test_whole_characters_are_written_as_they_come(
+    decode: Callable[[list[int]], str], tokens: list[int], written: list[str]
+) -> None:
+    found, clock = list[str](), iter(range(100))
+    streamer = TextStreamer(decode, found.append, lambda: next(clock))
+    for some in ([1, 2, 3], *([token] for token in tokens)):  # the prompt first
+        streamer.put(torch.tensor([some]))
     streamer.end()
-    return written, streamer
+    assert found == written
+    assert (streamer.tokens, streamer.times_ns) == (tokens, list(range(len(tokens))))
 
 
-def test_never_writes_part_of_a_character():
-    text = "aé漢🙂z"
-    written, _ = stream(ByteTokenizer().decode, list(text.encode()))
-    assert written == list(text)
-
-
-def test_what_never_becomes_a_character_is_written_at_the_end():
-    written, _ = stream(ByteTokenizer().decode, [*b"ab", 0xF0, 0x9F])
-    assert "".join(written) == ByteTokenizer().decode([*b"ab", 0xF0, 0x9F])
-
-
-def test_what_is_no_character_is_not_held_for_ever():
+def test_what_is_no_character_is_not_held_for_ever() -> None:
     """Else each token would cost more than the last, in whoever waits for the text."""
     tokens = [*b"ab", *[0x9F] * 30, *"漢".encode()]
-    decoder, decode = Decoder(ByteTokenizer().decode), ByteTokenizer().decode
+    decoder = Decoder(of_bytes)
     held = 0
     told = ""
     for number, token in enumerate(tokens, 1):
         told += decoder.add([token])
-        held = max(held, len(decode(tokens[:number])) - len(told))
+        held = max(held, len(of_bytes(tokens[:number])) - len(told))
     assert held <= 10
-    assert told + decoder.end() == decode(tokens)
-
-
-def test_spaces_between_tokens_survive():
-    written, streamer = stream(SpaceDroppingTokenizer().decode, [10, 11, 12])
-    assert "".join(written) == "10 11 12"
-    assert streamer.tokens == [10, 11, 12]
-
-
-def test_notes_when_each_token_came_but_not_the_prompt():
-    clock = iter(range(100))
-    _, streamer = stream(SpaceDroppingTokenizer().decode, [10, 11], lambda: next(clock))
-    assert streamer.times_ns == [0, 1]
-
-
-def test_no_tokens_write_nothing():
-    assert stream(SpaceDroppingTokenizer().decode, [])[0] == []
+    assert told + decoder.end() == of_bytes(tokens)

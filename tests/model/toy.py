@@ -1,58 +1,19 @@
-"""A store without a packer and a runtime without an engine: the whole weights, in the canonical layout, in Python."""
+"""A loaded model without an engine: its runtime asks the unmodified model's own experts."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.nn.functional import linear
 
 from expertly.core.observation import IterationInfo
 from expertly.model.loading import load_dense
-from expertly.model.structure import build_meta_model, find_experts
+from expertly.model.packing import pack
 from expertly.store.manifest import Manifest
 from tests.families import load_reference
-from tests.model.checkpoints import canonical
-
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_GRANITE_EXPERTS = ("input_linear.weight", "output_linear.weight")
-
-
-def is_expert_weight(name: str) -> bool:
-    """Is this tensor of a checkpoint part of an expert's matrices?"""
-    return (".experts." in name and not name.endswith("bias")) or name.endswith(_GRANITE_EXPERTS)
-
-
-def make_toy_store(source: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Manifest:
-    """The dense tensors of a checkpoint in the layout of a packed store, and its manifest; no expert bytes."""
-    folder.mkdir(parents=True)
-    for path in source.iterdir():
-        if path.suffix == ".json" and not path.name.endswith(".index.json"):
-            shutil.copy(path, folder)
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(source.glob("*.safetensors")):
-        tensors |= load_file(path)
-    dense = {name: tensor for name, tensor in tensors.items() if not is_expert_weight(name)}
-    assert len(dense) < len(tensors)
-    save_file(dense, folder / "dense.safetensors", metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": dict.fromkeys(dense, "dense.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    sites = find_experts(build_meta_model(source), dtype.itemsize)
-    return Manifest(
-        identity="toy",
-        source=str(source),
-        model_type="toy",
-        dtype=_DTYPES[dtype],
-        layers=tuple(site.geometry for site in sites),
-        sites=tuple(site.name for site in sites),
-        files={},
-    )
 
 
 @dataclass
@@ -65,15 +26,13 @@ class Iteration:
 
 
 class ToyRuntime:
-    """Computes experts from the canonical layout, token by token; keeps what it was told."""
+    """Keeps what it was told."""
 
     wants_token_ids = False
 
-    def __init__(self, source: Path, dtype: torch.dtype = torch.float32) -> None:
-        self.reference = load_reference(source, dtype=dtype)
-        state = self.reference.state_dict()
-        self.sites = find_experts(build_meta_model(source), dtype.itemsize)
-        self.weights = [canonical(site, state) for site in self.sites]
+    def __init__(self, reference: Any, manifest: Manifest) -> None:
+        self.experts = [reference.get_submodule(site) for site in manifest.sites]
+        self.layers = manifest.layers
         self.iterations: list[Iteration] = []
         self.num_calls = 0
         self.fail_at_call: int | None = None
@@ -103,48 +62,32 @@ class ToyRuntime:
         self.num_calls += 1
         if self.num_calls == self.fail_at_call:
             raise self.failure
-        geometry = self.sites[layer].geometry
+        geometry, choice = self.layers[layer], top_k_index
         assert hidden_states.shape[1] == geometry.hidden_size
         assert top_k_index.shape == top_k_weights.shape == (hidden_states.shape[0], geometry.top_k)
         if self.iterations and self.iterations[-1].ok is None:
             self.iterations[-1].layer_rows.append((layer, hidden_states.shape[0]))
-        output = torch.zeros_like(hidden_states)
-        for token, ids in enumerate(top_k_index.tolist()):
-            for k, expert in enumerate(ids):
-                if expert < geometry.num_experts:
-                    one = self._expert(module, layer, expert, hidden_states[token])
-                    output[token] += (one * top_k_weights[token, k]).to(output.dtype)
+        if isinstance(module, nn.ModuleDict):  # switch's, which take a mask
+            choice = nn.functional.one_hot(top_k_index, geometry.num_experts + 1)[..., :-1]
+        with torch.no_grad():
+            output: torch.Tensor = self.experts[layer].forward(hidden_states, choice, top_k_weights)
         return output
-
-    def _expert(self, module: Any, layer: int, expert: int, x: torch.Tensor) -> torch.Tensor:
-        site, rows = self.sites[layer], self.weights[layer][expert].unbind(1)
-        inner = [linear(x, matrix) for matrix in rows[:-1]]
-        if not site.has_gate:
-            return linear(module.act_fn(inner[0]), rows[-1].T)
-        fused = torch.cat(inner, -1) if site.is_concatenated else torch.stack(inner, -1).flatten(-2)
-        if getattr(module, "has_bias", False):
-            fused = fused + module.gate_up_proj_bias[expert]
-        output = linear(module._apply_gate(fused), rows[-1].T)
-        return output + module.down_proj_bias[expert] if getattr(module, "has_bias", False) else output
 
 
 @dataclass
 class Toy:
-    """A checkpoint, its toy store and a model loaded from it."""
+    """A checkpoint, its store, the unmodified model and the one loaded from the store."""
 
     source: Path
     store: Path
     manifest: Manifest
+    reference: Any
     runtime: ToyRuntime
     model: Any
 
-    @property
-    def reference(self) -> Any:
-        """The unmodified model."""
-        return self.runtime.reference
-
     @classmethod
     def make(cls, source: Path, store: Path, dtype: torch.dtype = torch.float32) -> Toy:
-        manifest = make_toy_store(source, store, dtype)
-        runtime = ToyRuntime(source, dtype)
-        return cls(source, store, manifest, runtime, load_dense(store, manifest, dtype, "cpu", runtime))
+        manifest = pack(source, store, str(dtype).removeprefix("torch."), codec="none").manifest
+        reference = load_reference(source, dtype=dtype)
+        runtime = ToyRuntime(reference, manifest)
+        return cls(source, store, manifest, reference, runtime, load_dense(store, manifest, dtype, "cpu", runtime))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,7 +71,8 @@ def test_a_device_that_is_no_cpu_multiplies_itself() -> None:
 def test_threads_are_torchs_and_no_more_than_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     used: list[int] = []
-    library = replace(AVAILABLE[0], sums=lambda level, dtype, num_threads, *rest: used.append(num_threads))
+    call = SimpleNamespace(products_sums=lambda level, dtype, num_threads, *rest: used.append(num_threads))
+    library = replace(AVAILABLE[0], call=call)
     for granted in (1, 3, 8):
         monkeypatch.setattr(kernels_module, "granted_cpus", lambda granted=granted: granted)
         Kernels(library, "for a test").sums((0, 0, 1, 0), torch.ones(1, 8), torch.empty(1, 8), 32)

@@ -264,26 +264,6 @@ def run_expert(kernels: Kernels, rows: torch.Tensor, x: torch.Tensor) -> torch.T
     return sums(kernels, rows[:, 2], inner[0] * inner[1])
 
 
-def test_two_python_threads_at_once(kernels: Kernels, set_threads: Callable[[int], None]) -> None:
-    dice = torch.Generator().manual_seed(6)
-    set_threads(2)
-    rows, x = values(dice, 2000, 3, 128, dtype=torch.bfloat16), values(dice, 2, 128, dtype=torch.bfloat16)
-    expected = [run_expert(kernels, rows, x[i : i + 1]) for i in range(2)]
-    wrong: list[int] = []
-
-    def repeat(number: int) -> None:
-        for _ in range(60):
-            if not torch.equal(run_expert(kernels, rows, x[number : number + 1]), expected[number]):
-                wrong.append(number)
-
-    threads = [threading.Thread(target=repeat, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and not torch.equal(*expected)
-
-
 def test_memory_is_given_back(kernels: Kernels) -> None:
     rows, x = torch.ones(3000, 3, 256, dtype=torch.bfloat16), torch.ones(1, 256, dtype=torch.bfloat16)
 
@@ -312,24 +292,27 @@ def test_all_sets_of_a_processor_come_fastest_first() -> None:
     assert names[-1] == "generic" and names == [name for name in ACCEPTED if name in names]
 
 
-@pytest.fixture
-def has_team() -> Iterator[None]:
-    """Whatever was imported first."""
+@pytest.fixture(params=["openmp", "team"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How products are shared out, whatever was imported first."""
     (path,) = Path(kernels_module.__file__).parent.glob("_products*.so")
     library = ctypes.CDLL(str(path))
-    library.expertly_products_take_openmp(0)
-    yield
+    library.expertly_products_take_openmp(request.param == "openmp")
+    yield request.param
     library.expertly_products_take_openmp(not spins_shortly())
 
 
 @pytest.fixture
-def shared_out(kernels: Kernels, set_threads: Callable[[int], None], has_team: None) -> Callable[[], bool]:
+def shared_out(kernels: Kernels, set_threads: Callable[[int], None], way: str) -> Callable[[], bool]:
     """A product on four threads; whether it is that of one."""
     rows, x = torch.randn(2048, 1, 256).bfloat16(), torch.randn(1, 256).bfloat16()
     set_threads(1)
     expected = dots(kernels, rows, x)
     set_threads(4)
     return lambda: torch.equal(dots(kernels, rows, x), expected)
+
+
+only_a_team = pytest.mark.parametrize("way", ["team"], indirect=True)
 
 
 def team() -> dict[str, int]:
@@ -350,6 +333,7 @@ def _team_by_now() -> dict[str, int]:
     return found
 
 
+@only_a_team
 def test_a_team_lives_on_and_computes(shared_out: Callable[[], bool], set_threads: Callable[[int], None]) -> None:
     assert shared_out()
     before, end = team(), time.monotonic() + 60
@@ -376,6 +360,7 @@ def test_callers_at_the_same_time(shared_out: Callable[[], bool]) -> None:
     assert not wrong
 
 
+@only_a_team
 def test_a_forked_child_has_a_team_of_its_own(shared_out: Callable[[], bool]) -> None:
     busy = threading.Thread(target=lambda: [shared_out() for _ in range(300)])  # a job of another thread runs meanwhile
     busy.start()

@@ -33,7 +33,7 @@ def test_reads_rows_and_chunks(tmp_path: Path) -> None:
     save_file({"x": values, "scalar": np.array(7.0), "none": np.empty((0, 2))}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     checkpoint = Checkpoint.open(tmp_path)
-    assert np.array_equal(checkpoint.read_row("x", 3).view(np.float32).reshape(4, 3), values[3])
+    assert np.array_equal(checkpoint.read("x", 3).view(np.float32).reshape(4, 3), values[3])
     assert b"".join(bytes(chunk) for chunk in checkpoint.read_chunks("x", 7)) == values.tobytes()
     assert checkpoint.read("scalar").view(np.float64).tolist() == [7.0]
     assert checkpoint.read("none").size == 0 and list(checkpoint.read_chunks("none")) == []

@@ -84,7 +84,7 @@ class _ScaledCodes(_GgufBlocks, RoundingFormat):
         groups, least = weights.reshape(len(weights), -1, self.group), self.codes[0]
         largest = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))
         scales = [(largest * (one / least)).clamp_(-_MAX_HALF, _MAX_HALF).half().float() for one in self.shares]
-        codes, chosen = nearest_codes(groups, scales, self.codes, torch.mul)
+        codes, chosen = nearest_codes(groups, scales, self.codes)
         return (
             np.concatenate((chosen.half().view(torch.uint8).numpy(), self._bytes_of(codes.char().numpy())), axis=-1),
         )

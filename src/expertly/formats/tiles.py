@@ -8,7 +8,7 @@ linear layer's matrix by itself is blocks of 16 outputs by all inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -118,23 +118,20 @@ class RoundingFormat(TiledFormat, Protocol):
 
 
 def nearest_codes(
-    groups: torch.Tensor,
-    scales: Sequence[torch.Tensor],
-    codes: tuple[int, int],
-    weights_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    groups: torch.Tensor, scales: Sequence[torch.Tensor], codes: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of weights [..., G], within the range `codes`, and their scales [..., 1]: of `scales` the one with the
-    least squared error. `weights_of(codes, scales)` decodes, to about their product.
+    least squared error.
     """
     import torch
 
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     for scale in scales:
         code = torch.where(scale == 0, 0.0, groups / scale).round_().clamp_(*codes)
-        error = weights_of(code, scale) - groups
-        # The format rounds the product, so the next code may be nearer.
+        error = code * scale - groups
+        # The quotient was rounded, so the next code may be nearer.
         beside = (code - (error * scale).sign()).clamp_(*codes)
-        other = weights_of(beside, scale) - groups
+        other = beside * scale - groups
         is_nearer = other.abs() < error.abs()
         code, error = torch.where(is_nearer, beside, code), torch.where(is_nearer, other, error)
         found.append((code, error.square_().sum(dim=-1, keepdim=True)))

@@ -39,7 +39,6 @@ from expertly.hardware.profile import (
 from expertly.native.kernels import choose_kernels
 from expertly.store.codec_choice import (
     CodecChoice,
-    CodecRates,
     Sample,
     choose_codec,
     disk_latency_ns_of,
@@ -297,9 +296,7 @@ def machine_costs(profile: MachineProfile) -> CodecCosts:
 
 def machine_choice(profile: MachineProfile) -> CodecChoice:
     """What `codec=auto` chooses for such weights on the profile's disk. Raises ConfigError where it has no disk."""
-    costs = machine_costs(profile)
-    disk_rate = profile.disk_nbytes_per_s(READ_NBYTES)
-    return choose_codec(CodecRates(costs.ratio, disk_rate, costs.decode_nbytes_per_s, costs.threads))
+    return choose_codec(machine_costs(profile), profile.disk_nbytes_per_s(READ_NBYTES))
 
 
 def store_costs(store: PackedStore) -> tuple[Link, CodecCosts]:

@@ -19,6 +19,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCri
 from transformers.generation.logits_process import LogitsProcessorList
 
 from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError
+from expertly.model.generation import generation_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +86,8 @@ def end_tokens(model: Any) -> list[int]:
 
 def _greedy_config(model: Any, max_new_tokens: int) -> GenerationConfig:
     """The model's own generation config for one sequence without sampling: the chooser samples."""
-    config: GenerationConfig = copy.deepcopy(model.generation_config)
-    config.max_length, config.max_new_tokens, config.min_length = None, max_new_tokens, None
-    config.num_beams, config.num_return_sequences = 1, 1
-    config.do_sample = False
-    config.temperature = config.top_p = config.top_k = config.min_p = config.typical_p = None
-    if config.pad_token_id is None:
-        config.pad_token_id = next(iter(end_tokens(model)), None)
+    config: GenerationConfig = generation_config(model, max_new_tokens)
+    config.min_length = config.min_p = config.typical_p = None
     return config
 
 
@@ -176,8 +172,6 @@ class Batch:
             num_blocks=limits.num_pages,
             max_batch_tokens=limits.max_batch_tokens,
             max_requests_per_batch=limits.max_requests,
-            use_cuda_graph=False,
-            use_async_batching=False,
             **settings,
         )
         own = _greedy_config(self._model, 1)

@@ -299,18 +299,16 @@ class ExpertsReader:
                 raise CheckpointError(f"the checkpoint has no tensor for {target}; {self._says_config}")
             self._groups[target] = group
         self._format = self._format_of(kept) if kept else None
-        self.geometry = site.geometry
-        if self._format is not None:
-            try:
-                self.geometry = self._format.geometry(site.geometry)
-            except ConfigError as error:
-                raise CheckpointError(f"{site.name}: {error}; or name a dtype, which undoes it") from None
         self._rounding = rounding
-        if rounding is not None:
+        self.geometry = site.geometry
+        stored_in = self._format if rounding is None else expert_format(rounding.name)
+        if stored_in is not None:
             try:
-                self.geometry = expert_format(rounding.name).geometry(site.geometry)
+                self.geometry = stored_in.geometry(site.geometry)
             except ConfigError as error:
-                raise ConfigError(f"quantize: {site.name}: {error}") from None
+                if rounding is not None:
+                    raise ConfigError(f"quantize: {site.name}: {error}") from None
+                raise CheckpointError(f"{site.name}: {error}; or name a dtype, which undoes it") from None
         for target, group in self._groups.items():
             self._check(target, group)
         self._whole: dict[str, torch.Tensor] = {}
@@ -415,7 +413,7 @@ class ExpertsReader:
 
     def _parts(self, form: TiledFormat, target: str, expert: int) -> tuple[Bytes, ...]:
         group = self._groups[target]
-        found = self._read(group, expert, as_bytes=True)
+        found = read_group(self._checkpoint, group, expert, as_bytes=True)
         return parts_of(form, group, found, *self._rows_and_columns(target), expert=expert)
 
     def _rows_and_columns(self, target: str) -> tuple[int, int]:
@@ -436,21 +434,10 @@ class ExpertsReader:
     def _convert(self, target: str, expert: int | None) -> torch.Tensor:
         """The parameter, or an expert's row of it, [1, ...]."""
         group, shape = self._groups[target], self._conversion.shape(target)
-        tensor = self._conversion.convert(group, self._read(group, expert), target, expert is not None)
+        tensors = read_group(self._checkpoint, group, expert)
+        tensor = self._conversion.convert(group, tensors, target, expert is not None)
         self._check_shape(target, group, tuple(tensor.shape), shape if expert is None else (1, *shape[1:]))
         return tensor
-
-    def _read(self, group: Group, expert: int | None, *, as_bytes: bool = False) -> Tensors:
-        """A group's tensors, or those of one expert. `as_bytes`: see `read_tensor`."""
-        checkpoint = self._checkpoint
-        if expert is None:
-            return read_group(checkpoint, group)
-        if group.is_per_expert:
-            return {pattern: [read_tensor(checkpoint, names[expert])] for pattern, names in group.sources.items()}
-        return {
-            pattern: [read_tensor(checkpoint, name, expert, as_bytes=as_bytes) for name in names]
-            for pattern, names in group.sources.items()
-        }
 
     # -- checks of headers -----------------------------------------------------------------------------------------
 
@@ -551,11 +538,8 @@ def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None, *, as
     returned as bytes.
     """
     ref, dtype = checkpoint.tensors[name], _dtype(checkpoint, name)
-    shape = ref.shape
-    if row is None or not shape:
-        raw = checkpoint.read(name)
-    else:
-        raw, shape = checkpoint.read_row(name, row), (1, *shape[1:])
+    row = row if ref.shape else None
+    raw, shape = checkpoint.read(name, row), ref.shape if row is None else (1, *ref.shape[1:])
     if checkpoint.gguf and ref.dtype not in IS_FLOAT:
         if as_bytes:
             return torch.from_numpy(raw)
@@ -575,10 +559,12 @@ def dequantised(raw: Bytes, dtype: str) -> torch.Tensor:
         raise CheckpointError(f"tensors in {dtype}: the package gguf cannot dequantise them") from None
 
 
-def read_group(checkpoint: Checkpoint, group: Group, *, as_bytes: bool = False) -> Tensors:
-    """All tensors of a group. `as_bytes`: see `read_tensor`."""
+def read_group(checkpoint: Checkpoint, group: Group, expert: int | None = None, *, as_bytes: bool = False) -> Tensors:
+    """All tensors of a group, or those of one expert. `as_bytes`: see `read_tensor`."""
+    if expert is not None and group.is_per_expert:
+        return {pattern: [read_tensor(checkpoint, names[expert])] for pattern, names in group.sources.items()}
     return {
-        pattern: [read_tensor(checkpoint, name, as_bytes=as_bytes) for name in names]
+        pattern: [read_tensor(checkpoint, name, expert, as_bytes=as_bytes) for name in names]
         for pattern, names in group.sources.items()
     }
 

@@ -111,11 +111,6 @@ class HubModel:
         return cls(name, info.sha, files, checksums)
 
     @property
-    def source(self) -> str:
-        """The `source` of a store that is packed from it."""
-        return f"{self.name}@{self.commit}"
-
-    @property
     def weights(self) -> list[str]:
         """The files of weights, judged by their names; `checkpoint` checks their headers."""
         if SINGLE_NAME in self.files:
@@ -135,9 +130,9 @@ class HubModel:
             if not name.endswith(".safetensors"):
                 self.fetch(name, folder)
 
-    def fetch(self, name: str, folder: Path) -> bool:
-        """Bring the file into `folder`; False where that is a link into the hub's cache. An interrupted download is
-        continued. Raises CheckpointError where the download fails, or has another size than the hub says.
+    def fetch(self, name: str, folder: Path) -> None:
+        """Bring the file, or a link into the hub's cache, into `folder`. An interrupted download is continued. Raises
+        CheckpointError where the download fails, or has another size than the hub says.
         """
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
@@ -154,7 +149,6 @@ class HubModel:
         size = path.stat().st_size
         if size != self.files[name]:
             raise CheckpointError(f"{path}: {size} bytes, but the hub says {self.files[name]}")
-        return not path.is_symlink()
 
     def checkpoint(self, folder: Path) -> Checkpoint:
         """The checkpoint with the shapes of all tensors, by range requests, but no values. `folder` has the small

@@ -5,18 +5,17 @@ model and a shard.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from expertly.core.costs import CODECS, check_codec
-from expertly.core.errors import ConfigError, StoreError
-from expertly.core.files import existing_parent
+from expertly.core.errors import ConfigError
 from expertly.core.headers import TensorSpec
 from expertly.model.hub import HubModel, arrived
 from expertly.model.packing import Packing, check_codec_of, local_folder, open_store, weights_of
-from expertly.store.cache import entry_folder, make_room_for_this_version, store_errors
-from expertly.store.checkpoint import Bytes, Checkpoint
+from expertly.store.cache import check_space, entry_folder, make_room_for_this_version, store_errors
+from expertly.store.checkpoint import Checkpoint
 from expertly.store.packed import DENSE_NAME, PackedStore, is_packed_store
 from expertly.store.writer import Progress, StoreWriter, begun_codec, partial_folder
 
@@ -102,7 +101,7 @@ class _Stream:
 
     def write(self, folder: Path, codec: str, identity: str, progress: Progress | None) -> None:
         packing = self._packing
-        plan = packing.plan(codec, identity, self._hub.source)
+        plan = packing.plan(codec, identity, f"{self._hub.name}@{self._hub.commit}")
         self._check_space(folder)
         with StoreWriter(folder, plan, packing.dense, progress) as writer:
             if writer.finished_store() is not None:
@@ -110,7 +109,8 @@ class _Stream:
             left = [unit for unit in self._units if not self._is_done(writer, unit)]
             for unit in list(left):
                 for name in sorted(unit.files):
-                    self._fetch(name)
+                    self._hub.fetch(name, self._here)
+                    arrived(self._checkpoint, self._here / name)
                 if unit.layer is not None:
                     writer.write_layer(unit.layer, packing.experts(unit.layer))
                 else:
@@ -119,7 +119,7 @@ class _Stream:
                 left.remove(unit)
                 self._delete_unneeded(left)
             if not writer.is_done(DENSE_NAME):
-                writer.write_dense(lambda spec: self._dense_chunks(writer, spec))
+                writer.write_dense(lambda spec: writer.dense_part(*self._place[spec], spec.nbytes))
             writer.drop_dense_parts()
             writer.write_file("config.json", packing.config_bytes())
             writer.copy_extras(self._here)
@@ -127,14 +127,6 @@ class _Stream:
 
     def _is_done(self, writer: StoreWriter, unit: _Unit) -> bool:
         return writer.is_part_done(unit.number) if unit.layer is None else writer.is_layer_done(unit.layer)
-
-    def _dense_chunks(self, writer: StoreWriter, spec: TensorSpec) -> Iterator[Bytes]:
-        number, begin = self._place[spec]
-        return writer.dense_part(number, begin, spec.nbytes)
-
-    def _fetch(self, name: str) -> None:
-        self._hub.fetch(name, self._here)
-        arrived(self._checkpoint, self._here / name)
 
     def _delete_unneeded(self, left: Sequence[_Unit]) -> None:
         """Delete shards whose tensors are all packed. Of a file in the hub's cache only the link is deleted."""
@@ -156,11 +148,4 @@ class _Stream:
         partial, there = partial_folder(folder), 0
         for where in (partial, self._here):
             there += sum(path.lstat().st_size for path in where.glob("*") if path.is_file()) if where.is_dir() else 0
-        needed = store_nbytes + most - there
-        with store_errors(folder, "asking for free space"):
-            free = shutil.disk_usage(existing_parent(folder)).free
-        if needed > free:
-            raise StoreError(
-                f"{folder}: the disk is full: {needed} more bytes are needed, of which {most} for shards while they "
-                f"are packed, and {free} are free; make room or choose another folder with --out or EXPERTLY_CACHE"
-            )
+        check_space(folder, store_nbytes + most - there, f", of which {most} for shards while they are packed")

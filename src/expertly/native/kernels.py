@@ -9,10 +9,11 @@ import ctypes
 import os
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,26 +61,33 @@ _FAILED = "a compiled product"
 _INT, _LONG, _ADDRESS = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    # level, dtype, threads, tasks, how many; matrices, neurons, width, bytes from row to row and from matrix to matrix
+    "products_dots": (*3 * (_INT,), _ADDRESS, *6 * (_LONG,), _ADDRESS, *2 * (_LONG,), *2 * (_ADDRESS,), _LONG),
+    "products_sums": (*3 * (_INT,), _ADDRESS, *4 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, _INT),
+    "tiles_dots": (*5 * (_INT,), _ADDRESS, *4 * (_LONG,), _ADDRESS, *2 * (_LONG,), *2 * (_ADDRESS,), _LONG),
+    "tiles_sums": (*5 * (_INT,), _ADDRESS, *4 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, _INT),
+    "tiles_decode": (*3 * (_INT,), _ADDRESS, *2 * (_LONG,), _ADDRESS),
+    "experts": (*3 * (_INT,), _ADDRESS),
+    "combine": (*3 * (_INT,), *3 * (_LONG,), *3 * (_ADDRESS,)),
+    "attention": (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,)),
+    "projections": (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,)),
+    "norm": (*3 * (_INT,), *2 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, ctypes.c_double, _ADDRESS),
+    "router": (*3 * (_INT,), _ADDRESS),
+}
+"""Functions of products.c, by their names without "expertly_". They release the interpreter lock and return 0, or -1
+where memory is short or the request is not one of theirs.
+"""
+
+
 @dataclass(frozen=True)
 class Library:
-    """The compiled products for one instruction set. They release the interpreter lock and return 0, or -1 where memory
-    is short or the request is not one of theirs; products.c has their arguments.
-    """
+    """The compiled products for one instruction set."""
 
     name: str  # of the instruction set
     level: int
     dtypes: dict[torch.dtype, int]  # what it multiplies, by its own numbers
-    dots: Callable[..., int]
-    sums: Callable[..., int]
-    tile_dots: Callable[..., int]
-    tile_sums: Callable[..., int]
-    tile_decode: Callable[..., int]
-    experts: Callable[..., int]
-    combine: Callable[..., int]
-    attention: Callable[..., int]
-    projections: Callable[..., int]
-    norm: Callable[..., int]
-    router: Callable[..., int]
+    call: SimpleNamespace  # the functions in _ARGUMENTS
 
 
 @cache
@@ -95,41 +103,17 @@ def libraries(folder: Path = Path(__file__).parent) -> tuple[Sequence[Library], 
             return (), f"{found[0].name} is of version {version}, needed is {VERSION}: install expertly again"
         library.expertly_products_take_openmp(not spins_shortly())
         name_of, has_half = library.expertly_products_name, library.expertly_products_has_half
-        dots, sums = library.expertly_products_dots, library.expertly_products_sums
-        tile_dots, tile_sums = library.expertly_tiles_dots, library.expertly_tiles_sums
-        tile_decode = library.expertly_tiles_decode
-        of_tiles = tile_dots, tile_sums, tile_decode
-        experts, combine = library.expertly_experts, library.expertly_combine
-        attention, projections = library.expertly_attention, library.expertly_projections
-        norm, router = library.expertly_norm, library.expertly_router
+        functions = {name: getattr(library, f"expertly_{name}") for name in _ARGUMENTS}
     except (OSError, AttributeError) as error:
         return (), f"{found[0].name} cannot be used: {error}"
     name_of.restype = ctypes.c_char_p
-    # level, dtype, threads, tasks, how many; matrices, neurons, width, bytes from row to row and from matrix to matrix
-    dots.argtypes = (*3 * (_INT,), _ADDRESS, *6 * (_LONG,), *(_ADDRESS, _LONG, _LONG), *(_ADDRESS, _ADDRESS, _LONG))
-    sums.argtypes = (*3 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
-    tile_dots.argtypes = (
-        *5 * (_INT,),
-        _ADDRESS,
-        *4 * (_LONG,),
-        *(_ADDRESS, _LONG, _LONG),
-        *(_ADDRESS, _ADDRESS, _LONG),
-    )
-    tile_sums.argtypes = (*5 * (_INT,), _ADDRESS, *4 * (_LONG,), *(_ADDRESS, _LONG), *(_ADDRESS, _INT))
-    tile_decode.argtypes = (*3 * (_INT,), _ADDRESS, *2 * (_LONG,), _ADDRESS)
-    experts.argtypes = (*3 * (_INT,), _ADDRESS)
-    combine.argtypes = (*3 * (_INT,), *3 * (_LONG,), *3 * (_ADDRESS,))
-    attention.argtypes = (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,))
-    projections.argtypes = (*3 * (_INT,), _ADDRESS, *2 * (ctypes.c_double,))
-    norm.argtypes = (*3 * (_INT,), *2 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, ctypes.c_double, _ADDRESS)
-    router.argtypes = (*3 * (_INT,), _ADDRESS)
+    for name, function in functions.items():
+        function.argtypes = _ARGUMENTS[name]
     made = []
     for level in (3, 2, 1, 0):
         if name_of(level) is not None:
-            name = name_of(level).decode()
             dtypes = {torch.bfloat16: 0, **({torch.float16: 1} if has_half(level) else {}), torch.float32: 2}
-            calls = dots, sums, *of_tiles, experts, combine, attention, projections, norm, router
-            made.append(Library(name, level, dtypes, *calls))
+            made.append(Library(name_of(level).decode(), level, dtypes, SimpleNamespace(**functions)))
     return tuple(made), ""
 
 
@@ -198,6 +182,7 @@ class Kernels:
 
     def __init__(self, library: Library | None, why: str) -> None:
         self.library = library
+        self._call, self._level = (SimpleNamespace(), 0) if library is None else (library.call, library.level)
         self.why = why
         self.name = "torch" if library is None else f"native {library.name}"
         self.dtypes = {} if library is None else library.dtypes  # of matrices that they take, in the host's memory
@@ -251,14 +236,12 @@ class Kernels:
         `x` is [*, H], its rows dense, or contiguous [..., H]; `out` [M, ..., r], contiguous, or [..., r] with
         `num_matrices` M. `bias` [r] is added before rounding, where M is 1. Raises MemoryError.
         """
-        library = self.library
-        assert library is not None
         packed = array("q", tasks)
         num_neurons, width = out.shape[-1], x.shape[-1]
         if num_matrices is None:
             num_matrices = out.shape[0]
-        failed = library.dots(
-            library.level,
+        failed = self._call.products_dots(
+            self._level,
             self.dtypes[x.dtype],
             min(torch.get_num_threads(), self.max_threads),
             packed.buffer_info()[0],
@@ -286,11 +269,9 @@ class Kernels:
 
         `h` is [*, r] and `out` [*, H], both contiguous. Raises MemoryError.
         """
-        library = self.library
-        assert library is not None
         packed = array("q", tasks)
-        failed = library.sums(
-            library.level,
+        failed = self._call.products_sums(
+            self._level,
             self.dtypes[h.dtype],
             min(torch.get_num_threads(), self.max_threads),
             packed.buffer_info()[0],
@@ -328,8 +309,6 @@ class Kernels:
 
         `x` is [*, H], its rows dense; `out` [*, H], contiguous. Raises MemoryError.
         """
-        library = self.library
-        assert library is not None
         packed, of_x, of_out = array("q", tasks), array("q", x_rows), array("q", out_rows)
         call = array(
             "q",
@@ -340,21 +319,20 @@ class Kernels:
             ),
         )
         threads = min(torch.get_num_threads(), self.max_threads)
-        if library.experts(library.level, self.dtypes[x.dtype], threads, call.buffer_info()[0]):
+        if self._call.experts(self._level, self.dtypes[x.dtype], threads, call.buffer_info()[0]):
             raise MemoryError(_FAILED)
 
     def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """[T, H] from the outputs of a layer's experts [T * K, H] and their weights [T, K], of the same dtype or
         float32; both contiguous. None where torch is to do it.
         """
-        library = self.library
         (num_tokens, top_k), width = weights.shape, rows.shape[1]
-        if library is None or num_tokens > self.most_tokens(rows.dtype, None):
+        if self.library is None or num_tokens > self.most_tokens(rows.dtype, None):
             return None
         out = rows.new_empty(num_tokens, width)
         dtypes = self.dtypes[rows.dtype], self.dtypes[weights.dtype]
         addresses = rows.data_ptr(), weights.data_ptr(), out.data_ptr()
-        if library.combine(library.level, *dtypes, num_tokens, top_k, width, *addresses):
+        if self._call.combine(self._level, *dtypes, num_tokens, top_k, width, *addresses):
             raise MemoryError(_FAILED)
         return out
 
@@ -379,8 +357,6 @@ class Kernels:
         lie side by side. `then`: what the linear layer of this weight [rows, H * W] and bias [rows], contiguous, makes
         of it instead, [B, n, rows], of at most most_tokens. Raises MemoryError.
         """
-        library = self.library
-        assert library is not None
         num_batches, num_heads, num_tokens, key_width = q.shape
         _, num_key_heads, num_keys, value_width = v.shape
         out = q.new_empty(num_batches, num_tokens, num_heads, value_width)
@@ -412,7 +388,7 @@ class Kernels:
         )
         threads = min(torch.get_num_threads(), self.max_threads)
         dtype = self.dtypes[q.dtype]
-        if library.attention(library.level, dtype, threads, call.buffer_info()[0], scale, softcap):
+        if self._call.attention(self._level, dtype, threads, call.buffer_info()[0], scale, softcap):
             raise MemoryError(_FAILED)
         self.num_attention += 1
         return projected
@@ -430,8 +406,6 @@ class Kernels:
         of the layer's dtype. `places` [B, heads, more, D] end with room for the keys and values, which are put there;
         they are returned in place of these. Raises MemoryError.
         """
-        library = self.library
-        assert library is not None
         x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
         num_sequences, length, hidden = x.shape
         num, itemsize, width = num_sequences * length, x.element_size(), layer.head_width
@@ -460,8 +434,8 @@ class Kernels:
             ),
         )
         threads = min(torch.get_num_threads(), self.max_threads)
-        how = library.level, self.dtypes[x.dtype], threads, call.buffer_info()[0]
-        if library.projections(*how, *layer.epsilons):
+        how = self._level, self.dtypes[x.dtype], threads, call.buffer_info()[0]
+        if self._call.projections(*how, *layer.epsilons):
             raise MemoryError(_FAILED)
         return found
 
@@ -480,8 +454,6 @@ class Kernels:
         one dtype and contiguous. None where torch is to choose: where scores are not numbers, or as near to each
         other as another exp may put them. Raises MemoryError.
         """
-        library = self.library
-        assert library is not None
         (num_tokens, width), num_experts = x.shape, weight.shape[0]
         logits = x.new_empty(num_tokens, num_experts)
         weights = x.new_empty(num_tokens, top_k, dtype=dtype)
@@ -495,7 +467,7 @@ class Kernels:
             ),
         )
         threads = min(torch.get_num_threads(), self.max_threads)
-        result = library.router(library.level, self.dtypes[x.dtype], threads, call.buffer_info()[0])
+        result = self._call.router(self._level, self.dtypes[x.dtype], threads, call.buffer_info()[0])
         if result < 0:
             raise MemoryError(_FAILED)
         return None if result else (logits, weights, ids)
@@ -504,12 +476,10 @@ class Kernels:
         """`x` [..., D], contiguous, over the root of its mean square and `epsilon`; weighed as
         NORM_STYLES says.
         """
-        library = self.library
-        assert library is not None
         width = x.shape[-1]
         out = torch.empty_like(x)
-        library.norm(
-            library.level,
+        self._call.norm(
+            self._level,
             self.dtypes[x.dtype],
             NORM_STYLES[style],
             x.numel() // width,
@@ -538,12 +508,10 @@ class Kernels:
         `x` is [*, H], its rows dense; `out` [M - 1, *, r], contiguous. `bias` [r], of one inner matrix. Raises
         MemoryError.
         """
-        library = self.library
-        assert library is not None
         packed = array("q", tasks)
         num_inner, out_rows, num_neurons = out.shape
-        failed = library.tile_dots(
-            *self._how(library, formats, x.dtype),
+        failed = self._call.tiles_dots(
+            *self._how(formats, x.dtype),
             packed.buffer_info()[0],
             len(packed) // 4,
             num_inner,
@@ -570,11 +538,9 @@ class Kernels:
         adds: bool = False,
     ) -> None:
         """As `sums`, of the last matrix in such blocks."""
-        library = self.library
-        assert library is not None
         packed = array("q", tasks)
-        failed = library.tile_sums(
-            *self._how(library, formats, h.dtype),
+        failed = self._call.tiles_sums(
+            *self._how(formats, h.dtype),
             packed.buffer_info()[0],
             len(packed) // 4,
             num_inner,
@@ -590,14 +556,12 @@ class Kernels:
 
     def tile_decode(self, format: int, address: int, out: torch.Tensor) -> None:
         """The weights of a matrix alone, `out` [rows, width], from its blocks at `address`, rounded to its dtype."""
-        library = self.library
-        assert library is not None
-        how = library.level, format, self.dtypes[out.dtype]
-        if library.tile_decode(*how, address, *out.shape, out.data_ptr()):
+        how = self._level, format, self.dtypes[out.dtype]
+        if self._call.tiles_decode(*how, address, *out.shape, out.data_ptr()):
             raise MemoryError(_FAILED)
 
-    def _how(self, library: Library, formats: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
-        return library.level, *formats, self.dtypes[dtype], min(torch.get_num_threads(), self.max_threads)
+    def _how(self, formats: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
+        return self._level, *formats, self.dtypes[dtype], min(torch.get_num_threads(), self.max_threads)
 
 
 def choose_kernels(wanted: str | None = None, *, runs_on_host: bool = True) -> Kernels:

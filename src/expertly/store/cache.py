@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertly.core.errors import ConfigError, StoreError
-from expertly.core.files import disk_errors
+from expertly.core.files import disk_errors, existing_parent
 from expertly.store.manifest import Manifest
 from expertly.store.packed import is_packed_store, stored_ratio
 
@@ -27,6 +27,17 @@ _PLANES = "-planes"
 def store_errors(folder: Path, doing: str) -> AbstractContextManager[None]:
     """Turn an OSError while writing below `folder` into a StoreError that says what the user can do."""
     return disk_errors(folder, doing, StoreError, f" with --out or {CACHE_VARIABLE}")
+
+
+def check_space(folder: Path, needed: int, note: str = "") -> None:
+    """Raises StoreError where the disk has no room for so many more bytes below `folder`. `note`: what they are."""
+    with store_errors(folder, "asking for free space"):
+        free = shutil.disk_usage(existing_parent(folder)).free
+    if needed > free:
+        raise StoreError(
+            f"{folder}: the disk is full: {needed} more bytes are needed{note}, {free} are free; make room or choose "
+            f"another folder with --out or {CACHE_VARIABLE}"
+        )
 
 
 def cache_folder() -> Path:

@@ -115,16 +115,13 @@ class Checkpoint:
         if count < buffer.nbytes:
             raise CheckpointError(f"{ref.path}: truncated inside tensor {name!r}, at offset {offset + count}")
 
-    def read(self, name: str) -> Bytes:
-        """All bytes of a tensor, [nbytes]; its dtype and shape are in `tensors`."""
-        return self._read(name, 0, self.tensors[name].nbytes)
-
-    def read_row(self, name: str, index: int) -> Bytes:
-        """The bytes of `tensor[index]`."""
+    def read(self, name: str, row: int | None = None) -> Bytes:
+        """All bytes of a tensor, or those of `tensor[row]`, [nbytes]; its dtype and shape are in `tensors`."""
         ref = self.tensors[name]
-        assert ref.shape and index < ref.shape[0], "no such row"
-        nbytes = ref.nbytes // ref.shape[0]
-        return self._read(name, index * nbytes, nbytes)
+        assert row is None or row < ref.shape[0], "no such row"
+        buffer = np.empty(ref.nbytes if row is None else ref.nbytes // ref.shape[0], np.uint8)
+        self._read_into(name, buffer.data, 0 if row is None else row * buffer.nbytes)
+        return buffer
 
     def read_chunks(self, name: str, chunk_nbytes: int = 8 << 20) -> Iterator[Bytes]:
         """The bytes of a tensor in chunks. A chunk is valid until the next one."""
@@ -134,11 +131,6 @@ class Checkpoint:
             chunk = buffer[: min(chunk_nbytes, total - start)]
             self._read_into(name, chunk.data, start)
             yield chunk
-
-    def _read(self, name: str, start: int, nbytes: int) -> Bytes:
-        buffer = np.empty(nbytes, np.uint8)
-        self._read_into(name, buffer.data, start)
-        return buffer
 
 
 _COUNTS = re.compile(r"(^|_)(num|n)_(\w+_)?(layer|expert)s?(_|$)|^(en|de)coder_layers$")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import mmap
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from expertly.core.costs import CodecCosts
 from expertly.core.errors import ConfigError, StoreError, TransferError
 from expertly.core.files import existing_parent
 from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
@@ -52,16 +52,6 @@ MIN_MEASURED_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class CodecRates:
-    """The measurements that decide between codecs, of one machine and one model."""
-
-    ratio: float  # stored bytes / decoded bytes of experts in `planes`
-    disk_nbytes_per_s: float
-    decode_nbytes_per_s: float  # decoded bytes, by one thread while all threads decode
-    num_threads: int  # that decode at a time
-
-
-@dataclass(frozen=True, slots=True)
 class CodecChoice:
     """A codec and the reason, a sentence without a full stop."""
 
@@ -69,33 +59,33 @@ class CodecChoice:
     why: str
 
 
-def expected_gain(rates: CodecRates) -> float:
+def expected_gain(costs: CodecCosts, disk_nbytes_per_s: float) -> float:
     """Loading time with `none` / with `planes`. Reading and decoding overlap, so the slower of the two counts. Of
     several threads one is left out: the model computes on its core.
     """
-    decode_s = 1 / (rates.decode_nbytes_per_s * max(1, rates.num_threads - 1))
-    return (1 / rates.disk_nbytes_per_s) / max(rates.ratio / rates.disk_nbytes_per_s, decode_s)
+    decode_s = 1 / (costs.decode_nbytes_per_s * max(1, costs.threads - 1))
+    return (1 / disk_nbytes_per_s) / max(costs.ratio / disk_nbytes_per_s, decode_s)
 
 
-def choose_codec(rates: CodecRates) -> CodecChoice:
+def choose_codec(costs: CodecCosts, disk_nbytes_per_s: float) -> CodecChoice:
     """`planes` where loads are at least a tenth faster with it, and decoding takes no more processor time than shorter
     reads save: where reads overlap computing, decoding would slow that down.
     """
-    for name, value in dataclasses.asdict(rates).items():
+    for value in (costs.ratio, disk_nbytes_per_s, costs.all_nbytes_per_s):
         if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{name}={value}: must be a number above 0")
-    gain, decode_rate = expected_gain(rates), rates.decode_nbytes_per_s * rates.num_threads
-    is_cheap = (1 - rates.ratio) / rates.disk_nbytes_per_s * decode_rate >= 1
+            raise ConfigError(f"disk_nbytes_per_s={disk_nbytes_per_s}, {costs}: must be numbers above 0")
+    gain, decode_rate = expected_gain(costs, disk_nbytes_per_s), costs.all_nbytes_per_s
+    is_cheap = (1 - costs.ratio) / disk_nbytes_per_s * decode_rate >= 1
     codec, verdict = "planes", ""
     if gain < LEAST_GAIN:
         codec, verdict = "none", f", and must take {1 / LEAST_GAIN:.2f} at the most"
     elif not is_cheap:
         codec, verdict = "none", ", but more of the processors than reading saves"
-    threads = "1 thread decodes" if rates.num_threads == 1 else f"{rates.num_threads} threads decode"
+    threads = "1 thread decodes" if costs.threads == 1 else f"{costs.threads} threads decode"
     return CodecChoice(
         codec,
-        f"weights take {rates.ratio:.2f} of their size in planes, the disk reads "
-        f"{format_rate(rates.disk_nbytes_per_s)}, {threads} {format_rate(decode_rate)} of weights: "
+        f"weights take {costs.ratio:.2f} of their size in planes, the disk reads "
+        f"{format_rate(disk_nbytes_per_s)}, {threads} {format_rate(decode_rate)} of weights: "
         f"loads {'with planes ' * (codec == 'none')}take {1 / gain:.2f} of the time{verdict}",
     )
 
@@ -109,7 +99,7 @@ def choose_for(
         return CodecChoice("none", f"{format_nbytes(nbytes)} of experts are too few for measuring to pay")
     found, disk_rate = sample(), disk_nbytes_per_s()
     threads = decoding_threads(allowed_cpus(), NUM_READERS)  # as an engine on this machine would have
-    return choose_codec(CodecRates(found.ratio, disk_rate, found.decode_nbytes_per_s(threads), threads))
+    return choose_codec(CodecCosts(found.ratio, found.decode_nbytes_per_s(threads), threads), disk_rate)
 
 
 class Sample:

@@ -187,14 +187,11 @@ def zstd_parameters() -> zstandard.ZstdCompressionParameters:
 class FrameEncoder:
     """Cuts experts into frames of `frame_nbytes` bytes; a weight has `itemsize` bytes. Not shared between threads."""
 
-    def __init__(
-        self, frame_nbytes: int, itemsize: int, parameters: zstandard.ZstdCompressionParameters | None = None
-    ) -> None:
-        """`parameters`: instead of `zstd_parameters`."""
+    def __init__(self, frame_nbytes: int, itemsize: int) -> None:
         assert frame_nbytes > 0 and not frame_nbytes % itemsize
         self._frame_nbytes = frame_nbytes
         self._itemsize = itemsize
-        self._compressor = zstandard.ZstdCompressor(compression_params=parameters or zstd_parameters())
+        self._compressor = zstandard.ZstdCompressor(compression_params=zstd_parameters())
 
     def encode(self, chunks: Iterable[Bytes]) -> Iterator[EncodedFrame]:
         """The frames of `chunks`, which add up to whole frames but may be cut anywhere."""
@@ -230,11 +227,10 @@ class FrameDecoder:
     zstd, NumPy and compiled code release the interpreter lock while they work.
     """
 
-    def __init__(self, is_compiled: bool = True) -> None:
-        """`is_compiled`: join planes with compiled code if it is installed; else with NumPy."""
+    def __init__(self) -> None:
         self._decompressor = zstandard.ZstdDecompressor()
         self._planes: list[Plane] = []  # reused: decompressing into new memory takes a third longer
-        self._join = (compiled_join() if is_compiled else None) or numpy_join
+        self._join = compiled_join() or numpy_join
 
     def decode(
         self, index: FrameIndex, expert: int, frame: int, stored: memoryview, out: memoryview, skip: int = 0

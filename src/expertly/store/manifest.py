@@ -79,7 +79,7 @@ class Rounding:
     cost: RoundingCost | None = None  # None: not measured
 
     def as_dict(self) -> dict[str, Any]:
-        return {"to": self.to, "cost": None if self.cost is None else dataclasses.asdict(self.cost)}
+        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         if self.cost is None:
@@ -122,19 +122,9 @@ class Manifest:
         write_atomic(folder / MANIFEST_NAME, json_bytes(self.as_dict()))
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "format_version": self.format_version,
-            "identity": self.identity,
-            "source": self.source,
-            "model_type": self.model_type,
-            "dtype": self.dtype,
-            "codec": self.codec,
-            **({} if self.rounding is None else {"rounding": self.rounding.as_dict()}),
-            "layers": [layer.as_dict() for layer in self.layers],
-            "sites": list(self.sites),
-            **({"dense_formats": dict(self.dense_formats)} if self.dense_formats else {}),
-            "files": {name: dataclasses.asdict(entry) for name, entry in self.files.items()},
-        }
+        fields = dataclasses.asdict(self)
+        fields |= {"layers": [layer.as_dict() for layer in self.layers], "sites": list(self.sites)}
+        return {name: value for name, value in fields.items() if value or name not in ("rounding", "dense_formats")}
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

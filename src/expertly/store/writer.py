@@ -24,10 +24,10 @@ import xxhash
 
 from expertly.core.costs import CODECS
 from expertly.core.errors import CheckpointError, ConfigError, StoreError
-from expertly.core.files import existing_parent, json_bytes, sync_folder, write_atomic
+from expertly.core.files import json_bytes, sync_folder, write_atomic
 from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
 from expertly.core.headers import TensorSpec, safetensors_header
-from expertly.store.cache import store_errors
+from expertly.store.cache import check_space, store_errors
 from expertly.store.checkpoint import INDEX_NAME, Bytes
 from expertly.store.frames import FrameEncoder, frames_per_expert, index_bytes, index_name, padded, planes_name
 from expertly.store.manifest import FileEntry, Manifest
@@ -96,7 +96,6 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         self._plan = plan
         self._dense = dense
         self._progress = progress
-        self._ratio = ratio
         self._done: dict[str, FileEntry] = {}
         _check_place(folder, self._partial)
         with store_errors(self._partial, "making the folder"):
@@ -106,7 +105,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
             layers, dense_nbytes = plan.layers, sum(spec.nbytes for spec in dense)
             experts_left = sum(one.nbytes for number, one in enumerate(layers) if not self.is_layer_done(number))
             dense_left = 0 if self.is_done(DENSE_NAME) else dense_nbytes
-            self._check_space(experts_left, dense_left)
+            check_space(self._partial, round(ratio * experts_left) + dense_left)
             self._total = sum(layer.nbytes for layer in layers) + dense_nbytes
             self._written = self._total - experts_left - dense_left
             self._report(0)
@@ -292,17 +291,6 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
                 if stale.name not in (_LOCK_NAME, _JOURNAL_NAME, *self._done):
                     stale.unlink()
             write_atomic(path, json_bytes(self._journal(self._done)))
-
-    def _check_space(self, experts_nbytes: int, dense_nbytes: int) -> None:
-        """Refuse where there is no room for what is left to write."""
-        needed = round(self._ratio * experts_nbytes) + dense_nbytes
-        with store_errors(self._partial, "asking for free space"):
-            free = shutil.disk_usage(existing_parent(self._partial)).free
-        if needed > free:
-            raise StoreError(
-                f"{self._partial}: the disk is full: {needed} more bytes are needed, {free} are free; make room or "
-                "choose another folder with --out or EXPERTLY_CACHE"
-            )
 
     def _report(self, nbytes: int) -> None:
         self._written += nbytes
