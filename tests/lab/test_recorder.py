@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.core.errors import ModelUseError, TraceError
-from expertly.lab.recording import record
+from expertly.core.observation import IterationInfo
+from expertly.lab.recording import Recording, record
 from expertly.trace.reader import Trace
-from expertly.trace.schema import NO_EXPERT
+from expertly.trace.schema import NO_EXPERT, TraceLayer
 from tests.engine.conftest import Cases
 from tests.engine.observe import Call, loaded, recording
 from tests.families import generate, load_reference
@@ -148,10 +150,10 @@ def test_a_pass_that_fails_is_left_out_and_the_next_is_recorded(cases: Cases, tm
         failing = model.model.layers[2].register_forward_pre_hook(fail)
         with pytest.raises(RuntimeError, match="half-way"):
             generate(model, [prompt], NUM_NEW)
-        assert recorder.num_rows == 0
+        assert recorder.writer.num_rows == 0
         failing.remove()
         generate(model, [prompt], 2)
-        assert (recorder.num_iterations, recorder.num_rows) == (2, len(prompt) + 1)
+        assert (recorder.writer.num_iterations, recorder.writer.num_rows) == (2, len(prompt) + 1)
 
 
 def fail(*_: Any) -> None:
@@ -209,13 +211,10 @@ def test_the_counters_do_not_see_the_recorder(cases: Cases, tmp_path: Path) -> N
 
 def test_every_expert_of_a_layer_whose_top_k_differs(tmp_path: Path) -> None:
     """Layers of other widths share a row: what a layer does not choose is NO_EXPERT, ids that are none as well."""
-    from expertly.core.observation import IterationInfo
-    from expertly.lab.recording import Recorder
-    from expertly.trace.schema import TraceLayer
-
     taken: list[dict[str, Any]] = []
     layers = [TraceLayer(8, 2), TraceLayer(4, 3), TraceLayer(8, 2)]
-    recorder = Recorder(layers, lambda rows: taken.append(dict(rows)))
+    writer: Any = SimpleNamespace(append=lambda rows: taken.append(dict(rows)))
+    recorder = Recording(writer, layers, None, {}, {})
     weights = torch.full((2, 3), 0.25, dtype=torch.bfloat16)
     info = IterationInfo(np.array([True, True]), None, 1, "prefill")
     for num_rows in (2, 1):  # a layer called with other rows than the pass has is none of its rows

@@ -126,7 +126,7 @@ def _recorded(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOpti
         if recording is not None:
             message(
                 f"expertly: {args.out}: kept what was recorded, {num_requests} of {len(requests)} requests and "
-                f"{recording.num_iterations} iterations"
+                f"{recording.writer.num_iterations} iterations"
             )
         raise
     stats = api.stats(model).as_dict()
@@ -134,8 +134,8 @@ def _recorded(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOpti
         "model": name,
         "out": str(args.out),
         "requests": num_requests,
-        "iterations": recording.num_iterations,
-        "rows": recording.num_rows,
+        "iterations": recording.writer.num_iterations,
+        "rows": recording.writer.num_rows,
         "new_tokens": num_tokens,
         "bytes": sum(path.stat().st_size for path in args.out.iterdir()),
         "tpot_s": sum(steps_ns) / len(steps_ns) / 1e9 if steps_ns else None,
