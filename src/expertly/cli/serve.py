@@ -74,7 +74,6 @@ def _check_installed() -> None:
 
 
 def _welcome(url: str, num_keys: int, about: About) -> str:
-    """The lines that are printed once the server takes requests."""
     how = about.batching if about.why is None else f"{about.batching}: {about.why}"
     keys = f"{num_keys} keys" if num_keys else "no key asked for"
     return (

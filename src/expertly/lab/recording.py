@@ -205,8 +205,8 @@ def _optional_fields(
     return fields, absent
 
 
-def _listed(layers: Sequence[int], limit: int = 5) -> str:
-    return ", ".join(map(str, layers[:limit])) + (f" and {len(layers) - limit} more" if len(layers) > limit else "")
+def _listed(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers[:5])) + (f" and {len(layers) - 5} more" if len(layers) > 5 else "")
 
 
 def _scoring(routers: Sequence[HookedRouter | None]) -> str:
