@@ -189,6 +189,7 @@ def test_the_table_fits_a_terminal(trace: Path, tmp_path: Path, capsys: Captured
     assert sum(line.lstrip("25%0 ").startswith("modelled-lookahead  ") for line in lines) == 4, (
         "two budgets, two tables"
     )
+    assert sum(line.startswith("20%") for line in lines) == 2, "a budget is named once in a table"
     assert any("modelled-lookahead: its predictions are made from the future" in line for line in lines)
     plain = table(capsys, trace, "--memory", "50%")
     assert "coverage" not in plain and "partial" not in plain and "latency" not in plain
