@@ -29,7 +29,7 @@ process.keep_off_trapped_instructions()  # before any reference model multiplies
 
 LONGEST = (
     *("cli/test_compare.py", "serve/test_many.py", "serve/test_fuzz.py", "lab/papers/test_runs.py"),
-    *("test_examples.py", "test_extending.py", "cli/test_compare_failing.py", "cli/test_tune.py"),
+    *("test_examples.py", "test_extending.py", "cli/test_compare_trace.py", "cli/test_tune.py"),
     *("test_golden_engine.py", "test_golden.py", "engine/test_process.py", "formats/test_formats.py"),
     *("engine/test_lossless.py", "scheduler/test_random_systems.py", "tools/test_peers.py"),
 )

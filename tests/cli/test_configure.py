@@ -1,6 +1,4 @@
-"""`expertly lab configure`: what it plans, what it prints, what it refuses; and what `--plan` does with
-it.
-"""
+"""`expertly lab configure`: what it plans and prints; and what commands do with its plan."""
 
 from __future__ import annotations
 
@@ -11,37 +9,27 @@ from typing import Any
 
 import pytest
 
+import expertly
+from expertly.cli.main import main
+from expertly.core.costs import Link
 from expertly.core.geometry import DenseShape, LayerGeometry
-from expertly.policies.allocation.moepic import read_plan
+from expertly.policies.allocation.moepic import LayerSplit, SplitPlan, read_plan, save_plan
+from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer
 from tests.cli.asking import Captured, answer, refusal, told
-from tests.sim.drive import make_trace, random_passes
-from tests.test_architecture import run_without_torch
+from tests.cli.test_trace_record import write_prompts
+from tests.sim.drive import make_trace, random_passes, sized, toy
 
 LAYERS = (LayerGeometry(8, 2, 64, 256, 3, 2),) * 3
 """An expert is 96 KiB."""
-
-SLOW = """name = "slow"
-memory_nbytes_per_s = 1e12
-flops_per_s = 1e15
-efficiency = 1.0
-launch_ns = 1000
-layer_ns = 20000
-iteration_ns = 50000
-
-[link]
-nbytes_per_s = 2e9
-latency_ns = 0
-overhead_ns = 0
-"""
 
 
 @pytest.fixture
 def hardware(tmp_path: Path) -> Path:
     """Loading an expert takes 49 us, more than a layer hides."""
-    path = tmp_path / "slow.toml"
-    path.write_text(SLOW)
-    return path
+    times = {"launch_ns": 1000, "layer_ns": 20000, "iteration_ns": 50000, "link": Link(2e9, 0, 0)}
+    toy(name="slow", memory_nbytes_per_s=1e12, flops_per_s=1e15, **times).write(tmp_path / "slow.toml")
+    return tmp_path / "slow.toml"
 
 
 @pytest.fixture
@@ -57,10 +45,6 @@ def configure(capsys: Captured, *words: object) -> dict[str, Any]:
 
 def said(capsys: Captured, *words: object) -> str:
     return told(capsys, "lab", "configure", *words)
-
-
-def error_of(capsys: Captured, *words: object) -> str:
-    return refusal(capsys, *words)
 
 
 def test_json_has_every_number(trace: Path, hardware: Path, capsys: Captured) -> None:
@@ -132,32 +116,12 @@ def test_a_trace_without_lookahead_and_sizes(tmp_path: Path, capsys: Captured) -
     """As imported traces are: H alone is known, and sizes are asked for."""
     layers = [TraceLayer(32, 4)] * 24
     bare = make_trace(tmp_path / "bare", random_passes(0, layers, 12), layers).folder
-    assert "does not know its experts' sizes; give --geometry NAME" in error_of(capsys, "lab", "configure", bare)
+    assert "does not know its experts' sizes; give --geometry NAME" in refusal(capsys, "lab", "configure", bare)
     found = configure(capsys, bare, "--geometry", "gpt-oss-20b")
     assert found["predicted_share"] == 0 and "the trace has no lookahead" in found["notes"][0]
     assert all(layer["predicted_rate"] == 0 < layer["hit_rate"] for layer in found["results"][0]["layers"])
     assert found["results"][0]["command"].endswith("--geometry gpt-oss-20b")
     assert "nothing counts as predicted" in said(capsys, bare, "--geometry", "gpt-oss-20b").splitlines()[-1]
-
-
-def test_refusals_of_a_trace(trace: Path, tmp_path: Path, capsys: Captured) -> None:
-    for arguments, error in {
-        ("--memory", "1%"): "below the staging slots through which experts are streamed",
-        ("--memory", "auto"): "there is no machine to ask",
-        ("--memory", "10%,"): "must be one or more, with commas between",
-        ("--segments", "7"): "must divide the experts' intermediate size 256",
-        ("--zeta", "1"): "must be above 0 and below 1",
-        ("--seed", "1"): "shuffles for --split, which is not given",
-        ("--prompt", "hello"): "only of a model, and this is a trace",
-        ("--seconds", "1"): "only of a model, and this is a trace",
-        ("--total-memory", "1GiB"): "only of a model, and this is a trace",
-        ("--raw",): "only of a model, and this is a trace",
-        ("--hardware", "none-such"): "no such profile and no such file",
-        ("--out", str(tmp_path / "no" / "plan.json")): "must be a file, in a folder that exists and is writable",
-        ("--out", "plan.json", "--memory", "40%,60%"): "holds the plan of one memory",
-    }.items():
-        assert error in error_of(capsys, "lab", "configure", trace, *arguments), arguments
-    assert not (tmp_path / "plan.json").exists()
 
 
 def test_a_model_is_run_and_measured(model: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -183,23 +147,89 @@ def test_prompts_are_put_by_the_models_chat_template(model: Path, tmp_path: Path
     assert answer(capsys, *words, "--raw")["tokens"] == 4
 
 
-def test_refusals_of_a_model(model: Path, capsys: Captured) -> None:
-    for arguments, error in {
-        ("--geometry", "gpt-oss-20b"): "only of a trace, and this is a model",
-        ("--split", "7:3"): "only of a trace, and this is a model",
-        ("--memory", "auto,25%"): "'auto' is what is free here",
-        ("--seconds", "2", "--hardware", "rtx3090"): "nothing is measured",
-        ("--memory", "1%"): "below the staging slots",
-        ("--prompt", ""): "gives 0 tokens; write at least one word",
-        ("--prompt", "caf\udce9"): "must be UTF-8",
-        ("--memory", "100%", "--seconds", "0", "--tokens", "4"): "or name a profile of this machine (--hardware)",
-    }.items():
-        assert error in error_of(capsys, "lab", "configure", model, *arguments), arguments
+PLANNED = sized(3, 8, 2)
+PROMPT = "Once upon a time"
 
 
-def test_of_a_trace_it_needs_no_torch(trace: Path) -> None:
-    done = run_without_torch(
-        f"from expertly.cli.main import main\nsys.exit(main(['lab', 'configure', {str(trace)!r}, '--memory', '40%']))"
+@pytest.fixture
+def planned(tmp_path: Path) -> Path:
+    passes = random_passes(0, PLANNED, 25, num_requests=4)
+    return make_trace(tmp_path / "trace", passes, PLANNED, num_requests=4, is_full=True).folder
+
+
+@pytest.fixture
+def plan(planned: Path, tmp_path: Path, capsys: Captured) -> Path:
+    path = tmp_path / "plan.json"
+    answer(capsys, "lab", "configure", planned, "--memory", "40%", "--segments", 4, "--out", path)
+    return path
+
+
+@pytest.fixture
+def uneven(model: Path, tmp_path: Path) -> Path:
+    """What nobody would configure: of layer 0 nothing, of layer 1 a quarter of some, of layer 2 three quarters."""
+    loaded, _ = expertly.load(str(model), memory="60%", segments=4)
+    geometry = loaded._expertly_handle.engine.executor.geometry
+    expertly.unload(loaded)
+    splits = (LayerSplit(0, 0, 0), LayerSplit(3, 1, 4), LayerSplit(2, 3, 6))
+    path = tmp_path / "plan.json"
+    save_plan(path, SplitPlan(geometry, splits), {})
+    return path
+
+
+def splits_of(plan: Path) -> list[dict[str, float]]:
+    """As results show them: as many tops as a budget holds; of a layer that keeps nothing, no part."""
+    read = read_plan(plan)
+    num = read.geometry.segments_per_expert
+    tops = [one.kept_segments or num for one in read.layers]
+    return [
+        {"kept_experts": one.budget_segments // top, "theta": top / num}
+        for one, top in zip(read.layers, tops, strict=True)
+    ]
+
+
+def test_simulate_begins_with_the_plan(planned: Path, plan: Path, capsys: Captured) -> None:
+    systems = "moepic,moepic:allocation=split,lru"
+    words = ("--system", systems, "--memory", "40%", "--segments", 4, "--tokens", 40)  # none is worked out by then
+    without, given = (
+        {row["system"]: row for row in answer(capsys, "lab", "simulate", planned, *words, *more)["results"]}
+        for more in ((), ("--plan", plan))
     )
-    assert done.returncode == 0, done.stderr
-    assert "exposed a token" in done.stdout
+    for name in systems.split(",")[:2]:
+        assert given[name]["allocation"]["split"] == splits_of(plan) != without[name]["allocation"]["split"]
+        assert given[name]["memory_bytes"] == without[name]["memory_bytes"]
+        assert given[name]["tpot_s"] != without[name]["tpot_s"]
+    assert given["lru"] == without["lru"], "it has no use for one"
+
+
+def test_refusals_of_simulate(planned: Path, plan: Path, tmp_path: Path, capsys: Captured) -> None:
+    given, missing = ("lab", "simulate", planned, "--plan"), tmp_path / "missing.json"
+    for words, error in {
+        "lru,fmoe --segments 4": "no system of lru, fmoe begins with a plan",
+        "moepic --segments 2": "plan field segments_per_expert=4: must be 2, as it runs",
+        "moepic --segments 4 --memory 20%": "must be at most the",
+        "moepic:allocation=split:theta=0.25 --segments 4": "says theta, as a plan does of every layer",
+    }.items():
+        assert error in refusal(capsys, *given, plan, "--system", *words.split()), words
+    assert refusal(capsys, *given, missing, "--system", "moepic") == f"{missing}: no such file"
+
+
+def test_generate_begins_with_the_plan_and_changes_no_token(model: Path, uneven: Path, capsys: Captured) -> None:
+    words = ("generate", model, "--prompt", PROMPT, "--max-new-tokens", 8, "--memory", "60%", "--system")
+    found = answer(capsys, *words, "moepic", "--segments", 4, "--plan", uneven)
+    assert found["allocation"]["split"] == splits_of(uneven)
+    assert found["token_ids"] == answer(capsys, *words, "lru")["token_ids"]
+
+
+def test_recorded_decisions_replay_with_their_plan(model: Path, uneven: Path, tmp_path: Path, capsys: Captured) -> None:
+    out, decisions = tmp_path / "trace", tmp_path / "decisions"
+    prompts = write_prompts(tmp_path / "prompts.jsonl", (PROMPT, None))
+    settings = ["--memory", "60%", "--system", "moepic:tau=3", "--segments", "4", "--predict", "inline"]
+    assert main(
+        ["lab", "trace", "record", str(model), "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "6",
+         *settings, "--plan", str(uneven), "--decisions", str(decisions)]
+    ) == 0  # fmt: skip
+    assert Trace.open(out).num_rows
+    assert main(["lab", "trace", "replay", str(decisions)]) == 0
+    capsys.readouterr()
+    header = json.loads(decisions.read_text().splitlines()[0])
+    assert SplitPlan.from_dict(header["plan"]) == read_plan(uneven)

@@ -7,12 +7,19 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from expertly.cli import doctor
 from expertly.cli.main import main
-from expertly.hardware import machine, measure
+from expertly.core.costs import CodecCosts, Link
+from expertly.core.geometry import Geometry
+from expertly.hardware import machine, measure, simulated
 from expertly.hardware.profile import MachineProfile
 from expertly.lab import forecast
-from tests.cli.asking import Captured
+from expertly.model.packing import pack
+from expertly.sim.compute import compute_model
+from expertly.sim.hardware import Hardware
+from tests.cli.asking import Captured, answer, refusal, told
 
 MIB = 1 << 20
 
@@ -24,7 +31,10 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "available_host_nbytes", lambda: 2 << 30)
     monkeypatch.setattr(machine, "last_level_cache_nbytes", lambda: 0)
     monkeypatch.setattr(machine, "monotonic", lambda: 0.0)  # no disk is too slow
-    monkeypatch.setattr(measure, "DEPTHS", (1, 2))
+    monkeypatch.setattr(measure, "DEPTHS", (1, 4))
+    monkeypatch.setattr(measure, "_LEAST_NBYTES", MIB)
+    monkeypatch.setattr(doctor, "MODEL_SECONDS", 0.1)
+    monkeypatch.setattr(simulated, "_EACH_S", 0.01)
     monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
 
 
@@ -37,7 +47,7 @@ def test_prints_tables_and_writes_the_profile_into_the_cache_folder(tmp_path: Pa
     assert str(path) in err
     profile = MachineProfile.read(path)
     assert profile.disk is not None and profile.disk.folder == str(tmp_path / "cache")
-    assert profile.disk_nbytes_per_s(MIB, depth=2) > 0
+    assert profile.disk_nbytes_per_s(MIB, depth=4) > 0
     assert 0.6 < profile.decoding.ratio < 0.75 and all(rate.nbytes_per_s > 0 for rate in profile.decoding.rates)
     (choice,) = (line for line in out.splitlines() if line.startswith("codec auto"))
     assert "weights take 0.6" in choice and (": none: " in choice or ": planes: " in choice)
@@ -66,9 +76,34 @@ def test_json_is_the_profile_and_the_problems(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "cache").exists(), "nothing but the folders named is touched"
 
 
-def test_a_folder_that_is_none(tmp_path: Path, capsys: Captured):
-    assert main(["doctor", "--dir", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out.json")]) == 2
-    assert "dir=" in capsys.readouterr().err
+def test_a_hardware_file_of_this_machine(tmp_path: Path, capsys: Captured):
+    path = tmp_path / "here.toml"
+    printed = answer(capsys, "doctor", "--hardware-out", path)
+    hardware = Hardware.read(str(path))
+    assert printed["hardware"] == hardware.as_dict() and printed["hardware_path"] == str(path)
+    assert hardware.compute is None and hardware.memory_nbytes_per_s > 0 and hardware.flops_per_s > 0
+    assert path.read_text().startswith("# Measured by `expertly doctor` on ")
+
+
+def test_a_hardware_file_of_a_model_on_this_machine(model: Path, tmp_path: Path, capsys: Captured):
+    path = tmp_path / "here.toml"
+    assert main(["doctor", str(model), "--hardware-out", str(path), "--memory", "60%", "--segments", "2"]) == 0
+    assert f"hardware file written to {path}" in capsys.readouterr().err
+    hardware = Hardware.read(str(path))
+    assert hardware.compute is not None
+    geometry = Geometry((hardware.compute.layer,) * 3, 2)
+    assert compute_model(hardware, geometry, None).dense_ns(0, 1) == hardware.compute.dense_ns[0]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the host decodes for an accelerator beside nothing")
+def test_the_rate_of_decoding_is_taken_from_passes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk, alone, path = Link(3e9, 7, 0), CodecCosts(0.7, 1e12, 2), tmp_path / "here.toml"
+    monkeypatch.setattr("expertly.lab.model_profile.store_costs", lambda store: (disk, alone))
+    store = pack(model, tmp_path / "store", codec="planes").folder
+    assert main(["doctor", "--hardware-out", str(path), str(store), "--memory", "60%"]) == 0
+    hardware = Hardware.read(str(path))
+    assert hardware.link == disk and hardware.codec is not None and hardware.codec.ratio == 0.7
+    assert 0 < hardware.codec.decode_nbytes_per_s < 0.9e12
 
 
 def test_a_cache_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
@@ -83,25 +118,16 @@ def test_a_cache_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.
     assert printed["matvec"], "the rest is measured all the same"
 
 
-def test_unknown_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Captured):
-    monkeypatch.setenv("EXPERTLY_KERNELS", "fast")
-    assert main(["doctor"]) == 2
-    assert "EXPERTLY_KERNELS='fast': unknown; accepted: auto, native, torch" in capsys.readouterr().err
-
-
 def test_a_model_is_sized_and_its_speed_expected(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(measure, "DEPTHS", (1, 4))
     monkeypatch.setattr(forecast, "_REQUEST_TOKENS", 8)
     monkeypatch.setattr(forecast, "_CALIBRATION_TOKENS", 4)
-    assert main(["doctor", "demo", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = answer(capsys, "doctor", "demo")
     assert printed["experts_nbytes"] == 37_748_736 and printed["command"] == "expertly run demo"
     assert all(0 < low < high for low, high in (one["tokens_per_s"] for one in printed["speeds"]))
     profile = tmp_path / "cache" / "machine.json"
     measured = profile.read_text()
     assert printed["with_workers"] == []
-    assert main(["doctor", "demo", "--workers", "3,1", "--network", "1GbE"]) == 0
-    out = capsys.readouterr().out
+    out = told(capsys, "doctor", "demo", "--workers", "3,1", "--network", "1GbE")
     for words in ("32 experts, 4 a token, in 12 layers", "36 MiB in bfloat16", "25.0%", "Next: expertly run demo"):
         assert words in out, out
     text = " ".join(out.split())
@@ -110,17 +136,6 @@ def test_a_model_is_sized_and_its_speed_expected(tmp_path: Path, capsys: Capture
     assert profile.read_text() == measured, "a machine is measured once"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["--workers", "2"], "workers=2: only with a MODEL to forecast"),
-        (["demo", "--workers", "2,4", "--hardware-out", "x.toml"], "workers=2,4: only with a MODEL to forecast"),
-        (["demo", "--workers", "40"], "workers=40: accepted: 1 to 31, for a layer has 32 experts"),
-        (["demo", "--workers", "two"], "'two': must be whole numbers from 1 to 4096 with commas between"),
-        (["demo", "--network", "1GbE"], "network='1GbE': accepted: only with --workers N"),
-        (["demo", "--workers", "2", "--network", "wifi"], "network='wifi': no such network"),
-    ],
-)
-def test_workers_that_cannot_be(arguments: list[str], problem: str, capsys: Captured):
-    assert main(["doctor", *arguments]) == 2
-    assert problem in capsys.readouterr().err
+def test_unknown_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Captured):
+    monkeypatch.setenv("EXPERTLY_KERNELS", "fast")
+    assert "EXPERTLY_KERNELS='fast': unknown; accepted: auto, native, torch" in refusal(capsys, "doctor")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from expertly.sim.training import histories
 from expertly.trace.reader import Trace
 from expertly.trace.schema import TraceLayer, trace_field
 from expertly.trace.writer import TraceWriter
-from tests.cli.asking import Captured, answer, refusal
+from tests.cli.asking import Captured, answer, refusal, told
 from tests.families import make_checkpoint
 from tests.policies.learned_builders import (
     IDENTITY,
@@ -34,7 +33,6 @@ from tests.policies.learned_builders import (
     make_store,
     taught,
 )
-from tests.test_architecture import run_without_torch
 
 LAYERS = (TraceLayer(8, 2), TraceLayer(6, 1), TraceLayer(8, 2))
 BASE = ("token", "is_prefill", "experts", "weights")
@@ -71,12 +69,20 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
-    """Two files of one model: 15 of 20 maps, and 9 of 12."""
-    paths = [tmp_path / "a.maps", tmp_path / "b.maps"]
-    save_learned(paths[0], make_store(), IDENTITY, {"model": "toy", "source": "a test"})
-    save_learned(paths[1], make_store(9, 12, seed=1), IDENTITY)
-    return paths
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the current folder: of one model maps (15 of 20, 9 of 12), matrices, reuse weights; and files that differ."""
+    monkeypatch.chdir(tmp_path)
+    toy = {"model": "toy", "source": "a test"}
+    save_learned(Path("a.maps"), make_store(), IDENTITY, toy)
+    save_learned(Path("b.maps"), make_store(9, 12, seed=1), IDENTITY)
+    save_learned(Path("other.maps"), make_store(), "5" * 64)
+    save_learned(Path("wide.maps"), make_store(hidden_size=7), IDENTITY)
+    save_learned(Path("a.matrices"), make_matrices(), IDENTITY, toy)
+    save_learned(Path("b.matrices"), make_matrices(1, 3, 5, seed=1), IDENTITY)
+    save_learned(Path("other.matrices"), make_matrices(), "5" * 64)
+    hostile = {"model": "\x1b[2J", "source": "a\ntest", "created": "2026-01-02T03:04:05+00:00"}
+    save_learned(Path("a.reuse"), taught(70), IDENTITY, hostile)
+    Path("cut.reuse").write_bytes(Path("a.reuse").read_bytes()[:-4])
 
 
 def printed(capsys: Captured, *words: object) -> dict[str, Any]:
@@ -88,7 +94,7 @@ def refused(capsys: Captured, *words: object) -> str:
 
 
 def test_info_says_what_there_is(files, capsys):
-    facts = printed(capsys, "info", files[0])
+    facts = printed(capsys, "info", "a.maps")
     assert (facts["maps"], facts["capacity"], facts["requests"], facts["max_maps_of_request"]) == (15, 20, 4, 10)
     assert (facts["num_experts"], facts["top_k"], facts["embedding_size"]) == ([8, 6, 8], [2, 3, 3], 5)
     assert (facts["identity"], facts["about"]) == (IDENTITY, {"model": "toy", "source": "a test"})
@@ -98,59 +104,78 @@ def test_info_says_what_there_is(files, capsys):
     ]
     assert (facts["maps_bytes"], facts["embeddings_bytes"]) == (3 * 15 * 8 * 4, 15 * 5 * 4)
     assert (facts["full_maps_bytes"], facts["full_embeddings_bytes"]) == (3 * 20 * 8 * 4, 20 * 5 * 4)
-    assert facts["file_bytes"] == files[0].stat().st_size
+    assert facts["file_bytes"] == Path("a.maps").stat().st_size
     found = facts["mean_similarity"], facts["mean_embedding_similarity"]
     assert found == pytest.approx(mean_similarities(make_store())) and facts["sampled_maps"] == 15
+    facts = printed(capsys, "info", "a.matrices")
+    assert (facts["prefill_matrices"], facts["decode_matrices"], facts["capacity"]) == (4, 6, 8)
+    assert facts["coverage"][1] == {"similarity": 0.98, "matrices": math.ceil(11 * math.log(22))}
+    assert facts["decode_tokens"] == int(make_matrices().decode.total[0].sum()) // 2
+    assert (facts["matrices_bytes"], facts["full_matrices_bytes"]) == (10 * 3 * 8 * 8, 16 * 3 * 8 * 8)
+    facts = printed(capsys, "info", "a.reuse")
+    assert (facts["tokens"], facts["weights"], facts["experts"]) == (70, 22 * 22, 22)
 
 
-def test_info_says_the_same_to_people(files, capsys):
-    assert main(["lab", "learned", "info", str(files[0])]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("[toy | 3 layers of 6 to 8 experts, top-2 to 3 | 15 of at most 20 maps | 4 requests")
-    found = {line[: line.index("  ")]: line for line in lines[1:]}
-    assert "2 L E = 44 maps; here are 34.1% of them" in found["similar to 75%"]
-    assert "L E ln(L E) / 2 = 35 maps" in found["similar to 98%"]
-    assert "1.41 KiB" in found["maps bytes"] and "300 B" in found["embeddings bytes"]
-    assert found["source"].endswith("a test") and found["identity"].endswith(IDENTITY)
+HEAD = "3 layers of 6 to 8 experts, top-2 to 3 | "
 
 
-def test_a_terminal_does_not_obey_a_file(tmp_path, capsys):
-    save_learned(tmp_path / "a.maps", make_store(), IDENTITY, {"model": "\x1b[2J", "source": "a\nb"})
-    assert main(["lab", "learned", "info", str(tmp_path / "a.maps")]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b" not in out and "x1b[2J" in out and "'a\\nb'" in out
+@pytest.mark.parametrize(
+    ("file", "head", "lines"),
+    [
+        (
+            "a.maps",
+            f"[toy | {HEAD}15 of at most 20 maps | 4 requests",
+            {
+                "similar to 75%": "2 L E = 44 maps; here are 34.1% of them",
+                "similar to 98%": "L E ln(L E) / 2 = 35 maps",
+                "maps bytes": "1.41 KiB",
+                "embeddings bytes": "300 B",
+                "source": "a test",
+                "identity": IDENTITY,
+            },
+        ),
+        (
+            "a.matrices",
+            f"[toy | {HEAD}matrices of 4 prompts and 6 answers | at most 8 each",
+            {"similar to 75%": "2 L E = 44 matrices; here are 9.1%", "decode matrices": "6"},
+        ),
+        (
+            "a.reuse",
+            f"['\\x1b[2J' | {HEAD}learned of reuse from 70 tokens | ",
+            {
+                "created": "2026-01-02T03:04:05",
+                "meaning": "discount 0.9, horizon 8",
+                "weights": "484",
+                "source": "a\\ntest",
+            },
+        ),
+    ],
+)
+def test_people_read_the_same(file, head, lines, files, capsys):
+    """And a terminal does not obey what a file says."""
+    first, *others = told(capsys, "lab", "learned", "info", file).splitlines()
+    assert first.startswith(head) and "\x1b" not in "".join(others)
+    found = {line[: line.index("  ")]: line for line in others}
+    assert all(said in found[name] for name, said in lines.items()), found
 
 
-def test_merge_makes_one_of_two(files, tmp_path, capsys):
-    facts = printed(capsys, "merge", tmp_path / "c.maps", *files)
+def test_merge_makes_one_of_two(files, capsys):
+    facts = printed(capsys, "merge", "c.maps", "a.maps", "b.maps")
     assert (facts["maps"], facts["capacity"], facts["requests"], facts["identity"]) == (20, 20, 7, IDENTITY)
-    facts = printed(capsys, "merge", files[0], *files, "--capacity", 30)
+    facts = printed(capsys, "merge", "a.maps", "a.maps", "b.maps", "--capacity", 30)
     assert (facts["maps"], facts["capacity"]) == (24, 30)
-    assert str(files[1]) in facts["about"]["source"] and facts["about"]["model"] == "toy"
-    assert load_maps(files[0], IDENTITY).num_maps == 24
+    assert "b.maps" in facts["about"]["source"] and facts["about"]["model"] == "toy"
+    assert load_maps(Path("a.maps"), IDENTITY).num_maps == 24
 
 
-def test_merge_takes_files_of_one_model_only(files, tmp_path, capsys):
-    other = tmp_path / "other.maps"
-    out = tmp_path / "c.maps"
-    save_learned(other, make_store(), "5" * 64)
-    assert "other.maps: identity='5555" in refused(capsys, "merge", out, files[0], other)
-    save_learned(other, make_store(hidden_size=7), IDENTITY)
-    assert "other.maps: tensor 'embeddings': 7 numbers each" in refused(capsys, "merge", out, files[0], other)
-    assert not out.exists()
-
-
-def test_export_writes_plain_arrays(files, tmp_path, capsys):
-    out = tmp_path / "c.npz"
-    facts = printed(capsys, "export", files[0], out)
-    assert facts["bytes"] == out.stat().st_size and facts["arrays"]["maps"] == [3, 15, 8]
-    with np.load(out, allow_pickle=False) as arrays:
+def test_export_writes_plain_arrays(files, capsys):
+    facts = printed(capsys, "export", "a.maps", "c.npz")
+    assert facts["bytes"] == Path("c.npz").stat().st_size and facts["arrays"]["maps"] == [3, 15, 8]
+    with np.load("c.npz", allow_pickle=False) as arrays:
         state = make_store().state()
         for name in ("maps", "chosen", "born", "embeddings"):
             np.testing.assert_array_equal(arrays[name], state[name])
         assert arrays["num_experts"].tolist() == [8, 6, 8] and str(arrays["identity"]) == IDENTITY
-    assert "must end in .npz" in refused(capsys, "export", files[0], tmp_path / "c.json")
-    assert "writing c.npz failed" in refused(capsys, "export", files[0], tmp_path / "absent" / "c.npz")
 
 
 def test_build_makes_what_fmoe_learns(trace, tmp_path, capsys):
@@ -210,60 +235,40 @@ def test_build_for_a_model_is_what_its_engine_takes(tmp_path, capsys):
     assert not (tmp_path / "other.maps").exists()
 
 
-def test_works_without_torch(trace, tmp_path):
-    path = str(tmp_path / "a.maps")
-    lines = ["from expertly.cli.main import main"]
-    for arguments in (["build", str(trace), path], ["info", path]):
-        lines.append(f"assert main({['lab', 'learned', *arguments]!r}) == 0")
-    done = run_without_torch("\n".join(lines))
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture
-def collections(tmp_path: Path) -> list[Path]:
-    """Two files of one model, and one of maps."""
-    paths = [tmp_path / "a.matrices", tmp_path / "b.matrices", tmp_path / "c.maps"]
-    save_learned(paths[0], make_matrices(), IDENTITY, {"model": "toy", "source": "a test"})
-    save_learned(paths[1], make_matrices(1, 3, 5, seed=1), IDENTITY)
-    save_learned(paths[2], make_store(), IDENTITY)
-    return paths
-
-
-def test_info_of_matrices_says_what_there_is(collections, capsys):
-    facts = printed(capsys, "info", collections[0])
-    assert (facts["prefill_matrices"], facts["decode_matrices"], facts["capacity"]) == (4, 6, 8)
-    assert facts["coverage"][1] == {"similarity": 0.98, "matrices": math.ceil(11 * math.log(22))}
-    assert facts["decode_tokens"] == int(make_matrices().decode.total[0].sum()) // 2
-    assert (facts["matrices_bytes"], facts["full_matrices_bytes"]) == (10 * 3 * 8 * 8, 16 * 3 * 8 * 8)
-    assert facts["file_bytes"] == collections[0].stat().st_size
-
-
-def test_info_of_matrices_says_the_same_to_people(collections, capsys):
-    assert main(["lab", "learned", "info", str(collections[0])]) == 0
-    out = capsys.readouterr().out
-    assert "[toy | 3 layers of 6 to 8 experts, top-2 to 3 | matrices of 4 prompts and 6 answers | at most 8 each" in out
-    assert "2 L E = 44 matrices; here are 9.1%" in out
-    assert ["decode", "matrices", "6"] in [line.split() for line in out.splitlines()]
-
-
-def test_merge_of_matrices(collections, tmp_path, capsys):
-    out = tmp_path / "d.matrices"
-    facts = printed(capsys, "merge", out, *collections[:2])
+def test_merge_of_matrices(files, capsys):
+    both = ("a.matrices", "b.matrices")
+    facts = printed(capsys, "merge", "d", *both)
     assert (facts["prefill_matrices"], facts["decode_matrices"], facts["capacity"]) == (5, 8, 8)
-    assert facts["identity"] == IDENTITY and str(collections[1]) in facts["about"]["source"]
-    facts = printed(capsys, "merge", out, *collections[:2], "--capacity", 20)
-    assert facts["decode_matrices"] == 9 == read_learned(out, Matrices, identity=IDENTITY).learned.decode.num_matrices
-    facts = printed(capsys, "merge", out, out, "--capacity", 3)
-    assert (facts["prefill_matrices"], facts["decode_matrices"], facts["file"]) == (3, 3, str(out))
+    assert facts["identity"] == IDENTITY and "b.matrices" in facts["about"]["source"]
+    facts = printed(capsys, "merge", "d", *both, "--capacity", 20)
+    read = read_learned(Path("d"), Matrices, identity=IDENTITY).learned
+    assert facts["decode_matrices"] == 9 == read.decode.num_matrices
+    facts = printed(capsys, "merge", "d", "d", "--capacity", 3)
+    assert (facts["prefill_matrices"], facts["decode_matrices"], facts["file"]) == (3, 3, "d")
 
 
-def test_kinds_do_not_mix(collections, tmp_path, capsys):
-    out = tmp_path / "d"
-    assert "format='expertly-maps'" in refused(capsys, "merge", out, collections[0], collections[2])
-    assert "format='expertly-matrices'" in refused(capsys, "merge", out, collections[2], collections[0])
-    save_learned(collections[1], make_matrices(), "5" * 64)
-    assert "b.matrices: identity='5555" in refused(capsys, "merge", out, collections[0], collections[1])
-    assert not out.exists()
+NOT_REUSE = "format='expertly-reuse': not a file of that kind; accepted: 'expertly-maps'"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("merge out.npz a.maps other.maps", "other.maps: identity='5555"),
+        ("merge out.npz a.maps wide.maps", "wide.maps: tensor 'embeddings': 7 numbers each"),
+        ("merge out.npz a.matrices other.matrices", "other.matrices: identity='5555"),
+        ("merge out.npz a.matrices a.maps", "format='expertly-maps'"),
+        ("merge out.npz a.maps a.matrices", "format='expertly-matrices'"),
+        ("merge out.npz a.reuse", NOT_REUSE),
+        ("merge out.npz a.maps a.reuse", NOT_REUSE),
+        ("export a.reuse out.npz", NOT_REUSE),
+        ("export a.maps c.json", "must end in .npz"),
+        ("export a.maps absent/c.npz", "writing c.npz failed"),
+        ("info cut.reuse", "reach beyond"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(words, said, files, capsys):
+    assert said in refused(capsys, *words.split())
+    assert not Path("out.npz").exists()
 
 
 def test_build_makes_what_moe_infinity_learns(tmp_path, capsys):
@@ -285,71 +290,22 @@ def test_build_makes_what_moe_infinity_learns(tmp_path, capsys):
         assert f"{flag[2:]}=1" in message and "of no use with kind='matrices'; accepted: kind=maps" in message
 
 
-PROMPT = "Once upon a time"
+def test_the_second_run_begins_with_what_the_first_learned(model: Path, tmp_path: Path, capsys: Captured) -> None:
+    def run(*arguments: str) -> tuple[str, ...]:
+        words = ("--prompt", "Once upon a time", "--memory", "50%", "--max-new-tokens", "20", *arguments)
+        return "generate", str(model), *words
 
-
-@pytest.fixture
-def reuse(tmp_path: Path) -> Path:
-    path = tmp_path / "a.reuse"
-    about = {"model": "\x1b[2J", "source": "a test", "created": "2026-01-02T03:04:05+00:00"}
-    save_learned(path, taught(70), IDENTITY, about)
-    return path
-
-
-def run(model: Path, *arguments: str) -> int:
-    return main(["generate", str(model), "--prompt", PROMPT, "--memory", "50%", "--max-new-tokens", "20", *arguments])
-
-
-def test_the_second_run_begins_with_what_the_first_learned(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     path = str(tmp_path / "my.reuse")
-    arguments = ("--system", "expertly", "--learned", path)
-    assert run(model, *arguments, "--stats") == 0
-    out = capsys.readouterr().out
+    learning = ("--system", "expertly", "--learned", path)
+    out = told(capsys, *run(*learning, "--stats"))
     assert f"[reuse: began with nothing learned: there was no {path} | " in out
-    text = out[: out.index("\n[")]
-    assert run(model, *arguments, "--json") == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["reuse"]["history"] == "warm" and result["text"].rstrip("\n") == text.rstrip("\n")
+    result = answer(capsys, *run(*learning))
+    assert result["reuse"]["history"] == "warm"
+    assert result["text"].rstrip("\n") == out[: out.index("\n[")].rstrip("\n")
     num_read, num = result["reuse"]["tokens_read"], result["reuse"]["tokens"]
     assert num == 2 * num_read > 0
-    assert run(model, *arguments, "--stats") == 0
     line = f"[reuse: began with what {num} tokens had taught: {path} | {3 * num_read} tokens by now]"
-    assert line in capsys.readouterr().out
-    assert run(model, "--system", "expertly", "--learned", "off", "--stats") == 0
-    assert f"[reuse: began with nothing learned: learned=off | {num_read} tokens by now]" in capsys.readouterr().out
-    assert run(model, "--learned", "off", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["reuse"] is None, "lru learns nothing"
-
-
-def test_info_of_reuse_says_what_there_is(reuse: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lab", "learned", "info", str(reuse), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert (facts["tokens"], facts["weights"], facts["experts"]) == (70, 22 * 22, 22)
-    assert (facts["num_layers"], facts["num_experts"], facts["top_k"]) == (3, [8, 6, 8], [2, 3, 3])
-    assert (facts["identity"], facts["about"]["created"]) == (IDENTITY, "2026-01-02T03:04:05+00:00")
-    assert facts["file_bytes"] == reuse.stat().st_size
-    assert main(["lab", "learned", "info", str(reuse)]) == 0
-    out = capsys.readouterr().out
-    first, *lines = out.splitlines()
-    assert "3 layers of 6 to 8 experts, top-2 to 3 | learned of reuse from 70 tokens | " in first
-    assert any(line.startswith("created") and line.endswith("2026-01-02T03:04:05+00:00") for line in lines)
-    assert any(line.startswith("meaning") and "discount 0.9, horizon 8" in line for line in lines)
-    assert ["weights", "484"] in [line.split() for line in lines]
-    assert "\x1b" not in out, "a terminal does not obey a file"
-    reuse.write_bytes(reuse.read_bytes()[:-4])
-    assert main(["lab", "learned", "info", str(reuse)]) == 2
-    assert "reach beyond" in capsys.readouterr().err
-
-
-def test_other_commands_say_what_they_take(reuse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    maps, out, before = tmp_path / "a.maps", str(tmp_path / "out.npz"), reuse.read_bytes()
-    save_learned(maps, make_store(), IDENTITY)
-    accepted = "format='expertly-reuse': not a file of that kind; accepted: 'expertly-maps'"
-    for arguments in (("export", str(reuse), out), ("merge", out, str(reuse))):
-        assert main(["lab", "learned", *arguments]) == 2
-        assert accepted in capsys.readouterr().err
-    assert main(["lab", "learned", "merge", out, str(maps), str(reuse)]) == 2
-    assert accepted in capsys.readouterr().err
-    assert reuse.read_bytes() == before and not Path(out).exists()
+    assert line in told(capsys, *run(*learning, "--stats"))
+    out = told(capsys, *run("--system", "expertly", "--learned", "off", "--stats"))
+    assert f"[reuse: began with nothing learned: learned=off | {num_read} tokens by now]" in out
+    assert answer(capsys, *run("--learned", "off"))["reuse"] is None, "lru learns nothing"

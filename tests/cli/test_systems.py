@@ -8,6 +8,7 @@ from rich.cells import cell_len
 
 from expertly.cli.main import main
 from expertly.scheduler.presets import SYSTEMS, get_system
+from tests.cli.asking import answer, told
 
 
 def test_json_has_the_same(capsys):
@@ -25,8 +26,7 @@ def test_json_has_the_same(capsys):
 
 
 def test_people_read_every_system_its_parts_and_what_it_has_unlike_others(capsys):
-    assert main(["lab", "systems"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = told(capsys, "lab", "systems").splitlines()
     for system in SYSTEMS.values():
         assert any(line.split()[:3] == [system.name, system.eviction, system.scope] for line in lines)
     assert any("fmoe proximity 2 asynchronous" in " ".join(line.split()) for line in lines)
@@ -39,8 +39,7 @@ def test_people_read_every_system_its_parts_and_what_it_has_unlike_others(capsys
 def test_fits_a_terminal_of_80_columns(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["lab", "systems"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = told(capsys, "lab", "systems").splitlines()
     assert max(map(cell_len, lines)) <= 80
     for system in SYSTEMS.values():
         assert any(line.split()[:1] == [system.name] and line.endswith(system.transfer) for line in lines), system.name
@@ -48,12 +47,10 @@ def test_fits_a_terminal_of_80_columns(capsys, monkeypatch):
 
 
 def test_says_how_systems_are_combined_and_what_it_names_exists(capsys):
-    assert main(["lab", "systems"]) == 0
-    out = capsys.readouterr().out
+    out = told(capsys, "lab", "systems")
     specs = re.findall(r"--system ([^\s,]+)", out)
     assert len(specs) >= 3 and all(get_system(spec).name == spec for spec in specs)
-    assert main(["lab", "systems", "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
+    listed = answer(capsys, "lab", "systems")
     for key, accepted in listed["parts"].items():
         assert f"{key}: {', '.join(accepted) if accepted else 'a whole number from 1'}" in out
     assert "proximity" in listed["parts"]["prefetch"] and "fmoe" in listed["parts"]["eviction"]

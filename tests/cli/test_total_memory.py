@@ -16,7 +16,7 @@ from expertly.lab import forecast
 from expertly.lab.compare.comparison import Comparison, share_out
 from expertly.lab.compare.settings import ComparisonSettings
 from expertly.sim.hardware import Hardware
-from tests.cli.asking import Captured, answer, refusal
+from tests.cli.asking import Captured, answer
 from tests.families import make_checkpoint
 from tests.hardware.test_profile import PROFILE
 
@@ -88,17 +88,3 @@ def test_compare_and_bench() -> None:
     worker: Any = Worker()
     assert share_out(comparison, worker, {"plan": None, "predictor": "auto"}).memories == ("19531KiB", "100%")
     assert comparison.notes[0] == "total memory 1GiB leaves 19531KiB for experts"
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("bench", "--memory", "25%", "--total-memory", "1GiB"), "memory='25%' and total_memory='1GiB'"),
-        (("bench", "--total-memory", "lots"), "total_memory='lots'"),
-        (("lab", "configure", "--memory", "25%", "--total-memory", "1GiB"), "accepted: one of the two"),
-        (("tune", "--memory", "25%", "--total-memory", "1GiB"), "accepted: one of the two"),
-        (("doctor", "--total-memory", "1GiB"), "only with a MODEL"),
-    ],
-)
-def test_what_is_refused(words: tuple[str, ...], says: str, capsys: Captured, tmp_path: Path) -> None:
-    assert says in refusal(capsys, *words, "--out", tmp_path / "out")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from expertly.cli.main import main
 from expertly.policies.learned import read_learned
 from expertly.policies.predictor.learned import LearnedWeights
-from tests.cli.asking import Captured, refusal
+from tests.cli.asking import Captured, answer, refusal, told
 from tests.lab.planted import planted_trace
 
 QUICK = ("--distances", "2,1", "--hidden", "16", "--epochs", "30")
@@ -33,35 +32,28 @@ def trained(trace: Path) -> Path:
     return out
 
 
-def error_of(capsys: Captured, *words: object) -> str:
-    return refusal(capsys, "lab", "train", *words)
-
-
 def test_it_says_what_it_made_and_how_good_that_is(trace: Path, tmp_path: Path, capsys: Captured) -> None:
     out = tmp_path / "weights"
-    assert main(["lab", "train", str(trace), "--out", str(out), *QUICK]) == 0
-    head, learned, _, title, _, header, _, *rows = capsys.readouterr().out.splitlines()
+    printed = told(capsys, "lab", "train", trace, "--out", out, *QUICK)
+    head, learned, _, title, _, header, _, *rows = printed.splitlines()
     assert head.startswith("[planted | 5 networks of") and head.endswith(f"| {out}]")
     assert "split 7:3 with seed 0: learned from 960 tokens of 16 requests, stopped by 1 others;" in learned
     assert "of memory" in learned and "of scratch file" in learned and " on cpu" in learned
     assert "350 tokens of the 7 requests kept back" in title
-    assert header.split() == [
-        *("layer", "token", "id", "learned", "1", "lookahead", "1", "learned", "2", "lookahead", "2")
-    ]
+    assert " ".join(header.split()) == "layer token id learned 1 lookahead 1 learned 2 lookahead 2"
     assert [row.split()[0] for row in rows] == ["1", "2", "3", "mean"]
     assert all(row.count("%") == 5 for row in rows)
 
 
 def test_json_is_one_object_and_the_file_says_the_same(trace: Path, tmp_path: Path, capsys: Captured) -> None:
-    out = tmp_path / "weights"
-    assert main(["lab", "train", str(trace), "--out", str(out), *QUICK, "--json", "--seed", str(2**62 + 3)]) == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    out, seed = tmp_path / "weights", 2**62 + 3
+    result = answer(capsys, "lab", "train", trace, "--out", out, *QUICK, "--seed", seed)
     assert result["distances"] == [1, 2] and result["networks"] == 5 and result["identity"] == "trace:planted"
-    assert (result["split"], result["seed"], result["hidden"], result["device"]) == ("7:3", 2**62 + 3, 16, "cpu")
+    assert (result["split"], result["seed"], result["hidden"], result["device"]) == ("7:3", seed, 16, "cpu")
     assert result["bytes"] == out.stat().st_size and result["scratch_bytes"] > 0 and result["peak_rss_bytes"] > 0
     assert result["seconds"] > 0 and result["mean"]["1"]["learned"] > result["mean"]["1"]["token_id"] + 0.05
     about = read_learned(out, LearnedWeights).header.about
-    assert about["mean"] == result["mean"] and about["split"] == "7:3" and about["seed"] == 2**62 + 3
+    assert about["mean"] == result["mean"] and about["split"] == "7:3" and about["seed"] == seed
     assert [row[:2] for row in about["accuracy"]] == [[1, 1], [1, 2], [1, 3], [2, 1], [2, 2], [2, 3]]
     assert "--json" not in about["source"] and about["source"].startswith("960 tokens of 16 requests")
 
@@ -81,34 +73,9 @@ def test_a_lookahead_below_token_ids_is_marked() -> None:
     assert lines[4].split() == ["mean", "50.0%", "90.0%", "-"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ((), "Missing option '--out'"),
-        (("--out", "no/such/folder/file"), "out='no/such/folder/file': must be a file"),
-        (("--out", "x", "--distances", "1,0"), "'1,0': must be whole numbers from 1"),
-        (("--out", "x", "--distances", ""), "must be whole numbers from 1"),
-        (("--out", "x", "--hidden", "0"), "'0': must be a whole number from 1"),
-        (("--out", "x", "--split", "7"), "'7': must be two whole numbers"),
-        (("--out", "x", "--device", "abacus"), "device='abacus': unknown, or not here"),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    arguments: tuple[str, ...],
-    named: str,
-    trace: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Captured,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert named in error_of(capsys, trace, *arguments)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_trace_that_is_not_full_names_field_and_command(tmp_path: Path, capsys: Captured) -> None:
     planted_trace(tmp_path / "trace", 3, 12, fields=("probs",))
-    error = error_of(capsys, tmp_path / "trace", "--out", tmp_path / "weights")
+    error = refusal(capsys, "lab", "train", tmp_path / "trace", "--out", tmp_path / "weights")
     assert "field 'router_inputs'" in error and "`expertly lab trace record --full` records it" in error
     assert not (tmp_path / "weights").exists()
 
@@ -132,26 +99,21 @@ def test_an_interrupt_leaves_no_file(
 
 
 def test_simulate_takes_the_file_and_says_what_it_saw(trace: Path, trained: Path, capsys: Captured) -> None:
-    common = ["lab", "simulate", str(trace), "--memory", "50%", "--json", "--system"]
-    learned = "lru:prediction=learned:distance=1"
-    assert main([*common, f"{learned},lru", "--split", "7:3"]) == 0
-    rows = json.loads(capsys.readouterr().out)["results"]
+    learned, weights = "lru:prediction=learned:distance=1", ("--predictor", trained)
+    common = ("lab", "simulate", trace, "--memory", "50%", "--system")
+    rows = answer(capsys, *common, f"{learned},lru", "--split", "7:3")["results"]
     assert "--predictor FILE, which `expertly lab train` makes" in rows[0]["skipped"]
     assert rows[1]["skipped"] is None
 
-    assert main([*common, learned, "--split", "7:3", "--predictor", str(trained)]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = answer(capsys, *common, learned, "--split", "7:3", *weights)
     assert result["predictor"] == str(trained) and result["results"][0]["skipped"] is None
     expected = read_learned(trained, LearnedWeights).header.about["mean"]["1"]["learned"]
     assert result["results"][0]["prediction_accuracy"] == pytest.approx(expected, abs=0.05), "by demands, not layers"
     told = [note for note in result["notes"] if note.startswith("predictor:")]
     assert told == [f"predictor: planted, learned from 960 tokens of 16 requests of {trace}"]
 
-    assert main([*common, learned, "--requests", "4", "--predictor", str(trained)]) == 0
-    notes = json.loads(capsys.readouterr().out)["notes"]
+    notes = answer(capsys, *common, learned, "--requests", 4, *weights)["notes"]
     assert any("some of the requests that are simulated" in note and "--split 7:3 --seed 0" in note for note in notes)
-
-    assert main([*common, "lru", "--predictor", str(trained)]) == 2
-    assert "no system of lru takes trained weights" in capsys.readouterr().err
-    assert main([*common, f"{learned[:-1]}3", "--predictor", str(trained)]) == 2
-    assert "distance=3: its weights are not of that; accepted with them: 1, 2" in capsys.readouterr().err
+    assert "no system of lru takes trained weights" in refusal(capsys, *common, "lru", *weights)
+    error = refusal(capsys, *common, f"{learned[:-1]}3", *weights)
+    assert "distance=3: its weights are not of that; accepted with them: 1, 2" in error

@@ -27,13 +27,6 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def error_of(capsys: Captured, *arguments: object) -> str:
-    assert main(["tune", *map(str, arguments)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    return err
-
-
 def test_what_is_tuned_is_what_auto_runs(model: Path, prompts: Path, tmp_path: Path, capsys: Captured) -> None:
     out = tmp_path / "result.json"
     assert main(["tune", str(model), "--prompts", str(prompts), *SETTINGS, "--out", str(out)]) == 0
@@ -83,26 +76,6 @@ def test_the_demo_model_with_tiny_settings(tmp_path: Path, capsys: Captured) -> 
     assert "no --prompts: tuned for 2 texts that ship, not for yours" in said
     assert result["model"] == "demo" and result["workload"]["requests"] == 2
     assert result["hardware"]["compute"]["expert_ns"][0] > 0, "the machine was measured"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--memory", "lots"), "memory='lots'"),
-        (("--total-memory", "lots"), "total_memory='lots'"),
-        (("--memory", "1"), "memory=1"),
-        (("--prompts", "/nowhere/prompts.jsonl"), "prompts /nowhere/prompts.jsonl: cannot be read"),
-        (("--out", "/nowhere/out.json"), "out='/nowhere/out.json': must be a file"),
-        (("--dtype", "int8"), "dtype='int8'"),
-        (("--time-limit", "0s"), "'--time-limit': '0s': must be from 1 second to a day"),
-        (("--requests", "1"), "1 of 1 can be given to this model; accepted: at least 2"),
-        (("--device", "tpu"), "device='tpu'"),
-        (("--predictor", "/nowhere/weights"), "predictor='/nowhere/weights': no such file"),
-        (("--codec", "zip"), "codec='zip'"),
-    ],
-)
-def test_bad_input_is_named(model: Path, arguments: tuple[str, str], said: str, capsys: Captured) -> None:
-    assert said in error_of(capsys, model, *arguments)
 
 
 def test_times_as_people_write_them() -> None:

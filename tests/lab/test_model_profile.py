@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,23 +14,15 @@ import torch
 
 import expertly
 from expertly.api import handle
-from expertly.cli.main import main
-from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import ConfigError, ModelUseError
-from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.engine.observe import Collector
-from expertly.hardware import machine, measure
 from expertly.lab.model_profile import TOKENS, ModelProfile, measure_model
 from expertly.model.hooks import experts_modules
 from expertly.model.packing import pack
 from expertly.policies.eviction.reuse import ReuseModel
-from expertly.sim.compute import compute_model
-from expertly.sim.hardware import Hardware
 from tests.engine.conftest import Cases
 from tests.families import FAMILIES, make_checkpoint
-
-MIB = 1 << 20
 
 
 def measured(store: Path, **kwargs: object) -> ModelProfile:
@@ -140,75 +131,14 @@ def test_spans_that_are_loaded_together_have_places_of_their_own(cases: Cases, m
     assert max(together) > 1 and profile.link.nbytes_per_s > 0
 
 
-@pytest.mark.parametrize("memory", ["100%", "9%"])
-def test_a_budget_that_leaves_nothing_to_measure(cases: Cases, memory: str):
-    with pytest.raises(ConfigError, match="memory="):
-        measured(cases["mixtral"].store, memory=memory)
-
-
-def test_an_encoder_decoder_model(cases: Cases):
-    with pytest.raises(ModelUseError, match="encoder-decoder"):
-        measured(cases["switch_transformers"].store)
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    effort = machine.Effort(scratch_nbytes=32 * MIB, reads_s=0.2, each_s=0.01, device_s=0.1)
-    monkeypatch.setattr(machine, "Effort", lambda: effort)
-    monkeypatch.setattr(machine, "last_level_cache_nbytes", lambda: 0)
-    monkeypatch.setattr(machine, "available_host_nbytes", lambda: 2 << 30)
-    monkeypatch.setattr(machine, "monotonic", lambda: 0.0)
-    monkeypatch.setattr(measure, "DEPTHS", (1, 4))
-    monkeypatch.setattr(measure, "_LEAST_NBYTES", MIB)
-    monkeypatch.setattr("expertly.cli.doctor.MODEL_SECONDS", 0.1)
-    monkeypatch.setattr("expertly.hardware.simulated._EACH_S", 0.01)
-    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.mark.usefixtures("quick")
-def test_doctor_writes_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = tmp_path / "here.toml"
-    assert main(["doctor", "--json", "--hardware-out", str(path)]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    hardware = Hardware.read(str(path))
-    assert printed["hardware"] == hardware.as_dict() and printed["hardware_path"] == str(path)
-    assert hardware.compute is None and hardware.memory_nbytes_per_s > 0 and hardware.flops_per_s > 0
-    assert path.read_text().startswith("# Measured by `expertly doctor` on ")
-
-
-@pytest.mark.usefixtures("quick")
-def test_doctor_measures_a_model_of_this_machine(cases: Cases, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = tmp_path / "here.toml"
-    flags = [str(cases["mixtral"].store), "--memory", "60%", "--segments", "2"]
-    assert main(["doctor", "--hardware-out", str(path), *flags]) == 0
-    assert f"hardware file written to {path}" in capsys.readouterr().err
-    hardware = Hardware.read(str(path))
-    assert hardware.compute is not None
-    geometry = Geometry((hardware.compute.layer,) * 3, 2)
-    assert compute_model(hardware, geometry, None).dense_ns(0, 1) == hardware.compute.dense_ns[0]
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="the host decodes for an accelerator beside nothing")
-@pytest.mark.usefixtures("quick")
-def test_doctor_takes_the_rate_of_decoding_from_passes(cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    case = cases["mixtral"].compressed(tmp_path / "store")
-    disk, alone = Link(3e9, 7, 0), CodecCosts(0.7, 1e12, 2)
-    monkeypatch.setattr("expertly.lab.model_profile.store_costs", lambda store: (disk, alone))
-    path = tmp_path / "here.toml"
-    assert main(["doctor", "--hardware-out", str(path), str(case.store), "--memory", "60%"]) == 0
-    hardware = Hardware.read(str(path))
-    assert hardware.link == disk and hardware.codec is not None and hardware.codec.ratio == 0.7
-    assert 0 < hardware.codec.decode_nbytes_per_s < 0.9e12
-
-
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("family", "memory", "error", "said"),
     [
-        (["demo", "--segments", "2"], "segments=2: only with a MODEL that is measured into --hardware-out"),
-        (["--hardware-out", "x.toml", "--memory", "25%"], "memory='25%': only with a MODEL"),
-        (["--segments", "2"], "segments=2: only with a MODEL"),
+        ("mixtral", "100%", ConfigError, "memory="),
+        ("mixtral", "9%", ConfigError, "memory="),
+        ("switch_transformers", "60%", ModelUseError, "encoder-decoder"),
     ],
 )
-def test_flags_that_would_do_nothing(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["doctor", *flags]) == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_measured(cases: Cases, family: str, memory: str, error: type[Exception], said: str):
+    with pytest.raises(error, match=said):
+        measured(cases[family].store, memory=memory)

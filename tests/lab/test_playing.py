@@ -1,4 +1,4 @@
-"""A request answered as `generate` answers it, and fed again as it was."""
+"""A request answered as `generate` answers it, and fed again as it was; and what a process of a comparison does."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ import pytest
 import torch
 
 import expertly
+from expertly.api import handle
+from expertly.engine.learned import eviction_policies
+from expertly.lab.compare.player import Player
 from expertly.lab.playing import Played, answer, chooser, feed
-from expertly.model.generation import max_positions
+from expertly.lab.prompts import Prompt
+from expertly.sim.schedule import Selection
 from tests.families import make_checkpoint
 
 PROMPT = [5, 9, 2, 7]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    folder: Path = make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", seed=3)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", seed=3, tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Iterator[Any]:
     loaded, _ = expertly.load(str(folder), memory="50%", learned=None)
     yield loaded
     expertly.unload(loaded)
@@ -73,5 +81,34 @@ def test_a_single_token_has_no_time_per_token() -> None:
     assert Played(0.5, (0.1, 0.3)).tpot_s == pytest.approx(0.2)
 
 
-def test_positions_are_known_where_the_model_says_so(model: Any) -> None:
-    assert max_positions(model) == model.config.max_position_embeddings
+HOW = {"temperature": 0.8, "seed": 0, "name": "tiny", "created": "", "command": ""}
+SPLIT = Selection(split=(1, 1), seed=0)
+
+
+@pytest.fixture
+def player() -> Iterator[Player]:
+    made = Player()
+    yield made
+    made.unload()
+
+
+def test_a_training_part_teaches_what_predicts_and_what_evicts(player: Player, folder: Path, tmp_path: Path) -> None:
+    def load(system: str) -> None:
+        player.load({"model": str(folder), "memory": "50%", "system": system})
+
+    def num_maps() -> int:
+        return int(expertly.stats(player._model).as_dict()["prediction"]["predictor"]["maps"])
+
+    load("lru")
+    texts = (*"abcd", "a b " * 5000)
+    asked = player.tokens([Prompt(number, text, None) for number, text in enumerate(texts, 1)], 6, False)
+    assert [one.prompt.text for one in asked] == list("abcd"), "one that is too long is left out"
+    player.record(str(tmp_path / "trace"), asked, 6, HOW)
+    load("fmoe")
+    assert num_maps() == 0
+    player.learn(str(tmp_path / "trace"), SPLIT)
+    assert num_maps() == 2 * 6, "an iteration a map, of two of four requests"
+    load("expertly")
+    player.learn(str(tmp_path / "trace"), SPLIT)
+    (policy,) = eviction_policies(handle(player._model).engine.executor)
+    assert policy.learned is not None and policy.learned.num_learned > 0

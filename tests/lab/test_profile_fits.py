@@ -90,23 +90,7 @@ def test_a_link_is_found_again():
 
 GEOMETRY = Geometry(sized(2, 8, 4, width=250_000), 1)  # experts of a million bytes
 ALONE = CodecCosts(0.5, 1e9, threads=2, threads_beside=2)
-COMPUTE = MeasuredCompute(
-    model="toy",
-    dtype="float32",
-    num_threads=1,
-    context=1,
-    num_layers=2,
-    layer=GEOMETRY.layers[0],
-    tokens=(1,),
-    dense_ns=(0,),
-    head_ns=(0,),
-    expert_ns=(0,),
-    parts_ns=(0,),
-    part_ns=(0,),
-    submit_ns=0,
-    load_ns=0,
-    slowdown_while_loading=1.0,
-)
+COMPUTE = MeasuredCompute("toy", "float32", 1, 1, 2, GEOMETRY.layers[0], (1,), *[(0,)] * 5, 0, 0, 1.0)
 
 
 def layers(nbytes_per_s: float, around_ns: int = 0, counts: tuple[int, ...] = (1, 2, 4)) -> list[LayerTime]:

@@ -75,19 +75,22 @@ def test_a_bad_line_is_named(line: bytes, problem: str, tmp_path: Path) -> None:
     assert len(message) < 400
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n"])
-def test_a_file_without_prompts(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_bytes(content)
-    with pytest.raises(ConfigError, match="holds no prompt; accepted"):
-        read_prompts(str(tmp_path / "p.jsonl"))
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "cut.gz").write_bytes(gzip.compress(LINES)[:-12])
-    (tmp_path / "no.gz").write_bytes(LINES)
-    for name in ("nowhere.jsonl", ".", "cut.gz", "no.gz"):
-        with pytest.raises(ConfigError, match="cannot be read"):
-            read_prompts(str(tmp_path / name))
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("nowhere.jsonl", None, "cannot be read"),
+        (".", None, "cannot be read"),
+        ("cut.gz", gzip.compress(LINES)[:-12], "cannot be read"),
+        ("no.gz", LINES, "cannot be read"),
+        ("empty.jsonl", b"", "holds no prompt; accepted"),
+        ("blank.jsonl", b"\n \n", "holds no prompt; accepted"),
+    ],
+)
+def test_files_without_prompts(name: str, content: bytes | None, problem: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=problem):
+        read_prompts(str(tmp_path / name))
 
 
 class Tokenizer:

@@ -12,7 +12,7 @@ from expertly.core.errors import ConfigError, TraceError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
 from expertly.core.observation import Routed
-from expertly.lab.accuracy import is_below, means
+from expertly.lab.accuracy import means
 from expertly.lab.dataset import Dataset, needed
 from expertly.lab.train import TrainingStudy, TrainOptions, study, train
 from expertly.policies.known import Known
@@ -126,13 +126,6 @@ def test_distances_past_the_last_layer_are_all_layers(trace: Trace) -> None:
     assert weights.distances == (3,) and sorted(weights.mlps) == [(0, 1), (0, 2), (0, 3)]
 
 
-def test_where_lookahead_is_worse_than_token_ids_is_told() -> None:
-    from expertly.lab.accuracy import Accuracy
-
-    assert is_below(Accuracy(2, 0, 1, 0.9, 0.4, 0.5)) and not is_below(Accuracy(2, 0, 1, 0.9, 0.5, 0.5))
-    assert not is_below(Accuracy(2, 0, 1, 0.9, None, 0.5))
-
-
 def test_needed_leaves_out_what_is_no_choice() -> None:
     found = needed(np.array([[1, 0xFFFF], [3, 0]]), 4)
     assert found.tolist() == [[False, True, False, False], [True, False, False, True]]
@@ -142,12 +135,6 @@ def test_needed_leaves_out_what_is_no_choice() -> None:
 def test_settings_that_cannot_be_are_refused(changes: dict, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         replace(OPTIONS, **changes)
-
-
-def test_a_trace_without_router_inputs_says_what_records_them(tmp_path: Path) -> None:
-    trace = planted_trace(tmp_path / "trace", 4, 12, fields=("probs",))
-    with pytest.raises(TraceError, match=r"'router_inputs'.*has.*probs.*trace record --full"):
-        study(trace, SPLIT, OPTIONS)
 
 
 def test_a_layer_that_never_runs_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,18 @@ def write_trace(folder: Path, rows: Sequence[Rows], rows_per_shard: int = 8, fie
         writer.begin_request("test", "hello", 3)
         for one in rows:
             writer.append(one)
+    return folder
+
+
+def write_partial(
+    folder: Path, rows: Sequence[Rows], rows_per_shard: int = 8, fields: Sequence[FieldInfo] = ()
+) -> Path:
+    """The same, of a recording that is interrupted after them."""
+    with contextlib.suppress(KeyboardInterrupt), open_writer(folder, rows_per_shard, fields) as writer:
+        writer.begin_request("code", "hello", 3)
+        for one in rows:
+            writer.append(one)
+        raise KeyboardInterrupt
     return folder
 
 

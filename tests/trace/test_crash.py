@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from expertly.trace.reader import Trace
-from tests.trace.builders import FULL, assert_holds, iterations, open_writer, random_rows
+from tests.trace.builders import FULL, assert_holds, iterations, open_writer, random_rows, write_partial
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,13 +93,8 @@ def test_every_step_of_a_shard_leaves_the_same_rows(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("fields", [(), FULL], ids=["small", "full"])
 def test_a_tail_cut_anywhere_holds_whole_iterations(tmp_path: Path, fields) -> None:
-    folder = tmp_path / "trace"
     rows = iterations([3, 5, 2, 4, 1], fields)
-    with pytest.raises(KeyboardInterrupt), open_writer(folder, 8, fields) as writer:
-        writer.begin_request()
-        for one in rows:
-            writer.append(one)
-        raise KeyboardInterrupt
+    folder = write_partial(tmp_path / "trace", rows, 8, fields)
     tail = (folder / "tail.bin").read_bytes()
     record_nbytes = len(tail) // 7
     for cut in (*range(0, len(tail), record_nbytes), 1, record_nbytes - 1, 3 * record_nbytes + 5, len(tail) - 1):
@@ -114,13 +109,8 @@ def test_a_tail_cut_anywhere_holds_whole_iterations(tmp_path: Path, fields) -> N
 
 def test_remains_of_a_lost_block_in_the_tail_are_ignored(tmp_path: Path) -> None:
     """After a power failure a file may end in zeros, or hold zeros where data was not written yet."""
-    folder = tmp_path / "trace"
     rows = iterations([8, 2, 2, 2])
-    with pytest.raises(KeyboardInterrupt), open_writer(folder, 8) as writer:
-        writer.begin_request()
-        for one in rows:
-            writer.append(one)
-        raise KeyboardInterrupt
+    folder = write_partial(tmp_path / "trace", rows)
     tail = (folder / "tail.bin").read_bytes()
     record_nbytes = len(tail) // 6
     (folder / "tail.bin").write_bytes(tail + bytes(3 * record_nbytes))
@@ -132,17 +122,12 @@ def test_remains_of_a_lost_block_in_the_tail_are_ignored(tmp_path: Path) -> None
 
 
 def test_half_a_request_is_left_out(tmp_path: Path) -> None:
-    folder = tmp_path / "trace"
     rows = iterations([3, 5])
-    with pytest.raises(KeyboardInterrupt), open_writer(folder) as writer:
-        writer.begin_request("a", "hello")
-        for one in rows:
-            writer.append(one)
-        raise KeyboardInterrupt
+    folder = write_partial(tmp_path / "trace", rows)
     with (folder / "requests.jsonl").open("ab") as file:
         file.write(b'{"request": 1, "category": "b", "pro')
     trace = Trace.open(folder)
-    assert [one.category for one in trace.requests] == ["a"]
+    assert [one.category for one in trace.requests] == ["code"]
     assert_holds(trace, rows)
 
 

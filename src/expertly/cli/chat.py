@@ -59,11 +59,9 @@ class Turn:
     rounded_to: str | None = None  # its experts, which are not those of the checkpoint then
 
     def facts(self) -> dict[str, Any]:
-        """For --json."""
         return {"tokens": len(self.token_ids), **asdict(self)}
 
     def line(self) -> str:
-        """For people."""
         parts = [f"{len(self.token_ids)} tokens"]
         if self.tpot_s:
             parts.append(f"{format_number(1 / self.tpot_s)} tokens/s")
@@ -152,8 +150,7 @@ class Chat:
     def instruct(self, text: str) -> None:
         """Begin anew with this system message; none where it is empty."""
         self.messages = [{"role": "system", "content": text}] if text else []
-        self._forget()
-        self._said = []
+        self.clear()
 
     def clear(self) -> None:
         """Begin anew; a system message stays."""
@@ -216,20 +213,8 @@ class Chat:
             self._cache = None if is_recurrent else getattr(made, CACHE)
             self._said = made.sequences[0].tolist()
             self._cached = self._said[:-1]  # the last token was not computed with
-        return self._measured(streamer, tokens, num_cached, before, start_ns, demands, stop.is_set())
-
-    def _measured(
-        self,
-        streamer: TextStreamer,
-        tokens: list[int],
-        num_cached: int,
-        before: Any,
-        start_ns: int,
-        demands: DecodeDemands,
-        was_stopped: bool,
-    ) -> Turn:
         seconds = (time.perf_counter_ns() - start_ns) / 1e9
-        after, times = expertly.stats(self._model).as_dict(), streamer.times_ns
+        after, times = expertly.stats(model).as_dict(), streamer.times_ns
         was, now = before["phases"]["decode"], after["phases"]["decode"]
         hits = now["hits"] - was["hits"]
         num_demands = sum(now[key] - was[key] for key in ("hits", "partial_hits", "misses"))
@@ -245,7 +230,7 @@ class Chat:
             best_hit_rate=demands.best_hit_rate(after["memory_bytes"]),
             stall_share=(after["stall_s"] - before["stall_s"]) / seconds,
             bytes_loaded=after["bytes_loaded"] - before["bytes_loaded"],
-            was_stopped=was_stopped,
+            was_stopped=stop.is_set(),
             rounded_to=None if after["rounding"] is None else after["rounding"]["to"],
         )
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from expertly.arguments import names, seed, split, temperature
 from expertly.cli.inputs import is_trace, plan_for, predictor_for, trace_geometry
-from expertly.cli.output import message, printable, progress_bar, reserved_stdout, typed
+from expertly.cli.output import printable, progress_bar, reserved_stdout, typed
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.data import demo_prompts
 from expertly.lab.compare.settings import (
@@ -24,7 +24,7 @@ from expertly.lab.compare.settings import (
     check_memories,
     check_systems,
 )
-from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, Prompt, read_prompts
+from expertly.lab.prompts import PROMPTS_HELP, RAW_HELP, read_prompts
 from expertly.options import (
     ADVANCED,
     MODEL_HELP,
@@ -39,9 +39,6 @@ from expertly.options import (
 )
 from expertly.sim.hardware import Hardware
 from expertly.trace.reader import Trace
-
-if TYPE_CHECKING:
-    from expertly.lab.compare.comparison import Comparison
 
 WITH_MODEL = ("prompts", "rounds", "temperature", "total_memory", "dtype", "device")
 WITH_TRACE = ("geometry",)
@@ -110,12 +107,11 @@ def run(args: CompareOptions) -> int:
     has_trace = is_trace(args.source)
     _refuse(args, WITH_MODEL if has_trace else WITH_TRACE, has_trace)
     settings = _settings(args, has_trace)
-    prompts = (
-        [] if has_trace else read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
-    )
+    texts = str(demo_prompts()) if args.prompts is None else args.prompts
+    prompts = [] if has_trace else read_prompts(texts, args.requests)
     with reserved_stdout() as stdout:
         from expertly.cli.compare_output import Output
-        from expertly.lab.compare.comparison import Comparison, prepare
+        from expertly.lab.compare.comparison import TRACE, Comparison, compare_model, compare_trace, prepare
 
         command = typed()
         kind, name = ("trace", str(args.source)) if has_trace else ("model", args.source or "demo")
@@ -129,11 +125,10 @@ def run(args: CompareOptions) -> int:
         try:
             with progress_bar("steps") as progress:
                 if trace is not None and geometry is not None:
-                    from expertly.lab.compare.comparison import compare_trace
-
                     compare_trace(comparison, trace, geometry, progress)
                 else:
-                    _compare_model(comparison, prompts, args, progress)
+                    folder, tell = args.out / TRACE, progress.say
+                    compare_model(comparison, args.source, prompts, folder, progress, tell, progress.in_bytes)
         except KeyboardInterrupt:
             is_interrupted = True
         except ExpertlyError as error:
@@ -145,14 +140,6 @@ def run(args: CompareOptions) -> int:
             output.write()
             raise
         return output.end(stdout, args.json, is_interrupted)
-
-
-def _compare_model(comparison: Comparison, prompts: list[Prompt], args: CompareOptions, progress: Any) -> None:
-    from expertly.lab.compare.comparison import TRACE, compare_model
-
-    tell = message if progress is None else lambda what: progress(what, 0, 1)
-    loading = None if progress is None else progress.in_bytes
-    compare_model(comparison, args.source, prompts, args.out / TRACE, progress, tell, loading)
 
 
 def _refuse(args: CompareOptions, names: tuple[str, ...], has_trace: bool) -> None:

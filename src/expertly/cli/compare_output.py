@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from expertly.cli.output import message, show, table
+from expertly.cli.output import budgets_table, message, show
 from expertly.core.errors import ConfigError
 from expertly.core.files import finite
 from expertly.core.units import counted, format_nbytes
 from expertly.lab.compare.comparison import REPORT, Comparison, write_all
-from expertly.lab.compare.figures import failures_in_words
-from expertly.lab.compare.report import COLUMNS, GROUPS, page, spread_of
+from expertly.lab.compare.figures import failures_in_words, spread_of
+from expertly.lab.compare.report import COLUMNS, GROUPS, page
 from expertly.lab.plots import check_plot
 
 USUAL_WIDTH = 80
@@ -73,22 +73,16 @@ def _head(results: dict[str, Any]) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]], where: str, baseline: str, width: int) -> str:
-    """A row for each budget and system that has figures; a budget is named in its first row, with a gap before it."""
-    lines: list[list[str]] = []
-    memory = None
+    """A row for each budget and system that has figures."""
+    lines = []
     for row in rows:
-        figures = row[where]
-        if figures is None:
-            continue
-        is_first, memory = row["memory"] != memory, row["memory"]
-        if is_first and lines:
-            lines.append([""] * (2 + len(COLUMNS)))
-        name = row["system"] + (", failed" if row["has_failed"] and where == "engine" else "")
-        spreads = [(spread_of(figures.get(key)), write) for key, write in COLUMNS.values()]
-        medians = ["-" if spread is None else write(spread["median"]) for spread, write in spreads]
-        lines.append([memory if is_first else "", name, *medians])
-    headers = [_to(baseline) if key == "tpot_to_baseline" else header for header, (key, _) in COLUMNS.items()]
-    return table(["memory", "system", *headers], lines, width=width, folded="system")
+        if (figures := row[where]) is not None:
+            spreads = {key: spread_of(figures.get(key)) for key, _ in COLUMNS.values()}
+            medians = {key: None if one is None else one["median"] for key, one in spreads.items()}
+            name = row["system"] + (", failed" if row["has_failed"] and where == "engine" else "")
+            lines.append(medians | {"memory": row["memory"], "system": name})
+    columns = {_to(baseline) if key == "tpot_to_baseline" else header: (key, w) for header, (key, w) in COLUMNS.items()}
+    return budgets_table(lines, columns, width)
 
 
 def _to(baseline: str) -> str:

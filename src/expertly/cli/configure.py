@@ -168,8 +168,7 @@ def observed_in(args: ConfigureOptions, memories: Sequence[str]) -> Configurator
     schedule = make_schedule(trace, Selection(split=args.split, seed=args.seed or 0))
     spans = first_rows(schedule.training or schedule.test, args.tokens)
     with progress_bar("rows") as progress:
-        tell = None if progress is None else partial(progress, "learning")
-        rates = rates_of_trace(trace, spans, tell)
+        rates = rates_of_trace(trace, spans, partial(progress, "learning"))
     if not trace.is_complete:
         notes.append("the recording was cut off; what there is of it counts")
     if trace.is_modelled("lookahead"):
@@ -252,8 +251,7 @@ def _recorded(model: Any, tokenizer: Any, args: ConfigureOptions, folder: Path) 
     limit = None if model.config.is_encoder_decoder else max_positions(model)
     with progress_bar("prompts") as progress, record(model, folder, full=True) as recording:
         for number, prompt in enumerate(prompts):
-            if progress is not None:
-                progress("running", number, len(prompts))
+            progress("running", number, len(prompts))
             tokens = tokens_of(tokenizer, [{"role": "user", "content": prompt}], is_raw=args.raw)
             num_prompt = len(tokens)
             room = num_tokens if limit is None else min(num_tokens, limit - num_prompt)
@@ -284,7 +282,6 @@ def _measured(model: Any, args: ConfigureOptions) -> Timing:
 
 
 def _about(args: ConfigureOptions, seen: ConfiguratorInput) -> dict[str, Any]:
-    """The part of the results that all budgets share."""
     timing, rates = asdict(seen.timing), seen.rates
     return {
         "model": seen.model,
@@ -358,7 +355,6 @@ def _result(
 
 
 def _command(args: ConfigureOptions, seen: ConfiguratorInput, memory: str) -> str:
-    """The command line that runs with the plan."""
     source, num_segments = args.source or "demo", seen.geometry.segments_per_expert
     given: dict[str, Any] = {"system": SYSTEM, "memory": memory, "plan": args.out or "FILE"}
     if num_segments != segments_of(seen.geometry.layers, None):

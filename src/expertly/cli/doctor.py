@@ -11,7 +11,9 @@ import io
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -266,10 +268,9 @@ def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: Tex
         profile, _ = examine(folder, Effort(), say_what_is_measured())
         profile.write(out)
     with progress_bar("runs") as bar:
-        progress = None if bar is None else lambda done, total: bar("simulating", done, total)
-        hardware = measured_hardware(profile, None if bar is None else bar.in_bytes)
-        free, memory = available_host_nbytes(), args.total_memory
-        found = forecast(needs, profile, hardware, free, progress, memory, workers, trace)
+        hardware = measured_hardware(profile, bar.in_bytes)
+        free, progress = available_host_nbytes(), partial(bar, "simulating")
+        found = forecast(needs, profile, hardware, free, progress, args.total_memory, workers, trace)
     facts = {**asdict(found), "machine": profile.cpu, "profile_path": str(out)}
     about = _about_network(network) if found.with_workers else None
     show(facts, args.json, lambda: _forecast_report(found, profile, args.total_memory is not None, about), stdout)
@@ -277,7 +278,6 @@ def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: Tex
 
 
 def _about_network(network: ClusterNetwork) -> str:
-    """What is assumed of it."""
     times = network.latency_ns, network.call_ns, network.send_ns, network.take_ns, network.wake_ns
     latency, call, send, take, wake = (format_seconds(ns / 1e9) for ns in times)
     of_call = f"a call {call}, of which {send} until the next and {take} for its answer; {wake} after waiting for one"
@@ -307,24 +307,13 @@ def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_sta
     sizes.add_row("KV cache", f"at most {caches}")
     disk = f"{format_nbytes(found.disk_nbytes)} for the packed store"
     if found.download_nbytes:
-        disk += (
-            f", {format_nbytes(found.download_nbytes)} to download ({format_nbytes(found.disk_stream_nbytes)} in all"
-        )
-        disk += " with pack --stream)"
+        streamed = f"{format_nbytes(found.disk_stream_nbytes)} in all with pack --stream"
+        disk += f", {format_nbytes(found.download_nbytes)} to download ({streamed})"
     sizes.add_row("disk", f"{disk}; {format_nbytes(found.disk_free_nbytes)} are free")
     fit = f"{format_share(found.fitting_share)} of the experts beside the rest and 4096 tokens"
     free = "for everything, as stated" if is_total_stated else "are free"
     sizes.add_row("memory", f"{format_nbytes(found.memory_nbytes)} of {found.memory_name} {free}: {fit}")
-    speeds = Table("for experts", "tokens/s", "experts hit", "waiting", "", box=None, pad_edge=False)
-    for one in found.speeds:
-        speeds.add_row(*_row(one))
-    several = Table("for experts", "tokens/s", "experts hit", "waiting", "network", box=None, pad_edge=False)
-    for one in found.with_workers:
-        several.add_row(*_row(one))
-    of_several = (
-        Text(f"\nWith other machines like this one as workers, over {network}:"),
-        several,
-    )
+    several = Text(f"\nWith other machines like this one as workers, over {network}:")
     parts = Group(
         Text(f"{needs.name}: {needs.model_type}, {experts}"),
         sizes,
@@ -333,14 +322,21 @@ def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_sta
             f"Expected on {profile.cpu}, {counted(profile.num_cpus, 'CPU')}, computed from what it did when it was "
             f"measured ({profile.created}; `expertly doctor` alone measures it anew):"
         ),
-        speeds,
-        *(of_several if found.with_workers else ()),
+        _speeds(found.speeds, ""),
+        *((several, _speeds(found.with_workers, "network")) if found.with_workers else ()),
         Text(f"What decides: {found.decided_by}."),
         Text(f"Next: {found.command}"),
     )
     text = io.StringIO()
     Console(file=text, width=max(80, min(120, shutil.get_terminal_size((100, 24)).columns))).print(parts)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _speeds(speeds: Sequence[ExpectedSpeed], last: str) -> Table:
+    made = Table("for experts", "tokens/s", "experts hit", "waiting", last, box=None, pad_edge=False)
+    for one in speeds:
+        made.add_row(*_row(one))
+    return made
 
 
 def _row(one: ExpectedSpeed) -> tuple[str, ...]:

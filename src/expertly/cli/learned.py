@@ -278,8 +278,7 @@ def _histories(trace: Trace, spans: list[RowRange], wants: Collection[Want]) -> 
         for rows in histories(trace, spans, wants):
             yield rows
             num_rows += len(rows.requests)
-            if progress is not None:
-                progress("building", num_rows, total)
+            progress("building", num_rows, total)
 
 
 def _num_requests(trace: Trace, spans: list[RowRange]) -> int:

@@ -80,9 +80,9 @@ def quiet_libraries() -> None:
 
 
 class ProgressBar:
-    """One bar on a terminal: `bar(what, done, total)` counts in `unit`, `bar.in_bytes(what, done, total)` in bytes."""
+    """One bar, or none: `bar(what, done, total)` counts in `unit`, `bar.in_bytes(what, done, total)` in bytes."""
 
-    def __init__(self, shown: Progress, unit: str) -> None:
+    def __init__(self, shown: Progress | None, unit: str) -> None:
         self._shown = shown
         self._unit = unit
         self._what: tuple[str, str] | None = None
@@ -91,11 +91,20 @@ class ProgressBar:
     def __call__(self, what: str, done: int, total: int) -> None:
         self._show(what, done, total, self._unit)
 
+    def say(self, what: str) -> None:
+        """What begins: in the bar, or as a line where there is none."""
+        if self._shown is None:
+            message(what)
+        else:
+            self(what, 0, 1)
+
     def in_bytes(self, what: str, done: int, total: int) -> None:
         """As packing, loading and preloading of a model are counted."""
         self._show(what, done, total, "B")
 
     def _show(self, what: str, done: int, total: int, unit: str) -> None:
+        if self._shown is None:
+            return
         if self._task is None or self._what != (what, unit):
             if self._task is not None:
                 self._shown.remove_task(self._task)
@@ -117,10 +126,10 @@ class _AmountColumn(ProgressColumn):
 
 
 @contextlib.contextmanager
-def progress_bar(unit: str = "B") -> Iterator[ProgressBar | None]:
-    """None where stderr is no terminal. `unit` of what is counted, "B": bytes."""
+def progress_bar(unit: str = "B") -> Iterator[ProgressBar]:
+    """Shown where stderr is a terminal. `unit` of what is counted, "B": bytes."""
     if not sys.stderr.isatty():
-        yield None
+        yield ProgressBar(None, unit)
         return
     columns = ("{task.description}", BarColumn(), _AmountColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as shown:
@@ -152,16 +161,31 @@ Column = tuple[str, Callable[[Any], str]]
 """Which figure a column shows, by its key, and how that is written."""
 
 
-def figures_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
+def figures_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Column], width: int | None = None) -> str:
     """A table with a row for each dictionary of figures; `columns` maps headers to figures. An unknown figure is "-";
-    an empty dictionary leaves an empty row. On a narrow terminal names of systems take several lines.
+    an empty dictionary leaves an empty row. Within `width`, by default that of a terminal, names of systems take
+    several lines.
     """
     lines = [cells(row, columns.values()) if row else [""] * len(columns) for row in rows]
+    if width is not None:
+        return table(list(columns), lines, width=width, folded="system")
     if "system" not in columns or sys.__stdout__ is None or not sys.__stdout__.isatty():
         return table(list(columns), lines)
     others = sum(2 + max(map(len, column)) for column in zip(columns, *lines, strict=True) if column[0] != "system")
     width = max(shutil.get_terminal_size().columns, others + 12)  # else numbers would be cut
     return table(list(columns), lines, width=width, folded="system")
+
+
+def budgets_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column], width: int | None = None) -> str:
+    """A figures_table of systems under several budgets. A budget is named in its first row, with a gap before it."""
+    told: list[Mapping[str, Any]] = []
+    memory = None
+    for row in rows:
+        is_first, memory = row["memory"] != memory, row["memory"]
+        if is_first and told and len(rows) > 3:
+            told.append({})
+        told.append(row if is_first else {**row, "memory": ""})
+    return figures_table(told, {"memory": ("memory", str), "system": ("system", str), **columns}, width)
 
 
 def cells(row: Mapping[str, Any], columns: Iterable[Column]) -> list[str]:

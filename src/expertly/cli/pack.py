@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,7 @@ def _pack(args: PackOptions) -> int:
         from expertly.model.packing import pack, pack_cached, source_folder
 
         with progress_bar() as bar:
-            progress = None if bar is None else lambda done, total: bar("packing", done, total)
+            progress = partial(bar, "packing")
             if args.stream:
                 from expertly.model.streaming import pack_streamed
 
@@ -106,9 +107,7 @@ def _pack(args: PackOptions) -> int:
             if args.quantize is not None:
                 from expertly.engine.rounding import measured
 
-                store = measured(
-                    store, args.text, None if bar is None else lambda done, total: bar("measuring", done, total)
-                )
+                store = measured(store, args.text, partial(bar, "measuring"))
     seconds = time.monotonic() - start
     facts = {**_facts(store), "why_codec": store.why_codec, "seconds": seconds}
     show(facts, args.json, lambda: str(store.folder), stdout)
@@ -147,7 +146,7 @@ def _remove(name: str, is_json: bool) -> int:
 def _verify(folder: Path, is_json: bool) -> int:
     store = PackedStore.open(folder if folder.exists() else cache.stores_folder() / folder)
     with progress_bar() as bar:
-        store.verify(full=True, progress=None if bar is None else lambda done, total: bar("verifying", done, total))
+        store.verify(full=True, progress=partial(bar, "verifying"))
     if is_json:
         print_json({**_facts(store), "verified": True})
     else:

@@ -138,7 +138,7 @@ def _read_prompt(args: RunOptions) -> str | None:
 
 def _answer_once(conversation: Chat, model: Any, prompt: str, args: RunOptions, out: TextIO) -> int:
     """Returns the exit code: 130 where Ctrl-C stopped the answer."""
-    answer = conversation.answer(prompt, _nothing if args.json else lambda text: _write(out, text))
+    answer = conversation.answer(prompt, (lambda text: None) if args.json else lambda text: _write(out, text))
     measures = {**answer.facts(), "model": args.model or "demo", "prompt": prompt, **_measures(model)}
     if args.json:
         print_json({key: value for key, value in measures.items() if key != "layers" or args.stats}, out)
@@ -208,7 +208,6 @@ def _command(conversation: Chat, model: Any, text: str) -> str:
 
 
 def _measures(model: Any) -> dict[str, Any]:
-    """Figures of the whole run, beside those of one answer."""
     from expertly import api
     from expertly.engine.process import peak_rss_nbytes
 
@@ -245,7 +244,3 @@ def _budget(measures: dict[str, Any]) -> str:
 def _write(out: TextIO, text: str) -> None:
     out.write(text)
     out.flush()
-
-
-def _nothing(text: str) -> None:
-    """Writes no text: with --json an answer is printed whole."""

@@ -74,7 +74,6 @@ def _check_installed() -> None:
 
 
 def _welcome(url: str, num_keys: int, about: About) -> str:
-    """The lines that are printed once the server takes requests."""
     how = about.batching if about.batching_reason is None else f"{about.batching}: {about.batching_reason}"
     keys = f"{num_keys} keys" if num_keys else "no key asked for"
     return (

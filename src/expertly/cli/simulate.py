@@ -10,7 +10,7 @@ from typing import Any
 
 from expertly.arguments import names, seed, split, split_text
 from expertly.cli.inputs import plan_for, predictor_for, trace_geometry
-from expertly.cli.output import Column, figures_table, message, printable, progress_bar, show
+from expertly.cli.output import Column, budgets_table, figures_table, message, printable, progress_bar, show
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_number, format_rate, format_ratio, format_seconds, format_share
 from expertly.lab.compare.simulated import notes_on
@@ -187,7 +187,6 @@ def about(
 
 
 def _notes(args: SimulateOptions, study: Study) -> Iterator[str]:
-    """What a reader must know about the numbers."""
     schedule = study.schedule
     num_test = len({span.request for span in schedule.test})
     if args.split is None:
@@ -204,7 +203,6 @@ def _notes(args: SimulateOptions, study: Study) -> Iterator[str]:
 
 
 def _notes_on_codec(study: Study) -> Iterator[str]:
-    """How much compression is assumed to save and to cost."""
     costs, hardware = study.codec_costs, study.hardware
     if costs is not None:
         source = f"assumed: {hardware.name} has no [codec]" if hardware.codec is None else f"{hardware.name}'s [codec]"
@@ -231,7 +229,6 @@ def _notes_on_weights(
 
 
 def _notes_on_predicting(study: Study, systems: Sequence[str]) -> Iterator[str]:
-    """How long predicting takes, and which predictions are made up."""
     asked = [get_system(name) for name in systems]
     if any(system.prediction == "modelled" for system in asked):
         yield "modelled-lookahead: its predictions are made from the future, with a stated accuracy"
@@ -293,10 +290,10 @@ def report(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     if max(cuts) == 1:
         rows = [row | {"partial_hit_rate": None} for row in rows]
     several: dict[str, Column] = {"P": ("segments", str)} if len(cuts) > 1 else {}
-    parts.append(_table(rows, several | _known(rows, _RESULT)))
+    parts.append(budgets_table(rows, several | _known(rows, _RESULT)))
     predicting = [row for row in rows if _predicts(row) and row["skipped"] is None]
     if predicting:
-        parts.append(_table(predicting, several | _PREDICTING))
+        parts.append(budgets_table(predicting, several | _PREDICTING))
     by_distance = [
         row | {key: row[key][k] for key, _ in list(_BY_DISTANCE.values())[1:]} | {"distance": k}
         for row in predicting
@@ -307,7 +304,7 @@ def report(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
         parts.append(figures_table(by_distance, {"memory": ("memory", str), "system": ("system", str)} | _BY_DISTANCE))
     matching = [row for row in predicting if _known([row], _MATCHING, 0)]
     if matching:
-        parts.append(_table(matching, several | _known(matching, _MATCHING, 0)))
+        parts.append(budgets_table(matching, several | _known(matching, _MATCHING, 0)))
     skipped = list(dict.fromkeys(row["skipped"] for row in results if row["skipped"]))
     return "\n\n".join([*parts, "\n".join([*facts["notes"], *skipped])])
 
@@ -336,16 +333,3 @@ def _known(
         for header, (key, write) in columns.items()
         if any(row[key] not in (None, nothing) for row in rows)
     }
-
-
-def _table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
-    """A row for each result. A budget is named in its first row, and budgets have a gap between them."""
-    told: list[Mapping[str, Any]] = []
-    memory = None
-    for row in rows:
-        is_first = row["memory"] != memory
-        memory = row["memory"]
-        if is_first and told and len(rows) > 3:
-            told.append({})
-        told.append(row if is_first else {**row, "memory": ""})
-    return figures_table(told, {"memory": ("memory", str), "system": ("system", str), **columns})

@@ -119,7 +119,6 @@ def _prediction(prediction: dict[str, Any], phases: list[dict[str, Any]]) -> str
 
 
 def _storage(result: dict[str, Any]) -> str:
-    """How experts are stored, why, and what reading and decoding took."""
     codec = result["codec"]
     parts = [f"codec {codec['name']}: {codec['why']}"]
     if (rounding := result["rounding"]) is not None:
@@ -140,7 +139,6 @@ def _storage(result: dict[str, Any]) -> str:
 
 
 def _kernels(kernels: dict[str, Any]) -> str:
-    """Which kernels multiplied the experts, why, and how often."""
     counts = f"{kernels['native']} experts or parts by them, {kernels['torch']} by torch"
     return in_brackets(f"kernels {kernels['name']}: {kernels['why']}", counts)
 

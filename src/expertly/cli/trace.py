@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,8 +117,7 @@ def _recorded(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOpti
             for absent, reason in recording.absent.items():
                 message(f"expertly: the trace will have no {absent}: {reason}")
             for request in requests:
-                if progress is not None:
-                    progress("recording", num_requests, len(requests))
+                progress("recording", num_requests, len(requests))
                 recording.begin_request(request.prompt.category, request.prompt.text, len(request.tokens))
                 times_ns = _generate(model, request.tokens, args)
                 steps_ns += [after - before for before, after in pairwise(times_ns)]
@@ -126,7 +126,7 @@ def _recorded(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOpti
         if recording is not None:
             message(
                 f"expertly: {args.out}: kept what was recorded, {num_requests} of {len(requests)} requests and "
-                f"{recording.num_iterations} iterations"
+                f"{recording.writer.num_iterations} iterations"
             )
         raise
     stats = api.stats(model).as_dict()
@@ -134,8 +134,8 @@ def _recorded(model: Any, requests: Sequence[AskedPrompt], args: TraceRecordOpti
         "model": name,
         "out": str(args.out),
         "requests": num_requests,
-        "iterations": recording.num_iterations,
-        "rows": recording.num_rows,
+        "iterations": recording.writer.num_iterations,
+        "rows": recording.writer.num_rows,
         "new_tokens": num_tokens,
         "bytes": sum(path.stat().st_size for path in args.out.iterdir()),
         "tpot_s": sum(steps_ns) / len(steps_ns) / 1e9 if steps_ns else None,
@@ -190,18 +190,19 @@ class TraceImportOptions:
 def import_routing(args: TraceImportOptions) -> int:
     """Make a trace of routing that another program recorded."""
     from expertly.sim.hardware import read_geometry
-    from expertly.trace.importing import ImportOptions, import_npz
+    from expertly.trace.importing import import_npz
     from expertly.trace.schema import TraceLayer
 
     geometry = None if args.geometry is None else read_geometry(args.geometry)
-    options = ImportOptions(
+    import_npz(
+        args.file,
+        args.out,
         model=args.model or (geometry.name if geometry is not None else args.file.stem),
         layers=None if geometry is None else tuple(TraceLayer.of(layer) for layer in geometry.layers),
         dense=None if geometry is None else geometry.dense,
         num_experts=args.num_experts,
         **origin(),
     )
-    import_npz(args.file, args.out, options)
     _show_written(args.out, args.json)
     return 0
 
@@ -284,7 +285,7 @@ def info(args: TraceInfoOptions) -> int:
         check_plot(args.plot)
     trace = Trace.open(args.trace)
     with progress_bar("tokens") as progress:
-        analysis = analyse(trace, None if progress is None else lambda done, total: progress("reading", done, total))
+        analysis = analyse(trace, partial(progress, "reading"))
     if args.plot is not None:
         from expertly.lab.drawings import plot_trace
 

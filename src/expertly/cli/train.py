@@ -105,7 +105,6 @@ def _rounded(share: float | None) -> float | None:
 
 
 def report(result: dict[str, Any]) -> str:
-    """How often the predictors are right, by layer and distance."""
     requests, tokens = result["requests"], result["tokens"]
     head = in_brackets(
         printable(result["model"]),

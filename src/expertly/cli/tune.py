@@ -40,9 +40,8 @@ def run(args: TuneOptions) -> int:
         from expertly.lab.tune.tune import save, tune
 
         with progress_bar("turns") as progress:
-            loading = None if progress is None else progress.in_bytes
-            how: dict[str, Any] = {"begin": begin, "progress": progress, "loading": loading, "command": typed()}
-            tuned = tune(args, prompts, measured_machine, **how)
+            how: dict[str, Any] = {"begin": begin, "progress": progress, "command": typed()}
+            tuned = tune(args, prompts, measured_machine, loading=progress.in_bytes, **how)
         path = save(tuned)
         result = result_of(args, tuned, path)
         if args.out is not None:
@@ -70,7 +69,6 @@ def measured_machine() -> Hardware:
 
 
 def result_of(args: TuneOptions, tuned: Tuned, path: Path | None) -> dict[str, Any]:
-    """What --json prints."""
     workload, verdict = tuned.seen.workload, tuned.verdict
     rows = {name: _rows(turns, tuned) for name, turns in (("heat", verdict.heat), ("final", verdict.final))}
     return {
@@ -87,7 +85,7 @@ def result_of(args: TuneOptions, tuned: Tuned, path: Path | None) -> dict[str, A
         "why": verdict.why,
         "is_verified": verdict.is_verified,
         "choice": tuned.choice.as_dict(),
-        "gains": {gain.over: asdict(gain) for gain in tuned.gains},
+        "gains": {gain.over: asdict(gain) for gain in tuned.choice.gains},
         "saved": None if path is None else str(path),
         "verification": rows,
         "failed": {one.label: reason for one, reason in (tuned.calibration.failed | verdict.failed).items()},
@@ -135,7 +133,6 @@ def _rows(turns: Turns | None, tuned: Tuned) -> list[dict[str, Any]] | None:
 
 
 def report(result: dict[str, Any]) -> str:
-    """For people."""
     share = format_share(result["memory_bytes"] / result["expert_bytes"])
     lines = [
         f"{result['model']} in {format_nbytes(result['memory_bytes'])} ({share} of the experts): "

@@ -81,7 +81,6 @@ def plot_simulation(facts: Row, results: Sequence[Row], path: Path) -> None:
 
 
 def _draw_lines(axis: Any, known: Sequence[Row], marks: dict[str, Mark], key: str, scale: float) -> None:
-    """One quantity against memory."""
     places = memory_places(list(dict.fromkeys(row["memory"] for row in known)))
     for name, mark in marks.items():
         points = [(places[row["memory"]], scale * row[key]) for row in known if row["label"] == name]

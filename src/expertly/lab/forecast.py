@@ -53,21 +53,11 @@ SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
 """The budgets that are looked at, as shares of the experts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Parameters of `lab.synth.zipf`: the expert of rank r is drawn with weight r^-exponent, and each expert of the
-    previous token is kept with probability `keep`.
-    """
-
-    exponent: float
-    keep: float
-
-
-EVEN = Routing(0.5, 0.2)
-"""A quarter of 32 or 64 experts hits 43 to 45 % and half of them 66 %. Measured: 45 to 50 and 72 to 73 % on the demo
-model and DeepSeek-V2-Lite with legal texts.
+EVEN: dict[str, Any] = {"exponent": 0.5, "keep": 0.2}
+"""As `lab.synth.zipf` takes it. A quarter of 32 or 64 experts hits 43 to 45 % and half of them 66 %. Measured: 45 to 50
+and 72 to 73 % on the demo model and DeepSeek-V2-Lite with legal texts.
 """
-UNEVEN = Routing(0.9, 0.4)
+UNEVEN: dict[str, Any] = {"exponent": 0.9, "keep": 0.4}
 """A quarter hits 63 to 67 %. Measured: 65 and 62 % on gpt-oss-20b and DeepSeek-V2-Lite with translations."""
 
 NO_NETWORK = ClusterNetwork("none", math.inf, 0, 0)
@@ -94,14 +84,14 @@ class Machines(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSpeed:
-    """Decode with so much memory for experts; each pair is a lower and an upper end."""
+    """Decode on such machines, see Machines; each pair is a lower and an upper end."""
 
     memory_nbytes: int
     num_workers: int
-    worker_nbytes: int  # of experts, the most on one
+    worker_nbytes: int
     network: str
-    is_measured: bool  # experts are placed by recorded routing, not by hash
-    share: float  # of the experts, in memory on any machine
+    is_measured: bool
+    share: float
     fits: bool
     tokens_per_s: tuple[float, float]
     hit_rate: tuple[float, float]
@@ -139,8 +129,9 @@ def measured_hardware(profile: MachineProfile, loading: api.Progress | None = No
     model, as by `expertly.load`.
     """
     hardware = replace(machine_hardware(profile), launch_ns=0, layer_ns=0, iteration_ns=0)
-    how: dict[str, Any] = {"learned": "off", "codec": "none", "device": _device_of(profile)}
-    model, tokenizer = api.load(system="resident", progress=loading, **how)
+    device = profile.devices[0].device if profile.devices else "cpu"
+    how: dict[str, Any] = {"learned": "off", "codec": "none", "device": device, "progress": loading}
+    model, tokenizer = api.load(system="resident", **how)
     try:
         inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False).to(model.device)
         times_ns = []
@@ -158,10 +149,6 @@ def measured_hardware(profile: MachineProfile, loading: api.Progress | None = No
     spans_ns = sum(geometry.layers[layer].top_k * compute.span_ns(layer, 1, 1) for layer in layers)
     weights_ns = spans_ns + sum(compute.dense_ns(layer, 1) for layer in layers) + compute.head_ns(1)
     return replace(hardware, layer_ns=max(0, round((token_ns - weights_ns) / geometry.num_layers)))
-
-
-def _device_of(profile: MachineProfile) -> str:
-    return profile.devices[0].device if profile.devices else "cpu"
 
 
 def forecast(
@@ -270,22 +257,10 @@ def _speeds(
             of_routing.append(found)
     speeds = []
     for one, *runs in zip(machines, *of_routing, strict=True):
-        rates, hits, waiting, network_time = (sorted(pair) for pair in zip(*runs, strict=True))
-        speeds.append(
-            ExpectedSpeed(
-                memory_nbytes=one.memory_nbytes,
-                num_workers=one.num_workers,
-                worker_nbytes=one.worker_nbytes,
-                network=one.network.name,
-                is_measured=one.is_measured,
-                share=one.share,
-                fits=one.memory_nbytes <= left,
-                tokens_per_s=(rates[0] / MACHINE_ERROR, rates[-1] * MACHINE_ERROR),
-                hit_rate=(hits[0], hits[-1]),
-                waiting=(waiting[0], waiting[-1]),
-                network_time=(network_time[0], network_time[-1]),
-            )
-        )
+        rates, *others = ((min(ends), max(ends)) for ends in zip(*runs, strict=True))
+        ends = (rates[0] / MACHINE_ERROR, rates[1] * MACHINE_ERROR), *others
+        held = one.memory_nbytes, one.num_workers, one.worker_nbytes, one.network.name, one.is_measured, one.share
+        speeds.append(ExpectedSpeed(*held, one.memory_nbytes <= left, *ends))
     return speeds
 
 
@@ -304,23 +279,15 @@ def _simulated(study: Study, machines: Machines, together: Together | None) -> t
     return 1 / step_s, hits / demands, metrics.stall_share or 0.0, network_s / step_s
 
 
-def _made_up(needs: ModelNeeds, routing: Routing, folder: Path) -> Trace:
+def _made_up(needs: ModelNeeds, routing: dict[str, Any], folder: Path) -> Trace:
     """Requests of one routing; all but the last fill the cache."""
     shapes = {(layer.num_experts, layer.top_k) for layer in needs.layers}
     if len(shapes) > 1:
         raise ConfigError(
             f"model={needs.name!r}: its layers have {len(shapes)} numbers of experts: no routing for that"
         )
-    num_experts, top_k = shapes.pop()
     num_requests = _WARM_REQUESTS + 1
-    workload = zipf(
-        len(needs.layers),
-        num_experts,
-        top_k,
-        num_requests * _REQUEST_TOKENS,
-        exponent=routing.exponent,
-        keep=routing.keep,
-    )
+    workload = zipf(len(needs.layers), *shapes.pop(), num_requests * _REQUEST_TOKENS, **routing)
     write_workload(folder / "trace", workload, model=needs.name, num_requests=num_requests)
     return Trace.open(folder / "trace")
 
@@ -350,7 +317,6 @@ def _command(
     fits: bool,
     total_memory: str | None = None,
 ) -> str:
-    """The command to run next."""
     if needs.refused is not None:
         return f"none: {needs.refused}"
     if needs.stored is None:

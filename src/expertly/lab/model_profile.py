@@ -109,7 +109,6 @@ class _Samples:
     in_parts: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # by the number of parts, alone
 
     def add(self, other: _Samples) -> None:
-        """Take those of passes."""
         self.between += other.between
         self.outside += other.outside
 

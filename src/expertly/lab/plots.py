@@ -107,7 +107,6 @@ class Mark:
 
     @property
     def line(self) -> dict[str, Any]:
-        """Of Axes.plot."""
         dashes = ((7, 3), (2, 3), (9, 3, 2, 3), (4, 4))
         style = (0, dashes[self.number % 4]) if self.is_bound else "-"
         return {"color": self.colour, "linestyle": style, "zorder": 2 if self.is_bound else 3}
@@ -121,7 +120,6 @@ class Mark:
 
 
 def marks_of(systems: Sequence[str], bounds: Sequence[str]) -> dict[str, Mark]:
-    """By name."""
     marks = [Mark(name, number, False) for number, name in enumerate(systems)]
     marks += [Mark(name, number, True) for number, name in enumerate(bounds)]
     return {mark.name: mark for mark in marks}
@@ -201,13 +199,10 @@ def round_ticks(high: float, num: int = 5, base: int = 1000) -> list[float]:
     """
     if not math.isfinite(high) or high <= 0:
         return [0.0, 1.0]
-    rough = high / num
-    unit = float(base) ** math.floor(math.log(rough, base))
-    power = unit * 10.0 ** math.floor(math.log10(rough / unit))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    if step > 500 * unit:
-        step = unit * base  # 1 MiB, not 1000 or 2000 KiB
-    return [step * index for index in range(math.ceil(high / step - 1e-9) + 1)]
+    from matplotlib.ticker import MaxNLocator
+
+    unit = float(base) ** math.floor(math.log(high, base))
+    return [unit * float(tick) for tick in MaxNLocator(num, steps=[1, 2, 5, 10]).tick_values(0, high / unit)]
 
 
 def memory_places(memories: Sequence[str], otherwise: Mapping[str, float] | None = None) -> dict[str, float]:

@@ -45,7 +45,6 @@ class AskedPrompt:
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,27 +21,28 @@ from expertly.model.structure import dense_shape
 from expertly.trace.schema import NO_EXPERT, Array, FieldInfo, TraceLayer, trace_field
 from expertly.trace.writer import TraceWriter
 
-Append = Callable[[Mapping[str, Array]], None]
 
+class Recording:
+    """A recording under way: an observer of the engine that writes a forward pass's rows without padding, in the order
+    in which experts see them. A pass that fails, or runs no MoE layer, is left out.
 
-class Recorder:
-    """Calls `append` once a forward pass with its rows without padding, in the order in which experts see them.
-
-    A pass that fails, or runs no MoE layer, is left out. `collector` sees the optional `fields`.
+    `collector` sees the optional `fields`; `absent`: those that cannot be recorded, with reasons. `writer` counts rows
+    and iterations.
     """
 
     wants_token_ids = True
 
     def __init__(
         self,
+        writer: TraceWriter,
         layers: Sequence[TraceLayer],
-        append: Append,
-        collector: Collector | None = None,
-        fields: Mapping[str, FieldInfo] = MappingProxyType({}),
+        collector: Collector | None,
+        fields: Mapping[str, FieldInfo],
+        absent: dict[str, str],
     ) -> None:
-        self.requests: npt.NDArray[np.int32] | None = None
-        """The request of each sequence of a batch; None where all rows are of the request that began last."""
-        self._append = append
+        self.writer = writer
+        self.absent = absent
+        self._requests: npt.NDArray[np.int32] | None = None  # of a batch; None: the last one begun
         self._collector = collector
         self._fields = fields
         self._num_experts = np.array([layer.num_experts for layer in layers])
@@ -52,6 +52,15 @@ class Recorder:
         self._ran: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._began: Callable[[], Began] | None = None
         self._routed: list[Callable[[], Routed]] = []
+
+    def begin_request(self, category: str | None = None, prompt: str | None = None, num_prompt_tokens: int = 0) -> int:
+        """What the model runs from now on belongs to a new request. Returns its number."""
+        self._requests = None
+        return self.writer.begin_request(category, prompt, num_prompt_tokens)
+
+    def begin_batch(self, requests: Sequence[int]) -> None:
+        """What the model runs from now on is a batch; `requests` are the numbers of its sequences' requests."""
+        self._requests = np.array(requests, np.int32)
 
     def begin_iteration(self, info: IterationInfo) -> None:
         self._info = info
@@ -78,7 +87,7 @@ class Recorder:
             is_real = ~info.is_pad
             rows = {name: column[is_real] for name, column in rows.items()}
         if len(rows["token"]):
-            self._append(rows | self._optional(len(rows["token"])))
+            self.writer.append(rows | self._optional(len(rows["token"])))
 
     def _rows(self, info: IterationInfo, ran: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Array]:
         num_rows = len(info.is_prefill)
@@ -91,7 +100,7 @@ class Recorder:
             weights[:, layers, :top_k] = torch.stack([ran[layer][1] for layer in layers], 1).half().cpu().numpy()
         token = np.full(num_rows, -1, np.int32) if info.token_ids is None else info.token_ids
         rows = {"token": token, "is_prefill": info.is_prefill, "experts": experts, "weights": weights}
-        return rows if self.requests is None else rows | {"request": self._request_of_rows(info)}
+        return rows if self._requests is None else rows | {"request": self._request_of_rows(info)}
 
     def _optional(self, num_rows: int) -> dict[str, Array]:
         """The optional fields of the pass that ended. A layer that did not run has zeros."""
@@ -106,12 +115,12 @@ class Recorder:
         return rows
 
     def _request_of_rows(self, info: IterationInfo) -> Array:
-        assert self.requests is not None and info.sequences is not None, "the engine asks for them"
-        if info.num_requests != len(self.requests):
+        assert self._requests is not None and info.sequences is not None, "the engine asks for them"
+        if info.num_requests != len(self._requests):
             raise TraceError(
-                f"a batch of {info.num_requests} sequences, but {len(self.requests)} requests were named for its rows"
+                f"a batch of {info.num_requests} sequences, but {len(self._requests)} requests were named for its rows"
             )
-        return self.requests[info.sequences]
+        return self._requests[info.sequences]
 
 
 def _blank(field: FieldInfo, num_rows: int) -> Array:
@@ -129,32 +138,6 @@ COLLECTED: Mapping[str, Want] = {
     "lookahead": "lookahead",
 }
 """The optional fields of a trace, as a Collector calls them."""
-
-
-class Recording:
-    """A recording under way. `absent`: the optional fields that cannot be recorded, with reasons."""
-
-    def __init__(self, writer: TraceWriter, recorder: Recorder, absent: dict[str, str]) -> None:
-        self.absent = absent
-        self._writer = writer
-        self._recorder = recorder
-
-    @property
-    def num_rows(self) -> int:
-        return self._writer.num_rows
-
-    @property
-    def num_iterations(self) -> int:
-        return self._writer.num_iterations
-
-    def begin_request(self, category: str | None = None, prompt: str | None = None, num_prompt_tokens: int = 0) -> int:
-        """What the model runs from now on belongs to a new request. Returns its number."""
-        self._recorder.requests = None
-        return self._writer.begin_request(category, prompt, num_prompt_tokens)
-
-    def begin_batch(self, requests: Sequence[int]) -> None:
-        """What the model runs from now on is a batch; `requests` are the numbers of its sequences' requests."""
-        self._recorder.requests = np.array(requests, np.int32)
 
 
 @contextmanager
@@ -187,13 +170,13 @@ def record(
     )
     wants = {COLLECTED[name] for name in fields}
     collector = Collector(wants, geometry, routers, embedder(model), MAX_DISTANCE) if fields else None
-    recorder = Recorder(layers, writer.append, collector, fields)
+    recording = Recording(writer, layers, collector, fields, absent)
     with writer:
         if collector is not None:
             collector.attach()
-        loaded.engine.observer = recorder
+        loaded.engine.observer = recording
         try:
-            yield Recording(writer, recorder, absent)
+            yield recording
         finally:
             loaded.engine.observer = None
             if collector is not None:
@@ -222,8 +205,8 @@ def _optional_fields(
     return fields, absent
 
 
-def _listed(layers: Sequence[int], limit: int = 5) -> str:
-    return ", ".join(map(str, layers[:limit])) + (f" and {len(layers) - limit} more" if len(layers) > limit else "")
+def _listed(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers[:5])) + (f" and {len(layers) - 5} more" if len(layers) > 5 else "")
 
 
 def _scoring(routers: Sequence[HookedRouter | None]) -> str:

@@ -264,7 +264,6 @@ class TrainingStudy:
     scratch_nbytes: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For --json, and for the file."""
         return {
             "requests": self.num_requests,
             "tokens": self.num_rows,

@@ -16,8 +16,7 @@ import json
 import math
 import zipfile
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,35 +48,6 @@ _DAMAGE = (
 """The errors of zipfile and NumPy for a file that is not what it should be (encryption, a method, a header)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ImportOptions:
-    """What a source may leave open. `layers` must fit what the source says."""
-
-    model: str
-    layers: tuple[TraceLayer, ...] | None = None
-    dense: DenseShape | None = None
-    num_experts: int | None = None
-    created: str = ""
-    command: str = ""
-
-    def layers_of(self, where: str, num_layers: int, top_k: int, guessed_experts: int) -> tuple[TraceLayer, ...]:
-        """The layers of a source that has `num_layers` layers of `top_k`.
-
-        Raises TraceError if `self.layers` are not those.
-        """
-        if self.layers is None:
-            return (TraceLayer(self.num_experts or guessed_experts, top_k),) * num_layers
-        if len(self.layers) != num_layers:
-            raise TraceError(f"{where}: {num_layers} layers, but the geometry has {len(self.layers)}")
-        largest = max(layer.top_k for layer in self.layers)
-        if largest != top_k:
-            raise TraceError(f"{where}: top-{top_k} routing, but the geometry chooses {largest}")
-        for layer in self.layers:
-            if self.num_experts not in (None, layer.num_experts):
-                raise TraceError(f"num_experts={self.num_experts}: but the geometry has {layer.num_experts}")
-        return self.layers
-
-
 @contextlib.contextmanager
 def _damage(where: str, accepted: str = "damaged, or pickled objects, which are never loaded") -> Iterator[None]:
     """Turns the errors of zipfile and NumPy on a damaged file into a TraceError."""
@@ -89,9 +59,9 @@ def _damage(where: str, accepted: str = "damaged, or pickled objects, which are 
 
 
 class ArrayStream:
-    """One array, read from its first row to its last, once."""
+    """One array of a dtype of one of `kinds` (NumPy's letters), read from its first row to its last, once."""
 
-    def __init__(self, where: str, file: IO[bytes], nbytes: int) -> None:
+    def __init__(self, where: str, file: IO[bytes], nbytes: int, kinds: str) -> None:
         self.where = where
         self._file = file
         with _damage(where):
@@ -104,8 +74,9 @@ class ArrayStream:
                 raise TraceError(f"{where}: npy version {version}; accepted: 1.0, 2.0")
             header_nbytes = file.tell()
         self.num_rows = self.shape[0] if self.shape else 0
-        if self.dtype.kind not in "biuf":
-            raise TraceError(f"{where}: dtype {self.dtype}; must be numbers")
+        if self.dtype.kind not in kinds:
+            accepted = " or ".join({"u": "unsigned", "i": "whole", "f": "floating-point"}[kind] for kind in kinds)
+            raise TraceError(f"{where}: dtype {self.dtype}; must be {accepted} numbers")
         if is_fortran and len(self.shape) > 1:
             raise TraceError(f"{where}: stored column by column (Fortran order); store it in C order")
         needed = math.prod(self.shape) * self.dtype.itemsize
@@ -135,18 +106,15 @@ def _open_npz(path: Path) -> zipfile.ZipFile:
 
 
 def _open_array(file: zipfile.ZipFile, name: str, num_dimensions: int, kinds: str) -> ArrayStream:
-    """An array, which must have so many dimensions and a dtype of one of `kinds` (NumPy's letters)."""
+    """An array, which must have so many dimensions; see ArrayStream."""
     where = f"{file.filename}: array {name!r}"
     names = [one.removesuffix(".npy") for one in file.namelist()]
     if name not in names:
         raise TraceError(f"{where}: missing; the file has {', '.join(map(repr, names)) or 'no arrays'}")
     with _damage(where):
-        stream = ArrayStream(where, file.open(f"{name}.npy"), file.getinfo(f"{name}.npy").file_size)
+        stream = ArrayStream(where, file.open(f"{name}.npy"), file.getinfo(f"{name}.npy").file_size, kinds)
     if len(stream.shape) != num_dimensions:
         raise TraceError(f"{where}: shape {list(stream.shape)}; must have {num_dimensions} dimensions")
-    if stream.dtype.kind not in kinds:
-        accepted = " or ".join({"u": "unsigned", "i": "whole", "f": "floating-point"}[kind] for kind in kinds)
-        raise TraceError(f"{where}: dtype {stream.dtype}; must be {accepted} numbers")
     return stream
 
 
@@ -195,30 +163,35 @@ class _Columns:
             first += num_rows
 
 
-def import_npz(source: Path, folder: Path, options: ImportOptions) -> None:
-    """Write the trace of `source` to the new or empty `folder`, all of it or nothing. Where `options` do not give the
-    number of experts, it is the largest id + 1, rounded up to a power of two. Raises TraceError naming what is wrong.
+def import_npz(
+    source: Path,
+    folder: Path,
+    *,
+    model: str,
+    layers: tuple[TraceLayer, ...] | None = None,
+    dense: DenseShape | None = None,
+    num_experts: int | None = None,
+    **origin: str,
+) -> None:
+    """Write the trace of `source` to the new or empty `folder`, all of it or nothing. `layers` must fit what the source
+    says; where neither they nor `num_experts` are given, it is the largest id + 1, rounded up to a power of two.
+    `origin`: `created` and `command` of the trace. Raises TraceError naming what is wrong.
     """
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(_open_npz(source))
         beside = source.parent / PROBS_NAME
         columns = _Columns(file, stack.enter_context(_open_npz(beside)) if beside.is_file() else None)
         num_rows, num_layers, top_k = columns.experts.shape
-        is_guessed = options.layers is None and options.num_experts is None
-        guess = _guess_num_experts(source) if is_guessed else 0
-        layers = options.layers_of(columns.experts.where, num_layers, top_k, guess)
+        is_guessed = layers is None and num_experts is None
+        if layers is None:
+            layers = (TraceLayer(num_experts or _guess_num_experts(source), top_k),) * num_layers
+        else:
+            _check_geometry(columns.experts, layers, num_experts)
         lengths = _sequence_lengths(file, num_rows)
         entries = _sequences(source.parent / SEQUENCES_NAME, len(lengths))
+        fields = _fields(columns, layers, is_guessed)
         writer = stack.enter_context(
-            whole_trace(
-                folder,
-                model=options.model,
-                layers=layers,
-                fields=_fields(columns, layers, is_guessed),
-                dense=options.dense,
-                created=options.created,
-                command=options.command,
-            )
+            whole_trace(folder, model=model, layers=layers, fields=fields, dense=dense, **origin)
         )
         for entry in entries:
             writer.begin_request(entry.get("category"), entry.get("prompt"))
@@ -226,6 +199,18 @@ def import_npz(source: Path, folder: Path, options: ImportOptions) -> None:
         for rows in columns.blocks(ValueChecks(layers)):
             first, num = writer.num_rows, len(rows["experts"])
             writer.extend(rows | {"request": requests[first : first + num]}, np.ones(num, np.int64))
+
+
+def _check_geometry(experts: ArrayStream, layers: Sequence[TraceLayer], num_experts: int | None) -> None:
+    _, num_layers, top_k = experts.shape
+    largest = max(layer.top_k for layer in layers)
+    if len(layers) != num_layers:
+        raise TraceError(f"{experts.where}: {num_layers} layers, but the geometry has {len(layers)}")
+    if largest != top_k:
+        raise TraceError(f"{experts.where}: top-{top_k} routing, but the geometry chooses {largest}")
+    for layer in layers:
+        if num_experts not in (None, layer.num_experts):
+            raise TraceError(f"num_experts={num_experts}: but the geometry has {layer.num_experts}")
 
 
 def _fields(columns: _Columns, layers: tuple[TraceLayer, ...], is_guessed: bool) -> list[FieldInfo]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from expertly.core.errors import TraceError
-from expertly.core.files import is_plain_name, json_bytes, read_json_object, write_atomic
+from expertly.core.files import from_json, is_plain_name, json_bytes, read_json_object, write_atomic
 from expertly.core.geometry import DenseShape
 from expertly.trace.schema import (
     DTYPES,
@@ -28,8 +28,7 @@ from expertly.trace.schema import (
     trace_field,
 )
 
-_LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(TraceLayer) if field.name not in OF_FORMAT)
-_SHARD_FIELDS = tuple(field.name for field in dataclasses.fields(ShardInfo) if field.name != "file")
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(TraceLayer)}
 _MAX_WIDTH = 1 << 20  # of a hidden state, and of how far is looked ahead
 _MAX_COUNT = 1 << 48
 
@@ -98,25 +97,19 @@ def _parse(raw: Mapping[str, Any]) -> TraceManifest:
 
 
 def _layer(where: str, raw: object) -> TraceLayer:
-    if not isinstance(raw, dict) or set(raw) not in ({*_LAYER_FIELDS}, {*_LAYER_FIELDS, *OF_FORMAT}):
-        raise TraceError(f"{where}={raw!r:.80}: must be an object of {', '.join(_LAYER_FIELDS)}")
-    for name, value in raw.items():
-        if name == "format":
-            _text(raw, name, f"{where}.")
-            continue
-        can_be_unknown = name not in ("num_experts", "top_k")
-        accepted = "must be a whole number from 1" + " or null" * can_be_unknown
-        _check(_is_count(value, 1) or (can_be_unknown and value is None), f"{where}.{name}", value, accepted)
-    return TraceLayer(**raw)
+    of_format = {name: _DEFAULTS[name] for name in OF_FORMAT}
+    layer: TraceLayer = from_json(TraceLayer, of_format | raw if isinstance(raw, dict) else raw, where, TraceError)
+    for name, size in dataclasses.asdict(layer).items():
+        least = 0 if name == "block_nbytes" else 1
+        _check(not isinstance(size, int) or _is_count(size, least), f"{where}.{name}", size, f"must be from {least}")
+    return layer
 
 
 def _dense(raw: object) -> DenseShape | None:
-    if raw is None:
-        return None
-    names = [field.name for field in dataclasses.fields(DenseShape)]
-    if not isinstance(raw, dict) or set(raw) != set(names) or not all(_is_count(value) for value in raw.values()):
-        raise TraceError(f"dense={raw!r:.80}: must be null or an object of {', '.join(names)}, whole numbers from 0")
-    return DenseShape(**raw)
+    dense: DenseShape | None = from_json(DenseShape | None, raw, "dense", TraceError)
+    are_counts = dense is None or all(map(_is_count, dataclasses.astuple(dense)))
+    _check(are_counts, "dense", raw, "must be null or an object of whole numbers from 0")
+    return dense
 
 
 def _fields(raw: object, layers: tuple[TraceLayer, ...]) -> dict[str, FieldInfo]:
@@ -156,25 +149,20 @@ def _field(name: str, raw: object, layers: tuple[TraceLayer, ...]) -> FieldInfo:
 
 
 def _shards(raw: object) -> tuple[ShardInfo, ...]:
-    if not isinstance(raw, list):
-        raise TraceError(f"shards={raw!r:.80}: must be a list")
-    shards: list[ShardInfo] = []
+    shards: tuple[ShardInfo, ...] = from_json(tuple[ShardInfo, ...], raw, "shards", TraceError)
     row, iteration = 0, 0
-    for index, entry in enumerate(raw):
+    for index, shard in enumerate(shards):
         where = f"shards[{index}]"
-        if not isinstance(entry, dict) or not is_plain_name(entry.get("file")):
-            raise TraceError(f"{where}={entry!r:.80}: must be an object whose file is a name in the same folder")
-        for name in _SHARD_FIELDS:
-            _check(_is_count(entry.get(name)), f"{where}.{name}", entry.get(name), "must be a whole number from 0")
-        shard = ShardInfo(entry["file"], **{name: entry[name] for name in _SHARD_FIELDS})
+        _check(is_plain_name(shard.file), f"{where}.file", shard.file, "must be a name in the same folder")
+        for name in ("num_rows", "nbytes"):
+            _check(_is_count(getattr(shard, name)), f"{where}.{name}", getattr(shard, name), "must be from 0")
         for name, needed in (("first_row", row), ("first_iteration", iteration)):
             accepted = f"must be {needed}, as many as the shards before it hold"
-            _check(entry[name] == needed, f"{where}.{name}", entry[name], accepted)
+            _check(getattr(shard, name) == needed, f"{where}.{name}", getattr(shard, name), accepted)
         can_be = 1 <= shard.num_iterations <= shard.num_rows
         _check(can_be, f"{where}.num_iterations", shard.num_iterations, "must be from 1 to its number of rows")
         row, iteration = row + shard.num_rows, iteration + shard.num_iterations
-        shards.append(shard)
-    return tuple(shards)
+    return shards
 
 
 def _check(is_accepted: bool, name: str, value: object, accepted: str) -> None:

@@ -76,7 +76,7 @@ class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
         self._checks = ValueChecks(layers)
         self._rows_per_shard = max(1, min(rows_per_shard, SHARD_NBYTES // self._dtype.itemsize))
         self._folder = folder
-        self._num_requests = self._num_rows = self._num_iterations = 0
+        self._num_requests = self.num_rows = self.num_iterations = 0  # so far
         self._tail = self._requests = -1
         with self._disk_errors("making the trace"):
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -85,14 +85,6 @@ class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
             self._requests = _open_appending(folder / REQUESTS_NAME)
             self._start_tail()
             write_manifest(folder, self._manifest)
-
-    @property
-    def num_rows(self) -> int:
-        return self._num_rows
-
-    @property
-    def num_iterations(self) -> int:
-        return self._num_iterations
 
     def begin_request(self, category: str | None = None, prompt: str | None = None, num_prompt_tokens: int = 0) -> int:
         """Announce a request before its first row, and return its number: 0, 1, 2, ..."""
@@ -118,19 +110,19 @@ class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
             raise TraceError("rows_per_iteration: every iteration must have at least one row")
         stops = np.cumsum(sizes)
         records = self._records(rows, int(stops[-1]) if len(stops) else 0)
-        records["iteration"] = np.repeat(np.arange(len(sizes)) + self._num_iterations, sizes)
+        records["iteration"] = np.repeat(np.arange(len(sizes)) + self.num_iterations, sizes)
         records[ROWS_LEFT] = np.repeat(stops, sizes) - 1 - np.arange(len(records))
         start = done = 0
         while start < len(records):
-            room = self._rows_per_shard - (self._num_rows - self._manifest.num_rows)
+            room = self._rows_per_shard - (self.num_rows - self._manifest.num_rows)
             last = min(int(np.searchsorted(stops, start + room)), len(sizes) - 1)  # an iteration is never split
             stop = int(stops[last])
             with self._disk_errors("appending to the tail"):
                 _write_all(self._tail, records[start:stop].view(np.uint8).data)
-            self._num_rows += stop - start
-            self._num_iterations += last + 1 - done
+            self.num_rows += stop - start
+            self.num_iterations += last + 1 - done
             start, done = stop, last + 1
-            if self._num_rows - self._manifest.num_rows >= self._rows_per_shard:
+            if self.num_rows - self._manifest.num_rows >= self._rows_per_shard:
                 self._finish_shard()
 
     def close(self) -> None:
@@ -167,7 +159,7 @@ class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
             values = _converted(field, np.asarray(rows[field.name]), num_rows)
             problem = self._checks.problem(field.name, values, self._num_requests)
             if problem is not None:
-                raise TraceError(f"field {field.name!r}: row {self._num_rows + problem[0]}: {problem[1]}")
+                raise TraceError(f"field {field.name!r}: row {self.num_rows + problem[0]}: {problem[1]}")
             records[field.name] = values
         return records
 

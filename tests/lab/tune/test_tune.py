@@ -87,8 +87,8 @@ def fastest(model: Path) -> Tuned:
 
 def test_the_fastest_is_saved_and_used(model: Path, fastest: Tuned) -> None:
     assert fastest.verdict.is_verified and fastest.choice.system != BASE_SYSTEM
-    assert fastest.gains[-1].over == "lru"
-    assert fastest.gains[-1].ratio == pytest.approx(0.5) and fastest.gains[-1].num_turns >= MIN_TURNS
+    assert fastest.choice.gains[-1].over == "lru"
+    assert fastest.choice.gains[-1].ratio == pytest.approx(0.5) and fastest.choice.gains[-1].num_turns >= MIN_TURNS
     assert fastest.seen.workload.num_requests == 4 and len(fastest.seen.workload.requests) == 2
     assert fastest.found.num_scored > 10 and not fastest.found.is_whole, "time is kept by trying less"
     path = save(fastest)

@@ -41,8 +41,9 @@ def test_the_fastest_is_taken_with_what_it_gained() -> None:
     assert {request for _, request in player.played} == set(REQUESTS)
 
 
-def test_where_nothing_is_faster_the_base_is_taken_and_it_says_so() -> None:
-    verdict, _ = decided(lambda one, count: 1.0 if one == LRU else 1.3)
+@pytest.mark.parametrize("times", [[1.3], [0.7, 1.4, 0.8, 1.3, 0.9, 1.2]])
+def test_where_nothing_is_faster_or_only_now_and_then_the_base_is_taken(times: list[float]) -> None:
+    verdict, _ = decided(lambda one, count: 1.0 if one == LRU else times[count % len(times)])
     assert verdict.chosen == LRU and verdict.is_verified
     assert "nothing was measurably faster" in verdict.why
 
@@ -54,12 +55,6 @@ def test_a_heat_of_few_turns_is_followed_by_enough_of_one() -> None:
     assert verdict.heat is not None and verdict.heat.count < MIN_TURNS
     assert verdict.chosen == LRU and verdict.is_verified
     assert verdict.final is not None and verdict.final.count >= MIN_TURNS
-
-
-def test_what_is_faster_now_and_then_is_not_taken() -> None:
-    noise = [0.7, 1.4, 0.8, 1.3, 0.9, 1.2]
-    verdict, _ = decided(lambda one, count: 1.0 if one == LRU else noise[count % len(noise)])
-    assert verdict.chosen == LRU
 
 
 def test_faster_in_most_turns_alone_is_not_sure_enough() -> None:
@@ -166,11 +161,9 @@ def test_answers_of_one_token_have_no_decode_to_be_slower_in() -> None:
 # -- the median, and how sure it is ----------------------------------------------------------------------------------
 
 
-def test_few_values_say_from_the_least_to_the_largest() -> None:
+def test_the_interval_of_a_median() -> None:
+    """Few values say from the least to the largest; of many, outliers do not move it."""
     assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
-
-
-def test_outliers_do_not_move_it() -> None:
     values = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 100.0]
     assert median_interval(values)[1] == median_interval([*values[:-1], 1.9])[1] == 1.8
 
@@ -198,11 +191,15 @@ def test_the_best_of_each_kind_is_run_if_it_is_faster() -> None:
 
 
 def calibrated(simulated, measured, limit: float = 1e6, others=(LCP_AHEAD, LCP)):
-    """By seconds of a step; a request's steps take nine tenths of it."""
-    clock = FakeClock()
+    """By seconds of a step, or those of each time that it runs; a request's steps take nine tenths of it."""
     steps = len(REQUESTS[0].tokens) - REQUESTS[0].num_prompt
-    seconds = {one: None if step is None else step * steps / 0.9 for one, step in measured.items()}
-    player = FakePlayer(clock, lambda one, count: seconds[one])
+
+    def seconds(one, count):
+        step = measured[one][count - 1] if isinstance(measured[one], list) else measured[one]
+        return None if step is None else step * steps / 0.9
+
+    clock = FakeClock()
+    player = FakePlayer(clock, seconds)
     return calibrate(player, LRU, others, simulated.get, REQUESTS[0], Deadline.after(clock, limit))
 
 
@@ -218,17 +215,10 @@ def test_a_prediction_has_what_the_eviction_does_not_explain(others) -> None:
     assert found.overhead_s(LFU) == 0, "nobody measured it"
 
 
-def test_a_base_that_was_as_slow_is_noise() -> None:
-    clock = FakeClock()
+def test_a_base_that_was_as_slow_is_noise_and_nothing_is_made_faster() -> None:
     steps = {LRU: [0.20, 0.40, 0.20], LCP: [0.35], LFU: [0.35]}
-    player = FakePlayer(clock, lambda one, count: steps[one][count - 1] * 3 / 0.9)
-    found = calibrate(
-        player, LRU, [LCP, LFU], {LRU: 0.1, LCP: 0.1, LFU: 0.1}.get, REQUESTS[0], Deadline.after(clock, 1e6)
-    )
+    found = calibrated({LRU: 0.1, LCP: 0.1, LFU: 0.1}, steps, others=[LCP, LFU])
     assert (found.overhead_s(LCP), found.overhead_s(LFU)) == (0, 0)
-
-
-def test_nothing_is_made_faster() -> None:
     found = calibrated({LRU: 0.10, LCP: 0.09}, {LRU: 0.20, LCP: 0.10}, others=[LCP])
     assert found.overhead_s(LCP) == 0
 
@@ -261,8 +251,6 @@ def test_with_little_time_it_is_the_predictor_that_is_measured() -> None:
 
 def test_a_request_without_a_step_tells_nothing() -> None:
     clock = FakeClock()
-    player = FakePlayer(clock, lambda one, count: 1.0)
-    found = calibrate(
-        player, LRU, [LCP], {LRU: 0.1, LCP: 0.1}.get, RecordedRequest((1, 2), 2), Deadline.after(clock, 1e6)
-    )
+    player, request = FakePlayer(clock, lambda one, count: 1.0), RecordedRequest((1, 2), 2)
+    found = calibrate(player, LRU, [LCP], {LRU: 0.1, LCP: 0.1}.get, request, Deadline.after(clock, 1e6))
     assert found.overheads_s == {} and player.played == []

@@ -140,7 +140,7 @@ def compare_trace(
     comparison: Comparison,
     trace: Trace,
     geometry: tuple[Any, Any, str | None],
-    progress: Progress | None,
+    progress: Progress,
 ) -> None:
     """Simulate a trace. `geometry`: its layers, its dense shape and where they come from. Raises ExpertlyError where
     the settings do not fit the trace.
@@ -167,9 +167,9 @@ def compare_model(
     model: str | None,
     prompts: Sequence[Prompt],
     folder: Path,
-    progress: Progress | None,
+    progress: Progress,
     tell: Tell,
-    loading: Progress | None = None,
+    loading: Progress,
 ) -> None:
     """Record the answers to the prompts in `folder`, run them through the engine under every system, and simulate the
     same requests. Where this raises, the comparison holds what was done by then. `loading` is told of bytes that are
@@ -202,13 +202,12 @@ def compare_model(
 
         lesson = None if settings.split is None else (str(folder), Selection(split=settings.split, seed=settings.seed))
         requests = recorded_requests(trace, schedule)
-        in_words = tell if progress is None else None
 
         def between() -> None:
             machine.measure_again()
             comparison.keep()
 
-        engine = EngineRuns(settings, arguments, requests, lesson, between, progress, in_words, loading)
+        engine = EngineRuns(settings, arguments, requests, lesson, between, progress, tell, loading)
         comparison.runs = engine.runs
         engine.run(fits_together)
         tell("simulating")

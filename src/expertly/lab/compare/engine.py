@@ -277,8 +277,8 @@ class EngineRuns:
     requests: Sequence[RecordedRequest]
     lesson: tuple[str, Selection] | None  # the trace whose training part predictors learn from
     between: Callable[[], None]  # called when nothing runs, about once a round
-    progress: Progress | None = None
-    tell: Callable[[str], None] | None = None  # in words, where nobody sees the progress
+    progress: Progress = lambda what, done, total: None
+    tell: Callable[[str], None] = lambda what: None  # in words
     loading: Progress | None = None  # bytes that are packed and loaded
     runs: ComparedRuns = field(init=False, default_factory=ComparedRuns)
     _workers: dict[str, Worker] = field(init=False)
@@ -295,8 +295,7 @@ class EngineRuns:
                 together = self.runs.together[memory] = fits_together(memory)
                 names = list(settings.systems)
                 for number in range(settings.rounds):
-                    if self.tell is not None:
-                        self.tell(f"running the engine: {memory} of memory, round {number + 1} of {settings.rounds}")
+                    self.tell(f"running the engine: {memory} of memory, round {number + 1} of {settings.rounds}")
                     names = [name for name in names if not self.runs.has_failed(memory, name)]
                     shift = number % len(names) if names else 0
                     in_turn = [*names[shift:], *names[:shift]]
@@ -343,10 +342,9 @@ class EngineRuns:
         if played is not None:
             self.runs.played[memory, name][-1].append(played)
         self._num_done += 1
-        if self.progress is not None:
-            settings = self.settings
-            total = len(settings.memories) * settings.rounds * len(settings.systems) * len(self.requests)
-            self.progress(f"engine, {memory}", self._num_done, total)
+        settings = self.settings
+        total = len(settings.memories) * settings.rounds * len(settings.systems) * len(self.requests)
+        self.progress(f"engine, {memory}", self._num_done, total)
 
     def _asked(self, memory: str, name: str, method: str, *arguments: Any) -> Any:
         """The worker's answer, or None where it failed; the failure is noted."""

@@ -30,6 +30,13 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
     return {"median": median(rising), "q1": low, "q3": high}
 
 
+def spread_of(value: Any) -> dict[str, float] | None:
+    """Median and quartiles of a figure; those of a single value, as a simulation gives, are that value."""
+    if value is None:
+        return None
+    return value if isinstance(value, dict) else {"median": value, "q1": value, "q3": value}
+
+
 def rows_of(
     settings: ComparisonSettings, runs: ComparedRuns | None, simulated: Mapping[tuple[str, str, int], dict[str, Any]]
 ) -> list[dict[str, Any]]:
@@ -181,21 +188,17 @@ def _rising(rows: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     that other load on the machine cancels out; without a baseline, by their times.
     """
     timed = [row for row in _came_through(rows) if row[where] is not None and row[where]["tpot_s"] is not None]
-    ratios = [row[where].get("tpot_to_baseline") for row in timed]
-    if sum(ratio is None for ratio in ratios) > 1:
-        return sorted(timed, key=lambda row: tpot_of(row[where]))
-    known = [1.0 if ratio is None else ratio["median"] if isinstance(ratio, dict) else ratio for ratio in ratios]
-    return [timed[index] for index in sorted(range(len(timed)), key=lambda index: known[index])]
+    if sum(row[where].get("tpot_to_baseline") is None for row in timed) > 1:
+        return sorted(timed, key=lambda row: _median(row[where]["tpot_s"]))
+    return sorted(timed, key=lambda row: _median(row[where].get("tpot_to_baseline") or 1.0))
 
 
 def _came_through(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if not (row["is_bound"] or row["has_failed"])]
 
 
-def tpot_of(figures: dict[str, Any]) -> float:
-    """The median TPOT."""
-    tpot = figures["tpot_s"]
-    return float(tpot["median"] if isinstance(tpot, dict) else tpot)
+def _median(value: Any) -> float:
+    return float(value["median"] if isinstance(value, dict) else value)
 
 
 def _of_memory(rows: Sequence[dict[str, Any]], memory: str, baseline: str) -> str:
@@ -229,14 +232,14 @@ def _outcome(rows: Sequence[dict[str, Any]], memory: str, baseline: str) -> str:
 
 def _verdict(rows: Sequence[dict[str, Any]], best: dict[str, Any], where: str, memory: str, baseline: str) -> str:
     """Which system is fastest. A lead counts only where the upper quartile shows it, too."""
-    tpot = format_seconds(tpot_of(best[where]))
+    tpot = format_seconds(_median(best[where]["tpot_s"]))
     place = "on the engine" if where == "engine" else "in the simulator"
     if best["system"] == baseline:
         said = f"{_budget(memory, rows)}: {baseline} is fastest {place}, {tpot} a token"
         second = _rising(rows, where)[1:2]
         return said + "".join(f"; next is {row['system']}{_ratio(row[where], baseline)}" for row in second) + "."
-    ratio = best[where].get("tpot_to_baseline")
-    if ratio is not None and (ratio["q3"] if isinstance(ratio, dict) else ratio) > HARDLY:
+    ratio = spread_of(best[where].get("tpot_to_baseline"))
+    if ratio is not None and ratio["q3"] > HARDLY:
         return (
             f"{_budget(memory, rows)}: no system is clearly faster than {baseline} {place}; {best['system']} comes "
             f"first, {tpot} a token{_ratio(best[where], baseline)}."
@@ -247,13 +250,12 @@ def _verdict(rows: Sequence[dict[str, Any]], best: dict[str, Any], where: str, m
 
 
 def _ratio(figures: dict[str, Any], baseline: str) -> str:
-    ratio = figures.get("tpot_to_baseline")
+    ratio = spread_of(figures.get("tpot_to_baseline"))
     if ratio is None:
         return ""
-    if isinstance(ratio, dict):
-        quartiles = f"; quartiles {format_range(format_ratio, ratio['q1'], ratio['q3'])}"
-        return f", {format_ratio(ratio['median'])} the time of {baseline}{quartiles}"
-    return f", {format_ratio(ratio)} the time of {baseline}"
+    has_spread = ratio["q1"] < ratio["q3"]
+    quartiles = f"; quartiles {format_range(format_ratio, ratio['q1'], ratio['q3'])}" if has_spread else ""
+    return f", {format_ratio(ratio['median'])} the time of {baseline}{quartiles}"
 
 
 def _by_hits(rows: Sequence[dict[str, Any]], best: dict[str, Any], memory: str, baseline: str) -> str:

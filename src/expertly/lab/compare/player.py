@@ -58,13 +58,11 @@ class Player:
         }
 
     def unload(self) -> None:
-        """Free the model, if there is one."""
         model, self._model, self._measurement = self._model, None, None
         if model is not None:
             expertly.unload(model)
 
     def peak_nbytes(self) -> int:
-        """The process's peak memory."""
         return peak_rss_nbytes()
 
     def tokens(self, prompts: list[Prompt], num_new: int, is_raw: bool) -> list[AskedPrompt]:

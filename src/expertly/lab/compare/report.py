@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 
 from expertly.core.units import counted, format_nbytes, format_range, format_ratio, format_seconds, format_share
-from expertly.lab.compare.figures import best_row, failures_in_words
+from expertly.lab.compare.figures import best_row, failures_in_words, spread_of
 from expertly.lab.plots import (
     COLOUR,
     THEME,
@@ -81,13 +81,6 @@ _TOKEN_FRAME = {"left": 84.0, "right": 12.0, "top": 6.0, "bottom": 40.0}
 _TOKEN_WIDTH = 960.0
 _LEAST_WIDTH = 0.8  # of a bar in points, so that it is seen
 _LEAST_WAIT_NS = 1000
-
-
-def spread_of(value: Any) -> dict[str, Any] | None:
-    """Median and quartiles; those of a single value, as a simulation gives, are that value."""
-    if value is None:
-        return None
-    return value if isinstance(value, dict) else {"median": value, "q1": value, "q3": value}
 
 
 def sample(mark: Mark) -> str:

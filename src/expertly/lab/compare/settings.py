@@ -50,7 +50,6 @@ class ComparisonSettings:
         return self.memories[len(self.memories) // 2]
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
         values = asdict(self) | {"baseline": self.baseline, "timeline_memory": self.timeline_memory}
         values |= {name: None if values[name] is None else str(values[name]) for name in ("predictor", "plan")}
         return values | {"split": None if self.split is None else f"{self.split[0]}:{self.split[1]}"}

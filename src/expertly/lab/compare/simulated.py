@@ -87,7 +87,6 @@ class TokenTimelines:
         return watcher
 
     def of(self, system: str, segments: int) -> dict[str, Any] | None:
-        """The timeline of a system that ran with so many segments."""
         for name in (f"{system}, {self._label}, P = {segments}", f"{system}, {self._label}"):
             if name in self._runs:
                 return self._runs[name].as_dict()
@@ -173,15 +172,14 @@ def simulate(
     iteration: int | None,
     into: Simulated,
     keep: Callable[[], None],
-    progress: Progress | None = None,
+    progress: Progress,
 ) -> None:
     """Simulate every system and bound under every budget; `iteration` is the one with timelines. A system that cannot
     be simulated is left out. `into` holds what was done, whatever this raises; `keep` is called after each budget.
     """
     timelines = TokenTimelines(iteration, settings.timeline_memory)
     study.chrome = None if study.layers is None else timelines
-    if progress is not None:
-        study.progress = lambda what, done, total: progress(f"simulator, {what}", done, total)
+    study.progress = lambda what, done, total: progress(f"simulator, {what}", done, total)
     try:
         for memory in map(Memory, settings.memories):
             try:
@@ -206,21 +204,12 @@ def _shown(
     timelines: TokenTimelines, rows: Mapping[tuple[str, str, int], dict[str, Any]], settings: ComparisonSettings
 ) -> list[dict[str, Any]]:
     """The timelines to show: of each system, and of the oracle, with the fewest segments that there are."""
-    memory = settings.timeline_memory
-    found, is_shown = [], set[str]()
-    for label, name, segments in sorted(rows, key=lambda key: (key[1] in BOUNDS, key[2])):
-        if (
-            label != memory
-            or name in is_shown
-            or (name in BOUNDS and name != "oracle" and name not in settings.systems)
-        ):
-            continue
-        timeline = timelines.of(name, segments)
-        if timeline is not None:
-            is_shown.add(name)
-            found.append({"memory": memory, "system": name, "segments": segments} | timeline)
-    order = [*settings.systems, *BOUNDS]
-    return sorted(found, key=lambda one: order.index(one["system"]))
+    memory, found = settings.timeline_memory, dict[str, dict[str, Any]]()
+    for label, name, segments in sorted(rows, key=lambda key: key[2]):
+        is_asked = name in settings.systems or name == "oracle"
+        if label == memory and is_asked and name not in found and (timeline := timelines.of(name, segments)):
+            found[name] = {"memory": memory, "system": name, "segments": segments} | timeline
+    return [found[name] for name in dict.fromkeys((*settings.systems, *BOUNDS)) if name in found]
 
 
 def notes_on(study: Study) -> Iterator[str]:

@@ -81,7 +81,6 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Its name in reports."""
         name = self.system.name
         if self.is_planned:
             name += " with a plan"
@@ -248,7 +247,6 @@ class Simulation:
         return float((row["ttft_s"] or 0.0) * row["requests"] + (row["tpot_s"] or 0.0) * self.num_steps(num_requests))
 
     def num_steps(self, num_requests: int) -> int:
-        """Decode steps of the first requests."""
         return sum(one.num_rows - num_prompt_rows(self.trace, one) for one in self.schedule.test[:num_requests])
 
     def row(self, candidate: Candidate, num_requests: int, progress: Any = None) -> dict[str, Any]:

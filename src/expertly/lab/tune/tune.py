@@ -15,7 +15,7 @@ from expertly import api
 from expertly.core.costs import CODECS
 from expertly.core.errors import StoreError
 from expertly.core.files import disk_errors, write_atomic
-from expertly.engine.choice import Gain, TunedChoice, TunedOn, choices_path, in_codec, save_choice, this_machine
+from expertly.engine.choice import TunedChoice, TunedOn, choices_path, in_codec, save_choice, this_machine
 from expertly.engine.learned import find_weights
 from expertly.lab.playing import RecordedRequest
 from expertly.lab.prompts import Prompt
@@ -70,10 +70,6 @@ class Tuned:
     calibration: Calibration
     found: SearchResult
     seconds: dict[str, float]  # of each stage
-
-    @property
-    def gains(self) -> tuple[Gain, ...]:
-        return self.choice.gains
 
 
 MakePlayer = Callable[[EnginePlayer], CandidatePlayer]
@@ -170,7 +166,11 @@ class _Tuning:
         return self._load(system=system, predictor=weights, **others)
 
     def observed(
-        self, prompts: Sequence[Prompt], stores: Mapping[str, PackedStore], machine: MeasureMachine, folder: Path
+        self,
+        prompts: Sequence[Prompt],
+        stores: Mapping[str, PackedStore],
+        machine: MeasureMachine,
+        folder: Path,
     ) -> Observed:
         """Load the model once, record and measure. Where there is a choice it is loaded uncompressed, because then
         loads can be measured apart from decoding.
