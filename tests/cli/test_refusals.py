@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 
+from expertly.cli.inputs import is_trace
 from expertly.cli.main import main
 from tests.cli.asking import Captured
 from tests.sim.drive import make_trace, random_passes, sized
@@ -177,6 +179,7 @@ REFUSED = {
         ("--out x --device abacus", "device='abacus': unknown, or not here"),
     ],
     "lab trace": [
+        ("import PIPE out", "must be an npz file"),
         ("import --format csv law.npz out", "'csv': must be npz"),
         ("import absent.npz out", "absent.npz: must be an npz file"),
         ("info absent", "no such folder"),
@@ -217,6 +220,7 @@ def test_refused(
     capsys: Captured,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    os.mkfifo(tmp_path / "PIPE")  # which nobody writes to: reading it would never end
     places = {"MODEL": str(model), "TRACE": str(trace)}
     typed = [places.get(word, word) for word in shlex.split(f"{command} {words}")]
     assert main(typed) == 2
@@ -225,3 +229,8 @@ def test_refused(
     assert out == "" and said in error.removeprefix("expertly: error: ") != error, err
     assert all(line.startswith("expertly: ") for line in messages)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "command.txt"]
+
+
+def test_a_folder_whose_manifest_is_a_pipe_is_no_trace(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "manifest.json")
+    assert not is_trace(str(tmp_path))

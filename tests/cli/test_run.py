@@ -113,6 +113,16 @@ def test_json_is_one_object(chatting: Path, capsys: Captured):
     assert result["hit_rate"] <= result["best_hit_rate"] <= 1, "lru cannot do better than a cache that knows the answer"
 
 
+def test_a_line_that_is_no_utf_8_is_told_and_the_chat_goes_on(
+    chatting: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+):
+    type_lines(monkeypatch, "\udcff", "Hi")
+    assert run(chatting) == 0
+    captured = capsys.readouterr()
+    assert "a message must be UTF-8" in captured.err
+    assert written(expected(chatting, [("user", "Hi")])) in captured.out
+
+
 def test_a_chat_of_three_turns(chatting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):
     """Each answer is what the unmodified model says to all that was said before; /clear and /system begin anew."""
     saved = tmp_path / "chat.json"

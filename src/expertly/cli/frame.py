@@ -45,9 +45,7 @@ def add_command(app: typer.Typer, name: str, function: Callable[..., int], *, hi
     def run(**values: Any) -> int:
         return function(options(**{name: values[name] for name in told}))
 
-    parameters = [_parameter(one) for one in told.values()]
-    if any(one.panel is not None for one in infos.values()):
-        parameters.append(_help_all())
+    parameters = [*(_parameter(one) for one in told.values()), _help_all()]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     text = function.__doc__ or str(sys.modules[function.__module__].__doc__).partition("`: ")[2]
     text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(text[:1].upper() + text[1:]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from expertly.cli.output import message, progress_bar
 from expertly.core.errors import ConfigError, TraceError
+from expertly.core.files import read_json_object
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.options import LoadOptions, load_arguments
 from expertly.policies.allocation.moepic import SplitPlan, read_plan
@@ -53,10 +53,9 @@ def is_trace(source: str | None) -> bool:
     if source is None:
         return False
     try:
-        manifest = json.loads((Path(source) / MANIFEST_NAME).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return read_json_object(Path(source) / MANIFEST_NAME, TraceError).get("format") == FORMAT
+    except TraceError:
         return False
-    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
 
 def trace_geometry(

@@ -162,6 +162,10 @@ def _chat(conversation: Chat, model: Any, out: TextIO) -> None:
         try:
             with contextlib.redirect_stdout(out):
                 text = input("> ").strip()
+            text.encode()  # what is no UTF-8 may come as lone surrogates
+        except UnicodeError as error:
+            message(f"expertly: a message must be UTF-8 ({error.reason})")
+            continue
         except EOFError:
             _write(out, "\n")
             return
@@ -198,8 +202,9 @@ def _command(conversation: Chat, model: Any, text: str) -> str:
         table = phase_table(told["phases"])
         return table if told["speculation"] is None else f"{table}\nspeculation {told['speculation']['says']}"
     if name == "/save" and rest:
-        conversation.save(Path(rest))
-        return f"[{len(conversation.messages)} messages in {rest}]"
+        path = Path(rest.strip("\"'")).expanduser()
+        conversation.save(path)
+        return f"[{len(conversation.messages)} messages in {path}]"
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
     if name != "/help":

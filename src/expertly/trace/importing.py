@@ -101,6 +101,8 @@ class ArrayStream:
 
 
 def _open_npz(path: Path) -> zipfile.ZipFile:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise TraceError(f"{path}: must be an npz file")
     with _damage(str(path), "must be an npz file"):
         return zipfile.ZipFile(path)
 
