@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -181,13 +182,9 @@ def test_run_with_a_worker(typed: Callable[..., subprocess.Popen[str]], expected
     out, _ = running.communicate(timeout=120)
     assert running.returncode == 0 and out.startswith(f"{expected}\n")
     rows = [line.split() for line in out.splitlines() if line.startswith(("cpu ", "local-1 "))]
-    assert [(row[0], row[4]) for row in rows] == [
-        *(("cpu", "prefill"), ("cpu", "decode"), ("local-1", "prefill"), ("local-1", "decode"))
-    ]
-    (told,) = re.findall(
-        r"^\[worker local-1: (\d+) calls in .* on the way \| .* received \| 0 drops\]$", out, re.MULTILINE
-    )
-    assert int(told) >= 8
+    assert [(row[0], row[4]) for row in rows] == [*product(("cpu", "local-1"), ("prefill", "decode"))]
+    (num_calls,) = re.findall(r"^\[worker local-1: (\d+) calls in .* on the way \| .* \| 0 drops\]$", out, re.MULTILINE)
+    assert int(num_calls) >= 8, "one a token, and mostly one a layer"
 
 
 def test_serve_with_a_worker(typed: Callable[..., subprocess.Popen[str]], expected: str) -> None:
