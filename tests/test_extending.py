@@ -14,8 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from expertly.api import unload
 from expertly.cli.main import main
+from expertly.serve.server import open_server
+from expertly.serve.settings import Access, ServeOptions
 from tests.commands import RunningCommand
+from tests.serve.conftest import greedy, running
 from tests.sim.drive import make_trace, random_passes, sized
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -134,6 +138,27 @@ def test_the_policies_of_the_page_decide(folder: Path) -> None:
     hits = [found[system]["hit_rate"] for system in systems]
     assert hits[0] != hits[1]
     assert found[again]["recall"] > found[f"{again}:width=1"]["recall"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("here", "forked")
+def test_a_policy_of_the_page_is_compared_and_served(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(folder)  # processes that this one starts are not in the current folder
+    system = "lru:eviction=my_policies.Fading"
+    few = "--memory 25% --requests 1 --tokens 12 --rounds 1 --json"
+    assert main(["lab", "compare", "--system", system, "--out", "compared", *few.split()]) == 0
+    (row,) = [row for row in json.loads(capsys.readouterr().out)["rows"] if row["system"] == system]
+    assert 0 < row["engine"]["hit_rate"] == row["simulated"]["hit_rate"] < 1
+    options = ServeOptions(name="demo", system=system, memory="25%", dtype="float32", device="cpu", context=128)
+    assembled = open_server(options, Access())
+    with running(assembled) as serving:
+        (told,) = serving.client().models.list().data
+        assert told.model_dump()["expertly"]["system"] == system
+        text = serving.complete("Once upon a time", 8).choices[0].text
+    assert text == greedy(assembled.model, assembled.service.prompts.tokenizer, "Once upon a time", 8)
+    unload(assembled.model)
 
 
 def test_a_predictor_that_was_trained_runs_in_simulator_reproduce_and_engine(

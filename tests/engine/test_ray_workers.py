@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import expertly
@@ -21,7 +27,7 @@ from expertly.engine.wire import Kind
 from tests.engine.conftest import Case, Cases
 from tests.engine.failing import raising
 from tests.engine.observe import loaded
-from tests.families import generate
+from tests.families import generate, make_checkpoint, make_tokenizer, reference_generate
 from tests.tables import IS_FULL
 
 ray = pytest.importorskip("ray")
@@ -144,3 +150,52 @@ def test_kills_at_random_moments(cases: Cases) -> None:
         assert sum(one["drops"] for one in workers_of(model)) == num_kills
         until_all_are_back(model, case)
         assert sum(one["joins"] for one in workers_of(model)) == num_kills
+
+
+@pytest.fixture
+def typed(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `expertly COMMAND MODEL ...` with a worker; ends it with the test."""
+    model, running = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True), []
+    memory = ("--workers", "1", "--memory", "25%", "--worker-memory", "25%", "--dtype", "float32")
+
+    def begin(command: str, *words: str) -> subprocess.Popen[str]:
+        line = [sys.executable, "-m", "expertly", command, str(model), *words, *memory]
+        running.append(subprocess.Popen(line, stdout=subprocess.PIPE, text=True))
+        return running[-1]
+
+    yield begin
+    for one in running:
+        one.kill()
+        one.wait()
+
+
+@pytest.fixture
+def expected(tmp_path: Path, typed: Any) -> str:
+    """What the unmodified model writes behind "Once"."""
+    tokenizer = make_tokenizer()
+    (tokens,) = reference_generate(tmp_path / "model", [tokenizer("Once")["input_ids"]], 8)
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def test_run_with_a_worker(typed: Callable[..., subprocess.Popen[str]], expected: str) -> None:
+    running = typed("run", "Once", "--raw", "--max-new-tokens", "8", "--stats")
+    out, _ = running.communicate(timeout=120)
+    assert running.returncode == 0 and out.startswith(f"{expected}\n")
+    rows = [line.split() for line in out.splitlines() if line.startswith(("cpu ", "local-1 "))]
+    assert [(row[0], row[4]) for row in rows] == [*product(("cpu", "local-1"), ("prefill", "decode"))]
+    (num_calls,) = re.findall(r"^\[worker local-1: (\d+) calls in .* on the way \| .* \| 0 drops\]$", out, re.MULTILINE)
+    assert int(num_calls) >= 8, "one a token, and mostly one a layer"
+
+
+def test_serve_with_a_worker(typed: Callable[..., subprocess.Popen[str]], expected: str) -> None:
+    running = typed("serve", "--port", "0", "--json", "--context", "128", "--name", "tiny")
+    assert running.stdout is not None
+    url = json.loads(running.stdout.readline())["url"]
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 8, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["text"] == expected
+    told = dict(line.rsplit(" ", 1) for line in httpx.get(f"{url}/metrics").text.splitlines() if "local-1" in line)
+    assert float(told['expertly_worker_alive{worker="local-1"}']) == 1
+    assert float(told['expertly_worker_bytes_received_total{worker="local-1"}']) > 0
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(60) == 0
