@@ -31,6 +31,9 @@ from expertly.serve.view import View
 _LAST_WORDS_S = 5.0
 """Time for finished answers to reach their clients."""
 
+_FORCED_LAST_WORDS_S = 1.0
+"""The same where a second signal ends the server."""
+
 log = logging.getLogger("expertly.serve")
 
 
@@ -156,6 +159,10 @@ class ApiServer(uvicorn.Server):
             self.end()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        answering = self.server_state.tasks
+        if self.force_exit and answering:  # the end of the loop would cancel them, and uvicorn log each
+            self._assembled.service.scheduler.abort()
+            await asyncio.wait(answering, timeout=_FORCED_LAST_WORDS_S)
         await super().shutdown(sockets)
         for task in self._tasks:
             task.cancel()
