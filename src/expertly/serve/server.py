@@ -17,6 +17,7 @@ import uvicorn
 from expertly import api
 from expertly.core.errors import ConfigError
 from expertly.model.batching import Batch, Limits, OneAtATime, Stepper, end_tokens, why_not_together
+from expertly.model.generation import stop_strings
 from expertly.serve.app import make_app
 from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, cache_for, memory_of, room_for
 from expertly.serve.metrics import RequestMetrics
@@ -91,7 +92,8 @@ def assemble(
         memory=memory,
         rounding=stats["rounding"],
     )
-    service = Service(about, prompts, scheduler, end_tokens(model), logs_prompts=options.log_prompts)
+    ends, stops = end_tokens(model), stop_strings(model)
+    service = Service(about, prompts, scheduler, ends, stops, logs_prompts=options.log_prompts)
     view = View(about, loaded, scheduler, metrics, time.monotonic)
 
     def make(sampler: Sampler, failed: Callable[..., None]) -> Stepper:
