@@ -102,6 +102,7 @@ def open_model(
         if system.keeps_everything:
             engine.preload(_labelled(progress, "loading"))
         finalizer = weakref.finalize(loaded, opened.pop_all().close)
+    loaded._expertly_tokenizer = tokenizer
     loaded._expertly_speculation = speculation = Speculation(engine.decode_counts)
     view = Stats(engine, system, chosen.store, chosen.division.reason, why_system, speculation)
     loaded._expertly_handle = Handle(chosen.store, engine, view, chosen.division, finalizer)

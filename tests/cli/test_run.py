@@ -223,6 +223,8 @@ def test_a_chat_is_for_people(model: Path, monkeypatch: pytest.MonkeyPatch, caps
         ({"repetition_penalty": 0}, "penalty"),
         ({"bad_words_ids": [[10**7]]}, "10000000"),
         ({"cache_implementation": "nope"}, "nope"),
+        ({"stop_strings": ["x", ""]}, "stop_strings="),
+        ({"stop_strings": ["x"]}, None),
         ([], "an object"),
         ({"temperature": 0.0, "top_k": -1, "do_sample": True}, None),
         ({"suppress_tokens": [5], "bad_words_ids": [[6]], "forced_eos_token_id": 2}, None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import openai
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import expertly
 from expertly.core.errors import ConfigError, NanError
 from expertly.model.batching import why_not_together
+from expertly.model.generation import generate, generation_config
 from expertly.serve.server import open_server
 from expertly.serve.settings import Access, ServeOptions
 from tests.families import fill_with_nan, load_reference, make_checkpoint
@@ -48,6 +51,32 @@ def test_each_family_writes_what_generate_writes(family: str, tmp_path: Path) ->
         assert [choice.text for choice in several.choices] == [expected[0]] * 2
         if not together:
             check_leaving(serving, family)
+    expertly.unload(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])  # many in one pass, and one at a time
+@pytest.mark.parametrize("is_special", [False, True])
+def test_stop_strings_of_the_models_config_end_texts(family: str, is_special: bool, tmp_path: Path) -> None:
+    folder = make_checkpoint(family, tmp_path / family, tokenizer=True)
+    reference, tokenizer = load_reference(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("ask", return_tensors="pt", return_token_type_ids=False)
+    tokens = reference.generate(**inputs, max_new_tokens=12, do_sample=False)[0, 3:].tolist()
+    stop = tokenizer.decode(tokens[4:5] if is_special else tokens[4:6])
+    if is_special:
+        tokenizer.add_special_tokens({"additional_special_tokens": [stop]})
+        tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"stop_strings": [stop]}))
+    expected = reference.generate(
+        **inputs, max_new_tokens=12, do_sample=False, stop_strings=[stop], tokenizer=tokenizer
+    )
+    assert expected.shape[1] < 3 + 12
+    model, tokenizer = expertly.load(str(folder), memory="50%", device="cpu", dtype="float32")
+    assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), expected)
+    assert torch.equal(generate(model, inputs["input_ids"][0].tolist(), generation_config(model, 12)), expected)
+    with served(model, tokenizer, room_for(context=128, max_running=4), name=family) as serving:
+        got = serving.complete("ask", 12, model=family).choices[0]
+        text = tokenizer.decode(tokens)
+        assert (got.text, got.finish_reason) == (text[: text.index(stop)], "stop")
     expertly.unload(model)
 
 

@@ -103,7 +103,7 @@ def test_a_second_signal_does_not_wait_and_says_only_that_it_ends(start: Start) 
         except httpx.TransportError:
             said.append("closed")
 
-    asking = [threading.Thread(target=ask, args=(is_stream,)) for is_stream in (True, False)]
+    asking = [threading.Thread(target=ask, args=(is_stream,)) for is_stream in (True, True, True, False)]
     for one in asking:
         one.start()
     assert first.wait(60)
@@ -117,6 +117,7 @@ def test_a_second_signal_does_not_wait_and_says_only_that_it_ends(start: Start) 
     errors = [line for line in said if "error" in line]
     assert all("this server is shutting down" in line for line in errors), errors
     assert errors or "closed" in said
+    assert "Traceback" not in running.err and "Exception" not in running.err
 
 
 def test_of_two_servers_that_start_at_once_the_second_is_refused_before_it_loads(demo: tuple[Any, Any]) -> None:

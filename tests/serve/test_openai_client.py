@@ -72,7 +72,7 @@ def test_fields_that_tune_are_honoured_and_unknown_ones_named_once(
     expected = greedy(*demo, PROMPT, 12)
     unknown = {"no_such_field": {"a": 1}, "temperature": 0}
     with caplog.at_level(logging.INFO, "expertly.serve"):
-        for extra in ({"top_k": 1}, {"min_p": 1.0}, {"top_k": -1, "temperature": 0}, unknown, unknown):
+        for extra in ({"top_k": 1.0}, {"min_p": 1.0}, {"top_k": -1, "temperature": 0}, unknown, unknown):
             assert serving.complete(PROMPT, 12, temperature=1, extra_body=extra).choices[0].text == expected, extra
     assert caplog.text.count("no_such_field") == 1
     penalised = serving.complete(PROMPT, 12, extra_body={"repetition_penalty": 1.5}).choices[0].text
@@ -114,6 +114,8 @@ def test_an_answer_follows_its_schema(serving: Serving, temperature: float) -> N
         assert choice.finish_reason == "stop"
     streamed = serving.chat("Where is it warm?", 120, **asked, stream=True)
     assert "".join(c.choices[0].delta.content or "" for c in streamed) == got.choices[0].message.content
+    completed = serving.complete("Where is it warm?", 120, extra_body=asked, echo=True, logprobs=0)
+    assert json.loads(completed.choices[0].text.removeprefix("Where is it warm?"))["city"] in ("Oslo", "Rome")
     fewer = serving.chat("Where?", 8, **(asked | {"response_format": {"type": "json_object"}}))
     assert fewer.choices[0].message.content.lstrip().startswith("{")
 
@@ -131,7 +133,23 @@ def test_stop_strings_end_a_text_before_them(serving: Serving, demo: tuple[Any, 
 
 
 def test_the_end_token_ends_a_text(serving: Serving, demo: tuple[Any, Any]) -> None:
-    got = serving.complete(PROMPT, 10, logit_bias={str(demo[1].eos_token_id): 100})
+    bias = {str(demo[1].eos_token_id): 100}
+    for more, num_tokens in (({}, 1), ({"min_tokens": 4}, 5), ({"min_tokens": 4.0, "max_tokens": 4}, 4)):
+        got = serving.complete(PROMPT, 10, logit_bias=bias, extra_body=more)
+        assert got.usage.completion_tokens == num_tokens
+        assert got.choices[0].finish_reason == ("length" if num_tokens == 4 else "stop")
+        assert bool(got.choices[0].text) == (num_tokens > 1)
+
+
+def test_more_tokens_can_end_a_text(serving: Serving, demo: tuple[Any, Any]) -> None:
+    tokens = demo[1].encode(greedy(*demo, PROMPT, 8), add_special_tokens=False)
+    place = tokens.index(tokens[5])
+    for name in ("complete", "chat"):
+        got = getattr(serving, name)(PROMPT, 8, extra_body={"stop_token_ids": [tokens[5]]}).choices[0]
+        assert name == "chat" or got.text == demo[1].decode(tokens[:place])
+        assert name == "chat" or got.finish_reason == "stop"
+    end = demo[1].eos_token  # as text it is never seen
+    got = serving.complete(PROMPT, 8, stop=end, logit_bias={str(demo[1].eos_token_id): 100})
     assert (got.choices[0].text, got.choices[0].finish_reason) == ("", "stop")
 
 
@@ -232,15 +250,35 @@ def test_a_prompt_without_end_is_refused_before_it_is_worked_on(
         ({"n": 17}, 400, "n"),
         ({"extra_body": {"min_p": 2}}, 400, "min_p"),
         ({"extra_body": {"repetition_penalty": 0}}, 400, "repetition_penalty"),
-        ({"extra_body": {"audio": {"voice": "x"}}}, 400, None),
+        ({"extra_body": {"audio": {"voice": "x"}}}, 400, "audio"),
+        ({"extra_body": {"functions": [{"name": "f"}]}}, 400, "functions"),
+        *(
+            ({"extra_body": {name: value}}, 400, name)
+            for name, value in {
+                "guided_json": CITY,
+                "guided_regex": "a+",
+                "guided_choice": ["a", "b"],
+                "structured_outputs": {"json": CITY},
+                "grammar": 'root ::= "a"',
+                "continue_final_message": True,
+                "use_beam_search": True,
+                "stop_token_ids": [9_000_000],
+                "min_tokens": 5,
+                "top_k": 5.5,
+                "reasoning_effort": "ultra",
+                "top_logprobs": 2,
+                "generation_config": "x",
+            }.items()
+        ),
+        ({"extra_body": {"min_tokens": 2}, "response_format": {"type": "json_object"}}, 400, "min_tokens"),
         ({"modalities": ["audio"]}, 400, None),
         ({"extra_body": {"modalities": 5}}, 400, "modalities"),
         ({"extra_body": {"max_tokens": "7"}}, 400, "max_tokens"),
         ({"messages": []}, 400, "messages"),
-        ({"messages": [{"role": "user"}]}, 400, "messages.0"),
+        ({"messages": [{"role": "user"}]}, 400, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content.0.type"),
         ({"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content"),
-        ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
         ({"response_format": schema_format({"type": "no type"})}, 400, "response_format"),
         ({"response_format": schema_format({"$ref": "https://example.org/x"})}, 400, "response_format"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
@@ -253,4 +291,4 @@ def test_errors_are_openais(serving: Serving, change: dict[str, Any], status: in
     assert raised.value.status_code == status
     assert raised.value.type == "invalid_request_error"
     assert param is None or raised.value.param == param
-    assert raised.value.message
+    assert (param or "") in raised.value.message and "Value error" not in raised.value.message

@@ -165,6 +165,25 @@ def test_the_template_sees_the_conversation(demo: tuple[Any, Any]) -> None:
     assert demo[1].decode(tokens) == expected
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 1 // 0 }}", "by zero"),
+        ("{{ range(1000000000) }}", "Range too big"),
+        ("{{ 'a' * 10000000000 }}", "more than"),
+        ("{{ 'effort ' ~ reasoning_effort }}", None),
+    ],
+)
+def test_a_template_that_cannot_be_computed_is_told(demo: tuple[Any, Any], template: str, said: str | None) -> None:
+    with saying(demo, "Hello", template) as serving:
+        if said is None:
+            assert ask(serving, tools=[], reasoning_effort="max").choices[0].message.content == "Hello"
+            return
+        with pytest.raises(openai.BadRequestError, match=f"refuses them: .*{said}") as raised:
+            ask(serving, tools=[])
+        assert raised.value.param == "messages"
+
+
 def test_a_call_can_be_forced(demo: tuple[Any, Any]) -> None:
     """By the demo model itself, which never saw a call."""
     weather = json.loads(json.dumps(WEATHER))
@@ -220,6 +239,8 @@ def test_responses_are_the_same_as_items(demo: tuple[Any, Any], monkeypatch: Any
         cut = client.responses.create(**(asked | {"max_output_tokens": 3}))
         assert cut.status == "incomplete" and cut.incomplete_details is not None
         for wrong in (
+            {"extra_body": {"guided_json": {"type": "object"}}},
+            {"extra_body": {"response_format": {"type": "json_object"}}},
             {"previous_response_id": "resp_1"},
             {"input": [{"type": "item_reference", "id": "x"}]},
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},

@@ -85,9 +85,11 @@ def end_tokens(model: Any) -> list[int]:
 
 
 def _greedy_config(model: Any, max_new_tokens: int) -> GenerationConfig:
-    """The model's own generation config for one sequence without sampling: the chooser samples."""
+    """The model's own generation config for one sequence without sampling: the chooser samples, and the caller looks
+    for stop strings.
+    """
     config: GenerationConfig = generation_config(model, max_new_tokens)
-    config.min_length = config.min_p = config.typical_p = None
+    config.min_length = config.min_p = config.typical_p = config.stop_strings = None
     return config
 
 

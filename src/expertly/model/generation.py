@@ -37,11 +37,17 @@ def _is_tokens(value: Any) -> bool:
     return type(value) is int or (isinstance(value, list) and all(type(one) is int for one in value))
 
 
+def _is_texts(value: Any) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return bool(texts) and all(isinstance(one, str) and one for one in texts)
+
+
 _KINDS: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
     (_FLAGS, lambda value: type(value) is bool, "true or false"),
     (_NUMBERS, lambda value: type(value) in (int, float), "a number"),
     (_COUNTS, lambda value: type(value) is int, "a whole number"),
     (_TOKENS, _is_tokens, "a token's number, or a list of them"),
+    (("stop_strings",), _is_texts, "a text, or a list of them"),
 )
 
 
@@ -86,6 +92,12 @@ def generation_config(
         end = config.eos_token_id
         config.pad_token_id = next(iter(end), None) if isinstance(end, list) else end
     return config
+
+
+def stop_strings(model: Any) -> list[str]:
+    """The texts that end a text, from the model's generation config."""
+    found = getattr(model.generation_config, "stop_strings", None) or []
+    return [found] if isinstance(found, str) else list(found)
 
 
 def generate(model: Any, tokens: Sequence[int], config: Any, **more: Any) -> Any:

@@ -195,6 +195,7 @@ class GuardedModel:
     _expertly_is_sealed = False  # only a loaded model refuses to be moved and cast
     _expertly_runtime: hooks.Runtime
     _expertly_speculation: Speculation | None = None
+    _expertly_tokenizer: Any = None
 
     # -- what it computes ------------------------------------------------------------------------------------
 
@@ -210,6 +211,11 @@ class GuardedModel:
         generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
         speculation = self._expertly_speculation
         return generator if speculation is None else speculation.watch(generator)
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+        """When `generate` stops. Stop strings need a tokenizer, which who calls it need not give."""
+        kwargs["tokenizer"] = kwargs.get("tokenizer") or self._expertly_tokenizer
+        return super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]
 
     # -- a model without experts must not be written ---------------------------------------------------------
 

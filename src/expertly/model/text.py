@@ -1,25 +1,27 @@
-"""From tokens to text, character by character, and exceptions of chat templates."""
+"""From tokens to text, character by character, and from messages to text by chat templates, which may be hostile."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
-import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils import chat_template_utils
 
 from expertly.core.errors import ConfigError
 
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
-"""Exceptions of a chat template for messages that it was not written for."""
-
 RENDER_S = 10.0
 """That a chat template may take for one conversation."""
+
+MAX_PRODUCT = 1 << 20
+"""Characters, items or bits of a product in a chat template."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -83,16 +85,34 @@ class _OverdueError(BaseException):
     """Ends a thread that took too long; no `except Exception` of a template's way holds it."""
 
 
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Refuses `"a" * 10**10`: one step of C, which holds up all threads and which no deadline ends."""
+
+    intercepted_binops = frozenset(("*", "**"))  # which are not computed while the template is compiled, either
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length(), right.bit_length()
+            size = bits[0] * right if operator == "**" else sum(bits)
+        else:
+            size = math.prod(len(one) if isinstance(one, Sized) else one for one in (left, right))
+        if isinstance(size, int) and size > MAX_PRODUCT:
+            raise OverflowError(f"{operator}: makes more than {MAX_PRODUCT} characters, items or bits")
+        return super().call_binop(context, operator, left, right)
+
+
 def rendered(render: Callable[[], str], seconds: float = RENDER_S) -> str:
     """A conversation as its chat template writes it, which `render` asks of the tokenizer.
 
-    Raises ConfigError where the template refuses the messages, or takes longer than `seconds`. It runs in a thread that
-    is ended at its next step of Python: what is inside one long step of C goes on until that ends, and the process does
+    Raises ConfigError where the template raises anything, or takes longer than `seconds`. It runs in a thread that is
+    ended at its next step of Python: what is inside one long step of C goes on until that ends, and the process does
     not wait for it.
     """
     done: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
+        # what `apply_chat_template` compiles templates in
+        chat_template_utils.ImmutableSandboxedEnvironment = _BoundedEnvironment  # type: ignore[misc]
         try:
             done.put((render(), None))
         except BaseException as error:  # told to who waits
@@ -105,8 +125,9 @@ def rendered(render: Callable[[], str], seconds: float = RENDER_S) -> str:
     except queue.Empty:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_OverdueError))
         raise ConfigError(f"messages: the model's chat template did not end in {seconds:g} s") from None
-    if isinstance(error, TEMPLATE_ERRORS):
-        raise ConfigError(f"messages: the model's chat template refuses them: {error}") from None
+    if isinstance(error, Exception):
+        said = str(error) or type(error).__name__
+        raise ConfigError(f"messages: the model's chat template refuses them: {said}") from None
     if error is not None:
         raise error
     return text

@@ -46,6 +46,7 @@ class Prompts:
         self._renderers = ThreadPoolExecutor(_MAX_RENDERED, "expertly-serve-templates")
         self._render_s = RENDER_S
         self.vocabulary = vocabulary
+        self.special_tokens = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         own = getattr(tokenizer, "chat_template", None)
         self.is_plain = template is None and not own
         self._template = PLAIN_TEMPLATE if self.is_plain else template

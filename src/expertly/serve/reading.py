@@ -50,9 +50,15 @@ def _from_pydantic(error: ValidationError) -> ApiError:
     if first["loc"][-1:] == ("str",):  # of what may be a text or a list: the list's errors go deeper where it is one
         first = max((one for one in every if one["loc"][: len(outer)] == outer), key=lambda one: len(one["loc"]))
     path = [str(part) for part in first["loc"] if part != "str" and not str(part).startswith(of_list)]
+    message = first["msg"]
+    if first["type"] == "value_error":  # one of ours, which begins with the field
+        name, _, message = message.removeprefix("Value error, ").partition(": ")
+        path.append(name)
+    elif first["type"] == "model_type":  # its message names our class
+        message = "must be an object"
     param = ".".join(path)[:200] or None
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-    return invalid(f"{param or 'the body'}: {first['msg']}", param, code)
+    return invalid(f"{param or 'the body'}: {message}", param, code)
 
 
 def _too_large(limit: int) -> ApiError:

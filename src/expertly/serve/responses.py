@@ -15,7 +15,7 @@ from expertly.model.answers import AnswerReader, Call
 from expertly.serve.answers import Json, parts_of, usage
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.request import Delta, ServedRequest
-from expertly.serve.schema import Count, Strict
+from expertly.serve.schema import Count, Generation, Strict
 
 Item = dict[str, Any]
 
@@ -50,10 +50,11 @@ class ResponsesRequest(Strict):
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     tuning: ClassVar[tuple[str, ...]] = (
         *("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-        *("stop", "seed", "logit_bias", "generation_config"),
+        *("stop", "stop_token_ids", "min_tokens", "seed", "logit_bias", "generation_config"),
     )
     """Fields of the chat API that are accepted here, too."""
-    cannot: ClassVar[dict[str, str]] = {
+    cannot: ClassVar[dict[str, str]] = Generation.cannot | {
+        "response_format": "use text.format",
         "previous_response_id": "nothing is stored; send what was said",
         "conversation": "nothing is stored; send what was said",
         "background": "nothing is stored",

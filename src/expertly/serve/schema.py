@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from expertly.serve.sampling import Sampling
 
@@ -18,20 +18,27 @@ MAX_CHOICES = 16
 """Texts that one request may ask for: `n` times its prompts."""
 
 MAX_STOPS = 16
+MAX_STOP_TOKENS = 256
 MAX_TOKEN = 2**31 - 1
 
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Whole = Annotated[int, BeforeValidator(lambda told: int(told) if isinstance(told, float) and told % 1 == 0 else told)]
+"""A whole number, which some clients write as 5.0."""
+
+Seed = Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)]
 Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=1 << 20)]
-Count = Annotated[int, Field(ge=1, le=MAX_TOKEN)]
+Count = Annotated[Whole, Field(ge=1, le=MAX_TOKEN)]
 
 
 class Strict(BaseModel):
-    """A model that accepts no text in place of a number. `cannot`: fields that ask for what no text model here has."""
+    """A model that accepts no text in place of a number. `cannot`: fields that ask for what no text model here has.
+
+    A ValueError of a validator begins with the field and a colon.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     cannot: ClassVar[dict[str, str]] = {}
@@ -63,15 +70,36 @@ class ModelName(Strict):
     model: str = Field(max_length=512)
 
 
+class NamedSchema(Strict):
+    name: Annotated[str, Field(max_length=256)] = "response"
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Strict):
+    """`json_object` is any JSON object."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema: required for type json_schema")
+        return self
+
+
+_ONLY_SCHEMAS = "answers can follow a JSON schema, no other grammar; use response_format"
+
+
 class Generation(ModelName):
     """The fields that chat and completion requests share."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(default=None, description="default: 1")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(default=None, description="default: 1")
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = Field(
+    top_k: Annotated[Whole, Field(ge=-1, le=MAX_TOKEN)] | None = Field(
         default=None, description="not OpenAI's: of how many tokens; 1 is greedy, 0 and -1 are all"
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
@@ -82,10 +110,31 @@ class Generation(ModelName):
         default=None, description="not OpenAI's: of tokens of the prompt and the text, beside the model's own"
     )
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS)] | None = Field(
+        default=None, description="not OpenAI's: more tokens that end a text"
+    )
+    min_tokens: Annotated[Whole, Field(ge=0, le=MAX_TOKEN)] | None = Field(
+        default=None, description="not OpenAI's: so many come before a token that ends a text"
+    )
+    response_format: ResponseFormat | None = None
     seed: Seed | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
+    cannot: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("guided_json", "structured_outputs"), "use response_format"),
+        **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar", "grammar"), _ONLY_SCHEMAS),
+        "continue_final_message": "an answer is a message of its own; use /v1/completions to continue a text",
+        "use_beam_search": "tokens are sampled one after the other",
+    }
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        """The JSON schema that an answer must follow; None where any text will do."""
+        wish = self.response_format
+        if wish is None or wish.type == "text":
+            return None
+        return wish.json_schema.schema_ if wish.type == "json_schema" and wish.json_schema else {"type": "object"}
 
     @property
     def stops(self) -> list[str]:
@@ -136,11 +185,11 @@ class Message(Strict):
     @model_validator(mode="after")
     def _has_what_its_role_needs(self) -> Message:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content is required, except of an assistant that calls tools")
+            raise ValueError("content: required, except of an assistant that calls tools")
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are an assistant's")
+            raise ValueError("tool_calls: only an assistant has them")
         if self.role == "tool" and not self.tool_call_id:
-            raise ValueError("tool_call_id is required of a tool's message")
+            raise ValueError("tool_call_id: required of a tool's message")
         return self
 
     @property
@@ -162,24 +211,6 @@ class Tool(Strict):
     function: Function
 
 
-class NamedSchema(Strict):
-    name: Annotated[str, Field(max_length=256)] = "response"
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(Strict):
-    """`json_object` is any JSON object."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
-
-    @model_validator(mode="after")
-    def _has_a_schema(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("json_schema is required for type json_schema")
-        return self
-
-
 class FunctionName(Strict):
     name: Annotated[str, Field(max_length=256)]
 
@@ -194,12 +225,11 @@ class ChatRequest(Generation):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = Field(default=None, description="the newer name of max_tokens")
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="false: only the first call is told")
-    response_format: ResponseFormat | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         default=None, description="told to the chat template; one that does not read it thinks as it likes"
     )
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = Field(
@@ -211,7 +241,7 @@ class ChatRequest(Generation):
     generation_config: str | None = Field(
         default=None, description="as `transformers chat` sends it: JSON of generate's names, for what is not said else"
     )
-    cannot: ClassVar[dict[str, str]] = {
+    cannot: ClassVar[dict[str, str]] = Generation.cannot | {
         "audio": "this is a text model",
         "functions": "use tools",
         "function_call": "use tool_choice",
@@ -235,9 +265,9 @@ class ChatRequest(Generation):
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is only for logprobs=true")
+            raise ValueError("top_logprobs: only for logprobs=true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens are the same thing; accepted: one of them")
+            raise ValueError("max_tokens: the same thing as max_completion_tokens; accepted: one of them")
         if self.forced is not None and not self.forced:
             raise ValueError(
                 f"tool_choice: accepted: a name among tools: {[one.function.name for one in self.offered]}"
@@ -245,14 +275,6 @@ class ChatRequest(Generation):
         if self.grammar is not None and self.offered:
             raise ValueError("response_format: accepted: type text where tools may be called")
         return self
-
-    @property
-    def grammar(self) -> dict[str, Any] | None:
-        """The JSON schema that an answer must follow; None where any text will do."""
-        wish = self.response_format
-        if wish is None or wish.type == "text":
-            return None
-        return wish.json_schema.schema_ if wish.type == "json_schema" and wish.json_schema else {"type": "object"}
 
     @property
     def forced(self) -> list[Tool] | None:
@@ -291,15 +313,17 @@ Prompts = (
 class CompletionRequest(Generation):
     prompt: Prompts
     max_tokens: Count | None = Field(default=None, description="default: 16")
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=5)] | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(default=None, description="n, if anything")
-    cannot: ClassVar[dict[str, str]] = {"suffix": "text is continued, not filled in; accepted: null"}
+    best_of: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = Field(default=None, description="n, if anything")
+    cannot: ClassVar[dict[str, str]] = Generation.cannot | {
+        "suffix": "text is continued, not filled in; accepted: null"
+    }
 
     @model_validator(mode="after")
     def _can_be_served(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of is not chosen among; accepted: the value of n")
+            raise ValueError("best_of: none is chosen among several; accepted: the value of n")
         return self
 
     @property

@@ -17,6 +17,7 @@ import uvicorn
 from expertly import api
 from expertly.core.errors import ConfigError
 from expertly.model.batching import Batch, Limits, OneAtATime, Stepper, end_tokens, why_not_together
+from expertly.model.generation import stop_strings
 from expertly.serve.app import make_app
 from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, cache_for, memory_of, room_for
 from expertly.serve.metrics import RequestMetrics
@@ -30,6 +31,9 @@ from expertly.serve.view import View
 
 _LAST_WORDS_S = 5.0
 """Time for finished answers to reach their clients."""
+
+_FORCED_LAST_WORDS_S = 1.0
+"""The same where a second signal ends the server."""
 
 log = logging.getLogger("expertly.serve")
 
@@ -88,7 +92,8 @@ def assemble(
         memory=memory,
         rounding=stats["rounding"],
     )
-    service = Service(about, prompts, scheduler, end_tokens(model), logs_prompts=options.log_prompts)
+    ends, stops = end_tokens(model), stop_strings(model)
+    service = Service(about, prompts, scheduler, ends, stops, logs_prompts=options.log_prompts)
     view = View(about, loaded, scheduler, metrics, time.monotonic)
 
     def make(sampler: Sampler, failed: Callable[..., None]) -> Stepper:
@@ -156,6 +161,10 @@ class ApiServer(uvicorn.Server):
             self.end()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        answering = self.server_state.tasks
+        if self.force_exit and answering:  # the end of the loop would cancel them, and uvicorn log each
+            self._assembled.service.scheduler.abort()
+            await asyncio.wait(answering, timeout=_FORCED_LAST_WORDS_S)
         await super().shutdown(sockets)
         for task in self._tasks:
             task.cancel()

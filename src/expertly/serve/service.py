@@ -57,13 +57,21 @@ class Service:
     """One model and who may use it. Lives in the server's event loop."""
 
     def __init__(
-        self, about: About, prompts: Prompts, scheduler: RequestScheduler, ends: Sequence[int], *, logs_prompts: bool
+        self,
+        about: About,
+        prompts: Prompts,
+        scheduler: RequestScheduler,
+        ends: Sequence[int],
+        stops: Sequence[str],
+        *,
+        logs_prompts: bool,
     ) -> None:
         self.about = about
         self.prompts = prompts
         self._logs_prompts = logs_prompts
         self.scheduler = scheduler
         self._ends = tuple(ends)
+        self._stops = tuple(stops)
         self._grammars = Grammars(prompts.tokenizer, prompts.vocabulary, self._ends)
         self._ignored: set[str] = set()
 
@@ -123,10 +131,14 @@ class Service:
             self.prompts.check_tokens(prompt, "prompt")
             prompts.append(prompt)
         self.scheduler.check_size([len(prompt) for prompt in prompts], limit, asked.n or 1, "prompt")
+        sampling = asked.sampling(asked.logprobs)
+        if asked.grammar is not None:
+            sampling = replace(sampling, grammar=await asyncio.to_thread(self._grammars.of_schema, asked.grammar))
         scores_prompt = bool(asked.echo) and asked.logprobs is not None
-        if scores_prompt and any(token in self._ends for prompt in prompts for token in prompt[1:]):
+        ends = set(self._ends_of(asked))
+        if scores_prompt and any(token in ends for prompt in prompts for token in prompt[1:]):
             raise invalid("prompt: holds a token that ends a text, behind which echo has no logprobs", "prompt")
-        request = self._request(asked, prompts, limit, asked.sampling(asked.logprobs), scores_prompt=scores_prompt)
+        request = self._request(asked, prompts, limit, sampling, scores_prompt=scores_prompt)
         return CompletionAnswer(asked, self.prompts, request)
 
     def start(self, request: ServedRequest) -> None:
@@ -164,6 +176,12 @@ class Service:
                 self._ignored.add(name)
                 log.info("field %r: has no effect here", name[:100])
 
+    def _ends_of(self, asked: Generation) -> list[int]:
+        """The tokens that end its texts. A stop string that is a special token is no text, and found by its number."""
+        special = self.prompts.special_tokens
+        named = [special[stop] for stop in (*self._stops, *asked.stops) if stop in special]
+        return [*self._ends, *(asked.stop_token_ids or ()), *named]
+
     def _request(
         self,
         asked: Generation,
@@ -173,15 +191,23 @@ class Service:
         special: bool = False,
         scores_prompt: bool = False,
     ) -> ServedRequest:
-        for token in sampling.bias:
-            if token >= self.prompts.vocabulary:
-                raise invalid(f"logit_bias: token {token}; accepted: 0 to {self.prompts.vocabulary - 1}", "logit_bias")
+        for name, tokens in (("logit_bias", sampling.bias), ("stop_token_ids", asked.stop_token_ids or ())):
+            for token in tokens:
+                if token >= self.prompts.vocabulary:
+                    raise invalid(f"{name}: token {token}; accepted: 0 to {self.prompts.vocabulary - 1}", name)
+        ends, stops = self._ends_of(asked), (*self._stops, *asked.stops)
+        if asked.min_tokens:
+            if asked.min_tokens > limit:
+                raise invalid(f"min_tokens: {asked.min_tokens}; accepted: at most max_tokens, {limit}", "min_tokens")
+            if sampling.grammar is not None:
+                raise invalid("min_tokens: accepted: without a schema, which says where a text ends", "min_tokens")
+            sampling = replace(sampling, min_tokens=asked.min_tokens, ends=ends)
         request = ServedRequest(lambda tokens: self.prompts.text(tokens, special), time.perf_counter)
         for prompt in prompts:
             begun, script = (prompt[:1], tuple(prompt[1:])) if scores_prompt else (prompt, ())
             for number in range(asked.n or 1):
                 own = replace(seeded(sampling, number), script=script)
-                request.add(begun, limit + len(script), self._ends, own, asked.stops)
+                request.add(begun, limit + len(script), ends, own, stops)
         return request
 
 
