@@ -95,7 +95,7 @@ def open_model(
         engine = _open_engine(chosen, targets, opened)
         loaded = _open_dense(chosen, engine)
         system, why_system = _begin_prediction(chosen, loaded, engine)
-        tokenizer = load_tokenizer(chosen.store.folder)
+        tokenizer = load_tokenizer(chosen.store.extras)
         if on_host:
             process.give_back_heap()
             process.give_back_code()
@@ -257,7 +257,7 @@ def _memory_request(
 ) -> MemoryRequest:
     context = asked.context
     if callable(context):
-        context = context(load_tokenizer(store.folder))
+        context = context(load_tokenizer(store.extras))
         context = min(context, store.positions or context)  # no text is longer
     shared = None if cache is None else cache(store)
     return MemoryRequest(asked.memory, asked.staging_slots, context, asked.total_memory, cache=shared)
@@ -345,7 +345,7 @@ def _open_dense(chosen: _Chosen, engine: Engine) -> Any:
     """The model with its dense part, whose experts `engine` computes."""
     store, home = chosen.store, engine.executor.shards[0]
     dtype = getattr(torch, store.manifest.dtype)
-    loaded = load_dense(store.folder, store.manifest, dtype, home.device.torch_device, engine)
+    loaded = load_dense(store.folder, store.manifest, dtype, home.device.torch_device, engine, store.extras)
     engine.executor.bind(experts_modules(loaded))
     use_tiles(loaded, home.kernels)
     use_kernels(loaded, home.kernels)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tests.families import NUM_EXPERTS, VOCAB_SIZE
 from tests.model.checkpoints import read_tensors
 
-ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe"}
+ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "minimax_m2": "minimax-m2"}
 
 
 def gguf_blocks(type_name: str, shape: tuple[int, ...], dice: np.random.Generator, std: float = 0.15) -> Any:
@@ -65,7 +65,8 @@ def make_gguf(
     writer.add_block_count(3)
     writer.add_context_length(512)
     writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(48)
+    is_minimax = architecture == "minimax-m2"
+    writer.add_feed_forward_length(intermediate if is_minimax else 48)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
     writer.add_key_length(16)
@@ -76,6 +77,9 @@ def make_gguf(
     writer.add_expert_feed_forward_length(intermediate)
     writer.add_vocab_size(VOCAB_SIZE)
     _add_words(writer, words, "qwen2")
+    if is_minimax:
+        writer.add_rope_dimension_count(8)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     is_qwen2 = architecture == "qwen2moe"
     head = hidden // 4 if is_qwen2 else 16
     if is_qwen2:
@@ -111,8 +115,10 @@ def make_gguf(
             for one, shape in (("gate", (64, hidden)), ("up", (64, hidden)), ("down", (hidden, 64))):
                 add(f"{blk}.ffn_{one}_shexp.weight", shape)
         else:
-            add(f"{blk}.attn_q_norm.weight", (head,), mean=1.0)
-            add(f"{blk}.attn_k_norm.weight", (head,), mean=1.0)
+            for one, size in (("q", 4), ("k", 2)):
+                add(f"{blk}.attn_{one}_norm.weight", (head * size if is_minimax else head,), mean=1.0)
+        if is_minimax:
+            add(f"{blk}.exp_probs_b.bias", (NUM_EXPERTS,), std=0.3)
         of_down = down if down is not None and layer == 2 else inner
         add(f"{blk}.ffn_gate_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner)
         add(f"{blk}.ffn_up_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner)

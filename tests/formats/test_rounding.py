@@ -205,7 +205,7 @@ def test_commands_say_it(sources: Any, capsys: Captured, tmp_path: Path, monkeyp
     assert asdict(needs_of(store))["rounding"] == packed["rounding"]  # what doctor says
     model, tokenizer = expertly.load(store, memory="50%", system="lru", device="cpu")
     with served(model, tokenizer, room_for(context=64, max_running=1), name="tiny") as serving:
-        about: Any = serving.client().models.retrieve("tiny").model_extra
+        about: Any = serving.client.models.retrieve("tiny").model_extra
     expertly.unload(model)
     assert about["expertly"]["rounding"] == packed["rounding"]
 

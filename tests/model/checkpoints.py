@@ -184,11 +184,11 @@ def canonical(site: ExpertsSite, state: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def refused(source: Path, error: type[ExpertlyError], message: str, dtype: str | None = None) -> str:
-    """Packing it fails with this message, which is returned, and makes no store."""
-    store = source.with_name("refused")
+    """Packing it fails with this message, which is returned, and leaves nothing beside it."""
+    before = set(source.parent.iterdir())
     with pytest.raises(error, match=message) as raised:
-        pack(source, store, dtype)
-    assert not store.exists()
+        pack(source, source.with_name("refused"), dtype)
+    assert set(source.parent.iterdir()) == before
     return str(raised.value)
 
 

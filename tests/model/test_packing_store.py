@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+import expertly
 from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.model import packing as packing_module
+from expertly.model.generation import generate, generation_config
 from expertly.model.packing import pack, pack_cached
-from expertly.store.cache import learned_beside
+from expertly.store.cache import learned_beside, list_entries
+from expertly.store.checkpoint import Checkpoint
 from expertly.store.codec_choice import CodecChoice
 from expertly.store.manifest import FORMAT_VERSION, MANIFEST_NAME
 from expertly.store.packed import PackedStore
 from expertly.store.writer import partial_folder
 from tests.families import make_checkpoint
-from tests.model.checkpoints import change, read_experts
+from tests.model.checkpoints import change, read_experts, read_tensors
 from tests.store.builders import files_of, stored_experts
 
 
@@ -57,6 +64,88 @@ def test_a_changed_source_is_packed_anew_and_its_old_store_refused(tmp_path: Pat
     assert not torch.equal(read_experts(first, 0), read_experts(second, 0))
     with pytest.raises(StoreError, match=r"another checkpoint .*changed since"):
         pack(source, tmp_path / "store")
+
+
+LARGE = (64 << 20) + 4096
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose file is too large to be read whole: most of it is a tensor that is not the model's."""
+    source = make_checkpoint("mixtral", tmp_path_factory.mktemp("large") / "source")
+    save_file(read_tensors(source) | {"unused": torch.zeros(LARGE, dtype=torch.uint8)}, source / "model.safetensors")
+    return source
+
+
+def zero(path: Path, name: str) -> None:
+    """A tensor of a checkpoint, in place."""
+    ref = Checkpoint.open(path.parent).tensors[name]
+    with path.open("r+b") as file:
+        file.seek(ref.offset)
+        file.write(bytes(ref.nbytes))
+
+
+def test_bytes_that_changed_in_place_are_packed_again_and_learned_state_stays(tmp_path: Path, large: Path) -> None:
+    """The first bytes of the file are sampled, these are not."""
+    source = Path(shutil.copytree(large, tmp_path / "source"))
+    first, name = pack_cached(source, cache_dir=tmp_path), "model.layers.1.input_layernorm.weight"
+    explicit = pack(source, tmp_path / "explicit")
+    learned_beside(first.folder, "maps").write_text("learned")
+    before = Checkpoint.open(source).identity
+    zero(source / "model.safetensors", name)
+    assert Checkpoint.open(source).identity == before
+    second = pack_cached(source, cache_dir=tmp_path)
+    assert not load_file(second.folder / "dense.safetensors")[name].any()
+    assert second.folder == first.folder and learned_beside(first.folder, "maps").exists()
+    with pytest.raises(StoreError, match=r"another checkpoint .*changed since"):
+        pack(source, explicit.folder)
+
+
+def test_a_copy_shares_the_store_if_it_keeps_times_and_else_has_its_own(tmp_path: Path, large: Path) -> None:
+    store = pack_cached(large, cache_dir=tmp_path)
+    source = Path(shutil.copytree(large, tmp_path / "copy"))  # as cp -a
+    assert pack_cached(source, cache_dir=tmp_path).folder == store.folder
+    (source / "model.safetensors").touch()
+    own = pack_cached(source, cache_dir=tmp_path)
+    assert own.folder != store.folder
+    for one, folder in ((large, store.folder), (source, own.folder)):
+        again = pack_cached(one, cache_dir=tmp_path, progress=lambda *now: pytest.fail("packed again"))
+        assert again.folder == folder
+    assert {entry.problem for entry in list_entries(tmp_path)} == {None}
+
+
+def test_a_cached_store_without_a_stamp_is_packed_again(tmp_path: Path) -> None:
+    source = make_checkpoint("mixtral", tmp_path / "source")
+    store = pack_cached(source, cache_dir=tmp_path)
+    explicit = pack(source, tmp_path / "explicit")
+    for one in (store, explicit):
+        replace(one.manifest, stamp="").write(one.folder)
+    assert pack_cached(source, cache_dir=tmp_path).manifest == store.manifest
+    assert pack(source, explicit.folder).manifest.stamp == "", "which nobody can tell any more"
+
+
+def test_folders_of_the_same_weights_keep_their_small_files_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share a store, whose own files stay what they were."""
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path))
+    sources = [make_checkpoint("mixtral", tmp_path / name, tokenizer=True) for name in ("a", "b")]
+    for source, top_k in zip(sources, (3, 4), strict=True):
+        (source / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": top_k}))
+    stores = [pack_cached(source) for source in sources]
+    assert stores[0].folder == stores[1].folder
+    before = files_of(stores[0].folder)
+    for source, top_k in zip(sources, (3, 4), strict=True):
+        model, tokenizer = expertly.load(source, memory="100%")
+        assert model.generation_config.top_k == top_k and tokenizer.name_or_path == str(source)
+        model.generation_config.bad_words_ids = [[10**7]]
+        with pytest.raises(CheckpointError, match=f"^{source}: generation_config.json: transformers refuses it"):
+            generate(model, [5, 6], generation_config(model, 3))
+        expertly.unload(model)
+    (sources[1] / "generation_config.json").write_text('{"top_k": "many"}')
+    with pytest.raises(CheckpointError, match=re.escape(f"{sources[1] / 'generation_config.json'}: top_k='many'")):
+        expertly.load(sources[1], memory="100%")
+    assert files_of(stores[0].folder) == before
 
 
 def test_what_lies_beside_the_weights_is_brought_up_to_date(tmp_path: Path) -> None:

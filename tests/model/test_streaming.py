@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants, file_download, hf_hub_download, snapshot_download
 
 from expertly.cli.main import main
@@ -20,6 +21,7 @@ from expertly.model.needs import needs_of
 from expertly.model.packing import pack
 from expertly.store.packed import PackedStore
 from tests.families import make_checkpoint
+from tests.model.checkpoints import change, make_int4_checkpoint
 from tests.model.hub import NAME, FakeHub, served
 from tests.store.builders import safetensors_bytes
 
@@ -155,6 +157,41 @@ def test_room_is_looked_at_before_anything_is_downloaded(
     whole = needs.experts_nbytes + 2 * needs.dense_nbytes + most
     assert whole - sum(sizes.values()) + sum(shards_nbytes) <= needed < whole, "small files are there by now"
     assert not any(one.endswith(".safetensors") for one in hub.downloads)
+
+
+def test_a_download_needs_room_for_the_store_as_well(
+    hub: FakeHub, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = needs_of(NAME)  # after which the hub's cache has the index
+    files = HubModel.find(NAME).files
+    download_nbytes = sum(files.values()) - files["model.safetensors.index.json"]
+    free = 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    for flags, experts_nbytes in (
+        (["--out", str(hub.watched / "out")], needs.experts_nbytes),
+        (["--dtype", "bfloat16"], needs.experts_nbytes // 2),
+    ):
+        store_nbytes = experts_nbytes + needs.dense_nbytes
+        free = download_nbytes + store_nbytes - 1
+        code, told = command("pack", NAME, *flags)
+        said = f"{download_nbytes} bytes are to be downloaded, {store_nbytes} more are packed from them, and {free} are"
+        assert code == 2 and said in told["error"]["message"] and "pack --stream" in told["error"]["message"]
+        assert not any(one.endswith(".safetensors") for one in hub.downloads)
+    free += 1
+    code, told = command("pack", NAME, *flags)
+    assert code == 0, told
+
+
+@pytest.mark.parametrize("flags", [[], ["--stream"]])
+def test_a_damaged_model_leaves_nothing_of_its_store(
+    hub: FakeHub, tmp_path: Path, command: Command, flags: list[str]
+) -> None:
+    hub.folder = make_int4_checkpoint(tmp_path / "damaged")
+    name = "model.layers.2.mlp.experts.3.up_proj.weight_scale"
+    change(hub.folder, lambda one, tensor: tensor * torch.nan if one == name else tensor)
+    code, told = command("pack", NAME, *flags)
+    assert code == 2 and "a scale of nan" in told["error"]["message"], told
+    assert not list((tmp_path / "cache" / "stores").glob("*"))
 
 
 def test_doctor_downloads_no_weights(hub: FakeHub, tmp_path: Path) -> None:

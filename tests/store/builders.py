@@ -62,8 +62,12 @@ def fill(writer: StoreWriter, plan: Manifest = PLAN) -> PackedStore:
     return writer.finish()
 
 
-def write_store(folder: Path, plan: Manifest = PLAN, progress: Progress | None = None) -> PackedStore:
+def write_store(
+    folder: Path, plan: Manifest = PLAN, progress: Progress | None = None, extras: Path | None = None
+) -> PackedStore:
     with StoreWriter(folder, plan, DENSE, progress) as writer:
+        if extras is not None:
+            writer.copy_extras(extras)
         return fill(writer, plan)
 
 

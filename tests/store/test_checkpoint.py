@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,43 @@ def test_identity_is_of_the_content(tmp_path: Path) -> None:
     seen.add(Checkpoint.open(tmp_path / "d").identity)
     seen.add(Checkpoint.open(write_checkpoint(tmp_path / "e", shards=3)).identity)
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize("nbytes", [40 << 20, 80 << 20])
+def test_a_change_that_the_sample_misses_gives_another_stamp(tmp_path: Path, nbytes: int) -> None:
+    """In place, or by another file; a copy of a large file has the same one where it keeps the time."""
+    header = safetensors_bytes({"x": entry("U8", (nbytes,), (0, nbytes))})
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+    path, copy = tmp_path / "a" / "model.safetensors", tmp_path / "b" / "model.safetensors"
+    path.write_bytes(header)
+    os.truncate(path, len(header) + nbytes)
+    shutil.copy2(path, copy)
+    before = Checkpoint.open(path.parent)
+    assert Checkpoint.open(copy.parent).stamp == before.stamp
+    with path.open("r+b") as file:
+        file.seek(nbytes // 2)
+        file.write(b"x")
+    changed = Checkpoint.open(path.parent)
+    assert changed.identity == before.identity and changed.stamp != before.stamp
+    copy.replace(path)
+    assert Checkpoint.open(path.parent).stamp == before.stamp
+
+
+def test_the_stamp_of_a_file_in_the_hubs_cache_is_its_hash_until_it_is_written_to(tmp_path: Path) -> None:
+    blob, path = tmp_path / "blobs" / ("ab" * 32), tmp_path / "snapshots" / "model.safetensors"
+    for folder in (blob.parent, path.parent):
+        folder.mkdir()
+    (path.parent / "config.json").write_text("{}")
+    blob.write_bytes(safetensors_bytes({"x": entry("U8", (4,), (0, 4))}, b"abcd"))
+    path.symlink_to(Path("..") / "blobs" / blob.name)
+    before = Checkpoint.open(path.parent).stamp
+    os.utime(blob, (1, 1))  # as another download of the same file
+    assert Checkpoint.open(path.parent).stamp == before
+    path.write_bytes(blob.read_bytes()[:-1] + b"x")
+    os.utime(blob, ns=(0, path.lstat().st_mtime_ns + 1))
+    assert Checkpoint.open(path.parent).stamp != before
 
 
 def test_identity_samples_large_files(tmp_path: Path) -> None:

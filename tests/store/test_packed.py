@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,27 @@ def test_one_flipped_bit_is_found_by_a_full_verify(
     store.verify()
     with pytest.raises(StoreError, match=f"{name}: {message}"):
         store.verify(full=True)
+
+
+SMALL_FILES = {"generation_config.json": '{"temperature": 0.7}', "tokenizer.json": "{}", "chat.jinja": "{{ 7 }}"}
+
+
+@pytest.mark.parametrize("name", SMALL_FILES)
+def test_a_changed_small_file_is_found_when_it_is_loaded(tmp_path: Path, name: str) -> None:
+    (tmp_path / "source").mkdir()
+    for file, text in {**SMALL_FILES, "README.md": "of 7 words"}.items():
+        (tmp_path / "source" / file).write_text(text)
+    store = write_store(tmp_path / "store", extras=tmp_path / "source")
+    path = store.folder / name
+    (store.folder / "README.md").write_text("nobody reads it")
+    store.check_dense()
+    path.write_text(path.read_text().replace("7", "8").replace("{}", "[]"))
+    for check in (store.check_dense, lambda: store.verify(full=True)):
+        with pytest.raises(StoreError, match=f"{name}: checksum"):
+            check()
+    older = replace(store.manifest, files={one: of for one, of in store.manifest.files.items() if one != name})
+    older.write(store.folder)
+    PackedStore.open(store.folder).check_dense()
 
 
 @pytest.mark.parametrize("codec", PLANS)

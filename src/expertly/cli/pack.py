@@ -103,7 +103,8 @@ def _pack(args: PackOptions) -> int:
             elif args.out is None:
                 store = pack_cached(args.model, args.dtype, progress=progress, codec=codec, quantize=args.quantize)
             else:
-                store = pack(source_folder(args.model), args.out, args.dtype, progress, codec, args.quantize)
+                source = source_folder(args.model, args.out, args.dtype, args.quantize)
+                store = pack(source, args.out, args.dtype, progress, codec, args.quantize)
             if args.quantize is not None:
                 from expertly.engine.rounding import measured
 

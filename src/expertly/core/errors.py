@@ -17,6 +17,10 @@ class UnsupportedModelError(CheckpointError):
     """A well-formed checkpoint of a family, quantisation or shape that expertly does not run."""
 
 
+class DownloadError(CheckpointError):
+    """The hub cannot be reached, or does not give what it should; trying again may help."""
+
+
 class StoreError(ExpertlyError):
     """A packed store is unreadable, damaged, half-written or belongs to another checkpoint."""
 

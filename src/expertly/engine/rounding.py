@@ -64,7 +64,7 @@ def measured(store: PackedStore, text: Path | None = None, progress: Progress | 
     rounding, source = manifest.rounding, Path(manifest.source)
     if rounding is None or (text is None and rounding.cost is not None):
         return store
-    tokenizer = load_tokenizer(store.folder)
+    tokenizer = load_tokenizer(store.extras)
     if tokenizer is None or not source.exists():
         if text is None:
             return store
@@ -75,7 +75,7 @@ def measured(store: PackedStore, text: Path | None = None, progress: Progress | 
     if not tokens:
         raise ConfigError(f"text={name!r}: gives no token; write at least one word")
     checkpoint = open_checkpoint(source)
-    if checkpoint.identity != manifest.identity:
+    if checkpoint.identity != manifest.identity or manifest.stamp not in ("", checkpoint.stamp):
         raise StoreError(f"{store.folder}: {source} has changed since it was packed: remove the store and pack again")
     kl, top1, num_tokens = _compare(store, checkpoint, tokens, progress or (lambda done, total: None))
     told = replace(manifest, rounding=replace(rounding, cost=RoundingCost(kl, top1, num_tokens, name)))

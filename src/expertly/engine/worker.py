@@ -33,7 +33,7 @@ from expertly.scheduler.presets import get_runnable
 from expertly.scheduler.system import System
 from expertly.store.cache import stores_folder
 from expertly.store.manifest import Manifest
-from expertly.store.packed import PackedStore, is_packed_store
+from expertly.store.packed import PackedStore, is_extra, is_packed_store
 
 SPARED_PERCENT = 10
 """Of the free memory, for the rows of prompts, and because Ray ends processes where 95 % of a machine is taken."""
@@ -215,7 +215,7 @@ def store_facts(manifest: Manifest) -> dict[str, Any]:
         "dtype": manifest.dtype,
         "codec": manifest.codec,
         "layers": [one.as_dict() for one in manifest.layers],
-        "files": {name: [one.nbytes, one.checksum] for name, one in manifest.files.items()},
+        "files": {name: [one.nbytes, one.checksum] for name, one in manifest.files.items() if not is_extra(name)},
     }
 
 

@@ -51,13 +51,14 @@ _KINDS: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
 )
 
 
-def check_file(folder: str | os.PathLike[str]) -> None:
-    """Refuse a generation_config.json with fields of a wrong type, on which transformers fails late or without naming
-    the field. Raises CheckpointError naming file, field, value and what is accepted.
+def read_config(folder: str | os.PathLike[str], model_config: Path) -> GenerationConfig:
+    """The generation config in a folder, else of the model's config, as in transformers. Refuses fields of a wrong
+    type, on which that fails late or without naming the field. Raises CheckpointError naming file, field, value and
+    what is accepted.
     """
     path = Path(folder) / FILE_NAME
     if not path.exists():
-        return
+        return GenerationConfig.from_model_config(read_json_object(model_config, CheckpointError))
     found = read_json_object(path, CheckpointError)
     for names, is_right, accepted in _KINDS:
         for name in names:
@@ -65,7 +66,7 @@ def check_file(folder: str | os.PathLike[str]) -> None:
             if value is not None and not is_right(value):
                 raise CheckpointError(f"{path}: {name}={value!r:.80}: must be {accepted}")
     try:
-        GenerationConfig.from_pretrained(os.fspath(folder), local_files_only=True)
+        return GenerationConfig.from_pretrained(os.fspath(folder), local_files_only=True)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: transformers refuses it: {' '.join(str(error).split())}") from None
 

@@ -43,8 +43,10 @@ _SIZES = {
 
 GPT_OSS = "gpt-oss"
 
-ARCHITECTURES = ("qwen2moe", "qwen3moe", GPT_OSS)
-"""The tested architectures. transformers 5.23 makes no config of gpt-oss's metadata, and lacks some of its tensors."""
+ARCHITECTURES = ("qwen2moe", "qwen3moe", GPT_OSS, "minimax-m2")
+"""The tested architectures; the last needs a newer transformers than the oldest that is supported. 5.23 makes no config
+of gpt-oss's metadata, and lacks some of its tensors.
+"""
 
 _GPT_OSS_FIELDS = {
     "context_length": "max_position_embeddings",
@@ -98,12 +100,15 @@ def config_of(checkpoint: Checkpoint) -> Path | PreTrainedConfig:
 
 
 def _open_gguf(path: Path) -> Checkpoint:
+    from transformers import modeling_gguf_pytorch_utils as upstream
+
     files = GgufFiles.open(path)
     path = files.path
     architecture = files.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    known = [one for one in ARCHITECTURES if one != "minimax-m2" or one in upstream.TENSOR_PROCESSORS]
+    if architecture not in known:
         raise UnsupportedModelError(
-            f"{path}: general.architecture={architecture!r:.80}: accepted of GGUF files: {', '.join(ARCHITECTURES)}; "
+            f"{path}: general.architecture={architecture!r:.80}: accepted of GGUF files: {', '.join(known)}; "
             "others run from a checkpoint folder"
         )
     shapes = {name: ref.shape for name, ref in files.tensors.items()}

@@ -5,33 +5,36 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from expertly.core.errors import CheckpointError
+from expertly.core.errors import CheckpointError, DownloadError
 from expertly.core.files import existing_parent, is_plain_name, read_json_object
 from expertly.core.headers import read_safetensors_header, tensor_info
+from expertly.store.cache import check_space
 from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, TensorRef, check_claims
 
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 _UNKNOWN_OFFSET = -1
 
 
-def download(name: str) -> Path:
+def download(name: str, store_nbytes: Callable[[HubModel], int] = lambda hub: 0, store: Path | None = None) -> Path:
     """The folder of the hub's model `name`, downloaded or from the hub's own cache. Raises CheckpointError with the
-    reason; if the disk is too small, before anything is downloaded.
+    reason; if the disk is too small, before anything is downloaded: for that, and for a store at `store`.
     """
     from huggingface_hub import snapshot_download
 
-    _check_room(name)
+    _check_room(name, store_nbytes, store)
     with hub_errors(name):
         return Path(snapshot_download(name, allow_patterns=list(_WANTED), ignore_patterns=["*/*"]))
 
 
-def _check_room(name: str) -> None:
-    """Compare what is to be downloaded with the free space. If the hub does not answer, its cache may have all."""
+def _check_room(name: str, store_nbytes: Callable[[HubModel], int], store: Path | None) -> None:
+    """Compare what is to be downloaded and packed with the free space. If the hub does not answer, its cache may have
+    all.
+    """
     from huggingface_hub import constants, try_to_load_from_cache
 
     try:
@@ -39,19 +42,26 @@ def _check_room(name: str) -> None:
     except CheckpointError:
         return
     lacking = [one for one in hub.files if not isinstance(try_to_load_from_cache(name, one, revision=hub.commit), str)]
-    needed = sum(hub.files[one] for one in lacking)
+    if not lacking:
+        return  # who packs it looks
+    needed, packed = sum(hub.files[one] for one in lacking), store_nbytes(hub)
     folder = existing_parent(Path(constants.HF_HUB_CACHE))
     free = shutil.disk_usage(folder).free
-    if needed > free:
+    beside = existing_parent(store or folder)
+    is_one_disk = beside.stat().st_dev == folder.stat().st_dev
+    if needed + (packed if is_one_disk else 0) > free:
+        then = f", {packed} more are packed from them" if packed and is_one_disk else ""
         raise CheckpointError(
-            f"model={name!r}: {needed} bytes are to be downloaded, and {free} are free in {folder}; make room, set "
-            "HF_HOME to another disk, or pack it shard by shard (expertly pack --stream)"
+            f"model={name!r}: {needed} bytes are to be downloaded{then}, and {free} are free in {folder}; make room, "
+            "set HF_HOME or EXPERTLY_CACHE to another disk, or pack it shard by shard (expertly pack --stream)"
         )
+    if not is_one_disk:
+        check_space(beside, packed, f" for the store of {name}")
 
 
 @contextlib.contextmanager
 def hub_errors(name: str) -> Iterator[None]:
-    """Turn exceptions of the hub's client into a CheckpointError with the reason."""
+    """Turn exceptions of the hub's client into a DownloadError with the reason."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -82,7 +92,7 @@ def hub_errors(name: str) -> Iterator[None]:
         if not isinstance(error, OSError) and type(error).__module__.partition(".")[0].rstrip("2") != "httpx":
             raise
         reason = f"it could not be downloaded ({error})"
-    raise CheckpointError(f"model={name!r}: no such folder here, and {reason}")
+    raise DownloadError(f"model={name!r}: no such folder here, and {reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +158,7 @@ class HubModel:
                 hf_hub_download(self.name, name, revision=self.commit, local_dir=folder)
         size = path.stat().st_size
         if size != self.files[name]:
-            raise CheckpointError(f"{path}: {size} bytes, but the hub says {self.files[name]}")
+            raise DownloadError(f"{path}: {size} bytes, but the hub says {self.files[name]}")
 
     def checkpoint(self, folder: Path) -> Checkpoint:
         """The checkpoint with the shapes of all tensors, by range requests, but no values. `folder` has the small

@@ -47,23 +47,26 @@ def load_dense(
     dtype: torch.dtype,
     device: torch.device | str,
     runtime: hooks.Runtime,
+    extras: str | os.PathLike[str] | None = None,
 ) -> Any:
     """The model of a packed store in evaluation mode, its dense weights on `device` in `dtype`, guarded.
 
     Its class is a subclass of the family's own, with the same name. Experts modules have no weights (biases stay) and
-    call `runtime`. Nothing global changes, so other models in the process are not affected.
+    call `runtime`. Nothing global changes, so other models in the process are not affected. Its generation config is
+    read in `extras`, or in the store.
 
     Raises StoreError where the store's experts are not those of its config, CheckpointError naming the tensors that are
     missing or have another shape.
     """
     folder = os.fspath(store_folder)
     config = read_config(folder)
-    generation.check_file(folder)
+    beside = os.fspath(extras or store_folder)
     hooks.register()
     read = functools.partial(
         _strippable(model_class_of(config), manifest).from_pretrained,
         folder,
         config=config,
+        generation_config=generation.read_config(beside, Path(folder) / "config.json"),
         dtype=dtype,
         experts_implementation=hooks.IMPLEMENTATION,
         output_loading_info=True,
@@ -82,7 +85,7 @@ def load_dense(
     _check_report(folder, report)
     nn.Module.to(model, torch.device(device))
     model.requires_grad_(False)
-    model.config.name_or_path = manifest.source
+    model.config.name_or_path = beside
     for layer, site in enumerate(manifest.sites):
         hooks.bind(model.get_submodule(site), layer, runtime)
     hooks.attach(model, manifest.sites, runtime)

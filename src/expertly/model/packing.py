@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -30,10 +33,10 @@ from expertly.model.conversion import (
 )
 from expertly.model.dequantizer import GroupDequantizer
 from expertly.model.gguf import GgufConversion, config_of, extras_of, kept_formats, open_checkpoint
-from expertly.model.hub import download
+from expertly.model.hub import HubModel, download
 from expertly.model.structure import build_meta_model, find_experts
 from expertly.model.tiled import can_be_tiled
-from expertly.store.cache import entry_folder, list_entries, make_room_for_this_version
+from expertly.store.cache import entry_folder, list_entries, make_room, make_room_for_this_version, stores_folder
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.codec_choice import (
     CodecChoice,
@@ -55,7 +58,7 @@ from expertly.store.manifest import (
     check_store_dtype,
 )
 from expertly.store.packed import DENSE_NAME, PackedStore, dense_by_format, is_packed_store, tiles_name
-from expertly.store.writer import Progress, StoreWriter, begun_codec, copy_extras
+from expertly.store.writer import Progress, StoreWriter, begun_codec, renew_extras
 
 DEMO_NAME = "demo"
 
@@ -85,16 +88,13 @@ def pack_cached(
     folder = local_folder(model)
     if folder is None and quantize is None:
         folder = _streamed(str(model), dtype, codec, cache_dir)
-    folder = folder or download(str(model))
+    folder = folder or _download(str(model), stores_folder(cache_dir), dtype, quantize, cache_dir)
     if is_packed_store(folder):
         why = "the packed store is in it" if codec == "auto" else "it was asked for"
         return replace(open_store(folder, dtype, codec, quantize=quantize), why_codec=why)
     checkpoint = open_checkpoint(folder)
     weights = weights_of(checkpoint, dtype, quantize)
-    model_type, label = str(checkpoint.config.get("model_type")), weights.label
-    folders = {one: entry_folder(model_type, checkpoint.identity, label, cache_dir, one) for one in CODECS}
-    for one in folders.values():
-        make_room_for_this_version(one)
+    folders = {one: _cached_folder(checkpoint, weights.label, cache_dir, one) for one in CODECS}
     return _pack(checkpoint, folders, weights, codec, progress)
 
 
@@ -108,11 +108,11 @@ def pack(
 ) -> PackedStore:
     """Write the checkpoint folder or GGUF file `source` as a packed store at `folder`, and open it.
 
-    Resumes what an interrupted `pack` of the same checkpoint left; a store of it that is already there is only
-    opened. `dtype` is that of the experts; by default they keep the weight format of a checkpoint that has one of
-    `expertly.formats`, else have the config's, or what most weights have. Dense tensors that are not quantised stay as
-    they are stored. `quantize`: round the experts of a checkpoint that is not quantised to this format, which changes
-    tokens (`engine.rounding.measured` says how much). `codec`: see `pack_cached`.
+    Resumes what an interrupted `pack` of the same checkpoint left; of a store of it that is already there only the
+    small files are brought up to date. `dtype` is that of the experts; by default they keep the weight format of a
+    checkpoint that has one of `expertly.formats`, else have the config's, or what most weights have. Dense tensors that
+    are not quantised stay as they are stored. `quantize`: round the experts of a checkpoint that is not quantised to
+    this format, which changes tokens (`engine.rounding.measured` says how much). `codec`: see `pack_cached`.
     `progress(done_nbytes, total_nbytes)`. Holds one expert, or one quantised dense tensor, in memory. Raises
     CheckpointError (UnsupportedModelError) for the source, StoreError for what is at `folder` or a disk that is full,
     ConfigError for an option.
@@ -122,7 +122,8 @@ def pack(
         raise CheckpointError(f"{source}: already a packed store; give the checkpoint that it was packed from")
     checkpoint = open_checkpoint(Path(source))
     weights = weights_of(checkpoint, dtype, quantize)
-    return _pack(checkpoint, dict.fromkeys(CODECS, Path(folder)), weights, codec, progress)
+    store = _pack(checkpoint, dict.fromkeys(CODECS, Path(folder)), weights, codec, progress)
+    return store if checkpoint.gguf else renew_extras(store, checkpoint.folder)  # whose own are in its header
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +187,34 @@ def _streamed(name: str, dtype: str | None, codec: str, cache_dir: Path | None) 
     return max(wanted, key=lambda folder: (folder / MANIFEST_NAME).stat().st_mtime, default=None)
 
 
-def source_folder(model: str | Path | None) -> Path:
+def _download(name: str, store: Path, dtype: str | None, quantize: str | None, cache_dir: Path | None = None) -> Path:
+    """The hub's model, if there is room for it and for its store, which is to lie at or below `store`."""
+
+    def store_nbytes(hub: HubModel) -> int:
+        """As the headers say, if they do; 0 where it is packed already."""
+        sources = [entry.source for entry in list_entries(cache_dir)]
+        if is_packed_store(store) or any(source.endswith(f"/snapshots/{hub.commit}") for source in sources):
+            return 0
+        with tempfile.TemporaryDirectory(prefix="expertly-") as made, contextlib.suppress(CheckpointError):
+            hub.fetch("config.json", Path(made))
+            checkpoint = hub.checkpoint(Path(made))
+            packing = Packing(checkpoint, weights_of(checkpoint, dtype, quantize))
+            return sum(layer.nbytes for layer in packing.layers) + packing.dense_nbytes
+        return 0
+
+    return download(name, store_nbytes, store)
+
+
+def source_folder(
+    model: str | Path | None, store: Path | None = None, dtype: str | None = None, quantize: str | None = None
+) -> Path:
     """The folder or GGUF file of what a user calls a model: that, the demo model, or the hub's of an id, downloaded or
-    from the hub's own cache. Raises CheckpointError saying why none of these worked.
+    from the hub's own cache. `store`: where it is packed next. Raises CheckpointError saying why none of these worked.
     """
-    return local_folder(model) or download(str(model))
+    folder = local_folder(model)
+    if folder is not None or store is None:
+        return folder or download(str(model))
+    return _download(str(model), store, dtype, quantize)
 
 
 def local_folder(model: str | Path | None) -> Path | None:
@@ -239,12 +263,17 @@ def check_codec_of(weights: Weights, codec: str) -> None:
 
 
 def open_store(
-    folder: Path, dtype: str | None, codec: str, identity: str | None = None, quantize: str | None = None
+    folder: Path,
+    dtype: str | None,
+    codec: str,
+    identity: str | None = None,
+    quantize: str | None = None,
+    stamp: str = "",
 ) -> PackedStore:
     """The store that is there. Raises ConfigError where it is of another dtype or codec than was asked for, or is not
     rounded to `quantize`.
     """
-    store = PackedStore.open(folder, identity)
+    store = PackedStore.open(folder, identity, stamp)
     again = f"pack {store.manifest.source} again for another"
     stored_as, rounding = store.manifest.stored_as, store.manifest.rounding
     if quantize is not None and quantize != (None if rounding is None else rounding.to):
@@ -274,18 +303,40 @@ def _pack(
     folder = folders[choice.codec]
     if is_packed_store(folder):
         dtype = None if weights.format else weights.dtype
-        store = open_store(folder, dtype, choice.codec, checkpoint.identity, weights.rounded_to or None)
-        if not checkpoint.gguf:  # whose own are in its header, and so in its identity
-            copy_extras(checkpoint.folder, folder)
+        store = open_store(
+            folder, dtype, choice.codec, checkpoint.identity, weights.rounded_to or None, checkpoint.stamp
+        )
     else:
         store = packing().write(folder, choice.codec, progress)
-    return replace(store, why_codec=choice.why)
+    return replace(store, why_codec=choice.why, checkpoint=None if checkpoint.gguf else checkpoint.folder)
+
+
+def _cached_folder(checkpoint: Checkpoint, stored_as: str, cache_dir: Path | None, codec: str) -> Path:
+    """The cache's folder for the checkpoint's store: named by its identity, or by its stamp where that is taken by
+    another folder's weights. A store of weights that have changed since is removed.
+    """
+    by_identity, by_stamp = (
+        entry_folder(str(checkpoint.config.get("model_type")), one, stored_as, cache_dir, codec)
+        for one in (checkpoint.identity, checkpoint.stamp)
+    )
+    for folder in (by_stamp, by_identity):
+        make_room_for_this_version(folder)
+        if not is_packed_store(folder):
+            continue
+        found = Manifest.read(folder)
+        if found.stamp == checkpoint.stamp:
+            return folder
+        if os.path.exists(found.source) and not os.path.samefile(found.source, checkpoint.folder):
+            return by_stamp
+        make_room(folder, f"{checkpoint.folder} may have changed since it was packed")
+    return by_identity
 
 
 def _choose(checkpoint: Checkpoint, folders: Mapping[str, Path], packing: Callable[[], Packing]) -> CodecChoice:
     """The codec of the store that exists, else of one that was begun; where none or both exist, the faster one."""
     found = [folder for folder in dict.fromkeys(folders.values()) if is_packed_store(folder)]
-    stores = {store.codec: store for store in (PackedStore.open(folder, checkpoint.identity) for folder in found)}
+    opened = [PackedStore.open(folder, checkpoint.identity, checkpoint.stamp) for folder in found]
+    stores = {store.codec: store for store in opened}
     if len(stores) == 1:
         return CodecChoice(next(iter(stores)), "the model is packed in it")
     if stores:
@@ -376,7 +427,7 @@ class Packing:
         places = sampled(self.layers)
         return Sample(self.layers[0], (self._readers[n].experts(self._torch_dtype, [expert]) for n, expert in places))
 
-    def plan(self, codec: str, identity: str, source: str) -> Manifest:
+    def plan(self, codec: str, identity: str, source: str, stamp: str = "") -> Manifest:
         """Of the store, without its files."""
         checkpoint = self._checkpoint
         return Manifest(
@@ -389,13 +440,14 @@ class Packing:
             files={},
             codec=codec,
             rounding=self._rounding,
+            stamp=stamp,
             dense_formats=self.dense_formats,
         )
 
     def write(self, folder: Path, codec: str, progress: Progress | None) -> PackedStore:
         """The store at `folder`, of a checkpoint that is whole."""
         checkpoint = self._checkpoint
-        plan = self.plan(codec, checkpoint.identity, str(checkpoint.folder.absolute()))
+        plan = self.plan(codec, checkpoint.identity, str(checkpoint.folder.absolute()), checkpoint.stamp)
         ratio = 1.0 if codec == "none" else self._sample().ratio
         with StoreWriter(folder, plan, self.dense, progress, ratio) as writer:
             store = writer.finished_store()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from expertly.core.costs import CODECS, check_codec
-from expertly.core.errors import ConfigError
+from expertly.core.errors import ConfigError, DownloadError, StoreError
 from expertly.core.headers import TensorSpec
 from expertly.model.hub import HubModel, arrived
 from expertly.model.packing import Packing, check_codec_of, local_folder, open_store, weights_of
@@ -67,9 +67,15 @@ def pack_streamed(
         begun = [one for one in map(begun_codec, folders.values()) if one is not None]
         codec = [*there, *begun, "none"][0]
     target = folders[codec]
-    if not is_packed_store(target):
-        _Stream(hub, checkpoint, Packing(checkpoint, weights), here).write(target, codec, identity, progress)
-    store = open_store(target, None if weights.format else weights.dtype, codec, identity)
+    try:
+        if not is_packed_store(target):
+            _Stream(hub, checkpoint, Packing(checkpoint, weights), here).write(target, codec, identity, progress)
+        store = open_store(target, None if weights.format else weights.dtype, codec, identity)
+    except (StoreError, DownloadError):
+        raise
+    except Exception:  # it would fail again
+        shutil.rmtree(here, ignore_errors=True)
+        raise
     shutil.rmtree(here, ignore_errors=True)
     return replace(store, why_codec="it was asked for, or begun in it, or weights that are streamed are not measured")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
 import re
 import shutil
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ LEARNED = ("maps", "matrices", "reuse", "predictor", "choices")
 _PLANES = "-planes"
 
 
-def store_errors(folder: Path, doing: str) -> AbstractContextManager[None]:
+def store_errors(folder: Path, doing: str) -> contextlib.AbstractContextManager[None]:
     """Turn an OSError while writing below `folder` into a StoreError that says what the user can do."""
     return disk_errors(folder, doing, StoreError, f" with --out or {CACHE_VARIABLE}")
 
@@ -135,9 +135,14 @@ def make_room_for_this_version(folder: Path) -> None:
     StoreError where it cannot be removed.
     """
     if is_packed_store(folder) and not Manifest.is_of_this_version(folder):
-        logging.getLogger("expertly").warning("%s: packed by another version of expertly; packing again", folder)
-        with store_errors(folder, "removing it"):
-            _remove_folder(folder)
+        make_room(folder, "packed by another version of expertly")
+
+
+def make_room(folder: Path, why: str) -> None:
+    """Remove the cached store at `folder`, so that it is packed again. Raises StoreError where it cannot be removed."""
+    logging.getLogger("expertly").warning("%s: %s; packing again", folder, why)
+    with store_errors(folder, "removing it"), contextlib.suppress(FileNotFoundError):  # another process was first
+        _remove_folder(folder)
 
 
 def _remove_folder(folder: Path) -> None:

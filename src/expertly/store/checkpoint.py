@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from expertly.core.errors import CheckpointError, ExpertlyError
 from expertly.core.files import is_plain_name, read_json_object
@@ -24,6 +25,12 @@ SINGLE_NAME = "model.safetensors"
 _SAMPLE_NBYTES = 4096
 _NUM_SAMPLES = 64
 _WHOLE_NBYTES = 4 << 20
+
+_HASHED_NBYTES = 64 << 20
+"""A file of so many bytes is hashed whole in a few milliseconds."""
+
+_BLOB = re.compile("[0-9a-f]{64}")
+"""The name of a file of weights in the hub's cache: the SHA-256 of its bytes."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -82,22 +89,33 @@ class Checkpoint:
         """SHA-256 over the config, each file's name, size and header, and a sample of each file's bytes.
 
         The sample (64 blocks of 4 KiB spread over the file, or all of a file below 4 MiB) distinguishes fine-tunings of
-        one model, whose headers are equal. File times and folder names do not matter.
+        one model, whose headers are equal. File times and folder names do not matter. What was learned about a model
+        goes by it; whether a store is up to date goes by `stamp` as well.
         """
         digest = hashlib.sha256()
 
         def add(part: bytes) -> None:
             digest.update(len(part).to_bytes(8, "little") + part)
 
-        beside = self.folder.parent if self.gguf else self.folder
         if not self.gguf:
-            add((beside / "config.json").read_bytes())
+            add((self.folder / "config.json").read_bytes())
         for name, header in self.headers.items():
             add(name.encode())
             add(header)
-            for part in _samples(beside / name):
+            for part in _samples(self._beside / name):
                 add(part)
         return digest.hexdigest()
+
+    @cached_property
+    def stamp(self) -> str:
+        """Another one whenever a file of weights was changed or replaced, even between the bytes of the sample."""
+        told = "".join(f"{name} {_stamp(self._beside / name)}\n" for name in self.headers)
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    @property
+    def _beside(self) -> Path:
+        """The folder of the files."""
+        return self.folder.parent if self.gguf else self.folder
 
     def _read_into(self, name: str, buffer: memoryview, start: int) -> None:
         """Fill `buffer` with the tensor's bytes from `start`."""
@@ -203,6 +221,21 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 f"{path}: weight_map[{name!r}]={file_name!r:.80}: must be a file name in the same folder"
             )
     return weight_map
+
+
+def _stamp(path: Path) -> str:
+    """The hub's hash of a file in its cache, or a hash of a small file: those of a copy are the same. Else size and
+    time of the last change, which are those of a copy that keeps times. (Numbers of inodes are not stable everywhere.)
+    """
+    try:
+        file, about = path.resolve(), path.stat()
+        if file.parent.name == "blobs" and _BLOB.fullmatch(file.name) and about.st_mtime_ns <= path.lstat().st_mtime_ns:
+            return file.name  # not written to since the link to it was made
+        if about.st_size <= _HASHED_NBYTES:
+            return xxhash.xxh3_128_hexdigest(path.read_bytes())
+        return f"{about.st_size} bytes at {about.st_mtime_ns} ns"
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _samples(path: Path) -> Iterator[bytes]:

@@ -36,6 +36,10 @@ def check_store_dtype(name: object, field: str = "dtype") -> str:
     return name
 
 
+_OPTIONAL: Mapping[str, Any] = {"rounding": None, "stamp": "", "dense_formats": {}}
+"""Fields that are written only if they are not this."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileEntry:
     """Size and checksum (zlib's CRC-32) of a file of the store; of a large one also xxh3_64, which is ten times as
@@ -104,6 +108,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
     codec: str = "none"  # how the experts are stored
     rounding: Rounding | None = None
+    stamp: str = ""  # of the source checkpoint; "" in older stores, and of one that was streamed from the hub
     dense_formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Weight formats of linear layers, by module path."""
     format_version: int = FORMAT_VERSION
@@ -124,7 +129,7 @@ class Manifest:
     def as_dict(self) -> dict[str, Any]:
         fields = dataclasses.asdict(self)
         fields |= {"layers": [layer.as_dict() for layer in self.layers], "sites": list(self.sites)}
-        return {name: value for name, value in fields.items() if value or name not in ("rounding", "dense_formats")}
+        return {name: value for name, value in fields.items() if value or name not in _OPTIONAL}
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -144,7 +149,7 @@ class Manifest:
             raise StoreError(
                 f"{path}: format_version={version!r:.80}: this version of expertly reads {FORMAT_VERSION}; pack again"
             )
-        found = {"codec": "none", "rounding": None, "dense_formats": {}, **raw}  # older stores lack some of these
+        found = {"codec": "none", **_OPTIONAL, **raw}  # older stores lack some of these
         layers, files = found.get("layers"), found.get("files")
         if not isinstance(layers, list) or not layers:
             raise StoreError(f"{path}: layers={layers!r:.80}: must be a list of at least one layer")

@@ -93,6 +93,17 @@ def stored_ratio(manifest: Manifest) -> float:
     return stored / sum(layer.nbytes for layer in manifest.layers)
 
 
+_EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
+_EXTRA_NAMES = ("LICENSE", "NOTICE")
+_NOT_EXTRA = ("config.json", MANIFEST_NAME, "progress.json")
+
+
+def is_extra(name: str) -> bool:
+    """Whether a store has a copy of small files of this name (tokenizer, generation config, chat template, licence)."""
+    has_name = name.endswith(_EXTRA_SUFFIXES) or name in _EXTRA_NAMES
+    return has_name and name not in _NOT_EXTRA and not name.startswith(".") and not name.endswith(".index.json")
+
+
 def is_packed_store(folder: Path) -> bool:
     return (folder / MANIFEST_NAME).is_file()
 
@@ -126,21 +137,23 @@ class PackedStore:
     frames: tuple[FrameIndex, ...] = ()  # by layer; empty where experts are not compressed
     sums: tuple[Sums, ...] = ()  # by layer, where experts are not compressed; empty: reads are not compared
     why_codec: str = ""  # the reason, where expertly chose it
+    checkpoint: Path | None = None  # the folder that it was opened for, which has newer small files
 
     @classmethod
-    def open(cls, folder: Path, expect_identity: str | None = None) -> PackedStore:
+    def open(cls, folder: Path, expect_identity: str | None = None, stamp: str = "") -> PackedStore:
         """Raises StoreError naming the file that is missing, damaged or of another size, or if the store was packed
-        from another checkpoint than `expect_identity`.
+        from another checkpoint than that of `expect_identity` and `stamp` (which older stores do not have).
         """
         if not folder.is_dir():
             raise StoreError(f"{folder}: no such folder")
         if not is_packed_store(folder):
             raise StoreError(f"{folder}: not a packed store (no {MANIFEST_NAME})")
         manifest = Manifest.read(folder)
-        if expect_identity is not None and manifest.identity != expect_identity:
+        is_same = expect_identity in (None, manifest.identity)
+        if not is_same or (stamp and manifest.stamp not in ("", stamp)):
             raise StoreError(
-                f"{folder}: packed from another checkpoint (of {manifest.source}, identity {manifest.identity[:16]}; "
-                f"expected {expect_identity[:16]}), or that one has changed since: remove the store and pack again"
+                f"{folder}: packed from another checkpoint (of {manifest.source}, identity {manifest.identity[:16]}), "
+                "or that one has changed since: remove the store and pack again"
             )
         layers = range(len(manifest.layers))
         expert_names = [name for layer in layers for name in expert_files(manifest.codec, layer)]
@@ -173,6 +186,11 @@ class PackedStore:
         frames = self.frames[layer] if self.frames else None
         sums = self.sums[layer] if self.sums else None
         return LayerFile(*self.extents[layer], frames, sums, range(self.manifest.layers[layer].num_experts))
+
+    @property
+    def extras(self) -> Path:
+        """The folder whose tokenizer, generation config and chat template are used."""
+        return self.checkpoint or self.folder
 
     @property
     def codec(self) -> str:
@@ -225,8 +243,10 @@ class PackedStore:
         check_claims(self.folder / "config.json", self.config, shapes, StoreError)
 
     def check_dense(self) -> None:
-        """Compare config, index and dense part with the manifest. Raises StoreError naming the one that is damaged."""
-        for name in ("config.json", INDEX_NAME, DENSE_NAME):
+        """Compare all files but experts with the manifest; older stores have no checksums of tokenizer and the like.
+        Raises StoreError naming the one that is damaged.
+        """
+        for name in ("config.json", INDEX_NAME, DENSE_NAME, *filter(is_extra, self.manifest.files)):
             entry, checksum = self.manifest.files[name], 0
             fast = None if entry.xxh3 is None else xxhash.xxh3_64()
             for chunk in _chunks(self.folder / name, is_read_again=True):

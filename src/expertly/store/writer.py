@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from expertly.core.costs import CODECS
-from expertly.core.errors import CheckpointError, ConfigError, StoreError
+from expertly.core.errors import CheckpointError, DownloadError, StoreError
 from expertly.core.files import json_bytes, sync_folder, write_atomic
 from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
 from expertly.core.headers import TensorSpec, safetensors_header
@@ -38,6 +38,7 @@ from expertly.store.packed import (
     expert_files,
     experts_name,
     experts_spec,
+    is_extra,
     is_packed_store,
 )
 from expertly.store.sums import BlockSummer, sums_name
@@ -54,9 +55,6 @@ _PART_CHUNK_NBYTES = 8 << 20
 _WRITE_NBYTES, _NUM_WRITES = 1 << 20, 3
 """Size and number of a large file's buffers: one is being written, the others are filled or wait."""
 
-_EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
-_EXTRA_NAMES = ("LICENSE", "NOTICE")
-_NOT_EXTRA = ("config.json", "manifest.json", "progress.json")
 _MAX_EXTRA_NBYTES = 64 << 20
 
 
@@ -79,8 +77,9 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
 
     Works in `<folder>.partial`, under a lock: another process that packs to the same place is waited for. Files that an
     earlier writer of the same plan finished there are kept (`is_done`). `finish` renames it to `folder`; a writer that
-    ends before leaves the partial folder only. `ratio`: stored bytes / bytes of experts as far as is known, to see
-    whether there is room. Raises StoreError where the disk is full or not writable, or something else is in the way.
+    is interrupted, or that a disk or the hub fails, leaves the partial folder, one that fails otherwise nothing.
+    `ratio`: stored bytes / bytes of experts as far as is known, to see whether there is room. Raises StoreError where
+    the disk is full or not writable, or something else is in the way.
     """
 
     def __init__(
@@ -110,6 +109,8 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
             self._written = self._total - experts_left - dense_left
             self._report(0)
         except BaseException:
+            if not self._done:  # there is nothing to resume
+                shutil.rmtree(self._partial, ignore_errors=True)
             self.close()
             raise
 
@@ -117,7 +118,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         """The store, where another process has finished it while this one waited for the lock."""
         if not self.folder.is_dir() or not any(self.folder.iterdir()):
             return None
-        store = PackedStore.open(self.folder, self._plan.identity)
+        store = PackedStore.open(self.folder, self._plan.identity, self._plan.stamp)
         shutil.rmtree(self._partial, ignore_errors=True)
         return store
 
@@ -192,8 +193,8 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         self._mark({name: FileEntry(len(data), zlib.crc32(data))})
 
     def copy_extras(self, source: Path) -> None:
-        """Tokenizer and the like. They may be changed later, so the manifest does not list them."""
-        copy_extras(source, self._partial)
+        """Tokenizer and the like."""
+        self._mark(copy_extras(source, self._partial))
 
     def finish(self) -> PackedStore:
         """Write index and manifest, and give the store its name."""
@@ -206,7 +207,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
             self._partial.rename(self.folder)
             sync_folder(self.folder.parent)
             (self.folder / _LOCK_NAME).unlink()
-        return PackedStore.open(self.folder, self._plan.identity)
+        return PackedStore.open(self.folder, self._plan.identity, self._plan.stamp)
 
     def close(self) -> None:
         """Let go of the lock. Idempotent."""
@@ -217,7 +218,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, ConfigError):  # what was asked for cannot be made: nothing to resume
+        if isinstance(error, Exception) and not isinstance(error, StoreError | DownloadError):  # it would fail again
             shutil.rmtree(self._partial, ignore_errors=True)
         self.close()
 
@@ -285,7 +286,11 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         if isinstance(found, dict) and {**found, "files": {}, "source": self._plan.source} == expected:
             with contextlib.suppress(StoreError):
                 files = Manifest.from_dict(path, found).files
-                self._done = {name: e for name, e in files.items() if _size(self._partial / name) == e.nbytes}
+                self._done = {
+                    name: one
+                    for name, one in files.items()
+                    if _size(self._partial / name) == one.nbytes and not is_extra(name)  # these may have changed
+                }
         with store_errors(self._partial, "clearing the folder"):
             for stale in self._partial.iterdir():
                 if stale.name not in (_LOCK_NAME, _JOURNAL_NAME, *self._done):
@@ -366,14 +371,25 @@ class _LargeFile(contextlib.AbstractContextManager["_LargeFile"]):
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)  # the device wants larger blocks than pages
 
 
-def copy_extras(source: Path, folder: Path) -> None:
-    """Bring the small files beside a checkpoint's weights (tokenizer, generation config, chat template, licence) up to
-    date in its store. What has not changed is not written; what transformers would read and the checkpoint has no more
-    is removed.
+def renew_extras(store: PackedStore, source: Path) -> PackedStore:
+    """The store with the small files that lie beside the checkpoint's weights now."""
+    entries = copy_extras(source, store.folder)
+    files = {name: one for name, one in store.manifest.files.items() if not is_extra(name)} | entries
+    if files == store.manifest.files:
+        return store
+    manifest = replace(store.manifest, files=dict(sorted(files.items())))
+    with store_errors(store.folder, "writing the manifest"):
+        manifest.write(store.folder)
+    return replace(store, manifest=manifest)
+
+
+def copy_extras(source: Path, folder: Path) -> dict[str, FileEntry]:
+    """Bring the small files beside a checkpoint's weights up to date in its store. What has not changed is not written;
+    what transformers would read and the checkpoint has no more is removed. Returns entries of what it would read.
     """
+    entries = {}
     for path in sorted(folder.iterdir()):
-        is_read = path.suffix not in (".md", ".txt") or path.name in ("vocab.txt", "merges.txt")
-        if is_read and path.name not in _EXTRA_NAMES and _is_extra(path) and not _is_extra(source / path.name):
+        if _is_read(path) and _is_extra(path) and not _is_extra(source / path.name):
             with store_errors(folder, f"removing {path.name}"):
                 path.unlink(missing_ok=True)
     for path in sorted(source.iterdir()):
@@ -387,6 +403,14 @@ def copy_extras(source: Path, folder: Path) -> None:
             target = folder / path.name
             if not target.is_file() or target.read_bytes() != data:
                 write_atomic(target, data)
+        if _is_read(path):
+            entries[path.name] = FileEntry(len(data), zlib.crc32(data))
+    return entries
+
+
+def _is_read(path: Path) -> bool:
+    """Whether transformers may read it, which people's texts are not."""
+    return path.suffix not in ("", ".md", ".txt") or path.name in ("vocab.txt", "merges.txt")
 
 
 def _part_name(number: int) -> str:
@@ -394,9 +418,7 @@ def _part_name(number: int) -> str:
 
 
 def _is_extra(path: Path) -> bool:
-    has_name = path.suffix in _EXTRA_SUFFIXES or path.name in _EXTRA_NAMES
-    is_other = path.name in _NOT_EXTRA or path.name.startswith(".") or path.name.endswith(".index.json")
-    return has_name and not is_other and path.is_file() and path.stat().st_size <= _MAX_EXTRA_NBYTES
+    return is_extra(path.name) and path.is_file() and path.stat().st_size <= _MAX_EXTRA_NBYTES
 
 
 def _check_place(folder: Path, partial: Path) -> None:
