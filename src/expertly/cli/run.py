@@ -163,7 +163,7 @@ def _chat(conversation: Chat, model: Any, out: TextIO) -> None:
             with contextlib.redirect_stdout(out):
                 text = input("> ").strip()
             text.encode()  # what is no UTF-8 may come as lone surrogates
-        except UnicodeError as error:
+        except (UnicodeDecodeError, UnicodeEncodeError) as error:
             message(f"expertly: a message must be UTF-8 ({error.reason})")
             continue
         except EOFError:
