@@ -154,7 +154,7 @@ def test_a_policy_of_the_page_is_compared_and_served(
     options = ServeOptions(name="demo", system=system, memory="25%", dtype="float32", device="cpu", context=128)
     assembled = open_server(options, Access())
     with running(assembled) as serving:
-        (told,) = serving.client().models.list().data
+        (told,) = serving.client.models.list().data
         assert told.model_dump()["expertly"]["system"] == system
         text = serving.complete("Once upon a time", 8).choices[0].text
     assert text == greedy(assembled.model, assembled.service.prompts.tokenizer, "Once upon a time", 8)

@@ -310,8 +310,7 @@ def _forecast_report(found: ModelForecast, profile: MachineProfile, is_total_sta
         streamed = f"{format_nbytes(found.disk_stream_nbytes)} in all with pack --stream"
         disk += f", {format_nbytes(found.download_nbytes)} to download ({streamed})"
     sizes.add_row("disk", f"{disk}; {format_nbytes(found.disk_free_nbytes)} are free")
-    context = next(iter(found.cache_nbytes))
-    fit = f"{format_share(found.fitting_share)} of the experts beside the rest and {context} tokens"
+    fit = f"{format_share(found.fitting_share)} of the experts beside the rest and 4096 tokens"
     free = "for everything, as stated" if is_total_stated else "are free"
     sizes.add_row("memory", f"{format_nbytes(found.memory_nbytes)} of {found.memory_name} {free}: {fit}")
     several = Text(f"\nWith other machines like this one as workers, over {network}:")

@@ -116,7 +116,7 @@ class ModelForecast:
     disk_free_nbytes: int
     memory_name: str
     memory_nbytes: int  # free, or as much of it as was stated for everything
-    fitting_share: float  # of the experts, beside the rest and the first context of `cache_nbytes`
+    fitting_share: float  # of the experts, beside the rest and 4096 tokens
     speeds: tuple[ExpectedSpeed, ...]
     with_workers: tuple[ExpectedSpeed, ...]
     decided_by: str
@@ -184,10 +184,10 @@ def forecast(
     if total_memory is not None:
         memory = parse_memory(total_memory, memory, "total_memory") or memory
     beside = BesideExperts(dense, fixed, cache, per_token)
+    left = memory - beside.dense_nbytes - beside.fixed_nbytes - beside.of_tokens(0, CONTEXTS[0])
+    least = least_nbytes(geometry)
     positions = needs.config.get("max_position_embeddings") or CONTEXTS[-1]
     contexts = [context for context in CONTEXTS if context <= positions] or [positions]
-    left = memory - beside.dense_nbytes - beside.fixed_nbytes - beside.of_tokens(0, contexts[0])
-    least = least_nbytes(geometry)
     machines = [Machines(round(share * geometry.nbytes), share) for share in SHARES]
     if least < left < geometry.nbytes:
         machines.append(Machines(left, left / geometry.nbytes))
