@@ -69,7 +69,8 @@ class Roofline:
     slowdown_while_loading = 1.0  # copies to an accelerator are made by engines of their own
     submit_ns = 0
     observe_ns = 0
-    prefetch_ns = decide_ns = 0
+    prefetch_ns = 0
+    decide_ns = 0
 
     def __init__(self, hardware: Hardware, geometry: Geometry, dense: DenseShape) -> None:
         self._hardware = hardware
