@@ -162,3 +162,18 @@ def test_a_codec_that_cannot_be_is_refused(tmp_path: Path) -> None:
         make_study(trace, toy(disk=INFINITE), codec=PLANES)
     with pytest.raises(ConfigError, match="codec='planes': the trace does not know its experts' sizes"):
         replace(make_study(trace), layers=None, codec=PLANES)
+
+
+def test_a_policy_that_learns_takes_its_measured_time_of_every_layer(tmp_path: Path) -> None:
+    """What it decides is the same, and so are the times of other systems."""
+    layers, num_layers = sized(2, 8, 2), 2
+    hardware, trace = replace(measured(), link=INFINITE), random_trace(tmp_path / "trace", layers, 0, 12)
+    assert hardware.compute is not None
+    slower = replace(hardware, compute=replace(hardware.compute, decide_ns=1000))
+    rows = [
+        {name: make_study(trace, machine).row(SYSTEMS[name], Memory("50%")) for name in ("lru", "expertly", "resident")}
+        for machine in (hardware, slower)
+    ]
+    took = {name: rows[1][name]["tpot_s"] - rows[0][name]["tpot_s"] for name in rows[0]}
+    assert took == {"lru": 0, "expertly": pytest.approx(num_layers * 1e-6), "resident": 0}
+    assert all(rows[0][name]["bytes_loaded"] == rows[1][name]["bytes_loaded"] for name in took)
