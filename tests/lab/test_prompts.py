@@ -80,7 +80,7 @@ def test_a_bad_line_is_named(line: bytes, problem: str, tmp_path: Path) -> None:
     [
         ("nowhere.jsonl", None, "cannot be read"),
         (".", None, "cannot be read"),
-        ("cut.gz", gzip.compress(LINES)[:-12], "cannot be read"),
+        ("cut.gz", gzip.compress(LINES, mtime=0)[:-12], "cannot be read"),
         ("no.gz", LINES, "cannot be read"),
         ("empty.jsonl", b"", "holds no prompt; accepted"),
         ("blank.jsonl", b"\n \n", "holds no prompt; accepted"),
