@@ -57,6 +57,9 @@ class Moved(NamedTuple):
     again_nbytes: int = 0  # read a second time, to compare whole blocks with their checksums
 
 
+DirectRead = tuple[int, int, int, int]
+"""For `ReadQueue`: file, offset, address and bytes."""
+
 Read = Callable[[], Moved]
 """Brings a part of a span into its slots, in the reader that calls it. Raises TransferError."""
 
@@ -147,8 +150,8 @@ class PlainRead:
         is_direct = self.file.read_into(self.offset, [self.buffer])
         return Moved(0 if is_direct else len(self.buffer))
 
-    def direct(self) -> tuple[int, int, int, int] | None:
-        """For `ReadQueue`: file, offset, address and bytes; None where it would not bypass the page cache."""
+    def direct(self) -> DirectRead | None:
+        """None where it would not bypass the page cache."""
         fd, offset, nbytes = self.file.direct_fd, self.offset, len(self.buffer)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer)) if nbytes else 1
         # The rule of ExpertFile.read_into, not a call of it: a miss is to go through few files (bench/walk.py).
@@ -329,7 +332,7 @@ class ReadQueue:
         self._context = ctypes.c_long()
         self._open()
 
-    def begin(self, reads: Sequence[tuple[int, tuple[int, int, int, int]]]) -> int:
+    def begin(self, reads: Sequence[tuple[int, DirectRead]]) -> int:
         """Begin reads, each a tag and what `PlainRead.direct` gave; returns how many of them, the first ones, the
         system has taken.
         """

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -15,7 +15,10 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import NUM_READERS
 from expertly.engine.numa import MemoryNode
-from expertly.engine.reading import ExtentSource, Moved, PlainRead, Read, ReadQueue, make_source
+from expertly.engine.reading import DirectRead, ExtentSource, Moved, PlainRead, Read, ReadQueue, make_source
+
+_COLLECT_NS = 1_000_000
+"""So long a wait looks only at reads without a reader."""
 
 LOOK_EVERY_S = 1.0
 """A thread that waits for another checks this often whether that one still runs."""
@@ -30,6 +33,7 @@ class _Ticket:
     is_prefetch: bool
     reads_left: int
     error: Exception | None = None
+    failed: list[_Job] = field(default_factory=list)  # of reads without a reader
 
 
 class _Job(NamedTuple):
@@ -43,7 +47,9 @@ class Readers:
     A prefetch begins only while no load is queued or being read. One prefetched span is in flight at a time, or as many
     small ones as there are readers, so that a load waits for no more than that (fMoE, section 4.5).
 
-    A small load that needs no more than its bytes is read without a reader: waking one costs half as much as the read.
+    What needs no more than its bytes is read without a reader: waking one costs half as much as a small read, and
+    takes the interpreter from the thread that computes. The caller begins such prefetches, when it submits, polls or
+    waits.
 
     The caller takes no lock: an interrupt between taking and releasing it would stop the readers for ever. When a
     reader thread has ended, `poll` and `wait` raise its exception and `drain` replaces it.
@@ -72,12 +78,14 @@ class Readers:
         self._prefetches: deque[list[_Job]] = deque()  # spans not begun; the thread that removes one owns it
         self._queue = _read_queue() if arrived is None else None
         self._queued: dict[int, _Job] = {}  # begun there, by tag
+        self._waiting: list[tuple[_Job, DirectRead]] = []  # to begin there, when the system has room
         self._num_queued = 0  # that ever were
         self._lock = threading.Lock()  # taken by readers only
         self._num_loads = 0  # spans; written by the caller
         self._num_loads_read = 0  # of these; written by the readers
         self._num_queued_read = 0  # and those without one; written by the caller
         self._num_prefetch_reads = 0  # begun and not ended; written by the readers
+        self._num_queued_prefetch_reads = 0  # the same without one; written by the caller
         self.num_in_flight = 0
         """Spans submitted and neither taken back nor cancelled."""
         self.asked_nbytes = 0
@@ -97,33 +105,27 @@ class Readers:
         self._num_loads += len(spans)  # from here on no prefetch begins
         batch: list[_Job] = []
         batch_nbytes = 0
-        queued: list[tuple[int, tuple[int, int, int, int]]] = []
+        queued: list[tuple[_Job, DirectRead]] = []
         for span in spans:
             self.num_in_flight += 1
             buffer = self._buffer_of(span)
             reads, disk_nbytes = self._source.reads(span, buffer)
             self.asked_nbytes += disk_nbytes
             ticket = _Ticket(span, disk_nbytes, False, len(reads))
-            if len(reads) > 1:
-                for read in reads:
-                    self._jobs.put([_Job(ticket, read)])
-                continue
-            (read,) = reads
-            if self._queue is not None and isinstance(read, PlainRead):
-                direct = read.direct()
-                if direct is not None:
-                    self._num_queued += 1
-                    self._queued[self._num_queued] = _Job(ticket, read)
-                    queued.append((self._num_queued, direct))
-                    continue
-            batch.append(_Job(ticket, read))
-            batch_nbytes += len(buffer)
-            if batch_nbytes >= self._source.batch_nbytes:
-                self._jobs.put(batch)
-                batch, batch_nbytes = [], 0
-        if self._queue is not None and queued:
-            for tag, _ in queued[self._queue.begin(queued) :]:
-                self._jobs.put([self._queued.pop(tag)])
+            jobs = [_Job(ticket, read) for read in reads]
+            direct = self._direct(jobs)
+            if direct is not None:
+                queued += direct
+            elif len(jobs) > 1:
+                for job in jobs:
+                    self._jobs.put([job])
+            else:
+                batch += jobs
+                batch_nbytes += len(buffer)
+                if batch_nbytes >= self._source.batch_nbytes:
+                    self._jobs.put(batch)
+                    batch, batch_nbytes = [], 0
+        self._enqueue(queued)
         if batch:
             self._jobs.put(batch)
 
@@ -135,8 +137,7 @@ class Readers:
             self.asked_nbytes += disk_nbytes
             ticket = _Ticket(span, disk_nbytes, True, len(reads))
             self._prefetches.append([_Job(ticket, read) for read in reads])
-        if self._are_loads_read():  # else whoever reads the last load begins them
-            self._jobs.put([])
+        self._begin()
 
     def cancel(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Span]:
         """Cancel prefetches that have not begun: of this layer, or of these experts of it, or all. Returns them; they
@@ -170,7 +171,7 @@ class Readers:
         """The next span to arrive. Raises the exception of its read. Something must be in flight."""
         assert self.num_in_flight, "waiting for nothing would never end"
         while self._queued and self._done.empty():
-            self._collect(round(1e9 * LOOK_EVERY_S))
+            self._collect(_COLLECT_NS)
         while True:
             try:
                 return self._take(self._done.get(timeout=LOOK_EVERY_S))
@@ -196,13 +197,14 @@ class Readers:
             except OSError:  # the system has given its room to others
                 self._queue = None
         self._queued.clear()
+        self._waiting = []
         for _ in range(2 if self._threads else 0):  # a reader may have been about to begin what it had just removed
             while not self._gather():
                 pass
         while not self._done.empty():
             self._done.get()
         self._num_loads = self._num_loads_read = self._num_queued_read = 0
-        self.num_in_flight = self._num_prefetch_reads = 0
+        self.num_in_flight = self._num_prefetch_reads = self._num_queued_prefetch_reads = 0
 
     def stats(self) -> dict[str, int]:
         """Bytes asked of the disk, and of these through the page cache; of a compressed store also bytes of weights
@@ -230,18 +232,80 @@ class Readers:
     def _are_loads_read(self) -> bool:
         return self._num_loads == self._num_loads_read + self._num_queued_read
 
+    def _direct(self, jobs: Sequence[_Job]) -> list[tuple[_Job, DirectRead]] | None:
+        """The jobs of a span as reads that need no reader; None where they need one."""
+        if self._queue is None or not isinstance(jobs[0].read, PlainRead):
+            return None
+        reads = [(job, job.read.direct()) for job in jobs if isinstance(job.read, PlainRead)]
+        direct = [(job, read) for job, read in reads if read is not None]
+        return direct if len(direct) == len(jobs) else None
+
+    def _enqueue(self, reads: Sequence[tuple[_Job, DirectRead]]) -> None:
+        """Begin reads that need no reader. What the system has no room for comes with the next ones."""
+        self._waiting += reads
+        if self._queue is None or not self._waiting:
+            return
+        tagged: list[tuple[int, DirectRead]] = []
+        for job, read in self._waiting:
+            self._num_queued += 1
+            self._queued[self._num_queued] = job
+            tagged.append((self._num_queued, read))
+        num = self._queue.begin(tagged)
+        for tag, _ in tagged[num:]:
+            del self._queued[tag]
+        self._waiting = self._waiting[num:]
+        if self._waiting and not self._queued:  # and nothing will make room
+            rest, self._waiting = [job for job, _ in self._waiting], []
+            self._num_queued_prefetch_reads -= sum(job.ticket.is_prefetch for job in rest)
+            self._hand_over(rest)
+
+    def _hand_over(self, jobs: Sequence[_Job]) -> None:
+        """Have readers do what is left of spans of which nothing is under way; prefetches become loads."""
+        for job in jobs:
+            if job.ticket.is_prefetch:
+                job.ticket.is_prefetch = False
+                self._num_loads += 1
+            self._jobs.put([job])
+
+    def _begin(self) -> None:
+        """Begin the prefetches that may begin and need no reader; have a reader begin others."""
+        while self._prefetches and self._are_loads_read():  # else whoever reads the last load begins them
+            try:
+                jobs = self._prefetches[0]
+                num_busy = self._num_queued_prefetch_reads + self._num_prefetch_reads
+                if num_busy and num_busy + len(jobs) > self._num_readers:
+                    return  # what ends next will be followed by them
+                direct = self._direct(jobs)
+                if direct is None:
+                    self._jobs.put([])
+                    return
+                self._prefetches.remove(jobs)
+            except (IndexError, ValueError):  # a reader was faster
+                continue
+            self._num_queued_prefetch_reads += len(jobs)
+            self._enqueue(direct)
+
     def _collect(self, timeout_ns: int = 0) -> None:
         """Take what has been read without a reader; waits for that no longer than `timeout_ns`."""
         assert self._queue is not None
         for tag, nbytes in self._queue.ended(timeout_ns):
             job = self._queued.pop(tag)
-            if nbytes != job.ticket.disk_nbytes:
-                self._jobs.put([job])  # a reader tries again, and says what is wrong
+            ticket = job.ticket
+            assert isinstance(job.read, PlainRead)
+            if nbytes != len(job.read.buffer):
+                ticket.failed.append(job)
+            ticket.reads_left -= 1
+            self._num_queued_prefetch_reads -= ticket.is_prefetch
+            if ticket.reads_left:
                 continue
-            self._num_queued_read += 1
-            self._done.put(job.ticket)
-        if self._prefetches and self._are_loads_read():
-            self._jobs.put([])
+            if not ticket.failed:
+                self._num_queued_read += not ticket.is_prefetch
+                self._done.put(ticket)
+                continue
+            ticket.reads_left = len(ticket.failed)
+            self._hand_over(ticket.failed)  # a reader tries again, and says what is wrong
+        self._enqueue(())
+        self._begin()
 
     def _take(self, ticket: _Ticket | None) -> Span:
         if ticket is None:
@@ -326,7 +390,8 @@ class Readers:
             while self._prefetches and self._are_loads_read():
                 try:
                     jobs = self._prefetches[0]
-                    if self._num_prefetch_reads and self._num_prefetch_reads + len(jobs) > self._num_readers:
+                    num_busy = self._num_queued_prefetch_reads + self._num_prefetch_reads
+                    if num_busy and num_busy + len(jobs) > self._num_readers:
                         return
                     self._prefetches.remove(jobs)
                 except (IndexError, ValueError):  # cancelled meanwhile
