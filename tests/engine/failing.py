@@ -18,6 +18,7 @@ import pytest
 
 import expertly
 from expertly.core.errors import EngineClosedError, TransferError
+from expertly.engine.reading import PlainRead, ReadQueue
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case
 from tests.engine.observe import loaded
@@ -29,6 +30,12 @@ def raising(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return raises
+
+
+def replace_reads(patch: pytest.MonkeyPatch, read_into: Callable[..., bool]) -> None:
+    """Put `read_into` in the place of `ExpertFile.read_into`, and have readers read everything."""
+    patch.setattr(ExpertFile, "read_into", read_into)
+    patch.setattr(PlainRead, "direct", lambda _: None)
 
 
 class FailOnce:
@@ -109,17 +116,19 @@ def interrupt_at_lines(case: Case, lines: Sequence[int], check: Callable[[Any], 
 
 
 def interrupt_twice(case: Case, monkeypatch: pytest.MonkeyPatch, check: Callable[[Any], None], **settings: Any) -> None:
-    """Interrupt a model that waits for a slow disk, and again while it waits for the reads under way: it works on and
-    `check` passes.
+    """Interrupt a model that waits for a slow disk, and again while it waits for the reads under way, those of readers
+    and those without one: it works on and `check` passes.
     """
     may_read, waits = threading.Event(), threading.Event()
     may_read.set()
-    read_into = ExpertFile.read_into
 
-    def wait_and_read(*args: Any) -> bool:
-        waits.set()
-        may_read.wait(30)
-        return read_into(*args)
+    def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_and_call(*args: Any) -> Any:
+            waits.set()
+            may_read.wait(30)
+            return function(*args)
+
+        return wait_and_call
 
     def interrupt() -> None:
         waits.wait(30)
@@ -127,7 +136,8 @@ def interrupt_twice(case: Case, monkeypatch: pytest.MonkeyPatch, check: Callable
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(ExpertFile, "read_into", wait_and_read)
+    for owner, name in ((ExpertFile, "read_into"), (ReadQueue, "ended"), (ReadQueue, "close")):
+        monkeypatch.setattr(owner, name, slowly(getattr(owner, name)))
     with loaded(case.store, **settings) as model:
         assert generate(model, case.prompts) == case.tokens
         may_read.clear()

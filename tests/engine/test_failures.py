@@ -30,7 +30,7 @@ from expertly.store.packed import PackedStore, experts_name
 from expertly.store.reader import ExpertFile
 from tests.engine import predictors
 from tests.engine.conftest import Case, Cases
-from tests.engine.failing import FailOnce, interrupt_at_lines, interrupt_twice, raising
+from tests.engine.failing import FailOnce, interrupt_at_lines, interrupt_twice, raising, replace_reads
 from tests.engine.observe import assert_streamed, loaded, open_files, prediction, reader_threads
 from tests.engine.predictors import Failing
 from tests.families import NUM_EXPERTS, fill_with_nan, generate, make_checkpoint, make_prompts
@@ -107,7 +107,7 @@ def test_one_read_error(
 ) -> None:
     case, fail = planes if codec == "planes" else cases["qwen3_moe"], FailOnce(at)
     with loaded(case.store, system=system, segments=segments, memory="30%" if codec == "none" else "75%") as model:
-        monkeypatch.setattr(ExpertFile, "read_into", lambda *args: fail(*args))
+        replace_reads(monkeypatch, lambda *args: fail(*args))
         with pytest.raises(TransferError, match=r"experts-\d+\..*Input/output error"):
             generate(model, case.prompts)
         assert fail.path is not None
@@ -128,7 +128,7 @@ def test_a_read_error_on_one_device_names_it_and_the_next_request_works(
                 raise TransferError(f"{file.path}: reading failed (Input/output error)")
             return original(file, *args)
 
-        monkeypatch.setattr(ExpertFile, "read_into", failing)
+        replace_reads(monkeypatch, failing)
         for _ in range(2):
             with pytest.raises(TransferError, match=rf"^cpu:{number}: .*experts-\d+\.safetensors.*Input/output error"):
                 generate(model, case.prompts)
@@ -142,7 +142,7 @@ def test_a_read_error_while_preloading_leaves_nothing(
     devices: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail, before = FailOnce(9), threading.active_count()
-    monkeypatch.setattr(ExpertFile, "read_into", lambda *args: fail(*args))
+    replace_reads(monkeypatch, lambda *args: fail(*args))
     named = "" if devices == "cpu" else r"^cpu:[01]: "
     with pytest.raises(TransferError, match=rf"{named}.*Input/output error"):
         expertly.load(str(cases["qwen3_moe"].store), system="resident", devices=devices)

@@ -28,7 +28,7 @@ from expertly.scheduler.observations import InlineChannel
 from expertly.store.reader import ExpertFile
 from tests.engine import predictors
 from tests.engine.conftest import Cases
-from tests.engine.failing import raising
+from tests.engine.failing import raising, replace_reads
 from tests.engine.observe import counts, loaded
 from tests.engine.peers import ThreadPeer
 from tests.engine.predictors import Diary, Everything
@@ -193,7 +193,7 @@ def test_devices_work_side_by_side(cases: Cases, monkeypatch: pytest.MonkeyPatch
                 with lock:
                     running[number] -= 1
 
-        monkeypatch.setattr(ExpertFile, "read_into", slow)
+        replace_reads(monkeypatch, slow)
         assert generate(model, case.prompts, 6) == [tokens[:6] for tokens in case.tokens]
         assert together[0] > 10
         stats = expertly.stats(model).as_dict()

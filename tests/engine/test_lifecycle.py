@@ -32,6 +32,7 @@ from expertly.scheduler.decisions import replay_file
 from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
+from tests.engine.failing import replace_reads
 from tests.engine.observe import assert_streamed, loaded, open_files, reader_threads
 from tests.families import generate, logits_of
 
@@ -146,7 +147,7 @@ def test_unload_while_another_thread_generates(devices: str, cases: Cases, monke
     for number in range(3):
         model, _ = expertly.load(str(case.store), memory="25%", devices=devices, segments=16)
         with monkeypatch.context() as patch:
-            patch.setattr(ExpertFile, "read_into", slow)
+            replace_reads(patch, slow)
 
             def work(model: Any = model) -> None:
                 try:

@@ -25,7 +25,7 @@ from expertly.model.packing import pack
 from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
-from tests.engine.failing import raising
+from tests.engine.failing import raising, replace_reads
 from tests.engine.observe import loaded, reader_threads
 from tests.engine.peers import ThreadPeer, put_in_threads
 from tests.engine.streams import put_in_place
@@ -252,7 +252,7 @@ def test_a_worker_that_cannot_read_is_dropped(
             return original(file, offset, buffers)
 
         with monkeypatch.context() as patched:
-            patched.setattr(ExpertFile, "read_into", fails)
+            replace_reads(patched, fails)
             assert generate(model, case.prompts) == case.tokens
         assert states(model, "drops") == [1, 0]
         until_all_are_back(model, case)

@@ -18,9 +18,8 @@ from expertly.engine import runtime as compute_threads
 from expertly.engine.runtime import MAX_TOKENS_PER_EXPERT, dispatch
 from expertly.lab.model_profile import measure_model
 from expertly.model.hooks import experts_modules
-from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case, Cases
-from tests.engine.failing import FailOnce
+from tests.engine.failing import FailOnce, replace_reads
 from tests.engine.observe import loaded
 from tests.families import generate
 
@@ -147,7 +146,7 @@ def assert_all_compute(model: Any, case: Case, number: int) -> None:
 def test_a_pass_that_fails_gives_them_back(planes: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with loaded(planes.store, system="lru", memory="50%") as model:
         fail = FailOnce(3)
-        monkeypatch.setattr(ExpertFile, "read_into", lambda *args: fail(*args))
+        replace_reads(monkeypatch, lambda *args: fail(*args))
         with pytest.raises(TransferError):
             generate(model, planes.prompts)
         assert torch.get_num_threads() == 6

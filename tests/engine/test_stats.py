@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 import expertly
+from expertly.engine.reading import DirectRead, ReadQueue
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Cases
 from tests.engine.failing import raising
@@ -63,7 +64,17 @@ def test_bytes_loaded_are_the_bytes_read_from_the_files(
             read["direct"] += nbytes * is_direct
         return is_direct
 
+    begin = ReadQueue.begin
+
+    def counting_queued(queue: ReadQueue, reads: Sequence[tuple[int, DirectRead]]) -> int:
+        num = begin(queue, reads)
+        for _, (_, _, _, nbytes) in reads[:num]:
+            read["nbytes"] += nbytes
+            read["direct"] += nbytes
+        return num
+
     monkeypatch.setattr(ExpertFile, "read_into", counting)
+    monkeypatch.setattr(ReadQueue, "begin", counting_queued)
     # A check at first reading reads a block of which a segment is a part, as a whole.
     with loaded(case.store, system=system, segments=segments, memory="35%", verify="never") as model:
         for _ in range(2):

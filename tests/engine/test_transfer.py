@@ -65,11 +65,12 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBench]:
 
 
 class OnDisk:
-    """Readers over a real file of small experts, each filled with one byte of its own, and their slots."""
+    """Readers over a real file of experts, each filled with one byte of its own, and their slots."""
 
-    num_experts, nbytes = 8, 2 * 4096
+    num_experts = 8
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.nbytes = nbytes
         path.write_bytes(b"".join(bytes([1 + expert]) * self.nbytes for expert in range(self.num_experts)))
         self.path = path
         self.memory = memoryview(mmap.mmap(-1, self.num_experts * self.nbytes))
@@ -83,9 +84,9 @@ class OnDisk:
         return self.memory[span.slot * self.nbytes : (span.slot + 1) * self.nbytes]
 
 
-@pytest.fixture
-def on_disk(tmp_path: Path) -> Iterator[OnDisk]:
-    bench = OnDisk(tmp_path / "experts")
+@pytest.fixture(params=[2 * 4096, 5 * MIN_READ_NBYTES // 2], ids=["small", "large"])
+def on_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[OnDisk]:
+    bench = OnDisk(tmp_path / "experts", request.param)
     yield bench
     bench.readers.close()
 
@@ -100,31 +101,47 @@ def needs_no_reader(bench: OnDisk) -> None:
             pytest.skip("this file system has no O_DIRECT")
 
 
-def test_small_loads_need_no_reader(on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_and_prefetches_need_no_reader(on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_no_reader(on_disk)
     monkeypatch.setattr(ExpertFile, "read_into", lambda *_: pytest.fail("a reader read"))
-    for _ in range(3):
+    for begin in (on_disk.readers.submit, on_disk.readers.prefetch, on_disk.readers.submit):
         on_disk.memory[:] = bytes(len(on_disk.memory))
-        wanted = [span(expert) for expert in (6, 1, 4)]
-        on_disk.readers.submit(wanted)
+        wanted = [span(expert) for expert in (6, 1, 4, 0, 2, 7)]
+        begin(wanted)
         assert sorted(on_disk.readers.wait() for _ in wanted) == sorted(wanted)
         for one in wanted:
             assert bytes(on_disk.slot(one)) == bytes([1 + one.expert]) * on_disk.nbytes
         assert on_disk.readers.poll() is None
-    assert on_disk.readers.stats()["disk_nbytes"] == 9 * on_disk.nbytes
+    assert on_disk.readers.stats()["disk_nbytes"] == 18 * on_disk.nbytes
+    assert on_disk.readers.stats()["buffered_nbytes"] == 0
 
 
 def test_prefetches_begin_when_the_last_load_is_read_without_a_reader(on_disk: OnDisk) -> None:
     needs_no_reader(on_disk)
     on_disk.readers.submit([span(0), span(1)])
-    on_disk.readers.prefetch([span(2), span(3)])
-    assert {on_disk.readers.wait().expert for _ in range(4)} == {0, 1, 2, 3}
+    on_disk.readers.prefetch([span(2), span(3), span(4), span(5)])
+    assert on_disk.readers.cancel(0, [5]) == [span(5)]
+    assert [on_disk.readers.wait().expert for _ in range(5)][2:] == [2, 3, 4] or on_disk.nbytes < MIN_READ_NBYTES
+    assert not on_disk.readers.num_in_flight
 
 
-def test_a_read_without_a_reader_that_falls_short_is_explained(on_disk: OnDisk) -> None:
+def test_more_reads_than_the_system_takes_at_once_wait_for_it(on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_no_reader(on_disk)
+    begin, room = ReadQueue.begin, [2, 0, 1]
+    monkeypatch.setattr(ReadQueue, "begin", lambda queue, reads: begin(queue, reads[: room.pop(0) if room else 64]))
+    on_disk.readers.submit([span(0), span(1), span(2)])
+    on_disk.readers.prefetch([span(3), span(4), span(5)])
+    assert {on_disk.readers.wait().expert for _ in range(6)} == set(range(6))
+    for expert in range(6):
+        assert bytes(on_disk.slot(span(expert))) == bytes([1 + expert]) * on_disk.nbytes
+    assert not room and not on_disk.readers.num_in_flight
+
+
+@pytest.mark.parametrize("is_prefetch", [False, True])
+def test_a_read_without_a_reader_that_falls_short_is_explained(is_prefetch: bool, on_disk: OnDisk) -> None:
     with on_disk.path.open("r+b") as file:
         file.truncate(on_disk.nbytes)
-    on_disk.readers.submit([span(0), span(5)])
+    (on_disk.readers.prefetch if is_prefetch else on_disk.readers.submit)([span(0), span(5)])
     with pytest.raises(TransferError, match="truncated"):
         for _ in range(2):
             on_disk.readers.wait()

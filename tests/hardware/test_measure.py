@@ -14,7 +14,7 @@ from expertly.core.errors import ConfigError, TransferError
 from expertly.hardware import measure
 from expertly.hardware.measure import machine_choice, machine_costs, measure_decoding, store_costs
 from expertly.hardware.profile import DecodeProfile, ThreadsRate
-from tests.engine.failing import raising
+from tests.engine.failing import raising, replace_reads
 from tests.engine.frames import write_store
 from tests.hardware.test_profile import PROFILE
 
@@ -74,7 +74,7 @@ def test_a_read_size_that_cannot_be_measured(scratch: measure.ScratchFile, read_
 
 
 def test_a_disk_that_fails_is_an_error_of_ours(scratch: measure.ScratchFile, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("expertly.engine.reading.ExpertFile.read_into", raising(TransferError("a bad block")))
+    replace_reads(monkeypatch, raising(TransferError("a bad block")))
     with pytest.raises(TransferError, match="a bad block"):
         measure.measure_disk(scratch.path, 4 * MIB, 2, seconds=0.05)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -98,6 +99,29 @@ def test_is_direct_when_everything_is_aligned(direct: ExpertFile) -> None:
     assert not direct.read_into(PAGE, [memory[: PAGE - 1]])  # length
     assert not direct.read_into(PAGE, [memory[64 : 64 + PAGE]])  # address
     assert not direct.read_into(PAGE, [memory[:PAGE], memory[64 : 64 + PAGE]])
+
+
+def test_sectors_are_read_past_the_page_cache_where_the_disk_takes_them(
+    direct: ExpertFile, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, content = aligned(3 * PAGE), path.read_bytes()
+    if direct.alignment < PAGE:
+        sector = direct.alignment
+        assert direct.read_into(5 * sector, [memory[sector : sector + PAGE]])
+        assert bytes(memory[sector : sector + PAGE]) == content[5 * sector : 5 * sector + PAGE]
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        assert offset % PAGE == 0, "a disk of larger blocks"
+        return original(fd, buffers, offset)
+
+    def refuses(fd: int, buffers: list[memoryview], offset: int) -> int:
+        raise OSError(errno.EINVAL, "a disk of larger blocks")
+
+    original = os.preadv
+    monkeypatch.setattr(os, "preadv", refuses)
+    with contextlib.closing(ExpertFile(path)) as file:
+        monkeypatch.setattr(os, "preadv", preadv)
+        assert file.alignment == PAGE and file.read_into(PAGE, [memory])
 
 
 def test_direct_reads_cost_exactly_their_bytes_and_no_page_cache(direct: ExpertFile, path: Path) -> None:

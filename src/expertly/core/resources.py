@@ -11,7 +11,7 @@ from pathlib import Path
 from expertly.core.errors import BudgetError, ConfigError
 
 NUM_READERS = 4
-"""Reader threads of an engine, and so reads in flight. Disks are at their best from 4 on (`expertly doctor`)."""
+"""Reader threads of an engine, and reads of one span. Disks are at their best from 4 in flight (`expertly doctor`)."""
 
 MIN_DECODE_NBYTES = 256 << 10
 """The smallest read of compressed experts, in bytes of weights: a span is split over the readers, but not further."""

@@ -155,7 +155,7 @@ class PlainRead:
         fd, offset, nbytes = self.file.direct_fd, self.offset, len(self.buffer)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer)) if nbytes else 1
         # The rule of ExpertFile.read_into, not a call of it: a miss is to go through few files (bench/walk.py).
-        return None if fd < 0 or (offset | address | nbytes) % PAGE_NBYTES else (fd, offset, address, nbytes)
+        return None if fd < 0 or (offset | address | nbytes) % self.file.alignment else (fd, offset, address, nbytes)
 
 
 def _read_checked(

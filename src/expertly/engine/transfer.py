@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -112,7 +113,7 @@ class Readers:
             reads, disk_nbytes = self._source.reads(span, buffer)
             self.asked_nbytes += disk_nbytes
             ticket = _Ticket(span, disk_nbytes, False, len(reads))
-            jobs = [_Job(ticket, read) for read in reads]
+            jobs = list(map(_Job, repeat(ticket), reads))
             direct = self._direct(jobs)
             if direct is not None:
                 queued += direct
@@ -125,7 +126,8 @@ class Readers:
                 if batch_nbytes >= self._source.batch_nbytes:
                     self._jobs.put(batch)
                     batch, batch_nbytes = [], 0
-        self._enqueue(queued)
+        if queued:
+            self._enqueue(queued)
         if batch:
             self._jobs.put(batch)
 
@@ -136,7 +138,7 @@ class Readers:
             reads, disk_nbytes = self._source.reads(span, self._buffer_of(span))
             self.asked_nbytes += disk_nbytes
             ticket = _Ticket(span, disk_nbytes, True, len(reads))
-            self._prefetches.append([_Job(ticket, read) for read in reads])
+            self._prefetches.append(list(map(_Job, repeat(ticket), reads)))
         self._begin()
 
     def cancel(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Span]:
@@ -234,17 +236,18 @@ class Readers:
 
     def _direct(self, jobs: Sequence[_Job]) -> list[tuple[_Job, DirectRead]] | None:
         """The jobs of a span as reads that need no reader; None where they need one."""
-        if self._queue is None or not isinstance(jobs[0].read, PlainRead):
-            return None
-        reads = [(job, job.read.direct()) for job in jobs if isinstance(job.read, PlainRead)]
-        direct = [(job, read) for job, read in reads if read is not None]
-        return direct if len(direct) == len(jobs) else None
+        direct: list[tuple[_Job, DirectRead]] = []
+        for job in jobs if self._queue is not None else ():
+            read = job.read.direct() if isinstance(job.read, PlainRead) else None
+            if read is None:
+                return None
+            direct.append((job, read))
+        return direct or None
 
     def _enqueue(self, reads: Sequence[tuple[_Job, DirectRead]]) -> None:
         """Begin reads that need no reader. What the system has no room for comes with the next ones."""
+        assert self._queue is not None
         self._waiting += reads
-        if self._queue is None or not self._waiting:
-            return
         tagged: list[tuple[int, DirectRead]] = []
         for job, read in self._waiting:
             self._num_queued += 1
@@ -304,8 +307,10 @@ class Readers:
                 continue
             ticket.reads_left = len(ticket.failed)
             self._hand_over(ticket.failed)  # a reader tries again, and says what is wrong
-        self._enqueue(())
-        self._begin()
+        if self._waiting:
+            self._enqueue(())
+        if self._prefetches:
+            self._begin()
 
     def _take(self, ticket: _Ticket | None) -> Span:
         if ticket is None:

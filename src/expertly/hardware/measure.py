@@ -101,7 +101,7 @@ def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> Di
     num_places = path.stat().st_size // read_nbytes
     if read_nbytes % 4096 or num_places < 1:
         raise ConfigError(f"read_nbytes={read_nbytes}: must be a multiple of 4096, and at most the file's size")
-    in_flight = max(2, 2 * depth * MIN_READ_NBYTES // max(read_nbytes, MIN_READ_NBYTES))
+    in_flight = max(1, depth * MIN_READ_NBYTES // max(read_nbytes, MIN_READ_NBYTES))
     geometry = Geometry((LayerGeometry(num_places, 1, _ROW_NBYTES // 2, read_nbytes // _ROW_NBYTES, 2, 1),))
     memory = memoryview(mmap.mmap(-1, in_flight * read_nbytes))
     memory[:: mmap.PAGESIZE] = bytes(len(memory[:: mmap.PAGESIZE]))  # take the pages before the clock runs
@@ -115,13 +115,13 @@ def measure_disk(path: Path, read_nbytes: int, depth: int, seconds: float) -> Di
     try:
         for slot in range(in_flight):
             readers.submit([Span(0, places[slot % num_places], 0, 1, slot)])
-        readers.wait()  # threads are up, the queue is full
+        slot = readers.wait().slot  # threads are up
         start = now = time.perf_counter()
         while now - start < seconds or not num_reads:
+            readers.submit([Span(0, places[(in_flight + num_reads) % num_places], 0, 1, slot)])
             slot = readers.wait().slot
             now = time.perf_counter()
             num_reads += 1
-            readers.submit([Span(0, places[(in_flight + num_reads) % num_places], 0, 1, slot)])
         readers.drain()
         is_direct = readers.buffered_nbytes == 0
     finally:

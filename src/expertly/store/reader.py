@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import time
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ from pathlib import Path
 
 from expertly.core.errors import StoreError, TransferError
 from expertly.core.geometry import PAGE_NBYTES
+
+SECTOR_NBYTES = 512
+"""Of most disks: the least alignment of a read past the page cache."""
 
 _MAX_BUFFERS = 1024
 """IOV_MAX of Linux."""
@@ -27,7 +31,7 @@ class ExpertFile:
 
     Raises StoreError where it cannot be opened. On a file system without O_DIRECT reads go through the page cache, and
     its pages are dropped afterwards; `is_direct` says which. `direct_fd`, where there is one, is for aligned reads that
-    bypass it.
+    bypass it: offset, address and length are multiples of `alignment`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,6 +44,7 @@ class ExpertFile:
             self.direct_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except (OSError, AttributeError):  # EINVAL where unsupported; no O_DIRECT outside Linux
             self.direct_fd = -1
+        self.alignment = PAGE_NBYTES if self.direct_fd < 0 or not _reads_sectors(self.direct_fd) else SECTOR_NBYTES
         if hasattr(os, "posix_fadvise"):  # no readahead
             os.posix_fadvise(self._buffered, 0, 0, os.POSIX_FADV_RANDOM)
 
@@ -51,13 +56,13 @@ class ExpertFile:
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> bool:
         """Fill `buffers` one after the other from `offset`. Returns whether the page cache was bypassed.
 
-        It is bypassed if the offset and each buffer's address and length are multiples of 4096, and the device accepts
-        the read. A read that fails because the system is overloaded is retried a few times. Raises TransferError naming
-        file and offset on a read error or where the file ends early.
+        It is bypassed if the offset and each buffer's address and length are multiples of `alignment`, and the device
+        accepts the read. A read that fails because the system is overloaded is retried a few times. Raises
+        TransferError naming file and offset on a read error or where the file ends early.
         """
         assert self._buffered >= 0, "read after close"
         buffers = [view if view.format == "B" else view.cast("B") for view in buffers]
-        direct = self.direct_fd >= 0 and offset % PAGE_NBYTES == 0 and all(map(_is_aligned, buffers))
+        direct = self.direct_fd >= 0 and offset % self.alignment == 0 and all(map(self._is_aligned, buffers))
         total = sum(map(len, buffers))
         try:
             direct = self._read(self.direct_fd if direct else self._buffered, offset, buffers)
@@ -104,6 +109,11 @@ class ExpertFile:
             end = -(-(offset + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
             os.posix_fadvise(self._buffered, first, end - first, os.POSIX_FADV_DONTNEED)
 
+    def _is_aligned(self, view: memoryview) -> bool:
+        if len(view) % self.alignment:
+            return False
+        return not len(view) or ctypes.addressof(ctypes.c_char.from_buffer(view)) % self.alignment == 0
+
     def close(self) -> None:
         """Idempotent. No read may be under way."""
         for fd in (self._buffered, self.direct_fd):
@@ -112,7 +122,10 @@ class ExpertFile:
         self._buffered = self.direct_fd = -1
 
 
-def _is_aligned(view: memoryview) -> bool:
-    if len(view) % PAGE_NBYTES:
-        return False
-    return not len(view) or ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE_NBYTES == 0
+def _reads_sectors(direct_fd: int) -> bool:
+    """Whether a read past the page cache may begin and end within a page; False where the file has no second sector."""
+    with mmap.mmap(-1, PAGE_NBYTES) as memory, memoryview(memory)[SECTOR_NBYTES : 2 * SECTOR_NBYTES] as sector:
+        try:
+            return os.preadv(direct_fd, [sector], SECTOR_NBYTES) == SECTOR_NBYTES
+        except OSError:
+            return False
