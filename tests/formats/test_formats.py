@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -18,7 +19,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import expertly
 from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.core.geometry import LayerGeometry
-from expertly.formats import FORMATS, ExpertFormat, check_format, expert_format
+from expertly.formats import FORMATS, ExpertFormat, check_format, expert_format, tiles
 from expertly.formats.gguf import GGUF_FORMATS
 from expertly.lab.model_profile import measure_model
 from expertly.lab.tune.search import Space
@@ -27,6 +28,7 @@ from expertly.native.kernels import NO_DOWN, TASK_TOKENS, VARIABLE, Kernels, lib
 from expertly.sim.hardware import Hardware, read_geometry
 from expertly.store.manifest import MANIFEST_NAME
 from expertly.store.packed import PackedStore
+from expertly.store.reader import ExpertFile
 from tests.engine.observe import loaded
 from tests.families import generate, logits_of, make_prompts
 from tests.formats.gguf_files import gguf_blocks, make_gguf
@@ -125,6 +127,12 @@ def form(request: pytest.FixtureRequest) -> ExpertFormat:
     return expert_format(request.param)
 
 
+@pytest.fixture
+def padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks have padding, although they are small."""
+    monkeypatch.setattr(tiles, "_LEAST_SHARE", 1)
+
+
 @lru_cache(maxsize=4)  # what several tests ask one after the other
 def made(form: ExpertFormat, width: int, hidden: int, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
     """An expert's blocks, and its weights [I, M, H]; sizes are in groups."""
@@ -141,6 +149,7 @@ def made(form: ExpertFormat, width: int, hidden: int, num_matrices: int) -> tupl
     return torch.from_numpy(np.concatenate(list(form.pack(inner, down)))), torch.stack([*weights, last.T], dim=1)
 
 
+@pytest.mark.usefixtures("padding")
 @pytest.mark.parametrize(("width", "hidden", "num_matrices"), SIZES)
 def test_packed_is_what_transformers_loads(form: ExpertFormat, width: int, hidden: int, num_matrices: int) -> None:
     blocks, weights = made(form, width, hidden, num_matrices)
@@ -152,6 +161,7 @@ def test_packed_is_what_transformers_loads(form: ExpertFormat, width: int, hidde
     assert torch.equal(part, weights[-layer.block_size :])
 
 
+@pytest.mark.usefixtures("padding")
 @pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
 @pytest.mark.parametrize(
     ("form", "library", "sizes"), sorted(pairs([*FORMATS], AVAILABLE, SIZES), key=str), indirect=["form"], ids=name_of
@@ -166,17 +176,19 @@ def test_kernels(form: ExpertFormat, library: Any, sizes: tuple[int, int, int]) 
     for dtype in (torch.float32,) if form.inner in GGUF_FORMATS else kernels.dtypes:  # that GGUF files are computed in
         if form.name.endswith("_f16") and dtype == torch.bfloat16:
             continue  # such experts are converted
-        assert_decoded(kernels, form, blocks.data_ptr(), weights.to(dtype))
+        assert_decoded(kernels, form, blocks, weights.to(dtype))
         for n in (*range(1, TASK_TOKENS + 1), 17, 61):
             assert_products(kernels, form, blocks, weights.to(dtype), n)
 
 
-def assert_decoded(kernels: Kernels, form: ExpertFormat, address: int, weights: torch.Tensor) -> None:
+def assert_decoded(kernels: Kernels, form: ExpertFormat, blocks: torch.Tensor, weights: torch.Tensor) -> None:
     """Tokens that have one number each find the weights, to the bit; denormal ones may count as 0."""
-    (width, num_matrices, hidden), dtype = weights.shape, weights.dtype
+    (width, num_matrices, hidden), dtype, address = weights.shape, weights.dtype, blocks.data_ptr()
     inner, down = torch.empty(num_matrices - 1, hidden, width, dtype=dtype), torch.empty(width, hidden, dtype=dtype)
-    kernels.tile_dots(form.kernels, (address, 0, hidden, 0), torch.eye(hidden, dtype=dtype), inner)
-    kernels.tile_sums(form.kernels, (address, 0, width, 0), torch.eye(width, dtype=dtype), down, num_matrices - 1)
+    kernels.tile_dots(form.kernels, blocks.shape[1], (address, 0, hidden, 0), torch.eye(hidden, dtype=dtype), inner)
+    kernels.tile_sums(
+        form.kernels, blocks.shape[1], (address, 0, width, 0), torch.eye(width, dtype=dtype), down, num_matrices - 1
+    )
     found = torch.cat((inner.permute(2, 0, 1), down[:, None]), dim=1)
     assert bool(((found == weights) | (weights.abs() < torch.finfo(dtype).tiny) & (found == 0)).all())
 
@@ -190,9 +202,9 @@ def assert_products(kernels: Kernels, form: ExpertFormat, blocks: torch.Tensor, 
     down, added = torch.full((2 * n + 1, hidden), 7.0, dtype=dtype), torch.full((n + 1, hidden), 7.0)
     task = (address, 2, n, 1)
     tasks = (*task, address + blocks.nbytes // 2, 0, n, n + 1) if n <= TASK_TOKENS else task
-    kernels.tile_dots(form.kernels, tasks, x, inner)
-    kernels.tile_sums(form.kernels, tasks, h, down, num_matrices - 1)
-    kernels.tile_sums(form.kernels, task, h, added, num_matrices - 1, adds=True)
+    kernels.tile_dots(form.kernels, blocks.shape[1], tasks, x, inner)
+    kernels.tile_sums(form.kernels, blocks.shape[1], tasks, h, down, num_matrices - 1)
+    kernels.tile_sums(form.kernels, blocks.shape[1], task, h, added, num_matrices - 1, adds=True)
     wanted_inner = torch.einsum("nh,imh->mni", x[2 : n + 2].double(), exact[:, :-1])
     wanted_down, most = h[2 : n + 2].double() @ exact[:, -1], float(exact.abs().max())
     for found, wanted, magnitude in (
@@ -206,24 +218,26 @@ def assert_products(kernels: Kernels, form: ExpertFormat, blocks: torch.Tensor, 
     other, threads = torch.empty(n, hidden, dtype=dtype), torch.get_num_threads()
     try:
         torch.set_num_threads(2 if threads == 1 else 1)
-        kernels.tile_sums(form.kernels, (address, 2, n, 0), h, other, num_matrices - 1)
+        kernels.tile_sums(form.kernels, blocks.shape[1], (address, 2, n, 0), h, other, num_matrices - 1)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(other, down[1 : n + 1]), "however many threads"
-    assert_one_call(kernels, form, address, x[2 : n + 2], (width, hidden, num_matrices))
+    assert_one_call(kernels, form, blocks, x[2 : n + 2], (width, hidden, num_matrices))
 
 
 def assert_one_call(
-    kernels: Kernels, form: ExpertFormat, address: int, x: torch.Tensor, shape: tuple[int, int, int]
+    kernels: Kernels, form: ExpertFormat, blocks: torch.Tensor, x: torch.Tensor, shape: tuple[int, int, int]
 ) -> None:
     """An expert in one call is its two products, with biases, and torch between them: to the bit in 16 bits, where the
     activation is a table; in float32 within what silu may differ by.
     """
-    (width, hidden, num_matrices), n = shape, len(x)
-    layer = with_biases(x.dtype, num_matrices - 1, hidden, width, form.kernels)
+    (width, hidden, num_matrices), n, address = shape, len(x), blocks.data_ptr()
+    layer = with_biases(x.dtype, num_matrices - 1, hidden, width, form.kernels, (blocks.shape[1], 0))
     inner, expected = x.new_empty(num_matrices - 1, n, width), x.new_empty(n, hidden)
-    kernels.tile_dots(form.kernels, (address, 0, n, 0), x, inner)
-    kernels.tile_sums(form.kernels, (address, 0, n, 0), layer.between(inner), expected, num_matrices - 1)
+    kernels.tile_dots(form.kernels, blocks.shape[1], (address, 0, n, 0), x, inner)
+    kernels.tile_sums(
+        form.kernels, blocks.shape[1], (address, 0, n, 0), layer.between(inner), expected, num_matrices - 1
+    )
     out = torch.full_like(expected, torch.nan)
     kernels.experts(layer.products, (address, n, 1), range(n), range(n), x, out, width, 0, adds=False)
     layer.assert_same(out, expected + layer.down_bias)
@@ -255,7 +269,7 @@ def test_a_matrix_by_itself(form: ExpertFormat, library: Any) -> None:
         for added, (num_tokens, tasks) in itertools.product((None, bias), cases):
             x = torch.randn(num_tokens, columns, generator=dice).to(dtype)
             out = torch.full((1, num_tokens, rows), torch.nan, dtype=dtype)
-            kernels.tile_dots(formats, tasks, x, out, added)
+            kernels.tile_dots(formats, blocks.shape[1], tasks, x, out, added)
             exact = weights.to(dtype).double()
             wanted = x.double() @ exact.T + (0 if added is None else added.double())
             bound = torch.finfo(dtype).eps / 2 * wanted.abs() + 2**-21 * columns * exact.abs().max()
@@ -326,6 +340,30 @@ def test_tokens_and_logits_are_those_of_the_dequantised_model(
         assert stats["kernels"]["name"].split()[0] == kernels
         assert (stats["kernels"]["native"] > 0) == (kernels == "native")
         assert system == "resident" or stats["phases"]["decode"]["bytes_loaded"] > 0
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+@pytest.mark.parametrize("name", ["mxfp4 gpt_oss", "fp8 qwen3_moe", "q8_0 qwen3moe"])
+def test_blocks_are_padded_so_that_reads_go_past_the_page_cache(
+    name: str, is_padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a store from before that, without padding, gives the same tokens."""
+    source = CHECKPOINTS[name](tmp_path / "model", torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiles, "_LEAST_SHARE", 1 if is_padded else 1 << 40)
+        store = pack(source, tmp_path / "store")
+    monkeypatch.setattr(tiles, "_LEAST_SHARE", 1)
+    layer = store.manifest.layers[0]
+    padded = expert_format(layer.format).geometry(layer)
+    assert padded.expert_nbytes % 4096 == 0 and (layer == padded) == is_padded
+    assert layer.block_nbytes >= expert_format(layer.format).least_nbytes(layer.num_matrices, layer.hidden_size)
+    reference, prompts = reference_of(source), make_prompts(2, length=14)
+    with loaded(store.folder, memory="25%", system="lru") as model:
+        assert generate(model, prompts) == generate(reference, prompts)
+        stats = expertly.stats(model).as_dict()
+    with contextlib.closing(ExpertFile(store.layer_file(0).path)) as file:
+        if file.is_direct and is_padded:
+            assert stats["bytes_disk"] > 0 == stats["bytes_buffered"]
 
 
 def usual_dtype(name: str) -> torch.dtype:

@@ -41,7 +41,7 @@ def with_biases(
     formats: tuple[int, int],
     nbytes: tuple[int, int] = (0, 0),
 ) -> Biased:
-    """`nbytes`: from row to row and from matrix to matrix, where rows are numbers."""
+    """`nbytes`: from row to row (or block to block) and from matrix to matrix."""
     dice = torch.Generator().manual_seed(width)
     inner = tuple(torch.randn(2, width, generator=dice).to(dtype) for _ in range(num_inner))
     down = torch.randn(2, hidden, generator=dice).to(dtype)

@@ -9,6 +9,9 @@ from typing import Any
 
 from expertly.core.errors import ConfigError
 
+SECTOR_NBYTES = 512
+"""Of most disks: the least alignment of a read past the page cache."""
+
 PAGE_NBYTES = 4096
 """Alignment that direct I/O needs of addresses, offsets and lengths."""
 

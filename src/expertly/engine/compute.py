@@ -158,7 +158,7 @@ class LayerCompute:
         self._shape = geometry.num_matrices, geometry.hidden_size
         self._num_inner = geometry.num_matrices - 1  # gate and up, or up
         self._matrix_nbytes = geometry.hidden_size * dtype.itemsize
-        self._row_nbytes = geometry.num_matrices * self._matrix_nbytes
+        self._row_nbytes = geometry.block_nbytes or geometry.num_matrices * self._matrix_nbytes  # or a block's
         self._slot_nbytes = geometry.expert_nbytes // num_segments
         self._address = rows.data_ptr()
         self.products: ExpertProducts | None = None  # one call for all that an expert is; None: torch activates
@@ -244,7 +244,7 @@ class LayerCompute:
         if self._format is None:
             kernels.dots(tasks, x, products, self._row_nbytes, self._matrix_nbytes)
         else:
-            kernels.tile_dots(self._format.kernels, tasks, x, products)
+            kernels.tile_dots(self._format.kernels, self._row_nbytes, tasks, x, products)
         inner = products.unbind(0)
         if self._in_bias is not None:
             begin = works[0][0].segment * self._neurons_per_segment
@@ -261,7 +261,7 @@ class LayerCompute:
         if self._format is None:
             kernels.sums(tasks, h, out, self._row_nbytes, adds=adds)
         else:
-            kernels.tile_sums(self._format.kernels, tasks, h, out, self._num_inner, adds=adds)
+            kernels.tile_sums(self._format.kernels, self._row_nbytes, tasks, h, out, self._num_inner, adds=adds)
         if self.down_bias is not None and not adds:
             for span, _, of_out in works:
                 out[of_out[0] : of_out[0] + n] += self.down_bias[span.expert]

@@ -2,12 +2,13 @@
 
 Shapes: H hidden, I intermediate, M matrices of an expert, G `group` (inputs that share a scale), B neurons of a block
 (down's group). A tile is 16 outputs by G inputs. A block is first the tiles of its inner matrices (gate and up, or up):
-for each 16 outputs the tiles over all inputs. Then come the tiles of down, each 16 outputs by the block's B neurons. A
-linear layer's matrix by itself is blocks of 16 outputs by all inputs.
+for each 16 outputs the tiles over all inputs. Then come the tiles of down, each 16 outputs by the block's B neurons,
+and padding. A linear layer's matrix by itself is blocks of 16 outputs by all inputs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import CheckpointError, ConfigError
-from expertly.core.geometry import LayerGeometry
+from expertly.core.geometry import PAGE_NBYTES, SECTOR_NBYTES, LayerGeometry
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 TILE_OUTPUTS = 16
 
 Bytes = npt.NDArray[np.uint8]
+
+_LEAST_SHARE = 200
+"""Bytes of a block to one of padding, at least."""
 
 _PACKED_NBYTES = 2 << 20
 """Of an expert at a time, that what is made of it stays in a processor's cache."""
@@ -165,38 +169,59 @@ class ExpertFormat:
         for field, form in (("hidden_size", self.inner), ("intermediate_size", self.down)):
             if getattr(layer, field) % form.group:
                 raise ConfigError(f"{field}={getattr(layer, field)}: {form.name} needs a multiple of {form.group}")
-        nbytes = self._inner_nbytes(layer.num_matrices, layer.hidden_size)
-        nbytes += layer.hidden_size // TILE_OUTPUTS * self.down.tile_nbytes
-        return replace(layer, format=self.name, block_size=self.down.group, block_nbytes=nbytes)
+        size = self.down.group
+        nbytes = self._block_nbytes(layer.num_matrices, layer.hidden_size, layer.intermediate_size // size)
+        return replace(layer, format=self.name, block_size=size, block_nbytes=nbytes)
 
     def pack(self, inner: Sequence[Sequence[Bytes]], down: Sequence[Bytes]) -> Iterator[Bytes]:
         """An expert's blocks [I / B, block_nbytes], some at a time, from the parts of its inner matrices [I, H] and of
         down [H, I].
         """
-        size, num_blocks = self.down.group, down[0].shape[1]
+        size, (hidden_size, num_blocks) = self.down.group, down[0].shape[:2]
+        nbytes = self._block_nbytes(len(inner) + 1, hidden_size, num_blocks)
         step = max(1, _PACKED_NBYTES * num_blocks // sum(part.nbytes for parts in (*inner, down) for part in parts))
         for first in range(0, num_blocks, step):
             some, rows = slice(first, first + step), slice(first * size, (first + step) * size)
             blocks = [self.inner.tiles([_inner_tiles(part[rows], size) for part in parts]) for parts in inner]
             blocks.append(self.down.tiles([_down_tiles(part[:, some]) for part in down]))
-            yield np.concatenate([tiles.reshape(len(tiles), -1) for tiles in blocks], axis=1)
+            matrices = [tiles.reshape(len(tiles), -1) for tiles in blocks]
+            pad = np.zeros((len(matrices[0]), nbytes - sum(one.shape[1] for one in matrices)), np.uint8)
+            yield np.concatenate([*matrices, pad], axis=1)
 
     def decode(self, blocks: torch.Tensor, num_matrices: int, hidden_size: int) -> torch.Tensor:
         """Float32 weights [r, M, H] of r neurons from their blocks [r / B, block_nbytes], on the blocks' device."""
         import torch
 
         num, size, group = len(blocks), self.down.group, self.inner.group
-        inner, down = blocks.split((end := self._inner_nbytes(num_matrices, hidden_size), blocks.shape[1] - end), dim=1)
+        sizes = self.inner_nbytes(num_matrices, hidden_size), self._down_nbytes(hidden_size)
+        inner, down = blocks[:, : sum(sizes)].split(sizes, dim=1)
         tiles = self.inner.decode_tiles(inner.reshape(num, -1, self.inner.tile_nbytes))  # [blocks, tiles, 16, G]
         tiles = tiles.reshape(num, num_matrices - 1, size // 16, hidden_size // group, 16, group)
         rows = tiles.permute(0, 2, 4, 1, 3, 5).reshape(num * size, num_matrices - 1, hidden_size)
         last = self.down.decode_tiles(down.reshape(num, -1, self.down.tile_nbytes))
         return torch.cat((rows, last.permute(0, 3, 1, 2).reshape(num * size, 1, hidden_size)), dim=1)
 
-    def _inner_nbytes(self, num_matrices: int, hidden_size: int) -> int:
+    def _block_nbytes(self, num_matrices: int, hidden_size: int, num_blocks: int) -> int:
+        """Bytes of a block with its padding, by which the expert is whole pages, or else each block whole sectors: no
+        other reads go past the page cache.
+        """
+        nbytes = self.least_nbytes(num_matrices, hidden_size)
+        for unit in (PAGE_NBYTES // math.gcd(num_blocks, PAGE_NBYTES), SECTOR_NBYTES):
+            if -nbytes % unit <= nbytes // _LEAST_SHARE:
+                return nbytes + -nbytes % unit
+        return nbytes
+
+    def least_nbytes(self, num_matrices: int, hidden_size: int) -> int:
+        """Bytes of a block without padding."""
+        return self.inner_nbytes(num_matrices, hidden_size) + self._down_nbytes(hidden_size)
+
+    def inner_nbytes(self, num_matrices: int, hidden_size: int) -> int:
         """Bytes of a block's inner matrices."""
         num_tiles = (num_matrices - 1) * (self.down.group // TILE_OUTPUTS) * (hidden_size // self.inner.group)
         return num_tiles * self.inner.tile_nbytes
+
+    def _down_nbytes(self, hidden_size: int) -> int:
+        return hidden_size // TILE_OUTPUTS * self.down.tile_nbytes
 
 
 def transposed(part: Bytes, num_bytes: int) -> Bytes:

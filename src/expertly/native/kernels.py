@@ -39,7 +39,7 @@ those of a prompt for which a tile of quantised weights is decoded once.
 _MAX_FLOAT32_TOKENS = 4
 """Where weights are not quantised: another order of summation changes last bits, which tiny random models magnify."""
 
-VERSION = 25
+VERSION = 26
 """Of the interface that is called here; products.c says the same number."""
 
 NO_DOWN = -1
@@ -65,8 +65,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     # level, dtype, threads, tasks, how many; matrices, neurons, width, bytes from row to row and from matrix to matrix
     "products_dots": (*3 * (_INT,), _ADDRESS, *6 * (_LONG,), _ADDRESS, *2 * (_LONG,), *2 * (_ADDRESS,), _LONG),
     "products_sums": (*3 * (_INT,), _ADDRESS, *4 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, _INT),
-    "tiles_dots": (*5 * (_INT,), _ADDRESS, *4 * (_LONG,), _ADDRESS, *2 * (_LONG,), *2 * (_ADDRESS,), _LONG),
-    "tiles_sums": (*5 * (_INT,), _ADDRESS, *4 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, _INT),
+    "tiles_dots": (*5 * (_INT,), _ADDRESS, *5 * (_LONG,), _ADDRESS, *2 * (_LONG,), *2 * (_ADDRESS,), _LONG),
+    "tiles_sums": (*5 * (_INT,), _ADDRESS, *5 * (_LONG,), _ADDRESS, _LONG, _ADDRESS, _INT),
     "tiles_decode": (*3 * (_INT,), _ADDRESS, *2 * (_LONG,), _ADDRESS),
     "experts": (*3 * (_INT,), _ADDRESS),
     "combine": (*3 * (_INT,), *3 * (_LONG,), *3 * (_ADDRESS,)),
@@ -124,8 +124,8 @@ def spins_shortly() -> bool:
 
 class ExpertProducts:
     """What calls for the experts of one layer have in common: `formats` of inner matrices and down, NO_DOWN both where
-    they are rows of numbers `row_nbytes` and `matrix_nbytes` apart; biases, contiguous: of each inner matrix [E, I],
-    and of down [E, H].
+    they are rows of numbers; `row_nbytes` from row to row, or from block to block, and `matrix_nbytes` from matrix to
+    matrix of rows; biases, contiguous: of each inner matrix [E, I], and of down [E, H].
     """
 
     def __init__(
@@ -497,13 +497,15 @@ class Kernels:
     def tile_dots(
         self,
         formats: tuple[int, int],
+        block_nbytes: int,
         tasks: Sequence[int],
         x: torch.Tensor,
         out: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
         """As `dots`, of the inner matrices in blocks of `formats`: the kernel of these matrices and down's, or NO_DOWN
-        where blocks are 16 outputs of a matrix alone; a task's address is its first block. One task may have any n.
+        where blocks are 16 outputs of a matrix alone; a task's address is its first block, others follow every
+        `block_nbytes`. One task may have any n.
 
         `x` is [*, H], its rows dense; `out` [M - 1, *, r], contiguous. `bias` [r], of one inner matrix. Raises
         MemoryError.
@@ -517,6 +519,7 @@ class Kernels:
             num_inner,
             num_neurons,
             x.shape[1],
+            block_nbytes,
             x.data_ptr(),
             x.shape[0],
             x.stride(0) * x.element_size(),
@@ -530,6 +533,7 @@ class Kernels:
     def tile_sums(
         self,
         formats: tuple[int, int],
+        block_nbytes: int,
         tasks: Sequence[int],
         h: torch.Tensor,
         out: torch.Tensor,
@@ -546,6 +550,7 @@ class Kernels:
             num_inner,
             h.shape[1],
             out.shape[1],
+            block_nbytes,
             h.data_ptr(),
             h.shape[0],
             out.data_ptr(),

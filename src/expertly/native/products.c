@@ -162,7 +162,7 @@ static const instruction_set *set_at(int level) {
 }
 
 /* Of the interface: whoever calls it knows the same number. */
-int expertly_products_version(void) { return 25; }
+int expertly_products_version(void) { return 26; }
 
 const char *expertly_products_name(int level) {
     const instruction_set *set = set_at(level);
@@ -241,11 +241,12 @@ static int64_t neuron_nbytes(int format, int dtype, int64_t width) {
 }
 
 static int has_tiles(const instruction_set *set, int inner, int down, int dtype, int64_t num_inner, int64_t num_neurons,
-                     int64_t hidden) {
+                     int64_t hidden, int64_t block_nbytes) {
     if (!takes(set, dtype) || inner < 0 || inner >= NUM_FORMATS || down < NO_DOWN || down >= NUM_FORMATS) return 0;
     if (down == NO_DOWN && num_inner != 1) return 0;
     if (num_inner < 1 || num_inner > 2 || num_neurons < 1 || hidden < 1) return 0;
-    return num_neurons % block_size(down) == 0 && hidden % tile_group(inner) == 0;
+    if (num_neurons % block_size(down) || hidden % tile_group(inner)) return 0;
+    return inner_nbytes(inner, down, num_inner, hidden) + down_nbytes(down, hidden) <= block_nbytes;
 }
 
 static int can_do(const instruction_set *set, int dtype, const task *tasks, int64_t num_tasks,
@@ -409,25 +410,24 @@ int expertly_products_sums(int level, int dtype, int num_threads, const task *ta
 
 /* As expertly_products_dots, of quantised matrices: a task's weights are the first of its blocks. */
 int expertly_tiles_dots(int level, int inner, int down, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
-                        int64_t num_inner, int64_t num_neurons, int64_t hidden, const char *x, int64_t num_x,
-                        int64_t x_nbytes, const char *bias, char *out, int64_t out_rows) {
+                        int64_t num_inner, int64_t num_neurons, int64_t hidden, int64_t block_nbytes, const char *x,
+                        int64_t num_x, int64_t x_nbytes, const char *bias, char *out, int64_t out_rows) {
     const instruction_set *set = set_at(level);
-    if (!has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden)) return -1;
+    if (!has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden, block_nbytes)) return -1;
     const dots job = {
         .format = inner, .dtype = dtype, .num_matrices = (int32_t)num_inner, .num_neurons = num_neurons, .width = hidden,
-        .block_size = block_size(down),
-        .row_nbytes = inner_nbytes(inner, down, num_inner, hidden) + down_nbytes(down, hidden), .bias = bias, .out = out,
-        .out_rows = out_rows, .tasks = tasks,
+        .block_size = block_size(down), .row_nbytes = block_nbytes, .bias = bias, .out = out, .out_rows = out_rows,
+        .tasks = tasks,
     };
     return run_dots(set, job, num_tasks, (inputs){x, x_nbytes, num_x, NULL}, num_threads);
 }
 
 /* As expertly_products_sums, of such matrices. */
 int expertly_tiles_sums(int level, int inner, int down, int dtype, int num_threads, const task *tasks, int64_t num_tasks,
-                        int64_t num_inner, int64_t num_neurons, int64_t hidden, const char *h, int64_t num_h, char *out,
-                        int is_added) {
+                        int64_t num_inner, int64_t num_neurons, int64_t hidden, int64_t block_nbytes, const char *h,
+                        int64_t num_h, char *out, int is_added) {
     const instruction_set *set = set_at(level);
-    if (down == NO_DOWN || !has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden)) return -1;
+    if (down == NO_DOWN || !has_tiles(set, inner, down, dtype, num_inner, num_neurons, hidden, block_nbytes)) return -1;
     const int64_t at = inner_nbytes(inner, down, num_inner, hidden);
     task *own = malloc((size_t)num_tasks * sizeof(task));
     for (int64_t i = 0; own != NULL && i < num_tasks; i++) {
@@ -436,7 +436,7 @@ int expertly_tiles_sums(int level, int inner, int down, int dtype, int num_threa
     }
     const sums job = {
         .format = down, .dtype = dtype, .is_added = is_added, .num_neurons = num_neurons, .width = hidden,
-        .row_nbytes = at + down_nbytes(down, hidden), .out = out, .tasks = own,
+        .row_nbytes = block_nbytes, .out = out, .tasks = own,
     };
     const int failed = own == NULL ? -1 : run_sums(set, job, num_tasks, h, num_h, num_threads);
     free(own);
@@ -452,14 +452,14 @@ int expertly_experts(int level, int dtype, int num_threads, const experts_call *
     const int64_t r = call->num_neurons, hidden = call->hidden, num_inner = call->num_inner, num_tasks = call->num_tasks;
     if (set == NULL || num_inner < 1 || num_inner > 2 || (call->f == NULL) != (dtype == FLOAT32)) return -1;
     if (num_tasks < 1) return -1;
-    if (is_tiled && (down == NO_DOWN || !has_tiles(set, inner, down, dtype, num_inner, r, hidden))) return -1;
+    const int64_t row_nbytes = call->row_nbytes;
+    if (is_tiled && (down == NO_DOWN || !has_tiles(set, inner, down, dtype, num_inner, r, hidden, row_nbytes))) return -1;
     int64_t num_rows = 0;
     for (int64_t i = 0; i < num_tasks; i++) {
         if (call->tasks[i].num_tokens < 1) return -1;
         num_rows += call->tasks[i].num_tokens;
     }
     const int64_t at = is_tiled ? inner_nbytes(inner, down, num_inner, hidden) : num_inner * call->matrix_nbytes;
-    const int64_t row_nbytes = is_tiled ? at + down_nbytes(down, hidden) : call->row_nbytes;
     const int64_t block = is_tiled ? block_size(down) : ROWS_BLOCK;
     const int64_t h_row_nbytes = is_tiled ? tile_row_nbytes(r) : r * (int64_t)sizeof(float);
     const int is_one = num_tasks == 1 && is_many(inner, &(task){NULL, 0, num_rows, 0});
@@ -528,7 +528,7 @@ int expertly_combine(int level, int dtype, int weights_dtype, int64_t num, int64
 /* out[rows, width] in dtype, from the blocks of a matrix alone. */
 int expertly_tiles_decode(int level, int format, int dtype, const char *weights, int64_t num_rows, int64_t width, char *out) {
     const instruction_set *set = set_at(level);
-    if (!has_tiles(set, format, NO_DOWN, dtype, 1, num_rows, width)) return -1;
+    if (!has_tiles(set, format, NO_DOWN, dtype, 1, num_rows, width, INT64_MAX)) return -1;
     set->decode_rows(format, dtype, weights, num_rows, width, out);
     return 0;
 }

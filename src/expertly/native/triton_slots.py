@@ -422,8 +422,7 @@ class SlotProducts:
                 kernel["DECODE"], kernel["FORM"] = _DECODERS[one.name]
                 kernel["TILE_NBYTES"] = one.tile_nbytes
             self._inner["G"] = form.inner.group
-            of_down = geometry.hidden_size // TILE_OUTPUTS * form.down.tile_nbytes
-            self._down["INNER_NBYTES"] = geometry.block_nbytes - of_down
+            self._down["INNER_NBYTES"] = form.inner_nbytes(geometry.num_matrices, geometry.hidden_size)
 
     def begin(self, hidden: torch.Tensor, out: torch.Tensor) -> SlotCall | None:
         """A call of the layer, of hidden states [T, H] and for outputs [rows, H]; None: it has too many tokens."""

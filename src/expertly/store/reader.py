@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from expertly.core.errors import StoreError, TransferError
-from expertly.core.geometry import PAGE_NBYTES
-
-SECTOR_NBYTES = 512
-"""Of most disks: the least alignment of a read past the page cache."""
+from expertly.core.geometry import PAGE_NBYTES, SECTOR_NBYTES
 
 _MAX_BUFFERS = 1024
 """IOV_MAX of Linux."""
