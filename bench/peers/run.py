@@ -5,8 +5,9 @@
                               [--model like|3gib] [--experts Q4_0|MXFP4] [--beside CHECKOUT]
 
 `4x`: a memory cgroup (version 1) of a quarter of the whole model's bytes, for each process, from its first byte on;
-`ram`: all the memory there is. `--workers`: `expertly` also with so many workers of one thread on this machine, each
-in such a cgroup; itself it is in none, because of Ray's own processes, but gives experts as much as a worker.
+`4x@250`: and a disk of 250 MB/s; `ram`: all the memory there is. `--workers`: `expertly` also with so many workers of
+one thread on this machine, each in such a cgroup; itself it is in none, because of Ray's own processes, but gives
+experts as much as a worker.
 `beyond_s`: of layers, beyond the longest computing of any member. Peers take turns, request by request, and each
 request with each number of threads; what is fed does not depend on what a model would choose. `--experts`: a GGUF
 file with experts rounded to that type, which `expertly` and llama.cpp both run; `--codecs` mxfp4, int4, int8: experts
@@ -29,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the other benchmarks' helpers
 
-from common import commit_of, drop_page_cache, inflated_model, memory_cgroup, print_report
+from common import commit_of, disk_cgroup, drop_page_cache, inflated_model, memory_cgroup, print_report
 from floor import Floor, record_routing
 from pages import make_requests
 from players import Ended, Player
@@ -58,9 +59,9 @@ class Entry:
         except Ended as ended:
             self.status, self.player = f"{ended} in request {len(self.answers.get(threads, ())) + 1}", None
 
-    def start(self, group: Path | None) -> None:
+    def start(self, groups: list[Path]) -> None:
         try:
-            self.player = Player(self.settings, group)
+            self.player = Player(self.settings, *groups)
         except Ended as ended:
             self.status = f"{ended} while loading"
 
@@ -120,7 +121,8 @@ class Bench:
 
     def run(self, size: str, peers: list[str]) -> list[dict[str, Any]]:
         """The rows of one size; no processes are left."""
-        limit = None if size == "ram" else int(self._nbytes / float(size.removesuffix("x")))
+        part, _, mb_per_s = size.partition("@")
+        limit = None if part == "ram" else int(self._nbytes / float(part.removesuffix("x")))
         entries = [entry for peer in peers for entry in self._entries(peer, limit)]
         threads = [int(number) for number in self._args.threads.split(",")]
         with ExitStack() as stack:
@@ -131,8 +133,9 @@ class Bench:
             for entry in entries:
                 num = self._args.workers if "worker_memory" in entry.settings else 0
                 entry.settings["workers"] = [str(stack.enter_context(memory_cgroup(limit))) for _ in range(num)]
-                group = None if limit is None or num else stack.enter_context(memory_cgroup(limit))
-                entry.start(group)
+                groups = [] if limit is None or num else [memory_cgroup(limit)]
+                groups += [disk_cgroup(self._stores["none"].folder, int(mb_per_s))] if mb_per_s else []
+                entry.start([stack.enter_context(group) for group in groups])
                 if entry.player is not None:
                     stack.callback(entry.player.close)
             for turn, request in enumerate(self._requests):
