@@ -154,6 +154,7 @@ def test_tables_are_what_their_files_say(page: Path) -> None:
 @pytest.mark.parametrize("file", sorted(path.name for path in RESULTS.glob("*.json")))
 def test_results_that_are_kept_can_be_measured_again(file: str) -> None:
     assert read_results(file)["results"]
+    assert any(file in page.read_text(encoding="utf-8") for page in PAGES), "no page speaks of it"
 
 
 def test_pages_are_as_short_as_contributing_says() -> None:
