@@ -83,6 +83,7 @@ REFUSED = {
         for name in ("simulate", "reproduce")
     },
     "lab trace synth --workload": "has gone: made-up routing is Zipf's only; leave it out",
+    "lab trace import --format": "has gone: npz is the only format; leave it out",
     "lab configure --plot": "has gone: the table has the same numbers, and --json prints them",
 }
 """Options that commands had, or that others have, and what to do instead."""
