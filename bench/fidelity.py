@@ -23,10 +23,8 @@ from itertools import count, product
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent / "peers"))
-
 from common import child, earlier_report, inflated_model, options, play, predictor_of, print_report, run
-from pages import make_requests
+from pages import make_requests, record_requests
 
 PROMPT_TOKENS = 16
 PROFILED = "25%"
@@ -39,8 +37,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     import expertly
     from expertly.data import demo_predictor
     from expertly.lab.model_profile import Measurement, compressed_costs
-    from expertly.lab.playing import feed, recorded_requests
-    from expertly.lab.recording import record
+    from expertly.lab.playing import recorded_requests
     from expertly.policies.learned import read_learned
     from expertly.policies.predictor.learned import LearnedWeights
     from expertly.scheduler.presets import get_system
@@ -51,10 +48,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         model, _ = expertly.load(arguments["store"], system="resident", learned="off")
-        with record(model, Path(scratch) / "trace", full=True, name="demo", created="", command="") as recording:
-            for one in arguments["requests"]:
-                recording.begin_request(None, None, one["num_prompt"])
-                feed(model, one["ids"], one["num_prompt"])
+        record_requests(model, arguments["requests"], Path(scratch) / "trace")
         expertly.unload(model)
         trace = Trace.open(Path(scratch) / "trace")
         schedule = make_schedule(trace, Selection(len(arguments["requests"])))

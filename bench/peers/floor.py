@@ -6,22 +6,6 @@ from pathlib import Path
 from typing import Any
 
 
-def record_routing(model: Path, requests: list[dict[str, Any]], folder: Path) -> None:
-    """Record what the model routes while it is fed these requests, as a trace in `folder`, which must not exist."""
-    import expertly
-    from expertly.lab.playing import feed
-    from expertly.lab.recording import record
-
-    loaded, _ = expertly.load(str(model), system="lru", memory="25%", codec="none", learned="off", device="cpu")
-    try:
-        with record(loaded, folder) as recording:
-            for request in requests:
-                recording.begin_request(num_prompt_tokens=request["num_prompt"])
-                feed(loaded, request["ids"], request["num_prompt"])
-    finally:
-        expertly.unload(loaded)
-
-
 class Floor:
     """Global Belady on a recorded trace, by the budget."""
 

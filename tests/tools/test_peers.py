@@ -26,6 +26,7 @@ OURS = {
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(HERE.parent))
     import pages
     import players
 
