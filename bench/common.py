@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -90,6 +90,13 @@ def memory_cgroup(nbytes: int) -> AbstractContextManager[Path]:
     return cgroup("memory", "memory.limit_in_bytes", str(nbytes))
 
 
+def disk_cgroup(folder: Path, mb_per_s: int) -> AbstractContextManager[Path]:
+    """Its processes read the disk of `folder` so fast."""
+    device = os.stat(folder).st_dev
+    limit = f"{os.major(device)}:{os.minor(device)} {mb_per_s * 10**6}"
+    return cgroup("blkio", "blkio.throttle.read_bps_device", limit)
+
+
 def child(script: str, arguments: dict[str, Any], cgroup: Path | None = None, timeout: float = 900) -> Any:
     """Run `bench/<script> --child JSON` in a process of its own, in a cgroup; what it printed last, as JSON."""
 
@@ -113,6 +120,31 @@ def child_arguments() -> dict[str, Any] | None:
         return None
     arguments: dict[str, Any] = json.loads(sys.argv[sys.argv.index("--child") + 1])
     return arguments
+
+
+def play(model: Any, tokens: Sequence[int], num_prompt: int) -> dict[str, Any]:
+    """Feed a request: its times, and what the experts did in its decode steps."""
+    import expertly
+    from expertly.lab.playing import feed
+
+    before = expertly.stats(model).as_dict()["phases"]["decode"]
+    played = feed(model, tokens, num_prompt)
+    after = expertly.stats(model).as_dict()["phases"]["decode"]
+    counts = ("hits", "misses", "partial_hits", "bytes_loaded", "stall_s")
+    times = {"tpot_s": played.tpot_s, "ttft_s": played.ttft_s, "steps": len(played.steps_s)}
+    return times | {key: after[key] - before[key] for key in counts}
+
+
+def predictor_of(model: Any, folder: Path) -> Path:
+    """The demo model's predictor, under the identity of the model inflated from it."""
+    from expertly.api import handle
+    from expertly.data import demo_predictor
+    from expertly.policies.learned import read_learned, save_learned
+    from expertly.policies.predictor.learned import LearnedWeights
+
+    file, out = read_learned(demo_predictor(), LearnedWeights), folder / "predictor.safetensors"
+    save_learned(out, file.learned, handle(model).store.manifest.identity, file.header.about)
+    return out
 
 
 def drop_page_cache(folder: Path) -> None:

@@ -23,27 +23,11 @@ from itertools import count, product
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent / "peers"))
-
-from common import child, earlier_report, inflated_model, options, print_report, run
-from pages import make_requests
-from tpot import predictor_of
+from common import child, earlier_report, inflated_model, options, play, predictor_of, print_report, run
+from pages import make_requests, record_requests
 
 PROMPT_TOKENS = 16
 PROFILED = "25%"
-
-
-def play(model: Any, request: Any) -> tuple[float, dict[str, float]]:
-    """Feed a request: its TPOT in the engine, and what the experts did in its decode steps."""
-    import expertly
-    from expertly.lab.playing import feed
-
-    before = expertly.stats(model).as_dict()["phases"]["decode"]
-    played = feed(model, request.tokens, request.num_prompt)
-    after = expertly.stats(model).as_dict()["phases"]["decode"]
-    changed = {key: after[key] - before[key] for key in ("hits", "misses", "partial_hits", "stall_s")}
-    assert played.tpot_s is not None
-    return played.tpot_s, changed | {"steps": len(played.steps_s)}
 
 
 def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
@@ -53,8 +37,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     import expertly
     from expertly.data import demo_predictor
     from expertly.lab.model_profile import Measurement, compressed_costs
-    from expertly.lab.playing import feed, recorded_requests
-    from expertly.lab.recording import record
+    from expertly.lab.playing import recorded_requests
     from expertly.policies.learned import read_learned
     from expertly.policies.predictor.learned import LearnedWeights
     from expertly.scheduler.presets import get_system
@@ -65,16 +48,13 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         model, _ = expertly.load(arguments["store"], system="resident", learned="off")
-        with record(model, Path(scratch) / "trace", full=True, name="demo", created="", command="") as recording:
-            for one in arguments["requests"]:
-                recording.begin_request(None, None, one["num_prompt"])
-                feed(model, one["ids"], one["num_prompt"])
+        record_requests(model, arguments["requests"], Path(scratch) / "trace")
         expertly.unload(model)
         trace = Trace.open(Path(scratch) / "trace")
         schedule = make_schedule(trace, Selection(len(arguments["requests"])))
         requests = recorded_requests(trace, schedule)
         beside, _ = expertly.load(arguments["store"], memory=PROFILED, system="lru", learned="off")
-        weights = str(predictor_of(beside, scratch))
+        weights = str(predictor_of(beside, Path(scratch)))
         measurement = Measurement(beside)
         for task in measurement.tasks():
             task()
@@ -92,7 +72,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         for turn, request in enumerate(requests):
             keys = list(models)
             for key in (*keys[turn % len(keys) :], *keys[: turn % len(keys)]):
-                ran[key].append(play(models[key], request))
+                ran[key].append(play(models[key], request.tokens, request.num_prompt))
                 next(tasks)()
         profile = measurement.profile()
         compressed = compressed_costs(beside, profile)
@@ -108,9 +88,9 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
             runs = ran.get((name, memory)) or ran[name, "100%"]
             found = study.row(get_system(name), Memory(memory))
             times = [one["tpot_s"] for one in found["times_by_request"][first:]]
-            counts = {key: sum(did[key] for _, did in runs[first:]) for key in runs[0][1]}
+            counts = {key: sum(one[key] for one in runs[first:]) for key in runs[0]}
             demands = counts["hits"] + counts["misses"] + counts["partial_hits"]
-            measured = [tpot_s for tpot_s, _ in runs[first:]]
+            measured = [one["tpot_s"] for one in runs[first:]]
             row = {"memory": memory, "system": name, "tpot_s": statistics.mean(measured)}
             row |= {"simulated_tpot_s": statistics.mean(times)}
             row["ratio"] = statistics.median(a / b for a, b in zip(times, measured, strict=True))

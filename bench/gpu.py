@@ -19,10 +19,9 @@ from typing import Any
 
 import expertly  # isort: skip  (before torch: how its threads wait)
 import torch
-from common import GIB, inflated_model, options, print_report
+from common import GIB, inflated_model, options, play, predictor_of, print_report
 from real_shape import make_checkpoint, work_folder
 from torch.nn.functional import silu
-from tpot import predictor_of, run_request
 
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
@@ -79,13 +78,14 @@ def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str
     settings |= {} if device == "cpu" else {"host_memory": "100%"}
     if system == "promoe":
         model, _ = expertly.load(str(folder), system="lru", **settings)
-        settings["predictor"] = predictor_of(model, str(folder.parent))
+        settings["predictor"] = predictor_of(model, folder.parent)
         expertly.unload(model)
     model, _ = expertly.load(str(folder), system=system, **settings)
     ids = torch.arange(NUM_PROMPT + num_tokens).mul(37).add(240).remainder(model.config.vocab_size).tolist()
-    with torch.no_grad():
-        run_request(model, list(range(240 + num_tokens)), 240)
-        row: dict[str, Any] = {"system": system, "memory": memory, **run_request(model, ids, NUM_PROMPT)}
+    play(model, list(range(240 + num_tokens)), 240)
+    row: dict[str, Any] = {"system": system, "memory": memory, **play(model, ids, NUM_PROMPT)}
+    row["hit_rate"] = row["hits"] / (row["hits"] + row["misses"] + row["partial_hits"])
+    row["loaded_a_token"] = row["bytes_loaded"] / row["steps"]
     row["synchronisations"] = expertly.stats(model).as_dict()["synchronisations_per_pass"]
     expertly.unload(model)
     return row

@@ -36,6 +36,8 @@ import torch
 from common import GIB, ROOT, child, memory_cgroup, options, print_report, run
 from safetensors.torch import save_file
 
+from expertly.lab.playing import forward
+
 MODELS = ROOT / "bench" / "models"
 GROUP = 128
 INT4 = {
@@ -196,11 +198,11 @@ def play(arguments: dict[str, Any]) -> dict[str, Any]:
                 before = expertly.stats(model).as_dict()["phases"]["decode"]
             ids = torch.randint(0, 150_000, (1, len(chosen)), generator=torch.Generator().manual_seed(number))
             router.chosen, start = chosen[:PROMPT_TOKENS], time.perf_counter()
-            out = model(ids[:, :PROMPT_TOKENS], use_cache=True, logits_to_keep=1)
+            _, cache = forward(model, ids[:, :PROMPT_TOKENS], None)
             first_token_s.append(time.perf_counter() - start)
             for at in range(PROMPT_TOKENS, len(chosen)):
                 router.chosen, start = chosen[at : at + 1], time.perf_counter()
-                out = model(ids[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
+                _, cache = forward(model, ids[:, at : at + 1], cache)
                 if number:
                     steps.append(time.perf_counter() - start)
     after, keys = expertly.stats(model).as_dict(), ("hits", "misses", "bytes_loaded", "prefetched_bytes")

@@ -69,7 +69,7 @@ def main() -> None:
             if model is plain:
                 plain.set_experts_implementation(name.split()[1])
             ids = text[:, number * num_tokens : (number + 1) * num_tokens]
-            cache = model(ids[:, :PAST], use_cache=True).past_key_values
+            cache = getattr(model(ids[:, :PAST], use_cache=True), CACHE)
             decoded = [seconds(model, token, cache, clock) for token in ids[:, PAST:].split(1, dim=1)]
             filled = []
             if name != "transformers batched_mm":  # copies every token's experts: hopeless in prefill

@@ -20,6 +20,7 @@ import torch
 from common import options, print_report
 
 import expertly
+from expertly.lab.playing import forward
 
 PACKAGE = str(Path(expertly.__file__).parent)
 PROMPT = "The old man looked at the sea and said to his"
@@ -55,13 +56,13 @@ def run(system: str, memory: str, num_tokens: int, *, told: bool) -> dict[str, A
     try:
         ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
         with torch.no_grad():
-            output = model(ids, use_cache=True)
+            logits, cache = forward(model, ids, None)
             for number in range(num_tokens):
-                ids = output.logits[:, -1:].argmax(-1)
+                ids = logits.argmax(-1, keepdim=True)
                 walk.step()
                 if number >= num_tokens // 2:  # the first ones fill the cache
                     sys.setprofile(walk)
-                output = model(ids, past_key_values=output.past_key_values, use_cache=True)
+                logits, cache = forward(model, ids, cache)
                 sys.setprofile(None)
         phase = expertly.stats(model).as_dict()["phases"]["decode"]
     finally:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,10 +23,8 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent / "peers"))
-
 from common import child, inflated_model, options, print_report, run
-from pages import make_requests
+from pages import make_requests, record_requests
 
 CORES = 0, 1  # of the engine, of the workers
 PROMPT_TOKENS = 16
@@ -137,7 +134,6 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     from expertly.api import handle
     from expertly.lab.model_profile import measure_model
     from expertly.lab.playing import feed, recorded_requests
-    from expertly.lab.recording import record
     from expertly.scheduler.presets import get_system
     from expertly.sim.hardware import Hardware
     from expertly.sim.schedule import Selection, make_schedule
@@ -147,13 +143,8 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     num = settings["workers"]
     settings["away"] = {"system": "resident", "workers": num, "memory": "100%", "worker_memory": "100%"}
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
-        with (
-            loaded(settings, system="resident") as model,
-            record(model, Path(scratch) / "trace", full=True, name="demo", created="", command="") as recording,
-        ):
-            for one in settings["requests"]:
-                recording.begin_request(None, None, one["num_prompt"])
-                feed(model, one["ids"], one["num_prompt"])
+        with loaded(settings, system="resident") as model:
+            record_requests(model, settings["requests"], Path(scratch) / "trace")
         with loaded(settings, system="lru", memory="90%") as model:  # few layers load, as here none does
             profile = measure_model(model, 15.0, (1, 2, 4, PROMPT_TOKENS))
         network = measured_network(settings, profile.compute.expert_ns[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,18 @@ from expertly.policies.predictor import PREDICTORS
 from expertly.scheduler.presets import AUTO_SYSTEM, SYSTEMS, get_system
 from expertly.scheduler.system import PARTS
 from tests.command_lines import command_of, flags_of, parse
-from tools.docs_tables import ASKED, OPTIONS, RESULTS, TableError, read_results, render_page, with_options
+from tools import docs_tables
+from tools.docs_tables import (
+    ASKED,
+    OPTIONS,
+    RESULTS,
+    WEIGHTS,
+    TableError,
+    commits_since_the_weights,
+    read_results,
+    render_page,
+    with_options,
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -142,6 +154,7 @@ def test_tables_are_what_their_files_say(page: Path) -> None:
 @pytest.mark.parametrize("file", sorted(path.name for path in RESULTS.glob("*.json")))
 def test_results_that_are_kept_can_be_measured_again(file: str) -> None:
     assert read_results(file)["results"]
+    assert any(file in page.read_text(encoding="utf-8") for page in PAGES), "no page speaks of it"
 
 
 def test_pages_are_as_short_as_contributing_says() -> None:
@@ -156,18 +169,24 @@ def test_pages_are_as_short_as_contributing_says() -> None:
     assert len(readme.splitlines()) <= 80
 
 
+@pytest.fixture
+def recent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docs_tables, "commits_since_the_weights", lambda: ("e92f8600915", "393c1260a1f"))
+
+
 @pytest.mark.parametrize(
     ("column", "commit", "script", "expected"),
     [
-        ("{tpot_s:ms}", "393c126", "tpot", "| TPOT |\n| --- |\n| 117 ms |\n| - |\n"),
-        ("{tpot_s:ms}", "393c126+changes", "tpot", "accepted: a commit without changes"),
-        ("{tpot_s:ms}", None, "tpot", "accepted: a commit without changes"),
+        ("{tpot_s:ms}", "393c126", "fidelity", "| TPOT |\n| --- |\n| 117 ms |\n| - |\n"),
+        ("{tpot_s:ms}", "393c126+changes", "fidelity", "accepted: a commit without changes"),
+        ("{tpot_s:ms}", None, "fidelity", "accepted: a commit without changes"),
+        ("{tpot_s:ms}", "5a9e0ae", "fidelity", "stale: measured at commit 5a9e0ae; accepted: e92f860, which"),
         ("{tpot_s:ms}", "393c126", "offload", "accepted: a script of this repository"),
-        ("{ttft_s:ms}", "393c126", "tpot", r"'TPOT' asks for \['ttft_s'\]"),
+        ("{ttft_s:ms}", "393c126", "fidelity", r"'TPOT' asks for \['ttft_s'\]"),
     ],
 )
-def test_a_table_is_of_a_file_from_a_commit_whose_script_exists(
-    tmp_path: Path, column: str, commit: str | None, script: str, expected: str
+def test_a_table_is_of_a_file_from_a_recent_commit_whose_script_exists(
+    tmp_path: Path, recent: None, column: str, commit: str | None, script: str, expected: str
 ) -> None:
     page = f'<!-- results: one.json\ncolumns:\n  TPOT: "{column}"\n-->\n<!-- /results -->\n'
     with pytest.raises(TableError, match="no such file"):
@@ -188,7 +207,35 @@ def test_a_table_is_of_a_file_from_a_commit_whose_script_exists(
             render_page(page, tmp_path)
 
 
-def test_rows_stand_side_by_side_under_names_that_the_page_gives(tmp_path: Path) -> None:
+def test_results_from_before_the_weights_or_from_elsewhere_are_stale(tmp_path: Path) -> None:
+    clone, weights = tmp_path / "clone", tmp_path / "clone" / WEIGHTS
+    weights.parent.mkdir(parents=True)
+
+    def commit(text: str, path: Path = weights) -> str:
+        path.write_text(text)
+        git("add", ".")
+        git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", text)
+        return git("rev-parse", "HEAD")
+
+    def git(*words: str) -> str:
+        return subprocess.check_output(["git", "-C", clone, *words], text=True).strip()
+
+    assert commits_since_the_weights(clone) is None, "no clone yet"
+    git("init", "-q")
+    commit("first weights")
+    git("checkout", "-qb", "beside")
+    elsewhere = commit("a branch without the new weights", clone / "other")
+    git("checkout", "-q", "-")
+    trained = commit("new weights")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "merge", "-qm", "both", "beside")
+    merged = git("rev-parse", "HEAD")
+    recent = commits_since_the_weights.__wrapped__(clone)
+    assert recent == (trained, merged) and elsewhere not in recent
+    subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{clone}", tmp_path / "shallow"], check=True)
+    assert commits_since_the_weights(tmp_path / "shallow") is None
+
+
+def test_rows_stand_side_by_side_under_names_that_the_page_gives(tmp_path: Path, recent: None) -> None:
     report = {
         "command": "python bench/peers/run.py",
         "date": "2026-11-22T10:00:00",

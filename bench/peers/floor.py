@@ -6,26 +6,6 @@ from pathlib import Path
 from typing import Any
 
 
-def record_routing(model: Path, requests: list[dict[str, Any]], folder: Path) -> None:
-    """Record what the model routes while it is fed these requests, as a trace in `folder`, which must not exist."""
-    import torch
-
-    import expertly
-    from expertly.lab.recording import record
-
-    loaded, _ = expertly.load(str(model), system="lru", memory="25%", codec="none", learned="off", device="cpu")
-    try:
-        with record(loaded, folder) as recording, torch.no_grad():
-            for request in requests:
-                ids, num_prompt = torch.tensor([request["ids"]]), request["num_prompt"]
-                recording.begin_request(num_prompt_tokens=num_prompt)
-                out = loaded(ids[:, :num_prompt], use_cache=True, logits_to_keep=1)
-                for i in range(num_prompt, ids.shape[1]):
-                    out = loaded(ids[:, i : i + 1], past_key_values=out.past_key_values, use_cache=True)
-    finally:
-        expertly.unload(loaded)
-
-
 class Floor:
     """Global Belady on a recorded trace, by the budget."""
 

@@ -23,16 +23,16 @@ class Ended(Exception):
 class Player:
     """What it was asked last is answered before anything else is asked. Raises Ended where the process ends."""
 
-    def __init__(self, settings: dict[str, Any], group: Path | None) -> None:
-        """`group`: a memory cgroup of version 1, None for all the memory there is. The setting `checkout`, where it is
-        there: which one's `expertly` and benchmark run.
+    def __init__(self, settings: dict[str, Any], *groups: Path) -> None:
+        """`groups`: cgroups of version 1. The setting `checkout`, where it is there: which one's `expertly` and
+        benchmark run.
         """
 
         def enter() -> None:
-            if group is not None:
+            for group in groups:
                 (group / "cgroup.procs").write_text(str(os.getpid()))
 
-        self._group = group
+        self._groups = groups
         env = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}  # which ours sets
         child = HERE / "child.py"
         if "checkout" in settings:
@@ -88,6 +88,6 @@ class Player:
 
     def _how(self) -> str:
         code = self._process.wait(60)
-        if code == -signal.SIGKILL and self._group is not None:
+        if code == -signal.SIGKILL and self._groups:
             return "killed: out of memory in its cgroup"
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

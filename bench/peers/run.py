@@ -5,14 +5,16 @@
                               [--model like|3gib] [--experts Q4_0|MXFP4] [--beside CHECKOUT]
 
 `4x`: a memory cgroup (version 1) of a quarter of the whole model's bytes, for each process, from its first byte on;
-`ram`: all the memory there is. `--workers`: `expertly` also with so many workers of one thread on this machine, each
-in such a cgroup; itself it is in none, because of Ray's own processes, but gives experts as much as a worker.
+`4x@250`: and a disk of 250 MB/s; `ram`: all the memory there is. `--workers`: `expertly` also with so many workers of
+one thread on this machine, each in such a cgroup; itself it is in none, because of Ray's own processes, but gives
+experts as much as a worker.
 `beyond_s`: of layers, beyond the longest computing of any member. Peers take turns, request by request, and each
 request with each number of threads; what is fed does not depend on what a model would choose. `--experts`: a GGUF
 file with experts rounded to that type, which `expertly` and llama.cpp both run; `--codecs` mxfp4, int4, int8: experts
-rounded to it. The first request only fills caches. `--beside`: also the `expertly` of another checkout of this
-repository, a former one with its own benchmark; `to_beside` compares with the fastest of its systems. A peer whose
-package (extra `peers`) is not there is left out, and said so. Columns: docs/peers.md.
+rounded to it. `--memory`: of `expertly`; auto is what is left in its cgroup. The first request only fills caches.
+`--beside`: also the `expertly` of another checkout of this repository, a former one with its own benchmark; `to_beside`
+compares with the fastest of its systems. A peer whose package (extra `peers`) is not there is left out, and said so.
+Columns: docs/peers.md.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the other benchmarks' helpers
 
-from common import commit_of, drop_page_cache, inflated_model, memory_cgroup, print_report
-from floor import Floor, record_routing
-from pages import make_requests
+from common import commit_of, disk_cgroup, drop_page_cache, inflated_model, memory_cgroup, options, print_report
+from floor import Floor
+from pages import make_requests, record_requests
 from players import Ended, Player
 
 MODELS = {"like": {"gib": 4.0, "num_layers": 8}, "3gib": {"gib": 3.0, "num_layers": None}}
@@ -58,30 +60,19 @@ class Entry:
         except Ended as ended:
             self.status, self.player = f"{ended} in request {len(self.answers.get(threads, ())) + 1}", None
 
-    def start(self, group: Path | None) -> None:
+    def start(self, groups: list[Path]) -> None:
         try:
-            self.player = Player(self.settings, group)
+            self.player = Player(self.settings, *groups)
         except Ended as ended:
             self.status = f"{ended} while loading"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="4x,2x,ram")
-    parser.add_argument("--peers", default="expertly,llama.cpp,accelerate")
-    parser.add_argument("--systems", default="lru,expertly,expertly-ahead")
-    parser.add_argument("--codecs", default="none,auto")
-    parser.add_argument("--memory", default="auto", help="of expertly: what is left in the cgroup, or an amount")
-    parser.add_argument("--threads", default="1,2")
-    parser.add_argument("--model", choices=tuple(MODELS), default="like")
-    parser.add_argument("--beside", type=Path)
-    parser.add_argument("--experts", help="a type of GGUF; by default the model as it is")
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--requests", type=int, default=3)
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--out")
-    args = parser.parse_args()
+    args = options(
+        __doc__, sizes="4x,2x,ram", peers="expertly,llama.cpp,accelerate", systems="lru,expertly,expertly-ahead",
+        codecs="none,auto", memory="auto", threads="1,2", model=tuple(MODELS), beside=None, experts=None, workers=0,
+        requests=3, prompt=256, tokens=32, out=None,
+    )  # fmt: skip
     peers = [peer for peer in args.peers.split(",") if _is_there(peer)]
     if args.experts:
         args.codecs = "none"
@@ -94,7 +85,7 @@ def main() -> None:
         rows = [row for size in args.sizes.split(",") for row in bench.run(size, peers)]
         bench.compare(rows)
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "beside")}
-    settings["beside"] = args.beside and commit_of(args.beside)
+    settings["beside"] = args.beside and commit_of(Path(args.beside))
     print_report("peers", rows, settings | bench.facts, args.out)
 
 
@@ -104,6 +95,7 @@ class Bench:
     def __init__(
         self, args: argparse.Namespace, model: Path, requests: list[dict[str, Any]], context: int, scratch: Path
     ) -> None:
+        import expertly
         from expertly.model.packing import pack_cached
 
         self._args, self._model, self._requests = args, model, requests
@@ -114,13 +106,16 @@ class Bench:
         self._layers = self._stores["none"].manifest.layers
         self._nbytes = self._stores["none"].experts_nbytes + self._stores["none"].dense_nbytes
         self._disk: list[float] = []
-        record_routing(model, requests, scratch / "routing")
+        loaded, _ = expertly.load(str(model), system="lru", memory="25%", codec="none", learned="off", device="cpu")
+        record_requests(loaded, requests, scratch / "routing", full=False)
+        expertly.unload(loaded)
         self._floor = Floor(scratch / "routing", self._layers)
         self.facts: dict[str, Any] = {"whole_model_bytes": self._nbytes}
 
     def run(self, size: str, peers: list[str]) -> list[dict[str, Any]]:
         """The rows of one size; no processes are left."""
-        limit = None if size == "ram" else int(self._nbytes / float(size.removesuffix("x")))
+        part, _, mb_per_s = size.partition("@")
+        limit = None if part == "ram" else int(self._nbytes / float(part.removesuffix("x")))
         entries = [entry for peer in peers for entry in self._entries(peer, limit)]
         threads = [int(number) for number in self._args.threads.split(",")]
         with ExitStack() as stack:
@@ -131,8 +126,9 @@ class Bench:
             for entry in entries:
                 num = self._args.workers if "worker_memory" in entry.settings else 0
                 entry.settings["workers"] = [str(stack.enter_context(memory_cgroup(limit))) for _ in range(num)]
-                group = None if limit is None or num else stack.enter_context(memory_cgroup(limit))
-                entry.start(group)
+                groups = [] if limit is None or num else [memory_cgroup(limit)]
+                groups += [disk_cgroup(self._stores["none"].folder, int(mb_per_s))] if mb_per_s else []
+                entry.start([stack.enter_context(group) for group in groups])
                 if entry.player is not None:
                     stack.callback(entry.player.close)
             for turn, request in enumerate(self._requests):

@@ -158,7 +158,10 @@ def test_a_command_of_the_first_edition_that_moved_says_where(typed, instead, ca
     command_of(instead.split()[1:])
 
 
-@pytest.mark.parametrize("typed", ["lab trace synth out --workload=cyclic", "lab configure x --plot out.png"])
+@pytest.mark.parametrize(
+    "typed",
+    ["lab trace synth out --workload=cyclic", "lab trace import --format npz a b", "lab configure x --plot out.png"],
+)
 def test_an_option_of_the_first_edition_that_has_gone_says_what_to_do(typed, capsys):
     assert main(typed.split()) == 2
     err = capsys.readouterr().err
@@ -180,7 +183,7 @@ LOADING = "memory system segments dtype codec compressed device devices maps pre
         ("pack", "out dtype codec list remove verify"),
         ("lab trace record", LOADING + " prompts out max-new-tokens temperature seed requests full decisions"),
         ("lab trace info", "plot"),
-        ("lab trace import", "format geometry num-experts model"),
+        ("lab trace import", "geometry num-experts model"),
         (
             "lab trace synth",
             "layers experts top-k tokens requests prefill-tokens zipf markov phases lookahead seed",

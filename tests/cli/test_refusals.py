@@ -180,7 +180,7 @@ REFUSED = {
     ],
     "lab trace": [
         ("import PIPE out", "must be an npz file"),
-        ("import --format csv law.npz out", "'csv': must be npz"),
+        ("import --format csv law.npz out", "npz is the only format"),
         ("import absent.npz out", "absent.npz: must be an npz file"),
         ("info absent", "no such folder"),
         ("info absent --plot a.bmp", "must end in .png, .svg, .pdf"),

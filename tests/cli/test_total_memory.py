@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ import pytest
 
 import expertly
 from expertly import api
+from expertly.cli.main import REFUSED
 from expertly.engine import memory as engine_memory
 from expertly.hardware import machine
 from expertly.lab import forecast
 from expertly.lab.compare.comparison import Comparison, share_out
 from expertly.lab.compare.settings import ComparisonSettings
 from expertly.sim.hardware import Hardware
-from tests.cli.asking import Captured, answer
+from tests.cli.asking import Captured, answer, refusal
+from tests.command_lines import command_of, flags_of
 from tests.families import make_checkpoint
 from tests.hardware.test_profile import PROFILE
 
@@ -71,6 +74,25 @@ def test_doctor(model: Path, total: int, capsys: Captured, monkeypatch: pytest.M
     assert found["memory_nbytes"] == total
     assert found["fitting_share"] == pytest.approx(0.6, abs=0.02)
     assert found["command"] == f"expertly run {model} --total-memory {total}"
+
+
+@pytest.mark.parametrize("name", ["simulate", "reproduce"])
+def test_a_trace_has_nothing_but_experts(name: str, capsys: Captured) -> None:
+    for words in (("--total-memory", "8GiB"), ("--total-memory=8GiB",)):
+        said = refusal(capsys, "lab", name, "TRACE", *words)
+        assert said.startswith("--total-memory: a trace knows only experts") and "accepted: --memory" in said
+
+
+def test_every_command_that_takes_memory_takes_all_of_it_or_says_why_not() -> None:
+    def leaves(command: Any, path: str) -> Iterator[tuple[str, set[str]]]:
+        for name, below in getattr(command, "commands", {}).items():
+            yield from leaves(below, f"{path} {name}".strip())
+        yield path, flags_of(command)
+
+    found = {path: flags for path, flags in leaves(command_of([])[0], "") if "--memory" in flags}
+    assert len(found) > 8
+    refused = {path for path, flags in found.items() if "--total-memory" not in flags}
+    assert {f"{path} --total-memory" for path in refused} <= REFUSED.keys()
 
 
 def test_compare_and_bench() -> None:

@@ -26,7 +26,7 @@ def npz(folder: Path) -> Path:
 
 def test_import_then_info(tmp_path, capsys):
     out = tmp_path / "trace"
-    line = told(capsys, "lab", "trace", "import", "--format", "npz", str(npz(tmp_path)), str(out))
+    line = told(capsys, "lab", "trace", "import", str(npz(tmp_path)), str(out))
     assert "law | 2 layers of 8 experts, top-2 | 2 requests | 30 iterations | 30 tokens" in line and "complete" in line
     assert "not empty" in refusal(capsys, "lab", "trace", "import", tmp_path / "law.npz", out)
     facts = answer(capsys, "lab", "trace", "info", str(out))

@@ -123,7 +123,7 @@ def test_a_second_signal_does_not_wait_and_says_only_that_it_ends(start: Start) 
 def test_of_two_servers_that_start_at_once_the_second_is_refused_before_it_loads(demo: tuple[Any, Any]) -> None:
     with closing(bind("127.0.0.1", 0)) as loading:
         port = loading.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port={port}: cannot listen there: .*in use"):
+        with pytest.raises(ConfigError, match=rf"port={port}: cannot listen there: .*in use; port 0 takes"):
             bind("127.0.0.1", port)
     with served(*demo) as first:
         client = first.http()

@@ -26,6 +26,7 @@ OURS = {
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(HERE.parent))
     import pages
     import players
 
@@ -38,7 +39,7 @@ def test_a_peer_plays_what_it_is_fed_until_it_is_killed(peers: Any) -> None:
     players, pages = peers
     (request,) = pages.make_requests(DEMO, 1, 40, 6)
     assert len(request["ids"]) == 46
-    player = players.Player(OURS, None)
+    player = players.Player(OURS)
     try:
         first, second = (player.play(request | {"threads": 1}) for _ in range(2))
         os.kill(player._process.pid, signal.SIGKILL)
@@ -55,4 +56,4 @@ def test_a_peer_plays_what_it_is_fed_until_it_is_killed(peers: Any) -> None:
 def test_why_a_peer_cannot_begin_is_said(peers: Any) -> None:
     players, _ = peers
     with pytest.raises(players.Ended, match="KeyError: 'nobody'"):
-        players.Player(OURS | {"peer": "nobody"}, None)
+        players.Player(OURS | {"peer": "nobody"})

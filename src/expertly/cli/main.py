@@ -76,11 +76,17 @@ MOVED = {
 }
 """Commands of the first edition, and what to type now."""
 
-GONE = {
+REFUSED = {
+    **{
+        f"lab {name} --total-memory": "a trace knows only experts, and not what else takes memory; accepted: --memory. "
+        "`expertly doctor MODEL --total-memory SIZE` says how much a model leaves for experts"
+        for name in ("simulate", "reproduce")
+    },
     "lab trace synth --workload": "has gone: made-up routing is Zipf's only; leave it out",
+    "lab trace import --format": "has gone: npz is the only format; leave it out",
     "lab configure --plot": "has gone: the table has the same numbers, and --json prints them",
 }
-"""Options that commands had, and what to do now."""
+"""Options that commands had, or that others have, and what to do instead."""
 
 
 def make_app() -> typer.Typer:
@@ -148,10 +154,10 @@ def _refuse_moved(argv: Sequence[str]) -> None:
     for name in (" ".join(argv[:2]), *argv[:1]):
         if name in MOVED:
             raise ConfigError(f"{name}: {MOVED[name]}")
-    for gone, what_now in GONE.items():
-        *command, option = gone.split()
+    for refused, instead in REFUSED.items():
+        *command, option = refused.split()
         if [*argv[: len(command)]] == command and any(word.partition("=")[0] == option for word in argv):
-            raise ConfigError(f"{option}: {what_now}")
+            raise ConfigError(f"{option}: {instead}")
 
 
 def _of_usage(error: typer.TyperException) -> ConfigError | None:

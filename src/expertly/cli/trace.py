@@ -176,11 +176,8 @@ def _summary(result: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceImportOptions:
-    file: Path = argument(REQUIRED, "the recorded routing", metavar="FILE", type=Path)
+    file: Path = argument(REQUIRED, "the recorded routing, an .npz file", metavar="FILE", type=Path)
     out: Path = argument(REQUIRED, "where the trace goes: a new or an empty folder", metavar="OUT", type=Path)
-    format: str = option(
-        "npz", "the format of FILE: npz is the only one", metavar="NAME", panel=ADVANCED, choices=("npz",)
-    )
     geometry: str | None = option(None, "the sizes of experts: a shipped description or a TOML file", metavar="NAME")
     num_experts: int | None = option(None, "experts of a layer", least=1)
     model: str | None = option(None, "a name for the model", metavar="NAME")

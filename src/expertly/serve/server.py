@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -122,7 +123,8 @@ def bind(host: str, port: int) -> socket.socket:
         # Else two servers that start at once both get the port, and one fails after its model was loaded.
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"host={host!r}, port={port}: cannot listen there: {error}") from None
+        free = "; port 0 takes any that is free" if getattr(error, "errno", None) == errno.EADDRINUSE else ""
+        raise ConfigError(f"host={host!r}, port={port}: cannot listen there: {error}{free}") from None
     return found
 
 

@@ -1,4 +1,4 @@
-"""What all peers are fed: pages of Python's own manual, which every Python brings along, as the demo model's tokens."""
+"""What models are fed: pages of Python's own manual, which every Python brings along, as the demo model's tokens."""
 
 from __future__ import annotations
 
@@ -28,3 +28,14 @@ def make_requests(model: Path, count: int, num_prompt: int, num_tokens: int) -> 
             raise ValueError(f"--requests {count} of {num_prompt} + {num_tokens} tokens: the pages are not that long")
         found.append({"ids": part, "num_prompt": num_prompt})
     return found
+
+
+def record_requests(model: Any, requests: list[dict[str, Any]], folder: Path, *, full: bool = True) -> None:
+    """Record what a loaded model routes while it is fed these requests, as a trace in a new folder."""
+    from expertly.lab.playing import feed
+    from expertly.lab.recording import record
+
+    with record(model, folder, full=full, name="demo") as recording:
+        for one in requests:
+            recording.begin_request(num_prompt_tokens=one["num_prompt"])
+            feed(model, one["ids"], one["num_prompt"])
