@@ -40,7 +40,7 @@ class Disk:
         def read_into(offset: int, buffers: Sequence[memoryview]) -> bool:
             return self._read(int(path.name), offset, buffers[0])
 
-        return SimpleNamespace(path=path, read_into=read_into, direct_fd=-1, close=lambda: None)
+        return SimpleNamespace(path=path, read_into=read_into, direct_fd=-1, alignment=512, close=lambda: None)
 
     def content(self, span: Span) -> bytes:
         """The bytes of a span."""

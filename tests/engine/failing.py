@@ -18,7 +18,8 @@ import pytest
 
 import expertly
 from expertly.core.errors import EngineClosedError, TransferError
-from expertly.engine.reading import PlainRead, ReadQueue
+from expertly.engine.reading import ReadQueue
+from expertly.engine.transfer import Readers
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Case
 from tests.engine.observe import loaded
@@ -35,7 +36,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 def replace_reads(patch: pytest.MonkeyPatch, read_into: Callable[..., bool]) -> None:
     """Put `read_into` in the place of `ExpertFile.read_into`, and have readers read everything."""
     patch.setattr(ExpertFile, "read_into", read_into)
-    patch.setattr(PlainRead, "direct", lambda _: None)
+    patch.setattr(Readers, "_direct", lambda *_: None)
 
 
 class FailOnce:

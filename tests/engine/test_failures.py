@@ -25,6 +25,7 @@ from expertly.core.errors import ConfigError, EngineClosedError, NanError, Store
 from expertly.engine import cpu, transfer
 from expertly.engine import group as groups
 from expertly.engine.group import Workers
+from expertly.engine.transfer import Readers
 from expertly.model.packing import pack
 from expertly.store.packed import PackedStore, experts_name
 from expertly.store.reader import ExpertFile
@@ -222,6 +223,7 @@ def test_transfer_threads_that_have_ended_fail_the_request_and_are_replaced(
     monkeypatch.setattr(transfer, "LOOK_EVERY_S", 0.05)
     case, named = cases["qwen3_moe"], "^a thread" if devices == "cpu" else "^cpu:1: a thread"
     with loaded_on(devices, case.store) as model:
+        monkeypatch.setattr(Readers, "_direct", lambda *_: None)  # all reads are theirs
         last = len(handle(model).engine.executor.shards) - 1
         end_readers(model, last, 4)
         with pytest.raises(TransferError, match=f"{named} that reads experts has ended"):
@@ -233,7 +235,8 @@ def test_transfer_threads_that_have_ended_fail_the_request_and_are_replaced(
     assert not reader_threads()
 
 
-def test_a_transfer_thread_that_breaks_tells_why(cases: Cases) -> None:
+def test_a_transfer_thread_that_breaks_tells_why(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Readers, "_direct", lambda *_: None)  # all reads are theirs
     case = cases["qwen3_moe"]
     with loaded_on(TWO, case.store) as model:
         readers = handle(model).engine.executor.shards[1].device._readers

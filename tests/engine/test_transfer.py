@@ -116,6 +116,16 @@ def test_loads_and_prefetches_need_no_reader(on_disk: OnDisk, monkeypatch: pytes
     assert on_disk.readers.stats()["buffered_nbytes"] == 0
 
 
+def test_a_reader_reads_what_cannot_bypass_the_page_cache(on_disk: OnDisk) -> None:
+    needs_no_reader(on_disk)
+    on_disk.memory = memoryview(mmap.mmap(-1, on_disk.num_experts * on_disk.nbytes + 64))[64:]
+    on_disk.readers.submit([span(6)])
+    on_disk.readers.prefetch([span(1)])
+    assert {on_disk.readers.wait(), on_disk.readers.wait()} == {span(6), span(1)}
+    assert bytes(on_disk.slot(span(6))) == bytes([7]) * on_disk.nbytes
+    assert on_disk.readers.stats()["buffered_nbytes"] == 2 * on_disk.nbytes
+
+
 def test_prefetches_begin_when_the_last_load_is_read_without_a_reader(on_disk: OnDisk) -> None:
     needs_no_reader(on_disk)
     on_disk.readers.submit([span(0), span(1)])
@@ -134,7 +144,7 @@ def test_more_reads_than_the_system_takes_at_once_wait_for_it(on_disk: OnDisk, m
     assert {on_disk.readers.wait().expert for _ in range(6)} == set(range(6))
     for expert in range(6):
         assert bytes(on_disk.slot(span(expert))) == bytes([1 + expert]) * on_disk.nbytes
-    assert not room and not on_disk.readers.num_in_flight
+    assert len(room) < 3 and not on_disk.readers.num_in_flight
 
 
 @pytest.mark.parametrize("is_prefetch", [False, True])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import StoreError, TransferError
-from expertly.engine.reading import PlainRead, ReadQueue
+from expertly.engine.reading import ReadQueue
 from expertly.store import reader
 from expertly.store.reader import ExpertFile
 
@@ -143,7 +143,10 @@ def test_a_queue_reads_several_places_in_one_call(direct: ExpertFile, path: Path
     places = {3: 5 * PAGE, 8: 0, 9: (NUM_PAGES - 1) * PAGE}  # by tag; the last asks for more than there is
     for _ in range(2):
         parts = {tag: memory[i * 2 * PAGE :][: 2 * PAGE] for i, tag in enumerate(places)}
-        reads = [(tag, PlainRead(direct, offset, parts[tag]).direct()) for tag, offset in places.items()]
+        reads = [
+            (tag, (direct.direct_fd, offset, ctypes.addressof(ctypes.c_char.from_buffer(parts[tag])), 2 * PAGE))
+            for tag, offset in places.items()
+        ]
         assert queue.begin(reads) == len(reads)
         ended: dict[int, int] = {}
         while len(ended) < len(reads):
@@ -171,13 +174,6 @@ def test_a_signal_while_a_queue_waits_ends_no_read() -> None:
         signal.signal(signal.SIGALRM, before)
     assert signals == [signal.SIGALRM]
     queue.close()
-
-
-def test_a_queue_takes_only_what_bypasses_the_page_cache(direct: ExpertFile) -> None:
-    memory = aligned(3 * PAGE)
-    assert PlainRead(direct, PAGE, memory).direct() is not None
-    for offset, view in ((PAGE + 1, memory), (PAGE, memory[:100]), (PAGE, memory[64 : 64 + PAGE]), (PAGE, memory[:0])):
-        assert PlainRead(direct, offset, view).direct() is None
 
 
 def test_buffered_reads_leave_no_page_behind(file: ExpertFile, path: Path) -> None:

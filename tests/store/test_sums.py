@@ -12,9 +12,9 @@ import pytest
 
 from expertly.core.errors import StoreError, TransferError
 from expertly.core.geometry import LayerGeometry
+from expertly.engine.reading import FirstReads
 from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
-from expertly.store.sums import FirstReads
 from tests.store.builders import PLAN, expert_bytes, write_store
 
 LAYER = LayerGeometry(3, 2, hidden_size=64, intermediate_size=192, num_matrices=3, itemsize=2)  # 4 blocks of 18 KiB

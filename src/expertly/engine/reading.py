@@ -22,15 +22,17 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
+import xxhash
 
-from expertly.core.geometry import PAGE_NBYTES, Geometry
+from expertly.core.errors import TransferError
+from expertly.core.geometry import PAGE_NBYTES, SECTOR_NBYTES, Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import MIN_DECODE_NBYTES
 from expertly.engine.numa import MemoryNode
 from expertly.store.frames import FrameDecoder, FrameIndex, padded
 from expertly.store.packed import LayerFile
 from expertly.store.reader import ExpertFile
-from expertly.store.sums import FirstReads
+from expertly.store.sums import Sums
 
 MIN_READ_NBYTES = 1 << 20
 """The smallest read of plain experts: splitting further is slowed by the interpreter lock. (Of compressed ones it is
@@ -99,8 +101,8 @@ def make_source(store: ExtentSource, geometry: Geometry, num_readers: int) -> So
 
 
 class PlainSource(Source):
-    """Experts that are not compressed: a read goes straight from the file into the slots. The reader compares each
-    block with its checksum when it is first read.
+    """Experts that are not compressed: a read goes straight from the file into the slots. Each block is compared with
+    its checksum when it is first read.
     """
 
     batch_nbytes = MIN_READ_NBYTES
@@ -123,47 +125,95 @@ class PlainSource(Source):
             place not in first_reads.unchecked or first_reads.are_over(place, first, nbytes)
         ):
             first_reads = None
-        if nbytes <= MIN_READ_NBYTES:
-            if first_reads is None:
-                return (PlainRead(file, offset, buffer),), nbytes
-            starts, size = range(1), nbytes
-        else:
-            size = max(MIN_READ_NBYTES, padded(-(-nbytes // self._num_readers)))
-            if first_reads is not None and not first_reads.block_nbytes % PAGE_NBYTES:  # each reader gets whole blocks
-                size = -(-size // first_reads.block_nbytes) * first_reads.block_nbytes
-            starts = range(0, nbytes, size)
-        if first_reads is None:
-            return [PlainRead(file, offset + at, buffer[at : at + size]) for at in starts], nbytes
-        check = partial(_read_checked, first_reads, place)
-        return [partial(check, first + at, file, offset + at, buffer[at : at + size]) for at in starts], nbytes
+        size = MIN_READ_NBYTES
+        if nbytes > size:
+            size = max(size, padded(-(-nbytes // self._num_readers)))
+        block = 0 if first_reads is None else first_reads.block_nbytes
+        if block and not block % SECTOR_NBYTES:
+            size = -(-size // block) * block  # each read gets whole blocks
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        reads: list[Read] = []
+        for at in range(0, nbytes, size):
+            part = buffer[at : at + size]
+            request, check = (file.direct_fd, offset + at, address + at, len(part)), None
+            # The rule of ExpertFile.read_into, not a call of it: a miss is to go through few files (bench/walk.py).
+            is_direct = file.direct_fd >= 0 and not (request[1] | request[2] | request[3]) % file.alignment
+            if first_reads is not None:
+                check = partial(first_reads.check, place, first + at, part)
+                is_direct = is_direct and not ((first + at) % block or len(part) % block)  # else checking reads, too
+            reads.append(PlainRead(file, offset + at, part, request if is_direct else None, check))
+        return reads, nbytes
 
 
 @dataclass(slots=True)
 class PlainRead:
-    """A read that nothing follows: a reader calls it, or a ReadQueue does the same without one."""
+    """A read of plain bytes: a reader calls it, or a ReadQueue does the same without one."""
 
     file: ExpertFile
     offset: int
     buffer: memoryview
+    direct: DirectRead | None = None
+    """The same for a ReadQueue; None where it needs a reader."""
+    check: Callable[[], int] | None = None
+    """Compares what was read with its checksums. Returns bytes read again; raises TransferError."""
 
     def __call__(self) -> Moved:
         is_direct = self.file.read_into(self.offset, [self.buffer])
-        return Moved(0 if is_direct else len(self.buffer))
-
-    def direct(self) -> DirectRead | None:
-        """None where it would not bypass the page cache."""
-        fd, offset, nbytes = self.file.direct_fd, self.offset, len(self.buffer)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer)) if nbytes else 1
-        # The rule of ExpertFile.read_into, not a call of it: a miss is to go through few files (bench/walk.py).
-        return None if fd < 0 or (offset | address | nbytes) % self.file.alignment else (fd, offset, address, nbytes)
+        again_nbytes = 0 if self.check is None else self.check()
+        return Moved(0 if is_direct else len(self.buffer), again_nbytes=again_nbytes)
 
 
-def _read_checked(
-    first_reads: FirstReads, place: int, first: int, file: ExpertFile, offset: int, buffer: memoryview
-) -> Moved:
-    moved = PlainRead(file, offset, buffer)()
-    again_nbytes = first_reads.check(place, first, buffer)
-    return moved._replace(again_nbytes=again_nbytes) if again_nbytes else moved
+class FirstReads:
+    """Compares each block of a layer with its sum when it is first read. Any thread may call."""
+
+    def __init__(self, layer: int, file: ExpertFile, begin: int, expert_nbytes: int, segment_nbytes: int, sums: Sums):
+        """`begin`: the offset of the first expert in the file; `segment_nbytes`: for messages, which name segments."""
+        self._layer = layer
+        self._file = file
+        self._begin = begin
+        self._expert_nbytes = expert_nbytes
+        self._segment_nbytes = segment_nbytes
+        self._sums = sums
+        self.block_nbytes = expert_nbytes // len(sums[0])
+        self.unchecked = {expert: bytearray(len(blocks)) for expert, blocks in enumerate(sums)}
+        """Of experts with blocks to compare, by their places in the file: 1 for each block that has been."""
+
+    def are_over(self, expert: int, first: int, nbytes: int) -> bool:
+        """Whether all blocks of these `nbytes`, from byte `first` of an expert, have been compared. `expert`: its place
+        in the file.
+        """
+        block = self.block_nbytes
+        return self.unchecked.get(expert, b"").find(0, first // block, -(-(first + nbytes) // block)) < 0
+
+    def check(self, expert: int, first: int, view: memoryview) -> int:
+        """Compare the blocks of `view`, which was read from byte `first` of an expert. A block that is only partly in
+        it is read again as a whole; returns the bytes of these reads. Raises TransferError naming file, layer, expert
+        and segment where a block is damaged.
+        """
+        is_known, block, again_nbytes = self.unchecked.get(expert), self.block_nbytes, 0
+        if is_known is None:
+            return 0
+        for number in range(first // block, -(-(first + len(view)) // block)):
+            if is_known[number]:
+                continue
+            begin = number * block - first
+            part = view[begin : begin + block]
+            if begin < 0 or len(part) < block:
+                part = memoryview(bytearray(block))
+                self._file.read_into(self._begin + expert * self._expert_nbytes + number * block, [part])
+                again_nbytes += block
+            found, packed = xxhash.xxh3_64_intdigest(part), self._sums[expert][number]
+            if found != packed:
+                one, last = number * block // self._segment_nbytes, ((number + 1) * block - 1) // self._segment_nbytes
+                segments = f"segment {one}" if one == last else f"segments {one} to {last}"
+                raise TransferError(
+                    f"{self._file.path}: layer {self._layer}, expert {expert}, {segments}: checksum {found:016x}, but "
+                    f"it was packed with {packed:016x}: damaged; remove the store and pack again"
+                )
+            is_known[number] = 1
+        if 0 not in is_known:
+            self.unchecked.pop(expert, None)
+        return again_nbytes
 
 
 class FrameSource(Source):
@@ -333,7 +383,7 @@ class ReadQueue:
         self._open()
 
     def begin(self, reads: Sequence[tuple[int, DirectRead]]) -> int:
-        """Begin reads, each a tag and what `PlainRead.direct` gave; returns how many of them, the first ones, the
+        """Begin reads, each with a tag; returns how many of them, the first ones, the
         system has taken.
         """
         requests = array("q")  # struct iocb

@@ -238,7 +238,7 @@ class Readers:
         """The jobs of a span as reads that need no reader; None where they need one."""
         direct: list[tuple[_Job, DirectRead]] = []
         for job in jobs if self._queue is not None else ():
-            read = job.read.direct() if isinstance(job.read, PlainRead) else None
+            read = job.read.direct if isinstance(job.read, PlainRead) else None
             if read is None:
                 return None
             direct.append((job, read))
@@ -297,6 +297,11 @@ class Readers:
             assert isinstance(job.read, PlainRead)
             if nbytes != len(job.read.buffer):
                 ticket.failed.append(job)
+            elif job.read.check is not None:
+                try:
+                    job.read.check()
+                except Exception as error:  # `poll` and `wait` raise it
+                    ticket.error = error
             ticket.reads_left -= 1
             self._num_queued_prefetch_reads -= ticket.is_prefetch
             if ticket.reads_left:

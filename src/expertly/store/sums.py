@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from expertly.core.errors import StoreError, TransferError
+from expertly.core.errors import StoreError
 from expertly.core.geometry import LayerGeometry
 from expertly.core.headers import TensorSpec, parse_safetensors_header, safetensors_header
 from expertly.store.frames import frames_per_expert
 from expertly.store.manifest import FileEntry
-from expertly.store.reader import ExpertFile
 
 Sums = tuple[tuple[int, ...], ...]
 """Checksums of a layer, by expert and block."""
@@ -73,56 +72,3 @@ def open_sums(folder: Path, number: int, layer: LayerGeometry, entry: FileEntry)
 
 def _spec(layer: LayerGeometry) -> TensorSpec:
     return TensorSpec("checksum", "U64", (layer.num_experts, frames_per_expert(layer)))
-
-
-class FirstReads:
-    """Compares each block of a layer with its sum when it is first read. Any thread may call."""
-
-    def __init__(self, layer: int, file: ExpertFile, begin: int, expert_nbytes: int, segment_nbytes: int, sums: Sums):
-        """`begin`: the offset of the first expert in the file; `segment_nbytes`: for messages, which name segments."""
-        self._layer = layer
-        self._file = file
-        self._begin = begin
-        self._expert_nbytes = expert_nbytes
-        self._segment_nbytes = segment_nbytes
-        self._sums = sums
-        self.block_nbytes = expert_nbytes // len(sums[0])
-        self.unchecked = {expert: bytearray(len(blocks)) for expert, blocks in enumerate(sums)}
-        """Of experts with blocks to compare, by their places in the file: 1 for each block that has been."""
-
-    def are_over(self, expert: int, first: int, nbytes: int) -> bool:
-        """Whether all blocks of these `nbytes`, from byte `first` of an expert, have been compared. `expert`: its place
-        in the file.
-        """
-        block = self.block_nbytes
-        return self.unchecked.get(expert, b"").find(0, first // block, -(-(first + nbytes) // block)) < 0
-
-    def check(self, expert: int, first: int, view: memoryview) -> int:
-        """Compare the blocks of `view`, which was read from byte `first` of an expert. A block that is only partly in
-        it is read again as a whole; returns the bytes of these reads. Raises TransferError naming file, layer, expert
-        and segment where a block is damaged.
-        """
-        is_known, block, again_nbytes = self.unchecked.get(expert), self.block_nbytes, 0
-        if is_known is None:
-            return 0
-        for number in range(first // block, -(-(first + len(view)) // block)):
-            if is_known[number]:
-                continue
-            begin = number * block - first
-            part = view[begin : begin + block]
-            if begin < 0 or len(part) < block:
-                part = memoryview(bytearray(block))
-                self._file.read_into(self._begin + expert * self._expert_nbytes + number * block, [part])
-                again_nbytes += block
-            found, packed = xxhash.xxh3_64_intdigest(part), self._sums[expert][number]
-            if found != packed:
-                one, last = number * block // self._segment_nbytes, ((number + 1) * block - 1) // self._segment_nbytes
-                segments = f"segment {one}" if one == last else f"segments {one} to {last}"
-                raise TransferError(
-                    f"{self._file.path}: layer {self._layer}, expert {expert}, {segments}: checksum {found:016x}, but "
-                    f"it was packed with {packed:016x}: damaged; remove the store and pack again"
-                )
-            is_known[number] = 1
-        if 0 not in is_known:
-            self.unchecked.pop(expert, None)
-        return again_nbytes
