@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -97,22 +98,22 @@ def digests(weights: dict[str, torch.Tensor]) -> dict[str, str]:
     return {name: hashlib.sha256(data).hexdigest()[:16] for name, data in found.items()}
 
 
-def main(names: list[str]) -> None:
-    for name in names or MADE:
-        dtype, options = MADE[name]
-        folder = HERE / name
-        with tempfile.TemporaryDirectory() as scratch:
-            source, made = make_source(Path(scratch, "source"), dtype, options["group_size"]), Path(scratch, "made")
-            if name == "autoawq":
-                found = {"float16": digests(pack_by_autoawq(source, made, options["group_size"]))}
-            else:
-                quantise(source, made, dtype, options)
-                found = {one: digests(weights_of(made, getattr(torch, one))) for one in ("float16", "bfloat16")}
-            folder.mkdir(exist_ok=True)
-            for file in ("config.json", "model.safetensors"):
-                (folder / file).write_bytes((made / file).read_bytes())
-            (folder / "weights.json").write_text(json.dumps(found, indent=1) + "\n")
+def main(name: str) -> None:
+    """One a process, as GPTQModel changes transformers' classes."""
+    dtype, options = MADE[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(scratch)  # where GPTQModel writes its logs
+        source, made = make_source(Path(scratch, "source"), dtype, options["group_size"]), Path(scratch, "made")
+        if name == "autoawq":
+            found = {"float16": digests(pack_by_autoawq(source, made, options["group_size"]))}
+        else:
+            quantise(source, made, dtype, options)
+            found = {one: digests(weights_of(made, getattr(torch, one))) for one in ("float16", "bfloat16")}
+        (HERE / name).mkdir(exist_ok=True)
+        for file in ("config.json", "model.safetensors"):
+            (HERE / name / file).write_bytes((made / file).read_bytes())
+        (HERE / name / "weights.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1])
