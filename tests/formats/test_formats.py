@@ -151,6 +151,7 @@ def test_packed_is_what_transformers_loads(form: ExpertFormat, width: int, hidde
     assert torch.equal(form.decode(blocks, num_matrices, hidden), weights)
     part = form.decode(blocks[-1:], num_matrices, hidden)  # a segment is a run of blocks
     assert torch.equal(part, weights[-layer.block_size :])
+    assert form.decode(blocks.to("meta"), num_matrices, hidden).is_meta, "where the blocks are"
 
 
 @pytest.mark.skipif(not AVAILABLE, reason=f"no compiled products: {WHY}")
