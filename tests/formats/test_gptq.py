@@ -82,6 +82,12 @@ EXPERT = "1.mlp.experts.3.down_proj"
         ("autoawq", on("down_proj.qzeros", lambda one: one[:, :3]), r"qzeros.*: I32 \[4, 3\] .*must be I32 \[4, 8\]"),
         ("autoawq", on("o_proj.qzeros", lambda one: one[:, :3]), r"\.qzeros: \[2, 3\]: must be \[2, 8\]"),
         ("gptq", on("o_proj.qzeros", lambda one: one[:, :3]), r"\.qzeros: \[2, 3\]: must be \[2, 8\]"),
+        ("gptq", on("lm_head.g_idx", lambda one: one[0]), r"lm_head.*\.qweight: \[16, 128\]: must be \[0, 128\]"),
+        (
+            "gptq",
+            on("lm_head.qzeros", lambda one: one.float()),
+            r"lm_head.*\.qzeros: torch.float32 .*must be torch.int32",
+        ),
         ("gptq", on("lm_head.g_idx", lambda one: one * 2), "lm_head.*g_idx: from 0 to 2: must be from 0 to 1"),
         (
             "gptq",

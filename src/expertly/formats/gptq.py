@@ -54,7 +54,7 @@ class GptqFormat(_InHalf):
         self._is_less_one, self._is_carried = is_less_one, is_carried
 
     def size_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-        return shape2(tensors[0], self.suffixes[0])[1], len(tensors[3])
+        return shape2(tensors[0], self.suffixes[0])[1], tensors[3].numel()
 
     def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
         groups = columns // self.group
@@ -99,7 +99,7 @@ class GptqFormat(_InHalf):
         import torch
 
         words, scales, zeros, order = tensors
-        bits, num = 8 if 4 * len(words) == columns else 4, len(scales)
+        bits, num = 8 if 4 * len(words) == columns else 4, shape2(zeros, self.suffixes[2])[0]
         shapes = (columns * bits // 32, rows), (num, rows), (num, rows * bits // 32), (columns,)
         for suffix, tensor, shape in zip(self.suffixes, tensors, shapes, strict=True):
             if tuple(tensor.shape) != shape:
