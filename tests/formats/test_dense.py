@@ -29,7 +29,7 @@ from expertly.store.packed import PackedStore
 from tests.engine.observe import loaded
 from tests.families import generate, logits_of, make_prompts
 from tests.formats.gguf_files import make_gguf
-from tests.formats.gptq_files import make_awq_checkpoint
+from tests.formats.gptq_files import library_checkpoint
 from tests.formats.references import reference_of
 from tests.model.checkpoints import (
     assert_holds_what_transformers_loads,
@@ -63,7 +63,10 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, torch.dtype], Path], set[str]]] = {
     "fp8 qwen3_moe": (partial(fp8, "qwen3_moe"), {"q_proj", "k_proj", "v_proj"}),
     "fp8 deepseek_v3": (partial(fp8, "deepseek_v3"), {"q_a_proj", "gate_proj", "up_proj", "down_proj"}),
     "int4_g32 qwen3_moe": (make_int4_checkpoint, {"q_proj", "k_proj", "v_proj", "o_proj"}),
-    "int4_g32_zeros_f16 awq": (partial(make_awq_checkpoint, group=32), {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    "int4_g32_zeros_f16 autoawq": (
+        partial(library_checkpoint, name="autoawq"),
+        {"q_proj", "k_proj", "v_proj", "o_proj"},
+    ),
     "q4_k qwen3moe": (
         partial(gguf, architecture="qwen3moe", dense="Q4_K"),
         {"embed_tokens", "q_proj", "k_proj", "v_proj", "lm_head"},

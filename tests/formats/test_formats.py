@@ -32,7 +32,7 @@ from expertly.store.reader import ExpertFile
 from tests.engine.observe import loaded
 from tests.families import generate, logits_of, make_prompts
 from tests.formats.gguf_files import gguf_blocks, make_gguf
-from tests.formats.gptq_files import awq_tensors, awq_weight, make_awq_checkpoint, make_gptq_checkpoint
+from tests.formats.gptq_files import library_checkpoint
 from tests.formats.references import reference_of
 from tests.model.checkpoints import (
     assert_holds_what_transformers_loads,
@@ -87,14 +87,15 @@ def int4_matrix(dice: torch.Generator, rows: int, columns: int, group: int, dtyp
 
 
 def awq_matrix(dice: torch.Generator, rows: int, columns: int, group: int, dtype: torch.dtype) -> Matrix:
-    """Every number with every zero point."""
-    codes, zeros = (
-        torch.randint(0, 16, (size, rows), generator=dice, dtype=torch.int32) for size in (columns, columns // group)
-    )
-    scales = torch.randn(columns // group, rows, generator=dice) * 0.02
-    scales[0, 0] = 2**-24  # no normal number in float16
-    tensors = awq_tensors(codes, scales, zeros)
-    return tuple(tensors.values()), awq_weight(tensors, dtype).float()
+    """Every number with every zero point. A word has 8 outputs, those at even places first."""
+    sizes = columns, columns // group
+    codes, zeros = (torch.randint(0, 16, (size, rows), generator=dice) for size in sizes)
+    scales = (torch.randn(columns // group, rows, generator=dice) * 0.02).half()
+    scales[0, 0] = 2**-24  # no normal number
+    apart = (one.unflatten(1, (-1, 4, 2)).transpose(2, 3).flatten(2) for one in (codes, zeros))
+    words, points = ((one << torch.arange(0, 32, 4)).sum(dim=-1).to(torch.int32) for one in apart)
+    weights = (codes - zeros.repeat_interleave(group, 0)) * scales.to(dtype).repeat_interleave(group, 0)
+    return (words, scales, points), weights.T.float()
 
 
 def gguf_matrix(dice: torch.Generator, rows: int, columns: int, kind: str) -> Matrix:
@@ -159,6 +160,7 @@ def test_packed_is_what_transformers_loads(form: ExpertFormat, width: int, hidde
     assert torch.equal(form.decode(blocks, num_matrices, hidden), weights)
     part = form.decode(blocks[-1:], num_matrices, hidden)  # a segment is a run of blocks
     assert torch.equal(part, weights[-layer.block_size :])
+    assert form.decode(blocks.to("meta"), num_matrices, hidden).is_meta, "where the blocks are"
 
 
 @pytest.mark.usefixtures("padding")
@@ -294,8 +296,9 @@ CHECKPOINTS: dict[str, Callable[[Path, torch.dtype], Path]] = {  # by format and
     "fp8 deepseek_v3": partial(fp8_checkpoint, "deepseek_v3"),
     "int4_g32 qwen3_moe": make_int4_checkpoint,
     "int4_g128 qwen3_moe": partial(make_int4_checkpoint, group=128),
-    "int4_g128_f16 gptq": make_gptq_checkpoint,
-    "int4_g32_zeros_f16 awq": partial(make_awq_checkpoint, group=32),
+    "int4_g32_f16 gptq": library_checkpoint,
+    "int4_g32_zeros_f16 gptq_v2": partial(library_checkpoint, name="gptq_v2"),
+    "int4_g32_zeros_f16 autoawq": partial(library_checkpoint, name="autoawq"),
     "q8_0 qwen3moe": partial(gguf_checkpoint, kind="Q8_0", hidden=64, intermediate=128),
     "q4_k qwen3moe": partial(gguf_checkpoint, kind="Q4_K", hidden=256, intermediate=1024),
 }

@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from expertly.core.errors import ConfigError, TransferError
+from expertly.core.geometry import LayerGeometry
+from expertly.formats import expert_format
 from expertly.hardware import measure
 from expertly.hardware.measure import machine_choice, machine_costs, measure_decoding, store_costs
 from expertly.hardware.profile import DecodeProfile, ThreadsRate
+from expertly.native.kernels import VARIABLE, choose_kernels
 from tests.engine.failing import raising, replace_reads
 from tests.engine.frames import write_store
 from tests.hardware.test_profile import PROFILE
@@ -86,6 +89,19 @@ def test_matvec_rate(dtype: str):
     assert (rate.dtype, rate.num_threads) == (dtype, 1)
     assert 1e7 < rate.nbytes_per_s < 1e13
     assert torch.get_num_threads() == threads
+
+
+def test_a_rate_of_experts_in_a_format(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measure, "_EXPERTS_NBYTES", 4 * MIB)
+    plain = LayerGeometry(8, 2, 256, 512, 3, 4)
+    for name in ("mxfp4", "int4_g32_zeros", "q4_k+q6_k"):
+        layer = expert_format(name).geometry(plain)
+        rate = measure.measure_experts_rate(layer, torch.float32, seconds=0.02)
+        monkeypatch.setenv(VARIABLE, "torch")
+        assert measure.measure_experts_rate(layer, torch.float32, seconds=0.02) is None
+        monkeypatch.delenv(VARIABLE)
+        assert (rate is None) == (not choose_kernels().dtypes) and (rate is None or 1e7 < rate < 1e13)
+    assert measure.measure_experts_rate(plain, torch.float32, seconds=0.02) is None
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ import pytest
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.core.geometry import Geometry
 from expertly.data import demo_folder
+from expertly.formats import expert_format
 from expertly.hardware import simulated
 from expertly.lab import forecast as module
 from expertly.lab.forecast import ModelForecast, forecast
@@ -114,6 +115,24 @@ def test_more_memory_hits_more_and_is_faster(needs: ModelNeeds) -> None:
     assert 0.40 < quarter.hit_rate[0] < 0.50 < 0.60 < quarter.hit_rate[1] < 0.68, "as real models do"
     assert found.fitting_share == 1.0 and all(one.fits for one in found.speeds)
     assert found.command == "expertly run demo"
+
+
+@pytest.mark.usefixtures("soon")
+def test_experts_in_a_format_are_as_fast_as_it_is_decoded(needs: ModelNeeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    q8_0 = expert_format("q8_0")
+    quantised = replace(needs, dtype="float32", layers=tuple(map(q8_0.geometry, needs.layers)))
+    monkeypatch.setattr(module, "measure_experts_rate", lambda layer, *_: 1e9 if layer == quantised.layers[0] else None)
+    monkeypatch.setattr(simulated, "_EACH_S", 0.01)
+    monkeypatch.setattr(module, "_CALIBRATION_TOKENS", 2)
+    bare = replace(PROFILE, devices=())
+    assert module.measured_hardware(bare, None, needs).format_nbytes_per_s is None
+    rate = module.measured_hardware(bare, None, quantised).format_nbytes_per_s
+    for one, slower in ((needs, False), (quantised, True)):
+        usual, decoded = (
+            forecast(one, bare, replace(LAPTOP, format_nbytes_per_s=some), 16 * GIB) for some in (None, rate)
+        )
+        assert (decoded.speeds[-1].tokens_per_s[1] < usual.speeds[-1].tokens_per_s[0]) == slower
+        assert "experts in their format 1.00 GB/s, measured" in decoded.decided_by
 
 
 @pytest.mark.usefixtures("soon")

@@ -46,7 +46,19 @@ compiled = pytest.mark.skipif(IS_INTERPRETED, reason="nothing is compiled in the
 pytestmark = pytest.mark.timeout(600)
 
 FORMATS = sorted(triton_slots._DECODERS)
-COMPILED = ("", "mxfp4", "fp8", "q4_0", "q8_0", "int4_g32", "int4_g128_zeros", "int4_g32_zeros_f16")
+COMPILED = (
+    "",
+    "mxfp4",
+    "fp8",
+    "q4_0",
+    "q8_0",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+    "int4_g32",
+    "int4_g128_zeros",
+    "int4_g32_zeros_f16",
+)
 
 
 @compiled
@@ -204,12 +216,13 @@ def test_gates_of_all_kinds(has_bias: bool, activate: Callable[..., torch.Tensor
 @pytest.mark.parametrize("form", FORMATS)
 def test_formats(form: str) -> None:
     """Of random bytes: weights are the format's own, so that outputs are those of the decoded experts."""
-    is_wide = expert_format(form).down.group > 32
-    blocks, weights = made(expert_format(form), 2, 2 if is_wide else 3, 3)
+    group = expert_format(form).down.group
+    hidden = 1 if form in ("q4_k", "q6_k") else 2 if group > 32 else 3  # the interpreter is slow
+    blocks, weights = made(expert_format(form), 2, hidden, 3)
     blocks = torch.stack((blocks, blocks.flip(0)))
     weights = torch.stack((weights, weights.unflatten(0, (2, -1)).flip(0).flatten(0, 1)))
     dtypes = [torch.float16] if form.endswith("_f16") else [torch.bfloat16, torch.float32]
-    for dtype in dtypes[: 1 if is_wide else 2]:
+    for dtype in dtypes[1:] if form.startswith("q") else dtypes[: 1 if group > 32 else 2]:
         layer = Layer(weights.to(dtype), gated, 2, blocks, form)
         for num_tokens in (1, 5):
             layer.check(num_tokens)
@@ -240,9 +253,9 @@ def test_what_is_not_theirs_is_torchs() -> None:
     shape, rows = LayerGeometry(1, 1, 256, 256, 3, 4), torch.zeros(256, 3, 256)
     for activate, dtype in ((clamped, torch.float32), (gated, torch.float64), (torch.maximum, torch.bfloat16)):
         assert kernels.slots(shape, dtype, 1, rows.to(dtype), activate, (), None) is None
-    q4_k = expert_format("q4_k").geometry(shape)
-    blocks = torch.zeros(q4_k.num_blocks, q4_k.block_nbytes, dtype=torch.uint8)
-    assert kernels.slots(q4_k, torch.float32, 1, blocks, gated, (), None) is None
+    q5_1 = expert_format("q5_1").geometry(shape)
+    blocks = torch.zeros(q5_1.num_blocks, q5_1.block_nbytes, dtype=torch.uint8)
+    assert kernels.slots(q5_1, torch.float32, 1, blocks, gated, (), None) is None
     of_other = torch.zeros(1, 256, dtype=torch.bfloat16)
     assert kernels.slots(shape, torch.float32, 1, rows, gated, (of_other, of_other), None) is None
     layer = layer_of(torch.float32, gated).products
@@ -419,8 +432,8 @@ def test_every_kernel_compiles(form: str, capability: int, monkeypatch: pytest.M
         seen.add(kernel.__name__.rpartition(".")[2])
 
     monkeypatch.setattr(triton_slots, "_launch", compile)
-    of_format = (torch.float16 if form.endswith("_f16") else torch.bfloat16,)
-    for dtype in of_format if form else (torch.bfloat16, torch.float32):
+    of_format = torch.float32 if form.startswith("q") else torch.float16 if form.endswith("_f16") else torch.bfloat16
+    for dtype in (of_format,) if form else (torch.bfloat16, torch.float32):
         shape, rows = LayerGeometry(1, 1, 2048, 768, 3, dtype.itemsize), torch.zeros(768, 3, 2048, dtype=dtype)
         if form:
             shape = expert_format(form).geometry(shape)

@@ -36,6 +36,15 @@ def test_a_roofline_of_many_tokens_is_the_operations():
     assert model.dense_ns(0, 100) == 20_000_000 + 11
 
 
+def test_a_roofline_of_experts_in_a_format():
+    layer = LayerGeometry(8, 2, 1024, 512, 3, 2, "q8_0", 32, 104_448)  # 16 blocks an expert
+    dense = DenseShape(1_000_000, 2_000_000)
+    for rate, expert_ns in ((None, 3_342_336), (5e8, 6_684_672)):
+        model = compute_model(replace(MACHINE, format_nbytes_per_s=rate), Geometry((layer,)), dense)
+        assert model.span_ns(0, 1, 1) == expert_ns + 7
+        assert model.dense_ns(0, 1) == 2_000_000 + 11
+
+
 def test_an_expert_of_only_pads_is_computed_all_the_same():
     for hardware in (MACHINE, replace(MACHINE, compute=MEASURED)):
         model = compute_model(hardware, Geometry((LAYER,) * 2), None)

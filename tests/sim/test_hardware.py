@@ -30,6 +30,7 @@ FULL = toy(
     predictor=PredictorCosts(31_000, math.inf, 5e9),
     codec=CodecCosts(0.68, 1.5e9, 4, 3, 0.5),
     host=HostCompute(3.5e10, 5e11, 50_000, 1.05),
+    format_nbytes_per_s=1.5e10,
 )
 
 

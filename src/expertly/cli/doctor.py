@@ -268,7 +268,7 @@ def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: Tex
         profile, _ = examine(folder, Effort(), say_what_is_measured())
         profile.write(out)
     with progress_bar("runs") as bar:
-        hardware = measured_hardware(profile, bar.in_bytes)
+        hardware = measured_hardware(profile, bar.in_bytes, needs)
         free, progress = available_host_nbytes(), partial(bar, "simulating")
         found = forecast(needs, profile, hardware, free, progress, args.total_memory, workers, trace)
     facts = {**asdict(found), "machine": profile.cpu, "profile_path": str(out)}

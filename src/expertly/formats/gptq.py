@@ -54,8 +54,7 @@ class GptqFormat(_InHalf):
         self._is_less_one, self._is_carried = is_less_one, is_carried
 
     def size_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-        width, rows = shape2(tensors[0], self.suffixes[0])
-        return rows, width * 8
+        return shape2(tensors[0], self.suffixes[0])[1], tensors[3].numel()
 
     def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
         groups = columns // self.group
@@ -70,27 +69,48 @@ class GptqFormat(_InHalf):
         words, scales, zeros, order = tensors
         if not np.array_equal(order.numpy(), np.arange(columns) // self.group):
             raise CheckpointError(
-                f"g_idx: inputs in another order than their groups of {self.group} (desc_act), which is not supported"
+                f"g_idx: inputs in another order than their groups of {self.group} (desc_act): their bytes cannot be "
+                "kept; name a dtype to convert them"
             )
         numbers = np.ascontiguousarray(words.numpy().T).view(np.uint8)
         parts = numbers.reshape(rows, columns // self.group, -1), self.scales_of(scales, rows)
         points = self._zeros_of(zeros.numpy().view(np.uint32))
-        if self.has_zeros:
-            return *parts, points
-        if (wrong := points[points != 8]).size:
-            raise CheckpointError(f"a zero point of {wrong[0]}: must be 8, as {_WHERE}.sym is true")
-        return parts
+        return (*parts, points) if self.has_zeros else parts
 
-    def _zeros_of(self, words: npt.NDArray[np.uint32]) -> Bytes:
-        """Zero points [rows, groups, 1] from 0 to 15, from words [groups, rows / 8]."""
+    def _zeros_of(self, words: npt.NDArray[np.uint32], bits: int = 4) -> Bytes:
+        """Zero points [rows, groups, 1] from 0 on, from words [groups, rows * bits / 32]."""
         if self._is_less_one:
-            if not self._is_carried and (_nibbles(words) == 15).any():
+            most = (1 << bits) - 1
+            if not self._is_carried and (_numbers(words, bits) == most).any():
                 raise CheckpointError(
-                    "a zero point of 16, stored as 15: must be 1 to 15 (or 0, stored so by gptqmodel, which "
-                    f"{_WHERE}.meta.quantizer does not name)"
+                    f"a zero point of {most + 1}, stored as {most}: must be 1 to {most} (or 0, stored so by gptqmodel, "
+                    f"which {_WHERE}.meta.quantizer does not name)"
                 )
-            words = words + np.uint32(0x11111111)
-        return _nibbles(words).T[..., None]
+            words = words + np.uint32(0xFFFFFFFF // most)  # one more in each number
+        points, middle = _numbers(words, bits).T[..., None], 1 << (bits - 1)
+        if not self.has_zeros and (wrong := points[points != middle]).size:
+            raise CheckpointError(f"a zero point of {wrong[0]}: must be {middle}, as {_WHERE}.sym is true")
+        return points
+
+    def dequantised(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> torch.Tensor:
+        """Also of what tiles cannot hold: inputs in another order than their groups, and 8 bits, which GPTQModel gives
+        lm_head.
+        """
+        import torch
+
+        words, scales, zeros, order = tensors
+        bits, num = 8 if 4 * len(words) == columns else 4, shape2(zeros, self.suffixes[2])[0]
+        shapes = (columns * bits // 32, rows), (num, rows), (num, rows * bits // 32), (columns,)
+        for suffix, tensor, shape in zip(self.suffixes, tensors, shapes, strict=True):
+            if tuple(tensor.shape) != shape:
+                raise CheckpointError(f"{suffix}: {list(tensor.shape)}: must be {list(shape)}")
+        if columns and not 0 <= int(order.min()) <= int(order.max()) < num:
+            raise CheckpointError(f"g_idx: from {order.min()} to {order.max()}: must be from 0 to {num - 1}")
+        dtype = torch.bfloat16 if self.scales == "BF16" else torch.float16
+        numbers = torch.from_numpy(_numbers(words.numpy().view(np.uint32).T, bits))
+        points = torch.from_numpy(self._zeros_of(zeros.numpy().view(np.uint32), bits))[:, order.long(), 0]
+        of_groups = torch.from_numpy(self.scales_of(scales, rows)).view(dtype)[:, order.long(), 0]
+        return numbers.to(dtype).sub_(points).mul_(of_groups)  # the difference is exact
 
 
 class AwqFormat(_InHalf):
@@ -123,15 +143,16 @@ class AwqFormat(_InHalf):
 AWQ = tuple(AwqFormat(group, scales) for scales in ("BF16", "F16") for group in GROUPS)
 
 
-def _nibbles(words: npt.NDArray[np.uint32]) -> Bytes:
-    """Numbers [..., 8 n] from words [..., n], the lowest bits first."""
+def _numbers(words: npt.NDArray[np.uint32], bits: int = 4) -> Bytes:
+    """Numbers [..., 32 / bits * n] of 4 or 8 bits from words [..., n], the lowest bits first."""
     packed = np.ascontiguousarray(words).view(np.uint8)
-    return np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:-1], -1)
+    halves = (packed,) if bits == 8 else (packed & 15, packed >> 4)
+    return np.stack(halves, axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def _in_order(words: torch.Tensor) -> Bytes:
     """Numbers [..., 8 n] from AWQ's words [..., n], in the order of outputs."""
-    found = _nibbles(words.numpy().view(np.uint32))
+    found = _numbers(words.numpy().view(np.uint32))
     return found.reshape(*found.shape[:-1], -1, 8)[..., _AWQ_PLACES].reshape(found.shape)
 
 

@@ -27,6 +27,7 @@ from expertly.core.resources import NUM_READERS, allowed_cpus, computing_threads
 from expertly.engine.device import kind_of
 from expertly.engine.reading import MIN_READ_NBYTES
 from expertly.engine.transfer import Readers
+from expertly.formats import expert_format
 from expertly.hardware.profile import (
     DecodeProfile,
     DeviceProfile,
@@ -164,6 +165,7 @@ def measure_matvec(dtype: str, num_threads: int, nbytes: int, seconds: float) ->
 
 _SQUARE = 1024
 _LEAST_NBYTES = 1 << 30  # more than any device's cache
+_EXPERTS_NBYTES = 256 << 20  # more than a processor's
 
 
 def measure_weights_rate(
@@ -188,6 +190,28 @@ def _product_of(x: torch.Tensor) -> Callable[[torch.Tensor], object]:
         return partial(linear, x)
     out = x.new_empty(1, 1, _MATRIX_SHAPE[0])
     return lambda matrix: kernels.dots((matrix.data_ptr(), 0, 1, 0), x, out, matrix.stride(0) * matrix.element_size())
+
+
+def measure_experts_rate(layer: LayerGeometry, dtype: torch.dtype, seconds: float) -> float | None:
+    """Bytes a second of experts, as many together as a token needs, in products with it in `dtype`, by the processor's
+    kernels that decode them. None where the layer has no weight format, or there are no such kernels.
+    """
+    kernels, top_k, size, num_inner = choose_kernels(), layer.top_k, layer.expert_nbytes, layer.num_matrices - 1
+    if not layer.format or dtype not in kernels.dtypes:
+        return None
+    formats, num_tokens = expert_format(layer.format).kernels, max(1, _EXPERTS_NBYTES // (top_k * size))
+    stored = torch.full((num_tokens * top_k * size,), 0x38, dtype=torch.uint8)  # in no format a special number
+    x, h = torch.ones(1, layer.hidden_size, dtype=dtype), torch.ones(top_k, layer.intermediate_size, dtype=dtype)
+    inner, out = x.new_empty(num_inner, *h.shape), x.new_empty(top_k, layer.hidden_size)
+
+    def compute() -> None:
+        for begin in range(stored.data_ptr(), stored.data_ptr() + stored.nbytes, top_k * size):
+            experts = list(enumerate(range(begin, begin + top_k * size, size)))
+            kernels.tile_dots(formats, [field for row, at in experts for field in (at, 0, 1, row)], x, inner)
+            kernels.tile_sums(formats, [field for row, at in experts for field in (at, row, 1, row)], h, out, num_inner)
+
+    num_rounds, elapsed = _timed(_CPU, seconds, compute)
+    return num_rounds * stored.nbytes / elapsed
 
 
 def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:

@@ -15,7 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mode
 from typing import Any, NamedTuple
+
+import torch
 
 from expertly import api
 from expertly.core.errors import ConfigError
@@ -33,6 +36,7 @@ from expertly.engine.memory import (
     pass_nbytes,
 )
 from expertly.engine.process import rss_nbytes
+from expertly.hardware.measure import measure_experts_rate
 from expertly.hardware.profile import MachineProfile
 from expertly.hardware.simulated import machine_hardware
 from expertly.lab.synth import write_workload, zipf
@@ -66,6 +70,7 @@ MACHINE_ERROR = 1.25
 """A machine is measured for only half a minute and without the model: times may be longer or shorter by this factor."""
 
 _CALIBRATION_TOKENS = 24
+_FORMAT_S = 0.5
 _REQUEST_TOKENS = 64
 _WARM_REQUESTS = 2
 
@@ -123,10 +128,12 @@ class ModelForecast:
     command: str
 
 
-def measured_hardware(profile: MachineProfile, loading: api.Progress | None = None) -> Hardware:
+def measured_hardware(
+    profile: MachineProfile, loading: api.Progress | None = None, needs: ModelNeeds | None = None
+) -> Hardware:
     """The machine of `profile`, with all that a layer takes beside its weights, measured on the demo model in a few
     seconds, instead of what `machine_hardware` assumes of calls and steps. `loading` is told of the bytes of that
-    model, as by `expertly.load`.
+    model, as by `expertly.load`. `needs`: of a model whose experts' weight format is measured, on a processor.
     """
     hardware = replace(machine_hardware(profile), launch_ns=0, layer_ns=0, iteration_ns=0)
     device = profile.devices[0].device if profile.devices else "cpu"
@@ -148,7 +155,11 @@ def measured_hardware(profile: MachineProfile, loading: api.Progress | None = No
     layers = range(geometry.num_layers)
     spans_ns = sum(geometry.layers[layer].top_k * compute.span_ns(layer, 1, 1) for layer in layers)
     weights_ns = spans_ns + sum(compute.dense_ns(layer, 1) for layer in layers) + compute.head_ns(1)
-    return replace(hardware, layer_ns=max(0, round((token_ns - weights_ns) / geometry.num_layers)))
+    rate = None
+    if needs is not None and not profile.devices:
+        rate = measure_experts_rate(mode(needs.layers), getattr(torch, needs.dtype), _FORMAT_S)
+    layer_ns = max(0, round((token_ns - weights_ns) / geometry.num_layers))
+    return replace(hardware, layer_ns=layer_ns, format_nbytes_per_s=rate)
 
 
 def forecast(
@@ -299,8 +310,11 @@ def _decided_by(speeds: list[ExpectedSpeed], hardware: Hardware) -> str:
     best = fitting[-1]
     link = hardware.link if hardware.disk is None else hardware.disk
     if best.waiting[1] < 0.2:
+        rates = format_rate(hardware.memory_nbytes_per_s)
+        if hardware.format_nbytes_per_s is not None:
+            rates += f", experts in their format {format_rate(hardware.format_nbytes_per_s)},"
         return (
-            f"how fast weights are read from memory ({format_rate(hardware.memory_nbytes_per_s)} measured), and what "
+            f"how fast weights are read from memory ({rates} measured), and what "
             f"a layer takes beside ({format_seconds(hardware.layer_ns / 1e9)}, by the demo model)"
         )
     return (

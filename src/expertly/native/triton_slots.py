@@ -21,7 +21,6 @@ span; G inputs and 16 outputs a tile of a format (formats/tiles.py).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from subprocess import SubprocessError
@@ -91,7 +90,8 @@ def _product(x, weights, total, BT: tl.constexpr, dtype: tl.constexpr):
 
 
 # -- weights of formats ------------------------------------------------------------------------------------------------
-# Of tiles at addresses [KT, N], each with the output [N] of its 16 that is wanted: float32 [KT * G, N].
+# Of tiles at addresses [KT, N], each with the output [N] of its 16 that is wanted: float32 [KT * G, N]. Of tiles of 256
+# inputs one `part` [KT] of 64: float32 products of more inputs at a time need more registers than there are.
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def _flat(values):
 
 
 @triton.jit
-def _mxfp4(tiles, of, FORM: tl.constexpr):
+def _mxfp4(tiles, part, of, FORM: tl.constexpr):
     codes = _nibbles(_dwords(tiles, of, 4))
     values = (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True) * _E2M1
     powers = tl.load(tiles + (256 + of)[None, :]).to(tl.uint32)
@@ -132,7 +132,7 @@ def _mxfp4(tiles, of, FORM: tl.constexpr):
 
 
 @triton.jit
-def _fp8(tiles, of, FORM: tl.constexpr):
+def _fp8(tiles, part, of, FORM: tl.constexpr):
     words = _dwords(tiles, of, 32)
     moved = words[:, :, None, :] >> (tl.arange(0, 4) * 8)[None, None, :, None]
     bits = ((moved & 0xF0) << 19) | ((moved & 7) << 20) | ((moved & 8) << 28)
@@ -142,7 +142,7 @@ def _fp8(tiles, of, FORM: tl.constexpr):
 
 
 @triton.jit
-def _int4(tiles, of, FORM: tl.constexpr):
+def _int4(tiles, part, of, FORM: tl.constexpr):
     """FORM: G, the scales' dtype, and whether there are zero points."""
     G: tl.constexpr = FORM[0]
     number = tl.arange(0, G // 8)
@@ -159,18 +159,58 @@ def _int4(tiles, of, FORM: tl.constexpr):
 
 
 @triton.jit
-def _q4_0(tiles, of, FORM: tl.constexpr):
+def _q4_0(tiles, part, of, FORM: tl.constexpr):
     scales = _halves(tiles + (256 + of * 2)[None, :], tl.float16)
     return _flat((_nibbles(_dwords(tiles, of, 4)).to(tl.float32) - 8.0) * scales[:, None, None, :])
 
 
 @triton.jit
-def _q8_0(tiles, of, FORM: tl.constexpr):
+def _q8_0(tiles, part, of, FORM: tl.constexpr):
     number = tl.arange(0, 32)  # of an input: of every 8 those at even places are one word, those at odd ones the next
     place = (number // 8 * 2 + number % 2) * 64 + (number % 8) // 2
     codes = tl.load(tiles[:, None, :] + (place[:, None] + (of * 4)[None, :])[None, :, :]).to(tl.int8, bitcast=True)
     scales = _halves(tiles + (512 + of * 2)[None, :], tl.float16)
     return tl.reshape(codes.to(tl.float32) * scales[:, None, :], (tiles.shape[0] * 32, of.shape[0]))
+
+
+@triton.jit
+def _k_codes(tiles, part, of, BITS: tl.constexpr, NUM: tl.constexpr):
+    """Of parts, codes [KT, NUM, 64 / NUM, N] of 4 bits and `BITS` more. These are a word for inputs with the same
+    scale: in its first byte of inputs 0, 1, 8, 9, 16, ..., then of 2, 3, 10, ...
+    """
+    WIDTH: tl.constexpr = 64 // NUM
+    codes = _nibbles(_dwords(tiles + (part * 512)[:, None], of, 8))
+    codes = tl.reshape(codes, (tiles.shape[0], NUM, WIDTH, of.shape[0]))
+    if BITS:
+        number = tl.arange(0, WIDTH)
+        shift = number % 8 // 2 * 8 + (number // 8 * 2 + number % 2) * BITS
+        words = _dwords(tiles + (2048 + part * (NUM * 64))[:, None], of, NUM)
+        codes |= ((words[:, :, None, :] >> shift[None, None, :, None]) & ((1 << BITS) - 1)) << 4
+    return codes.to(tl.float32)
+
+
+@triton.jit
+def _q4_k(tiles, part, of, BITS: tl.constexpr):
+    """Q4_K, and Q5_K with BITS = 1. A scale and a minimum are 6 bits each of three words of a tile."""
+    AT: tl.constexpr = 2048 + 512 * BITS
+    number = (part * 2)[:, None] + tl.arange(0, 2)[None, :]
+    places = tiles[:, None, :] + (AT + number % 4)[:, :, None] + (of * 4)[None, None, :]
+    low, high, both = tl.load(places), tl.load(places + 64), tl.load(places + 128)
+    is_low = (number < 4)[:, :, None]
+    scales = tl.where(is_low, low & 63, (both & 15) | (low >> 6 << 4)).to(tl.float32)
+    minima = tl.where(is_low, high & 63, (both >> 4) | (high >> 6 << 4)).to(tl.float32)
+    scales = scales * _halves(tiles + (AT + 192 + of * 2)[None, :], tl.float16)[:, None, :]
+    minima = minima * _halves(tiles + (AT + 224 + of * 2)[None, :], tl.float16)[:, None, :]
+    return _flat(_k_codes(tiles, part, of, BITS, 2) * scales[:, :, None, :] - minima[:, :, None, :])
+
+
+@triton.jit
+def _q6_k(tiles, part, of, FORM: tl.constexpr):
+    number = (part * 4)[:, None] + tl.arange(0, 4)[None, :]
+    places = tiles[:, None, :] + (3072 + number * 16)[:, :, None] + of[None, None, :]
+    scales = tl.load(places).to(tl.int8, bitcast=True).to(tl.float32)
+    scales = scales * _halves(tiles + (3328 + of * 2)[None, :], tl.float16)[:, None, :]
+    return _flat((_k_codes(tiles, part, of, 2, 4) - 32.0) * scales[:, :, None, :])
 
 
 # -- the kernels -------------------------------------------------------------------------------------------------------
@@ -179,8 +219,8 @@ def _q8_0(tiles, of, FORM: tl.constexpr):
 @triton.jit
 def _inner_weights(
     slot, MATRIX: tl.constexpr, begin, num, k, H: tl.constexpr, M: tl.constexpr, DECODE: tl.constexpr,
-    FORM: tl.constexpr, G: tl.constexpr, TILE_NBYTES: tl.constexpr, B: tl.constexpr, BLOCK_NBYTES: tl.constexpr,
-    dtype: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORM: tl.constexpr, G: tl.constexpr, PART: tl.constexpr, TILE_NBYTES: tl.constexpr, B: tl.constexpr,
+    BLOCK_NBYTES: tl.constexpr, dtype: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """[BK, BN] of inputs from `k` on and neurons from `begin` on, of `num` in a slot."""
     of = tl.arange(0, BN)
@@ -190,10 +230,11 @@ def _inner_weights(
         place = (neurons * (M * H) + MATRIX * H)[None, :] + inputs[:, None]
         weights = tl.load(slot + place, mask=is_there, other=0.0, eviction_policy="evict_first")
     else:
-        tiles = tl.minimum(k // G + tl.arange(0, BK // G), H // G - 1)  # what is beyond is multiplied with 0
+        parts = tl.minimum(k // PART + tl.arange(0, BK // PART), H // PART - 1)  # what is beyond is multiplied with 0
         first = (MATRIX * (B // _TILE) + begin % B // _TILE) * (H // G)
-        place = begin // B * BLOCK_NBYTES + (first + tiles) * TILE_NBYTES
-        weights = _rounded(DECODE(slot + place[:, None] + (of * 0)[None, :], of, FORM), dtype)
+        place = begin // B * BLOCK_NBYTES + (first + parts // (G // PART)) * TILE_NBYTES
+        tiles = slot + place[:, None] + (of * 0)[None, :]
+        weights = _rounded(DECODE(tiles, parts % (G // PART), of, FORM), dtype)
     return weights
 
 
@@ -201,7 +242,7 @@ def _inner_weights(
 def _inner_kernel(
     slots, x, h, plan, f, g, gate_bias, up_bias, tokens_at, rows_at, x_stride,
     H: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, SLOT: tl.constexpr, DECODE: tl.constexpr, FORM: tl.constexpr,
-    G: tl.constexpr, TILE_NBYTES: tl.constexpr, B: tl.constexpr, BLOCK_NBYTES: tl.constexpr,
+    G: tl.constexpr, PART: tl.constexpr, TILE_NBYTES: tl.constexpr, B: tl.constexpr, BLOCK_NBYTES: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Activations of BN neurons of a span for all its tokens, into `h` [rows, I]. `SLOT`: numbers, or bytes, a slot."""
@@ -225,12 +266,12 @@ def _inner_kernel(
             place = (tokens * x_stride)[:, None] + inputs[None, :]
             values = tl.load(x + place, mask=is_token[:, None] & (inputs < H)[None, :], other=0.0)
         weights = _inner_weights(
-            slot, 0, begin, num, k, H, M, DECODE, FORM, G, TILE_NBYTES, B, BLOCK_NBYTES, dtype, BN, BK
+            slot, 0, begin, num, k, H, M, DECODE, FORM, G, PART, TILE_NBYTES, B, BLOCK_NBYTES, dtype, BN, BK
         )
         gate = _product(values, weights, gate, BT, dtype)
         if M == 3:
             weights = _inner_weights(
-                slot, 1, begin, num, k, H, M, DECODE, FORM, G, TILE_NBYTES, B, BLOCK_NBYTES, dtype, BN, BK
+                slot, 1, begin, num, k, H, M, DECODE, FORM, G, PART, TILE_NBYTES, B, BLOCK_NBYTES, dtype, BN, BK
             )
             up = _product(values, weights, up, BT, dtype)
     neurons = begin + tl.arange(0, BN)
@@ -264,8 +305,8 @@ def _activation_input(total, bias, biases, is_neuron, BT: tl.constexpr, dtype: t
 def _down_kernel(
     slots, h, out, sums, plan, down_bias, experts_at, rows_at,
     H: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, SLOT: tl.constexpr, DECODE: tl.constexpr, FORM: tl.constexpr,
-    TILE_NBYTES: tl.constexpr, B: tl.constexpr, BLOCK_NBYTES: tl.constexpr, INNER_NBYTES: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PART: tl.constexpr, TILE_NBYTES: tl.constexpr, B: tl.constexpr, BLOCK_NBYTES: tl.constexpr,
+    INNER_NBYTES: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """BN outputs of an expert for all its tokens: into `out` [rows, H] with its last spans, until then into `sums`."""
     dtype: tl.constexpr = out.dtype.element_ty
@@ -294,10 +335,11 @@ def _down_kernel(
                 is_there = is_neuron[:, None] & is_output[None, :]
                 weights = tl.load(slot + place, mask=is_there, other=0.0, eviction_policy="evict_first")
             else:
-                blocks = tl.minimum(k // B + tl.arange(0, BK // B), num // B - 1)
+                parts = tl.minimum(k // PART + tl.arange(0, BK // PART), num // PART - 1)
                 of = tl.minimum(outputs, H - 1)
-                place = (blocks * BLOCK_NBYTES + INNER_NBYTES)[:, None] + (of // _TILE * TILE_NBYTES)[None, :]
-                weights = _rounded(DECODE(slot + place, of % _TILE, FORM), dtype)
+                place = parts // (B // PART) * BLOCK_NBYTES + INNER_NBYTES
+                tiles = slot + place[:, None] + (of // _TILE * TILE_NBYTES)[None, :]
+                weights = _rounded(DECODE(tiles, parts % (B // PART), of % _TILE, FORM), dtype)
             total = _product(values, weights, total, BT, dtype)
     if BT == 1:
         total = tl.sum(total, axis=0)[None, :]
@@ -371,6 +413,9 @@ _DECODERS: dict[str, tuple[Any, Any]] = {
     "fp8": (_fp8, None),
     "q4_0": (_q4_0, None),
     "q8_0": (_q8_0, None),
+    "q4_k": (_q4_k, 0),
+    "q5_k": (_q4_k, 1),
+    "q6_k": (_q6_k, None),
     **{
         f"int4_g{group}{zeros}{half}": (_int4, (group, tl.float16 if half else tl.bfloat16, bool(zeros)))
         for group in (32, 128)
@@ -415,12 +460,12 @@ class SlotProducts:
             "B": geometry.block_size,
             "BLOCK_NBYTES": geometry.block_nbytes,
         }
-        self._inner = shape | {"DECODE": None, "FORM": None, "G": 1, "TILE_NBYTES": 0}
-        self._down = shape | {"DECODE": None, "FORM": None, "INNER_NBYTES": 0, "TILE_NBYTES": 0}
+        self._inner = shape | {"DECODE": None, "FORM": None, "G": 1, "PART": 1, "TILE_NBYTES": 0}
+        self._down = shape | {"DECODE": None, "FORM": None, "INNER_NBYTES": 0, "PART": 1, "TILE_NBYTES": 0}
         if form is not None:
             for kernel, one in ((self._inner, form.inner), (self._down, form.down)):
                 kernel["DECODE"], kernel["FORM"] = _DECODERS[one.name]
-                kernel["TILE_NBYTES"] = one.tile_nbytes
+                kernel["TILE_NBYTES"], kernel["PART"] = one.tile_nbytes, 64 if one.group == 256 else one.group
             self._inner["G"] = form.inner.group
             self._down["INNER_NBYTES"] = form.inner_nbytes(geometry.num_matrices, geometry.hidden_size)
 
@@ -453,12 +498,13 @@ class SlotProducts:
         experts_at, x_at, rows_at = lengths[0], sum(lengths[:2]), sum(lengths)
         padded = 1 if num_tokens == 1 else 16 if num_tokens <= 16 else 32
         blocks = {"BT": padded, "BN": TILE_OUTPUTS}
-        blocks["BK"] = max(_power_of_two(self._hidden, self._most // (1 if padded == 1 else 2)), self._inner["G"])
+        most = self._most // (1 if padded == 1 else 2)
+        blocks["BK"] = max(_power_of_two(self._hidden, most), self._inner["PART"])
         grid = experts_at // _NUM_FIELDS, triton.cdiv(num_neurons, TILE_OUTPUTS)
         numbers = x_at, rows_at, x.stride(0)
         _launch(_inner_kernel, grid, (self._rows, x, h, plan, *self._between, *numbers), self._inner | blocks, 4)
         blocks = {"BT": padded, "BN": _STRIP}
-        blocks["BK"] = max(_power_of_two(num_neurons, self._most // 2), self._down["B"])
+        blocks["BK"] = max(_power_of_two(num_neurons, self._most // 2), self._down["PART"])
         grid = lengths[1] // _NUM_FIELDS, triton.cdiv(self._hidden, _STRIP)
         args = self._rows, h, out, sums, plan, self._down_bias, experts_at, rows_at
         _launch(_down_kernel, grid, args, self._down | blocks, 8 if padded == 1 else 4)
@@ -594,13 +640,14 @@ def _power_of_two(size: int, most: int) -> int:
 
 
 def _to_device(numbers: list[int], device: torch.device) -> torch.Tensor:
-    """Copied without waiting; the allocator keeps the pinned memory until the copy has ended."""
-    here = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type != "cpu")
+    """Copied without waiting; the allocator keeps the pinned memory until the copy has ended. The interpreter's device
+    has no index, and needs none.
+    """
+    here = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.index is not None)
     return here.to(device, non_blocking=True)
 
 
 def _launch(kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any], warps: int) -> None:
     """On the device and the stream of the first argument."""
-    device = args[0].device
-    with contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index):
+    with torch.accelerator.device_index(args[0].device.index):
         kernel[grid](*args, **constants, num_warps=warps)

@@ -90,7 +90,8 @@ class Roofline:
         shape, geometry = self._geometry.layers[layer], self._geometry
         num_weights = num_segments * geometry.neurons_per_segment(layer) * shape.neuron_nbytes / shape.itemsize
         nbytes = num_segments * geometry.segment_nbytes(layer)
-        return self._ns(nbytes, num_weights, max(1, num_tokens)) + self._hardware.launch_ns
+        rate = self._hardware.format_nbytes_per_s if shape.format else None
+        return self._ns(nbytes, num_weights, max(1, num_tokens), rate) + self._hardware.launch_ns
 
     def _head_ns(self, num_tokens: int) -> int:
         return self._dense_part_ns(self._dense.head_nbytes, 0, num_tokens) + self._hardware.iteration_ns
@@ -98,9 +99,9 @@ class Roofline:
     def _dense_part_ns(self, nbytes: int, layer: int, num_tokens: int) -> int:
         return self._ns(nbytes, nbytes / self._geometry.layers[layer].itemsize, num_tokens)
 
-    def _ns(self, nbytes: int, num_weights: float, num_tokens: int) -> int:
+    def _ns(self, nbytes: int, num_weights: float, num_tokens: int, nbytes_per_s: float | None = None) -> int:
         hardware = self._hardware
-        reading = nbytes / hardware.memory_nbytes_per_s
+        reading = nbytes / (nbytes_per_s or hardware.memory_nbytes_per_s)
         computing = 2 * num_tokens * num_weights / hardware.flops_per_s
         return round(max(reading, computing) / hardware.efficiency * 1e9)
 

@@ -106,6 +106,9 @@ class Hardware:
     predictor: PredictorCosts = PredictorCosts()
     codec: CodecCosts | None = None  # of the experts on disk; None: nobody measured it here
     host: HostCompute | None = None  # that computes missing experts beside the device; None: it does not
+    format_nbytes_per_s: float | None = (
+        None  # of experts in a weight format, decoded in products; None: as other weights
+    )
 
     @classmethod
     def read(cls, name_or_file: str) -> Hardware:
