@@ -35,11 +35,14 @@ def main() -> None:
     networks = [ClusterNetwork.read(name) for name in NETWORK_NAMES]
     workers = [(int(num), network) for num in args.workers.split(",") if num for network in networks]
     profile, _ = examine(cache_folder(), Effort())
-    hardware = Hardware.read(args.hardware) if args.hardware else measured_hardware(profile)
+    named = Hardware.read(args.hardware) if args.hardware else None
+    rates: dict[str, float | None] = {}
     available = available_host_nbytes()
     rows: list[dict[str, Any]] = []
     for config in sorted((ROOT / "bench" / "models").glob("*/config.json"), key=lambda path: path.parent.name.lower()):
         needs = needs_of(str(config))
+        hardware = named or measured_hardware(profile, needs=needs)
+        rates[config.parent.name] = hardware.format_nbytes_per_s
         found = forecast(needs, profile, hardware, available, None, args.total_memory, workers)
         if workers:
             rows += with_workers(config.parent.name, found)
@@ -57,6 +60,7 @@ def main() -> None:
             row |= {f"low {name}": one.tokens_per_s[0], f"high {name}": one.tokens_per_s[1], f"fits {name}": one.fits}
         rows.append(row)
     told = {"models": "bench/models", "hardware": hardware.as_dict(), "available_bytes": available}
+    told |= {"experts_nbytes_per_s": rates}
     told["networks"] = list(NETWORK_NAMES) if workers else []
     print_report("expected", rows, vars(args) | told, args.out)
 

@@ -199,7 +199,8 @@ def measure_experts_rate(layer: LayerGeometry, dtype: torch.dtype, seconds: floa
     kernels, top_k, size, num_inner = choose_kernels(), layer.top_k, layer.expert_nbytes, layer.num_matrices - 1
     if not layer.format or dtype not in kernels.dtypes:
         return None
-    formats, num_tokens = expert_format(layer.format).kernels, max(1, _EXPERTS_NBYTES // (top_k * size))
+    how = expert_format(layer.format).kernels, layer.block_nbytes
+    num_tokens = max(1, _EXPERTS_NBYTES // (top_k * size))
     stored = torch.full((num_tokens * top_k * size,), 0x38, dtype=torch.uint8)  # in no format a special number
     x, h = torch.ones(1, layer.hidden_size, dtype=dtype), torch.ones(top_k, layer.intermediate_size, dtype=dtype)
     inner, out = x.new_empty(num_inner, *h.shape), x.new_empty(top_k, layer.hidden_size)
@@ -207,8 +208,8 @@ def measure_experts_rate(layer: LayerGeometry, dtype: torch.dtype, seconds: floa
     def compute() -> None:
         for begin in range(stored.data_ptr(), stored.data_ptr() + stored.nbytes, top_k * size):
             experts = list(enumerate(range(begin, begin + top_k * size, size)))
-            kernels.tile_dots(formats, [field for row, at in experts for field in (at, 0, 1, row)], x, inner)
-            kernels.tile_sums(formats, [field for row, at in experts for field in (at, row, 1, row)], h, out, num_inner)
+            kernels.tile_dots(*how, [field for row, at in experts for field in (at, 0, 1, row)], x, inner)
+            kernels.tile_sums(*how, [field for row, at in experts for field in (at, row, 1, row)], h, out, num_inner)
 
     num_rounds, elapsed = _timed(_CPU, seconds, compute)
     return num_rounds * stored.nbytes / elapsed
