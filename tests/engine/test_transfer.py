@@ -147,6 +147,26 @@ def test_more_reads_than_the_system_takes_at_once_wait_for_it(on_disk: OnDisk, m
     assert len(room) < 3 and not on_disk.readers.num_in_flight
 
 
+def test_reads_that_fail_or_find_no_room_are_done_by_readers(on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first three fail, and then the system takes no more, in the middle of a span."""
+    needs_no_reader(on_disk)
+    begin, ended, room, failing = ReadQueue.begin, ReadQueue.ended, [1, 1, 1], [-5, -5, -5]
+
+    def fail(queue: ReadQueue, timeout_ns: int = 0) -> list[tuple[int, int]]:
+        return [(tag, failing.pop() if failing else nbytes) for tag, nbytes in ended(queue, timeout_ns)]
+
+    monkeypatch.setattr(ReadQueue, "begin", lambda queue, reads: begin(queue, reads[: room.pop() if room else 0]))
+    monkeypatch.setattr(ReadQueue, "ended", fail)
+    on_disk.readers.submit([span(0), span(1)])
+    on_disk.readers.prefetch([span(2), span(3)])
+    assert {on_disk.readers.wait().expert for _ in range(4)} == set(range(4))
+    for expert in range(4):
+        assert bytes(on_disk.slot(span(expert))) == bytes([1 + expert]) * on_disk.nbytes
+    on_disk.readers.prefetch([span(4)])
+    assert on_disk.readers.wait() == span(4), "and they go on"
+    assert not failing and not on_disk.readers.num_in_flight
+
+
 @pytest.mark.parametrize("is_prefetch", [False, True])
 def test_a_read_without_a_reader_that_falls_short_is_explained(is_prefetch: bool, on_disk: OnDisk) -> None:
     with on_disk.path.open("r+b") as file:

@@ -102,7 +102,7 @@ class Readers:
         self._threads = [self._start(i) for i in range(num_readers)]
 
     def submit(self, spans: Sequence[Span]) -> None:
-        """Start reading. A large span is split over the readers; small ones are read together, by none or by one."""
+        """Start reading. A large span is several reads; small ones go together, to no reader or to one."""
         self._num_loads += len(spans)  # from here on no prefetch begins
         batch: list[_Job] = []
         batch_nbytes = 0
@@ -260,6 +260,9 @@ class Readers:
         if self._waiting and not self._queued:  # and nothing will make room
             rest, self._waiting = [job for job, _ in self._waiting], []
             self._num_queued_prefetch_reads -= sum(job.ticket.is_prefetch for job in rest)
+            for ticket in {job.ticket for job in rest}:
+                rest += ticket.failed
+                ticket.reads_left += len(ticket.failed)
             self._hand_over(rest)
 
     def _hand_over(self, jobs: Sequence[_Job]) -> None:
