@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import ConfigError
@@ -37,7 +37,8 @@ from expertly.hardware.profile import (
     MatvecRate,
     ThreadsRate,
 )
-from expertly.native.kernels import choose_kernels
+from expertly.native.activations import recognise
+from expertly.native.kernels import ExpertProducts, choose_kernels
 from expertly.store.codec_choice import (
     CodecChoice,
     Sample,
@@ -199,20 +200,26 @@ def measure_experts_rate(layer: LayerGeometry, dtype: torch.dtype, seconds: floa
     kernels, top_k, size, num_inner = choose_kernels(), layer.top_k, layer.expert_nbytes, layer.num_matrices - 1
     if not layer.format or dtype not in kernels.dtypes:
         return None
-    how = expert_format(layer.format).kernels, layer.block_nbytes
+    activation = recognise(_activated, dtype, is_gated=num_inner == 2)
+    assert activation is not None, "silu is known"
+    shape, formats = (num_inner, layer.hidden_size), expert_format(layer.format).kernels
+    products = ExpertProducts(formats, shape, layer.block_nbytes, 0, activation, (), None)
     num_tokens = max(1, _EXPERTS_NBYTES // (top_k * size))
     stored = torch.full((num_tokens * top_k * size,), 0x38, dtype=torch.uint8)  # in no format a special number
-    x, h = torch.ones(1, layer.hidden_size, dtype=dtype), torch.ones(top_k, layer.intermediate_size, dtype=dtype)
-    inner, out = x.new_empty(num_inner, *h.shape), x.new_empty(top_k, layer.hidden_size)
+    x, out = torch.ones(1, layer.hidden_size, dtype=dtype), torch.empty(top_k, layer.hidden_size, dtype=dtype)
+    first, row = top_k * [0], range(top_k)
 
     def compute() -> None:
         for begin in range(stored.data_ptr(), stored.data_ptr() + stored.nbytes, top_k * size):
-            experts = list(enumerate(range(begin, begin + top_k * size, size)))
-            kernels.tile_dots(*how, [field for row, at in experts for field in (at, 0, 1, row)], x, inner)
-            kernels.tile_sums(*how, [field for row, at in experts for field in (at, row, 1, row)], h, out, num_inner)
+            tasks = [number for expert in row for number in (begin + expert * size, 1, expert)]
+            kernels.experts(products, tasks, first, row, x, out, layer.intermediate_size, 0, adds=False)
 
     num_rounds, elapsed = _timed(_CPU, seconds, compute)
     return num_rounds * stored.nbytes / elapsed
+
+
+def _activated(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    return silu(gate) if up is None else silu(gate) * up
 
 
 def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
