@@ -148,12 +148,16 @@ def test_more_reads_than_the_system_takes_at_once_wait_for_it(on_disk: OnDisk, m
 
 
 def test_reads_that_fail_or_find_no_room_are_done_by_readers(on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first three fail, and then the system takes no more, in the middle of a span."""
+    """The first two fail and leave nothing, and then the system takes no more, in the middle of a large span."""
     needs_no_reader(on_disk)
-    begin, ended, room, failing = ReadQueue.begin, ReadQueue.ended, [1, 1, 1], [-5, -5, -5]
+    begin, ended, room, failing = ReadQueue.begin, ReadQueue.ended, [1, 1], [-5, -5]
 
     def fail(queue: ReadQueue, timeout_ns: int = 0) -> list[tuple[int, int]]:
-        return [(tag, failing.pop() if failing else nbytes) for tag, nbytes in ended(queue, timeout_ns)]
+        found = ended(queue, timeout_ns)
+        for tag, _ in found:
+            buffer = on_disk.readers._queued[tag].read.buffer
+            buffer[:] = bytes(len(buffer))
+        return [(tag, failing.pop() if failing else nbytes) for tag, nbytes in found]
 
     monkeypatch.setattr(ReadQueue, "begin", lambda queue, reads: begin(queue, reads[: room.pop() if room else 0]))
     monkeypatch.setattr(ReadQueue, "ended", fail)
