@@ -63,7 +63,7 @@ def check_format(layer: LayerGeometry) -> None:
         return
     form = expert_format(layer.format)
     expected, least = form.geometry(layer), form.least_nbytes(layer.num_matrices, layer.hidden_size)
-    is_sized = least <= layer.block_nbytes <= expected.block_nbytes  # stores of the first edition have no padding
+    is_sized = least <= layer.block_nbytes <= expected.block_nbytes  # older stores have no padding
     if layer.block_size != expected.block_size or not is_sized:
         raise ConfigError(
             f"block_size={layer.block_size}, block_nbytes={layer.block_nbytes}: must be {expected.block_size} and "
