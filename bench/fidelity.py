@@ -76,7 +76,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
                 next(tasks)()
         profile = measurement.profile()
         compressed = compressed_costs(beside, profile)
-        hardware = Hardware.read("infinite").with_model(profile.link, profile.compute)
+        hardware = Hardware.read("infinite").with_model(profile.link, profile.compute, profile.predictor)
         if compressed is not None:
             hardware = replace(hardware.with_disk(compressed[0]), codec=compressed[1])
         study = Study(

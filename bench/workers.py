@@ -151,7 +151,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         trace = Trace.open(Path(scratch) / "trace")
         schedule = make_schedule(trace, Selection(len(settings["requests"])))
         requests = recorded_requests(trace, schedule)
-        hardware = Hardware.read("infinite").with_model(profile.link, profile.compute)
+        hardware = Hardware.read("infinite").with_model(profile.link, profile.compute, profile.predictor)
         study = Study(trace, schedule, hardware, trace.manifest.geometries, trace.manifest.dense)
         with loaded(settings, **settings["away"]) as away, loaded(settings, system="resident") as alone:
             shares = handle(away).engine.executor.placement.shares

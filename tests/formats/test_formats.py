@@ -497,7 +497,7 @@ def test_a_model_whose_blocks_do_not_make_four_parts_is_measured(num_blocks: int
     with loaded(tmp_path / "store", memory="60%", system="lru") as model:
         measured = measure_model(model, seconds=0.2, tokens=(1, 4, 64))
     assert measured.compute.layer.format == "mxfp4" and min(measured.compute.expert_ns) > 0
-    measured_on = Hardware.read("infinite").with_model(measured.link, measured.compute)
+    measured_on = Hardware.read("infinite").with_model(measured.link, measured.compute, measured.predictor)
     measured_on.write(tmp_path / "here.toml")
     assert Hardware.read(str(tmp_path / "here.toml")) == measured_on
 

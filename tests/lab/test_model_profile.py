@@ -21,6 +21,7 @@ from expertly.lab.model_profile import TOKENS, ModelProfile, measure_model
 from expertly.model.hooks import experts_modules
 from expertly.model.packing import pack
 from expertly.policies.eviction.reuse import ReuseModel
+from expertly.policies.predictor.lookahead import Lookahead
 from tests.engine.conftest import Cases
 from tests.families import FAMILIES, make_checkpoint
 
@@ -104,14 +105,23 @@ def test_what_observers_and_policies_take_of_a_pass_is_measured(cases: Cases, mo
     def slow(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (time.sleep(seconds), function(*args))[1]
 
+    def in_proportion(spans: Sequence[Span]) -> None:
+        time.sleep(0.003 + 0.002 * len(spans))
+        original(spans)
+
     monkeypatch.setattr(Collector, "routed", slow(0.002, Collector.routed))
+    monkeypatch.setattr(Lookahead, "router_ran", slow(0.005, Lookahead.router_ran))
     monkeypatch.setattr(ReuseModel, "observe", slow(0.006, ReuseModel.observe))
     model, _ = expertly.load(str(cases["mixtral"].store), device="cpu", memory="60%", system="lru")
     device = handle(model).engine.device
-    monkeypatch.setattr(device, "prefetch", slow(0.004, device.prefetch))
-    compute = measure_model(model, seconds=0.5, tokens=(1,)).compute
+    original = device.prefetch
+    monkeypatch.setattr(device, "prefetch", in_proportion)
+    found = measure_model(model, seconds=0.5, tokens=(1,))
     expertly.unload(model)
-    assert 1_500_000 < compute.observe_ns < 3_500_000 < compute.prefetch_ns < 5_500_000 < compute.decide_ns
+    compute = found.compute
+    assert 1_500_000 < compute.observe_ns < 3_500_000 and compute.decide_ns > 5_500_000
+    assert 2_000_000 < compute.prefetch_ns < 4_500_000 and 1_000_000 < compute.prefetch_each_ns < 3_000_000
+    assert 5_000_000 < found.predictor.call_ns < 8_000_000
 
 
 def test_spans_that_are_loaded_together_have_places_of_their_own(cases: Cases, monkeypatch: pytest.MonkeyPatch):

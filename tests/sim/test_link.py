@@ -38,15 +38,16 @@ class Watch:
 
 def make(
     hardware: Hardware | None = None,
-    taking_ns: int = 0,
+    load_ns: int = 0,
     submit_ns: int = 0,
     codec: CodecCosts | None = None,
     geometry: Geometry = GEOMETRY,
     prefetch_ns: int = 0,
+    prefetch_each_ns: int = 0,
 ) -> tuple[Clock, VirtualLink, Any]:
     clock, watch = Clock(), Watch()
-    own_ns = submit_ns, codec, prefetch_ns
-    link = VirtualLink(clock, hardware or toy(), geometry, lambda layer, num: taking_ns, watch, *own_ns)
+    own_ns = load_ns, submit_ns, codec, prefetch_ns, prefetch_each_ns
+    link = VirtualLink(clock, hardware or toy(), geometry, watch, *own_ns)
     return clock, link, watch
 
 
@@ -134,7 +135,7 @@ def test_busy_until_counts_the_overhead_of_every_span_and_what_has_begun_meanwhi
 
 
 def test_asking_and_taking_cost_the_thread_time_that_is_no_stall() -> None:
-    clock, link, watch = make(taking_ns=5)
+    clock, link, watch = make(load_ns=5)
     link.submit([span(0), span(1)])
     assert arrivals(clock, link, 2) == [(0, 55), (1, 98)]
     assert link.stall_ns == 88 and watch.spends == [("take", 50, 55), ("take", 93, 98)]
@@ -144,9 +145,9 @@ def test_asking_and_taking_cost_the_thread_time_that_is_no_stall() -> None:
     link.prefetch([span(2)])
     assert clock.now_ns == 30, "nobody waits for that"
     assert arrivals(clock, link, 1) == [(0, 50)] and link.stall_ns == 20, "the link begins meanwhile"
-    clock, link, watch = make(prefetch_ns=9)
+    clock, link, watch = make(prefetch_ns=9, prefetch_each_ns=4)
     link.prefetch([span(0, num_segments=2), span(1)])  # an expert and half of one
-    assert clock.now_ns == 13 and watch.spends == [("ask", 0, 13)] and link.stall_ns == 0
+    assert clock.now_ns == 15 and watch.spends == [("ask", 0, 15)] and link.stall_ns == 0
 
 
 # -- a disk behind: reads take 20 + 5 + 200 ns a segment --------------------------------------------------------------

@@ -88,12 +88,13 @@ def test_predictions_come_when_they_have_been_made() -> None:
     assert channel.busy_ns == 57 + 107 + 507 + 57
 
 
-def test_showing_a_router_takes_time_of_the_pass() -> None:
+def test_showing_a_router_takes_time_of_the_pass_once_its_layer_has_ended() -> None:
+    """What the layer waits for is waited for beside it."""
     clock = Clock()
     channel = VirtualPredictorThread(Notes(), clock, PredictorCosts(7), ObservationQueue(9), observe_ns=30)
     channel.begin_iteration(-1, lambda: BEGAN)
     publish(channel, 0, 0)
-    assert (clock.now_ns, channel.stall_ns) == (30, 0)
+    assert (clock.now_ns, channel.owed_ns, channel.stall_ns) == (0, 30, 0)
 
 
 @pytest.mark.parametrize("seed", range(2))

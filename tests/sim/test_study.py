@@ -177,3 +177,16 @@ def test_a_policy_that_learns_takes_its_measured_time_of_every_layer(tmp_path: P
     took = {name: rows[1][name]["tpot_s"] - rows[0][name]["tpot_s"] for name in rows[0]}
     assert took == {"lru": 0, "expertly": pytest.approx(num_layers * 1e-6), "resident": 0}
     assert all(rows[0][name]["bytes_loaded"] == rows[1][name]["bytes_loaded"] for name in took)
+
+
+def test_a_predictor_takes_its_measured_time_of_every_layer(tmp_path: Path) -> None:
+    layers, num_layers = sized(2, 8, 2), 2
+    hardware, trace = replace(measured(), link=INFINITE), random_trace(tmp_path / "trace", layers, 0, 12)
+    assert hardware.compute is not None
+    slower = replace(hardware, compute=replace(hardware.compute, observe_ns=1000))
+    rows = [
+        {name: make_study(trace, machine).row(SYSTEMS[name], Memory("50%")) for name in ("lru", "brainstorm")}
+        for machine in (hardware, slower)
+    ]
+    took = {name: rows[1][name]["tpot_s"] - rows[0][name]["tpot_s"] for name in rows[0]}
+    assert took == {"lru": 0, "brainstorm": pytest.approx(num_layers * 1e-6)}

@@ -191,7 +191,7 @@ def measure_hardware(profile: MachineProfile, args: DoctorOptions) -> tuple[Hard
         disk, costs = compressed
         return replace(hardware.with_disk(disk), compute=measured.compute, codec=costs), about
     about.append("[link] is how long pieces of this model take; [compute] is used for traces of this model alone.")
-    return hardware.with_model(measured.link, measured.compute), about
+    return hardware.with_model(measured.link, measured.compute, measured.predictor), about
 
 
 # -- for people --------------------------------------------------------------------------------------------------------

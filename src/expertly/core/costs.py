@@ -97,8 +97,9 @@ class MeasuredCompute:
     parts_ns: tuple[int, ...]
     part_ns: tuple[int, ...]
     submit_ns: int  # the computing thread's own time for spans demanded together: deciding, waking readers, sharing
-    load_ns: int  # and for each expert of them
+    load_ns: int  # and for each span of them
     slowdown_while_loading: float  # of `dense_ns` while the link is busy; at least 1
     observe_ns: int = 0  # what a layer takes longer where a predictor's thread looks at its router's choice
-    prefetch_ns: int = 0  # and for each expert that readers prefetch beside it
+    prefetch_ns: int = 0  # and for experts that are prefetched together beside it
+    prefetch_each_ns: int = 0  # and for each of them, besides `load_ns`
     decide_ns: int = 0  # and where an eviction policy learns from its router's choice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -18,9 +18,9 @@ import torch
 from expertly.api import handle
 from expertly.core.costs import CodecCosts, LayerTime, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, ModelUseError
-from expertly.core.geometry import LayerGeometry
-from expertly.core.messages import RouterRan, Span
-from expertly.core.observation import IterationInfo, Want
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Prediction, RouterRan, Span
+from expertly.core.observation import Began, IterationInfo, Routed
 from expertly.core.resources import NUM_READERS
 from expertly.engine.compute import LayerCompute, PartialExpert
 from expertly.engine.device import kind_of
@@ -41,8 +41,12 @@ from expertly.lab.profile_fits import (
 from expertly.model.hooks import experts_modules
 from expertly.model.routers import HookedRouter, find_routers
 from expertly.policies.eviction.reuse import Reuse
+from expertly.policies.known import NOTHING
 from expertly.policies.predictor import Predictor
+from expertly.policies.predictor.lookahead import Lookahead
+from expertly.policies.predictor.popularity import Popularity
 from expertly.scheduler.observations import ObservationQueue
+from expertly.sim.hardware import PredictorCosts
 
 TOKENS = (1, 2, 4, 16, 64, 256)
 CONTEXT = 32
@@ -61,6 +65,7 @@ class ModelProfile:
 
     link: Link
     compute: MeasuredCompute
+    predictor: PredictorCosts
     layers: tuple[LayerTime, ...] = ()  # of decode steps of one token, from which the costs of loading come
 
 
@@ -114,17 +119,15 @@ class _Samples:
 
 
 class _Onlooker:
-    """Shows passes to a predictor's thread that asks the next layer's router and predicts nothing: an Observer of the
-    engine, and its predictor.
-    """
+    """Shows passes to a predictor's thread: an Observer of the engine. Nothing is prefetched."""
 
     wants_token_ids = True
 
-    def __init__(self, model: Any, layers: Sequence[LayerGeometry], routers: Sequence[HookedRouter | None]) -> None:
-        can_ask = all(router is not None and router.can_look_ahead for router in routers)
-        wants: tuple[Want, ...] = ("experts", "lookahead") if can_ask else ("experts",)
-        self.collector = Collector(wants, layers, routers, embedder(model), 1)
-        self.thread = PredictorThread(cast(Predictor, _Blind()), ObservationQueue.of_layers(len(layers)))
+    def __init__(self, model: Any, geometry: Geometry, routers: Sequence[HookedRouter | None]) -> None:
+        self.predictor = _TimedPredictor(geometry, routers)
+        self.collector = Collector(self.predictor.wants, geometry.layers, routers, embedder(model), 1)
+        queue = ObservationQueue.of_layers(geometry.num_layers)
+        self.thread = PredictorThread(cast(Predictor, self.predictor), queue)
 
     def begin_iteration(self, info: IterationInfo) -> None:
         if (began := self.collector.begin(info)) is not None:
@@ -132,22 +135,42 @@ class _Onlooker:
 
     def router_ran(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
         if (routed := self.collector.routed(RouterRan(layer, [], [], [], 0), index, weights)) is not None:
-            self.thread.router_ran(layer, routed)
+            self.thread.router_ran(layer, partial(self.predictor.saw, time.perf_counter_ns(), routed))
 
     def end_iteration(self, ok: bool) -> None:
         self.collector.end()
         self.thread.end_iteration(ok)
 
 
-class _Blind:
-    """A predictor that predicts nothing."""
+class _TimedPredictor:
+    """Predicts the next layer from its router or, where a router cannot be asked, from how often experts were chosen;
+    and takes the time.
+    """
 
-    def begin_iteration(self, began: object) -> tuple[()]:
-        return ()
+    def __init__(self, geometry: Geometry, routers: Sequence[HookedRouter | None]) -> None:
+        can_ask = all(router is not None and router.can_look_ahead for router in routers)
+        self._predictor = (Lookahead if can_ask else Popularity).make(geometry, NOTHING)
+        self.wants = self._predictor.wants
+        self.took_ns: list[int] = []
+        """For each router, from when it was published, or the one before it was read, to the prediction."""
+        self._since_ns = 0
 
-    router_ran = begin_iteration
+    def saw(self, at_ns: int, routed: Callable[[], Routed]) -> Routed:
+        """A router that was published then is to be read."""
+        self._since_ns = max(self._since_ns, at_ns)
+        return routed()
 
-    def end_iteration(self, ok: bool) -> None: ...
+    def begin_iteration(self, began: Began) -> Iterable[Prediction]:
+        return self._predictor.begin_iteration(began)
+
+    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
+        yield from self._predictor.router_ran(routed)
+        now = time.perf_counter_ns()
+        self.took_ns.append(now - self._since_ns)
+        self._since_ns = now
+
+    def end_iteration(self, ok: bool) -> None:
+        self._predictor.end_iteration(ok)
 
 
 class Measurement:
@@ -173,7 +196,8 @@ class Measurement:
         self._num_loading: list[int] = []  # and in how many
         self._routers: list[HookedRouter | None] = []
         self._observed: list[int] = []  # what a layer took longer with an onlooker
-        self._prefetched: list[int] = []  # and beside a prefetch
+        self._predicted: list[int] = []  # and how long after its router it was predicted
+        self._prefetched: dict[int, list[int]] = defaultdict(list)  # and beside so many prefetches
         self._decided: list[int] = []  # and where an eviction policy learned from its router's choice
         self._policy = cast(Reuse, Reuse.make(self._geometry, self._geometry.num_experts - 1))
         self._processor_ns: list[int] = []  # that this thread had in each layer's experts, of the last pass
@@ -228,6 +252,7 @@ class Measurement:
         whole_parts = accumulate((whole for whole, _ in parts), max)
         head = accumulate((max(0, _median(one.outside) - b) for one, b in zip(samples, between, strict=True)), max)
         source = self._handle.store.manifest.source
+        prefetch_ns, prefetch_each_ns = self._prefetching_ns(costs.load_ns)
         with self._threads(1):
             num_threads = torch.get_num_threads()
         compute = MeasuredCompute(
@@ -247,14 +272,16 @@ class Measurement:
             load_ns=costs.load_ns,
             slowdown_while_loading=max(1.0, round(_median(self._loading) / _median(self._alone), 3)),
             observe_ns=max(0, _median(self._observed or [0])),
-            prefetch_ns=max(0, _median(self._prefetched or [0])),
+            prefetch_ns=prefetch_ns,
+            prefetch_each_ns=prefetch_each_ns,
             decide_ns=max(0, _median(self._decided or [0])),
         )
         link = costs.link
         if kind_of(self._engine.device.torch_device).runs_on_host:  # readers begin prefetches, small ones together
             num_reads = max(1, min(NUM_READERS, self._layer.expert_nbytes // MIN_READ_NBYTES))
             link = replace(link, prefetch_latency_ns=link.latency_ns * num_reads // NUM_READERS)
-        return ModelProfile(link, compute, layer_times(self._layers_run))
+        predictor = PredictorCosts(call_ns=_median(self._predicted)) if self._predicted else PredictorCosts()
+        return ModelProfile(link, compute, predictor, layer_times(self._layers_run))
 
     def _waking_ns(self, quiet: _Samples) -> int:
         """What a layer that loads adds to a pass outside of experts: afterwards caches are cold, and threads asleep."""
@@ -263,6 +290,15 @@ class Measurement:
         between, passes = self._geometry.num_layers - 1, (self._loading_passes, quiet)
         loading_ns, quiet_ns = (_median(one.outside) + between * _median(one.between) for one in passes)
         return max(0, round((loading_ns - quiet_ns) / statistics.mean(self._num_loading)))
+
+    def _prefetching_ns(self, load_ns: int) -> tuple[int, int]:
+        """What prefetching together takes of a layer, and each expert of it beyond `load_ns`, that taking it takes."""
+        if not self._prefetched:
+            return 0, 0
+        times = sorted((num, _median(ns)) for num, ns in self._prefetched.items())
+        (few, few_ns), (many, many_ns) = times[0], times[-1]
+        each_ns = max(0, (many_ns - few_ns) // max(1, many - few))
+        return max(0, few_ns - few * each_ns), max(0, each_ns - load_ns)
 
     # -- whole passes ------------------------------------------------------------------------------------------
 
@@ -302,7 +338,7 @@ class Measurement:
         """Decode steps whose experts are here: as they are, with an onlooker, beside prefetches, with a policy."""
         layers, engine = self._geometry.layers, self._engine
         self._routers = self._routers or find_routers(self._model, layers)
-        onlooker = _Onlooker(self._model, layers, self._routers)
+        onlooker = _Onlooker(self._model, self._geometry, self._routers)
         cache, before = self._forward(self._ids(1, CONTEXT), None), engine.observer
 
         def took_ns(ids: torch.Tensor) -> int:
@@ -320,10 +356,14 @@ class Measurement:
                 engine.observer = onlooker
                 self._observed.append((took_ns(ids) - alone_ns) // len(layers))
                 onlooker.collector.detach()
+                self._predicted += onlooker.predictor.took_ns
+                onlooker.predictor.took_ns = []
                 engine.observer = before
-                for times, more in ((self._prefetched, self._prefetching), (self._decided, self._deciding)):
-                    with more():
-                        times.append((took_ns(ids) - alone_ns) // len(layers))
+                for num_spans in (1, self._layer.top_k):
+                    with self._prefetching(num_spans) as num:
+                        self._prefetched[num].append((took_ns(ids) - alone_ns) // len(layers))
+                with self._deciding():
+                    self._decided.append((took_ns(ids) - alone_ns) // len(layers))
         finally:
             onlooker.collector.detach()
             onlooker.thread.close()
@@ -333,15 +373,18 @@ class Measurement:
         return sum(nbytes for _, nbytes, *_ in self._counts())
 
     @contextmanager
-    def _prefetching(self) -> Iterator[None]:
-        """Within the block, an expert is prefetched beside each layer, into an empty place. No layer may load."""
+    def _prefetching(self, num_spans: int) -> Iterator[int]:
+        """Within the block, so many experts are prefetched beside each layer, into empty places, of which there may be
+        fewer: their number. No layer may load.
+        """
         engine: Any = self._engine
         device, run, num_coming = engine.device, engine.forward_experts, 0
+        loads = self._loads(num_spans, self._geometry.segments_per_expert)
 
         def beside(*args: Any) -> torch.Tensor:
             nonlocal num_coming
-            device.prefetch(self._loads(1, self._geometry.segments_per_expert))
-            num_coming += 1
+            device.prefetch(loads)
+            num_coming += len(loads)
             out = run(*args)
             while device.poll() is not None:
                 num_coming -= 1
@@ -349,7 +392,7 @@ class Measurement:
 
         engine.forward_experts = beside
         try:
-            yield
+            yield len(loads)
         finally:
             del engine.forward_experts
             for _ in range(num_coming):

@@ -252,7 +252,7 @@ def _decoded_ns(num_absent: int, disk: Link, codec: CodecCosts, compute: Measure
         clock,
         Hardware.read("infinite").with_disk(disk),
         geometry,
-        lambda layer, num_segments: compute.load_ns,
+        load_ns=compute.load_ns,
         submit_ns=compute.submit_ns,
         codec=codec,
     )

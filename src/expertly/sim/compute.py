@@ -19,17 +19,18 @@ class ComputeModel(Protocol):
 
     slowdown_while_loading: float
     """At least 1: how many times longer everything but experts takes while the link is busy."""
+    load_ns: int
+    """The computing thread's own time for each span, when it takes it."""
     submit_ns: int
     """The computing thread's own time to submit spans that are loaded together, besides the link's."""
     observe_ns: int
     """What showing a router's choice to a predictor takes from the computing thread."""
     prefetch_ns: int
-    """And what each expert takes that is prefetched."""
+    """And what experts take that are prefetched together."""
+    prefetch_each_ns: int
+    """And each of them, besides `load_ns`."""
     decide_ns: int
     """What an eviction policy that learns takes in each layer."""
-
-    def load_ns(self, layer: int, num_segments: int) -> int:
-        """The computing thread's own time for each such span, when it takes it."""
 
     def dense_ns(self, layer: int, num_tokens: int, /) -> int:
         """One MoE layer's block without its experts: attention, norms, router, always-on experts, control plane."""
@@ -67,9 +68,9 @@ class Roofline:
     """
 
     slowdown_while_loading = 1.0  # copies to an accelerator are made by engines of their own
-    submit_ns = 0
+    load_ns = submit_ns = 0
     observe_ns = 0
-    prefetch_ns = 0
+    prefetch_ns = prefetch_each_ns = 0
     decide_ns = 0
 
     def __init__(self, hardware: Hardware, geometry: Geometry, dense: DenseShape) -> None:
@@ -79,9 +80,6 @@ class Roofline:
         self.dense_ns = cache(self._dense_ns)
         self.span_ns = cache(self._span_ns)
         self.head_ns = cache(self._head_ns)
-
-    def load_ns(self, layer: int, num_segments: int) -> int:
-        return 0
 
     def _dense_ns(self, layer: int, num_tokens: int) -> int:
         return self._dense_part_ns(self._dense.layer_nbytes, layer, num_tokens) + self._hardware.layer_ns
@@ -115,14 +113,12 @@ class Measured:
         self._measured = measured
         self._num_segments = segments_per_expert
         self.slowdown_while_loading = measured.slowdown_while_loading
-        self.submit_ns, self.observe_ns = measured.submit_ns, measured.observe_ns
-        self.prefetch_ns, self.decide_ns = measured.prefetch_ns, measured.decide_ns
+        self.load_ns, self.submit_ns, self.observe_ns = measured.load_ns, measured.submit_ns, measured.observe_ns
+        self.prefetch_ns, self.prefetch_each_ns = measured.prefetch_ns, measured.prefetch_each_ns
+        self.decide_ns = measured.decide_ns
         self.dense_ns = cache(self._dense_ns)
         self.span_ns = cache(self._span_ns)
         self.head_ns = cache(self._head_ns)
-
-    def load_ns(self, layer: int, num_segments: int) -> int:
-        return self._measured.load_ns * num_segments // self._num_segments
 
     def _dense_ns(self, layer: int, num_tokens: int) -> int:
         return self._at(self._measured.dense_ns, num_tokens)
@@ -163,7 +159,7 @@ def step_times(geometry: Geometry, link: Link, compute: ComputeModel) -> Timing:
         moe_ns=[geometry.layers[layer].top_k * compute.span_ns(layer, 1, whole) for layer in layers],
         load_ns=[
             round(geometry.layers[layer].expert_nbytes / link.nbytes_per_s * 1e9)
-            + whole * (link.overhead_ns + compute.load_ns(layer, 1))
+            + whole * (link.overhead_ns + compute.load_ns)
             for layer in layers
         ],
         head_ns=compute.head_ns(1),

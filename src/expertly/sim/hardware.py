@@ -59,8 +59,8 @@ _FACTORS = {
 """The least and most of numbers that are no rates. Only `read_processors` may be 0."""
 
 _DEFAULTED = {
-    *("predictor", "prefetch_latency_ns", "prefetch_ns", "observe_ns", "decide_ns", "send_ns", "take_ns", "wake_ns"),
-    *("threads_beside", "read_processors", "format", "block_size", "block_nbytes"),
+    *("predictor", "prefetch_latency_ns", "prefetch_ns", "prefetch_each_ns", "observe_ns", "decide_ns"),
+    *("send_ns", "take_ns", "wake_ns", "threads_beside", "read_processors", "format", "block_size", "block_nbytes"),
 }
 """Keys that may be missing, for fields that always have a value."""
 
@@ -134,9 +134,9 @@ class Hardware:
             found["compute"]["layer"] = self.compute.layer.as_dict()
         return found
 
-    def with_model(self, link: Link, compute: MeasuredCompute) -> Hardware:
+    def with_model(self, link: Link, compute: MeasuredCompute, predictor: PredictorCosts) -> Hardware:
         """The same machine with measurements of one model."""
-        return replace(self, link=link, compute=compute)
+        return replace(self, link=link, compute=compute, predictor=predictor)
 
     def with_disk(self, disk: Link) -> Hardware:
         """The same machine with another disk, which is the link where the weights are in RAM."""

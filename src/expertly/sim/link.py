@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import cache, partial
 from heapq import heapify, heappop, heappush
 from typing import Protocol
@@ -49,8 +49,9 @@ class VirtualLink:
 
     Behind the link there may be a disk: spans that the host's memory does not hold are read from it first; meanwhile
     the link serves others. With a `codec`, what comes from the disk (or from the link, where no disk is behind it) is
-    decoded before it has arrived. `taking_ns(layer, segments)` is the computing thread's own time for a span that it
-    takes, `submit_ns` that for spans that are loaded together, `prefetch_ns` that for each prefetched expert.
+    decoded before it has arrived. `load_ns` is the computing thread's own time for a span that it takes, `submit_ns`
+    that for spans that are loaded together, `prefetch_ns` that for those that are prefetched together,
+    `prefetch_each_ns` that for each expert of these.
     """
 
     def __init__(
@@ -58,11 +59,12 @@ class VirtualLink:
         clock: Clock,
         hardware: Hardware,
         geometry: Geometry,
-        taking_ns: Callable[[int, int], int],
         watcher: SimulationWatcher | None = None,
+        load_ns: int = 0,
         submit_ns: int = 0,
         codec: CodecCosts | None = None,
         prefetch_ns: int = 0,
+        prefetch_each_ns: int = 0,
     ) -> None:
         self.stall_ns = 0
         """Time that `wait` took."""
@@ -71,10 +73,9 @@ class VirtualLink:
         self.decoder: DecodingDisk | None = None
         """Where experts are read and decoded, if they are stored compressed."""
         self._clock = clock
-        self._submit_ns, self._prefetch_ns = submit_ns, prefetch_ns
-        self._num_segments = whole = geometry.segments_per_expert
-        self._takes_time = any(taking_ns(layer, whole) for layer in range(geometry.num_layers))
-        self._taking_ns = taking_ns
+        self._submit_ns, self._prefetch_ns, self._prefetch_each_ns = submit_ns, prefetch_ns, prefetch_each_ns
+        self._num_segments = geometry.segments_per_expert
+        self._load_ns = load_ns
         self._watcher = watcher
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
         self._arrivals: deque[tuple[int, Span]] = deque()
@@ -110,7 +111,7 @@ class VirtualLink:
         if spans:
             self._submit(spans, True)
             num_segments = sum([span.num_segments for span in spans])
-            self._spend("ask", self._prefetch_ns * num_segments // self._num_segments)
+            self._spend("ask", self._prefetch_ns + self._prefetch_each_ns * num_segments // self._num_segments)
 
     def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
         """Spans on their way from the disk to the link have not begun, unless they are decoded."""
@@ -174,8 +175,7 @@ class VirtualLink:
 
     def _take(self) -> Span:
         span = self._arrivals.popleft()[1]
-        if self._takes_time:
-            self._spend("take", self._taking_ns(span.layer, span.num_segments))
+        self._spend("take", self._load_ns)
         return span
 
     def _spend(self, what: str, duration_ns: int) -> None:

@@ -153,6 +153,9 @@ class Simulator:
         if router.batch_tokens > 1:
             self._tokens = dict(zip(router.experts, router.num_tokens, strict=True))
         run_layer(self.scheduler, self.link, router, self._use, self._prefetcher, routed, host=self._host)
+        if self._predictor_thread is not None and self._predictor_thread.owed_ns:
+            self._spend("observe", router.layer, self._predictor_thread.owed_ns)
+            self._predictor_thread.owed_ns = 0
 
     def _stall_ns(self) -> int:
         """Time spent waiting for transfers so far and, where transfer is synchronous, for predictions. Of a layer that
@@ -230,6 +233,8 @@ class VirtualPredictorThread:
         """Time that the thread was not idle."""
         self.stall_ns = 0
         """Time that `catch_up` took."""
+        self.owed_ns = 0
+        """What showing the last router takes from the pass: until the next one, whatever the layer waits for."""
         self._predictor = predictor
         self._clock = clock
         self._costs = costs
@@ -256,7 +261,7 @@ class VirtualPredictorThread:
         self._read_until(now)
         self._observations.router_ran(step, routed, now)
         self._has_waiting = True
-        self._clock.now_ns = now + self._observe_ns
+        self.owed_ns = self._observe_ns
 
     def end_iteration(self, ok: bool) -> None:
         """The pass ended. Learning from it takes time, too."""

@@ -348,8 +348,8 @@ class Study:
         watcher = None if self.chrome is None else self.chrome.begin_run(name)
         clock, compute = Clock(), compute_model(hardware, geometry, self.dense)
         codec = None if system.keeps_everything else self.codec_costs
-        own_ns = {"submit_ns": compute.submit_ns, "prefetch_ns": compute.prefetch_ns}
-        link = VirtualLink(clock, hardware, geometry, compute.load_ns, watcher, codec=codec, **own_ns)
+        own_ns = {name: getattr(compute, name) for name in ("load_ns", "submit_ns", "prefetch_ns", "prefetch_each_ns")}
+        link = VirtualLink(clock, hardware, geometry, watcher, codec=codec, **own_ns)
         tell = self.progress
         learning = None if tell is None else partial(tell, f"learning, {system.name}")
         predictor = self._training.predictor(system, geometry, known, learning)
@@ -391,7 +391,7 @@ class Study:
             budget = memory.budget(geometry)
             here = SYSTEMS["resident"] if budget.kept_nbytes(geometry) == geometry.nbytes else system
             codec = None if here.keeps_everything else self.codec_costs
-            link = VirtualLink(clock, self.hardware, geometry, compute.load_ns, None, compute.submit_ns, codec)
+            link = VirtualLink(clock, self.hardware, geometry, None, compute.load_ns, compute.submit_ns, codec)
             scheduler = here.scheduler(geometry, here.budget(geometry, budget), Known(seed=self.seed), self.order)
             decide_ns = compute.decide_ns if here.eviction_learns else 0
             simulator = Simulator(scheduler, compute, clock, link, workers=workers, decide_ns=decide_ns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from expertly.lab.compare import engine
 from expertly.lab.compare.engine import EngineRuns, MachineWorker, Worker, WorkerError, can_be_together
 from expertly.lab.compare.settings import ComparisonSettings
 from expertly.lab.playing import RecordedRequest
+from expertly.sim.hardware import Hardware
 from tests.families import make_checkpoint
 
 REQUESTS = [RecordedRequest((1, 2, 3), 2, number) for number in range(2)]
@@ -208,7 +210,7 @@ class Scripted:
             assert arguments[0]["segments"] is None, "whole experts"
         if (method, what) in self.refusing:
             raise WorkerError(f"no {method}")
-        return (Link(5e8, 7, 3), None, None) if method == "profile" else None
+        return replace(Hardware.read("infinite"), link=Link(5e8, 7, 3)) if method == "profile" else None
 
 
 def machine(*refusing: tuple[str, Any]) -> tuple[MachineWorker, Scripted]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.core.errors import ExpertlyError
 from expertly.core.resources import cpu_name
 from expertly.lab.compare.settings import ComparisonSettings
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
     from expertly.sim.schedule import Selection
 
 # -- a child process that holds one model ----------------------------------------------------------------------------
-
-
-Profile = tuple[Link, MeasuredCompute, CodecCosts | None]
 
 
 _ENDING_S = 10.0
@@ -185,7 +181,7 @@ class MachineWorker:
         self.worker = Worker("machine", loading)
         self.problem: str | None = None
         self.memory: str | None = None  # what the experts had of it while they were measured
-        self._profile: Profile | None = None
+        self._profile: Hardware | None = None
 
     def measure(self, arguments: dict[str, Any], memories: Sequence[str]) -> None:
         """Measure all costs of the model, with the first of these budgets under which it can be measured."""
@@ -218,9 +214,7 @@ class MachineWorker:
                 self.problem = str(error)
         if self._profile is None:
             return None
-        link, compute, codec = self._profile
-        name = cpu_name() if device == "cpu" else device
-        return replace(Hardware.read("infinite").with_model(link, compute), codec=codec, name=name)
+        return replace(self._profile, name=cpu_name() if device == "cpu" else device)
 
 
 # -- the systems in turn ---------------------------------------------------------------------------------------------

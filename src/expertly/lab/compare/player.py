@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 
 import expertly
 from expertly.api import Progress, handle
-from expertly.core.costs import CodecCosts, Link, MeasuredCompute
 from expertly.core.errors import ModelUseError
 from expertly.engine.learned import find_weights
 from expertly.engine.process import peak_rss_nbytes
@@ -22,6 +21,7 @@ from expertly.lab.recording import record
 from expertly.model.generation import max_positions
 from expertly.policies.learned import LearnedState
 from expertly.scheduler.presets import get_system
+from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Selection, make_schedule
 from expertly.trace.reader import Trace
 
@@ -116,9 +116,11 @@ class Player:
             for task in tasks:
                 task()
 
-    def profile(self) -> tuple[Link, MeasuredCompute, CodecCosts | None]:
-        """The measured costs. For a compressed store the link is the disk's alone; the simulator adds decoding."""
+    def profile(self) -> Hardware:
+        """What was measured. For a compressed store the link is the disk's alone; the simulator adds decoding."""
         assert self._measurement is not None
         measured = self._measurement.profile()
         found = compressed_costs(self._model, measured)
-        return (measured.link, measured.compute, None) if found is None else (found[0], measured.compute, found[1])
+        link, codec = found or (measured.link, None)
+        hardware = Hardware.read("infinite").with_model(link, measured.compute, measured.predictor)
+        return replace(hardware, codec=codec)

@@ -134,7 +134,7 @@ def measure_hardware(
         about = f"the rates of this machine, as the model's own times cannot be measured: {error}"
         compressed = None
     else:
-        hardware = hardware.with_model(measured.link, measured.compute)
+        hardware = hardware.with_model(measured.link, measured.compute, measured.predictor)
         compressed = compressed_costs(model, measured)
     if compressed is not None:
         hardware, costs = hardware.with_disk(compressed[0]), compressed[1]
