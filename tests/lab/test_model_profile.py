@@ -16,6 +16,7 @@ import expertly
 from expertly.api import handle
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.core.messages import Span
+from expertly.engine.compute import LayerCall
 from expertly.engine.observe import Collector
 from expertly.lab.model_profile import TOKENS, ModelProfile, measure_model
 from expertly.model.hooks import experts_modules
@@ -121,7 +122,17 @@ def test_what_observers_and_policies_take_of_a_pass_is_measured(cases: Cases, mo
     compute = found.compute
     assert 1_500_000 < compute.observe_ns < 3_500_000 and compute.decide_ns > 5_500_000
     assert 2_000_000 < compute.prefetch_ns < 4_500_000 and 1_000_000 < compute.prefetch_each_ns < 3_000_000
-    assert 5_000_000 < found.predictor.call_ns < 8_000_000
+    assert found.predictor.inline_ns is not None
+    assert 5_000_000 < found.predictor.inline_ns <= found.predictor.call_ns < 8_000_000
+
+
+def test_a_part_of_an_expert_costs_a_call_of_its_own(cases: Cases, monkeypatch: pytest.MonkeyPatch):
+    compute = LayerCall.compute
+    monkeypatch.setattr(LayerCall, "compute", lambda *args: (time.sleep(0.003), compute(*args))[1])
+    model, _ = expertly.load(str(cases["mixtral"].store), device="cpu", memory="60%", system="lru", segments=4)
+    found = measure_model(model, seconds=0, tokens=(1,)).compute
+    expertly.unload(model)
+    assert found.part_ns[0] > 2_500_000
 
 
 def test_spans_that_are_loaded_together_have_places_of_their_own(cases: Cases, monkeypatch: pytest.MonkeyPatch):

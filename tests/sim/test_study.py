@@ -14,7 +14,7 @@ from expertly.core.errors import BudgetError, ConfigError, HardwareError
 from expertly.core.geometry import Geometry
 from expertly.lab import synth
 from expertly.scheduler.presets import SYSTEMS
-from expertly.sim.hardware import Hardware
+from expertly.sim.hardware import Hardware, PredictorCosts
 from expertly.sim.schedule import Selection
 from expertly.sim.study import Memory
 from expertly.trace.reader import Trace
@@ -190,3 +190,17 @@ def test_a_predictor_takes_its_measured_time_of_every_layer(tmp_path: Path) -> N
     ]
     took = {name: rows[1][name]["tpot_s"] - rows[0][name]["tpot_s"] for name in rows[0]}
     assert took == {"lru": 0, "brainstorm": pytest.approx(num_layers * 1e-6)}
+
+
+def test_a_pass_that_predicts_itself_waits_for_no_thread(tmp_path: Path) -> None:
+    """A synchronous system's predictor; the other's thread takes `call_ns` all the same."""
+    layers = sized(2, 8, 2)
+    machine, trace = replace(measured(), link=INFINITE), random_trace(tmp_path / "trace", layers, 0, 12)
+
+    def tpot_s(name: str, costs: PredictorCosts) -> float:
+        row = make_study(trace, replace(machine, predictor=costs)).row(SYSTEMS[name], Memory("50%"))
+        return float(row["tpot_s"])
+
+    thread, inline = PredictorCosts(9000), PredictorCosts(9000, inline_ns=1000)
+    assert tpot_s("moe-infinity-lfu", thread) - tpot_s("moe-infinity-lfu", inline) > 2 * 7e-6
+    assert tpot_s("brainstorm", thread) == tpot_s("brainstorm", inline)

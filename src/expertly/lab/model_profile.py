@@ -22,10 +22,11 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction, RouterRan, Span
 from expertly.core.observation import Began, IterationInfo, Routed
 from expertly.core.resources import NUM_READERS
-from expertly.engine.compute import LayerCompute, PartialExpert
+from expertly.engine.compute import LayerCall, LayerCompute, PartialExpert
 from expertly.engine.device import kind_of
 from expertly.engine.observe import Collector, PredictorThread, embedder
 from expertly.engine.reading import MIN_READ_NBYTES
+from expertly.engine.runtime import dispatch
 from expertly.hardware.measure import store_costs
 from expertly.lab.playing import forward
 from expertly.lab.profile_fits import (
@@ -45,6 +46,7 @@ from expertly.policies.known import NOTHING
 from expertly.policies.predictor import Predictor
 from expertly.policies.predictor.lookahead import Lookahead
 from expertly.policies.predictor.popularity import Popularity
+from expertly.scheduler.loop import run_layer
 from expertly.scheduler.observations import ObservationQueue
 from expertly.sim.hardware import PredictorCosts
 
@@ -151,13 +153,15 @@ class _TimedPredictor:
         can_ask = all(router is not None and router.can_look_ahead for router in routers)
         self._predictor = (Lookahead if can_ask else Popularity).make(geometry, NOTHING)
         self.wants = self._predictor.wants
-        self.took_ns: list[int] = []
-        """For each router, from when it was published, or the one before it was read, to the prediction."""
-        self._since_ns = 0
+        self.took_ns: list[tuple[int, int]] = []
+        """For each router, until it was predicted: from when it was published, or the one before it was read; and from
+        when it was read.
+        """
+        self._since_ns = self._read_ns = 0
 
     def saw(self, at_ns: int, routed: Callable[[], Routed]) -> Routed:
-        """A router that was published then is to be read."""
-        self._since_ns = max(self._since_ns, at_ns)
+        """A router that was published then is read."""
+        self._since_ns, self._read_ns = max(self._since_ns, at_ns), time.perf_counter_ns()
         return routed()
 
     def begin_iteration(self, began: Began) -> Iterable[Prediction]:
@@ -166,7 +170,7 @@ class _TimedPredictor:
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
         yield from self._predictor.router_ran(routed)
         now = time.perf_counter_ns()
-        self.took_ns.append(now - self._since_ns)
+        self.took_ns.append((now - self._since_ns, now - self._read_ns))
         self._since_ns = now
 
     def end_iteration(self, ok: bool) -> None:
@@ -196,7 +200,8 @@ class Measurement:
         self._num_loading: list[int] = []  # and in how many
         self._routers: list[HookedRouter | None] = []
         self._observed: list[int] = []  # what a layer took longer with an onlooker
-        self._predicted: list[int] = []  # and how long after its router it was predicted
+        self._predicted: list[tuple[int, int]] = []  # and how long it took to predict
+        self._by_itself: list[int] = []  # what an expert takes longer that is computed by itself
         self._prefetched: dict[int, list[int]] = defaultdict(list)  # and beside so many prefetches
         self._decided: list[int] = []  # and where an eviction policy learned from its router's choice
         self._policy = cast(Reuse, Reuse.make(self._geometry, self._geometry.num_experts - 1))
@@ -245,6 +250,7 @@ class Measurement:
         nbytes = self._geometry.segment_nbytes(0)
         shots = [(n, n * size * nbytes, _median(times)) for (n, size), times in self._shots.items()]
         costs = fit_layers(self._layers_run, self._layer.top_k, expert[0], self._layer.expert_nbytes, fit_link(shots))
+        by_itself_ns = max(0, _median(self._by_itself or [0]))
         around_experts = [max(0, _median(one.one) - e) for one, e in zip(samples, expert, strict=True)]
         if costs.resident_ns is not None:
             around_experts[0] = max(0, costs.resident_ns - self._layer.top_k * expert[0])
@@ -267,7 +273,7 @@ class Measurement:
             head_ns=tuple(head),
             expert_ns=tuple(expert),
             parts_ns=tuple(whole_parts),
-            part_ns=tuple(each + more for (_, each), more in zip(parts, around, strict=True)),
+            part_ns=tuple(each + more + by_itself_ns for (_, each), more in zip(parts, around, strict=True)),
             submit_ns=costs.submit_ns + self._waking_ns(samples[0]),
             load_ns=costs.load_ns,
             slowdown_while_loading=max(1.0, round(_median(self._loading) / _median(self._alone), 3)),
@@ -280,7 +286,10 @@ class Measurement:
         if kind_of(self._engine.device.torch_device).runs_on_host:  # readers begin prefetches, small ones together
             num_reads = max(1, min(NUM_READERS, self._layer.expert_nbytes // MIN_READ_NBYTES))
             link = replace(link, prefetch_latency_ns=link.latency_ns * num_reads // NUM_READERS)
-        predictor = PredictorCosts(call_ns=_median(self._predicted)) if self._predicted else PredictorCosts()
+        predictor = PredictorCosts()
+        if self._predicted:
+            call_ns, inline_ns = map(_median, zip(*self._predicted, strict=True))
+            predictor = PredictorCosts(call_ns, inline_ns=inline_ns)
         return ModelProfile(link, compute, predictor, layer_times(self._layers_run))
 
     def _waking_ns(self, quiet: _Samples) -> int:
@@ -519,7 +528,20 @@ class Measurement:
             one = self._run_experts(alone.layer, [alone.expert], hidden)
             samples.one.append(one)
             samples.each.append((self._run_experts(spans[0].layer, several, hidden) - one) // (len(several) - 1))
+            if num_tokens == 1:
+                self._by_itself.append(self._runs_longer_ns(spans[0].layer, several, hidden) // (len(several) - 1))
             before = spans
+
+    def _runs_longer_ns(self, layer: int, experts: list[int], hidden: torch.Tensor) -> int:
+        """How much longer these experts take if each is computed by itself, as parts are."""
+        work = dispatch(layer, torch.tensor([experts]), self._layer.num_experts, None)
+        compute, took_ns = self._layer_compute(layer, self._geometry.segments_per_expert), []
+        with self._threads(1):
+            for together in (True, False, True, False):
+                call = LayerCall(compute, work, hidden)
+                run = partial(run_layer, self._scheduler, self._engine.device, work.router, call.compute)
+                took_ns.append(_timed(partial(run, together=together)))
+        return took_ns[3] - took_ns[2]
 
     def _parts(self, num_tokens: int) -> None:
         """Compute whole experts, and two ways to cut them into parts."""
@@ -536,18 +558,17 @@ class Measurement:
         Goes on where the last call ended, so that no processor cache holds what comes.
         """
         old, resident = self._geometry.segments_per_expert, self._resident()
-        rows, kernels = self._engine.device.rows, self._engine.executor.shards[0].kernels
-        computes = {
-            layer: LayerCompute(
-                self._modules[layer], self._layer, num_segments, rows(layer), self._engine.device.dtype, None, kernels
-            )
-            for layer in (spans[0].layer for spans in resident)
-        }
+        computes = {spans[0].layer: self._layer_compute(spans[0].layer, num_segments) for spans in resident}
         frames = [span for spans in resident for span in spans]
         while True:
             self._turn += 1
             span = frames[self._turn % len(frames)]
             yield computes[span.layer], span.slot * num_segments // old, self._synchronise
+
+    def _layer_compute(self, layer: int, num_segments: int) -> LayerCompute:
+        device, kernels = self._engine.device, self._engine.executor.shards[0].kernels
+        module, rows = self._modules[layer], device.rows(layer)
+        return LayerCompute(module, self._layer, num_segments, rows, device.dtype, None, kernels)
 
     # -- transfers ---------------------------------------------------------------------------------------------
 
@@ -641,5 +662,5 @@ def _timed(run: Callable[[], None]) -> int:
     return time.perf_counter_ns() - start
 
 
-def _median(values: list[int]) -> int:
+def _median(values: Sequence[int]) -> int:
     return round(statistics.median(values))

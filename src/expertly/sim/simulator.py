@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -66,8 +67,12 @@ class Simulator:
             catch_up = None
             if costs is not None:
                 waiting = ObservationQueue.of_layers(scheduler.geometry.num_layers)
+                observe_ns = compute.observe_ns
+                if scheduler.is_synchronous:  # the pass itself predicts
+                    observe_ns = 0
+                    costs = costs if costs.inline_ns is None else replace(costs, call_ns=costs.inline_ns)
                 channel = self._predictor_thread = VirtualPredictorThread(
-                    predictor, clock, costs, waiting, watcher, compute.observe_ns
+                    predictor, clock, costs, waiting, watcher, observe_ns
                 )
                 catch_up = self._predictor_thread.catch_up
             self._prefetcher = Prefetcher(scheduler, link, channel, catch_up, lambda: clock.now_ns)
