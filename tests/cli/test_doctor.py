@@ -17,6 +17,7 @@ from expertly.hardware import machine, measure, simulated
 from expertly.hardware.profile import MachineProfile
 from expertly.lab import forecast
 from expertly.model.packing import pack
+from expertly.native.kernels import choose_kernels
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
 from tests.cli.asking import Captured, answer, refusal, told
@@ -52,9 +53,9 @@ def test_prints_tables_and_writes_the_profile_into_the_cache_folder(tmp_path: Pa
     (choice,) = (line for line in out.splitlines() if line.startswith("codec auto"))
     assert "weights take 0.6" in choice and (": none: " in choice or ": planes: " in choice)
     assert [child.name for child in path.parent.iterdir()] == ["machine.json"]
-    told = measure.kernels_here()
-    assert f"kernels {told['name']}: {told['why']}" in out.splitlines()
-    assert told["name"].startswith("native ") or told["why"].startswith("not compiled")
+    kernels = choose_kernels()
+    assert f"kernels {kernels.name}: {kernels.why}" in out.splitlines()
+    assert kernels.name.startswith("native ") or kernels.why.startswith("not compiled")
 
 
 def test_json_is_the_profile_and_the_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):

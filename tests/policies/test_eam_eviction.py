@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 
-from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.policies.eviction.eam import EPSILON, EAMEviction
 from tests.scheduler.drive import geometry
 
@@ -61,15 +60,3 @@ def test_rows_of_single_layers_serve_until_an_outlook_comes() -> None:
     assert list(policy.victims(())) == [8, 7, 6]
     policy.predicted(6, [0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
     assert list(policy.victims(())) == [8, 7, 6], "an outlook is what was said last of the whole model"
-
-
-def test_layers_of_other_sizes() -> None:
-    sizes = (4, 2, 3)
-    policy = EAMEviction(Geometry(tuple(LayerGeometry(size, 1, 8, 8, 3, 4) for size in sizes)))
-    for expert in range(9):
-        policy.admitted(expert)
-    policy.expected((0.4, 0.3, 0.2, 0.1, 0.9, 0.1, 0.2, 0.3, 0.5))
-    decay = [1.0] * 4 + [2 / 3] * 2 + [1 / 3] * 3
-    likely = (0.4, 0.3, 0.2, 0.1, 0.9, 0.1, 0.2, 0.3, 0.5)
-    wanted = sorted(range(9), key=lambda expert: ((likely[expert] + EPSILON) * decay[expert], expert))
-    assert list(policy.victims(())) == wanted

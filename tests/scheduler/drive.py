@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -65,7 +65,6 @@ class Ran:
     computed: dict[int, int] = field(default_factory=dict)
     loaded: dict[int, int] = field(default_factory=dict)
     loads: list[Span] = field(default_factory=list)
-    hits: list[int] = field(default_factory=list)
 
 
 def one_token(layer: int, experts: list[int], decode: bool = True) -> RouterRan:
@@ -84,15 +83,9 @@ def made(
     return CheckedScheduler(shape, budget, lambda capacity, layers: LRU(), scope=scope, ahead=ahead, **kwargs)
 
 
-def run(control: Scheduler, router: RouterRan, cancelled: Sequence[Span] = (), in_flight: int = 0) -> Plan:
+def run(control: Scheduler, router: RouterRan) -> Plan:
     """A layer to its end; what is loaded arrives in order."""
-    plan = control.begin_layer(router, cancelled)
-    assert len(plan.in_flight) == in_flight
-    finish(control, plan)
-    return plan
-
-
-def finish(control: Scheduler, plan: Plan) -> None:
+    plan = control.begin_layer(router)
     todo = [(span, True) for span in plan.ready] + [(span, False) for span in [*plan.in_flight, *plan.loads]]
     while todo:
         span, is_here = todo.pop(0)
@@ -102,6 +95,7 @@ def finish(control: Scheduler, plan: Plan) -> None:
             todo += [(one, True) for one in following.ready]
             todo += [(one, False) for one in [*following.in_flight, *following.loads]]
     control.end_layer()
+    return plan
 
 
 def run_layer(
@@ -120,7 +114,6 @@ def run_layer(
     ran = Ran()
     plan = control.begin_layer(RouterRan(layer, experts, tokens, flags, max(tokens)))
     ready, loading = list(plan.ready), list(plan.loads)
-    ran.hits = [p.expert for p in ready if p.num_segments == control.geometry.segments_per_expert]
     ran.loads += [*plan.loads, *plan.requested]
     requested = list(plan.requested)  # computed when a later plan says so
     while ready or loading:

@@ -1,4 +1,4 @@
-"""Partitions own the accounting: eviction is atomic, last segments go first. Quotas change while layers run."""
+"""What is admitted and evicted. Quotas change while layers run."""
 
 from __future__ import annotations
 
@@ -13,47 +13,12 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
 from expertly.policies.admission import AdmitBest
 from expertly.policies.base import PolicyOptions, option
-from expertly.policies.eviction.simple import LRU
 from expertly.scheduler.budget import split_budget
-from expertly.scheduler.cache import Partition
 from expertly.scheduler.prefetch_gate import PrefetchGate
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.scheduler import Scheduler
 from tests.scheduler.drive import geometry, kept, made, one_token, prediction, run, run_layer, scheduler
 from tests.scheduler.soak import LAYERS, RandomQuotas
-
-
-def filled(capacity: int, experts: dict[int, int], *, whole: bool = False) -> Partition:
-    cache = Partition(capacity, LRU())
-    cache.evicts_whole = whole
-    for expert, mask in experts.items():
-        cache.keep(expert, mask)
-        cache.policy.used([expert], [1], 1)
-    return cache
-
-
-@pytest.mark.parametrize(
-    ("whole", "held", "num", "protected", "victims", "left"),
-    [
-        (True, {1: 0b1111, 2: 0b1111}, 2, set(), [(1, 0b1111)], {2: 0b1111}),  # it leaves no hole
-        (False, {1: 0b1111, 2: 0b1111}, 2, set(), [(1, 0b1100)], {1: 0b0011, 2: 0b1111}),  # its last segments first
-        (False, {1: 0b0011, 2: 0b0001, 3: 0b1111}, 5, set(), [(1, 0b0011), (2, 0b0001), (3, 0b1100)], {3: 0b0011}),
-        (True, {1: 0b1111, 2: 0b1111}, 4, {2}, [(1, 0b1111)], {2: 0b1111}),
-        (True, {1: 0b1111, 2: 0b1111}, 5, {2}, None, {1: 0b1111, 2: 0b1111}),  # all or nothing
-        (False, {1: 0b1111, 2: 0b1111}, 9, set(), None, {1: 0b1111, 2: 0b1111}),
-    ],
-)
-def test_victims_for_so_many_segments(
-    whole: bool,
-    held: dict[int, int],
-    num: int,
-    protected: set[int],
-    victims: list[tuple[int, int]] | None,
-    left: dict[int, int],
-) -> None:
-    cache = filled(8, held, whole=whole)
-    assert cache.evict(num, protected) == victims
-    assert cache.kept == left and cache.used == sum(mask.bit_count() for mask in left.values()) == 8 - cache.room
 
 
 @dataclass(frozen=True)
@@ -94,20 +59,6 @@ def four_kept_of_two_layers() -> Scheduler:
         for pair in ([0, 1], [2, 3]):
             run_layer(control, layer, pair)
     return control
-
-
-def test_a_layer_that_shrinks_evicts_by_its_policy_and_one_that_grows_fills_by_demand() -> None:
-    control = four_kept_of_two_layers()
-    shape = control.geometry
-    run_layer(control, 0, [0, 2])
-    control.cache.resize([2, 6])
-    control.cache.rearrange(set())
-    assert kept(control, 0) == {0, 2} and kept(control, 1) == {0, 1, 2, 3}, "1 and 3 were used least recently"
-    assert (control.cache.quotas, control.cache.targets) == ([2, 6], None)
-    assert control.counters[0].decode.evicted_nbytes == 2 * shape.layers[0].expert_nbytes
-    control.check()
-    run_layer(control, 1, [4, 5], check=True)
-    assert kept(control, 1) == {0, 1, 2, 3, 4, 5} and not control.counters[1].decode.evicted_nbytes
 
 
 def test_protected_experts_are_no_victims() -> None:

@@ -60,17 +60,6 @@ def predicted(layer: int, distance: int, experts: list[int], confidence: float |
     return Prediction(layer, experts, [1.0 / (1 + i) for i in range(len(experts))], distance, confidence)
 
 
-def test_a_prediction_is_counted_against_what_was_needed() -> None:
-    counters = PhaseCounters()
-    resident = [expert in (4, 5) for expert in range(8)]
-    counters.count_prediction(predicted(3, 2, [4, 1, 6]), {4, 6, 7}, resident, 2)
-    counters.count_prediction(predicted(3, 1, [5]), {4, 6, 7}, resident, 2)
-    assert (counters.predicted, counters.predicted_needed, counters.predicted_resident) == (4, 2, 2)
-    assert counters.by_distance == {2: (3, 2, 1), 1: (1, 0, 1)}
-    rates = counters.rates()
-    assert (rates["prediction_accuracy"], rates["recall"]) == (2 / 4, 2 / 6)
-
-
 def test_goodpred_is_of_each_layer_and_distance() -> None:
     """GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k) (ProMoE, section 4), worked out by hand."""
     layer = LayerCounters()

@@ -99,23 +99,6 @@ def test_one_miss_that_the_host_computes_follows_to_be_kept() -> None:
     assert decode.loaded_nbytes == 4000 and decode.prefetched_nbytes == 1000
 
 
-def test_what_has_not_come_when_its_layer_runs_again_is_shared_out_anew() -> None:
-    scheduler = get_system("lru").scheduler(GEOMETRY, BUDGET, split=split(400, 100))
-    plan = scheduler.begin_layer(RouterRan(0, [3, 5], [1] * 2, [True] * 2, 1))
-    assert plan.on_host and plan.following
-    for span in plan.loads:
-        scheduler.loaded(span)
-        scheduler.computed([span])
-    scheduler.end_layer()
-    again = scheduler.begin_layer(RouterRan(0, [plan.on_host[0]], [1], [True], 1), plan.following)
-    assert again.on_host == [plan.on_host[0]], "its copy had not begun"
-    scheduler.end_layer()
-    begun = scheduler.begin_layer(RouterRan(0, [plan.on_host[0]], [1], [True], 1))
-    assert not begun.on_host and begun.in_flight == again.following, "a copy that has begun is waited for"
-    scheduler.abandon()
-    scheduler.check()
-
-
 class CountingHost:
     def __init__(self) -> None:
         self.begun: list[int] = []

@@ -128,18 +128,6 @@ def test_with_little_room_the_pass_that_is_read_goes_then_the_oldest_routers() -
     assert reader.begun == [0, 1] and reader.layers == [2, 3]
 
 
-def test_the_end_of_a_pass_that_was_read_is_not_lost() -> None:
-    backlog, reader = ObservationQueue(NUM_LAYERS + 1), Reader()
-    publish(backlog, 0, reader, reads=1.0)
-    publish(backlog, 1, reader)
-    assert backlog.num_dropped == 0
-    backlog.router_ran(9, partial(routed, 9))  # nothing is open
-    backlog.begin_iteration(0, partial(began, 2))
-    assert backlog.num_dropped == NUM_LAYERS + 1
-    read(backlog, reader)
-    assert reader.whole == [0] and reader.begun == [0, 2]
-
-
 def test_a_pass_whose_end_was_never_told_is_followed_by_the_next() -> None:
     backlog, reader = ObservationQueue(100), Reader()
     backlog.begin_iteration(0, partial(began, 0))

@@ -1,4 +1,4 @@
-"""Prefetching, as stories: what is predicted, when it comes, who gets the place; and the queue beside a naive list."""
+"""Prefetching, as stories: who gets the place; and the queue beside a naive list."""
 
 from __future__ import annotations
 
@@ -20,101 +20,9 @@ from expertly.scheduler.loop import Prefetcher, run_layer
 from expertly.scheduler.observations import InlineChannel
 from expertly.scheduler.prefetch import PrefetchQueue
 from expertly.scheduler.scheduler import Scheduler
-from tests.scheduler.checked import CheckedScheduler
-from tests.scheduler.drive import WAYS, finish, geometry, made, one_token, prediction, routed, run
+from tests.scheduler.drive import WAYS, geometry, made, one_token, prediction, routed, run
 from tests.scheduler.soak import InstantLink, nothing_seen
 from tests.tables import seeds
-
-
-def test_a_right_prediction_that_came_in_time_is_a_hit() -> None:
-    shape = geometry(layers=2, experts=8, top_k=2)
-    control = made(shape, [2, 2], 2)
-    control.predict(prediction(1, [4, 6]))
-    spans = control.prefetch()
-    assert [span.expert for span in spans] == [4, 6]
-    for span in spans:
-        assert not control.loaded(span), "nobody waits"
-    run(control, one_token(0, [0, 1]))
-    assert run(control, one_token(1, [6, 4])).loads == []
-    rates = control.counters[1].decode.rates()
-    assert [rates[name] for name in ("hit_rate", "coverage", "accuracy", "timeliness", "goodpred")] == [1, 1, 1, 1, 1]
-    control.counts_agree()
-
-
-def test_a_right_prediction_that_comes_late_is_waited_for_and_not_loaded_again() -> None:
-    shape = geometry(layers=2, experts=8, top_k=2, segments=2)
-    control = made(shape, [4, 4], 4)
-    control.predict(prediction(1, [4, 6]))
-    spans = control.prefetch()
-    assert [(span.expert, span.segment, span.num_segments) for span in spans] == [
-        (4, 0, 1),
-        (4, 1, 1),
-        (6, 0, 1),
-        (6, 1, 1),
-    ]
-    control.loaded(spans[0])
-    plan = control.begin_layer(one_token(1, [4, 5]), cancelled=spans[2:])
-    assert plan.ready == spans[:1] and plan.in_flight == [spans[1]]
-    assert [(span.expert, span.num_segments) for span in plan.loads] == [(5, 2)]
-    finish(control, plan)
-    counters = control.counters[1].decode
-    assert (counters.hits, counters.partial_hits, counters.misses) == (0, 1, 1)
-    assert (counters.prefetched, counters.prefetched_needed, counters.prefetched_in_time) == (1, 1, 0), (
-        "6 was taken back"
-    )
-    assert counters.prefetched_nbytes == shape.layers[1].expert_nbytes
-    assert counters.loaded_nbytes == 2 * shape.layers[1].expert_nbytes
-    assert (counters.predicted, counters.predicted_needed, counters.by_distance) == (2, 1, {1: (2, 1, 0)})
-    assert counters.rates()["accuracy"] == 1 and counters.rates()["timeliness"] == 0
-    control.counts_agree()
-
-
-def test_a_prefetch_does_not_cost_another_its_place() -> None:
-    """Least recently used of the kept 0, 1, 2 is 0: predicted as well as 5, so 1 goes for 5."""
-    control = made(geometry(layers=1, experts=8, top_k=2), [3], 2)
-    for expert in (0, 1, 2):
-        run(control, one_token(0, [expert]))
-    control.predict(prediction(0, [5, 0]))
-    assert [span.expert for span in control.prefetch()] == [5]
-    assert set(control.cache.partitions[0].kept) == {0, 2, 5}
-
-
-@pytest.mark.parametrize(
-    ("way", "begun", "kept"),
-    [
-        ({"prefill": "stream"}, [4], {0, 1}),  # beside an expert's worth of staging slots
-        ({"prefill": "evict"}, [4, 5], {4, 5}),
-        ({"prefill": "stream", "prefetching": "decode"}, [], {0, 1}),
-        ({"prefill": "evict", "prefetching": "decode"}, [], {0, 1}),
-        ({"prefill": "stream", "ahead": "staging"}, [4], {0, 1}),
-        ({"prefill": "evict", "ahead": "staging"}, [4], {0, 1}),
-    ],
-)
-def test_what_is_prefetched_while_a_prompt_runs(way: dict[str, str], begun: list[int], kept: set[int]) -> None:
-    """Layer 1 keeps 0 and 1 and is predicted to need 4 and 5; two staging slots."""
-    control = made(geometry(layers=2, experts=8, top_k=2), [2, 2], 2, **way)
-    run(control, one_token(1, [0, 1]))
-    run(control, one_token(0, [0, 1], decode=False))
-    control.predict(prediction(1, [4, 5]))
-    spans = control.prefetch()
-    assert [span.expert for span in spans] == begun
-    for span in spans:
-        control.loaded(span)
-    assert {eid - 8 for eid in control.cache.partitions[1].kept} == kept
-    plan = run(control, one_token(1, [4, 5], decode=False))
-    assert len(plan.loads) == 2 - len(begun) and control.counters[1].prefill.hits == len(begun)
-    control.counts_agree()
-
-
-def test_a_prediction_made_while_its_layer_runs_is_for_the_next_time() -> None:
-    control = made(geometry(layers=1, experts=8, top_k=2), [0], 2, ahead="staging")
-    plan = control.begin_layer(one_token(0, [0, 1]))
-    control.predict(prediction(0, [6]))
-    assert control.prefetch() == [], "the staging slots are for loads"
-    finish(control, plan)
-    (span,) = control.prefetch()
-    control.loaded(span)
-    assert run(control, one_token(0, [6, 1])).ready == [span]
 
 
 def test_what_was_prefetched_into_staging_slots_is_kept_when_it_is_needed() -> None:
@@ -144,22 +52,10 @@ def test_memory_of_the_queue_is_bounded_under_low_scores() -> None:
     assert allocated[1] < allocated[0] + 32_768, "a stale entry a step would be 400 KB"
 
 
-def test_predicted_probabilities_decide_what_is_evicted() -> None:
-    """One cache of four over two layers, frequencies equal: what the map of layer 1 holds least likely makes room."""
-    shape = geometry(layers=2, experts=4, top_k=2)
-    control = CheckedScheduler(
-        shape, Budget(0, (2,), (4,), (2, 2)), lambda capacity, layers: FMoEEviction(shape), scope="global"
-    )
-    run(control, one_token(0, [0, 1]))
-    run(control, one_token(1, [0, 1]))
-    control.predict(Prediction(0, [2], [0.8], 1, 0.9, [0.15, 0.05, 0.8, 0.0]))
-    control.predict(Prediction(1, [0], [0.6], 2, 0.9, [0.6, 0.1, 0.3, 0.0]))
-    assert [(span.layer, span.expert) for span in control.prefetch()] == [(0, 2)]
-    assert set(control.cache.partitions[0].kept) == {0, 2, 4, 5}, "1 went: 0.05; what is predicted and here stays"
-
-
 def test_a_prediction_that_came_too_late_still_decides_what_is_evicted() -> None:
-    """The same cache; the second map of layer 0 comes when that layer has run, and makes 1 likelier than 0."""
+    """One cache of four over two layers; the second map of layer 0 comes when that layer has run, and makes 1 likelier
+    than 0.
+    """
 
     class Late(Predictor):
         def router_ran(self, routed: Routed) -> list[Prediction]:

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 
 import pytest
 
-from expertly.core.messages import Plan, RouterRan
-from tests.scheduler.drive import WAYS, control_planes, geometry, kept, one_token, run_layer, scheduler
-
-
-def test_a_demand_story_of_one_layer() -> None:
-    """Two kept places (4 of 8 slots: 2 for staging, 2 kept), least recently used goes first."""
-    shape = geometry(layers=1, experts=8, top_k=2)
-    control = scheduler(shape, 4 / 8)
-    assert run_layer(control, 0, [0, 1]).hits == []  # cold: both miss and are kept
-    assert kept(control, 0) == {0, 1}
-    assert run_layer(control, 0, [1, 0]).hits == [1, 0]  # both hit
-    ran = run_layer(control, 0, [0, 5])  # 5 misses, 1 goes, 0 is protected
-    assert ran.hits == [0] and list(ran.loaded) == [5]
-    assert kept(control, 0) == {0, 5}
-    counters = control.counters[0].decode
-    assert (counters.hits, counters.partial_hits, counters.misses) == (3, 0, 3)
-    assert counters.loaded_nbytes == 3 * shape.layers[0].expert_nbytes
-    assert counters.evicted_nbytes == shape.layers[0].expert_nbytes
-
-
-@pytest.mark.parametrize(("staging", "largest"), [(1, 1), (3, 3), (4, 4), (6, 4), (8, 4)])
-def test_experts_are_streamed_whole_where_staging_slots_can_hold_one(staging: int, largest: int) -> None:
-    shape = geometry(layers=1, experts=8, top_k=2, segments=4)
-    control = scheduler(shape, staging / 32, staging=staging)
-    ran = run_layer(control, 0, list(range(8)), decode=False, dice=random.Random(0), check=True)
-    assert sum(span.num_segments for span in ran.loads) == 32
-    sizes = {span.num_segments for span in ran.loads}
-    assert max(sizes) == largest
-    assert staging not in (4, 8) or sizes == {4}
+from expertly.core.messages import Plan, Prediction, RouterRan, Span
+from expertly.core.observation import Began, Routed
+from expertly.policies.predictor.base import Predictor
+from expertly.scheduler.loop import Prefetcher
+from expertly.scheduler.loop import run_layer as loop_layer
+from expertly.scheduler.observations import InlineChannel
+from tests.scheduler.drive import (
+    control_planes,
+    geometry,
+    kept,
+    made,
+    one_token,
+    prediction,
+    routed,
+    run,
+    run_layer,
+    scheduler,
+)
+from tests.scheduler.soak import InstantLink, nothing_seen
 
 
 @pytest.mark.parametrize("system", [name for name in control_planes() if name != "moepic"])  # it keeps parts of experts
@@ -70,32 +61,6 @@ def test_an_expert_waits_for_staging_slots_that_can_hold_it_whole() -> None:
     control.check()
 
 
-def test_one_at_a_time_by_id_thrashes_where_the_default_does_not() -> None:
-    """ProMoE's baseline: the experts a prefill still needs are evicted by those before them."""
-    loaded = {}
-    for order, preemption in WAYS:
-        control = scheduler(geometry(layers=1, experts=8, top_k=2), 6 / 8, order=order, preemption=preemption)
-        run_layer(control, 0, [4, 5])
-        run_layer(control, 0, [6, 7])
-        ran = run_layer(control, 0, list(range(8)), decode=False, check=True)
-        loaded[order, preemption] = len(ran.loads)
-    assert loaded == {("resident", "early"): 4, ("resident", "late"): 4, ("id", "early"): 8, ("id", "late"): 8}
-
-
-# -- a layer that fails --------------------------------------------------------------------------------------------
-
-
-def test_after_a_failure_spans_that_had_arrived_are_hits_and_others_misses() -> None:
-    control = scheduler(geometry(layers=1, experts=8, top_k=2), 6 / 8)
-    plan = control.begin_layer(one_token(0, [3, 5]))
-    assert [span.expert for span in plan.loads] == [3, 5]
-    control.loaded(plan.loads[0])
-    control.abandon()
-    control.check()
-    assert kept(control, 0) == {3}
-    assert list(run_layer(control, 0, [3, 5], check=True).loaded) == [5]
-
-
 def test_a_failed_preload_can_begin_again() -> None:
     shape = geometry(layers=1, experts=4, top_k=2, segments=2)
     control = scheduler(shape, 1.0, "resident")
@@ -110,3 +75,114 @@ def test_a_failed_preload_can_begin_again() -> None:
             control.loaded(span)
     assert kept(control, 0) == {0, 1, 2, 3}
     assert run_layer(control, 0, [2, 1], check=True).loads == []
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_in_the_default_order_late_loads_and_keeps_what_early_does(kind: str) -> None:
+    """Only the moment differs."""
+    dice = random.Random(kind)
+    controls = [
+        made(geometry(layers=2, experts=8, top_k=2, segments=2), [5, 6], 4, preemption=p) for p in ("early", "late")
+    ]
+    for step in range(200):
+        is_decode = kind == "decode" or step % 3 > 0
+        router = one_token(step % 2, dice.sample(range(8), dice.choice([2, 3, 6])), is_decode)
+        for control in controls:
+            run(control, router)
+    early, late = controls
+    for one, other in zip(early.counters, late.counters, strict=True):
+        assert one.decode == other.decode and one.prefill == other.prefill
+    assert early.cache.partitions[0].kept == late.cache.partitions[0].kept and early.counters[0].decode.hits > 0
+
+
+class SayingAll(Predictor):
+    """Predicts all four layers whenever it is told something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[bool] = []
+
+    def begin_iteration(self, began: Began) -> Iterable[Prediction]:
+        return [Prediction(layer, [layer], [1.0], 4) for layer in range(4)]
+
+    def router_ran(self, routed: Routed) -> Iterable[Prediction]:
+        return [Prediction(layer, [4 + layer], [1.0], 4) for layer in range(4)]
+
+    def end_iteration(self, ok: bool) -> None:
+        self.ends.append(ok)
+
+
+@pytest.mark.parametrize("layers", [range(2), range(2, 4), None])
+def test_predictions_of_the_other_stack_and_layers_of_other_rows_are_left_out(layers: range | None) -> None:
+    """An encoder runs layers 0 and 1, a decoder 2 and 3; a layer without `routed` is no part of the pass."""
+    predictor, link, stack = SayingAll(), InstantLink(), layers or range(4)
+    control = made(geometry(layers=4, experts=8, top_k=2), [4] * 4, 2, window=99)
+    prefetcher = Prefetcher(control, link, InlineChannel(predictor))
+    prefetcher.begin_iteration(nothing_seen, layers)
+    assert [(span.layer, span.expert) for span in link.submitted] == [(layer, layer) for layer in stack]
+    router = one_token(stack[0], [stack[0]])
+    for said, expected in ((None, []), (routed(router), [(layer, 4 + layer) for layer in stack])):
+        link.submitted.clear()
+        loop_layer(control, link, router, lambda spans: None, prefetcher, said)
+        assert [(span.layer, span.expert) for span in link.submitted] == expected
+    prefetcher.end_iteration(True)
+    assert predictor.ends == [True]
+
+
+def test_by_id_and_early_missing_experts_are_requested_at_once_and_computed_in_turn() -> None:
+    control = made(geometry(layers=1, experts=8, top_k=2), [4], 2, order="id")
+    plan = control.begin_layer(one_token(0, [6, 2, 4]))
+    assert [span.expert for span in plan.loads] == [2] and [span.expert for span in plan.requested] == [4, 6]
+    assert not control.loaded(plan.requested[1]) and control.loaded(plan.loads[0]), "6 has come, but 2 is on"
+    following = control.computed([plan.loads[0]])
+    assert following == Plan(in_flight=[plan.requested[0]]), "4 is on its way"
+    assert control.loaded(plan.requested[0])
+    assert control.computed([plan.requested[0]]) == Plan(ready=[plan.requested[1]])
+    assert control.computed([plan.requested[1]]) is None
+    control.end_layer()
+
+
+class AtOnce:
+    """Brings everything when it is waited for."""
+
+    def __init__(self) -> None:
+        self.coming: list[Span] = []
+        self.submitted: list[Span] = []
+
+    def submit(self, spans: Sequence[Span]) -> None:
+        self.coming += spans
+        self.submitted += spans
+
+    def poll(self) -> Span | None:
+        return None
+
+    def wait(self) -> Span:
+        return self.coming.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("system", "decode", "expected"),
+    [
+        ("lru", True, [(1, 0, 4), (2, 0, 4)]),  # what was kept of 1 waits for the rest of it
+        ("lru", False, [(1, 0, 4), (2, 0, 4)]),
+        ("lcp:allocation=split", True, [(1, 0, 2), (1, 2, 2), (2, 0, 4)]),
+        ("lcp:allocation=split", False, [(1, 0, 4), (2, 0, 4)]),
+    ],
+)
+def test_experts_that_come_in_segments_are_computed_whole_except_resident_tops(
+    system: str, decode: bool, expected: list[tuple[int, int, int]]
+) -> None:
+    """Half of 1 is kept. The rest of it and all of 2 come in segments, in turns: (expert, first segment, segments)."""
+    control = scheduler(geometry(layers=1, segments=4), 1 / 2, f"{system}:prediction=lookahead")
+    cache, slots = control.cache, control.slots
+    transport, computed = AtOnce(), list[Span]()
+    cache.keep(0, 1, 0b11)
+    (top,) = cache.allocate(0, 1, 0b11, slots.awaited)
+    assert control.loaded(top)
+    control.predict(prediction(0, [1, 2]))
+    spans = control.prefetch()
+    assert [(span.expert, span.num_segments) for span in spans] == [(1, 1)] * 2 + [(2, 1)] * 4
+    transport.coming = [spans[0], *spans[2:4], spans[1], *spans[4:]]
+    loop_layer(control, transport, one_token(0, [1, 2], decode), computed.extend)
+    control.check()
+    assert [(span.expert, span.segment, span.num_segments) for span in computed] == expected

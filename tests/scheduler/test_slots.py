@@ -1,16 +1,11 @@
-"""Slots: one owner each, an expert's segments side by side where possible."""
+"""Which slots are taken, so that an expert's segments lie side by side where possible."""
 
 from __future__ import annotations
 
-import random
-from itertools import pairwise
-
 import pytest
 
-from expertly.scheduler.slots import BlockPool, RunPool, SlotTable, bits
+from expertly.scheduler.slots import BlockPool, RunPool, SlotTable
 from tests.scheduler.drive import geometry
-
-# -- blocks --------------------------------------------------------------------------------------------------------
 
 
 def test_blocks_first_then_loose_slots() -> None:
@@ -23,54 +18,6 @@ def test_blocks_first_then_loose_slots() -> None:
     for slot in (4, 6):
         pool.give(slot)
     assert pool.take_block() == 4, "the block is whole again"
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_slots", [1, 7, 12, 13])
-def test_every_slot_of_a_block_pool_has_one_owner(num_slots: int, size: int) -> None:
-    dice = random.Random(num_slots * size)
-    pool = BlockPool(num_slots, size)
-    free, blocks, single = set(range(num_slots)), [], []
-
-    def is_free(block: int) -> bool:
-        return set(range(block * size, (block + 1) * size)) <= free
-
-    for _ in range(2000):
-        action = dice.choice(["block", "one", "one", "give", "give block"])
-        if action == "block":
-            start = pool.take_block()
-            whole = [block for block in range(num_slots // size) if is_free(block)]
-            assert (start is None) == (not whole)
-            if start is not None:
-                assert start % size == 0 and is_free(start // size)
-                free -= set(range(start, start + size))
-                blocks.append(start)
-        elif action == "one" and free:
-            slot = pool.take(dice.choice([None, dice.randrange(num_slots)]))
-            free.remove(slot)
-            single.append(slot)
-        elif action == "give" and single:
-            slot = single.pop(dice.randrange(len(single)))
-            pool.give(slot)
-            free.add(slot)
-        elif action == "give block" and blocks:
-            start = blocks.pop(dice.randrange(len(blocks)))
-            free |= set(range(start, start + size))
-            if dice.random() < 0.5:
-                pool.give_block(start)
-            else:
-                for slot in range(start, start + size):
-                    pool.give(slot)
-        assert pool.free_slots() == sorted(free) and pool.num_free == len(free)
-    for start in blocks:
-        pool.give_block(start)
-    for slot in single:
-        pool.give(slot)
-    starts = [pool.take_block() for _ in range(num_slots // size)]
-    assert sorted(starts) == [block * size for block in range(num_slots // size)], "all blocks are whole again"
-
-
-# -- runs ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -93,44 +40,6 @@ def test_which_run_is_taken(free: list[int], num: int, wanted: int | None, taken
     assert pool.num_free == len(free) - num and pool.free_slots() == sorted({*free} - {*taken})
 
 
-@pytest.mark.parametrize("num_slots", [0, 1, 7, 30])
-def test_every_slot_of_a_run_pool_has_one_owner_and_no_two_runs_touch(num_slots: int) -> None:
-    dice, pool = random.Random(num_slots), RunPool(num_slots)
-    free, taken = set(range(num_slots)), []
-    for _ in range(3000 if num_slots else 0):
-        num = dice.randint(1, 5)
-        if num <= pool.num_free and dice.random() < 0.5:
-            slots = pool.take(num, dice.choice([None, dice.randrange(num_slots)]))
-            assert len(slots) == num and free.issuperset(slots)
-            is_one_run = all(slot == before + 1 for before, slot in pairwise(slots))
-            assert is_one_run or max(len(run) for run in runs_of(free)) < num, "in one run where that can be"
-            free -= set(slots)
-            taken += slots
-        elif taken:
-            slot = taken.pop(dice.randrange(len(taken)))
-            pool.give(slot)
-            free.add(slot)
-        assert pool.num_free == len(free) and pool.free_slots() == sorted(free)
-
-
-def runs_of(free: set[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for slot in sorted(free):
-        if runs and runs[-1][-1] == slot - 1:
-            runs[-1].append(slot)
-        else:
-            runs.append([slot])
-    return runs
-
-
-# -- the table -----------------------------------------------------------------------------------------------------
-
-
-def bring(table: SlotTable, eid: int, mask: int) -> None:
-    table.allocate(eid, mask, table.awaited)
-    table.arrived(eid, mask, table.awaited)
-
-
 def test_a_whole_expert_is_one_span() -> None:
     table = SlotTable(geometry(1, 4, 2, segments=4), [16])
     (span,) = table.allocate(2, 0b1111, table.prefetching)
@@ -142,43 +51,6 @@ def test_a_whole_expert_is_one_span() -> None:
     table.release(2, 0b1000)
     assert table.whole[2] is None and table.absent(2) == 0b1000
     assert table.spans(2, 0b0111) == [span._replace(num_segments=3)]
-    bring(table, 2, 0b1000)
+    table.allocate(2, 0b1000, table.awaited)
+    table.arrived(2, 0b1000, table.awaited)
     assert table.whole[2] == span, "the segment came back to its own place"
-
-
-def test_segments_that_had_to_scatter_are_several_spans() -> None:
-    table = SlotTable(geometry(1, 4, 2, segments=4), [8])
-    for expert, mask in ((0, 0b0001), (1, 0b0001), (3, 0b1111)):
-        bring(table, expert, mask)
-    table.release(3, 0b0101)
-    spans = table.allocate(2, 0b1111, table.awaited)
-    assert sum(span.num_segments for span in spans) == 4 and len(spans) > 1
-    table.arrived(2, 0b1111, table.awaited)
-    assert table.resident[2] == 0b1111 and table.whole[2] is None
-    assert table.spans(2, 0b1111) == spans
-    table.check()
-
-
-@pytest.mark.parametrize("in_parts", [False, True])
-@pytest.mark.parametrize("segments", [1, 2, 4])
-def test_any_history_keeps_every_slot_owned_once_and_every_segment_in_one_state(segments: int, in_parts: bool) -> None:
-    dice = random.Random(segments)
-    table = SlotTable(geometry(2, 6, 2, segments), [5 * segments + 1], in_parts=in_parts)
-    purposes = [table.awaited, table.requested, table.prefetching]
-    for _ in range(2000):
-        eid = dice.randrange(12)
-        held, free = table.resident[eid] | table.in_flight[eid], table.absent(eid)
-        if dice.random() < 0.5 and free and table.num_free(eid // 6) >= free.bit_count():
-            mask = free if dice.random() < 0.5 else sum(1 << b for b in bits(free) if dice.random() < 0.5)
-            if mask:
-                purpose = dice.choice(purposes)
-                spans = table.allocate(eid, mask, purpose)
-                assert sum(span.num_segments for span in spans) == mask.bit_count()
-                if dice.random() < 0.7:
-                    table.arrived(eid, mask, purpose)
-        elif dice.random() < 0.2:
-            assert sum(span.num_segments for span in table.await_in_flight(eid)) <= table.in_flight[eid].bit_count()
-            assert eid not in table.requested and eid not in table.prefetching
-        elif held:
-            table.release(eid, held if dice.random() < 0.6 else 1 << bits(held)[0])
-        table.check()

@@ -117,7 +117,8 @@ def run(args: DoctorOptions) -> int:
         raise ConfigError(f"dir={str(args.dir)!r}: not a folder")
     with reserved_stdout() as stdout:
         from expertly.hardware.machine import Effort, Problem, examine
-        from expertly.hardware.measure import kernels_here, machine_choice
+        from expertly.hardware.measure import machine_choice
+        from expertly.native.kernels import choose_kernels
 
         if args.model is not None and args.hardware_out is None:
             return expect(args.model, args, folder, out, stdout)
@@ -126,11 +127,12 @@ def run(args: DoctorOptions) -> int:
             profile.write(out)
         except ExpertlyError as error:
             problems.append(Problem("error", "profile", str(error)))
+        kernels = choose_kernels()
         facts = {
             **profile.as_dict(),
             "codec_auto": None if profile.disk is None else asdict(machine_choice(profile)),
             "problems": [asdict(problem) for problem in problems],
-            "kernels": kernels_here(),
+            "kernels": {"name": kernels.name, "why": kernels.why},
             "profile_path": str(out),
         }
         if args.hardware_out is not None:

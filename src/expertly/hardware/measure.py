@@ -149,12 +149,6 @@ def measure_copy(num_threads: int, nbytes: int, seconds: float) -> ThreadsRate:
     return ThreadsRate(num_threads, num_copies * nbytes / elapsed)
 
 
-def kernels_here() -> dict[str, str]:
-    """The kernels that compute experts on this processor, and the reason. Raises ConfigError as `choose_kernels`."""
-    chosen = choose_kernels()
-    return {"name": chosen.name, "why": chosen.why}
-
-
 def measure_matvec(dtype: str, num_threads: int, nbytes: int, seconds: float) -> MatvecRate:
     """Rate of products of `nbytes` of matrices with one vector, on the processor."""
     with _threads(num_threads):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,6 @@ class _Running:
     total: Floats  # [L, E]
 
 
-@dataclass(slots=True)
 class EntropyMeter:
     """Adds up entropies over blocks of rows. Its memory is of the requests that are under way.
 
@@ -44,20 +43,14 @@ class EntropyMeter:
     8, ... tokens, mean over the requests that are that long.
     """
 
-    num_layers: int
-    num_experts: int
-    request_rows: list[int]  # of each request
-    token_bits: Floats = field(init=False)  # sums over tokens, [L]
-    num_tokens: Floats = field(init=False)  # that ran the layer, [L]
-    request_bits: Floats = field(init=False)
-    num_requests: Floats = field(init=False)
-    growth_bits: dict[int, Floats] = field(default_factory=dict)  # by number of tokens
-    growth_requests: dict[int, Floats] = field(default_factory=dict)
-    _running: dict[int, _Running] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.token_bits, self.num_tokens = np.zeros(self.num_layers), np.zeros(self.num_layers)
-        self.request_bits, self.num_requests = np.zeros(self.num_layers), np.zeros(self.num_layers)
+    def __init__(self, num_layers: int, num_experts: int, request_rows: list[int]) -> None:
+        self.num_layers, self.num_experts = num_layers, num_experts
+        self.request_rows = request_rows  # of each request
+        self.token_bits, self.num_tokens = np.zeros(num_layers), np.zeros(num_layers)  # sums over tokens that ran it
+        self.request_bits, self.num_requests = np.zeros(num_layers), np.zeros(num_layers)
+        self.growth_bits: dict[int, Floats] = {}  # by number of tokens
+        self.growth_requests: dict[int, Floats] = {}
+        self._running: dict[int, _Running] = {}
 
     def add(self, request: Array, experts: Array, weights: Array, probs: Array | None) -> None:
         """Rows in stream order: `request` [T], `experts` and `weights` [T, L, K], `probs` [T, L, E]."""
@@ -107,12 +100,6 @@ def _add_entropy(total: Floats, bits: Floats, count: Floats) -> None:
 Ints = npt.NDArray[np.int64]
 
 
-def _bin_edges() -> Ints:
-    """Largest distance of each bin: exact at first, then 16 bins an octave; every power of two is one."""
-    return np.unique(np.floor(2.0 ** (np.arange(0, 16 * 48 + 1) / 16)).astype(np.int64))
-
-
-@dataclass(slots=True)
 class ReuseMeter:
     """Histograms of reuse distances, per layer; memory does not depend on the number of tokens.
 
@@ -121,22 +108,15 @@ class ReuseMeter:
     MoE-Infinity and ProMoE argue with it). The first demand of an expert has none.
     """
 
-    num_layers: int
-    num_experts: int
-    edges: Ints = field(init=False)  # [bins], the largest distance in each
-    counts: Ints = field(init=False)  # [L, bins]
-    num_first: Ints = field(init=False)  # [L]
-    num_demands: Ints = field(init=False)  # [L, E]
-    _last: Ints = field(init=False)  # [L x E], row of the last demand
-    _num_rows: int = 0
-
-    def __post_init__(self) -> None:
-        size = self.num_layers * self.num_experts
-        self.edges = _bin_edges()
-        self.counts = np.zeros((self.num_layers, len(self.edges)), np.int64)
-        self.num_first = np.zeros(self.num_layers, np.int64)
-        self.num_demands = np.zeros((self.num_layers, self.num_experts), np.int64)
-        self._last = np.full(size, -1, np.int64)
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.num_layers, self.num_experts = num_layers, num_experts
+        # The largest distance of each bin: exact at first, then 16 bins an octave; every power of two is one.
+        self.edges: Ints = np.unique(np.floor(2.0 ** (np.arange(0, 16 * 48 + 1) / 16)).astype(np.int64))
+        self.counts = np.zeros((num_layers, len(self.edges)), np.int64)
+        self.num_first = np.zeros(num_layers, np.int64)
+        self.num_demands = np.zeros((num_layers, num_experts), np.int64)
+        self._last = np.full(num_layers * num_experts, -1, np.int64)  # row of the last demand
+        self._num_rows = 0
 
     def add(self, experts: npt.NDArray[Any]) -> None:
         """The next rows of the stream, [T, L, K]."""

@@ -134,7 +134,7 @@ def test_a_system_that_failed_later_has_what_was_measured() -> None:
     runs.failures.append(RunFailure("engine", "25%", "lcp", "torn"))
     rows = {one["system"]: one for one in rows_of(ComparisonSettings(("lru", "lcp"), ("25%",)), runs, {})}
     assert rows["lcp"]["has_failed"] and not rows["lru"]["has_failed"]
-    assert rows["lcp"]["engine"]["num_played"] == 1 == runs.num_measured("25%", "lcp")
+    assert rows["lcp"]["engine"]["num_played"] == 1
     assert rows["lcp"]["engine"]["tpot_to_baseline"]["median"] == pytest.approx(3), "beside what ran then"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.policies.allocation.moepic import (
     LayerStatistics,
@@ -44,17 +43,6 @@ def test_shares_are_whole_tops_and_the_rest_goes_to_the_lowest_layer() -> None:
     assert split.quotas([20]) == [8, 6, 6]
     assert split.quotas([25]) == [10, 9, 6]
     assert split.tops([10, 9, 6]) == [3, 3, 3]
-
-
-@pytest.mark.parametrize("theta", [0.1, 0.8])
-def test_every_slot_of_every_budget_has_a_quota(theta: float) -> None:
-    small, large = LayerGeometry(2, 1, 4, 30, 3, 2), LayerGeometry(9, 3, 4, 60, 3, 2)
-    shape = Geometry((small, large, small, large), 10)
-    for first in range(0, 41, 3):
-        for second in range(0, 181, 7):
-            shares = SplitExperts(shape, SplitOptions(theta)).quotas([first, second])
-            assert (shares[0] + shares[2], shares[1] + shares[3]) == (first, second)
-            assert all(0 <= share <= one.num_experts * 10 for share, one in zip(shares, shape.layers, strict=True))
 
 
 # -- moepic --------------------------------------------------------------------------------------------------------
@@ -125,18 +113,6 @@ def test_before_anything_is_known_whole_experts_are_kept_where_spans_cost_much()
         assert sum(layer.budget_segments for layer in plan.layers) == 49
         plan.check_fits(SHAPE)
     assert kept == {"free": [(8, 2)] * 3, "dear": [(4, 4)] * 3, "not counted": [(8, 2)] * 3}
-
-
-def test_a_job_holds_what_was_seen_until_then() -> None:
-    allocation = begun()
-    for token in range(3):
-        tell(allocation, token)
-    job = allocation.due()
-    assert job is not None
-    before = job(TIMES)
-    for token in range(3, 40):
-        tell(allocation, 2 * token)
-    assert job(TIMES) == before
 
 
 def test_what_is_seen_are_tokens_with_what_was_predicted_of_them_in_time() -> None:

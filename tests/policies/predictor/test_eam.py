@@ -42,27 +42,6 @@ def one_pass(
     return made
 
 
-@pytest.mark.parametrize("update", [True, False])
-@pytest.mark.parametrize("end", ["another request", "finish"])
-def test_a_request_that_is_over_enters_the_collections_of_its_phases(end: str, update: bool) -> None:
-    dice, eam = np.random.default_rng(1), EAM(SHAPE, 1, EAMOptions(update=update))
-    prompt, first, second = choices(dice, 4), choices(dice, 1), choices(dice, 1)
-    one_pass(eam, [5] * 4, prompt, is_prefill=True)
-    one_pass(eam, [5], first)
-    one_pass(eam, [5], second)
-    assert eam.learned.num_learned == 0
-    if end == "finish":
-        eam.finish()
-    else:
-        one_pass(eam, [6], choices(dice, 1))
-    prefill, decode = eam.learned.prefill, eam.learned.decode
-    assert (prefill.num_matrices, decode.num_matrices) == (int(update), int(update))
-    if not update:
-        return
-    np.testing.assert_array_equal(prefill.matrices[0], matrix_of(prompt))
-    np.testing.assert_array_equal(decode.matrices[0], matrix_of(first) + matrix_of(second))
-
-
 @pytest.mark.parametrize(
     "harm", [{"ok": False}, {"ok": None}, {"skip": (2,)}, {"skip": (0, 1)}, {"skip": (4,)}], ids=str
 )

@@ -7,7 +7,7 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.policies.learned import ModelShape
-from expertly.policies.predictor.eam.matrices import MAX_COUNT, Collection, Match
+from expertly.policies.predictor.eam.matrices import Collection, Match
 from tests.policies.predictor.naive import SHAPE, NaiveCollection, choices, cosine, matrix_of
 
 
@@ -16,14 +16,6 @@ def filled(num: int, capacity: int = 20, seed: int = 0) -> Collection:
     for _ in range(num):
         collection.add(matrix_of(choices(dice, 3)))
     return collection
-
-
-def test_counts_that_float32_cannot_count_are_taken_for_the_most_it_can() -> None:
-    collection = Collection(SHAPE, 1)
-    collection.add(np.full((5, 7), 1 << 40))
-    assert (collection.matrices == MAX_COUNT).all() and (collection.total == MAX_COUNT).all()
-    collection.add(np.ones((5, 7), np.int64))
-    assert (collection.total == 1).all(), "it replaced the other"
 
 
 @pytest.mark.parametrize("num", [0, 50])

@@ -73,17 +73,6 @@ def begun(store: MapStore, distance: int = 2, **options: object) -> FMoE:
     return predictor
 
 
-@pytest.mark.parametrize(("distance", "at_begin"), [(1, 1), (3, 3), (5, 5), (99, 5)])
-def test_the_first_layers_are_predicted_at_the_start_and_each_other_one_d_layers_ahead(
-    distance: int, at_begin: int
-) -> None:
-    found = run(learned(distance), Rows(2, 1))
-    wanted = [(layer, layer + 1) for layer in range(at_begin)]
-    wanted += [(layer, at_begin) for layer in range(at_begin, LAYERS)]
-    assert [(one.layer, one.distance) for one in found] == wanted
-    assert FMoE(geometry(layers=1, experts=EXPERTS, top_k=TOP_K), 3).learned.semantic_weight == 1.0
-
-
 @pytest.mark.parametrize("mode", ["delta", "top-k"])
 def test_predictions_of_a_row_are_read_off_the_most_similar_map(mode: str) -> None:
     predictor = learned(2, select=mode)
@@ -195,26 +184,6 @@ def test_a_map_of_a_stack_is_whole_when_all_of_its_layers_were_seen() -> None:
     assert predictor.facts()["left_out"] == 3
 
 
-@pytest.mark.parametrize("semantic", [True, False])
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_stack_is_predicted_from_its_first_layer_by_the_maps_that_have_it(num_rows: int, semantic: bool) -> None:
-    """The encoder's pass had the very same embedding, and is all that is newer."""
-    predictor = FMoE(SHAPE, 2, FMoEOptions(semantic=semantic, quota=1.0))
-    rows = Rows(1, num_rows)
-    for stack in (DECODER, ENCODER, ENCODER):
-        run(predictor, rows, stack=stack)
-    found = run(predictor, rows, stack=DECODER)
-    at_begin = [(2, 3), (3, 4)] if semantic else []
-    assert [(one.layer, one.distance) for one in found] == [*at_begin, (4, 2), (5, 2)]
-    for one in found:
-        assert one.confidence == pytest.approx(1, abs=1e-3)
-        assert one.probabilities == pytest.approx(rows.scores[:, one.layer].max(axis=0), abs=1e-3)
-    found = run(predictor, rows, stack=ENCODER)
-    assert [(one.layer, one.distance) for one in found] == ([(0, 1), (1, 2)] if semantic else [])
-    found = run(begun(predictor.learned, 1, semantic=semantic), rows, stack=ENCODER)
-    assert [(one.layer, one.distance) for one in found] == ([(0, 1)] if semantic else []) + [(1, 1)]
-
-
 def test_the_best_map_that_has_the_layer_is_taken_where_the_nearest_has_not() -> None:
     predictor = learned(2, num_maps=5)
     state = {name: array.copy() for name, array in predictor.learned.state().items()}
@@ -230,32 +199,6 @@ def test_the_best_map_that_has_the_layer_is_taken_where_the_nearest_has_not() ->
     assert found[3].confidence == pytest.approx(max(similar), abs=1e-5)
     assert found[3].probabilities == state["maps"][3, int(np.argmax(similar))].tolist()
     assert found[4].probabilities == state["maps"][4, 4].tolist()
-
-
-@pytest.mark.parametrize("stack", [ENCODER, DECODER])
-def test_what_a_search_knows_of_a_stack_places_its_maps_as_learning_does(stack: range) -> None:
-    options = FMoEOptions(capacity=12, quota=1.0)
-    online, offline = FMoE(SHAPE, 1, options), FMoE(SHAPE, 1, options)
-    others = [layer for layer in range(LAYERS) if layer not in stack]
-    for number in range(30):
-        rows = Rows(number, 1)
-        run(online, rows, stack=stack if number % 3 else None)
-        if number % 3:
-            rows.scores[:, others], rows.chosen[:, others] = 0, -1
-        offline.learn(rows.history())
-    assert state_of(online) == state_of(offline)
-
-
-def test_rows_of_another_stack_are_not_matched() -> None:
-    predictor = learned(2, num_maps=5)
-    rows = Rows(8, 1)
-    predictor.begin_iteration(Began(rows.requests, np.zeros(1, np.bool_), rows.embedding))
-    other = Rows(9, 7)
-    router = RouterRan(0, [0], [1], [True], 7)
-    assert predictor.router_ran(Routed(router, other.chosen[:, 0], other.scores[:, 0])) == []
-    assert predictor.router_ran(Routed(RouterRan(1, [0], [1], [True], 1))) == []  # no scores known
-    predictor.end_iteration(True)
-    assert predictor.learned.num_maps == 5
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

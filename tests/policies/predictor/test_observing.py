@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, History, Routed
 from expertly.policies.known import Known
@@ -47,45 +46,11 @@ def looks(layer: int, *rows: list[list[float]]) -> Routed:
 NEXT, SECOND, THIRD = [0.1, 0.5, 0.4, 0, 0, 0], [0.6, 0, 0, 0.4, 0, 0], [0, 0, 0, 0, 0.3, 0.7]
 
 
-def test_lookahead_says_what_the_later_routers_say() -> None:
-    ahead = predictor("lookahead", distance=2)
-    assert list(ahead.begin_iteration(began(0))) == []
-    first = list(ahead.router_ran(looks(0, [NEXT, SECOND, THIRD])))
-    assert said(first) == {(1, 1): [1, 2], (2, 2): [0, 3]}, "after the first layer, all up to the distance"
-    assert first[0].scores == pytest.approx([0.5, 0.4]) and first[0].probabilities == pytest.approx(NEXT)
-    assert said(ahead.router_ran(looks(1, [NEXT, SECOND, THIRD]))) == {(3, 2): [0, 3]}
-    assert said(ahead.router_ran(looks(2, [NEXT, SECOND, THIRD]))) == {}, "nothing is past the last layer"
-
-
 def test_lookahead_looks_as_far_as_it_is_shown() -> None:
     ahead = predictor("lookahead", distance=3)
     assert said(ahead.router_ran(looks(0, [NEXT]))) == {(1, 1): [1, 2]}
     assert said(ahead.router_ran(looks(1, [NEXT]))) == {(2, 1): [1, 2]}
     assert ahead.work.num_calls == 2 and ahead.work.read_nbytes == 2 * 6 * 4
-
-
-def test_the_width_is_a_choice_and_what_is_impossible_is_not_named() -> None:
-    (wide,) = predictor("lookahead", width="5").router_ran(looks(0, [NEXT]))
-    assert wide.experts == [1, 2, 0]
-    (narrow,) = predictor("lookahead", width="1").router_ran(looks(0, [NEXT]))
-    assert narrow.experts == [1]
-
-
-def test_lookahead_knows_how_many_experts_each_layer_has() -> None:
-    small, large = LayerGeometry(3, 1, 4, 16, 3, 2), LayerGeometry(6, 2, 4, 16, 3, 2)
-    ahead = PREDICTORS["lookahead"].make(Geometry((large, small)), Known(), 1)
-    (prediction,) = ahead.router_ran(looks(0, [[0.2, 0.5, 0.3, 0, 0, 0]]))
-    assert prediction.experts == [1] and prediction.probabilities == pytest.approx([0.2, 0.5, 0.3])
-
-
-def test_lookahead_past_the_last_layer_is_of_the_next_token() -> None:
-    ahead = predictor("lookahead", distance=2, next_token="yes")
-    assert list(ahead.begin_iteration(began(0))) == []
-    assert said(ahead.router_ran(looks(1, [NEXT, SECOND, THIRD]))) == {(3, 2): [0, 3]}
-    assert said(ahead.router_ran(looks(2, [NEXT, SECOND, THIRD]))) == {(0, 2): [0, 3]}
-    assert said(ahead.router_ran(looks(3, [NEXT, SECOND, THIRD]))) == {(1, 2): [0, 3]}
-    assert said(ahead.router_ran(looks(0, [NEXT, SECOND, THIRD]))) == {(1, 1): [1, 2], (2, 2): [0, 3]}, "anew"
-    assert said(ahead.router_ran(looks(2, [NEXT, [0] * 6]))) == {}, "nothing is known of it: an older trace"
 
 
 def test_a_request_goes_on_from_its_last_row() -> None:
@@ -112,32 +77,7 @@ def test_lookahead_goes_round_the_stack_that_runs() -> None:
     assert said(ahead.router_ran(looks(1, [NEXT]))) == {}, "no part of it"
 
 
-def test_speculative_names_all_experts_in_the_order_of_their_scores() -> None:
-    ahead = predictor("speculative")
-    (prediction,) = ahead.router_ran(looks(1, [[0.1, 0.3, 0.25, 0.2, 0.15, 0]]))
-    assert prediction.experts == [1, 2, 3, 4, 0] and prediction.layer == 2
-    assert prediction.probabilities == pytest.approx([0.1, 0.3, 0.25, 0.2, 0.15, 0])
-    assert said(ahead.router_ran(looks(3, [NEXT]))) == {(0, 1): [1, 2, 0]}, "the first layer, too"
-    assert said(predictor("speculative", width="2").router_ran(looks(1, [NEXT]))) == {(2, 1): [1, 2]}
-    assert said(predictor("speculative", next_token="no").router_ran(looks(3, [NEXT]))) == {}
-    (both,) = ahead.router_ran(looks(0, [NEXT], [THIRD]))
-    assert both.experts == [5, 1, 2, 4, 0], "the highest of either row first"
-
-
 # -- popularity ------------------------------------------------------------------------------------------------
-
-
-def test_popularity_of_all_that_was_seen() -> None:
-    popular = predictor("popularity", distance=2)
-    assert said(popular.begin_iteration(began(0))) == {}, "nothing was seen"
-    assert said(popular.router_ran(chose(0, [3, 4]))) == {}
-    for layer in (1, 2, 3):
-        assert said(popular.router_ran(chose(layer, [5, 1]))) == {}
-    assert said(popular.begin_iteration(began(1))) == {(0, 1): [3, 4], (1, 2): [1, 5]}
-    (prediction,) = popular.router_ran(chose(0, [4, 2]))
-    assert (prediction.layer, prediction.distance, prediction.experts) == (2, 2, [1, 5])
-    assert prediction.scores == [0.5, 0.5] and prediction.probabilities == [0, 0.5, 0, 0, 0, 0.5]
-    assert said(popular.begin_iteration(began(2)))[0, 1] == [4, 2], "twice; once each, and 2 is before 3"
 
 
 def test_popularity_of_a_training_part_stays() -> None:
@@ -167,29 +107,6 @@ def test_what_is_learned_is_a_training_part(name: str) -> None:
 # -- counts ----------------------------------------------------------------------------------------------------
 
 
-def test_a_request_asks_again_for_what_it_has_asked_for_most() -> None:
-    counts = predictor("counts", distance=2)
-    for experts in ([3, 4], [4, 5], [4, 3]):
-        list(counts.begin_iteration(began(7)))
-        for layer in range(4):
-            list(counts.router_ran(chose(layer, experts)))
-    at_begin = list(counts.begin_iteration(began(7)))
-    assert said(at_begin) == {(0, 1): [4, 3], (1, 2): [4, 3]}
-    assert at_begin[0].scores == pytest.approx([3 / 6, 2 / 6])
-    assert at_begin[0].probabilities == pytest.approx([0, 0, 0, 2 / 6, 3 / 6, 1 / 6])
-    assert said(counts.router_ran(chose(0, [0, 1]))) == {(2, 2): [4, 3]}
-    assert said(counts.router_ran(chose(1, [0, 1]))) == {(3, 2): [4, 3]}
-    assert said(counts.router_ran(chose(2, [0, 1]))) == {}
-
-
-def test_a_new_request_has_what_is_popular_until_it_has_chosen() -> None:
-    counts = predictor("counts", known=Known(popularity={2: 9, 5: 4, 0: 1}))
-    assert said(counts.begin_iteration(began(1))) == {(0, 1): [2, 5]}
-    list(counts.router_ran(chose(0, [3, 4])))
-    assert said(counts.begin_iteration(began(1))) == {(0, 1): [3, 4]}
-    assert said(counts.begin_iteration(began(2))) == {(0, 1): [2, 5]}
-
-
 def test_a_batch_is_all_of_its_requests_each_with_its_own() -> None:
     """Request 1 has two rows, a prompt; request 2 one row between them."""
     counts = predictor("counts")
@@ -210,23 +127,3 @@ def test_rows_of_which_it_is_not_known_whose_they_are_are_no_requests() -> None:
     list(counts.router_ran(chose(0, [0, 1], [0, 2])))  # its pass began unseen
     assert said(counts.begin_iteration(began(1))) == {(0, 1): [3, 4]}
     assert said(counts.begin_iteration(began(2))) == {(0, 1): [0, 1]}, "but they are popular"
-
-
-# -- random --------------------------------------------------------------------------------------------------------
-
-
-def test_random_names_as_many_experts_as_a_layer_chooses_whatever_it_sees() -> None:
-    one, other = predictor("random"), predictor("random")
-    seen: set[int] = set()
-    for _ in range(40):
-        told = [*one.begin_iteration(began(0)), *one.router_ran(chose(0, [1, 2]))]
-        assert [(p.layer, p.distance) for p in told] == [(0, 1), (1, 1)] and {len(p.experts) for p in told} == {2}
-        assert all(p.probabilities is None and p.scores == sorted(p.scores, reverse=True) for p in told)
-        again = [*other.begin_iteration(began(0)), *other.router_ran(chose(0, [4, 5]))]
-        assert [p.experts for p in again] == [p.experts for p in told], "the same seed, whatever is asked for"
-        seen.update(expert for p in told for expert in p.experts)
-    assert seen == set(range(6))
-    assert list(one.router_ran(chose(3, [0, 1]))) == [], "nothing is past the last layer"
-    assert [p.experts for p in predictor("random", known=Known(seed=1)).begin_iteration(began(0))] != told
-    (wide,) = predictor("random", width="5").begin_iteration(began(0))
-    assert len(set(wide.experts)) == 5

@@ -121,7 +121,7 @@ class Comparison:
         """Requests that ran before it failed; None for failures outside the engine."""
         if self.runs is None or failure.where != "engine":
             return None
-        return self.runs.num_measured(failure.memory, failure.system)
+        return sum(map(len, self.runs.played.get((failure.memory, failure.system), [])))
 
     def _notes_on_load(self) -> list[str]:
         """A note where other processes were computing."""

@@ -247,10 +247,6 @@ class ComparedRuns:
     def has_failed(self, memory: str, name: str) -> bool:
         return any((one.memory, one.system) == (memory, name) for one in self.failures)
 
-    def num_measured(self, memory: str, name: str) -> int:
-        """Requests that were run, over all rounds."""
-        return sum(map(len, self.played.get((memory, name), [])))
-
     def as_dict(self) -> dict[str, Any]:
         """The measurements, request by request."""
         loaded = [{"memory": memory, "asked": name, **facts} for (memory, name), facts in self.loaded.items()]
