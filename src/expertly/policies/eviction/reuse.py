@@ -360,7 +360,7 @@ class SimilarSteps:
     def __init__(self, num_experts: Sequence[int]) -> None:
         self._num_layers = self._layer = len(num_experts)
         self._used: list[Floats] = [np.zeros((num, STEPS), np.float32) for num in num_experts]
-        self._nothing = [used[:, 0].copy() for used in self._used]
+        self._nothing: list[Floats] = [np.zeros(num, np.float32) for num in num_experts]
         self._alike: Floats = np.zeros(STEPS, np.float32)
         self._counts: Floats = np.zeros(STEPS, np.float32)  # 1 where HORIZON steps followed before a prompt
         self._at = 0  # the running step's place; the one after it is the oldest's
