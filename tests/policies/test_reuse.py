@@ -470,3 +470,13 @@ def test_a_prompt_takes_nothing_from_the_layers_that_it_has_yet_to_reach() -> No
     for layer in range(LAYERS - 1):
         run_layer(control, layer, list(range(EXPERTS)), tokens=[5] * EXPERTS, decode=False)
     assert last and last <= set(np.flatnonzero(control.slots.resident))
+
+
+def test_experts_of_pads_alone_count_as_unused() -> None:
+    """As where the other devices have a layer's tokens."""
+    model = ReuseModel(SHAPE)
+    for _ in range(40):
+        model.observe(one_token(0, [5]))
+        model.observe(RouterRan(1, [3], [0], [False], 1, is_part_of_decode=True))
+    first = SHAPE.first_expert_id(1)
+    assert np.isfinite(model.worth()).all() and np.ptp(model.worth()[first : first + EXPERTS]) == 0
