@@ -12,9 +12,10 @@ import pytest
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan
-from expertly.policies.eviction import EVICTIONS
+from expertly.policies.eviction import EVICTIONS, reuse
 from expertly.policies.eviction.reuse import (
     BATCH,
+    CARRIED,
     DISCOUNT,
     HORIZON,
     KNOWN,
@@ -23,6 +24,7 @@ from expertly.policies.eviction.reuse import (
     OWN_WEIGHT,
     RATE,
     REACH,
+    SHARPNESS,
     WEIGHED,
     LayerReuse,
     Reuse,
@@ -51,9 +53,12 @@ class Reference:
             for expert in range(num_experts):
                 weights[expert, seen.index(layer), expert] = OWN_WEIGHT
         self.base = np.zeros((num_layers, num_experts))
-        self.steps: list[list[tuple[np.ndarray, np.ndarray, set[int], list[Any]]]] = [[] for _ in range(num_layers)]
+        self.steps: list[list[tuple[np.ndarray, np.ndarray, np.ndarray, set[int], list[Any]]]] = [
+            [] for _ in range(num_layers)
+        ]
         self.tokens = [0] * num_layers
         self.past = PastReference(num_layers, num_experts)
+        self.similar = SimilarReference(num_layers, num_experts)
 
     def observe(self, router: RouterRan) -> np.ndarray:
         """The value of each expert of the layer."""
@@ -72,19 +77,20 @@ class Reference:
         values = np.einsum("elf,lf->e", self.weights[layer], inputs) + self.base[layer]
         used = {e for e, tokens in zip(router.experts, router.num_tokens, strict=True) if tokens}
         classes = self.past.classes(layer, used, num, None if router.serves_decode else self.recent[layer])
-        self.steps[layer].append((inputs, values, used, classes))
+        similar = self.similar.values(layer, used) if router.serves_decode else self.similar.prompt()
+        self.steps[layer].append((inputs, values, similar, used, classes))
         self.tokens[layer] += num
-        return self.past.worth(classes, values)
+        return self.past.worth(classes, values, similar)
 
     def _learn(self, layer: int) -> None:
         steps, change = self.steps[layer], np.zeros_like(self.weights[layer])
         self.past.learn(layer, [step[1:] for step in steps])
         for now in range(BATCH):
-            inputs, values, _, _ = steps[now]
+            inputs, values, *_ = steps[now]
             centred = inputs - self.mean[list(self.seen[layer])]
             known = 1 - DISCOUNT**HORIZON
             for expert in range(len(values)):
-                later = [DISCOUNT ** (k - 1) for k in range(1, HORIZON + 1) if expert in steps[now + k][2]]
+                later = [DISCOUNT ** (k - 1) for k in range(1, HORIZON + 1) if expert in steps[now + k][3]]
                 error = sum(later) / known - values[expert]
                 change[expert] += RATE * error * centred / (1e-3 + (centred**2).sum())
         self.weights[layer] += change
@@ -100,8 +106,46 @@ class Reference:
         self.base[layer] = self.mean[layer] / (1 - DISCOUNT) - at_mean
 
 
+class SimilarReference:
+    """What followed similar steps: SimilarSteps, in float64, step by step."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.num_layers, self.num_experts = num_layers, num_experts
+        self.steps: list[dict[int, set[int]]] = [{}]  # layer -> experts
+        self.is_whole = [False]  # eight steps followed
+        self.alike = np.zeros(1)
+        self.num = 0
+        self.running = num_layers
+
+    def prompt(self) -> np.ndarray:
+        self.num, self.running, self.alike = 0, self.num_layers, 0 * self.alike
+        return np.zeros(self.num_experts)
+
+    def values(self, layer: int, used: set[int]) -> np.ndarray:
+        if layer <= self.running:
+            self.num += 1
+            self.steps.append({})
+            self.is_whole.append(False)
+            if self.num > HORIZON:
+                self.is_whole[-1 - HORIZON] = True
+            self.alike = np.array([0, *(self.alike * CARRIED)])
+        self.running = layer
+        for at, step in enumerate(self.steps[:-1]):
+            self.alike[at] += SHARPNESS / self.num_layers * len(step.get(layer, set()) & used) / len(used)
+        self.steps[-1][layer] = used
+        found, total = np.zeros(self.num_experts), 0.0
+        for at in range(max(0, len(self.steps) - reuse.STEPS), len(self.steps)):
+            if self.is_whole[at]:
+                likeness = np.exp(self.alike[at] - max(self.alike))
+                total += likeness
+                for k in range(1, HORIZON + 1):
+                    worth = NEAR_DISCOUNT ** (k - 1) / (1 - NEAR_DISCOUNT**HORIZON)
+                    found[list(self.steps[at + k].get(layer, set()))] += likeness * worth
+        return found / total if total else found
+
+
 class PastReference:
-    """What experts' own past says, and how much it weighs beside the model: OwnPast, in float64, expert by expert."""
+    """What experts' own past says, and how much each prediction weighs: OwnPast, in float64, expert by expert."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.num_layers = num_layers
@@ -110,8 +154,8 @@ class PastReference:
         self.num_served = np.ones(num_layers, np.float32)
         self.rate = np.zeros((num_layers, num_experts), int)  # seen last when the layer learned
         self.seen: dict[tuple[int, int], Any] = {}  # (age, rate), as classes -> [sum of worths, number]
-        self.products = np.zeros((2, 3))
-        self.own, self.of_model = 0.5, 0.3
+        self.products = np.zeros((3, 4))
+        self.weights = np.array([0.3, 0.0, 0.5])  # of the model, similar steps and own past
 
     def classes(self, layer: int, used: set[int], num: int, shares: np.ndarray | None) -> list[tuple[int, int]]:
         self.age[layer] += 1
@@ -127,26 +171,24 @@ class PastReference:
             self._rate(layer)
         return [*zip(map(self._age_class, self.age[layer]), self.rate[layer].tolist(), strict=True)]
 
-    def worth(self, classes: list[tuple[int, int]], values: np.ndarray) -> np.ndarray:
-        return self.own * np.array([self._said(one) for one in classes]) + self.of_model * values
+    def worth(self, classes: list[tuple[int, int]], values: np.ndarray, similar: np.ndarray) -> np.ndarray:
+        return self.weights @ np.stack([values, similar, [self._said(one) for one in classes]])
 
-    def learn(self, layer: int, steps: list[tuple[np.ndarray, set[int], list[tuple[int, int]]]]) -> None:
+    def learn(self, layer: int, steps: list[tuple[np.ndarray, np.ndarray, set[int], list[tuple[int, int]]]]) -> None:
         """Four steps, and the eight after them."""
         self.products *= np.exp(-BATCH / (WEIGHED * self.num_layers))
         needed = []
-        for now, (values, _, classes) in enumerate(steps[:BATCH]):
+        for now, (values, similar, _, classes) in enumerate(steps[:BATCH]):
             known = 1 - NEAR_DISCOUNT**HORIZON
-            later = [(NEAR_DISCOUNT ** (k - 1) / known, steps[now + k][1]) for k in range(1, HORIZON + 1)]
+            later = [(NEAR_DISCOUNT ** (k - 1) / known, steps[now + k][2]) for k in range(1, HORIZON + 1)]
             needed.append([sum(worth for worth, used in later if expert in used) for expert in range(len(values))])
-            said = np.stack([values, [self._said(one) for one in classes]])
+            said = np.stack([values, similar, [self._said(one) for one in classes]])
             self.products += said @ np.stack([*said, needed[-1]]).T
-        both = self.products[:, :2] + 5 * np.eye(2)
-        self.of_model, self.own = np.linalg.solve(both, self.products[:, 2] + [5 * 0.3, 5 * 0.5])
-        if self.of_model < 0:
-            self.of_model, self.own = 0.0, (self.products[1, 2] + 5 * 0.5) / both[1, 1]
+        squares = self.products[:, :3] + 5 * np.eye(3)
+        self.weights = np.linalg.solve(squares, self.products[:, 3] + [5 * 0.3, 0, 5 * 0.5])
         for one in self.seen.values():
             one *= np.exp(-BATCH / (KNOWN * self.num_layers))
-        for (_, _, classes), worths in zip(steps, needed, strict=False):
+        for (*_, classes), worths in zip(steps, needed, strict=False):
             for one, worth in zip(classes, worths, strict=True):
                 self.seen[one] = self.seen.get(one, np.zeros(2)) + np.array([worth, 1])
         self.served[layer] *= np.float32((1 - MEAN_RATE) ** BATCH)
@@ -226,8 +268,11 @@ def test_it_learns_from_the_choices_of_an_earlier_layer() -> None:
     assert np.mean(found[-600:]) > 0.88
 
 
-def test_values_are_those_of_the_formulas() -> None:
-    """In lock-step with the reference over decode and prompts, with an expert that several tokens chose."""
+def test_values_are_those_of_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In lock-step with the reference over decode and prompts, with an expert that several tokens chose, and more steps
+    than are compared with the running one.
+    """
+    monkeypatch.setattr(reuse, "STEPS", 60)
     dice, model, reference = random.Random(3), ReuseModel(SHAPE), Reference(LAYERS, EXPERTS)
     for step in range(200):
         for layer in range(LAYERS):
@@ -262,7 +307,7 @@ def test_a_layer_that_is_yet_to_run_is_nearer() -> None:
         model.observe(one_token(layer, [5]))
     experts = [SHAPE.expert_id(layer, 5) for layer in (2, 0, 1)]
     nearness = model.worth()[experts] / model._values[experts]
-    assert nearness == pytest.approx([DISCOUNT ** (num / LAYERS) for num in (1, 2, 3)])
+    assert nearness == pytest.approx([NEAR_DISCOUNT ** (num / LAYERS) for num in (1, 2, 3)])
     model.observe(RouterRan(1, [5], [8], [False], 8))
     assert min(model.worth()[SHAPE.expert_id(2, 0) :]) > max(model.worth()[: SHAPE.expert_id(2, 0)]), "of a prompt"
 
@@ -425,3 +470,13 @@ def test_a_prompt_takes_nothing_from_the_layers_that_it_has_yet_to_reach() -> No
     for layer in range(LAYERS - 1):
         run_layer(control, layer, list(range(EXPERTS)), tokens=[5] * EXPERTS, decode=False)
     assert last and last <= set(np.flatnonzero(control.slots.resident))
+
+
+def test_experts_of_pads_alone_count_as_unused() -> None:
+    """As where the other devices have a layer's tokens."""
+    model = ReuseModel(SHAPE)
+    for _ in range(40):
+        model.observe(one_token(0, [5]))
+        model.observe(RouterRan(1, [3], [0], [False], 1, is_part_of_decode=True))
+    first = SHAPE.first_expert_id(1)
+    assert np.isfinite(model.worth()).all() and np.ptp(model.worth()[first : first + EXPERTS]) == 0

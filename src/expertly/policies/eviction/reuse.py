@@ -1,8 +1,9 @@
-"""Keeps the experts that are used again soonest, as a linear model of nearby layers' routing predicts. The model learns
-while it runs; its predictions count as much as they have been right lately (ours).
+"""Keeps the experts that are used again soonest, as three predictions say: a linear model of nearby layers' routing,
+what followed similar steps, and each expert's own past. They learn while the model runs, and each counts as much as it
+has been right lately (ours).
 
-`Reuse` orders one cache. The caches of one model share a `ReuseModel`, which has a `LayerReuse` for each layer and one
-`OwnPast` for all layers.
+`Reuse` orders one cache. The caches of one model share a `ReuseModel`, which has a `LayerReuse` for each layer and, for
+all layers, one `SimilarSteps` and one `OwnPast`.
 """
 
 from __future__ import annotations
@@ -47,10 +48,13 @@ SURE = 100.0
 """Added, in a prompt, to the values of layers yet to run; above any value, since a prompt needs nearly all experts."""
 
 NEAR_DISCOUNT = 0.8
-"""The discount where the model and experts' own past are weighed; lower, so that an expert that is used often does not
-hide one that is about to be used once.
+"""The discount of what followed similar steps, and where predictions are weighed; lower, so that an expert that is used
+often does not hide one that is about to be used once.
 """
-WEIGHED = 300  # tokens over which the two are weighed; older ones fade
+WEIGHED = 300  # tokens over which predictions are weighed; older ones fade
+STEPS = 512  # of decode that are compared with the running one
+SHARPNESS = 25.0  # by how much a step that chose the same experts counts more (logarithm) than one without any of them
+CARRIED = 0.5  # how much the step before counts in that comparison
 KNOWN = 1000  # tokens over which the worth of each class of own past is averaged
 MEANS_KNOWN = 100  # tokens that a file's means of inputs count for, since its workload may have used other experts
 
@@ -65,7 +69,7 @@ _LEAST_RATE = np.float32(2.0**_LEAST_OCTAVE)  # uses a step; lower rates count a
 _NUM_RATES = -2 * _LEAST_OCTAVE
 _FADING_OF_RATES = np.float32((1 - MEAN_RATE) ** BATCH)
 _FIRST_SEEN = 4.0  # uses that the initial worth of a class counts for
-_FIRST_WEIGHT, _FIRST_WEIGHT_OF_MODEL = 0.5, 0.3
+_FIRST_WEIGHTS = np.array([0.3, 0.0, 0.5])  # of the model, similar steps and own past
 _RIDGE = 5.0  # how firmly the first weights are held to, in squares of values
 
 
@@ -90,6 +94,7 @@ class ReuseModel(LearnedState):
         self._values: Floats = np.zeros(num_experts, np.float32)  # as computed when each layer ran last
         places = _places(self.shape.num_experts)
         past = OwnPast(len(places))
+        self._similar = SimilarSteps(self.shape.num_experts)
         self._layers = [LayerReuse(own, seen, self._recent, self._mean, past) for own, seen in places]
         self._discounts: dict[int, Floats] = {}  # running layer -> discount of every expert's value
         self._worth: Floats | None = self._values
@@ -114,7 +119,8 @@ class ReuseModel(LearnedState):
             recent[expert] += num * share
         if 0 in router.num_tokens:  # chosen by pads alone
             experts = [expert for expert, num in zip(experts, router.num_tokens, strict=True) if num]
-        values[:] = self._layers[layer].step(experts, batch_tokens, is_decode=self._is_decode)
+        similar = self._similar.followed_by(layer, experts) if self._is_decode else self._similar.end(layer)
+        values[:] = self._layers[layer].step(experts, similar, batch_tokens, is_decode=self._is_decode)
         self._num_ended += 1
 
     def worth(self) -> Floats:
@@ -200,7 +206,7 @@ class ReuseModel(LearnedState):
         if layer not in self._discounts:
             num_layers = len(self._layers)
             ahead = (np.arange(num_layers) - layer - 1) % num_layers + 1
-            discounts = np.repeat(DISCOUNT ** (ahead / num_layers), self.shape.num_experts)
+            discounts = np.repeat(NEAR_DISCOUNT ** (ahead / num_layers), self.shape.num_experts)
             self._discounts[layer] = discounts.astype(np.float32)
         return self._discounts[layer]
 
@@ -225,6 +231,7 @@ class LayerReuse:
         num_kept = BATCH + HORIZON
         self._inputs: Floats = np.zeros((num_kept, num_seen), np.float32)  # of steps to learn from
         self._values: Floats = np.zeros((num_kept, num), np.float32)
+        self._similar: Floats = np.zeros((num_kept, num), np.float32)
         self._used: Floats = np.zeros((num_kept, num), np.float32)
         self._num_kept = 0
         self._num_followed = 0  # tokens that the means of its inputs rest on
@@ -242,11 +249,12 @@ class LayerReuse:
         # Views are made once: making one takes NumPy as long as adding two rows.
         self._recent, self._own_recent = recent[seen], recent[own]
         self._mean, self._own_mean = mean[seen], mean[own]
-        self._rows = [*zip(self._inputs, self._values, self._used, self._classes, strict=True)]
+        self._rows = [*zip(*self._kept(), strict=True)]
 
-    def step(self, used: Sequence[int], num_tokens: int, *, is_decode: bool) -> Floats:
-        """The layer is about to use these experts, by number in the layer. Returns the value of each expert, [E], valid
-        until the next step. Updates the mean of the layer's inputs.
+    def step(self, used: Sequence[int], similar: Floats, num_tokens: int, *, is_decode: bool) -> Floats:
+        """The layer is about to use these experts, by number in the layer. `similar`: what similar steps needed after
+        it, [E]. Returns the value of each expert, [E], valid until the next step. Updates the mean of the layer's
+        inputs.
         """
         if self._num_kept == BATCH + HORIZON:
             self._learn()
@@ -254,8 +262,9 @@ class LayerReuse:
             self._num_kept = 0
             self._follow(self._own_recent, num_tokens)
             self._rebase()
-        inputs, values, uses, classes = self._rows[self._num_kept]
+        inputs, values, similars, uses, classes = self._rows[self._num_kept]
         inputs[:] = self._recent
+        similars[:] = similar
         np.add(self._products(inputs), self._base, out=values)
         uses.fill(0)
         age, past, worth = self._age, self._past, self._worth
@@ -273,9 +282,11 @@ class LayerReuse:
             self._rate()
         _AGE_CLASSES.take(age, out=classes, mode="clip")
         classes += self._rate_class
+        of_model, of_similar, of_past = past.weights
         past.said.take(classes, out=worth)
-        worth *= past.weight
-        worth += values * past.weight_of_model
+        worth *= of_past
+        worth += values * of_model
+        worth += similar * of_similar
         self._num_kept += 1
         self.num_tokens += num_tokens
         self._num_followed += num_tokens
@@ -294,7 +305,8 @@ class LayerReuse:
     def _learn(self) -> None:
         """Learn from the oldest steps and drop them."""
         inputs = self._inputs[:BATCH] - self._mean
-        self._past.learn(self._classes[:BATCH], self._values[:BATCH], np.matmul(self._near, self._used))
+        needed = np.matmul(self._near, self._used)
+        self._past.learn(self._classes[:BATCH], self._values[:BATCH], self._similar[:BATCH], needed)
         errors = np.matmul(self._targets, self._used) - self._values[:BATCH]
         errors *= (RATE / (_LEAST_NORM + np.einsum("bs,bs->b", inputs, inputs)))[:, None]
         together = self._num_together
@@ -307,9 +319,12 @@ class LayerReuse:
         self._served *= _FADING_OF_RATES
         self._num_served *= _FADING_OF_RATES
         self._rate()
-        for array in (self._inputs, self._values, self._used, self._classes):
+        for array in self._kept():
             array[:HORIZON] = array[BATCH:]
         self._num_kept = HORIZON
+
+    def _kept(self) -> tuple[npt.NDArray[Any], ...]:
+        return self._inputs, self._values, self._similar, self._used, self._classes
 
     def _rate(self) -> None:
         octaves = np.log2(np.maximum(self._served / np.float32(self._num_served), _LEAST_RATE)) - _LEAST_OCTAVE
@@ -337,11 +352,60 @@ def state_of(model: ReuseModel) -> dict[str, npt.NDArray[Any]]:
     return state
 
 
+class SimilarSteps:
+    """What the last STEPS steps of decode chose, and how alike each is to the running step: by the share of its experts
+    that both chose, in its layers so far, and less in those of the step before. They are not part of a file.
+    """
+
+    def __init__(self, num_experts: Sequence[int]) -> None:
+        self._num_layers = self._layer = len(num_experts)
+        self._used: list[Floats] = [np.zeros((num, STEPS), np.float32) for num in num_experts]
+        self._nothing: list[Floats] = [np.zeros(num, np.float32) for num in num_experts]
+        self._alike: Floats = np.zeros(STEPS, np.float32)
+        self._counts: Floats = np.zeros(STEPS, np.float32)  # 1 where HORIZON steps followed before a prompt
+        self._at = 0  # the running step's place; the one after it is the oldest's
+        self._num = 0  # steps since the last prompt
+
+    def followed_by(self, layer: int, experts: Sequence[int]) -> Floats:
+        """What a layer that is about to use these experts, by number in the layer, needed after similar steps, [E]."""
+        if layer <= self._layer:
+            self._begin()
+        self._layer = layer
+        used, alike = self._used[layer], self._alike
+        alike += np.add.reduce(used[experts]) * np.float32(SHARPNESS / (self._num_layers * max(1, len(experts))))
+        used[:, self._at] = 0
+        used[experts, self._at] = 1
+        likeness = np.exp(alike - np.maximum.reduce(alike))
+        likeness *= self._counts
+        total = np.add.reduce(likeness)
+        if not total:
+            return self._nothing[layer]
+        likeness /= total
+        shares = np.convolve(np.concatenate((likeness[-HORIZON:], likeness[:-1])), _DISCOUNTS, "valid")
+        needed: Floats = np.matmul(used[:, None, :], shares[:, None])  # as `LayerReuse._products`
+        return needed[:, 0, 0]
+
+    def end(self, layer: int) -> Floats:
+        """A prompt runs: what follows it does not follow the last steps. Returns zeros, [E]."""
+        self._num = 0
+        self._layer = self._num_layers
+        self._alike.fill(0)
+        return self._nothing[layer]
+
+    def _begin(self) -> None:
+        self._at = (self._at + 1) % STEPS
+        self._counts[self._at] = 0
+        self._num += 1
+        if self._num > HORIZON:
+            self._counts[self._at - HORIZON] = 1
+        self._alike = np.roll(self._alike, 1) * np.float32(CARRIED)
+
+
 class OwnPast:
     """What experts of all layers turned out to be worth, by how long ago and how often they had been used: the order of
-    LRU where recency tells, of LFU where frequency does, and mixtures. It also weighs this against the model: by a
-    regression on what was then needed, over the last WEIGHED tokens. So what was learned elsewhere counts as far as it
-    holds here.
+    LRU where recency tells, of LFU where frequency does, and mixtures. It also weighs this against the other
+    predictions: by a regression on what was then needed, over the last WEIGHED tokens. So what was learned elsewhere
+    counts as far as it holds here.
 
     A class is a pair of an age in _AGE_CLASSES and a rate of use (two classes an octave). Before anything was seen,
     recent and frequent use are worth most.
@@ -354,38 +418,27 @@ class OwnPast:
         self._sums, self._nums = np.zeros(len(self._first)), np.zeros(len(self._first))
         self.said: Floats = self._first.astype(np.float32)
         """The worth of each class. Callers must not write it."""
-        self.weight, self.weight_of_model = np.float32(_FIRST_WEIGHT), np.float32(_FIRST_WEIGHT_OF_MODEL)
-        self._products = np.zeros(5)
+        self.weights: Floats = _FIRST_WEIGHTS.astype(np.float32)
+        """Of the model, similar steps and own past."""
+        self._products = np.zeros((4, 4))  # of these three and what was needed
         self._fading = np.exp(-BATCH / (WEIGHED * num_layers))
         self._fading_of_said = np.exp(-BATCH / (KNOWN * num_layers))
 
-    def learn(self, classes: npt.NDArray[np.int64], values: Floats, needed: Floats) -> None:
-        """Learn from some steps of a layer, [B, E] each: the classes of its experts, the values that the model gave
-        them, and what they turned out to be worth.
+    def learn(self, classes: npt.NDArray[np.int64], values: Floats, similar: Floats, needed: Floats) -> None:
+        """Learn from some steps of a layer, [B, E] each: the classes of its experts, what the model and similar steps
+        said of them, and what they turned out to be worth.
         """
-        own = self.said[classes]
-        pairs = ((values, values), (values, own), (own, own), (values, needed), (own, needed))
+        terms = np.stack((values, similar, self.said[classes], needed)).reshape(4, -1).astype(np.float64)
         self._products *= self._fading
-        self._products += [np.einsum("be,be->", *pair) for pair in pairs]
-        self._weigh(*self._products.tolist())
+        self._products += np.einsum("im,jm->ij", terms, terms)
+        squares = self._products[:3, :3] + _RIDGE * np.eye(3)
+        self.weights[:] = np.linalg.solve(squares, self._products[:3, 3] + _RIDGE * _FIRST_WEIGHTS)
         flat, num = classes.reshape(-1), len(self._nums)
         for array in (self._sums, self._nums):
             array *= self._fading_of_said
         self._sums += np.bincount(flat, needed.reshape(-1), num)
         self._nums += np.bincount(flat, minlength=num)
         self.said[:] = (self._sums + _FIRST_SEEN * self._first) / (self._nums + _FIRST_SEEN)
-
-    def _weigh(self, mm: float, mo: float, oo: float, mn: float, on: float) -> None:
-        """From sums of products of the model's values (m), those of experts' own past (o) and what was needed (n)."""
-        mm, oo = mm + _RIDGE, oo + _RIDGE
-        mn, on = mn + _RIDGE * _FIRST_WEIGHT_OF_MODEL, on + _RIDGE * _FIRST_WEIGHT
-        of_model = (mn * oo - on * mo) / (mm * oo - mo * mo)
-        own = (on - of_model * mo) / oo
-        if of_model < 0:
-            of_model, own = 0.0, on / oo
-        elif own < 0:
-            of_model, own = mn / mm, 0.0
-        self.weight, self.weight_of_model = np.float32(own), np.float32(of_model)
 
 
 def num_weights(num_experts: Sequence[int]) -> int:
@@ -413,6 +466,9 @@ def _targets(discount: float) -> Floats:
     ahead = np.arange(BATCH + HORIZON) - np.arange(BATCH)[:, None]
     weights = np.where((ahead >= 1) & (ahead <= HORIZON), discount ** (ahead - 1.0), 0.0)
     return (weights / (1 - discount**HORIZON)).astype(np.float32)
+
+
+_DISCOUNTS = _targets(NEAR_DISCOUNT)[0, 1 : 1 + HORIZON]
 
 
 class ReuseTraining(Training):
