@@ -172,6 +172,21 @@ def test_no_layer_waits_where_all_experts_are_resident(cases: Cases) -> None:
         assert stats["synchronisations"] <= 2 * (prefill + decode) + num_layers * prefill
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "deepseek_v3"])
+@pytest.mark.parametrize("system", ["lru", "expertly-ahead", "resident"])
+def test_graphs_change_no_token(system: str, family: str, cases: Cases) -> None:
+    case = cases[family]
+    reference = load_reference(case.folder).to("cuda")
+    expected = [generate(reference, [prompt], 30) for prompt in case.prompts]
+    memory = "100%" if system == "resident" else "45%"
+    for graphs in ("auto", "never"):
+        with loaded(case, memory=memory, system=system, graphs=graphs) as model:
+            for _ in range(2):
+                assert [generate(model, [prompt], 30) for prompt in case.prompts] == expected
+            stats = expertly.stats(model).as_dict()
+            assert (stats["kernels"]["graphs"] > 0) == (graphs == "auto" and family != "deepseek_v3")
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
 def test_nothing_but_the_routers_choice_makes_the_host_wait(num_tokens: int, cases: Cases) -> None:
     with loaded(cases["qwen3_moe"], segments=4) as model:
