@@ -4,6 +4,9 @@ captured and run at each replay, on the same memory; as on a GPU, what is captur
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -244,6 +247,24 @@ def test_what_a_layer_gave_is_not_overwritten(cases: Cases, monkeypatch: pytest.
         assert num_replayed(model) == 3 * (6 - 3) + 3 * 6
     for found, expected in zip(*of_models, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_are_freed_with_their_model(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases["qwen3_moe"]
+    with with_graphs(case, monkeypatch) as model:
+        generate(model, case.prompts[:1])
+        assert num_replayed(model) > 0
+        copied = copy.deepcopy(model)
+        assert generate(copied, case.prompts[:1]) == case.tokens[:1]
+        assert num_replayed(model) == 3 * 3, "a copy has weights of its own"
+        layers = [weakref.ref(layer) for layer in model.model.layers]
+        gc.collect()
+        gc.disable()
+    try:
+        del model, copied
+        assert not any(layer() for layer in layers)
+    finally:
+        gc.enable()
 
 
 def test_never_is_never(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:

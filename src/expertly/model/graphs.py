@@ -57,11 +57,11 @@ class Recorder(Protocol):
         """Forget what is being recorded, if anything is."""
 
 
-def use_graphs(model: PreTrainedModel, kernels: Kernels, recorder: Recorder) -> int:
-    """From the first token that is decoded on, in those MoE layers of a loaded model where it is found to be possible;
-    in how many it is tried. `kernels` counts the layers that ran so.
+def use_graphs(model: PreTrainedModel, kernels: Kernels, recorder: Recorder) -> None:
+    """From the first token that is decoded on, in those MoE layers of a loaded model where it is found to be possible.
+    `kernels` counts the layers that ran so.
     """
-    shared, num_tried = _Shared(recorder, kernels), 0
+    shared = _Shared(recorder, kernels)
     paths = {module: path for path, module in model.named_modules()}
     for module in experts_modules(model):
         path = paths[module].rpartition(".")[0]
@@ -78,8 +78,6 @@ def use_graphs(model: PreTrainedModel, kernels: Kernels, recorder: Recorder) -> 
             original = type(layer)
             layer.__class__ = look_alike(original, forward=_forward_of(original))
             layer._expertly_graphs = _LayerGraphs(layer, original, module, router, shared)
-            num_tried += 1
-    return num_tried
 
 
 def _looks_up(module: nn.Module) -> set[str]:
@@ -90,10 +88,10 @@ def _looks_up(module: nn.Module) -> set[str]:
 def _forward_of(original: Any) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         graphs: _LayerGraphs | None = self._expertly_graphs
-        if graphs is not None and not args and graphs.layer is self and graphs.takes(hidden_states, kwargs):
+        if graphs is not None and not args and graphs.takes(self, hidden_states, kwargs):
             if graphs.is_proven:
                 return graphs.run(hidden_states, kwargs)
-            if not graphs.prove(hidden_states, kwargs):
+            if not graphs.prove(self, hidden_states, kwargs):
                 self._expertly_graphs = None
         return original.forward(self, hidden_states, *args, **kwargs)
 
@@ -118,10 +116,11 @@ class _Shared:
 
 
 class _LayerGraphs:
-    """The graphs of one layer, and the tensors that they read and write, which stay where they are."""
+    """The graphs of one layer, and the tensors that they read and write, which stay where they are. The layer has
+    them, and is told to each method: so it is freed with its model.
+    """
 
     def __init__(self, layer: Any, original: Any, experts: Any, router: Any, shared: _Shared) -> None:
-        self.layer = layer
         self._original, self._experts, self._router, self._shared = original, experts, router, shared
         self._attention = layer.self_attn
         self._num_compared = 0
@@ -138,16 +137,17 @@ class _LayerGraphs:
     def is_proven(self) -> bool:
         return self._num_compared == _NUM_COMPARED
 
-    def takes(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    def takes(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether this is a token of a loaded model as it was recorded, which nobody watches, trains or changed."""
         angles, fixed = kwargs.get("position_embeddings"), self._shared.fixed
         return (
             hidden.shape[:2] == (1, 1)
+            and layer.self_attn is self._attention  # this is no copy
             and isinstance(angles, tuple)
             and type(kwargs.get(CACHE)) in (type(None), DynamicCache)
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled(hidden.device.type)
-            and not self.layer.training
+            and not layer.training
             and not self._is_watched()
             and all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(fixed, angles, strict=False))
             and (not self._replays or self._at.hidden.dtype == hidden.dtype)
@@ -155,13 +155,13 @@ class _LayerGraphs:
             and self._addresses == self._addresses_now()
         )
 
-    def prove(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    def prove(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Record what is not recorded, and compare; False where this layer is to stay as it is."""
         with torch.inference_mode(False), torch.no_grad():
-            if not self._replays and not self._record(hidden, kwargs):
+            if not self._replays and not self._record(layer, hidden, kwargs):
                 return False
             self._num_compared += 1
-            return self._is_same(hidden, kwargs)
+            return self._is_same(layer, hidden, kwargs)
 
     def run(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The layer. What leaves it is copied: the next token is computed in the same memory."""
@@ -185,7 +185,7 @@ class _LayerGraphs:
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
-    def _record(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    def _record(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         shared, at, recorder = self._shared, self._at, self._shared.recorder
         if not shared.can_record:
             return False
@@ -210,7 +210,7 @@ class _LayerGraphs:
         shared.keep_angles(kwargs["position_embeddings"])
         try:
             recorder.begin()
-            at.out, at.routed = self._forward(at.hidden, shared.fixed, kwargs, attended, mixed)
+            at.out, at.routed = self._forward(layer, at.hidden, shared.fixed, kwargs, attended, mixed)
             replays.append(recorder.end())
         except RuntimeError:  # of a kernel that cannot be recorded, or of memory: so it is in other layers
             recorder.abandon()
@@ -225,7 +225,7 @@ class _LayerGraphs:
             and all(id(one) in kept for one in self._own.values() if isinstance(one, torch.Tensor))
         )
 
-    def _is_same(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    def _is_same(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Of this token, and of something else in place of what attention and experts give."""
         at, found = self._at, list[torch.Tensor]()
         before, between, behind = self._replays
@@ -244,19 +244,21 @@ class _LayerGraphs:
             found.extend(chosen)
             return at.mixed.clone()  # type: ignore[no-any-return]
 
-        out, routed = self._forward(hidden, kwargs["position_embeddings"], kwargs, attended, mixed)
+        out, routed = self._forward(layer, hidden, kwargs["position_embeddings"], kwargs, attended, mixed)
         made = [at.query, at.key, at.value, *at.chosen, *at.routed[2], at.out]
         expected = [*found, *routed[2], out]
-        return len(made) == len(expected) and all(map(torch.equal, made, expected))
+        if [one.shape for one in made] != [one.shape for one in expected]:
+            return False
+        return bool(torch.stack([(a == b).all() for a, b in zip(made, expected, strict=True)]).all())  # waits once
 
     def _forward(
-        self, hidden: torch.Tensor, angles: Any, kwargs: dict[str, Any], attended: Any, mixed: Any
+        self, layer: Any, hidden: torch.Tensor, angles: Any, kwargs: dict[str, Any], attended: Any, mixed: Any
     ) -> tuple[Any, Any]:
         """The layer's own forward, which asks these for what attention and experts give; and the router's call."""
         calls: list[Any] = []
         given = {**kwargs, "position_embeddings": angles, CACHE: None}
         with self._replaced(attended, mixed, lambda _, *call: calls.append(call)):
-            out = self._original.forward(self.layer, hidden, **given)
+            out = self._original.forward(layer, hidden, **given)
         (routed,) = calls
         return out, routed
 
