@@ -85,9 +85,9 @@ def kernels(form: str, hidden: int, width: int, device: str) -> dict[str, Any]:
     }
 
 
-def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str) -> dict[str, Any]:
+def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str, graphs: str) -> dict[str, Any]:
     """Behind a long prompt of other tokens, which brings most experts into the host's memory."""
-    settings: dict[str, Any] = {"memory": memory, "device": device, "learned": "off"}
+    settings: dict[str, Any] = {"memory": memory, "device": device, "learned": "off", "graphs": graphs}
     settings |= {} if device == "cpu" else {"host_memory": "100%"}
     system, _, without = system.partition(" without ")
     settings |= {without: "never"} if without else {}
@@ -122,7 +122,7 @@ def moe_infinity(folder: Path, memory: str, num_tokens: int, device: str) -> dic
 # -- one after the other -----------------------------------------------------------------------------------------------
 
 
-def work(job: Job, device: str, gib: float, num_tokens: int) -> dict[str, Any]:
+def work(job: Job, device: str, gib: float, num_tokens: int, graphs: str = "auto") -> dict[str, Any]:
     """In the process that measures: what a job finds."""
     system, memory = job["system"], job.get("memory", "")
     if system == "bandwidths":
@@ -141,7 +141,7 @@ def work(job: Job, device: str, gib: float, num_tokens: int) -> dict[str, Any]:
         return {"seconds": time.perf_counter() - begin}
     if system == "package moe_infinity":
         return moe_infinity(folder, memory, num_tokens, device)
-    return measure(folder, system, memory, num_tokens, device)
+    return measure(folder, system, memory, num_tokens, device, graphs)
 
 
 def jobs(device: str) -> list[Job]:
@@ -164,7 +164,9 @@ def jobs(device: str) -> list[Job]:
 
 
 def measured(todo: Sequence[Job], more: dict[str, Any], ends_at: float) -> Iterator[dict[str, Any]]:
-    """A row for each job that the time suffices for, from a process that is started again where it fails."""
+    """A row for each job that the time suffices for, from a process that is started again where it fails; without CUDA
+    graphs where `resident` failed.
+    """
     todo = list(todo)
     while todo and time.monotonic() < ends_at:
         command = [sys.executable, __file__, "--child", json.dumps(more | {"jobs": todo})]
@@ -183,6 +185,7 @@ def measured(todo: Sequence[Job], more: dict[str, Any], ends_at: float) -> Itera
                     row = {"error": f"not done in {limit:.0f} s" if late.is_set() else f"exit {process.wait()}"}
                 yield {**todo.pop(0), **row}
                 if "error" in row:
+                    more = more | ({"graphs": "never"} if job["system"] == "resident" else {})
                     break
             process.kill()
 

@@ -13,12 +13,14 @@ failed=0
 gpu=tests/engine/test_gpu.py
 if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; then
   OUT=${1:-bench/results}
-  tests=(-m gpu tests/hardware/test_measure.py "$gpu")
+  tests=(-m gpu -k "not graphs" tests/hardware/test_measure.py "$gpu")
+  graphs=("$gpu" -k graphs)
   size=(--experts-gib 8 --tokens 24 --seconds 270)
 else
   echo "gpu_check: no GPU is here, so nothing of one is measured: simulated accelerator and benchmark run on the CPU"
   OUT=${1:-$(mktemp -d)}
-  tests=(tests/engine/test_timeline.py tests/engine/test_cuda.py tests/engine/test_graphs.py "$gpu")
+  tests=(tests/engine/test_timeline.py tests/engine/test_cuda.py "$gpu")
+  graphs=(tests/engine/test_graphs.py)
   size=(--experts-gib 0.02 --tokens 4 --seconds 60)
 fi
 mkdir -p "$OUT"
@@ -26,11 +28,17 @@ mkdir -p "$OUT"
 echo "== doctor: the link"
 timeout 60 "$PYTHON" -m expertly doctor --json --out "$OUT/gpu-machine.json" >/dev/null || failed=1
 
-echo "== tests: systems x five families, then all others; the benchmark's models are made meanwhile"
-timeout 165 "$PYTHON" bench/gpu.py "${size[@]}" --prepare >"$OUT/gpu-prepare.txt" 2>&1 &
-timeout -s INT -k 10 165 "$PYTHON" -m pytest -v -p no:cacheprovider --tb=short --junitxml="$OUT/gpu-tests.xml" \
-  "${tests[@]}" 2>&1 | tee "$OUT/gpu-tests.txt" | grep -v PASSED || failed=1
+run_tests() { # NAME PYTEST_ARGS...: a process each, as a device that has failed once fails for good
+  timeout -s INT -k 10 155 "$PYTHON" -m pytest -v -p no:cacheprovider --tb=short --junitxml="$OUT/gpu-$1.xml" \
+    "${@:2}" >"$OUT/gpu-$1.txt" 2>&1
+}
+echo "== tests: systems x five families first; CUDA graphs; beside them, the benchmark's models are made"
+timeout 155 "$PYTHON" bench/gpu.py "${size[@]}" --prepare >"$OUT/gpu-prepare.txt" 2>&1 &
+run_tests tests-graphs "${graphs[@]}" & graphs_pid=$!
+run_tests tests "${tests[@]}" || failed=1
+wait $graphs_pid || failed=1
 wait
+for name in tests tests-graphs prepare; do echo "-- $OUT/gpu-$name.txt"; grep -v PASSED "$OUT/gpu-$name.txt" | tail -40; done
 
 echo "== time per token against resident and on-demand, kernels against the memory's bandwidth"
 timeout 300 "$PYTHON" bench/gpu.py "${size[@]}" --out "$OUT/gpu-tpot.json" || failed=1

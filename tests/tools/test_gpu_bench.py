@@ -15,13 +15,17 @@ pytestmark = pytest.mark.timeout(120)
 
 STUB = """
 import json, os, sys, time
-for job in json.loads(sys.argv[2])["jobs"]:
+given = json.loads(sys.argv[2])
+for job in given["jobs"]:
     system = job["system"]
+    if system == "resident" and job["memory"] == "50%":
+        os.abort()
     if system == "dies":
         os.abort()
     if system == "hangs":
         time.sleep(600)
     answer = {"error": "out of memory"} if system == "fails" else {"tpot_s": 2.0 if system == "resident" else 3.0}
+    answer |= {"told": given.get("graphs")} if system == "tells" else {}
     print(json.dumps(answer), flush=True)
     if "error" in answer:
         sys.exit(1)
@@ -73,3 +77,14 @@ def test_what_the_time_does_not_suffice_for_is_named(gpu: Any, tmp_path: Path, m
     report = json.loads(out.read_text())
     assert [row["error"] for row in report["results"]] == ["not done in 1 s"]
     assert report["settings"]["left_out"] == ["lru, 50%"]
+
+
+def test_where_graphs_may_be_what_failed_the_others_run_without(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.json"
+    systems = (("tells", "50%"), ("resident", "50%"), ("tells", "50%"))
+    monkeypatch.setattr(gpu, "jobs", lambda device: [{"system": a, "memory": b, "model": "mxfp4"} for a, b in systems])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--seconds", "60", "--out", str(out)])
+    gpu.main()
+    assert [row.get("told") for row in json.loads(out.read_text())["results"]] == [None, None, "never"]
