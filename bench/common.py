@@ -184,14 +184,21 @@ def earlier_report(out: str | None, settings: dict[str, Any]) -> dict[str, Any]:
 def print_report(
     name: str, rows: list[dict[str, Any]], settings: dict[str, Any], out: str | None = None, earlier: str | None = None
 ) -> None:
-    """Print `rows`; the JSON line is also written to `out` where given, else to `$EXPERTLY_BENCH_OUT/<name>.json`.
-    `earlier`: the commands that measured some of them before.
-    """
+    """Print `rows`, and what `write_report` writes."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(c[i]) for c in [columns, *cells]) for i in range(len(columns))]
     for line in [columns, *cells]:
         print("  ".join(value.rjust(width) for value, width in zip(line, widths, strict=True)))
+    print(json.dumps(write_report(name, rows, settings, out, earlier)))
+
+
+def write_report(
+    name: str, rows: list[dict[str, Any]], settings: dict[str, Any], out: str | None = None, earlier: str | None = None
+) -> dict[str, Any]:
+    """A report, which is written to `out` where given, else to `$EXPERTLY_BENCH_OUT/<name>.json`. `earlier`: the
+    commands that measured some of its rows before.
+    """
     command = " ".join(["python", *sys.argv])
     report = {
         "benchmark": name,
@@ -208,7 +215,7 @@ def print_report(
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    return report
 
 
 def _cell(value: Any) -> str:

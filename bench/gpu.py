@@ -1,25 +1,33 @@
 """On an accelerator: time per token of each system and budget against `resident` and `on-demand`; link and kernels.
 
-    python bench/gpu.py [--experts-gib 8] [--tokens 24] [--seconds 280] [--out FILE]
+    python bench/gpu.py [--experts-gib 8] [--tokens 24] [--seconds 280] [--out FILE] [--prepare]
 
 Two models: an inflated demo model in bfloat16, and gpt-oss-20b's shape in MXFP4 with random weights and as many layers
-as come to those bytes. All decode the same tokens; the host has room for all experts. What the time does not
-suffice for is named and left out; so is promoe of the second, which has no predictor. Kernel rows: what the kernels
+as come to those bytes. All decode the same tokens; the host has room for all experts. Kernel rows: what the kernels
 over slots reach, and its share of the memory's bandwidth. `least_copy_s`: a step's bytes over the bandwidth of
 pinned copies. The package `moe_infinity`, if it is installed, decodes the first model, too.
+
+Rows are measured one after the other in a process of their own, what matters most first, and the file is written after
+each. A row that fails, or takes too long, says why; the next ones run in a new process. What the time does not suffice
+for is named and left out. `--prepare` only makes and packs both models, if they are not there.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import expertly  # isort: skip  (before torch: how its threads wait)
 import torch
-from common import GIB, inflated_model, options, play, predictor_of, print_report
+from common import GIB, child_arguments, inflated_model, options, play, predictor_of, print_report, write_report
 from real_shape import make_checkpoint, work_folder
 from torch.nn.functional import silu
 
@@ -30,7 +38,12 @@ from expertly.formats import expert_format
 from expertly.native.kernels import choose_kernels
 
 SYSTEMS = ("on-demand", "expertly-ahead", "expertly", "lru", "moe-infinity", "moepic", "fmoe", "promoe")
+KERNELS = (("", 2048, 768), ("mxfp4", 2880, 2880), ("fp8", 2048, 768), ("int4_g32", 2048, 768))
 NUM_PROMPT = 16
+PREPARE_S, ROW_S = 200.0, 75.0
+"""Most that making and packing a model takes, and any other row."""
+
+Job = dict[str, Any]
 
 
 def rate(nbytes: int, work: Callable[[], object], settle: Callable[[], object]) -> float:
@@ -56,26 +69,28 @@ def bandwidths(device: str) -> dict[str, float]:
     return {"memory_bytes_per_s": memory, "link_bytes_per_s": link}
 
 
-def kernels(form: str, hidden: int, width: int, device: str, bytes_per_s: float) -> dict[str, Any]:
-    """A row: a call for one token of each of 64 experts, more than any cache holds, so that the host runs ahead."""
+def kernels(form: str, hidden: int, width: int, device: str) -> dict[str, Any]:
+    """A call for one token of each of 64 experts, more than any cache holds, so that the host runs ahead."""
     shape = LayerGeometry(64, 64, hidden, width, 3, 2)
     shape = expert_format(form).geometry(shape) if form else shape
     flat = torch.full((shape.nbytes,), 0x3C, dtype=torch.uint8, device=device)
     rows, chosen = layer_rows(flat, Geometry((shape,)), 0, torch.bfloat16), choose_kernels(runs_on_host=device == "cpu")
     layer = chosen.slots(shape, torch.bfloat16, 1, rows, lambda gate, up: silu(gate) * up, (), None)
-    row: dict[str, Any] = {"model": form or "bfloat16", "system": f"kernel: {chosen.name}"}
     if layer is None:
-        return row
+        return {"no_kernel": f"{chosen.name}: {chosen.why}"}
     x, out = (torch.ones(num, hidden, dtype=torch.bfloat16, device=device) for num in (1, 64))
     works = [(Span(0, expert, 0, 1, expert), (0,), (expert,)) for expert in range(64)]
-    found = rate(shape.nbytes, lambda: layer.begin(x, out).add(works), torch.accelerator.synchronize)
-    return row | {"experts_bytes_per_s": found, "share_of_memory": found / bytes_per_s}
+    return {
+        "experts_bytes_per_s": rate(shape.nbytes, lambda: layer.begin(x, out).add(works), torch.accelerator.synchronize)
+    }
 
 
-def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str) -> dict[str, Any]:
-    """A row: behind a long prompt of other tokens, which brings most experts into the host's memory."""
-    settings: dict[str, Any] = {"memory": memory, "device": device, "learned": "off"}
+def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str, graphs: str) -> dict[str, Any]:
+    """Behind a long prompt of other tokens, which brings most experts into the host's memory."""
+    settings: dict[str, Any] = {"memory": memory, "device": device, "learned": "off", "graphs": graphs}
     settings |= {} if device == "cpu" else {"host_memory": "100%"}
+    system, _, without = system.partition(" without ")
+    settings |= {without: "never"} if without else {}
     if system == "promoe":
         model, _ = expertly.load(str(folder), system="lru", **settings)
         settings["predictor"] = predictor_of(model, folder.parent)
@@ -83,15 +98,16 @@ def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str
     model, _ = expertly.load(str(folder), system=system, **settings)
     ids = torch.arange(NUM_PROMPT + num_tokens).mul(37).add(240).remainder(model.config.vocab_size).tolist()
     play(model, list(range(240 + num_tokens)), 240)
-    row: dict[str, Any] = {"system": system, "memory": memory, **play(model, ids, NUM_PROMPT)}
+    row = play(model, ids, NUM_PROMPT)
     row["hit_rate"] = row["hits"] / (row["hits"] + row["misses"] + row["partial_hits"])
     row["loaded_a_token"] = row["bytes_loaded"] / row["steps"]
-    row["synchronisations"] = expertly.stats(model).as_dict()["synchronisations_per_pass"]
+    told = expertly.stats(model).as_dict()
+    row |= {"synchronisations": told["synchronisations_per_pass"], "graphs": told["kernels"]["graphs"]}
     expertly.unload(model)
     return row
 
 
-def moe_infinity(folder: Path, system: str, memory: str, num_tokens: int, device: str) -> dict[str, Any]:
+def moe_infinity(folder: Path, memory: str, num_tokens: int, device: str) -> dict[str, Any]:
     """MoE-Infinity's own package, used as its README has it, with the same share of the device's memory."""
     config = {"offload_path": f"{folder}-moe-infinity", "device_memory_ratio": int(memory[:-1]) / 100}
     made = importlib.import_module("moe_infinity").MoE(str(folder), config)
@@ -100,41 +116,138 @@ def moe_infinity(folder: Path, system: str, memory: str, num_tokens: int, device
     for num_new in (2, 2, 2 + num_tokens):
         made.generate(ids, max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False)
         ends.append(time.perf_counter())
-    return {"system": system, "memory": memory, "tpot_s": (ends[3] - 2 * ends[2] + ends[1]) / num_tokens}
+    return {"tpot_s": (ends[3] - 2 * ends[2] + ends[1]) / num_tokens}
+
+
+# -- one after the other -----------------------------------------------------------------------------------------------
+
+
+def work(job: Job, device: str, gib: float, num_tokens: int, graphs: str = "auto") -> dict[str, Any]:
+    """In the process that measures: what a job finds."""
+    system, memory = job["system"], job.get("memory", "")
+    if system == "bandwidths":
+        return bandwidths(device)
+    if system == "kernel":
+        return kernels(*job["kernel"], device)
+    num_layers = max(1, round(gib * GIB / (32 * 13.2e6)))
+    folder = work_folder().parent / f"gpt-oss-{num_layers}-layers"
+    begin = time.perf_counter()
+    if job["model"] == "mxfp4":
+        make_checkpoint(folder, num_layers)
+    else:
+        folder = inflated_model(gib)
+    if system == "prepare":
+        expertly.unload(expertly.load(str(folder), device=device, system="lru", memory="25%", learned="off")[0])
+        return {"seconds": time.perf_counter() - begin}
+    if system == "package moe_infinity":
+        return moe_infinity(folder, memory, num_tokens, device)
+    return measure(folder, system, memory, num_tokens, device, graphs)
+
+
+def jobs(device: str) -> list[Job]:
+    """What the bounds ask for comes first, of both models."""
+    found: list[Job] = [{"system": "bandwidths"}]
+    found += [
+        {"system": "kernel", "model": one[0] or "bfloat16", "kernel": one}
+        for one in KERNELS[: 1 if device == "cpu" else 4]
+    ]
+    first = [("prepare", ""), ("resident", "100%"), ("resident without graphs", "100%")]
+    first += [("expertly-ahead", "50%"), ("on-demand", "25%"), ("expertly-ahead", "25%"), ("on-demand", "50%")]
+    models = ("bfloat16", "mxfp4")
+    found += [{"system": system, "memory": memory, "model": model} for model in models for system, memory in first]
+    package = importlib.util.find_spec("moe_infinity") is not None and device == "cuda"
+    for memory in ("50%", "25%", "75%"):
+        for system in (*(["package moe_infinity"] if package else []), *SYSTEMS):
+            of = models[: 1 if system in ("promoe", "package moe_infinity") else 2]  # no predictor of mxfp4
+            found += [{"system": system, "memory": memory, "model": one} for one in of if (system, memory) not in first]
+    return found
+
+
+def measured(todo: Sequence[Job], more: dict[str, Any], ends_at: float) -> Iterator[dict[str, Any]]:
+    """A row for each job that the time suffices for, from a process that is started again where it fails; without CUDA
+    graphs where `resident` failed.
+    """
+    todo = list(todo)
+    while todo and time.monotonic() < ends_at:
+        command = [sys.executable, __file__, "--child", json.dumps(more | {"jobs": todo})]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            while todo and time.monotonic() < ends_at:
+                job, late = todo[0], threading.Event()
+                limit = min(PREPARE_S if job["system"] == "prepare" else ROW_S, max(1.0, ends_at - time.monotonic()))
+                timer = threading.Timer(limit, lambda process=process, late=late: (late.set(), process.kill()))
+                timer.start()
+                line = process.stdout.readline()
+                timer.cancel()
+                if line:
+                    row = json.loads(line)
+                else:
+                    row = {"error": f"not done in {limit:.0f} s" if late.is_set() else f"exit {process.wait()}"}
+                yield {**todo.pop(0), **row}
+                if "error" in row:
+                    more = more | ({"graphs": "never"} if job["system"] == "resident" else {})
+                    break
+            process.kill()
+
+
+def compared(rows: Sequence[dict[str, Any]], found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same rows with how they stand to each other."""
+    tpot = {(row["model"], row["system"], row["memory"]): row["tpot_s"] for row in rows if "tpot_s" in row}
+    made = []
+    for row in rows:
+        more: dict[str, Any] = {}
+        if "experts_bytes_per_s" in row and "memory_bytes_per_s" in found:
+            more["share_of_memory"] = row["experts_bytes_per_s"] / found["memory_bytes_per_s"]
+        if "tpot_s" in row:
+            for name, memory in (("resident", "100%"), ("on-demand", row["memory"])):
+                if (other := tpot.get((row["model"], name, memory))) is not None:
+                    more[f"against_{name.replace('-', '_')}"] = row["tpot_s"] / other
+        if "loaded_a_token" in row and "link_bytes_per_s" in found:
+            more["least_copy_s"] = row["loaded_a_token"] / found["link_bytes_per_s"]
+        made.append({name: value for name, value in row.items() if name != "kernel"} | more)
+    return made
 
 
 def main() -> None:
-    args = options(__doc__, experts_gib=8.0, tokens=24, seconds=280.0, out=None)
+    args = options(__doc__, experts_gib=8.0, tokens=24, seconds=280.0, out=None, prepare=False)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = "cpu" if accelerator is None else accelerator.type
     if accelerator is None:
         print("bench/gpu.py: no GPU is here; a run on a CPU shows that the benchmark works, and measures none")
-    ends_at, found = time.monotonic() + args.seconds, bandwidths(device)
-    num_layers = max(1, round(args.experts_gib * GIB / (32 * 13.2e6)))
-    mxfp4 = work_folder().parent / f"gpt-oss-{num_layers}-layers"
-    left_out, sizes = list[str](), (("", 2048, 768), ("mxfp4", 2880, 2880), ("fp8", 2048, 768), ("int4_g32", 2048, 768))
-    rows = [kernels(*one, device, found["memory_bytes_per_s"]) for one in (sizes if accelerator else sizes[:1])]
-    wanted = [("resident", "100%"), *((system, memory) for memory in ("50%", "25%", "75%") for system in SYSTEMS)]
-    if importlib.util.find_spec("moe_infinity") is not None and device == "cuda":
-        wanted[9:9] = [("moe_infinity", memory) for memory in ("25%", "50%", "75%")]
-    for name, folder in (("bfloat16", inflated_model(args.experts_gib)), ("mxfp4", mxfp4)):
-        if name == "mxfp4":
-            make_checkpoint(mxfp4, num_layers)
-        tpot: dict[tuple[str, str], float] = {}
-        for system, memory in wanted:
-            if (tpot and time.monotonic() > ends_at) or (name == "mxfp4" and system in ("promoe", "moe_infinity")):
-                left_out.append(f"{name}, {system}, {memory}")
-                continue
-            row = (moe_infinity if system == "moe_infinity" else measure)(folder, system, memory, args.tokens, device)
-            tpot[system, memory] = row["tpot_s"]
-            row["against_resident"] = row["tpot_s"] / tpot["resident", "100%"]
-            if ("on-demand", memory) in tpot:
-                row["against_on_demand"] = row["tpot_s"] / tpot["on-demand", memory]
-            if "loaded_a_token" in row:
-                row["least_copy_s"] = row["loaded_a_token"] / found["link_bytes_per_s"]
-            rows.append({"model": name} | row)
-    print_report("gpu", rows, vars(args) | found | {"device": device, "left_out": left_out}, args.out)
+    more = {"device": device, "gib": args.experts_gib, "num_tokens": args.tokens}
+    if args.prepare:
+        for model in ("bfloat16", "mxfp4"):
+            print(f"{model}: {work({'system': 'prepare', 'model': model}, **more)['seconds']:.0f} s")
+        return
+    todo, ends_at = jobs(device), time.monotonic() + args.seconds
+    rows: list[dict[str, Any]] = []
+    found: dict[str, Any] = {"device": device, "left_out": [name_of(one) for one in todo]}
+    for row in measured(todo, more, ends_at):
+        print(json.dumps(row), flush=True)
+        found["left_out"].pop(0)
+        if row["system"] == "bandwidths" and "error" not in row:
+            found |= {name: value for name, value in row.items() if name != "system"}
+        else:
+            rows.append(row)
+        write_report("gpu", compared(rows, found), vars(args) | found, args.out)
+    print_report("gpu", compared(rows, found), vars(args) | found, args.out)
+
+
+def name_of(job: Job) -> str:
+    return ", ".join(job[key] for key in ("model", "system", "memory") if job.get(key))
 
 
 if __name__ == "__main__":
-    main()
+    if (given := child_arguments()) is None:
+        main()
+    else:
+        answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what else is printed
+        for one in given.pop("jobs"):
+            try:
+                answer = work(one, **given)
+            except Exception as error:  # the device may be in any state: what is left is another process's
+                answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+            print(json.dumps(answer), file=answers, flush=True)
+            if "error" in answer:
+                sys.exit(1)

@@ -1,30 +1,44 @@
 #!/usr/bin/env bash
 # Everything worth running on a machine with a GPU, in under 9 minutes, from a bare checkout, without a network:
 #   bash bench/gpu_check.sh [OUT_DIR]          (default: bench/results)
-# Needs a python with torch, transformers and pytest; PYTHON=... chooses it. Writes OUT_DIR/gpu-*.json and a table.
-# Without a GPU it runs through in a minute or two: the same code on a simulated one, and the benchmark on a small model.
+# Needs a python with what expertly[dev] installs; PYTHON=... chooses it. Writes OUT_DIR/gpu-*: each file as soon as it
+# is known, whatever happens later. Without a GPU it runs through in minutes, on a simulated one and a small model.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 export EXPERTLY_CACHE=${EXPERTLY_CACHE:-$(mktemp -d)} EXPERTLY_BENCH_DIR=${EXPERTLY_BENCH_DIR:-$(mktemp -d)}
+"$PYTHON" -c 'import expertly.api, pytest, pytest_timeout' || { echo "gpu_check: $PYTHON lacks a package"; exit 2; }
 failed=0
+gpu=tests/engine/test_gpu.py
 if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; then
   OUT=${1:-bench/results}
-  tests=(-m gpu tests) size=(--experts-gib 8 --tokens 24 --seconds 240)
+  tests=(-m gpu -k "not graphs" tests/hardware/test_measure.py "$gpu")
+  graphs=("$gpu" -k graphs)
+  size=(--experts-gib 8 --tokens 24 --seconds 270)
 else
   echo "gpu_check: no GPU is here, so nothing of one is measured: simulated accelerator and benchmark run on the CPU"
   OUT=${1:-$(mktemp -d)}
-  tests=(tests/engine/test_timeline.py tests/engine/test_cuda.py tests/engine/test_gpu.py)
-  size=(--experts-gib 0.02 --tokens 4 --seconds 30)
+  tests=(tests/engine/test_timeline.py tests/engine/test_cuda.py "$gpu")
+  graphs=(tests/engine/test_graphs.py)
+  size=(--experts-gib 0.02 --tokens 4 --seconds 60)
 fi
 mkdir -p "$OUT"
 
 echo "== doctor: the link"
 timeout 60 "$PYTHON" -m expertly doctor --json --out "$OUT/gpu-machine.json" >/dev/null || failed=1
 
-echo "== tests: every system and family, tokens and logits"
-timeout 170 "$PYTHON" -m pytest -q -p no:cacheprovider -o timeout=160 "${tests[@]}" || failed=1
+run_tests() { # NAME PYTEST_ARGS...: a process each, as a device that has failed once fails for good
+  timeout -s INT -k 10 155 "$PYTHON" -m pytest -v -p no:cacheprovider --tb=short --junitxml="$OUT/gpu-$1.xml" \
+    "${@:2}" >"$OUT/gpu-$1.txt" 2>&1
+}
+echo "== tests: systems x five families first; CUDA graphs; beside them, the benchmark's models are made"
+timeout 155 "$PYTHON" bench/gpu.py "${size[@]}" --prepare >"$OUT/gpu-prepare.txt" 2>&1 &
+run_tests tests-graphs "${graphs[@]}" & graphs_pid=$!
+run_tests tests "${tests[@]}" || failed=1
+wait $graphs_pid || failed=1
+wait
+for name in tests tests-graphs prepare; do echo "-- $OUT/gpu-$name.txt"; grep -v PASSED "$OUT/gpu-$name.txt" | tail -40; done
 
 echo "== time per token against resident and on-demand, kernels against the memory's bandwidth"
 timeout 300 "$PYTHON" bench/gpu.py "${size[@]}" --out "$OUT/gpu-tpot.json" || failed=1

@@ -31,6 +31,7 @@ from expertly.engine.rounding import measured
 from expertly.engine.runtime import ComputeThreads, Engine
 from expertly.engine.stats import Stats
 from expertly.model.dense import use_kernels
+from expertly.model.graphs import use_graphs
 from expertly.model.hooks import between_passes, check_passes, experts_modules
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
@@ -349,6 +350,9 @@ def _open_dense(chosen: _Chosen, engine: Engine) -> Any:
     engine.executor.bind(experts_modules(loaded))
     use_tiles(loaded, home.kernels)
     use_kernels(loaded, home.kernels)
+    recorder = kind_of(home.device.torch_device).recorder(home.device.torch_device)
+    if recorder is not None and chosen.options.graphs != "never":
+        use_graphs(loaded, home.kernels, recorder)
     if chosen.division.room is not None:
         check_passes(loaded, chosen.division.room.check)
     return loaded

@@ -25,6 +25,7 @@ HASH = "hash"
 PREDICT = ("auto", "thread", "inline")
 VERIFY = ("first", "never")
 CPU_MISSES = ("auto", "never", "always")
+GRAPHS = ("auto", "never")
 
 
 ADVANCED, RESEARCH = "Advanced", "Research"
@@ -228,6 +229,14 @@ class LoadOptions:
         panel=ADVANCED,
         choices=lambda: CPU_MISSES,
     )
+    graphs: Literal["auto", "never"] = option(
+        AUTO,
+        "an accelerator's dense part of a single token as CUDA graphs: where they give the same numbers, to the bit, "
+        "for the first tokens (auto), or never",
+        metavar="WHEN",
+        panel=ADVANCED,
+        choices=lambda: GRAPHS,
+    )
     learned: str | Path | None = option(
         AUTO,
         "where a system keeps what it learns while it runs (expert maps, activation matrices, "
@@ -304,7 +313,12 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        for name, accepted in (("predict", PREDICT), ("verify", VERIFY), ("cpu_misses", CPU_MISSES)):
+        for name, accepted in (
+            ("predict", PREDICT),
+            ("verify", VERIFY),
+            ("cpu_misses", CPU_MISSES),
+            ("graphs", GRAPHS),
+        ):
             if (value := getattr(self, name)) not in accepted:
                 raise ConfigError(f"{name}={value!r}: unknown; accepted: {', '.join(accepted)}")
         if self.quantize is not None:

@@ -1,4 +1,4 @@
-"""The same truths on a CUDA device; skipped where there is none."""
+"""The same truths on a CUDA device; skipped where there is none. Those that load most models come last."""
 
 from __future__ import annotations
 
@@ -45,32 +45,55 @@ def assert_same(model: Any, case: Case, expected: Expected) -> None:
     torch.testing.assert_close(logits_of(model, case.prompts), logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("segments", [1, 4])
-def test_float32_tokens_and_logits_are_the_reference(family: str, segments: int, cases: Cases) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"])
+@pytest.mark.parametrize(
+    "system",
+    ["expertly-ahead", "moepic:tau=2", "moe-infinity", "fmoe", "promoe", "lru:prediction=speculative:segments=4"],
+)
+def test_no_system_changes_a_token(system: str, family: str, cases: Cases) -> None:
     case = cases[family]
-    tokens, logits = reference_of(case)
-    for system in ("on-demand", "lru", "lfu"):
-        for memory, host_memory in (("25%", "100%"), ("25%", "40%"), ("100%", "100%")):
-            settings = {"memory": memory, "host_memory": host_memory, "system": system, "segments": segments}
-            with loaded(case, **settings) as model:
-                assert generate(model, case.prompts) == tokens, settings
-                torch.testing.assert_close(logits_of(model, case.prompts), logits, rtol=1e-4, atol=1e-5)
-                moved = handle(model).engine.device.stats()
-                assert moved["copied_nbytes"] == expertly.stats(model).as_dict()["bytes_loaded"], settings
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("system", "segments"), [("lru", 1), ("expertly", 4), ("expertly-ahead", 1)])
-def test_misses_that_the_processor_computes_change_no_token(
-    system: str, segments: int, family: str, cases: Cases
-) -> None:
-    expected = reference_of(cases[family])
-    options = {"system": system, "segments": segments, "host_memory": "100%", "memory": "50%", "cpu_misses": "always"}
-    with loaded(cases[family], **options) as model:
+    expected = reference_of(case)
+    with loaded(case, memory="45%", system=system, predict="inline") as model:
         for _ in range(2):
-            assert_same(model, cases[family], expected)
-        assert expertly.stats(model).as_dict()["phases"]["decode"]["computed_on_host"] > 0
+            assert_same(model, case, expected)
+        stats = expertly.stats(model).as_dict()
+        assert stats["synchronisations_per_pass"] <= len(stats["layers"]) + 2
+        configuring = handle(model).engine.executor.shards[0].configuring
+        assert configuring is None or configuring.times.is_known, "by the device's clock"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_few_tokens_are_the_kernels_over_slots(segments: int, dtype: str, cases: Cases) -> None:
+    """On the reference's inputs: which computed them is counted, and torch has prompts alone."""
+    pytest.importorskip("triton", reason="torch computes without it")
+    case = cases["qwen3_moe"]
+    calls = reference_calls(case.folder, case.prompts, getattr(torch, dtype))
+    with loaded(Case(case.folder, case.folder), dtype=dtype, memory="45%", segments=segments) as model:
+        told = expertly.stats(model).as_dict()["kernels"]
+        assert told["name"] == "triton", told["why"]
+        for call in calls:
+            on_device = Call(call.layer, call.hidden.cuda(), call.index.cuda(), call.weights.cuda())
+            assert call.output is not None
+            error = relative_error(run(model, on_device).cpu(), call.output)
+            assert error < TOLERANCE[call.hidden.dtype], f"layer {call.layer}, {len(call.index)} tokens"
+        told = expertly.stats(model).as_dict()["kernels"]
+        assert told["native"] > told["early"] > 0 and told["torch"] == 0
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "deepseek_v3"])
+@pytest.mark.parametrize("system", ["lru", "expertly-ahead", "resident"])
+def test_graphs_change_no_token(system: str, family: str, cases: Cases) -> None:
+    case = cases[family]
+    reference = load_reference(case.folder).to("cuda")
+    expected = [generate(reference, [prompt], 30) for prompt in case.prompts]
+    memory = "100%" if system == "resident" else "45%"
+    for graphs in ("auto", "never"):
+        with loaded(case, memory=memory, system=system, graphs=graphs) as model:
+            for _ in range(2):
+                assert [generate(model, [prompt], 30) for prompt in case.prompts] == expected
+            stats = expertly.stats(model).as_dict()
+            assert (stats["kernels"]["graphs"] > 0) == (graphs == "auto" and family != "deepseek_v3")
 
 
 def test_the_processor_and_the_link_are_measured_at_once() -> None:
@@ -123,42 +146,6 @@ def test_prefetching_changes_no_token(segments: int, memory: str, host_memory: s
         assert engine.device.stats()["copied_nbytes"] <= expertly.stats(model).as_dict()["bytes_loaded"]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"])
-@pytest.mark.parametrize(
-    "system",
-    ["expertly-ahead", "moepic:tau=2", "moe-infinity", "fmoe", "promoe", "lru:prediction=speculative:segments=4"],
-)
-def test_no_system_changes_a_token(system: str, family: str, cases: Cases) -> None:
-    case = cases[family]
-    expected = reference_of(case)
-    with loaded(case, memory="45%", system=system, predict="inline") as model:
-        for _ in range(2):
-            assert_same(model, case, expected)
-        stats = expertly.stats(model).as_dict()
-        assert stats["synchronisations_per_pass"] <= len(stats["layers"]) + 2
-        configuring = handle(model).engine.executor.shards[0].configuring
-        assert configuring is None or configuring.times.is_known, "by the device's clock"
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("segments", [1, 4])
-def test_few_tokens_are_the_kernels_over_slots(segments: int, dtype: str, cases: Cases) -> None:
-    """On the reference's inputs: which computed them is counted, and torch has prompts alone."""
-    pytest.importorskip("triton", reason="torch computes without it")
-    case = cases["qwen3_moe"]
-    calls = reference_calls(case.folder, case.prompts, getattr(torch, dtype))
-    with loaded(Case(case.folder, case.folder), dtype=dtype, memory="45%", segments=segments) as model:
-        told = expertly.stats(model).as_dict()["kernels"]
-        assert told["name"] == "triton", told["why"]
-        for call in calls:
-            on_device = Call(call.layer, call.hidden.cuda(), call.index.cuda(), call.weights.cuda())
-            assert call.output is not None
-            error = relative_error(run(model, on_device).cpu(), call.output)
-            assert error < TOLERANCE[call.hidden.dtype], f"layer {call.layer}, {len(call.index)} tokens"
-        told = expertly.stats(model).as_dict()["kernels"]
-        assert told["native"] > told["early"] > 0 and told["torch"] == 0
-
-
 def test_no_layer_waits_where_all_experts_are_resident(cases: Cases) -> None:
     pytest.importorskip("triton", reason="torch waits for the choice")
     case = cases["qwen3_moe"]
@@ -200,3 +187,31 @@ def test_several_devices_change_no_token(devices: str, segments: int, cases: Cas
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
                     assert_same(model, case, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("segments", [1, 4])
+def test_float32_tokens_and_logits_are_the_reference(family: str, segments: int, cases: Cases) -> None:
+    case = cases[family]
+    tokens, logits = reference_of(case)
+    for system in ("on-demand", "lru", "lfu"):
+        for memory, host_memory in (("25%", "100%"), ("25%", "40%"), ("100%", "100%")):
+            settings = {"memory": memory, "host_memory": host_memory, "system": system, "segments": segments}
+            with loaded(case, **settings) as model:
+                assert generate(model, case.prompts) == tokens, settings
+                torch.testing.assert_close(logits_of(model, case.prompts), logits, rtol=1e-4, atol=1e-5)
+                moved = handle(model).engine.device.stats()
+                assert moved["copied_nbytes"] == expertly.stats(model).as_dict()["bytes_loaded"], settings
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("system", "segments"), [("lru", 1), ("expertly", 4), ("expertly-ahead", 1)])
+def test_misses_that_the_processor_computes_change_no_token(
+    system: str, segments: int, family: str, cases: Cases
+) -> None:
+    expected = reference_of(cases[family])
+    options = {"system": system, "segments": segments, "host_memory": "100%", "memory": "50%", "cpu_misses": "always"}
+    with loaded(cases[family], **options) as model:
+        for _ in range(2):
+            assert_same(model, cases[family], expected)
+        assert expertly.stats(model).as_dict()["phases"]["decode"]["computed_on_host"] > 0

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 import pytest
 
 import expertly
+from expertly.core.costs import Link
 from expertly.engine.reading import DirectRead, ReadQueue
 from expertly.store.reader import ExpertFile
 from tests.engine.conftest import Cases
 from tests.engine.failing import raising
 from tests.engine.observe import COUNTS, loaded, recording
+from tests.engine.streams import Accelerator, put_in_place
 from tests.families import FAMILIES, generate, load_reference, make_prompts
 
 SUMMED = (*COUNTS, "demanded_bytes", "hit_bytes", "bytes_loaded", "evicted_bytes", "stall_s", "experts_s", "compute_s")
@@ -113,6 +115,20 @@ def test_layers_sum_to_the_totals_and_json_takes_them(family: str, where: dict[s
         assert result["kept_bytes"] + result["ring_bytes"] == result["memory_bytes"] <= 0.4 * result["expert_bytes"]
         for one in result["devices"]:
             assert 0 < one["resident_bytes"] <= one["kept_bytes"] < one["memory_bytes"]
+
+
+def test_times_of_an_accelerator_are_its_own(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels take 5 ms an expert, its link 6 ms: on its clock, which stands still while this test runs."""
+    case = cases["qwen3_moe"]
+    for system, memory in (("resident", "100%"), ("on-demand", "25%")):
+        link = Link(1e6, 0, 0)
+        put_in_place(monkeypatch, make=lambda link=link: Accelerator(link, kernel_ns=5_000_000))  # type: ignore[misc]
+        with loaded(case.store, system=system, memory=memory) as model:
+            assert generate(model, case.prompts) == case.tokens
+            decode = expertly.stats(model).as_dict()["phases"]["decode"]
+        num_used, copied_s = decode["hits"] + decode["misses"], decode["bytes_loaded"] / 1e6
+        assert decode["experts_s"] >= 0.005 * num_used
+        assert decode["stall_s"] == pytest.approx(max(0.0, copied_s - 0.005 * num_used), abs=0.5 * copied_s)
 
 
 def test_a_failed_pass_is_no_iteration(cases: Cases) -> None:

@@ -35,6 +35,7 @@ def test_the_fastest_is_taken() -> None:
         "torch": 0,
         "early": 0,
         "attention": 0,
+        "graphs": 0,
     }
 
 

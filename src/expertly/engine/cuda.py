@@ -779,6 +779,37 @@ class CudaStreams(CopyThread):
         torch.accelerator.empty_host_cache()
 
 
+class CudaGraphs:
+    """See `model.graphs.Recorder`. The default stream records nothing, and other threads go on with what they do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.Stream(device)
+        self._within = contextlib.ExitStack()
+        self._graph: Any = None
+
+    def begin(self) -> None:
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        self._within.enter_context(self._stream)
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(self._pool, "thread_local")
+
+    def end(self) -> Callable[[], None]:
+        graph, self._graph = self._graph, None
+        try:
+            graph.capture_end()
+        finally:
+            self._within.close()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def abandon(self) -> None:
+        with contextlib.suppress(RuntimeError), self._within:
+            if self._graph is not None:
+                self.end()
+
+
 class CudaHandover(Handover):
     """`home` is the first device. Which stream is current is each thread's own."""
 
@@ -867,6 +898,9 @@ class _Cuda(DeviceKind):
         costs = _measure_misses(device, dtype)
         torch.accelerator.empty_host_cache()  # what was pinned for it
         return costs
+
+    def recorder(self, device: torch.device) -> CudaGraphs:
+        return CudaGraphs(device)
 
     def handover(self, home: torch.device) -> CudaHandover:
         return CudaHandover(home)

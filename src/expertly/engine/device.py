@@ -131,6 +131,10 @@ class DeviceKind(Protocol):
         """
         return None
 
+    def recorder(self, device: torch.device) -> Any:
+        """Makes graphs of kernels: see `model.graphs.Recorder`; None where the host queues none."""
+        return None
+
     def handover(self, home: torch.device) -> Handover:
         """For the threads of several devices, the first of which is `home`."""
         return Handover()

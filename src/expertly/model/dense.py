@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -156,8 +156,8 @@ class _Functional:
 
 # -- routers -----------------------------------------------------------------------------------------------------------
 
-_ROUTER_NAMES = {"reshape", "view", "hidden_dim", "F", "linear", "weight", "bias", "torch", "nn", "functional"}
-_ROUTER_NAMES |= {"softmax", "float", "topk", "top_k", "norm_topk_prob", "sum", "to", "dtype"}
+ROUTER_NAMES = {"reshape", "view", "hidden_dim", "F", "linear", "weight", "bias", "torch", "nn", "functional"}
+ROUTER_NAMES |= {"softmax", "float", "topk", "top_k", "norm_topk_prob", "sum", "to", "dtype"}
 """What a router's forward may look up that is no more than what is tried."""
 
 
@@ -167,7 +167,7 @@ def _use_routers(model: nn.Module, kernels: Kernels) -> None:
     modules: list[Any] = list(model.modules())
     for module in modules:
         code = getattr(type(module).forward, "__code__", None)
-        if code is None or not {"topk", "top_k"} <= set(code.co_names) <= _ROUTER_NAMES:
+        if code is None or not {"topk", "top_k"} <= set(code.co_names) <= ROUTER_NAMES:
             continue
         parameters = {name: (tuple(one.shape), one.dtype) for name, one in module.named_parameters(recurse=False)}
         if not {"weight"} <= set(parameters) <= {"weight", "bias"} or not _is_taken(module.weight, kernels):
@@ -345,7 +345,7 @@ def _use_attention(model: nn.Module, kernels: Kernels) -> int:
             knows_eager = config._attn_implementation == "eager" and _is_usual(module, kernels)
             if knows_eager or config._attn_implementation == "sdpa":
                 module._expertly_kernels, module._expertly_knows_eager = kernels, knows_eager
-                module.config = _NamesAttention(config)
+                module.config = NamesAttention(config)
                 num_changed += 1
                 _join_projections(module, kernels)
     kernels.num_attention = 0  # they were tried
@@ -363,7 +363,7 @@ def _is_taken_of(module: nn.Module, kernels: Kernels) -> bool:
 
 def _is_usual(module: Any, kernels: Kernels) -> bool:
     """Does the eager attention of a module's own file compute what the kernel does, sinks included?"""
-    eager, sinks = _eager_of(module), getattr(module, "sinks", None)
+    eager, sinks = eager_of(module), getattr(module, "sinks", None)
     groups = getattr(module, "num_key_value_groups", None)
     dtype = torch.bfloat16 if sinks is None else sinks.dtype
     if eager is None or not isinstance(groups, int) or not kernels.most_tokens(dtype, None):
@@ -384,8 +384,8 @@ def _is_usual(module: Any, kernels: Kernels) -> bool:
     return expected.shape == got.shape and torch.allclose(got.float(), expected.float(), rtol=2e-2, atol=2e-2)
 
 
-def _eager_of(module: nn.Module) -> Callable[..., Any] | None:
-    """transformers' slowest attention, which a file of a model has for itself."""
+def eager_of(module: nn.Module) -> Any:
+    """transformers' slowest attention, which a file of a model has for itself; or None."""
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
@@ -398,7 +398,7 @@ def _asks_for_attention(kind: type[nn.Module]) -> bool:
     return not texts & {"eager", "sdpa"}
 
 
-class _NamesAttention:
+class NamesAttention:
     """A config for an attention module, the model's own but for the name of the attention function."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -415,8 +415,8 @@ class _NamesAttention:
         else:
             setattr(self._expertly_config, name, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _NamesAttention:
-        return _NamesAttention(copy.deepcopy(self._expertly_config, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> NamesAttention:
+        return NamesAttention(copy.deepcopy(self._expertly_config, memo))
 
 
 def _attention(
@@ -432,10 +432,9 @@ def _attention(
     """As transformers' attention functions: query [B, H, n, D] over key and value [B, G, S, ...], to [B, n, H, W]; or
     what the linear layer of `then`, weight and bias, makes of it, [B, n, rows], where the kernel computes both.
     """
-    tried: list[Any] | None = module.__dict__.get("_expertly_tried")
-    if tried is not None:
-        tried.append((query, key, value, {**more, "scaling": scaling}))
-        return query.transpose(1, 2), None
+    asked: Callable[..., torch.Tensor] | None = module.__dict__.get("_expertly_asked")
+    if asked is not None:
+        return asked(query, key, value, {**more, "scaling": scaling}), None
     kernels: Kernels = module._expertly_kernels
     name = object.__getattribute__(module.config._expertly_config, "_attn_implementation")  # past transformers' Python
     if _is_known(module, name, kernels, more) and _is_native(kernels, query, key, value, attention_mask, more):
@@ -450,8 +449,7 @@ def _attention(
             then=then,
         )
         return out, None
-    eager: Any = _eager_of(module)
-    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_of(module))
     return function(module, query, key, value, attention_mask, scaling=scaling, **more)  # type: ignore[no-any-return]
 
 
@@ -565,13 +563,20 @@ def _address_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _join_projections(module: Any, kernels: Kernels) -> None:
-    """From the first few tokens on, where it is found to be possible. `_attention` notes in the module's
-    `_expertly_tried` what it was asked with.
+def is_usual_attention(kind: type[nn.Module], more: Set[str] = frozenset()) -> bool:
+    """Does its forward look up nothing but what makes queries, keys and values of its input, and `more`, and asks with
+    them?
     """
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    if code is None or not set(code.co_names) <= _NAMES | more:
+        return False
+    return code.co_varnames[: code.co_argcount] == _ARGUMENTS and _asks_for_attention(kind)
+
+
+def _join_projections(module: Any, kernels: Kernels) -> None:
+    """From the first few tokens on, where it is found to be possible."""
     original = type(module)
-    code = inspect.unwrap(original.forward).__code__
-    if not set(code.co_names) <= _NAMES or code.co_varnames[: code.co_argcount] != _ARGUMENTS:
+    if not is_usual_attention(original):
         return
     if not all(type(getattr(module, name, None)) is FewTokensLinear for name in _LINEARS):
         return
@@ -643,11 +648,16 @@ def _try(
             return None
     norms = [(named[name].weight, *named[name]._expertly_norm) if name in named else None for name in _NORMS]
     tried: list[Any] = []
-    module._expertly_tried = tried
+
+    def asked(*given: Any) -> torch.Tensor:
+        tried.append(given)
+        return given[0].transpose(1, 2)  # type: ignore[no-any-return]
+
+    module._expertly_asked = asked  # by `_attention`
     try:
         original.forward(module, hidden, angles, None, None, **kwargs)  # type: ignore[attr-defined]
     finally:
-        del module._expertly_tried
+        del module._expertly_asked
     if len(tried) != 1:
         return None
     query, key, value, more = tried[0]

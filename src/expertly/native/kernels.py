@@ -54,7 +54,7 @@ _BOOLEAN = 3
 Work = tuple[Span, Sequence[int], Sequence[int]]
 """A span, the rows of its expert's inputs, and those of its outputs."""
 
-_COUNTS = ("native", "early", "torch", "attention")
+_COUNTS = ("native", "early", "torch", "attention", "graphs")
 
 _FAILED = "a compiled product"
 
@@ -197,6 +197,7 @@ class Kernels:
         self.num_early = 0  # of these, before the host knew that they were chosen
         self.num_torch = 0  # the same by torch: prompts, mostly
         self.num_attention = 0  # layers' attentions that were computed by the compiled kernels
+        self.num_graphs = 0  # layers whose dense part an accelerator's graphs computed, for a token
 
     def __deepcopy__(self, memo: dict[int, object]) -> Kernels:
         return self

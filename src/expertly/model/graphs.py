@@ -1,0 +1,294 @@
+"""The dense part of MoE layers as graphs of an accelerator's kernels, which the host launches at once, for a single
+token: what a layer does before attention, between attention and experts, and behind the experts. Attention, whose keys
+and values grow, and experts, which come and go, run between them as ever.
+
+A layer's own forward is recorded once, with both replaced, so that no family is named here. The first tokens are
+computed twice: a layer whose graphs do not give its own forward's numbers, to the bit, stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook  # type: ignore[attr-defined]
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from expertly.model import routers
+from expertly.model.dense import ROUTER_NAMES, NamesAttention, eager_of, is_usual_attention
+from expertly.model.hooks import CACHE, experts_modules, look_alike
+from expertly.native.kernels import Kernels
+
+_NUM_COMPARED = 3
+"""Tokens for which the graphs must give what the layer's own forward gives."""
+
+_NAMES = ROUTER_NAMES | {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "block_sparse_moe"}
+_NAMES |= {"residual_multiplier", "shape", "size", "gate", "router", "experts", "input_size"}
+_NAMES |= {"training", "jitter_noise", "empty_like", "uniform_"}  # of mixtral: not in evaluation
+_NAMES |= {"shared_expert", "shared_expert_gate", "shared_experts", "shared_mlp", "sigmoid"}
+_NAMES |= {"wg", "float32", "bool", "type", "type_as", "expand", "unsqueeze", "masked_fill", "zeros_like", "scatter_"}
+_NAMES |= {"gather", "num_group", "topk_group", "num_experts", "routed_scaling_factor", "e_score_correction_bias"}
+"""What the forward of a layer, of its block of experts and of its router may look up: another name may be a step that
+the first tokens do not show.
+"""
+
+_ATTENTION_NAMES = {"clip_qkv", "clamp_", "query_layernorm", "key_layernorm"}
+"""The same of attention, beside what is joined on a CPU."""
+
+
+class Recorder(Protocol):
+    """Makes the graphs of one model, which share memory: they run in the order in which they were recorded."""
+
+    def begin(self) -> None:
+        """What this thread queues is recorded from now on, and does not run. Raises RuntimeError."""
+
+    def end(self) -> Callable[[], None]:
+        """What runs the recorded kernels, on the same memory. Raises RuntimeError where they cannot be recorded."""
+
+    def abandon(self) -> None:
+        """Forget what is being recorded, if anything is."""
+
+
+def use_graphs(model: PreTrainedModel, kernels: Kernels, recorder: Recorder) -> None:
+    """From the first token that is decoded on, in those MoE layers of a loaded model where it is found to be possible.
+    `kernels` counts the layers that ran so.
+    """
+    shared = _Shared(recorder, kernels)
+    paths = {module: path for path, module in model.named_modules()}
+    for module in experts_modules(model):
+        path = paths[module].rpartition(".")[0]
+        block: Any = model.get_submodule(path)
+        layer: Any = model.get_submodule(path.rpartition(".")[0])
+        router = getattr(block, "gate", getattr(block, "router", None))
+        attention = getattr(layer, "self_attn", None)
+        if (
+            isinstance(router, nn.Module)
+            and isinstance(attention, nn.Module)
+            and _looks_up(layer) | _looks_up(block) | _looks_up(router) <= _NAMES
+            and is_usual_attention(type(attention), _ATTENTION_NAMES)
+        ):
+            original = type(layer)
+            layer.__class__ = look_alike(original, forward=_forward_of(original))
+            layer._expertly_graphs = _LayerGraphs(layer, original, module, router, shared)
+
+
+def _looks_up(module: nn.Module) -> set[str]:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return {"?"} if code is None else set(code.co_names)
+
+
+def _forward_of(original: Any) -> Callable[..., Any]:
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        graphs: _LayerGraphs | None = self._expertly_graphs
+        if graphs is not None and not args and graphs.takes(self, hidden_states, kwargs):
+            if graphs.is_proven:
+                return graphs.run(hidden_states, kwargs)
+            if not graphs.prove(self, hidden_states, kwargs):
+                self._expertly_graphs = None
+        return original.forward(self, hidden_states, *args, **kwargs)
+
+    return forward
+
+
+class _Shared:
+    """What the layers of a model have in common: the angles of a token are those of all."""
+
+    def __init__(self, recorder: Recorder, kernels: Kernels) -> None:
+        self.recorder, self.kernels = recorder, kernels
+        self.can_record = True
+        self.fixed: tuple[torch.Tensor, ...] = ()  # where graphs read the angles
+        self._given: Any = ()  # what was copied there last
+
+    def keep_angles(self, angles: Any) -> None:
+        if len(self._given) != len(angles) or not all(a is b for a, b in zip(self._given, angles, strict=True)):
+            self.fixed = self.fixed or tuple(map(torch.empty_like, angles))
+            for there, here in zip(self.fixed, angles, strict=True):
+                there.copy_(here)
+            self._given = angles
+
+
+class _LayerGraphs:
+    """The graphs of one layer, and the tensors that they read and write, which stay where they are. The layer has
+    them, and is told to each method: so it is freed with its model.
+    """
+
+    def __init__(self, layer: Any, original: Any, experts: Any, router: Any, shared: _Shared) -> None:
+        self._original, self._experts, self._router, self._shared = original, experts, router, shared
+        self._attention = layer.self_attn
+        self._num_compared = 0
+        self._replays: list[Callable[[], None]] = []
+        self._at = SimpleNamespace()  # tensors by their names
+        self._own: dict[str, Any] = {}  # what attention is told beside what the layer is given
+        self._passed: tuple[str, ...] = ()  # of what the layer is given, what attention is told
+        within = set(experts.modules())
+        self._modules = [one for one in layer.modules() if one not in within and one is not layer]
+        self._kept = [(of, name) for one in self._modules for of in (one._parameters, one._buffers) for name in of]
+        self._addresses = self._addresses_now()
+
+    @property
+    def is_proven(self) -> bool:
+        return self._num_compared == _NUM_COMPARED
+
+    def takes(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether this is a token of a loaded model as it was recorded, which nobody watches, trains or changed."""
+        angles, fixed = kwargs.get("position_embeddings"), self._shared.fixed
+        return (
+            hidden.shape[:2] == (1, 1)
+            and layer.self_attn is self._attention  # this is no copy
+            and isinstance(angles, tuple)
+            and type(kwargs.get(CACHE)) in (type(None), DynamicCache)
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled(hidden.device.type)
+            and not layer.training
+            and not self._is_watched()
+            and all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(fixed, angles, strict=False))
+            and (not self._replays or self._at.hidden.dtype == hidden.dtype)
+            and set(self._passed) <= kwargs.keys()
+            and self._addresses == self._addresses_now()
+        )
+
+    def prove(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Record what is not recorded, and compare; False where this layer is to stay as it is."""
+        with torch.inference_mode(False), torch.no_grad():
+            if not self._replays and not self._record(layer, hidden, kwargs):
+                return False
+            self._num_compared += 1
+            return self._is_same(layer, hidden, kwargs)
+
+    def run(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """The layer. What leaves it is copied: the next token is computed in the same memory."""
+        at, attention, (before, between, behind) = self._at, self._attention, self._replays
+        self._set(hidden, kwargs)
+        before()
+        key, value, cache = at.key, at.value, kwargs.get(CACHE)
+        told = {name: kwargs[name] for name in self._passed}
+        if cache is not None:
+            of_paged = {"kwargs": told} if CACHE == "cache" else {}
+            key, value = cache.update(key, value, attention.layer_idx, **of_paged)
+        ask = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager_of(attention))
+        at.attended.copy_(ask(attention, at.query, key, value, kwargs.get("attention_mask"), **self._own, **told)[0])
+        between()
+        for look in self._router._forward_hooks.values():
+            look(self._router, at.routed[0], at.routed[1], tuple(one.clone() for one in at.routed[2]))
+        at.mixed.copy_(self._experts(at.chosen[0], at.chosen[1].clone(), at.chosen[2].clone()))
+        behind()
+        self._shared.kernels.num_graphs += 1
+        return at.out.clone()  # type: ignore[no-any-return]
+
+    # -- recording -----------------------------------------------------------------------------------------------------
+
+    def _record(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        shared, at, recorder = self._shared, self._at, self._shared.recorder
+        if not shared.can_record:
+            return False
+        replays: list[Callable[[], None]] = []
+
+        def attended(*asked: Any) -> torch.Tensor:
+            replays.append(recorder.end())
+            at.query, at.key, at.value, told = asked
+            self._passed = tuple(name for name in told if name in kwargs and told[name] is kwargs[name])
+            self._own = {name: one for name, one in told.items() if name not in self._passed}
+            at.attended = torch.empty_like(at.query.transpose(1, 2), memory_format=torch.contiguous_format)
+            recorder.begin()
+            return at.attended  # type: ignore[no-any-return]
+
+        def mixed(*chosen: torch.Tensor) -> torch.Tensor:
+            replays.append(recorder.end())
+            at.chosen, at.mixed = chosen, torch.empty_like(chosen[0])
+            recorder.begin()
+            return at.mixed  # type: ignore[no-any-return]
+
+        at.hidden = torch.empty_like(hidden)
+        shared.keep_angles(kwargs["position_embeddings"])
+        try:
+            recorder.begin()
+            at.out, at.routed = self._forward(layer, at.hidden, shared.fixed, kwargs, attended, mixed)
+            replays.append(recorder.end())
+        except RuntimeError:  # of a kernel that cannot be recorded, or of memory: so it is in other layers
+            recorder.abandon()
+            shared.can_record = False
+            return False
+        self._replays = replays
+        kept = {id(one) for one in self._attention.parameters(recurse=False)}
+        return (
+            len(replays) == 3
+            and isinstance(at.out, torch.Tensor)
+            and at.query.shape[-1] == at.value.shape[-1]
+            and all(id(one) in kept for one in self._own.values() if isinstance(one, torch.Tensor))
+        )
+
+    def _is_same(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Of this token, and of something else in place of what attention and experts give."""
+        at, found = self._at, list[torch.Tensor]()
+        before, between, behind = self._replays
+        self._set(hidden, kwargs)
+        before()
+        at.attended.copy_(at.query.transpose(1, 2))
+        between()
+        at.mixed.copy_(at.chosen[0])
+        behind()
+
+        def attended(*asked: Any) -> torch.Tensor:
+            found.extend(asked[:3])
+            return at.attended.clone()  # type: ignore[no-any-return]
+
+        def mixed(*chosen: torch.Tensor) -> torch.Tensor:
+            found.extend(chosen)
+            return at.mixed.clone()  # type: ignore[no-any-return]
+
+        out, routed = self._forward(layer, hidden, kwargs["position_embeddings"], kwargs, attended, mixed)
+        made = [at.query, at.key, at.value, *at.chosen, *at.routed[2], at.out]
+        expected = [*found, *routed[2], out]
+        if [one.shape for one in made] != [one.shape for one in expected]:
+            return False
+        return bool(torch.stack([(a == b).all() for a, b in zip(made, expected, strict=True)]).all())  # waits once
+
+    def _forward(
+        self, layer: Any, hidden: torch.Tensor, angles: Any, kwargs: dict[str, Any], attended: Any, mixed: Any
+    ) -> tuple[Any, Any]:
+        """The layer's own forward, which asks these for what attention and experts give; and the router's call."""
+        calls: list[Any] = []
+        given = {**kwargs, "position_embeddings": angles, CACHE: None}
+        with self._replaced(attended, mixed, lambda _, *call: calls.append(call)):
+            out = self._original.forward(layer, hidden, **given)
+        (routed,) = calls
+        return out, routed
+
+    @contextlib.contextmanager
+    def _replaced(self, attended: Any, mixed: Any, routed: Any) -> Iterator[None]:
+        attention, experts, router = self._attention, self._experts, self._router
+        config, runtime, watching = attention.config, experts._expertly_runtime, router._forward_hooks
+        attention.config, attention._expertly_asked = NamesAttention(config), attended
+        experts._expertly_runtime = SimpleNamespace(forward_experts=lambda module, layer, *chosen: mixed(*chosen))
+        router._forward_hooks = OrderedDict()  # who watches it is told of the token once
+        noting = router.register_forward_hook(routed, with_kwargs=True)
+        try:
+            yield
+        finally:
+            noting.remove()
+            attention.config, experts._expertly_runtime, router._forward_hooks = config, runtime, watching
+            del attention._expertly_asked
+
+    def _set(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        self._at.hidden.copy_(hidden)
+        self._shared.keep_angles(kwargs["position_embeddings"])
+
+    def _is_watched(self) -> bool:
+        """Whether somebody wants to be called, or is called instead; but for us, who look at routers."""
+        for one in self._modules:
+            if one._forward_pre_hooks or "forward" in one.__dict__ or (one._forward_hooks and one is not self._router):
+                return True
+        looks = self._router._forward_hooks.values()
+        return _has_any_global_hook() or any(look.__module__ != routers.__name__ for look in looks)
+
+    def _addresses_now(self) -> list[int]:
+        found = (of.get(name) for of, name in self._kept)
+        return [0 if one is None else one.data_ptr() for one in found]
