@@ -230,9 +230,9 @@ class LoadOptions:
         choices=lambda: CPU_MISSES,
     )
     graphs: Literal["auto", "never"] = option(
-        AUTO,
+        "never",
         "an accelerator's dense part of a single token as CUDA graphs: where they give the same numbers, to the bit, "
-        "for the first tokens (auto), or never",
+        "for the first tokens (auto), or never, until a GPU has run them",
         metavar="WHEN",
         panel=ADVANCED,
         choices=lambda: GRAPHS,
