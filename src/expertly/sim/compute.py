@@ -68,9 +68,11 @@ class Roofline:
     """
 
     slowdown_while_loading = 1.0  # copies to an accelerator are made by engines of their own
-    load_ns = submit_ns = 0
+    load_ns = 0
+    submit_ns = 0
     observe_ns = 0
-    prefetch_ns = prefetch_each_ns = 0
+    prefetch_ns = 0
+    prefetch_each_ns = 0
     decide_ns = 0
 
     def __init__(self, hardware: Hardware, geometry: Geometry, dense: DenseShape) -> None:
