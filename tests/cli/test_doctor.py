@@ -91,7 +91,7 @@ def test_a_hardware_file_of_a_model_on_this_machine(model: Path, tmp_path: Path,
     assert main(["doctor", str(model), "--hardware-out", str(path), "--memory", "60%", "--segments", "2"]) == 0
     assert f"hardware file written to {path}" in capsys.readouterr().err
     hardware = Hardware.read(str(path))
-    assert hardware.compute is not None
+    assert hardware.compute is not None and hardware.predictor.inline_ns is not None, "measured"
     geometry = Geometry((hardware.compute.layer,) * 3, 2)
     assert compute_model(hardware, geometry, None).dense_ns(0, 1) == hardware.compute.dense_ns[0]
 
@@ -105,6 +105,7 @@ def test_the_rate_of_decoding_is_taken_from_passes(model: Path, tmp_path: Path, 
     hardware = Hardware.read(str(path))
     assert hardware.link == disk and hardware.codec is not None and hardware.codec.ratio == 0.7
     assert 0 < hardware.codec.decode_nbytes_per_s < 0.9e12
+    assert hardware.predictor.inline_ns is not None, "measured, as that of other stores"
 
 
 def test_a_cache_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):

@@ -191,7 +191,8 @@ def measure_hardware(profile: MachineProfile, args: DoctorOptions) -> tuple[Hard
         where = "link" if hardware.disk is None else "disk"
         about.append(f"[codec], all measured, and [{where}] are this model's; [compute] is for traces of it alone.")
         disk, costs = compressed
-        return replace(hardware.with_disk(disk), compute=measured.compute, codec=costs), about
+        found = replace(hardware.with_disk(disk), compute=measured.compute, predictor=measured.predictor, codec=costs)
+        return found, about
     about.append("[link] is how long pieces of this model take; [compute] is used for traces of this model alone.")
     return hardware.with_model(measured.link, measured.compute, measured.predictor), about
 
