@@ -528,7 +528,7 @@ class Measurement:
             one = self._run_experts(alone.layer, [alone.expert], hidden)
             samples.one.append(one)
             samples.each.append((self._run_experts(spans[0].layer, several, hidden) - one) // (len(several) - 1))
-            if num_tokens == 1:
+            if num_tokens == 1 and kind_of(self._engine.device.torch_device).runs_on_host:
                 self._by_itself.append(self._runs_longer_ns(spans[0].layer, several, hidden) // (len(several) - 1))
             before = spans
 
