@@ -164,32 +164,20 @@ def test_a_codec_that_cannot_be_is_refused(tmp_path: Path) -> None:
         replace(make_study(trace), layers=None, codec=PLANES)
 
 
-def test_a_policy_that_learns_takes_its_measured_time_of_every_layer(tmp_path: Path) -> None:
-    """What it decides is the same, and so are the times of other systems."""
+@pytest.mark.parametrize(("cost", "name"), [("decide_ns", "expertly"), ("observe_ns", "brainstorm")])
+def test_policies_and_predictors_take_their_measured_time_of_every_layer(cost: str, name: str, tmp_path: Path) -> None:
+    """What they decide is the same, and so are the times of other systems."""
     layers, num_layers = sized(2, 8, 2), 2
     hardware, trace = replace(measured(), link=INFINITE), random_trace(tmp_path / "trace", layers, 0, 12)
     assert hardware.compute is not None
-    slower = replace(hardware, compute=replace(hardware.compute, decide_ns=1000))
+    slower = replace(hardware, compute=replace(hardware.compute, **{cost: 1000}))
     rows = [
-        {name: make_study(trace, machine).row(SYSTEMS[name], Memory("50%")) for name in ("lru", "expertly", "resident")}
+        {one: make_study(trace, machine).row(SYSTEMS[one], Memory("50%")) for one in ("lru", name, "resident")}
         for machine in (hardware, slower)
     ]
-    took = {name: rows[1][name]["tpot_s"] - rows[0][name]["tpot_s"] for name in rows[0]}
-    assert took == {"lru": 0, "expertly": pytest.approx(num_layers * 1e-6), "resident": 0}
-    assert all(rows[0][name]["bytes_loaded"] == rows[1][name]["bytes_loaded"] for name in took)
-
-
-def test_a_predictor_takes_its_measured_time_of_every_layer(tmp_path: Path) -> None:
-    layers, num_layers = sized(2, 8, 2), 2
-    hardware, trace = replace(measured(), link=INFINITE), random_trace(tmp_path / "trace", layers, 0, 12)
-    assert hardware.compute is not None
-    slower = replace(hardware, compute=replace(hardware.compute, observe_ns=1000))
-    rows = [
-        {name: make_study(trace, machine).row(SYSTEMS[name], Memory("50%")) for name in ("lru", "brainstorm")}
-        for machine in (hardware, slower)
-    ]
-    took = {name: rows[1][name]["tpot_s"] - rows[0][name]["tpot_s"] for name in rows[0]}
-    assert took == {"lru": 0, "brainstorm": pytest.approx(num_layers * 1e-6)}
+    took = {one: rows[1][one]["tpot_s"] - rows[0][one]["tpot_s"] for one in rows[0]}
+    assert took == {"lru": 0, name: pytest.approx(num_layers * 1e-6), "resident": 0}
+    assert all(rows[0][one]["bytes_loaded"] == rows[1][one]["bytes_loaded"] for one in took)
 
 
 def test_a_pass_that_predicts_itself_waits_for_no_thread(tmp_path: Path) -> None:

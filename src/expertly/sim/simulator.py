@@ -158,9 +158,8 @@ class Simulator:
         if router.batch_tokens > 1:
             self._tokens = dict(zip(router.experts, router.num_tokens, strict=True))
         run_layer(self.scheduler, self.link, router, self._use, self._prefetcher, routed, host=self._host)
-        if self._predictor_thread is not None and self._predictor_thread.owed_ns:
-            self._spend("observe", router.layer, self._predictor_thread.owed_ns)
-            self._predictor_thread.owed_ns = 0
+        if self._predictor_thread is not None and (takes_ns := self._predictor_thread.layer_ended()):
+            self._spend("observe", router.layer, takes_ns)
 
     def _stall_ns(self) -> int:
         """Time spent waiting for transfers so far and, where transfer is synchronous, for predictions. Of a layer that
@@ -238,8 +237,6 @@ class VirtualPredictorThread:
         """Time that the thread was not idle."""
         self.stall_ns = 0
         """Time that `catch_up` took."""
-        self.owed_ns = 0
-        """What showing the last router takes from the pass: until the next one, whatever the layer waits for."""
         self._predictor = predictor
         self._clock = clock
         self._costs = costs
@@ -249,6 +246,7 @@ class VirtualPredictorThread:
         self._ready: deque[tuple[int, Seen]] = deque()  # when it is there
         self._free_at_ns = 0
         self._has_waiting = False  # or may have
+        self._is_shown = False  # the running layer's router
 
     @property
     def num_dropped(self) -> int:
@@ -266,7 +264,14 @@ class VirtualPredictorThread:
         self._read_until(now)
         self._observations.router_ran(step, routed, now)
         self._has_waiting = True
-        self.owed_ns = self._observe_ns
+        self._is_shown = True
+
+    def layer_ended(self) -> int:
+        """What showing the layer's router took from the pass, beside what the layer waited for; 0 where it was not
+        shown.
+        """
+        was_shown, self._is_shown = self._is_shown, False
+        return self._observe_ns if was_shown else 0
 
     def end_iteration(self, ok: bool) -> None:
         """The pass ended. Learning from it takes time, too."""
