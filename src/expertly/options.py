@@ -232,7 +232,7 @@ class LoadOptions:
     graphs: Literal["auto", "never"] = option(
         "never",
         "an accelerator's dense part of a single token as CUDA graphs: where they give the same numbers, to the bit, "
-        "for the first tokens (auto), or never, until a GPU has run them",
+        "for the first tokens (auto); or never, the default until a GPU has run them",
         metavar="WHEN",
         panel=ADVANCED,
         choices=lambda: GRAPHS,
