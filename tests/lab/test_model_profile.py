@@ -30,7 +30,7 @@ from tests.families import FAMILIES, make_checkpoint
 def measured(store: Path, **kwargs: object) -> ModelProfile:
     model, _ = expertly.load(str(store), device="cpu", system="lru", **({"memory": "60%"} | kwargs))
     try:
-        return measure_model(model, seconds=0.5)
+        return measure_model(model, seconds=2.0)
     finally:
         expertly.unload(model)
 
