@@ -9,8 +9,10 @@ same tokens from an empty cache: `--warm` requests that only fill it, and those 
 request by request, in another order each time. One profile, of `lru` with a quarter of the experts, serves all systems
 and budgets: it is measured before them and in turns with them, as `expertly doctor` measures it. `ratio` is the median
 over requests of simulated to measured TPOT; `stall_s` is a step's waiting, `hit_rate` tells other decisions from other
-times. Bound: within 10 %. `--out` adds to a file, whose commit, machine and other settings must be those of this run,
-the rows of other stores, budgets and systems, so that each run is short.
+times. A step's time in parts, measured and simulated: computing `experts`; `calls` that submit, look for, take and
+cancel spans; waits (`stall_s`); all `else`: attention, head, decisions. Bound: within 10 %. `--out` adds to a file,
+whose commit, machine and other settings must be those of this run, the rows of other stores, budgets and systems, so
+that each run is short.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count, product
 from pathlib import Path
@@ -30,12 +35,80 @@ PROMPT_TOKENS = 16
 PROFILED = "25%"
 
 
+class Parts:
+    """What the computing thread did in decode steps after `first` passes, in nanoseconds, waits in "calls"; of requests
+    of `each` passes. `watch` has a model tell it; it is a SimulationWatcher, too.
+    """
+
+    def __init__(self, first: int, each: int) -> None:
+        self.ns = Counter[str]()
+        self._first, self._each = first, each
+        self._pass = 0  # that runs
+
+    def add(self, kind: str, duration_ns: int) -> None:
+        if self._pass >= self._first and self._pass % self._each:
+            self.ns[kind] += duration_ns
+
+    def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
+        self.add(what.split()[0], end_ns - begin_ns)
+        self._pass += what == "head"
+
+    def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
+        self.add("calls", end_ns - begin_ns)
+
+    def as_row(self, num_steps: int, tpot_s: float, stall_s: float | None = None) -> dict[str, float]:
+        """The parts of a step. `stall_s`: its waits, which "calls" hold; None: of a simulation, what is left."""
+        experts_s, calls_s = (self.ns[kind] / num_steps / 1e9 for kind in ("expert", "calls"))
+        if stall_s is None:
+            stall_s = tpot_s - self.ns.total() / num_steps / 1e9
+        else:
+            calls_s -= stall_s
+        else_s = tpot_s - experts_s - calls_s - stall_s
+        return {"stall_s": stall_s, "experts_s": experts_s, "calls_s": calls_s, "else_s": else_s}
+
+    def moved(self, *event: Any) -> None:
+        """Beside the computing thread."""
+
+    predicted = moved
+
+    def begin_run(self, name: str) -> Parts:
+        return self
+
+    def watch(self, model: Any, compute: Callable[..., Any]) -> None:
+        """`compute`: LayerCall's own, as the class has it before any model is watched."""
+        from expertly.api import handle
+        from expertly.engine.compute import LayerCall
+
+        shard = handle(model).engine.executor.shards[0]
+        for name in ("submit", "poll", "wait", "prefetch", "cancel"):
+            setattr(shard.device, name, self._timed("calls", getattr(shard.device, name)))
+        began, self._pass = shard.begin, -1
+        timed = self._timed("expert", compute)
+
+        def begin() -> None:
+            self._pass += 1
+            LayerCall.compute = timed  # type: ignore[method-assign]
+            began()
+
+        shard.begin = begin  # type: ignore[method-assign]
+
+    def _timed(self, kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start_ns = time.perf_counter_ns()
+            found = call(*args)
+            self.add(kind, time.perf_counter_ns() - start_ns)
+            return found
+
+        return timed
+
+
 def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """In a child: a row for each system and budget."""
     import torch
 
     import expertly
     from expertly.data import demo_predictor
+    from expertly.engine.compute import LayerCall
     from expertly.lab.model_profile import Measurement, compressed_costs
     from expertly.lab.playing import recorded_requests
     from expertly.policies.learned import read_learned
@@ -59,7 +132,9 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         for task in measurement.tasks():
             task()
         tasks = (task for _ in count() for task in measurement.tasks_of_a_token())
-        models, ran = {}, {}
+        models, ran, parts, compute = {}, {}, {}, LayerCall.compute
+        each = 1 + len(requests[0].tokens) - requests[0].num_prompt
+        first = arguments["warm"] * each
         for memory, name in product(arguments["memory"], arguments["systems"]):
             system = get_system(name)
             how = {"system": name, "memory": "100%" if system.keeps_everything else memory}
@@ -68,11 +143,13 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
             if key not in models:
                 how |= {"learned": "off", "segments": arguments["segments"]}
                 models[key], _ = expertly.load(arguments["store"], **how, **given)
-                ran[key] = []
+                ran[key], parts[key] = [], Parts(first, each)
+                parts[key].watch(models[key], compute)
         for turn, request in enumerate(requests):
             keys = list(models)
             for key in (*keys[turn % len(keys) :], *keys[: turn % len(keys)]):
                 ran[key].append(play(models[key], request.tokens, request.num_prompt))
+                LayerCall.compute = compute  # type: ignore[method-assign]
                 next(tasks)()
         profile = measurement.profile()
         compressed = compressed_costs(beside, profile)
@@ -83,21 +160,24 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
             trace, schedule, hardware, trace.manifest.geometries, trace.manifest.dense, segments=arguments["segments"],
             learned=read_learned(demo_predictor(), LearnedWeights).learned, codec=arguments["codec"],
         )  # fmt: skip
-        rows, first = [], arguments["warm"]
+        rows, first_request = [], arguments["warm"]
         for memory, name in product(arguments["memory"], arguments["systems"]):
-            runs = ran.get((name, memory)) or ran[name, "100%"]
-            found = study.row(get_system(name), Memory(memory))
-            times = [one["tpot_s"] for one in found["times_by_request"][first:]]
-            counts = {key: sum(one[key] for one in runs[first:]) for key in runs[0]}
+            key = (name, memory if (name, memory) in ran else "100%")
+            runs, simulated = ran[key], Parts(first, each)
+            found = replace(study, chrome=simulated).row(get_system(name), Memory(memory))
+            times = [one["tpot_s"] for one in found["times_by_request"][first_request:]]
+            counts = {key: sum(one[key] for one in runs[first_request:]) for key in runs[0]}
             demands = counts["hits"] + counts["misses"] + counts["partial_hits"]
-            measured = [one["tpot_s"] for one in runs[first:]]
+            measured = [one["tpot_s"] for one in runs[first_request:]]
             row = {"memory": memory, "system": name, "tpot_s": statistics.mean(measured)}
             row |= {"simulated_tpot_s": statistics.mean(times)}
             row["ratio"] = statistics.median(a / b for a, b in zip(times, measured, strict=True))
-            row |= {"stall_s": counts["stall_s"] / counts["steps"]}
-            row["simulated_stall_s"] = found["decode_stall_s"] / found["decode_iterations"]
+            waits_s = counts["stall_s"] / counts["steps"]
+            row |= parts[key].as_row(counts["steps"], row["tpot_s"], waits_s)
+            of_simulated = simulated.as_row(counts["steps"], row["simulated_tpot_s"])
+            row |= {f"simulated_{name}": value for name, value in of_simulated.items()}
             row["hit_rate"] = counts["hits"] / demands
-            row["simulated_hit_rate"] = statistics.mean(found["hit_rate_by_request"][first:])
+            row["simulated_hit_rate"] = statistics.mean(found["hit_rate_by_request"][first_request:])
             rows.append(row)
         for model in (*models.values(), beside):
             expertly.unload(model)

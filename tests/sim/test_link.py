@@ -85,6 +85,19 @@ def test_where_prefetches_begin_when_nothing_else_moves_each_pays_for_its_begin(
     assert arrivals(clock, link, 3) == [(0, 50), (1, 50 + 63), (2, 113 + 63)]
 
 
+def test_a_load_waits_for_all_prefetches_that_are_under_way_together() -> None:
+    """Two at a time, of 60 each: the third begins when the first has ended, unless a load waits."""
+    clock, link, _ = make(toy(link=Link(0.5e9, 0, 0, prefetch_latency_ns=20, prefetches_at_once=2)))
+    link.prefetch([span(0), span(1), span(2)])
+    clock.now_ns = 1
+    link.submit([span(3)])
+    assert arrivals(clock, link, 4) == [(0, 60), (1, 120), (3, 160), (2, 220)]
+    link.prefetch([span(0), span(1), span(2)])
+    clock.now_ns = 280
+    link.submit([span(3)])
+    assert arrivals(clock, link, 4) == [(0, 280), (1, 340), (2, 400), (3, 440)]
+
+
 def test_poll_gives_what_has_arrived_by_now_and_takes_no_time() -> None:
     clock, link, _ = make()
     link.submit([span(0), span(1)])

@@ -30,6 +30,7 @@ class Link:
     latency_ns: int  # from the submission of a span until it moves, at the least: a busy link hides it
     overhead_ns: int  # of each span, beyond its bytes
     prefetch_latency_ns: int = 0  # of each prefetch, where these run only on an idle link; 0: they pay `latency_ns`
+    prefetches_at_once: int = 1  # then: so many may be under way, and a load waits for all of them
 
     def occupies_ns(self, nbytes: int) -> int:
         """How long a span of so many bytes keeps the link from serving the next one."""

@@ -284,8 +284,8 @@ class Measurement:
         )
         link = costs.link
         if kind_of(self._engine.device.torch_device).runs_on_host:  # readers begin prefetches, small ones together
-            num_reads = max(1, min(NUM_READERS, self._layer.expert_nbytes // MIN_READ_NBYTES))
-            link = replace(link, prefetch_latency_ns=link.latency_ns * num_reads // NUM_READERS)
+            at_once = NUM_READERS // max(1, min(NUM_READERS, self._layer.expert_nbytes // MIN_READ_NBYTES))
+            link = replace(link, prefetch_latency_ns=link.latency_ns // at_once, prefetches_at_once=at_once)
         predictor = PredictorCosts()
         if self._predicted:
             call_ns, inline_ns = map(_median, zip(*self._predicted, strict=True))

@@ -44,7 +44,7 @@ _MAX_FILE_NBYTES = 1 << 20
 _MAX_LAYERS = 10_000
 
 _FROM_ONE = {
-    *("host_memory_nbytes", "num_threads", "num_layers", "tokens", "threads"),
+    *("host_memory_nbytes", "num_threads", "num_layers", "tokens", "threads", "prefetches_at_once"),
     *("num_experts", "top_k", "hidden_size", "intermediate_size", "num_matrices", "itemsize"),
 }
 """Keys of whole numbers that cannot be 0."""
@@ -59,7 +59,8 @@ _FACTORS = {
 """The least and most of numbers that are no rates. Only `read_processors` may be 0."""
 
 _DEFAULTED = {
-    *("predictor", "prefetch_latency_ns", "prefetch_ns", "prefetch_each_ns", "observe_ns", "decide_ns"),
+    *("predictor", "prefetch_latency_ns", "prefetches_at_once", "prefetch_ns", "prefetch_each_ns"),
+    *("observe_ns", "decide_ns"),
     *("send_ns", "take_ns", "wake_ns", "threads_beside", "read_processors", "format", "block_size", "block_nbytes"),
 }
 """Keys that may be missing, for fields that always have a value."""

@@ -230,7 +230,8 @@ class TransferQueue:
 
     A transfer begins when its latency has passed since it was submitted and the one before it has ended; a prefetch
     only if no load begins as early. Where the link has a time of its own for prefetches, that is part of each instead,
-    and none begins while a load waits.
+    none begins while a load waits or is served, and as many as may be under way together begin before the first of
+    them has ended: then what is submitted waits for all of them.
     """
 
     def __init__(self, link: Link, slowdown: float = 1.0) -> None:
@@ -244,7 +245,9 @@ class TransferQueue:
         self._loads: list[_Entry] = []  # heaps
         self._prefetches: list[_Entry] = []
         self._begun: deque[tuple[int, int]] = deque(maxlen=64)  # begin and end of the last ones
+        self._under_way: deque[int] = deque([0] * link.prefetches_at_once, link.prefetches_at_once)  # ends of the last ones
         self._free_at_ns = 0
+        self._loads_end_ns = 0
         self._waiting_ns = 0  # what all those that have not begun will take
         self._order = 0
 
@@ -271,9 +274,15 @@ class TransferQueue:
         self._waiting_ns -= takes_ns
         if nbytes is not None:
             takes_ns = self._takes_ns(nbytes) if nbytes else 0
+        if is_prefetch and self._prefetch_latency_ns:
+            begin = max(begin, self._free_at_ns)
         if begin < self.slow_until_ns:
             takes_ns += round(min(takes_ns, self.slow_until_ns - begin) * (self._slowdown - 1))
         end = self._free_at_ns = begin + takes_ns
+        if is_prefetch:
+            self._under_way.append(end)
+        else:
+            self._loads_end_ns = end
         self._begun.append((begin, end))
         self._find_next()
         return span, is_prefetch, begin, end
@@ -305,7 +314,11 @@ class TransferQueue:
 
     def _find_next(self) -> None:
         first = self._loads[0][0] if self._loads else NEVER_NS
-        if self._prefetches and not (self._loads and self._prefetch_latency_ns):
+        if self._prefetches and self._prefetch_latency_ns:
+            if not self._loads:
+                self.next_ns = max(self._prefetches[0][0], self._under_way[0], self._loads_end_ns)
+                return
+        elif self._prefetches:
             first = min(first, self._prefetches[0][0])
         self.next_ns = max(first, self._free_at_ns)
 
