@@ -47,7 +47,7 @@ from expertly.policies.predictor import Predictor
 from expertly.policies.predictor.lookahead import Lookahead
 from expertly.policies.predictor.popularity import Popularity
 from expertly.scheduler.loop import run_layer
-from expertly.scheduler.observations import ObservationQueue
+from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue
 from expertly.sim.hardware import PredictorCosts
 
 TOKENS = (1, 2, 4, 16, 64, 256)
@@ -121,27 +121,35 @@ class _Samples:
 
 
 class _Onlooker:
-    """Shows passes to a predictor's thread: an Observer of the engine. Nothing is prefetched."""
+    """Shows passes to a predictor: an Observer of the engine. Nothing is prefetched."""
 
     wants_token_ids = True
 
-    def __init__(self, model: Any, geometry: Geometry, routers: Sequence[HookedRouter | None]) -> None:
+    def __init__(
+        self, model: Any, geometry: Geometry, routers: Sequence[HookedRouter | None], *, has_thread: bool
+    ) -> None:
+        """`has_thread`: the predictor has one; else the pass itself predicts."""
         self.predictor = _TimedPredictor(geometry, routers)
         self.collector = Collector(self.predictor.wants, geometry.layers, routers, embedder(model), 1)
+        predictor = cast(Predictor, self.predictor)
         queue = ObservationQueue.of_layers(geometry.num_layers)
-        self.thread = PredictorThread(cast(Predictor, self.predictor), queue)
+        self.thread = PredictorThread(predictor, queue) if has_thread else None
+        self._channel: Channel = InlineChannel(predictor) if self.thread is None else self.thread
 
     def begin_iteration(self, info: IterationInfo) -> None:
         if (began := self.collector.begin(info)) is not None:
-            self.thread.begin_iteration(0, began)
+            self._channel.begin_iteration(0, began)
 
     def router_ran(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
         if (routed := self.collector.routed(RouterRan(layer, [], [], [], 0), index, weights)) is not None:
-            self.thread.router_ran(layer, partial(self.predictor.saw, time.perf_counter_ns(), routed))
+            self._channel.router_ran(layer, partial(self.predictor.saw, time.perf_counter_ns(), routed))
+            if self.thread is None:
+                while self._channel.take() is not None:
+                    pass
 
     def end_iteration(self, ok: bool) -> None:
         self.collector.end()
-        self.thread.end_iteration(ok)
+        self._channel.end_iteration(ok)
 
 
 class _TimedPredictor:
@@ -153,15 +161,13 @@ class _TimedPredictor:
         can_ask = all(router is not None and router.can_look_ahead for router in routers)
         self._predictor = (Lookahead if can_ask else Popularity).make(geometry, NOTHING)
         self.wants = self._predictor.wants
-        self.took_ns: list[tuple[int, int]] = []
-        """For each router, until it was predicted: from when it was published, or the one before it was read; and from
-        when it was read.
-        """
-        self._since_ns = self._read_ns = 0
+        self.took_ns: list[int] = []
+        """For each router, until it was predicted: from when it was published, or the one before it was read."""
+        self._since_ns = 0
 
     def saw(self, at_ns: int, routed: Callable[[], Routed]) -> Routed:
         """A router that was published then is read."""
-        self._since_ns, self._read_ns = max(self._since_ns, at_ns), time.perf_counter_ns()
+        self._since_ns = max(self._since_ns, at_ns)
         return routed()
 
     def begin_iteration(self, began: Began) -> Iterable[Prediction]:
@@ -170,7 +176,7 @@ class _TimedPredictor:
     def router_ran(self, routed: Routed) -> Iterator[Prediction]:
         yield from self._predictor.router_ran(routed)
         now = time.perf_counter_ns()
-        self.took_ns.append((now - self._since_ns, now - self._read_ns))
+        self.took_ns.append(now - self._since_ns)
         self._since_ns = now
 
     def end_iteration(self, ok: bool) -> None:
@@ -200,7 +206,8 @@ class Measurement:
         self._num_loading: list[int] = []  # and in how many
         self._routers: list[HookedRouter | None] = []
         self._observed: list[int] = []  # what a layer took longer with an onlooker
-        self._predicted: list[tuple[int, int]] = []  # and how long it took to predict
+        self._predicted: list[int] = []  # and how long it took to predict
+        self._inline: list[int] = []  # what a layer took longer where the pass itself predicts
         self._by_itself: list[int] = []  # what an expert takes longer that is computed by itself
         self._prefetched: dict[int, list[int]] = defaultdict(list)  # and beside so many prefetches
         self._decided: list[int] = []  # and where an eviction policy learned from its router's choice
@@ -284,12 +291,12 @@ class Measurement:
         )
         link = costs.link
         if kind_of(self._engine.device.torch_device).runs_on_host:  # readers begin prefetches, small ones together
-            at_once = NUM_READERS // max(1, min(NUM_READERS, self._layer.expert_nbytes // MIN_READ_NBYTES))
-            link = replace(link, prefetch_latency_ns=link.latency_ns // at_once, prefetches_at_once=at_once)
+            num_reads = min(NUM_READERS, -(-self._layer.expert_nbytes // MIN_READ_NBYTES))
+            latency_ns = max(1, link.latency_ns * num_reads // NUM_READERS)
+            link = replace(link, prefetch_latency_ns=latency_ns, prefetches_at_once=NUM_READERS // num_reads)
         predictor = PredictorCosts()
         if self._predicted:
-            call_ns, inline_ns = map(_median, zip(*self._predicted, strict=True))
-            predictor = PredictorCosts(call_ns, inline_ns=inline_ns)
+            predictor = PredictorCosts(_median(self._predicted), inline_ns=max(0, _median(self._inline)))
         return ModelProfile(link, compute, predictor, layer_times(self._layers_run))
 
     def _waking_ns(self, quiet: _Samples) -> int:
@@ -347,7 +354,9 @@ class Measurement:
         """Decode steps whose experts are here: as they are, with an onlooker, beside prefetches, with a policy."""
         layers, engine = self._geometry.layers, self._engine
         self._routers = self._routers or find_routers(self._model, layers)
-        onlooker = _Onlooker(self._model, self._geometry, self._routers)
+        beside, inline = (
+            _Onlooker(self._model, self._geometry, self._routers, has_thread=has_thread) for has_thread in (True, False)
+        )
         cache, before = self._forward(self._ids(1, CONTEXT), None), engine.observer
 
         def took_ns(ids: torch.Tensor) -> int:
@@ -361,21 +370,24 @@ class Measurement:
                 loaded, alone_ns = self._loaded_nbytes(), took_ns(ids)
                 if self._loaded_nbytes() > loaded:
                     continue  # the cache does not hold a step's experts
-                onlooker.collector.attach()
-                engine.observer = onlooker
-                self._observed.append((took_ns(ids) - alone_ns) // len(layers))
-                onlooker.collector.detach()
-                self._predicted += onlooker.predictor.took_ns
-                onlooker.predictor.took_ns = []
-                engine.observer = before
+                for onlooker, found in ((beside, self._observed), (inline, self._inline)):
+                    onlooker.collector.attach()
+                    engine.observer = onlooker
+                    found.append((took_ns(ids) - alone_ns) // len(layers))
+                    onlooker.collector.detach()
+                    engine.observer = before
+                self._predicted += beside.predictor.took_ns
+                beside.predictor.took_ns = []
                 for num_spans in (1, self._layer.top_k):
                     with self._prefetching(num_spans) as num:
                         self._prefetched[num].append((took_ns(ids) - alone_ns) // len(layers))
                 with self._deciding():
                     self._decided.append((took_ns(ids) - alone_ns) // len(layers))
         finally:
-            onlooker.collector.detach()
-            onlooker.thread.close()
+            for onlooker in (beside, inline):
+                onlooker.collector.detach()
+            if beside.thread is not None:
+                beside.thread.close()
             engine.observer = before
 
     def _loaded_nbytes(self) -> int:

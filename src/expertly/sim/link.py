@@ -245,7 +245,9 @@ class TransferQueue:
         self._loads: list[_Entry] = []  # heaps
         self._prefetches: list[_Entry] = []
         self._begun: deque[tuple[int, int]] = deque(maxlen=64)  # begin and end of the last ones
-        self._under_way: deque[int] = deque([0] * link.prefetches_at_once, link.prefetches_at_once)  # ends of the last ones
+        self._under_way: deque[int] = deque(
+            [0] * link.prefetches_at_once, link.prefetches_at_once
+        )  # ends of the last ones
         self._free_at_ns = 0
         self._loads_end_ns = 0
         self._waiting_ns = 0  # what all those that have not begun will take
