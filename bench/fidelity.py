@@ -33,6 +33,7 @@ from pages import make_requests, record_requests
 
 PROMPT_TOKENS = 16
 PROFILED = "25%"
+NEAR = 0.1  # the bound
 
 
 class Parts:
@@ -176,6 +177,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
             row |= parts[key].as_row(counts["steps"], row["tpot_s"], waits_s)
             of_simulated = simulated.as_row(counts["steps"], row["simulated_tpot_s"])
             row |= {f"simulated_{name}": value for name, value in of_simulated.items()}
+            row["is_near"] = abs(row["ratio"] - 1) <= NEAR
             row["hit_rate"] = counts["hits"] / demands
             row["simulated_hit_rate"] = statistics.mean(found["hit_rate_by_request"][first_request:])
             rows.append(row)
