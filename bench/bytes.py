@@ -14,7 +14,7 @@ of reuse.
 
 gap       (better of lru and lfu - system) / (better of lru and lfu - belady), in bytes loaded a token, prompts included
 of_best   bytes loaded, of the least of lru, lfu, lcp and fmoe: with `--left-out`
-tpot      of the system / of the better of lru and lfu, on each machine; and of lru alone
+tpot      of the system / of the better of lru and lfu, on each machine; of lru alone; of the best of those four
 The last rows are means over traces (domains of a trace first).
 """
 
@@ -46,6 +46,7 @@ from expertly.trace.reader import Trace
 PLAIN = ("lru", "lfu")
 OTHERS = ("lcp", "fmoe")
 BOUND = "belady"
+WORST = ("tpot_of_lru", "of_best", "tpot_of_best")  # what a mean has of its rows
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,20 @@ def _compared(rows: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
         **{f"{system}_mib": value / 2**20 for system, value in loaded.items() if system in (*PLAIN, BOUND)},
         "mib": loaded[name] / 2**20,
         "gap": (best - loaded[name]) / (best - loaded[BOUND]),
-        **({"of_best": loaded[name] / min(loaded[one] for one in (*PLAIN, *OTHERS))} if OTHERS[0] in rows else {}),
+        **_of_best(loaded, tpots, name),
         "hit_rate": rows[name]["hit_rate"],
         **{f"{system}_hit_rate": rows[system]["hit_rate"] for system in (*PLAIN, BOUND)},
         **{f"tpot_{machine}": value for machine, value in ratio.items()},
         "tpot_of_lru": max(t / tpots["lru"][m] for m, t in tpots[name].items()),
     }
+
+
+def _of_best(loaded: dict[str, float], tpots: dict[str, dict[str, float]], name: str) -> dict[str, float]:
+    others = [*PLAIN, *OTHERS]
+    if not loaded.keys() >= {*others}:
+        return {}
+    slowest = max(t / min(tpots[one][m] for one in others) for m, t in tpots[name].items())
+    return {"of_best": loaded[name] / min(loaded[one] for one in others), "tpot_of_best": slowest}
 
 
 def means(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -160,8 +169,8 @@ def means(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _mean(rows: list[dict[str, Any]], trace: str) -> dict[str, Any]:
     """Of what hangs on the better of all, the worst."""
-    keys = ("gap", *(key for key in rows[0] if key.startswith("tpot_") and key != "tpot_of_lru"))
-    worst = {key: max(row[key] for row in rows) for key in ("tpot_of_lru", "of_best") if key in rows[0]}
+    keys = ("gap", *(key for key in rows[0] if key.startswith("tpot_") and key not in WORST))
+    worst = {key: max(row[key] for row in rows) for key in WORST if key in rows[0]}
     about = {key: rows[0][key] for key in ("memory", "learned from", "system")}
     return {"trace": trace, "domain": "mean"} | about | {key: fmean(row[key] for row in rows) for key in keys} | worst
 
