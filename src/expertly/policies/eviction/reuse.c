@@ -14,13 +14,14 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-#if defined(__x86_64__) && defined(__GLIBC__)
+#ifdef FASTEST
+#elif defined(__x86_64__) && defined(__GLIBC__)
 #define FASTEST __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define FASTEST
 #endif
 
-enum { BATCH = 4, HORIZON = 8, KEPT = BATCH + HORIZON, LANES = 16 };
+enum { BATCH = 4, HORIZON = 8, KEPT = BATCH + HORIZON, LANES = 8, ROWS = 16 };
 
 typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define AT(pointer) ((vector *)(pointer))
@@ -359,8 +360,8 @@ INLINE void pass(struct reuse *r, struct layer *l, int has_base, const float *er
     vector e0 = {0}, e1 = {0}, e2 = {0}, e3 = {0};
     memset(l->product, 0, (size_t)width * sizeof(float));
     if (has_base) memset(l->base, 0, (size_t)width * sizeof(float));
-    for (int64_t begin = 0; begin < num_seen; begin += LANES) {
-        int64_t end = begin + LANES < num_seen ? begin + LANES : num_seen;
+    for (int64_t begin = 0; begin < num_seen; begin += ROWS) { /* they stay in the first cache */
+        int64_t end = begin + ROWS < num_seen ? begin + ROWS : num_seen;
         for (int64_t e = 0; e < width; e += LANES) {
             vector product = *AT(l->product + e), base = *AT(l->base + e);
             if (errors) {
@@ -369,6 +370,7 @@ INLINE void pass(struct reuse *r, struct layer *l, int has_base, const float *er
             }
             for (int64_t s = begin; s < end; s++) {
                 vector *place = AT(l->weights + s * width + e), weights = *place;
+                __builtin_prefetch(l->weights + (s + ROWS) * width + e); /* twice as fast from memory */
                 if (errors) *place = weights += (e0 * c0[s] + e1 * c1[s]) + (e2 * c2[s] + e3 * c3[s]);
                 product += weights * recent[s];
                 if (has_base) base += weights * mean[s];

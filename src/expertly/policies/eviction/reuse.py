@@ -244,7 +244,7 @@ class CompiledReuse:
         rows = []  # of all layers, [S, E]: sums over S are sums of rows, each filled up to whole vectors
         for own, seen in places:
             first = _first_weights(own, seen)
-            rows.append(np.zeros((first.shape[1], -(-len(first) // 16) * 16), np.float32))
+            rows.append(np.zeros((first.shape[1], -(-len(first) // 8) * 8), np.float32))
             self.weights.append(rows[-1][:, : len(first)].T)
             self.weights[-1][:] = first
         past = OwnPast(len(places))
