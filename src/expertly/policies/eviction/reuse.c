@@ -1,11 +1,10 @@
 /* What NumpyReuse (reuse.py) computes, to within rounding, in one call a layer. Called through ctypes: plain C, no Python
  * in it. Everything lies in the caller's memory.
  *
- * Decisions are the same on every machine: sums have an order that no instruction set changes, no product is fused with
- * a sum (-ffp-contract=off), and nothing comes from a mathematical library.
+ * Every instruction set and compiler gives the same bits: the order of sums is written down, no product is fused with a
+ * sum (-ffp-contract=off), and nothing comes from a mathematical library.
  *
- * Legend as in reuse.py: L layers, E experts of a layer, S experts that it sees. Weights are [S, E] here: sums over S
- * then are sums of rows.
+ * L layers, E experts of a layer, S experts that it sees. Weights are [S, E] here: sums over S then are sums of rows.
  */
 
 #include <stddef.h>
@@ -32,7 +31,7 @@ typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 /* Of the interface: whoever calls it knows the same number. */
 int expertly_reuse_version(void) { return 1; }
 
-/* By name and in order as `_Given` in reuse.py has them. */
+/* In the order in which CompiledReuse packs them. */
 struct given {
     int64_t batch, horizon, num_layers, num_steps, num_ages, num_age_classes, num_rates;
     const int64_t *layers; /* [L, 5]: first of its own experts, their number; the same of those it sees; its weights */
@@ -139,9 +138,7 @@ size_t expertly_reuse_begin(char *memory, const struct given *given) {
     for (int64_t number = 0; number < given->num_layers; number++) {
         struct layer *l = memory ? &r->layers[number] : &one;
         lay_out_layer(l, given, number, arena);
-        if (memory) {
-            for (int64_t e = 0; e < l->num; e++) l->age[e] = (int32_t)given->num_ages;
-        }
+        for (int64_t e = 0; memory && e < l->num; e++) l->age[e] = (int32_t)given->num_ages;
         most = l->width > most ? l->width : most;
         most_seen = l->num_seen > most_seen ? l->num_seen : most_seen;
         num_experts += l->num;
