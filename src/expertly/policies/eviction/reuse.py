@@ -44,10 +44,6 @@ MEANING: Mapping[str, float] = {"discount": DISCOUNT, "horizon": HORIZON, "fadin
 MAX_TOKENS = 1 << 53
 MAX_WEIGHT = 1e6  # far above any that is learned, so that a file's weights do not overflow
 MOST_WEIGHTS = 1 << 18  # of a layer: with many experts it uses the inputs of fewer layers, at least its own
-MOST_PRODUCTS = 1 << 17
-"""Multiplications in one product of matrices. BLAS splits larger ones among threads, which costs more than it saves
-here, and might round differently with another number of threads.
-"""
 SURE = 100.0
 """Added, in a prompt, to the values of layers yet to run; above any value, since a prompt needs nearly all experts."""
 
@@ -317,7 +313,7 @@ class NumpyReuse:
 class LayerReuse:
     """The weights of the E experts of one layer, and the steps that they have yet to learn from. `own` and `seen` are
     the dense ids of these experts and of the S experts whose inputs the layer uses, its own among them. `recent` and
-    `mean` are the inputs of all experts by dense id and their averages; the model updates the former, layers the
+    `mean` are the inputs of all experts by dense id and their averages; `NumpyReuse` updates the former, layers the
     latter. `past` is shared by all layers.
     """
 
@@ -340,14 +336,9 @@ class LayerReuse:
         self._classes = np.zeros((num_kept, num), np.int64)
         self._worth: Floats = np.zeros(num, np.float32)
         self._targets, self._near = _targets(DISCOUNT), _targets(NEAR_DISCOUNT)
-        self._num_together = max(1, MOST_PRODUCTS // (BATCH * num_seen))  # experts in one product
-        self._change: Floats = np.empty((min(num, self._num_together), num_seen), np.float32)
-
         self._past = past
-        # Views are made once: making one takes NumPy as long as adding two rows.
         self._recent, self._own_recent = recent[seen], recent[own]
         self._mean, self._own_mean = mean[seen], mean[own]
-        self._rows = [*zip(*self._kept(), strict=True)]
 
     def step(self, used: Sequence[int], similar: Floats, num_tokens: int, *, is_decode: bool) -> Floats:
         """The layer is about to use these experts, by number in the layer. `similar`: what similar steps needed after
@@ -360,7 +351,7 @@ class LayerReuse:
             self._num_kept = 0
             self._follow(self._own_recent, num_tokens)
             self._rebase()
-        inputs, values, similars, uses, classes = self._rows[self._num_kept]
+        inputs, values, similars, uses, classes = (array[self._num_kept] for array in self._kept())
         inputs[:] = self._recent
         similars[:] = similar
         np.add(self._products(inputs), self._base, out=values)
@@ -401,11 +392,7 @@ class LayerReuse:
         self._past.learn(self._classes[:BATCH], self._values[:BATCH], self._similar[:BATCH], needed)
         errors = np.matmul(self._targets, self._used) - self._values[:BATCH]
         errors *= (RATE / (_LEAST_NORM + np.einsum("bs,bs->b", inputs, inputs)))[:, None]
-        together = self._num_together
-        for start in range(0, len(self.weights), together):
-            weights = self.weights[start : start + together]
-            change = self._change[: len(weights)]
-            weights += np.matmul(errors[:, start : start + together].T, inputs, out=change)
+        self.weights += np.einsum("be,bs->es", errors, inputs)
         self._follow(np.add.reduce(self._inputs[:BATCH, self._own_seen]) / BATCH, BATCH)
         self._rebase()
         self._served *= _FADING_OF_RATES
@@ -430,11 +417,9 @@ class LayerReuse:
         np.subtract(self._own_mean * np.float32(_SUM_OF_DISCOUNTS), self._products(self._mean), out=self._base)
 
     def _products(self, inputs: Floats) -> Floats:
-        """The product of each expert's weights with the inputs, [E]: one product of vectors each, which BLAS does not
-        thread.
-        """
-        products: Floats = np.matmul(self.weights[:, None, :], inputs[:, None])
-        return products[:, 0, 0]
+        """[E]. Not by BLAS, which might round differently with another number of threads."""
+        products: Floats = np.einsum("es,s->e", self.weights, inputs)
+        return products
 
 
 def state_of(model: ReuseModel) -> dict[str, npt.NDArray[Any]]:
@@ -474,8 +459,8 @@ class SimilarSteps:
             return self._nothing[layer]
         likeness /= total
         shares = np.convolve(np.concatenate((likeness[-HORIZON:], likeness[:-1])), _NEAR_USES, "valid")
-        needed: Floats = np.matmul(used[:, None, :], shares[:, None])  # as `LayerReuse._products`
-        return needed[:, 0, 0]
+        needed: Floats = np.einsum("es,s->e", used, shares)
+        return needed
 
     def end(self, layer: int) -> Floats:
         """A prompt runs: what follows it does not follow the last steps. Returns zeros, [E]."""
