@@ -1,5 +1,5 @@
-/* What NumpyReuse (reuse.py) computes, to within rounding, in one call a layer. Called through ctypes: plain C, no Python
- * in it. Everything lies in the caller's memory.
+/* What NumpyReuse (reuse.py) computes, to within rounding, in one call a layer. Called through ctypes: plain C, no
+ * Python in it. Everything lies in the caller's memory.
  *
  * Every instruction set and compiler gives the same bits: the order of sums is written down, no product is fused with a
  * sum (-ffp-contract=off), and nothing comes from a mathematical library.
@@ -25,6 +25,7 @@ enum { BATCH = 4, HORIZON = 8, KEPT = BATCH + HORIZON, LANES = 8, ROWS = 16 };
 typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define AT(pointer) ((vector *)(pointer))
 
+#define TO_WHOLE 12582912.0f /* added, it rounds to a whole number, which is in the lowest bits */
 #define NEGLIGIBLE 1e-10f /* of shares, whose sum is 5 */
 #define LEAST_INPUT 1e-20f /* lower ones are 0: some processors take a hundred times as long for the lowest numbers */
 
@@ -34,7 +35,7 @@ int expertly_reuse_version(void) { return 1; }
 /* In the order in which CompiledReuse packs them. */
 struct given {
     int64_t batch, horizon, num_layers, num_steps, num_ages, num_age_classes, num_rates;
-    const int64_t *layers; /* [L, 5]: first of its own experts, their number; the same of those it sees; its weights */
+    const int64_t *layers;      /* [L, 5]: its first expert, their number; the same of those it sees; its weights */
     float *mean, *values;       /* of all experts */
     const int64_t *age_classes; /* [num_ages] */
     const float *rates;         /* [num_rates - 1]: the least of each class but the first */
@@ -81,7 +82,7 @@ struct reuse {
     float *said, weights[3];
 };
 
-/* -- memory ---------------------------------------------------------------------------------------------------------- */
+/* -- memory --------------------------------------------------------------------------------------------------------- */
 
 struct arena {
     char *memory;
@@ -121,9 +122,9 @@ static void lay_out_layer(struct layer *l, const struct given *given, int64_t nu
     TAKE(l->chosen, given->num_steps * l->words);
 }
 
-/* Bytes of a model's state; 0 where `given` has other sizes of steps than this code. Where `memory` is not NULL it is
- * that many zeros, at a multiple of 64, and becomes the state of a model that has seen nothing. It keeps the pointers in
- * `given`, all but `layers`.
+/* Bytes of a model's state; 0 where `given` has another batch or horizon. Where `memory` is not NULL it is that many
+ * zeros, at a multiple of 64, and becomes the state of a model that has seen nothing. It keeps the pointers in `given`,
+ * all but `layers`.
  */
 size_t expertly_reuse_begin(char *memory, const struct given *given) {
     struct arena space = {memory, 0}, *arena = &space;
@@ -163,14 +164,17 @@ size_t expertly_reuse_begin(char *memory, const struct given *given) {
     return arena->used;
 }
 
-/* -- similar steps --------------------------------------------------------------------------------------------------- */
+/* -- similar steps -------------------------------------------------------------------------------------------------- */
 
-INLINE float sum_of(const float *lanes) {
-    float sums[LANES];
-    memcpy(sums, lanes, sizeof sums);
+INLINE float dot(const float *a, const float *b, int64_t n) {
+    float lanes[LANES] = {0};
+    int64_t p = 0;
+    for (; p + LANES <= n; p += LANES)
+        for (int i = 0; i < LANES; i++) lanes[i] += a[p + i] * b[p + i];
+    for (; p < n; p++) lanes[0] += a[p] * b[p];
     for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) sums[i] += sums[i + width];
-    return sums[0];
+        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    return lanes[0];
 }
 
 /* For -87 <= x <= 0; to within 2 units of the last place. */
@@ -178,8 +182,8 @@ INLINE float exponential(float x) {
     union {
         float value;
         int32_t bits;
-    } power = {.value = x * 1.44269504f + 12582912.0f}; /* rounds to a whole number, in the lowest bits */
-    float whole = power.value - 12582912.0f, rest = x - whole * 0.693359375f - whole * -2.12194440e-4f;
+    } power = {.value = x * 1.44269504f + TO_WHOLE};
+    float whole = power.value - TO_WHOLE, rest = x - whole * 0.693359375f - whole * -2.12194440e-4f;
     float sum = 1.9875691500e-4f;
     sum = sum * rest + 1.3981999507e-3f;
     sum = sum * rest + 8.3334519073e-3f;
@@ -187,7 +191,7 @@ INLINE float exponential(float x) {
     sum = sum * rest + 1.6666665459e-1f;
     sum = sum * rest + 5.0000001201e-1f;
     sum = sum * (rest * rest) + rest + 1;
-    power.bits = (power.bits - 0x4b400000 + 127) << 23;
+    power.bits = (power.bits - 0x4b400000 + 127) << 23; /* 0x4b400000: the bits of TO_WHOLE */
     return sum * power.value;
 }
 
@@ -200,7 +204,8 @@ INLINE uint64_t num_bits(uint64_t x) {
     return (x + (x >> 32)) & 127;
 }
 
-INLINE void add_common(float *alike, const uint64_t *chosen, const uint64_t *now, int64_t words, int64_t n, float each) {
+INLINE void add_common(float *alike, const uint64_t *chosen, const uint64_t *now, int64_t words, int64_t n,
+                       float each) {
     for (int64_t p = 0; p < n; p++) {
         uint64_t common = 0;
         for (int64_t i = 0; i < words; i++) common += num_bits(chosen[p * words + i] & now[i]);
@@ -231,7 +236,7 @@ INLINE void followed_by(struct reuse *r, int64_t number, const int32_t *experts,
     r->layer = number;
     memset(now, 0, (size_t)words * sizeof *now);
     for (int64_t i = 0; i < num; i++) now[experts[i] / 64] |= (uint64_t)1 << experts[i] % 64;
-    if (words == 1)
+    if (words == 1) /* known when it is compiled */
         add_common(alike, l->chosen, now, 1, n, each);
     else if (words == 2)
         add_common(alike, l->chosen, now, 2, n, each);
@@ -251,11 +256,7 @@ INLINE void followed_by(struct reuse *r, int64_t number, const int32_t *experts,
         float x = alike[p] - most;
         likeness[p] = exponential(x < -87 ? -87 : x) * r->is_followed[p];
     }
-    memset(lanes, 0, sizeof lanes);
-    for (int64_t p = 0; p + LANES <= n; p += LANES)
-        for (int i = 0; i < LANES; i++) lanes[i] += likeness[p + i];
-    for (int64_t p = n / LANES * LANES; p < n; p++) lanes[0] += likeness[p];
-    total = sum_of(lanes);
+    total = dot(likeness, r->is_followed, n);
     if (!(total > 0)) return;
     memcpy(r->likeness, likeness + n - HORIZON, HORIZON * sizeof *likeness);
     for (int64_t p = 0; p < n; p++) {
@@ -272,7 +273,7 @@ INLINE void followed_by(struct reuse *r, int64_t number, const int32_t *experts,
     }
 }
 
-/* -- own past -------------------------------------------------------------------------------------------------------- */
+/* -- own past ------------------------------------------------------------------------------------------------------- */
 
 /* x[3] = a[3, 3] ** -1 * b[3], of a symmetric, positive definite matrix. */
 INLINE void solve(double a[3][3], double *b, float *x) {
@@ -322,7 +323,7 @@ INLINE void learn_past(struct reuse *r, struct layer *l) {
                              (r->nums[i] + r->given.first_seen));
 }
 
-/* -- a layer --------------------------------------------------------------------------------------------------------- */
+/* -- a layer -------------------------------------------------------------------------------------------------------- */
 
 INLINE double power(double base, int64_t exponent) {
     double found = 1;
@@ -353,7 +354,6 @@ INLINE void follow(struct reuse *r, struct layer *l, const float *recent, int64_
 INLINE void pass(struct reuse *r, struct layer *l, int has_base, const float *errors, const float *centred) {
     int64_t num = l->num, width = l->width, num_seen = l->num_seen;
     const float *recent = r->recent + l->first_seen, *mean = r->given.mean + l->first_seen;
-    const float *c0 = centred, *c1 = c0 + num_seen, *c2 = c1 + num_seen, *c3 = c2 + num_seen;
     vector e0 = {0}, e1 = {0}, e2 = {0}, e3 = {0};
     memset(l->product, 0, (size_t)width * sizeof(float));
     if (has_base) memset(l->base, 0, (size_t)width * sizeof(float));
@@ -367,8 +367,10 @@ INLINE void pass(struct reuse *r, struct layer *l, int has_base, const float *er
             }
             for (int64_t s = begin; s < end; s++) {
                 vector *place = AT(l->weights + s * width + e), weights = *place;
-                __builtin_prefetch(l->weights + (s + ROWS) * width + e); /* twice as fast from memory */
-                if (errors) *place = weights += (e0 * c0[s] + e1 * c1[s]) + (e2 * c2[s] + e3 * c3[s]);
+                __builtin_prefetch(l->weights + (s + ROWS) * width + e); /* from memory, twice as fast */
+                if (errors)
+                    *place = weights += (e0 * centred[s] + e1 * centred[num_seen + s]) +
+                                        (e2 * centred[2 * num_seen + s] + e3 * centred[3 * num_seen + s]);
                 product += weights * recent[s];
                 if (has_base) base += weights * mean[s];
             }
@@ -413,19 +415,10 @@ INLINE void learn(struct reuse *r, struct layer *l) {
     const float *mean = r->given.mean + l->first_seen;
     for (int row = 0; row < BATCH; row++) {
         const float *inputs = ROW(l->inputs, row, num_seen), *values = ROW(l->values, row, width);
-        float *needed = r->needed + row * width, *errors = r->errors + row * width, *centred = r->centred + row * num_seen;
-        float lanes[LANES] = {0}, share;
-        int64_t s = 0;
-        for (; s + LANES <= num_seen; s += LANES)
-            for (int i = 0; i < LANES; i++) {
-                centred[s + i] = inputs[s + i] - mean[s + i];
-                lanes[i] += centred[s + i] * centred[s + i];
-            }
-        for (; s < num_seen; s++) {
-            centred[s] = inputs[s] - mean[s];
-            lanes[0] += centred[s] * centred[s];
-        }
-        share = (float)r->given.rate / ((float)r->given.least_norm + sum_of(lanes));
+        float *needed = r->needed + row * width, *errors = r->errors + row * width;
+        float *centred = r->centred + row * num_seen;
+        for (int64_t s = 0; s < num_seen; s++) centred[s] = inputs[s] - mean[s];
+        float share = (float)r->given.rate / ((float)r->given.least_norm + dot(centred, centred, num_seen));
         memset(needed, 0, (size_t)width * sizeof *needed);
         memset(errors, 0, (size_t)width * sizeof *errors);
         for (int k = 0; k < HORIZON; k++) {
@@ -452,8 +445,8 @@ INLINE void learn(struct reuse *r, struct layer *l) {
     l->num_kept = HORIZON;
 }
 
-/* A layer is about to run `batch_tokens` tokens with these `num` experts, by number in the layer; `numbers` are they, then
- * their tokens. Writes the values of the layer's experts.
+/* A layer is about to run `batch_tokens` tokens with `num` experts: `numbers` are these, by number in the layer, then
+ * the tokens of each. Writes the values of the layer's experts.
  */
 FASTEST void expertly_reuse_observe(struct reuse *r, int number, int num, const int32_t *numbers, int64_t batch_tokens,
                                     int is_decode) {
@@ -506,7 +499,7 @@ FASTEST void expertly_reuse_observe(struct reuse *r, int number, int num, const 
         for (int64_t i = 0; i < num_used; i++) {
             float least = 1.0f / (float)batch_tokens, own = recent[used[i]] > least ? recent[used[i]] : least;
             float between = 1 / own, most = (float)r->given.num_ages;
-            l->age[used[i]] = (int32_t)((between < most ? between : most) + 12582912.0f - 12582912.0f);
+            l->age[used[i]] = (int32_t)((between < most ? between : most) + TO_WHOLE - TO_WHOLE);
         }
         for (int64_t e = 0; e < experts; e++) l->served[e] += recent[e] * (float)batch_tokens;
         l->num_served += (float)batch_tokens;

@@ -73,7 +73,6 @@ _FIRST_WEIGHTS = np.array([0.3, 0.0, 0.5])  # of the model, similar steps and ow
 _RIDGE = 5.0  # how firmly the first weights are held to, in squares of values
 _VERSION = 1
 """Of the interface of reuse.c, which has the same number."""
-_FUNCTIONS = ("expertly_reuse_begin", "expertly_reuse_observe", "expertly_reuse_restored")
 
 
 class ReuseModel(LearnedState):
@@ -220,7 +219,8 @@ def compiled_reuse(folder: Path = Path(__file__).parent) -> ctypes.PyDLL | None:
             library = ctypes.PyDLL(str(path))
             if library.expertly_reuse_version() != _VERSION:
                 continue
-            begin, observe, restored = (getattr(library, name) for name in _FUNCTIONS)
+            begin, observe = library.expertly_reuse_begin, library.expertly_reuse_observe
+            restored = library.expertly_reuse_restored
         except (OSError, AttributeError):
             continue
         begin.argtypes, begin.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_size_t
