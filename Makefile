@@ -49,7 +49,7 @@ ready: $(STAMP) $(WHEEL_STAMP) $(DIST_STAMP) $(TRITON_STAMP)
 # The stamp is the last thing made, so a set-up that was interrupted starts over. PyTorch goes first and alone: as a
 # dependency of something else pip may choose a build of several gigabytes. Systems that ship Python without ensurepip
 # get their pip from the interpreter's own. Where there is a C compiler, installing builds the faster products.
-$(STAMP): pyproject.toml $(wildcard src/expertly/*/*.[ch])
+$(STAMP): pyproject.toml $(shell find src -name '*.[ch]')
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "expertly needs Python 3.10 or newer; this is " + sys.version.split()[0] + ": make PYTHON=...")'
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || \
 	    { $(PYTHON) -m venv --without-pip $(VENV_FLAGS) $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
@@ -136,5 +136,6 @@ test-versions: $(STAMP)
 	    build/versions/bin/python -m pytest -q tests/model tests/engine/test_lossless.py tests/cli/test_run.py; done
 
 clean:
-	rm -rf src/expertly/*/*.so $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist site
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist site
+	find src -name '*.so' -delete
 	find src tests tools bench -name __pycache__ -type d -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """Compiles the control plane and the simulator's loop with mypyc where a wheel is made; pyproject.toml says all else.
 
 An editable install runs the sources, so that an edit counts at once. Without a C compiler a wheel holds the sources
-alone: everything runs, decisions take about twice as long (docs/log.md).
+alone: everything runs, decisions take two to five times as long (docs/log.md).
 """
 
 import os

@@ -13,6 +13,7 @@ import pytest
 
 import expertly
 from expertly.native.kernels import choose_kernels
+from expertly.policies.eviction.reuse import compiled_reuse
 from expertly.scheduler import slots
 from expertly.sim import link
 from tests.golden import simulator
@@ -31,7 +32,8 @@ has_compiler = shutil.which("cc") is not None and (Path(sysconfig.get_paths()["i
 def test_it_is_compiled_and_counts_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERTLY_KERNELS", "auto")
     assert choose_kernels().name.split()[0] == "native"
-    assert {library.parent.name for library in PACKAGE.glob("*/_*.so")} >= {"native", "store"}
+    assert {library.parent.name for library in PACKAGE.rglob("_*.so")} >= {"native", "store", "eviction"}
+    assert compiled_reuse() is not None
     for module in (slots, link):
         assert module.__file__ is not None and Path(module.__file__).suffix == ".so"
     assert_unchanged(simulator.demo_replay(tmp_path), 4, ["25%"])

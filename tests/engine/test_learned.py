@@ -25,7 +25,7 @@ from expertly.core.errors import ConfigError, StoreError
 from expertly.engine import learned as learned_module
 from expertly.engine import observe as prediction_module
 from expertly.engine.learned import SavedState
-from expertly.policies.eviction import EVICTIONS
+from expertly.policies.eviction import EVICTIONS, reuse
 from expertly.policies.eviction.reuse import LayerReuse, Reuse, ReuseModel
 from expertly.policies.learned import LearnedState, read_learned, save_learned
 from expertly.policies.predictor.eam.matrices import Matrices
@@ -406,8 +406,11 @@ def test_what_ends_the_writer_reaches_who_closes(tmp_path: Path, monkeypatch: py
     assert num_in(tmp_path / "my.reuse") == 1, "and it is written at the end all the same"
 
 
-def test_what_an_interrupt_left_half_done_is_not_written(own: tuple[Case, Path]) -> None:
+def test_what_an_interrupt_left_half_done_is_not_written(
+    own: tuple[Case, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file is what it was before; the model goes on with what it has."""
+    monkeypatch.setattr(reuse, "compiled_reuse", lambda: None)
     case, store = own
     learn(store, case, "expertly")
     before, step = beside(store, "expertly").read_bytes(), LayerReuse.step

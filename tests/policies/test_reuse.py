@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import shutil
+import subprocess
 import threading
+from ctypes import PyDLL
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from expertly.core.geometry import Geometry
+from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
 from expertly.policies.eviction import EVICTIONS, reuse
 from expertly.policies.eviction.reuse import (
@@ -29,6 +33,7 @@ from expertly.policies.eviction.reuse import (
     LayerReuse,
     Reuse,
     ReuseModel,
+    compiled_reuse,
     num_weights,
     state_of,
 )
@@ -39,6 +44,36 @@ LAYERS, EXPERTS = 3, 16
 
 
 SHAPE = geometry(layers=LAYERS, experts=EXPERTS, top_k=2)
+
+
+SOURCE = Path(reuse.__file__).with_name("reuse.c")
+COMPILERS = {"fastest": "gcc -O3", "plain": "gcc -O1 -DFASTEST="}
+"""The second keeps to the instructions that every processor has."""
+
+
+def compile_into(folder: Path, text: str, compiler: str = COMPILERS["plain"]) -> Path:
+    if shutil.which("gcc") is None:
+        pytest.skip("no C compiler")
+    folder.mkdir(exist_ok=True)
+    (folder / "reuse.c").write_text(text)
+    words = *compiler.split(), "-std=gnu11", "-ffp-contract=off", "-shared", "-fPIC"
+    subprocess.run([*words, "-o", folder / "_reuse.so", folder / "reuse.c"], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PyDLL | None]:
+    """What computes, and None for NumPy."""
+    found: dict[str, PyDLL | None] = {"numpy": None}
+    for name, compiler in COMPILERS.items():
+        found[name] = compiled_reuse(compile_into(tmp_path_factory.mktemp(name), SOURCE.read_text(), compiler))
+        assert found[name] is not None
+    return found
+
+
+@pytest.fixture
+def in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse, "compiled_reuse", lambda: None)
 
 
 class Reference:
@@ -268,7 +303,7 @@ def test_it_learns_from_the_choices_of_an_earlier_layer() -> None:
     assert np.mean(found[-600:]) > 0.88
 
 
-def test_values_are_those_of_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_those_of_the_formulas(monkeypatch: pytest.MonkeyPatch, in_numpy: None) -> None:
     """In lock-step with the reference over decode and prompts, with an expert that several tokens chose, and more steps
     than are compared with the running one.
     """
@@ -288,14 +323,71 @@ def test_values_are_those_of_the_formulas(monkeypatch: pytest.MonkeyPatch) -> No
             np.testing.assert_allclose(model._values[first : first + EXPERTS], expected, atol=2e-3)
 
 
+@pytest.mark.parametrize("seed", seeds(1, 6))
+def test_compiled_it_computes_the_same(
+    seed: int, libraries: dict[str, PyDLL | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in NumPy to within rounding, and to the bit with any instruction set. Layers of several sizes decode batches
+    of one and more with pads among them; there are prompts, more steps than are compared with the running one, layers
+    that a step leaves out, and in the middle all go on from what one of them learned.
+    """
+    monkeypatch.setattr(reuse, "STEPS", 60)
+    sizes = (16, 5, 70, 130, 24, 64)
+    shape = Geometry(tuple(LayerGeometry(num, 1, 4, 16, 3, 2) for num in sizes))
+    dice, models = random.Random(seed), {}
+    for name, library in libraries.items():
+        monkeypatch.setattr(reuse, "compiled_reuse", lambda library=library: library)
+        models[name] = ReuseModel(shape)
+    topics = [[dice.sample(range(num), max(3, num // 4)) for num in sizes] for _ in range(3)]
+    for step in range(600):
+        if step % 25 == 0:
+            topic, batch = dice.choice(topics), dice.choice([1, 1, 1, 5])
+        is_prompt = step % 140 == 70
+        for layer, num in enumerate(sizes):
+            if is_prompt:
+                experts = dice.sample(range(num), dice.randint(1, num))
+                router = RouterRan(layer, experts, [dice.randint(0, 9) for _ in experts], [False] * len(experts), 40)
+            elif batch == 1:
+                experts = dice.sample(topic[layer] if dice.random() < 0.9 else range(num), min(3, num))
+                router = one_token(layer, experts)
+            else:
+                experts = dice.sample(range(num), min(num, 9))
+                tokens = [dice.choice([0, 1, 1, 2]) for _ in experts]
+                router = RouterRan(layer, experts, tokens, [True] * len(experts), batch)
+            if dice.random() < 0.98:
+                for model in models.values():
+                    model.observe(router)
+                expected = models["numpy"].worth()
+                np.testing.assert_allclose(models["plain"].worth(), expected, rtol=1e-4, atol=1e-5)
+                np.testing.assert_array_equal(models["plain"].worth(), models["fastest"].worth())
+        if step == 300:
+            state = state_of(models["plain"])
+            for model in models.values():
+                model.restore(state)
+    for name, expected in state_of(models["numpy"]).items():
+        for library in COMPILERS:
+            np.testing.assert_allclose(state_of(models[library])[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_library_of_another_version_or_none_at_all_is_left_alone(tmp_path: Path) -> None:
+    text, known = SOURCE.read_text(), "expertly_reuse_version(void) { return 1; }"
+    assert known in text
+    assert compiled_reuse(compile_into(tmp_path / "newer", text.replace(known, known.replace("1", "2")))) is None
+    assert compiled_reuse(compile_into(tmp_path / "lacks", text.replace("reuse_restored", "reuse_other"))) is None
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "_reuse.so").write_bytes(b"no library")
+    assert compiled_reuse(tmp_path / "damaged") is None
+    assert compiled_reuse(tmp_path / "nowhere") is None
+
+
 def test_prompts_teach_nothing_but_what_was_used_lately() -> None:
     dice, model = random.Random(4), ReuseModel(SHAPE)
     ranks(model, told_by_another(100, 5))
-    before = [layer.weights.copy() for layer in model._layers]
+    before = state_of(model)["weights"]
     for _ in range(60):
         for layer in range(LAYERS):
             model.observe(prompt(layer, dice))
-    assert all(np.array_equal(layer.weights, old) for layer, old in zip(model._layers, before, strict=True))
+    np.testing.assert_array_equal(state_of(model)["weights"], before)
     new = ReuseModel(SHAPE)
     new.observe(RouterRan(1, [2, 6], [1, 39], [False, False], 40))
     assert values(new, 1).argsort()[-2:].tolist() == [2, 6]
@@ -315,7 +407,7 @@ def test_a_layer_that_is_yet_to_run_is_nearer() -> None:
 @pytest.mark.parametrize(("experts", "looked_at"), [(32, 9), (128, 9), (256, 3), (512, 1), (600, 1)])
 def test_with_many_experts_a_layer_looks_at_fewer_others(experts: int, looked_at: int) -> None:
     model = ReuseModel(geometry(layers=9, experts=experts))
-    assert model._layers[4].weights.shape == (experts, looked_at * experts)
+    assert model._arithmetic.weights[4].shape == (experts, looked_at * experts)
     model.observe(one_token(4, [1, 2]))
     assert model.worth()[4 * experts + 1] > model.worth()[4 * experts + 3]
     state = model.state()
@@ -348,7 +440,9 @@ def test_rates_are_copies() -> None:
         np.testing.assert_array_equal(state[name], array)
 
 
-def test_one_that_was_interrupted_while_it_learned_has_nothing_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_was_interrupted_while_it_learned_has_nothing_to_give(
+    monkeypatch: pytest.MonkeyPatch, in_numpy: None
+) -> None:
     model, learn = taught(), LayerReuse._follow
     assert model.state() is not None
 
@@ -365,7 +459,7 @@ def test_one_that_was_interrupted_while_it_learned_has_nothing_to_give(monkeypat
     assert model.state() is None, "what was half done is never known to be whole again"
 
 
-def test_another_thread_never_sees_it_half_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_thread_never_sees_it_half_changed(monkeypatch: pytest.MonkeyPatch, in_numpy: None) -> None:
     """One that looks while a layer learns gets nothing; one that looks between two layers gets it whole."""
     model, follow, seen = taught(), LayerReuse._follow, []
 

@@ -2,14 +2,18 @@
 what followed similar steps, and each expert's own past. They learn while the model runs, and each counts as much as it
 has been right lately (ours).
 
-`Reuse` orders one cache. The caches of one model share a `ReuseModel`, which has a `LayerReuse` for each layer and, for
-all layers, one `SimilarSteps` and one `OwnPast`.
+`Reuse` orders one cache. The caches of one model share a `ReuseModel`. Its arithmetic is reuse.c where that was
+compiled at installation, else `NumpyReuse`: a `LayerReuse` for each layer and, for all layers, one `SimilarSteps` and
+one `OwnPast`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import struct
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -40,10 +44,6 @@ MEANING: Mapping[str, float] = {"discount": DISCOUNT, "horizon": HORIZON, "fadin
 MAX_TOKENS = 1 << 53
 MAX_WEIGHT = 1e6  # far above any that is learned, so that a file's weights do not overflow
 MOST_WEIGHTS = 1 << 18  # of a layer: with many experts it uses the inputs of fewer layers, at least its own
-MOST_PRODUCTS = 1 << 17
-"""Multiplications in one product of matrices. BLAS splits larger ones among threads, which costs more than it saves
-here, and might round differently with another number of threads.
-"""
 SURE = 100.0
 """Added, in a prompt, to the values of layers yet to run; above any value, since a prompt needs nearly all experts."""
 
@@ -65,12 +65,14 @@ _AGES = (*range(8), *(num << octave for octave in range(8) for num in (8, 10, 12
 """Steps since the last use (0 in the step itself): the most of each class but the last."""
 _AGE_CLASSES = np.searchsorted(_AGES, np.arange(_AGES[-1] + 2)).astype(np.int64)  # class of 0, 1, 2, ... steps
 _LEAST_OCTAVE = -13
-_LEAST_RATE = np.float32(2.0**_LEAST_OCTAVE)  # uses a step; lower rates count as this
 _NUM_RATES = -2 * _LEAST_OCTAVE
+_RATES = (2.0 ** (np.arange(1, _NUM_RATES) / 2 + _LEAST_OCTAVE)).astype(np.float32)  # the least of each class but one
 _FADING_OF_RATES = np.float32((1 - MEAN_RATE) ** BATCH)
 _FIRST_SEEN = 4.0  # uses that the initial worth of a class counts for
 _FIRST_WEIGHTS = np.array([0.3, 0.0, 0.5])  # of the model, similar steps and own past
 _RIDGE = 5.0  # how firmly the first weights are held to, in squares of values
+_VERSION = 1
+"""Of the interface of reuse.c, which has the same number."""
 
 
 class ReuseModel(LearnedState):
@@ -89,38 +91,30 @@ class ReuseModel(LearnedState):
     def __init__(self, geometry: Geometry) -> None:
         self.shape = ModelShape.of(geometry)
         num_experts = geometry.num_experts
-        self._recent: Floats = np.zeros(num_experts, np.float32)  # by dense id
-        self._mean: Floats = np.zeros(num_experts, np.float32)  # the average of `_recent`
+        self._mean: Floats = np.zeros(num_experts, np.float32)  # of all inputs, by dense id
         self._values: Floats = np.zeros(num_experts, np.float32)  # as computed when each layer ran last
-        places = _places(self.shape.num_experts)
-        past = OwnPast(len(places))
-        self._similar = SimilarSteps(self.shape.num_experts)
-        self._layers = [LayerReuse(own, seen, self._recent, self._mean, past) for own, seen in places]
+        library = compiled_reuse()
+        self._arithmetic = (
+            NumpyReuse(self.shape.num_experts, self._mean, self._values)
+            if library is None
+            else CompiledReuse(library, self.shape.num_experts, self._mean, self._values)
+        )
+        self._num_tokens = [0] * len(self.shape.num_experts)  # that each layer has seen
         self._discounts: dict[int, Floats] = {}  # running layer -> discount of every expert's value
         self._worth: Floats | None = self._values
         self._layer = 0  # the running one, or the last that ran
         self._is_decode = True
         self._num_begun = self._num_ended = 0  # changes of its state: the numbers differ while one is made
-        self._own = [(self._recent[layer.own], self._values[layer.own]) for layer in self._layers]
 
     def observe(self, router: RouterRan) -> None:
         """A layer is about to run. Prompts move the inputs; only decode updates weights."""
-        layer, batch_tokens, experts = router.layer, router.batch_tokens, router.experts
-        self._layer, self._worth = layer, None
+        self._layer, self._worth = router.layer, None
         self._is_decode = router.is_part_of_decode or True in router.is_decode
-        if not batch_tokens:
+        if not router.batch_tokens:
             return
         self._num_begun += 1
-        left = float(FADING**batch_tokens)
-        share = (1 - left) / batch_tokens
-        recent, values = self._own[layer]
-        recent *= left
-        for expert, num in zip(experts, router.num_tokens, strict=True):
-            recent[expert] += num * share
-        if 0 in router.num_tokens:  # chosen by pads alone
-            experts = [expert for expert, num in zip(experts, router.num_tokens, strict=True) if num]
-        similar = self._similar.followed_by(layer, experts) if self._is_decode else self._similar.end(layer)
-        values[:] = self._layers[layer].step(experts, similar, batch_tokens, is_decode=self._is_decode)
+        self._arithmetic.observe(router, is_decode=self._is_decode)
+        self._num_tokens[router.layer] += router.batch_tokens
         self._num_ended += 1
 
     def worth(self) -> Floats:
@@ -130,7 +124,7 @@ class ReuseModel(LearnedState):
         if self._worth is None:
             self._worth = self._values * self._discount(self._layer)
             if not self._is_decode:
-                self._worth[self._layers[self._layer].own.stop :] += SURE
+                self._worth[sum(self.shape.num_experts[: self._layer + 1]) :] += SURE
         return self._worth
 
     def state(self) -> dict[str, npt.NDArray[Any]] | None:
@@ -143,28 +137,30 @@ class ReuseModel(LearnedState):
         if num_begun != self._num_ended:
             return None
         state = {
-            "tokens": np.array([layer.num_tokens for layer in self._layers], np.int64),
+            "tokens": np.array(self._num_tokens, np.int64),
             "mean": self._mean.copy(),
-            "weights": np.concatenate([layer.weights.reshape(-1) for layer in self._layers]),
+            "weights": np.concatenate([weights.reshape(-1) for weights in self._arithmetic.weights]),
         }
         return state if num_begun == self._num_begun else None
 
     def restore(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Continue from the state of a model with the same layers."""
         self._mean[:] = state["mean"]
+        self._num_tokens = state["tokens"].tolist()
         start = 0
-        for layer, num_tokens in zip(self._layers, state["tokens"].tolist(), strict=True):
-            end = start + layer.weights.size
-            layer.restore(state["weights"][start:end].reshape(layer.weights.shape), num_tokens)
+        for weights in self._arithmetic.weights:
+            end = start + weights.size
+            weights[:] = state["weights"][start:end].reshape(weights.shape)
             start = end
         assert start == len(state["weights"])
+        self._arithmetic.restored([min(num, MEANS_KNOWN) for num in self._num_tokens])
 
     # -- as a file keeps it ------------------------------------------------------------------------------------
 
     @property
     def num_learned(self) -> int:
         """Tokens seen by the layer that saw most."""
-        return max(layer.num_tokens for layer in self._layers)
+        return max(self._num_tokens)
 
     @property
     def generation(self) -> int:  # type: ignore[override]
@@ -204,29 +200,127 @@ class ReuseModel(LearnedState):
 
     def _discount(self, layer: int) -> Floats:
         if layer not in self._discounts:
-            num_layers = len(self._layers)
+            num_layers = len(self._num_tokens)
             ahead = (np.arange(num_layers) - layer - 1) % num_layers + 1
             discounts = np.repeat(NEAR_DISCOUNT ** (ahead / num_layers), self.shape.num_experts)
             self._discounts[layer] = discounts.astype(np.float32)
         return self._discounts[layer]
 
 
+@cache
+def compiled_reuse(folder: Path = Path(__file__).parent) -> ctypes.PyDLL | None:
+    """The library of reuse.c. None where it was not compiled when expertly was installed, or is of another version.
+
+    Calls keep the interpreter lock: they take microseconds, and to get it back from a thread that computes may take
+    milliseconds. So no thread sees a layer half done.
+    """
+    for path in sorted(folder.glob("_reuse*.so")):
+        try:
+            library = ctypes.PyDLL(str(path))
+            if library.expertly_reuse_version() != _VERSION:
+                continue
+            begin, observe = library.expertly_reuse_begin, library.expertly_reuse_observe
+            restored = library.expertly_reuse_restored
+        except (OSError, AttributeError):
+            continue
+        begin.argtypes, begin.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_size_t
+        observe.argtypes = (ctypes.c_void_p, *2 * (ctypes.c_int,), ctypes.c_char_p, ctypes.c_int64, ctypes.c_int)
+        restored.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        observe.restype = restored.restype = None
+        return library
+    return None
+
+
+class CompiledReuse:
+    """What `NumpyReuse` does, by reuse.c."""
+
+    def __init__(self, library: ctypes.PyDLL, num_experts: Sequence[int], mean: Floats, values: Floats) -> None:
+        places = _places(num_experts)
+        self.weights: list[Floats] = []
+        rows = []  # of all layers, [S, E]: sums over S are sums of rows, each filled up to whole vectors
+        for own, seen in places:
+            first = _first_weights(own, seen)
+            rows.append(np.zeros((first.shape[1], -(-len(first) // 8) * 8), np.float32))
+            self.weights.append(rows[-1][:, : len(first)].T)
+            self.weights[-1][:] = first
+        past = OwnPast(len(places))
+        sizes = BATCH, HORIZON, len(places), STEPS, len(_AGE_CLASSES), len(_AGES) + 1, _NUM_RATES
+        layers = np.array(
+            [
+                (own.start, own.stop - own.start, seen.start, seen.stop - seen.start, weights.ctypes.data)
+                for (own, seen), weights in zip(places, rows, strict=True)
+            ],
+            np.int64,
+        )
+        arrays = layers, mean, values, _AGE_CLASSES, _RATES, past.first, _FIRST_WEIGHTS, _USES, _NEAR_USES
+        numbers = (
+            *(FADING, RATE, _LEAST_NORM, MEAN_RATE, _SUM_OF_DISCOUNTS, SHARPNESS, CARRIED, _RIDGE, _FIRST_SEEN),
+            *(_FADING_OF_RATES, past.fading, past.fading_of_said),
+        )
+        given = struct.pack("7q9P12d", *sizes, *(one.ctypes.data for one in arrays), *numbers)
+        nbytes = library.expertly_reuse_begin(None, given)
+        assert nbytes, "reuse.c is of other sizes"
+        memory = np.zeros(nbytes + 64, np.uint8)
+        self._state = ctypes.c_void_p(-(-memory.ctypes.data // 64) * 64)
+        library.expertly_reuse_begin(self._state, given)
+        self._pointed_to = (memory, *arrays, *rows)
+        self._observe, self._restored = library.expertly_reuse_observe, library.expertly_reuse_restored
+
+    def observe(self, router: RouterRan, *, is_decode: bool) -> None:
+        num = len(router.experts)
+        numbers = struct.pack(f"{2 * num}i", *router.experts, *router.num_tokens)
+        self._observe(self._state, router.layer, num, numbers, router.batch_tokens, is_decode)
+
+    def restored(self, num_followed: Sequence[int]) -> None:
+        self._restored(self._state, np.array(num_followed, np.int64).ctypes.data)
+
+
+class NumpyReuse:
+    """What the values of all experts follow from. It writes them to `values`, and the averages of their inputs to
+    `mean`, by dense id.
+    """
+
+    def __init__(self, num_experts: Sequence[int], mean: Floats, values: Floats) -> None:
+        recent: Floats = np.zeros(len(mean), np.float32)  # by dense id
+        places = _places(num_experts)
+        past = OwnPast(len(places))
+        self._similar = SimilarSteps(num_experts)
+        self._layers = [LayerReuse(own, seen, recent, mean, past) for own, seen in places]
+        self._own = [(recent[own], values[own]) for own, _ in places]
+        self.weights = [layer.weights for layer in self._layers]
+        """Of each layer, [E, S]. Who writes them calls `restored` then."""
+
+    def observe(self, router: RouterRan, *, is_decode: bool) -> None:
+        """A layer is about to run at least one token."""
+        layer, batch_tokens, experts = router.layer, router.batch_tokens, router.experts
+        left = float(FADING**batch_tokens)
+        share = (1 - left) / batch_tokens
+        recent, values = self._own[layer]
+        recent *= left
+        for expert, num in zip(experts, router.num_tokens, strict=True):
+            recent[expert] += num * share
+        if 0 in router.num_tokens:  # chosen by pads alone
+            experts = [expert for expert, num in zip(experts, router.num_tokens, strict=True) if num]
+        similar = self._similar.followed_by(layer, experts) if is_decode else self._similar.end(layer)
+        values[:] = self._layers[layer].step(experts, similar, batch_tokens, is_decode=is_decode)
+
+    def restored(self, num_followed: Sequence[int]) -> None:
+        """Weights and means come from another process; the means of each layer count for so many tokens."""
+        for layer, num in zip(self._layers, num_followed, strict=True):
+            layer.restored(num)
+
+
 class LayerReuse:
     """The weights of the E experts of one layer, and the steps that they have yet to learn from. `own` and `seen` are
     the dense ids of these experts and of the S experts whose inputs the layer uses, its own among them. `recent` and
-    `mean` are the inputs of all experts by dense id and their averages; the model updates the former, layers the
+    `mean` are the inputs of all experts by dense id and their averages; `NumpyReuse` updates the former, layers the
     latter. `past` is shared by all layers.
     """
 
     def __init__(self, own: slice, seen: slice, recent: Floats, mean: Floats, past: OwnPast) -> None:
         num, num_seen = own.stop - own.start, seen.stop - seen.start
-        self.own = own
         self._own_seen = slice(own.start - seen.start, own.stop - seen.start)
-        self.weights: Floats = np.zeros((num, num_seen), np.float32)
-        """[E, S]. Callers must not write it."""
-        experts = np.arange(num)
-        self.weights[experts, self._own_seen.start + experts] = OWN_WEIGHT
-        self.num_tokens = 0  # seen
+        self.weights = _first_weights(own, seen)
         self._base: Floats = np.zeros(num, np.float32)  # the value where inputs are at their averages
         num_kept = BATCH + HORIZON
         self._inputs: Floats = np.zeros((num_kept, num_seen), np.float32)  # of steps to learn from
@@ -242,14 +336,9 @@ class LayerReuse:
         self._classes = np.zeros((num_kept, num), np.int64)
         self._worth: Floats = np.zeros(num, np.float32)
         self._targets, self._near = _targets(DISCOUNT), _targets(NEAR_DISCOUNT)
-        self._num_together = max(1, MOST_PRODUCTS // (BATCH * num_seen))  # experts in one product
-        self._change: Floats = np.empty((min(num, self._num_together), num_seen), np.float32)
-
         self._past = past
-        # Views are made once: making one takes NumPy as long as adding two rows.
         self._recent, self._own_recent = recent[seen], recent[own]
         self._mean, self._own_mean = mean[seen], mean[own]
-        self._rows = [*zip(*self._kept(), strict=True)]
 
     def step(self, used: Sequence[int], similar: Floats, num_tokens: int, *, is_decode: bool) -> Floats:
         """The layer is about to use these experts, by number in the layer. `similar`: what similar steps needed after
@@ -262,7 +351,7 @@ class LayerReuse:
             self._num_kept = 0
             self._follow(self._own_recent, num_tokens)
             self._rebase()
-        inputs, values, similars, uses, classes = self._rows[self._num_kept]
+        inputs, values, similars, uses, classes = (array[self._num_kept] for array in self._kept())
         inputs[:] = self._recent
         similars[:] = similar
         np.add(self._products(inputs), self._base, out=values)
@@ -288,17 +377,11 @@ class LayerReuse:
         worth += values * of_model
         worth += similar * of_similar
         self._num_kept += 1
-        self.num_tokens += num_tokens
         self._num_followed += num_tokens
         return worth
 
-    def restore(self, weights: Floats, num_tokens: int) -> None:
-        """Continue from the weights that another process learned from so many tokens, and from its mean inputs, which
-        are set already.
-        """
-        self.weights[:] = weights
-        self.num_tokens = num_tokens
-        self._num_followed = min(num_tokens, MEANS_KNOWN)
+    def restored(self, num_followed: int) -> None:
+        self._num_followed = num_followed
         self._num_kept = 0
         self._rebase()
 
@@ -309,11 +392,7 @@ class LayerReuse:
         self._past.learn(self._classes[:BATCH], self._values[:BATCH], self._similar[:BATCH], needed)
         errors = np.matmul(self._targets, self._used) - self._values[:BATCH]
         errors *= (RATE / (_LEAST_NORM + np.einsum("bs,bs->b", inputs, inputs)))[:, None]
-        together = self._num_together
-        for start in range(0, len(self.weights), together):
-            weights = self.weights[start : start + together]
-            change = self._change[: len(weights)]
-            weights += np.matmul(errors[:, start : start + together].T, inputs, out=change)
+        self.weights += np.einsum("be,bs->es", errors, inputs)
         self._follow(np.add.reduce(self._inputs[:BATCH, self._own_seen]) / BATCH, BATCH)
         self._rebase()
         self._served *= _FADING_OF_RATES
@@ -327,8 +406,8 @@ class LayerReuse:
         return self._inputs, self._values, self._similar, self._used, self._classes
 
     def _rate(self) -> None:
-        octaves = np.log2(np.maximum(self._served / np.float32(self._num_served), _LEAST_RATE)) - _LEAST_OCTAVE
-        self._rate_class[:] = np.minimum((2 * octaves).astype(np.int64), _NUM_RATES - 1) * (len(_AGES) + 1)
+        rates = self._served / np.float32(self._num_served)
+        self._rate_class[:] = np.searchsorted(_RATES, rates, side="right") * (len(_AGES) + 1)
 
     def _follow(self, recent: Floats, num_tokens: int) -> None:
         rate = max(1 - (1 - MEAN_RATE) ** num_tokens, num_tokens / max(num_tokens, self._num_followed))
@@ -338,11 +417,9 @@ class LayerReuse:
         np.subtract(self._own_mean * np.float32(_SUM_OF_DISCOUNTS), self._products(self._mean), out=self._base)
 
     def _products(self, inputs: Floats) -> Floats:
-        """The product of each expert's weights with the inputs, [E]: one product of vectors each, which BLAS does not
-        thread.
-        """
-        products: Floats = np.matmul(self.weights[:, None, :], inputs[:, None])
-        return products[:, 0, 0]
+        """[E]. Not by BLAS, which might round differently with another number of threads."""
+        products: Floats = np.einsum("es,s->e", self.weights, inputs)
+        return products
 
 
 def state_of(model: ReuseModel) -> dict[str, npt.NDArray[Any]]:
@@ -381,9 +458,9 @@ class SimilarSteps:
         if not total:
             return self._nothing[layer]
         likeness /= total
-        shares = np.convolve(np.concatenate((likeness[-HORIZON:], likeness[:-1])), _DISCOUNTS, "valid")
-        needed: Floats = np.matmul(used[:, None, :], shares[:, None])  # as `LayerReuse._products`
-        return needed[:, 0, 0]
+        shares = np.convolve(np.concatenate((likeness[-HORIZON:], likeness[:-1])), _NEAR_USES, "valid")
+        needed: Floats = np.einsum("es,s->e", used, shares)
+        return needed
 
     def end(self, layer: int) -> Floats:
         """A prompt runs: what follows it does not follow the last steps. Returns zeros, [E]."""
@@ -414,31 +491,31 @@ class OwnPast:
     def __init__(self, num_layers: int) -> None:
         ages = np.array([*_AGES, 2 * _AGES[-1]])
         rates = 2.0 ** (np.arange(_NUM_RATES) / 2 + _LEAST_OCTAVE)
-        self._first = (0.75 / (1 + ages) + 1.5 * rates[:, None]).clip(0, 1).reshape(-1)
-        self._sums, self._nums = np.zeros(len(self._first)), np.zeros(len(self._first))
-        self.said: Floats = self._first.astype(np.float32)
+        self.first = (0.75 / (1 + ages) + 1.5 * rates[:, None]).clip(0, 1).reshape(-1)
+        self._sums, self._nums = np.zeros(len(self.first)), np.zeros(len(self.first))
+        self.said: Floats = self.first.astype(np.float32)
         """The worth of each class. Callers must not write it."""
         self.weights: Floats = _FIRST_WEIGHTS.astype(np.float32)
         """Of the model, similar steps and own past."""
         self._products = np.zeros((4, 4))  # of these three and what was needed
-        self._fading = np.exp(-BATCH / (WEIGHED * num_layers))
-        self._fading_of_said = np.exp(-BATCH / (KNOWN * num_layers))
+        self.fading = np.exp(-BATCH / (WEIGHED * num_layers))
+        self.fading_of_said = np.exp(-BATCH / (KNOWN * num_layers))
 
     def learn(self, classes: npt.NDArray[np.int64], values: Floats, similar: Floats, needed: Floats) -> None:
         """Learn from some steps of a layer, [B, E] each: the classes of its experts, what the model and similar steps
         said of them, and what they turned out to be worth.
         """
         terms = np.stack((values, similar, self.said[classes], needed)).reshape(4, -1).astype(np.float64)
-        self._products *= self._fading
+        self._products *= self.fading
         self._products += np.einsum("im,jm->ij", terms, terms)
         squares = self._products[:3, :3] + _RIDGE * np.eye(3)
         self.weights[:] = np.linalg.solve(squares, self._products[:3, 3] + _RIDGE * _FIRST_WEIGHTS)
         flat, num = classes.reshape(-1), len(self._nums)
         for array in (self._sums, self._nums):
-            array *= self._fading_of_said
+            array *= self.fading_of_said
         self._sums += np.bincount(flat, needed.reshape(-1), num)
         self._nums += np.bincount(flat, minlength=num)
-        self.said[:] = (self._sums + _FIRST_SEEN * self._first) / (self._nums + _FIRST_SEEN)
+        self.said[:] = (self._sums + _FIRST_SEEN * self.first) / (self._nums + _FIRST_SEEN)
 
 
 def num_weights(num_experts: Sequence[int]) -> int:
@@ -461,6 +538,14 @@ def _places(num_experts: Sequence[int]) -> list[tuple[slice, slice]]:
     return places
 
 
+def _first_weights(own: slice, seen: slice) -> Floats:
+    """[E, S]"""
+    num, num_seen = own.stop - own.start, seen.stop - seen.start
+    weights: Floats = np.eye(num, num_seen, own.start - seen.start, np.float32)
+    weights *= OWN_WEIGHT
+    return weights
+
+
 def _targets(discount: float) -> Floats:
     """[BATCH, BATCH + HORIZON]: uses -> the discounted uses after each of the first BATCH steps."""
     ahead = np.arange(BATCH + HORIZON) - np.arange(BATCH)[:, None]
@@ -468,7 +553,8 @@ def _targets(discount: float) -> Floats:
     return (weights / (1 - discount**HORIZON)).astype(np.float32)
 
 
-_DISCOUNTS = _targets(NEAR_DISCOUNT)[0, 1 : 1 + HORIZON]
+_USES, _NEAR_USES = (_targets(discount)[0, 1 : 1 + HORIZON].copy() for discount in (DISCOUNT, NEAR_DISCOUNT))
+"""The worth of a use after 1, 2, ... steps."""
 
 
 class ReuseTraining(Training):
