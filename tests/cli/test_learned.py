@@ -308,4 +308,4 @@ def test_the_second_run_begins_with_what_the_first_learned(model: Path, tmp_path
     assert line in told(capsys, *run(*learning, "--stats"))
     out = told(capsys, *run("--system", "expertly", "--learned", "off", "--stats"))
     assert f"[reuse: began with nothing learned: learned=off | {num_read} tokens by now]" in out
-    assert answer(capsys, *run("--learned", "off"))["reuse"] is None, "lru learns nothing"
+    assert answer(capsys, *run("--system", "lru"))["reuse"] is None, "lru learns nothing"

@@ -34,7 +34,7 @@ REFUSED = {
         ("--max-new-tokens 0", "'--max-new-tokens': '0': must be a whole number from 1"),
         ("--order nonsense", "order='nonsense': unknown; accepted: resident"),
         ("--codec zip", "codec='zip': unknown; accepted: none, planes, auto"),
-        ("--learned my.maps", "system 'lru' learns nothing that is kept"),
+        ("--system lru --learned my.maps", "system 'lru' learns nothing that is kept"),
         ("--predict fast", "accepted: auto, thread, inline"),
         ("--system fmoe --learned no/my.maps", "in a folder that exists"),
         ("--devices cpu:0,cpu:1 --device cpu", ONE_MEMORY),

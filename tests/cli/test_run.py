@@ -90,7 +90,7 @@ def test_one_answer_is_the_models_own_to_the_templated_message(chatting: Path, c
     out = capsys.readouterr().out
     text, _, measures = out.partition("\n\n")
     assert text == written(expected(chatting, [("user", "Hello")]))
-    for word in (f"{NUM_TOKENS} tokens", "tokens/s", "of experts hit", "50.0% of", "system lru"):
+    for word in (f"{NUM_TOKENS} tokens", "tokens/s", "of experts hit", "50.0% of", "system expertly"):
         assert word in measures
 
 

@@ -17,7 +17,6 @@ from expertly.engine.choice import Gain, TunedChoice, choices_path, save_choice,
 from expertly.model.packing import pack_cached
 from expertly.policies.allocation.moepic import uniform_plan
 from expertly.scheduler import presets as systems
-from expertly.scheduler.presets import BASE_SYSTEM
 from expertly.store.packed import PackedStore
 from tests.families import make_checkpoint
 
@@ -59,20 +58,21 @@ def loaded(model: Path, memory: str = "25%", **others: Any) -> dict[str, Any]:
         expertly.unload(run)
 
 
+DEFAULT = "expertly"  # for tiny experts
 ELSEWHERE = replace(HERE, kind="cuda", device="a card")
 OTHER_CPU = replace(HERE, cpu="another one", num_cpus=64)
 TWO = (("lfu", 0.25, {}), ("lcp", 0.75, {}))
 ALL_AND_FEW = (("resident", 1.0, {}), ("lfu", 0.1, {}))
 
 CASES: dict[str, tuple[Any, str, str, tuple[str, ...]]] = {
-    "nothing was chosen": ((), "25%", BASE_SYSTEM, ("nothing has been tuned", "expertly tune")),
+    "nothing was chosen": ((), "25%", DEFAULT, ("nothing has been tuned", "expertly tune")),
     "the memory": (TWO, "25%", "lfu", ("25.0% of the experts", "0.80x the time of lru")),
     "the nearest memory": (TWO, "30%", "lfu", ("25.0% of the experts", "the nearest to")),
     "the other is nearer": (TWO, "60%", "lcp", ("the nearest to",)),
     "too little for all": (ALL_AND_FEW, "90%", "lfu", ()),
     "enough for all": (ALL_AND_FEW, "100%", "resident", ()),
-    "it cannot run": ((("promoe", 0.25, {}),), "25%", BASE_SYSTEM, ("cannot run",)),
-    "another kind of device": ((("lfu", 0.25, {"machine": ELSEWHERE}),), "25%", BASE_SYSTEM, ("kind cpu",)),
+    "it cannot run": ((("promoe", 0.25, {}),), "25%", DEFAULT, ("cannot run",)),
+    "another kind of device": ((("lfu", 0.25, {"machine": ELSEWHERE}),), "25%", DEFAULT, ("kind cpu",)),
     "another processor": ((("lfu", 0.25, {"machine": OTHER_CPU}),), "25%", "lfu", ("num_cpus 64 there",)),
 }
 """Choices, the memory, and the system that runs with what is said of it."""
@@ -125,7 +125,7 @@ def test_a_plan_that_does_not_fit_is_left_out_and_named(model: Path, store: Pack
 def test_a_file_that_cannot_be_used_is_said_so(model: Path, store: PackedStore, data: str) -> None:
     choices_path(store).write_text(data)
     stats = loaded(model)
-    assert stats["system"] == BASE_SYSTEM
+    assert stats["system"] == DEFAULT
     assert "cannot be used" in stats["system_reason"] and str(choices_path(store)) in stats["system_reason"]
 
 

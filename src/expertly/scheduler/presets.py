@@ -37,7 +37,7 @@ AUTO_SYSTEM = "auto"
 BOUNDS = ("belady", "belady-global", "oracle", "resident")
 """Simulated beside the systems that are compared: bounds, and every expert kept."""
 
-LEAST_NBYTES = 1 << 20
+LEAST_NBYTES = 1 << 19
 """Least bytes of an expert for `expertly-ahead` to be the default: loading tiny ones is faster than asking routers."""
 
 _PRESETS = f"""
@@ -121,7 +121,7 @@ def default_system(layers: Sequence[LayerGeometry]) -> tuple[str, float]:
     expert takes less time than working out whether it will be needed.
     """
     nbytes = sum(layer.nbytes for layer in layers) / sum(layer.num_experts for layer in layers)
-    return "expertly-ahead" if nbytes >= LEAST_NBYTES else BASE_SYSTEM, nbytes / (1 << 20)
+    return "expertly-ahead" if nbytes >= LEAST_NBYTES else "expertly", nbytes / (1 << 20)
 
 
 def without_prediction(system: System) -> System:
