@@ -23,6 +23,8 @@ def made(folder: Path) -> Path:
 
 def do(folder: Path, item: int) -> int:
     """Items from 90 on do something else."""
+    with (folder / "begun").open("a") as file:
+        file.write(f"{item} ")
     if item == 90:
         raise ConfigError("item: wrong")
     if item == 91:
@@ -43,8 +45,14 @@ def are_gone(folder: Path) -> bool:
 
 def test_results_come_in_order_from_as_many_workers_as_asked_for(tmp_path: Path) -> None:
     assert list(started(tmp_path, [3, 1, 2, 5])) == [30, 10, 20, 50]
-    assert 1 <= len(list(tmp_path.iterdir())) <= 2 and are_gone(tmp_path)
-    assert str(os.getpid()) not in {one.name for one in tmp_path.iterdir()}
+    workers = {one.name for one in tmp_path.iterdir() if one.name.isdecimal()}
+    assert 1 <= len(workers) <= 2 and str(os.getpid()) not in workers and are_gone(tmp_path)
+
+
+def test_what_is_long_begins_first(tmp_path: Path) -> None:
+    found = in_processes(1, partial(made, tmp_path), do, [1, 2, 7, 3, 8], lambda item: item > 6)
+    assert list(found) == [10, 20, 70, 30, 80]
+    assert (tmp_path / "begun").read_text().split() == ["7", "8", "1", "2", "3"]
 
 
 def test_an_error_is_the_callers_and_ends_the_others(tmp_path: Path) -> None:

@@ -23,28 +23,33 @@ _workers: list[Callable[[], Any]] = []
 
 
 def in_processes(
-    jobs: int, make: Callable[[], Worker], do: Callable[[Worker, Item], Found], items: Sequence[Item]
+    jobs: int,
+    make: Callable[[], Worker],
+    do: Callable[[Worker, Item], Found],
+    items: Sequence[Item],
+    is_long: Callable[[Item], bool] = lambda item: False,
 ) -> Iterator[Found]:
     """`do(worker, item)` of each item, in their order; so many at once, each in a process with a worker of its own,
-    which `make` makes there. All of them are pickled. What one raises is raised here, and ends the others, as closing
-    this iterator does. Raises ExpertlyError where a process ends by itself.
+    which `make` makes there. All of them are pickled. Long items begin before the others. What one raises is raised
+    here, and ends the others, as closing this iterator does. Raises ExpertlyError where a process ends by itself.
     """
     context = multiprocessing.get_context("spawn")  # threads, as of libraries and progress bars, do not survive a fork
     pool = ProcessPoolExecutor(min(jobs, len(items)), context, _begin, (make,))
-    futures: list[Future[Found]] = []
+    futures: dict[int, Future[Found]] = {}
     try:
         # Processes inherit the mask: an interrupt is for this one, which ends them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            futures += [pool.submit(_do, do, item) for item in items]
+            for number in sorted(range(len(items)), key=lambda number: not is_long(items[number])):
+                futures[number] = pool.submit(_do, do, items[number])
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for future in futures:
-            yield future.result()
+        for number in range(len(items)):
+            yield futures[number].result()
     except BrokenProcessPool:
         raise ExpertlyError("a process ended, perhaps for want of memory; --jobs 1 needs least") from None
     finally:
-        if not all(future.done() for future in futures):
+        if not all(future.done() for future in futures.values()):
             for process in pool._processes.values():
                 process.kill()
         pool.shutdown(cancel_futures=True)

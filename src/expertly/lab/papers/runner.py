@@ -171,7 +171,8 @@ class Session:
             return
         alone = {one.name: self.result(one) for one in experiments if one.is_timed}
         make = partial(_open_session, self._options, self._scratch)
-        others = in_processes(jobs, make, _result, [one.name for one in experiments if one.name not in alone])
+        names = [one.name for one in experiments if one.name not in alone]
+        others = in_processes(jobs, make, _result, names, lambda name: find_experiment(name).is_long)
         for one in experiments:
             yield alone.get(one.name) or next(others)
 
