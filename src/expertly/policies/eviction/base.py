@@ -98,6 +98,7 @@ _Entry = tuple[float, int]  # (score, expert)
 
 _MANY = 64
 """Kept experts from which on sorting all of them costs more than keeping a heap."""
+_NEVER = np.inf  # the score of what is not kept, among victims
 _FEW = 16
 """Victims up to which searching an array for the next costs less than sorting it."""
 
@@ -237,18 +238,20 @@ class DenseScoredPolicy(ScoredPolicy):
         values: list[float] = self.all_scores()[list(experts)].tolist()
         return values
 
-    def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
+    def victims(self, protected: Container[int]) -> Iterator[int]:
         left = self.all_scores() + self._barrier
         for _ in range(_FEW):
             expert = int(left.argmin())  # of equal ones the lowest id
-            score = float(left[expert])
-            if score == np.inf:
+            if left[expert] == _NEVER:
                 return
             if expert not in protected:
-                yield score, expert
-            left[expert] = np.inf
-        experts = np.flatnonzero(left < np.inf)
-        experts = experts[left[experts].argsort(kind="stable")]
-        for entry in zip(left[experts].tolist(), experts.tolist(), strict=True):
-            if entry[1] not in protected:
-                yield entry
+                yield expert
+            left[expert] = _NEVER
+        experts = np.flatnonzero(left < _NEVER)
+        for expert in experts[left[experts].argsort(kind="stable")].tolist():
+            if expert not in protected:
+                yield expert
+
+    def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
+        scores = self.all_scores()
+        return ((float(scores[expert]), expert) for expert in self.victims(protected))
