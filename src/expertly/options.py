@@ -123,6 +123,12 @@ def json_flag() -> Any:
     return option(False, "print one JSON object on stdout, messages on stderr")
 
 
+def jobs_option(what: str) -> Any:
+    """The field `jobs` of a command's options."""
+    least = "by default as many as there are processors"
+    return option(None, f"how many {what} run at once, each in its own process; {least}", least=1, panel=ADVANCED)
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """The options of `expertly.load` beside the model. Raises ConfigError naming the option, its value and what is

@@ -203,7 +203,7 @@ def results(study: Study, systems: Sequence[str], memory: str | int) -> dict[str
 
 def with_bounds(study: Study, systems: Sequence[str], memory: str | int) -> dict[str, dict[str, Any]]:
     """The same with the systems that are run for comparison, and with floors."""
-    return {row["system"]: row for row in study.results(systems, [_budget(memory)])}
+    return {row["system"]: row for row in next(study.results(systems, [_budget(memory)]))}
 
 
 def _budget(memory: str | int) -> Memory:

@@ -70,16 +70,16 @@ def test_the_number_nearest_three_that_divides_all() -> None:
 def test_each_system_has_its_own_segments_and_the_bounds_of_each(tmp_path: Path) -> None:
     trace = random_trace(tmp_path / "trace", LAYERS, 0, 20, prompt=4)
     memory = Memory("40%")
-    rows = list(make_study(trace).results(["lru", "lru:segments=4", "lfu:segments=5"], [memory]))
+    (rows,) = make_study(trace).results(["lru", "lru:segments=4", "lfu:segments=5"], [memory])
     asked, bounds = rows[:3], rows[3:]
     assert [row["segments"] for row in asked] == [1, 4, 3], "5 does not divide 12"
     assert [(row["system"], row["segments"]) for row in bounds] == [(name, p) for p in (1, 4, 3) for name in BOUNDS]
     for row, name in zip(asked, ("lru", "lru", "lfu"), strict=True):
         study = make_study(trace, segments=row["segments"])
-        alone, *others = study.results([name], [memory])
+        alone, *others = next(study.results([name], [memory]))
         assert row | {"system": name} == alone, "what the others are cut into changes nothing"
         assert [one for one in bounds if one["segments"] == row["segments"]] == others
-        assert {one["segments"] for one in study.results(["lru:segments=2"], [memory])} == {row["segments"]}
+        assert {one["segments"] for one in next(study.results(["lru:segments=2"], [memory]))} == {row["segments"]}
 
 
 def test_where_sizes_are_unknown_any_number_divides(tmp_path: Path) -> None:

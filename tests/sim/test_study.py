@@ -13,6 +13,7 @@ from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import BudgetError, ConfigError, HardwareError
 from expertly.core.geometry import Geometry
 from expertly.lab import synth
+from expertly.lab.compare.simulated import TokenTimelines
 from expertly.scheduler.presets import SYSTEMS
 from expertly.sim.hardware import Hardware, PredictorCosts
 from expertly.sim.schedule import Selection
@@ -69,7 +70,7 @@ def test_prompts_alone_have_a_ttft_and_nothing_of_decode(tmp_path: Path) -> None
 def test_resident_runs_once_for_all_budgets(tmp_path: Path) -> None:
     told: list[str] = []
     study = make_study(small(tmp_path), progress=lambda what, done, total: told.append(f"{what} of {total}"))
-    rows = list(study.results(["lru"], [Memory("30%"), Memory("60%")]))
+    rows = [row for rows in study.results(["lru"], [Memory("30%"), Memory("60%")]) for row in rows]
     residents = [row for row in rows if row["system"] == "resident"]
     assert [row.pop("memory") for row in residents] == ["30%", "60%"] and residents[0] == residents[1]
     assert told == [
@@ -90,6 +91,19 @@ def test_each_requests_hit_rate_is_of_its_own_decode(tmp_path: Path) -> None:
     row = results(make_study(make_trace(tmp_path / "trace", passes, LAYERS, num_requests=3)), ["lru"], "70%")["lru"]
     assert row["hit_rate_by_request"] == [2 / 3, 1.0, None], "cold for one token of three, warm, and a prompt alone"
     assert row["hit_rate"] == 3 / 4
+
+
+def test_processes_find_the_same_rows(tmp_path: Path) -> None:
+    """With what predictors learn from a training part, and the timelines of one token."""
+    trace = random_trace(tmp_path / "trace", LAYERS, 0, 60, prompt=4, num_requests=4)
+    found = []
+    for jobs in (1, 2):
+        timelines = TokenTimelines(5, "60%")
+        study = make_study(trace, selection=Selection(split=(1, 1)), chrome=timelines)
+        rows = list(study.results(["lru", "fmoe:update=no", "lru:segments=2"], [Memory("40%"), Memory("60%")], jobs))
+        found.append((rows, study.wants, timelines.of("fmoe:update=no", 1)))
+    assert found[0] == found[1]
+    assert [len(rows) for rows in found[0][0]] == [11, 11] and "scores" in found[0][1] and found[0][2]
 
 
 def test_one_row_alone_is_that_of_all_results(tmp_path: Path) -> None:

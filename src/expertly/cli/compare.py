@@ -32,6 +32,7 @@ from expertly.options import (
     RESEARCH,
     argument,
     check_one_memory,
+    jobs_option,
     json_flag,
     load_option,
     option,
@@ -100,6 +101,7 @@ class CompareOptions:
     plan: Path | None = path_option(
         None, "a plan for systems with split caching, from `expertly lab configure`", panel=RESEARCH
     )
+    jobs: int | None = jobs_option("simulations")
     json: bool = json_flag()
 
 
@@ -150,7 +152,19 @@ def _refuse(args: CompareOptions, names: tuple[str, ...], has_trace: bool) -> No
 
 
 def _settings(args: CompareOptions, has_trace: bool) -> ComparisonSettings:
-    same = ("requests", "tokens", "rounds", "temperature", "split", "seed", "segments", "dtype", "device", "hardware")
+    same = (
+        "requests",
+        "tokens",
+        "rounds",
+        "temperature",
+        "split",
+        "seed",
+        "segments",
+        "dtype",
+        "device",
+        "hardware",
+        "jobs",
+    )
     given = {name: getattr(args, name) for name in (*same, "predictor", "plan") if getattr(args, name) is not None}
     check_one_memory(args.memory, args.total_memory)
     field, text = ("memory", args.memory or DEFAULT_MEMORY)

@@ -14,7 +14,17 @@ from expertly.cli.output import Column, budgets_table, figures_table, message, p
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_number, format_rate, format_ratio, format_seconds, format_share
 from expertly.lab.compare.simulated import notes_on
-from expertly.options import ADVANCED, REQUIRED, RESEARCH, argument, json_flag, load_option, option, path_option
+from expertly.options import (
+    ADVANCED,
+    REQUIRED,
+    RESEARCH,
+    argument,
+    jobs_option,
+    json_flag,
+    load_option,
+    option,
+    path_option,
+)
 from expertly.policies.learned import LearnedFile, LearnedState
 from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import Hardware
@@ -79,6 +89,7 @@ class SimulateOptions:
     chrome_trace: Path | None = path_option(
         None, "write a timeline for chrome://tracing or ui.perfetto.dev", panel=ADVANCED
     )
+    jobs: int | None = jobs_option("systems")
     json: bool = json_flag()
 
 
@@ -118,7 +129,7 @@ def run(args: SimulateOptions) -> int:
             progress=progress,
             codec=args.codec,
         )
-        results = list(study.results(systems, memories))
+        results = [row for rows in study.results(systems, memories, args.jobs) for row in rows]
     facts = about(args, study, systems, geometry_name, predictor)
     if args.plot is not None:
         from expertly.lab.drawings import plot_simulation

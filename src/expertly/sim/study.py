@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from expertly.core.costs import CODECS, CodecCosts
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import DenseShape, Geometry, LayerGeometry, fitting_segments
 from expertly.core.observation import Want
 from expertly.core.placement import Share
-from expertly.core.resources import parse_memory
+from expertly.core.processes import in_processes
+from expertly.core.resources import granted_cpus, parse_memory
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
@@ -53,6 +54,9 @@ FIELDS = (
 PREDICTING = ("virtual", "inline")
 """Predicting takes the time that the hardware says, or none."""
 
+WORTH_PROCESSES = 300_000
+"""Layers to simulate, of all runs, from which on these share processes: a few seconds. Starting two takes 0.3 s."""
+
 Progress = Callable[[str, int, int], None]
 """`progress(what, rows done, rows in all)`."""
 
@@ -62,6 +66,14 @@ class Timelines(Protocol):
 
     def begin_run(self, name: str) -> SimulationWatcher | None:
         """The watcher of the run of this name, "SYSTEM, BUDGET"; None: nobody watches it."""
+
+
+@runtime_checkable
+class CollectedTimelines(Timelines, Protocol):
+    """Timelines that can be pickled, so that runs in other processes may be watched."""
+
+    def add(self, other: Any) -> None:
+        """Those of runs that another process watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +119,10 @@ class Memory:
             )
 
 
+_Ask = tuple[System, Memory, int, str]
+"""The system of a row, its budget, P, and what to call the budget."""
+
+
 @dataclass(slots=True)
 class Study:
     """What all runs share. Where `layers` is None, experts have no known size: there are rates, but no bytes or times,
@@ -129,6 +145,7 @@ class Study:
     chrome: Timelines | None = None
     progress: Progress | None = None
     codec: str = "none"  # of CODECS: how experts lie on disk
+    training: TrainingPart | None = None  # the schedule's, where studies share what is learned; None: one of its own
     wants: set[Want] = field(init=False, default_factory=set)
     """What the predictors of the systems that ran so far want to see."""
     _workload: TraceWorkload = field(init=False)
@@ -140,7 +157,7 @@ class Study:
 
     def __post_init__(self) -> None:
         self._workload = TraceWorkload(self.trace, self.schedule.test)
-        self._training = TrainingPart(self.trace, self.schedule.training)
+        self._training = self.training or TrainingPart(self.trace, self.schedule.training)
         self._popularity = popularity(self.trace, self.schedule.training, self.geometry)
         self._check_codec()
         if self.layers is not None:
@@ -200,8 +217,11 @@ class Study:
     def _budget(self, memory: Memory, num_segments: int) -> Budget:
         return memory.budget(self._cut(num_segments), self.layers is not None)
 
-    def results(self, systems: Sequence[str], memories: Sequence[Memory]) -> Iterator[dict[str, Any]]:
-        """A row for each system and budget, and after them those of BOUNDS, for each P that the systems have.
+    def results(
+        self, systems: Sequence[str], memories: Sequence[Memory], jobs: int | None = 1
+    ) -> Iterator[list[dict[str, Any]]]:
+        """For each budget the rows of the systems and, after them, of BOUNDS, for each P that the systems have. So many
+        `jobs` run at once, each in its own process; None: as many as there are processors, where that saves time.
 
         Raises ConfigError for a system that does not exist or a budget that cannot be, before anything runs.
         """
@@ -215,18 +235,44 @@ class Study:
                 self._budget(memory, num_segments)
             for system in asked.values():
                 self._check_plan(system, memory)
-        for memory in memories:
-            rows: dict[tuple[str, int], dict[str, Any]] = {}
-            for (name, num_segments), system in runs.items():
-                label = memory.label if len(cuts) == 1 else f"{memory.label}, P = {num_segments}"
-                rows[name, num_segments] = self._row(system, memory, num_segments, label)
+        asks = [
+            (system, memory, num, memory.label if len(cuts) == 1 else f"{memory.label}, P = {num}")
+            for memory in memories
+            for (_, num), system in runs.items()
+        ]
+        found = self._rows(asks, jobs)
+        for _ in memories:
+            rows = {key: next(found) for key in runs}
             for (name, num_segments), row in rows.items():
                 if name == "resident":
                     row["floor_tpot_s"] = row["tpot_s"]
                 elif row["skipped"] is None:
                     resident, belady = (rows[bound, num_segments] for bound in ("resident", "belady-global"))
                     row["floor_tpot_s"] = self._floor_tpot_s(resident, belady)
-                yield row
+            yield [*rows.values()]
+
+    def _rows(self, asks: Sequence[_Ask], jobs: int | None) -> Iterator[dict[str, Any]]:
+        if jobs is None:
+            num_layers = self._workload.num_rows * self._workload.num_layers * len(asks)
+            jobs = granted_cpus() if num_layers >= WORTH_PROCESSES else 1
+        chrome = self.chrome
+        if min(jobs, len(asks)) == 1 or not (chrome is None or isinstance(chrome, CollectedTimelines)):
+            for ask in asks:
+                yield self._row(*ask)
+            return
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        make = partial(Study, **(given | {"chrome": None, "progress": None}))
+        what, num_rows = f"{min(jobs, len(asks))} processes", self._workload.num_rows
+        if self.progress is not None:
+            self.progress(what, 0, num_rows * len(asks))
+        pairs = in_processes(jobs, make, _row_elsewhere, [(chrome, ask) for ask in asks])
+        for number, (row, wants, watched) in enumerate(pairs, 1):
+            self.wants |= wants
+            if chrome is not None:
+                chrome.add(watched)
+            if self.progress is not None:
+                self.progress(what, number * num_rows, num_rows * len(asks))
+            yield row
 
     def _check_plan(self, system: System, memory: Memory) -> None:
         if self.plan is not None and system.takes_plan:
@@ -418,6 +464,14 @@ class Study:
         if codec is not None and not has_host_tier(self.hardware, self.geometry):
             seconds = max(codec.ratio * seconds, nbytes / codec.all_nbytes_per_s)
         return float(max(tpot_s, seconds / num_iterations))
+
+
+def _row_elsewhere(
+    study: Study, asked: tuple[Timelines | None, _Ask]
+) -> tuple[dict[str, Any], set[Want], Timelines | None]:
+    """A row in this process, what its predictor wanted to see, and its timeline."""
+    study.chrome, ask = asked
+    return study._row(*ask), study.wants, study.chrome
 
 
 def _made_by(weights: type[LearnedState]) -> str:

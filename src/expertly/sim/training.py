@@ -57,6 +57,7 @@ class TrainingPart:
             if len(self._filled) >= _NUM_KEPT:
                 del self._filled[next(iter(self._filled))]
             self._filled[key] = predictor
+        self._filled[key] = self._filled.pop(key)  # the one that was asked for last goes last
         return deepcopy(self._filled[key])
 
     def history_of(self, predictor: Predictor | None) -> str | None:

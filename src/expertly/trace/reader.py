@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -82,6 +82,9 @@ class Trace:
         is_done = manifest.is_complete  # then a tail is what is left of the last shard
         tail: Records = np.empty(0, dtype) if is_done else read_tail(folder, dtype, manifest.num_iterations)
         return cls(folder, manifest, requests, tail)
+
+    def __reduce__(self) -> tuple[Callable[[Path], Trace], tuple[Path]]:
+        return Trace.open, (self.folder,)  # another process maps the files itself
 
     @property
     def is_complete(self) -> bool:

@@ -38,6 +38,7 @@ class ComparisonSettings:
     predictor: Path | None = None
     plan: Path | None = None
     total_memories: tuple[str, ...] = ()  # for everything; `memories` is what they leave, once a model was loaded
+    jobs: int | None = None  # simulations at once; None: as many as there are processors
     is_raw: bool = False  # prompts are texts, whatever chat template the model has
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -86,6 +87,10 @@ class TokenTimelines:
         watcher = self._runs[f"{system}, {budget}"] = TokenTimeline(self._iteration)
         return watcher
 
+    def add(self, other: TokenTimelines) -> None:
+        """Those of runs that another process watched."""
+        self._runs |= other._runs
+
     def of(self, system: str, segments: int) -> dict[str, Any] | None:
         for name in (f"{system}, {self._label}, P = {segments}", f"{system}, {self._label}"):
             if name in self._runs:
@@ -142,7 +147,6 @@ class Simulated:
     notes: list[str] = field(default_factory=list)
 
     def add(self, found: Iterable[dict[str, Any]]) -> None:
-        """Add rows as they come, so that an exception loses none."""
         for row in found:
             if row["skipped"] is None:
                 self.rows[row["memory"], row["system"], row["segments"]] = row
@@ -180,13 +184,17 @@ def simulate(
     timelines = TokenTimelines(iteration, settings.timeline_memory)
     study.chrome = None if study.layers is None else timelines
     study.progress = lambda what, done, total: progress(f"simulator, {what}", done, total)
+    left = deque(map(Memory, settings.memories))
     try:
-        for memory in map(Memory, settings.memories):
+        while left:
             try:
-                into.add(study.results(settings.systems, [memory]))
+                for rows in study.results(settings.systems, [*left], settings.jobs):
+                    into.add(rows)
+                    left.popleft()
+                    keep()
             except ExpertlyError:
-                _one_by_one(study, settings.systems, memory, into)
-            keep()
+                _one_by_one(study, settings.systems, left.popleft(), into)
+                keep()
     finally:
         into.timelines = _shown(timelines, into.rows, settings)
         into.notes = list(notes_on(study))
@@ -195,7 +203,7 @@ def simulate(
 def _one_by_one(study: Study, systems: Sequence[str], memory: Memory, into: Simulated) -> None:
     for name in systems:
         try:
-            into.add(study.results([name], [memory]))
+            into.add(*study.results([name], [memory]))
         except ExpertlyError as error:
             into.failed(name, memory.label, str(error))
 

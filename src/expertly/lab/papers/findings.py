@@ -119,6 +119,7 @@ class Experiment:
     most: int = 2  # traces that it runs on
     stand_in: str = ""  # made-up routing that it also runs on: `moepic.STAND_IN` or `recorded.SWITCH`
     is_timed: bool = False  # reads a real clock
+    is_long: bool = False  # so long that it should not begin last
 
     @property
     def name(self) -> str:

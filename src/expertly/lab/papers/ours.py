@@ -82,7 +82,7 @@ BATCHES = (2, 4)
 ANSWER = 64
 
 
-@PAPER.experiment("assumptions", takes=TAKEN, most=2)
+@PAPER.experiment("assumptions", takes=TAKEN, most=2, is_long=True)
 def assumptions(lab: Lab) -> Finding:
     """Sensitivity of the order of systems to launches, link, batch and context
 

@@ -7,9 +7,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ import jinja2
 from expertly import __version__
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.core.geometry import Geometry
-from expertly.core.resources import parse_memory
+from expertly.core.processes import in_processes
+from expertly.core.resources import granted_cpus, parse_memory
 from expertly.lab.papers import fmoe, moe_infinity, moepic, ours, promoe, recorded
 from expertly.lab.papers.findings import TAKEN, Experiment, Finding, Paper, Result
 from expertly.lab.papers.runs import LEARNED_TOKENS, Lab, Subject
@@ -161,17 +161,20 @@ class Session:
         }
         self._labs: dict[tuple[str, int], Lab] = {}
 
-    def results(self, experiments: Sequence[Experiment], jobs: int = 1) -> Iterator[Result]:
-        """In order; so many at once, each in a process of its own. What reads a clock runs before them, alone."""
+    def results(self, experiments: Sequence[Experiment], jobs: int | None = 1) -> Iterator[Result]:
+        """In order; so many at once, each in a process of its own; None: as many as there are processors. What reads a
+        clock runs before them, alone.
+        """
+        jobs = jobs or granted_cpus()
         if min(jobs, len(experiments)) < 2:
             yield from map(self.result, experiments)
             return
         alone = {one.name: self.result(one) for one in experiments if one.is_timed}
-        context = get_context("spawn")  # threads of libraries do not survive a fork
-        with ProcessPoolExecutor(jobs, context, _open_session, (self._options, self._scratch)) as pool:
-            found = [None if one.name in alone else pool.submit(_result, one.name) for one in experiments]
-            for one, future in zip(experiments, found, strict=True):
-                yield alone[one.name] if future is None else future.result()
+        make = partial(_open_session, self._options, self._scratch)
+        names = [one.name for one in experiments if one.name not in alone]
+        others = in_processes(jobs, make, _result, names, lambda name: find_experiment(name).is_long)
+        for one in experiments:
+            yield alone.get(one.name) or next(others)
 
     def result(self, experiment: Experiment) -> Result:
         """On the traces that have what it needs; what cannot run on one is said."""
@@ -274,18 +277,14 @@ class Session:
         return "".join(f" ({num} of {', '.join(names)})" for num, names in by_num.items())
 
 
-_sessions: list[Session] = []
-"""Of this process, where it is one of several; at most one."""
-
-
-def _open_session(options: ReproduceOptions, scratch: Path) -> None:
+def _open_session(options: ReproduceOptions, scratch: Path) -> Session:
     folder = scratch / str(os.getpid())
     folder.mkdir()
-    _sessions.append(Session(options, folder))
+    return Session(options, folder)
 
 
-def _result(name: str) -> Result:
-    return _sessions[0].result(find_experiment(name))
+def _result(session: Session, name: str) -> Result:
+    return session.result(find_experiment(name))
 
 
 def _digest(path: Path) -> str:

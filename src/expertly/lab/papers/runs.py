@@ -28,6 +28,7 @@ from expertly.scheduler.system import names_of_options
 from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Arrivals, Schedule, Selection, decode_passes, first_rows, make_schedule
 from expertly.sim.study import RATES, Memory, Study
+from expertly.sim.training import TrainingPart
 from expertly.sim.workload import RowRange, TraceWorkload
 from expertly.trace.reader import Trace
 from expertly.trace.writer import TraceWriter
@@ -523,9 +524,14 @@ class Lab:
         """Of other schedules, or other traces of the same model, one a seed."""
         subject = self.subject
         machine = self.machine(hardware) if isinstance(hardware, str) else hardware
+
+        def training(number: int, trace: Trace, spans: Sequence[RowRange]) -> TrainingPart:
+            """What is learned from it is learned once for all machines."""
+            return self.once(("training", number, trace.folder, *spans), lambda: TrainingPart(trace, spans))
+
         studies = [
             Study(
-                traces[number] if traces else subject.trace,
+                trace := traces[number] if traces else subject.trace,
                 schedule,
                 machine,
                 subject.layers,
@@ -534,6 +540,7 @@ class Lab:
                 is_queued=is_queued,
                 predicting=predicting,
                 progress=self.progress,
+                training=training(number, trace, schedule.training),
             )
             for number, schedule in enumerate(schedules)
         ]

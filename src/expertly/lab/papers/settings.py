@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from expertly.arguments import names, seed
-from expertly.options import ADVANCED, argument, json_flag, option, path_option
+from expertly.options import ADVANCED, argument, jobs_option, json_flag, option, path_option
 
 TOKENS = 5000
 """Decoded tokens that are simulated, over all seeds; all that there are, where it is fewer."""
@@ -66,7 +66,7 @@ class ReproduceOptions:
     )
     seeds: int = option(SEEDS, "how many seeds; each learns from other requests", least=1, panel=ADVANCED)
     seed: Any = option(0, "the first seed", metavar="N", type=seed, panel=ADVANCED)
-    jobs: int = option(1, "how many experiments run at once, each in its own process", least=1)
+    jobs: int | None = jobs_option("experiments")
     out: Path | None = path_option(
         None, "FILE.md for the page of verdicts, with FILE/ behind it; or a folder for both and results.json"
     )

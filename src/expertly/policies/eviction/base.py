@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush
 from typing import Any, ClassVar
 
 import numpy as np
@@ -98,6 +98,7 @@ _Entry = tuple[float, int]  # (score, expert)
 
 _MANY = 64
 """Kept experts from which on sorting all of them costs more than keeping a heap."""
+_NEVER = np.inf  # the score of what is not kept, among victims
 _FEW = 16
 """Victims up to which searching an array for the next costs less than sorting it."""
 
@@ -118,7 +119,8 @@ class ScoredPolicy(EvictionPolicy):
         self._has_heap = False
         self._heap: list[_Entry] = []
         self._live: dict[int, _Entry] = {}
-        self._out: list[_Entry] = []  # taken from the heap by the last `scored_victims`
+        # What questions took out of the heap, by rising score: mostly protected experts, which the next passes again.
+        self._out: list[_Entry] = []
 
     def needed(self, experts: Sequence[int], router: RouterRan) -> None:
         """With admission `best`: a layer is about to run with these experts, kept or not, as `router` chose them."""
@@ -159,24 +161,31 @@ class ScoredPolicy(EvictionPolicy):
                 return
             self._has_heap = True
             self._begin_anew()
-        self._put_back()
-        heap, live, kept, out = self._heap, self._live, self._kept, self._out
-        while heap:
-            entry = heap[0]
-            expert = entry[1]
-            score = kept.get(expert)
-            if score is None or live[expert] is not entry:
-                heappop(heap)
-                if score is None and live.get(expert) is entry:
+        heap, live, kept = self._heap, self._live, self._kept
+        before, out, num_seen = self._out, list[_Entry](), 0
+        self._out = out
+        try:
+            while heap or num_seen < len(before):
+                if num_seen < len(before) and not (heap and heap[0] < before[num_seen]):
+                    entry = before[num_seen]
+                    num_seen += 1
+                else:
+                    entry = heappop(heap)
+                expert = entry[1]
+                if live.get(expert) is not entry:
+                    continue
+                score = kept.get(expert)
+                if score is None:
                     del live[expert]
-            elif score > entry[0]:
-                live[expert] = entry = (score, expert)
-                heapreplace(heap, entry)
-            else:
-                heappop(heap)
-                out.append(entry)
-                if expert not in protected:
-                    yield entry
+                elif score > entry[0]:
+                    live[expert] = entry = (score, expert)
+                    heappush(heap, entry)
+                else:
+                    out.append(entry)
+                    if expert not in protected:
+                        yield entry
+        finally:
+            out += before[num_seen:]
 
     def _enter(self, scores: dict[int, float]) -> None:
         self._kept.update(scores)
@@ -196,17 +205,6 @@ class ScoredPolicy(EvictionPolicy):
         self._live = {entry[1]: entry for entry in self._heap}
         self._out.clear()
         heapify(self._heap)
-
-    def _put_back(self) -> None:
-        """Return entries to the heap that the last question took out, as far as they are still kept."""
-        for entry in self._out:
-            expert = entry[1]
-            if self._live.get(expert) is entry:
-                if expert in self._kept:
-                    heappush(self._heap, entry)
-                else:
-                    del self._live[expert]
-        self._out.clear()
 
 
 class DenseScoredPolicy(ScoredPolicy):
@@ -240,18 +238,20 @@ class DenseScoredPolicy(ScoredPolicy):
         values: list[float] = self.all_scores()[list(experts)].tolist()
         return values
 
-    def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
+    def victims(self, protected: Container[int]) -> Iterator[int]:
         left = self.all_scores() + self._barrier
         for _ in range(_FEW):
             expert = int(left.argmin())  # of equal ones the lowest id
-            score = float(left[expert])
-            if score == np.inf:
+            if left[expert] == _NEVER:
                 return
             if expert not in protected:
-                yield score, expert
-            left[expert] = np.inf
-        experts = np.flatnonzero(left < np.inf)
-        experts = experts[left[experts].argsort(kind="stable")]
-        for entry in zip(left[experts].tolist(), experts.tolist(), strict=True):
-            if entry[1] not in protected:
-                yield entry
+                yield expert
+            left[expert] = _NEVER
+        experts = np.flatnonzero(left < _NEVER)
+        for expert in experts[left[experts].argsort(kind="stable")].tolist():
+            if expert not in protected:
+                yield expert
+
+    def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
+        scores = self.all_scores()
+        return ((float(scores[expert]), expert) for expert in self.victims(protected))

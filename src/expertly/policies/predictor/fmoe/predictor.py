@@ -228,7 +228,8 @@ class FMoE(Predictor):
                 is_counted = True
                 count, total = self._found[kind]
                 scores = nearest.scores
-                self._found[kind] = count + len(scores), total + float(scores[0] if len(scores) == 1 else scores.sum())
+                sum_of_scores = scores[0] if len(scores) == 1 else np.sum(scores)
+                self._found[kind] = count + len(scores), total + float(sum_of_scores)
             found = self._prediction(layer, self._distance if kind == "trajectory" else layer + 1, nearest)
             if found is not None:
                 predictions.append(found)
@@ -244,8 +245,8 @@ class FMoE(Predictor):
             experts, likely = select(row, score, top_k, self._options.select)
         else:
             rows = self._store.maps[layer, slots, :num_experts]
-            experts, likely = union(rows, select_rows(rows, scores, top_k, self._options.select))
-            row, score = rows.max(axis=0), float(scores.mean())
+            experts, likely = union(rows, select_rows(rows, np.asarray(scores), top_k, self._options.select))
+            row, score = rows.max(axis=0), float(np.mean(scores))
         return Prediction(layer, experts, likely, distance, score, row.tolist()) if experts else None
 
     def _add(

@@ -16,10 +16,10 @@ from expertly.policies.predictor.similarity import TIE, LayersSeen, inverse_root
 
 
 class NearestMaps(NamedTuple):
-    """The most similar stored map of each row."""
+    """The most similar stored map of each row; lists where there is one row."""
 
-    slots: npt.NDArray[np.intp]  # [T]
-    scores: Floats  # [T] cosines, -1 to 1
+    slots: npt.NDArray[np.intp] | list[int]  # [T]
+    scores: Floats | list[float]  # [T] cosines, -1 to 1
 
 
 class Search:
@@ -133,7 +133,7 @@ class Search:
             equal = (row >= best - TIE).nonzero()[0]
             if len(equal) > 1:
                 slot = int(equal[born[equal].argmax()])
-            return NearestMaps(np.array([slot]), np.minimum(row[slot : slot + 1], 1.0))
+            return NearestMaps([slot], [min(float(row[slot]), 1.0)])
         slots = cosines.argmax(axis=1)
         scores = cosines[np.arange(len(cosines)), slots]
         is_equal = cosines >= (scores - TIE)[:, None]
