@@ -8,11 +8,11 @@ Of the demo model, with experts inflated to so many GiB (0: as they are), rounde
 same tokens from an empty cache: `--warm` requests that only fill it, and those that are compared. Systems take turns,
 request by request, in another order each time. One profile, of `lru` with a quarter of the experts, serves all systems
 and budgets: it is measured before them and in turns with them, as `expertly doctor` measures it. `ratio` is the median
-over requests of simulated to measured TPOT; `stall_s` is a step's waiting, `hit_rate` tells other decisions from other
-times. A step's time in parts, measured and simulated: computing `experts`; `calls` that submit, look for, take and
-cancel spans; waits (`stall_s`); all `else`: attention, head, decisions. Bound: within 10 %. `--out` adds to a file,
-whose commit, machine and other settings must be those of this run, the rows of other stores, budgets and systems, so
-that each run is short.
+over requests of simulated to measured TPOT; `hit_rate` tells other decisions from other times. A step's time in parts,
+measured and simulated: waits (`stall_s`); computing `experts` and calling for them (submitting, looking for, taking,
+cancelling spans); all `else`: attention, head, decisions. Bound: within 10 %. `--out` adds to a file, whose commit,
+machine and other settings must be those of this run, the rows of other stores, budgets and systems, so that each run
+is short.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ NEAR = 0.1  # the bound
 
 
 class Parts:
-    """What the computing thread did in decode steps after `first` passes, in nanoseconds, waits in "calls"; of requests
-    of `each` passes. `watch` has a model tell it; it is a SimulationWatcher, too.
+    """What the computing thread did in decode steps after `first` passes, in nanoseconds, waits among "experts"; of
+    requests of `each` passes. `watch` has a model tell it; it is a SimulationWatcher, too.
     """
 
     def __init__(self, first: int, each: int) -> None:
@@ -55,17 +55,16 @@ class Parts:
         self._pass += what == "head"
 
     def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
-        self.add("calls", end_ns - begin_ns)
+        self.add("expert", end_ns - begin_ns)
 
     def as_row(self, num_steps: int, tpot_s: float, stall_s: float | None = None) -> dict[str, float]:
-        """The parts of a step. `stall_s`: its waits, which "calls" hold; None: of a simulation, what is left."""
-        experts_s, calls_s = (self.ns[kind] / num_steps / 1e9 for kind in ("expert", "calls"))
+        """The parts of a step. `stall_s`: its waits, among experts' time; None: of a simulation, what is left."""
+        experts_s = self.ns["expert"] / num_steps / 1e9
         if stall_s is None:
             stall_s = tpot_s - self.ns.total() / num_steps / 1e9
         else:
-            calls_s -= stall_s
-        else_s = tpot_s - experts_s - calls_s - stall_s
-        return {"stall_s": stall_s, "experts_s": experts_s, "calls_s": calls_s, "else_s": else_s}
+            experts_s -= stall_s
+        return {"stall_s": stall_s, "experts_s": experts_s, "else_s": tpot_s - experts_s - stall_s}
 
     def moved(self, *event: Any) -> None:
         """Beside the computing thread."""
@@ -82,9 +81,9 @@ class Parts:
 
         shard = handle(model).engine.executor.shards[0]
         for name in ("submit", "poll", "wait", "prefetch", "cancel"):
-            setattr(shard.device, name, self._timed("calls", getattr(shard.device, name)))
+            setattr(shard.device, name, self._timed(getattr(shard.device, name)))
         began, self._pass = shard.begin, -1
-        timed = self._timed("expert", compute)
+        timed = self._timed(compute)
 
         def begin() -> None:
             self._pass += 1
@@ -93,11 +92,11 @@ class Parts:
 
         shard.begin = begin  # type: ignore[method-assign]
 
-    def _timed(self, kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
             start_ns = time.perf_counter_ns()
             found = call(*args)
-            self.add(kind, time.perf_counter_ns() - start_ns)
+            self.add("expert", time.perf_counter_ns() - start_ns)
             return found
 
         return timed
