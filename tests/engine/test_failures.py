@@ -77,7 +77,7 @@ def test_a_file_truncated_under_a_loaded_model(
     case, store = own
     path = store / experts_name(layer)
     whole, named = path.read_bytes(), "^" if devices == "cpu" else r"^cpu:[01]: "
-    with loaded_on(devices, store, segments=segments, order=order) as model:
+    with loaded_on(devices, store, system="lru", segments=segments, order=order) as model:
         assert generate(model, case.prompts) == case.tokens
         os.truncate(path, 4096)
         for _ in range(2):
