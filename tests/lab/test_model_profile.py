@@ -102,6 +102,7 @@ def test_what_a_load_leaves_behind_is_its_cost_and_not_that_of_every_layer(cases
     assert compute.submit_ns > 2_000_000 > compute.dense_ns[0] + compute.head_ns[0] / compute.num_layers
 
 
+@pytest.mark.alone
 def test_what_observers_and_policies_take_of_a_pass_is_measured(cases: Cases, monkeypatch: pytest.MonkeyPatch):
     def slow(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (time.sleep(seconds), function(*args))[1]

@@ -141,8 +141,11 @@ class _Onlooker:
             self._channel.begin_iteration(0, began)
 
     def router_ran(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
+        begin_ns = time.perf_counter_ns()
         if (routed := self.collector.routed(RouterRan(layer, [], [], [], 0), index, weights)) is not None:
-            self._channel.router_ran(layer, partial(self.predictor.saw, time.perf_counter_ns(), routed))
+            if self.thread is not None:
+                begin_ns = time.perf_counter_ns()
+            self._channel.router_ran(layer, partial(self.predictor.saw, begin_ns, routed))
             if self.thread is None:
                 while self._channel.take() is not None:
                     pass
@@ -162,11 +165,13 @@ class _TimedPredictor:
         self._predictor = (Lookahead if can_ask else Popularity).make(geometry, NOTHING)
         self.wants = self._predictor.wants
         self.took_ns: list[int] = []
-        """For each router, until it was predicted: from when it was published, or the one before it was read."""
+        """For each router, until it was predicted: from when it was published, or the one before it was read; from when
+        it ran, where the pass itself predicts.
+        """
         self._since_ns = 0
 
     def saw(self, at_ns: int, routed: Callable[[], Routed]) -> Routed:
-        """A router that was published then is read."""
+        """A router that ran, or was published, then is read."""
         self._since_ns = max(self._since_ns, at_ns)
         return routed()
 
@@ -207,7 +212,7 @@ class Measurement:
         self._routers: list[HookedRouter | None] = []
         self._observed: list[int] = []  # what a layer took longer with an onlooker
         self._predicted: list[int] = []  # and how long it took to predict
-        self._inline: list[int] = []  # what a layer took longer where the pass itself predicts
+        self._inline: list[int] = []  # the same where the pass itself predicts
         self._by_itself: list[int] = []  # what an expert takes longer that is computed by itself
         self._prefetched: dict[int, list[int]] = defaultdict(list)  # and beside so many prefetches
         self._decided: list[int] = []  # and where an eviction policy learned from its router's choice
@@ -296,7 +301,7 @@ class Measurement:
             link = replace(link, prefetch_latency_ns=latency_ns, prefetches_at_once=NUM_READERS // num_reads)
         predictor = PredictorCosts()
         if self._predicted:
-            predictor = PredictorCosts(_median(self._predicted), inline_ns=max(0, _median(self._inline)))
+            predictor = PredictorCosts(_median(self._predicted), inline_ns=_median(self._inline))
         return ModelProfile(link, compute, predictor, layer_times(self._layers_run))
 
     def _waking_ns(self, quiet: _Samples) -> int:
@@ -370,14 +375,16 @@ class Measurement:
                 loaded, alone_ns = self._loaded_nbytes(), took_ns(ids)
                 if self._loaded_nbytes() > loaded:
                     continue  # the cache does not hold a step's experts
-                for onlooker, found in ((beside, self._observed), (inline, self._inline)):
+                for onlooker, predicted in ((beside, self._predicted), (inline, self._inline)):
                     onlooker.collector.attach()
                     engine.observer = onlooker
-                    found.append((took_ns(ids) - alone_ns) // len(layers))
+                    longer_ns = (took_ns(ids) - alone_ns) // len(layers)
                     onlooker.collector.detach()
                     engine.observer = before
-                self._predicted += beside.predictor.took_ns
-                beside.predictor.took_ns = []
+                    predicted += onlooker.predictor.took_ns
+                    onlooker.predictor.took_ns = []
+                    if onlooker is beside:
+                        self._observed.append(longer_ns)
                 for num_spans in (1, self._layer.top_k):
                     with self._prefetching(num_spans) as num:
                         self._prefetched[num].append((took_ns(ids) - alone_ns) // len(layers))
