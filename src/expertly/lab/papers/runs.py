@@ -353,6 +353,7 @@ class Runs:
     hardware: str
     memory: str = MEMORY
     added: Sequence[str] = ()  # systems that a user wants to see beside those of the experiment
+    notes: dict[str, None] = field(default_factory=dict)  # for the finding: which of them cannot run, in order
     shared: dict[tuple[str, str], Row] = field(default_factory=dict)
     by_seed: dict[str, list[Row]] = field(default_factory=dict)  # of the last run of each system
     _on_faster_link: Runs | None = None
@@ -385,8 +386,16 @@ class Runs:
         return {str(label): self.row(name, memory) for label, name in named.items()}
 
     def beside(self, memory: str | Memory | None = None) -> dict[str, Row]:
-        """Rows of the systems that a user added: for tables, never for claims."""
-        return self.rows({f"{name} (added)": name for name in self.added}, memory)
+        """Rows of the systems that a user added: for tables, never for claims. What cannot run is left out, with a
+        note.
+        """
+        found = {}
+        for name in self.added:
+            try:
+                found[f"{name} (added)"] = self.row(name, memory)
+            except ExpertlyError as error:
+                self.notes[f"{name} (added) is left out: {error}"] = None
+        return found
 
     def _run(self, number: int, system: str, memory: Memory) -> Row:
         study = self.studies[number]
@@ -434,6 +443,7 @@ class Lab:
     arrivals: Arrivals | None = None  # of requests, recorded; None: they are made up
     progress: Callable[[str, int, int], None] | None = None
     _made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    _notes: dict[str, None] = field(default_factory=dict)  # of runs, for the next finding
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What `make` makes, made at the first call."""
@@ -544,7 +554,7 @@ class Lab:
             )
             for number, schedule in enumerate(schedules)
         ]
-        return Runs(studies, subject, machine.name, self.memory(), self.options.systems)
+        return Runs(studies, subject, machine.name, self.memory(), self.options.systems, self._notes)
 
     def finding(
         self,
@@ -555,7 +565,9 @@ class Lab:
     ) -> Finding:
         """What was found here. A check that is None is of prompts, and there are none."""
         made = tuple(check for check in checks if check is not None)
-        return Finding(self.subject.name, setting, tuple(tables), made, tuple(notes))
+        every = (*notes, *self._notes)
+        self._notes.clear()
+        return Finding(self.subject.name, setting, tuple(tables), made, every)
 
     def setting(self, runs: Runs, memory: str | None = None) -> str:
         """In words: machine, sizes, memory ("": several), tokens, requests and seeds."""
