@@ -136,7 +136,9 @@ class Session:
         self._arrivals = None if options.arrivals is None else read_arrivals(options.arrivals)
         predictors = options.predictor or ()
         named = [get_system(name).weights for name in options.systems]
-        kinds = [kind for kind in (*named, *(one.weights for one in PREDICTORS.values())) if kind is not None]
+        named += [one.weights for one in PREDICTORS.values()]
+        named += [kind for one in (select(options.paper) if options.paper else ()) for kind in one.weights]
+        kinds = [kind for kind in named if kind is not None]
         paths = options.trace or [recorded.demo_trace(options.quick, say)]
         subjects = [Subject.open(path, predictors, kinds) for path in paths]
         names = [subject.name for subject in subjects]
