@@ -38,8 +38,8 @@ MEMORY = "25%"
 SMALL_NBYTES, SCALED_NBYTES = 1 << 20, 8 << 20
 """Experts smaller than the first are taken for experts of the second: they would be loaded in no time."""
 SPLIT = (7, 3)
-QUICK, QUICK_TOKENS = 5, 150
-"""With `--quick`: times fewer requests to learn from, and tokens of the one seed."""
+QUICK = 5
+"""With `--quick`: times fewer requests to learn from."""
 LEARNED_TOKENS = 8000
 """Of the training part, at most, whose requests may be hundreds of thousands of tokens."""
 COLLECTED = 120
@@ -455,7 +455,7 @@ class Lab:
     @property
     def seeds(self) -> range:
         first = self.options.seed
-        return range(first, first + (1 if self.options.quick else self.options.seeds))
+        return range(first, first + self.options.num_seeds)
 
     @property
     def trace(self) -> Trace:
@@ -480,7 +480,7 @@ class Lab:
     @property
     def tokens_of_seed(self) -> int:
         """Of decode."""
-        return QUICK_TOKENS if self.options.quick else -(-self.options.tokens // len(self.seeds))
+        return -(-self.options.num_tokens // len(self.seeds))
 
     @property
     def top_k(self) -> int:
