@@ -24,6 +24,19 @@ from tests.sim.drive import make_trace, random_passes, sized
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
 LAYERS = sized(3, 8, 2)
+FOLLOW = """
+from expertly.lab.papers.findings import Paper
+from expertly.lab.papers.metrics import HITS, table_of
+from my_trained import Followers
+
+PAPER = Paper("my-follow", "What follows")
+
+@PAPER.experiment("1", weights=(Followers,))
+def follow(lab):
+    runs = lab.runs("rtx3090")
+    rows = runs.rows(["lru:prediction=my_trained.Follow"])
+    return lab.finding(lab.setting(runs), [table_of("Alone", rows, HITS)], [])
+"""
 
 
 def blocks(kind: str) -> list[str]:
@@ -182,6 +195,11 @@ def test_a_predictor_that_was_trained_runs_in_simulator_reproduce_and_engine(
     (table,) = finding["tables"]
     assert table["rows"][-1][0] == "lru:prediction=my_trained.Follow (added)" and table["rows"][-1][1] is not None
     assert run["phases"]["decode"]["predicted"] > 0
+    (folder / "my_follow.py").write_text(FOLLOW, encoding="utf-8")
+    asked = "lab reproduce my_follow.PAPER --trace seen --quick --predictor mine.followers --json"
+    assert main(asked.split()) == 0
+    (finding,) = json.loads(capsys.readouterr().out)["results"][0]["findings"]
+    assert finding["tables"][0]["rows"][0][0] == "lru:prediction=my_trained.Follow"
     without = runs[-1][1 : runs[-1].index("--predictor")]
     assert main(without) == 2
     assert "my_trained.Follow: no weights; name their file" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import expertly
 from expertly.cli.main import main
 from expertly.lab.papers.runner import experiments, find_experiment
 from tests.cli.asking import Captured, answer
@@ -72,7 +73,31 @@ def test_page_and_numbers_are_written_and_can_be_used_again(
     assert main(["lab", "reproduce", *map(str, again), "--seed", "1"]) == 2
     assert "seed was 0, now it is 1" in capsys.readouterr().err
     assert main(["lab", "reproduce", *map(str, again), "--tokens", "40"]) == 2
-    assert "tokens was 5000, now it is 40" in capsys.readouterr().err
+    assert "tokens was 150, now it is 40" in capsys.readouterr().err
+
+
+def test_results_of_other_code_are_not_used_again(
+    capsys: Captured, traces: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "expertly" / "__init__.py"
+    source.parent.mkdir()
+    source.write_text("at = 1", "utf-8")
+    monkeypatch.setattr(expertly, "__file__", str(source))
+    asked = ("fmoe:16", "--quick", *traces)
+    first = reproduce(capsys, *asked, "--out", tmp_path / "out")
+    again = ("--reuse", str(tmp_path / "out" / "results.json"))
+    assert reproduce(capsys, *asked, *again) == first
+    source.write_text("at = 2", "utf-8")
+    assert main(["lab", "reproduce", *asked, *again]) == 2
+    assert "version was '0.1.0, source " in capsys.readouterr().err
+
+
+def test_a_quick_run_takes_the_tokens_and_seeds_that_are_asked_for(capsys: Captured, traces: list[str]) -> None:
+    asked = ("--quick", "--tokens", "40", "--seeds", "2", "--fewer", "12:fmoe:12a")
+    found = reproduce(capsys, "fmoe:12a,fmoe:12b", *traces[2:], *asked)
+    few, usual = (one["findings"][0]["setting"] for one in found["results"])
+    assert ", 12 passes of decode" in few and ", 40 passes of decode" in usual
+    assert ", 2 seeds from 0" in few and ", 2 seeds from 0" in usual
 
 
 def test_some_experiments_simulate_fewer_tokens_and_the_page_says_which(

@@ -217,6 +217,13 @@ def test_the_window_limits_how_far_down_the_scores_loading_goes(ahead: str, tmp_
     assert loaded == sorted(loaded) and loaded[0] < loaded[-1]
 
 
+def test_prefetching_in_decode_only_leaves_prompts_alone(tmp_path: Path) -> None:
+    study = make_study(random_trace(tmp_path / "full", LAYERS, 3, 60, **TWO), predicting="inline")
+    always, in_decode = (row["phases"] for row in results(study, [ON, f"{ON}:prefetching=decode"], "60%").values())
+    assert always["prefill"]["prefetched_bytes"] > 0 == in_decode["prefill"]["prefetched_bytes"]
+    assert always["decode"]["prefetched_bytes"] > 0 < in_decode["decode"]["prefetched_bytes"]
+
+
 # -- prefetch filters in the simulator ----------
 
 

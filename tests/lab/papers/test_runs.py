@@ -11,15 +11,19 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
+from expertly.core.messages import Prediction
+from expertly.core.observation import Routed
 from expertly.lab.papers import findings, moepic, recorded
 from expertly.lab.papers.findings import FAILS, Check, Experiment, Finding, Result, Told, Why
 from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import HITS, TPOT, TTFT
 from expertly.lab.papers.runner import Session, check_asked, find_experiment
-from expertly.lab.papers.runs import CannotRun, Lab, batched, prompts_need
+from expertly.lab.papers.runs import CannotRun, Lab, Row, Runs, batched, prompts_need
 from expertly.lab.papers.settings import ReproduceOptions
+from expertly.policies.predictor import Predictor
 from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Schedule, Selection, make_schedule
+from expertly.sim.study import Memory
 from expertly.trace.schema import NO_EXPERT
 from tests.lab.papers.small import quick_session
 
@@ -80,6 +84,46 @@ def test_what_a_user_asks_for_is_done_and_no_claim_counts_it(
         for finding in run(swept, name).findings:
             assert any("lcp:scope=global" in header for table in finding.tables for header in table.headers)
             assert finding.checks == run(session, name).findings[0].checks
+
+
+class Untaught(Predictor):
+    gives_probabilities = False
+
+    def router_ran(self, routed: Routed) -> list[Prediction]:
+        raise AssertionError
+
+    def __init__(self, *args: object) -> None:
+        raise ConfigError("no weights for this model")
+
+
+def test_an_added_system_that_cannot_run_is_left_out_with_a_note(
+    traces: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untaught = f"lru:prediction={__name__}.Untaught"
+    (finding,) = run(quick_session(traces[1:], tmp_path, system=f"{untaught},lfu"), "moe-infinity:4.7").findings
+    assert [row[0] for row in finding.tables[0].rows if "(added)" in str(row[0])] == ["lfu (added)"]
+    assert f"{untaught} (added) is left out: no weights for this model" in finding.notes
+    swept = quick_session(traces[:1], tmp_path / "swept", system="lfu:scope=global")
+    has_run: list[str] = []
+    row = Runs.row
+
+    def row_but_the_first(self: Runs, system: str, memory: str | Memory | None = None) -> Row:
+        if system == "lfu:scope=global" and not has_run:
+            has_run.append(system)
+            raise CannotRun("too little memory")
+        return row(self, system, memory)
+
+    monkeypatch.setattr(Runs, "row", row_but_the_first)
+    for name in ("fmoe:11", "moepic:table-1", "promoe:23"):
+        has_run.clear()
+        finding = run(swept, name).findings[0]
+        assert [note for note in finding.notes if "left out" in note] == [
+            "lfu:scope=global (added) is left out: too little memory"
+        ]
+        first, *others = finding.tables[0].rows
+        at = next(at for at, header in enumerate(finding.tables[0].headers) if "(added)" in header)
+        assert first[at] is None and all(other[at] is not None for other in others)
+        assert all(len(line) == len(table.headers) for table in finding.tables for line in table.rows)
 
 
 @pytest.mark.parametrize("name", ["moe-infinity:9", "promoe:3"])

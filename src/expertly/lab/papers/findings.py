@@ -13,6 +13,7 @@ from expertly.lab.papers.measured import Estimate
 
 if TYPE_CHECKING:
     from expertly.lab.papers.runs import Lab
+    from expertly.policies.learned import LearnedState
 
 HOLDS, FAILS, UNTOLD = "holds", "does not hold", "cannot be told"
 """Of a claim. The last: the 95 % interval of the difference, requests drawn anew, has equality in it, or there are too
@@ -115,6 +116,7 @@ class Experiment:
     shows: str  # what the paper shows, with its numbers as printed
     run: Callable[[Lab], Finding]
     takes: tuple[str, ...] = ()  # of TAKEN: what it honours of what a user asks for instead of the paper's
+    weights: tuple[type[LearnedState], ...] = ()  # of its own trained predictors, whose files --predictor gives
     needs: tuple[str, ...] = ()  # fields that the trace must really have; "prompts", "weights"
     most: int = 2  # traces that it runs on
     stand_in: str = ""  # made-up routing that it also runs on: `moepic.STAND_IN` or `recorded.SWITCH`

@@ -205,11 +205,14 @@ def table_of(title: str, rows: Mapping[Any, Row], *metrics: Metric, key: str = "
 def grid(
     title: str, found: Mapping[Any, Mapping[str, Row]], metrics: Metric | Sequence[Metric], key: str = ""
 ) -> FindingTable:
-    """A line for each of `found`, a column a system, or one for each metric of it."""
+    """A line for each of `found`, a column a system, or one for each metric of it; not all need be in each line."""
     several = [metrics] if isinstance(metrics, Metric) else metrics
-    columns = {key: ""}
-    for label, row in next(iter(found.values())).items():
+    columns, known = {key: ""}, {label: row for rows in found.values() for label, row in rows.items()}
+    for label, row in known.items():
         name = labelled(label, row)
         columns |= {name if len(several) == 1 else f"{name}, {one.header}": one.unit for one in several}
-    cells = [(label, *(one.of(row) for row in rows.values() for one in several)) for label, rows in found.items()]
+    cells = [
+        (at, *(one.of(rows[label]) if label in rows else None for label in known for one in several))
+        for at, rows in found.items()
+    ]
     return FindingTable.of(title, columns, cells)

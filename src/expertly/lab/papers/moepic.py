@@ -157,11 +157,15 @@ def caches(lab: Lab) -> Finding:
 
     found = {one.experts_per_layer: hits_of(one) for one in budgets}
     added = [HITS.values(runs.beside(one)) for one in budgets]
+    names = list(dict.fromkeys(name for one in added for name in one))
     columns = {"kept a layer": "", **dict.fromkeys(POLICIES, "share"), "LCP - better of LFU, LRU": "points"}
-    columns |= {"the paper's (of 60): random, LFU, LRU, LCP": "", **dict.fromkeys(added[0], "share")}
+    columns |= {"the paper's (of 60): random, LFU, LRU, LCP": "", **dict.fromkeys(names, "share")}
     cells: list[tuple[Cell, ...]] = [
-        (*(f"{num} of {lab.num_experts}", *hits.values(), hits["lcp"] - max(hits["lru"], hits["lfu"])), *(paper, *more))
-        for (num, hits), paper, more in zip(found.items(), PAPER_HITS, (one.values() for one in added), strict=True)
+        (
+            *(f"{num} of {lab.num_experts}", *hits.values(), hits["lcp"] - max(hits["lru"], hits["lfu"])),
+            *(paper, *map(more.get, names)),
+        )
+        for (num, hits), paper, more in zip(found.items(), PAPER_HITS, added, strict=True)
     ]
 
     def better(hits: dict[str, float]) -> str:

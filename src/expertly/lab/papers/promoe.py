@@ -747,12 +747,14 @@ def bits(lab: Lab) -> Finding:
         runs = {num: _with_bits(lab, codebase, num) for num in BITS}
         of_bits = found[title[:2]] = {num: one.rows(SYSTEMS, memories[num]) for num, one in runs.items()}
         added = {num: one.beside(memories[num]) for num, one in runs.items()}
+        systems = list(dict.fromkeys(name for more in added.values() for name in (*SYSTEMS, *more)))
         cells: list[tuple[Cell, ...]] = []
         for num, rows in of_bits.items():
-            times = [one.of(row) for one in metrics for row in (rows | added[num]).values()]
+            every = rows | added[num]
+            times = [one.of(every[name]) if name in every else None for one in metrics for name in systems]
             gain = metrics[0].of(rows["lru"]) / metrics[0].of(rows["promoe"])
             cells.append((num, memories[num], *times, gain, rows["promoe"].waiting(True)))
-        names = [f"{name}, {one.header}" for one in metrics for name in SYSTEMS | added[16]]
+        names = [f"{name}, {one.header}" for one in metrics for name in systems]
         phase = "prompts" if lab.subject.has_prompts else "decode"
         columns = {"bits": "", "kept": "", **dict.fromkeys(names, "ms"), f"LRU of ProMoE, {phase}": "x"}
         tables.append(FindingTable.of(title, columns | {"ProMoE waits": "share"}, cells))

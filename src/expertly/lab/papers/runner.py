@@ -14,11 +14,12 @@ from typing import Any
 
 import jinja2
 
-from expertly import __version__
+import expertly
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.core.geometry import Geometry
 from expertly.core.processes import in_processes
 from expertly.core.resources import granted_cpus, parse_memory
+from expertly.core.units import counted
 from expertly.lab.papers import fmoe, moe_infinity, moepic, ours, promoe, recorded
 from expertly.lab.papers.findings import TAKEN, Experiment, Finding, Paper, Result
 from expertly.lab.papers.runs import LEARNED_TOKENS, Lab, Subject
@@ -136,7 +137,9 @@ class Session:
         self._arrivals = None if options.arrivals is None else read_arrivals(options.arrivals)
         predictors = options.predictor or ()
         named = [get_system(name).weights for name in options.systems]
-        kinds = [kind for kind in (*named, *(one.weights for one in PREDICTORS.values())) if kind is not None]
+        named += [one.weights for one in PREDICTORS.values()]
+        named += [kind for one in (select(options.paper) if options.paper else ()) for kind in one.weights]
+        kinds = [kind for kind in named if kind is not None]
         paths = options.trace or [recorded.demo_trace(options.quick, say)]
         subjects = [Subject.open(path, predictors, kinds) for path in paths]
         names = [subject.name for subject in subjects]
@@ -149,11 +152,14 @@ class Session:
             for subject in subjects:
                 Memory(memory).budget(Geometry(subject.layers))
         self.settings = {
-            "version": __version__,
+            "version": f"{expertly.__version__}, source {_source_digest()[:16]}",
             "traces": {subject.name: subject.trace.fingerprint for subject in self.subjects},
             "predictor": " ".join(map(_digest, predictors)) or None,
             "arrivals": None if options.arrivals is None else _digest(options.arrivals),
-            **{name: getattr(options, name) for name in ("quick", "seed", "seeds", "tokens")},
+            "quick": options.quick,
+            "seed": options.seed,
+            "seeds": options.num_seeds,
+            "tokens": options.num_tokens,
             "fewer": self._fewer or None,
             "system": list(options.systems) or None,
             "hardware": machine if machine in HARDWARE_NAMES or machine is None else _digest(Path(machine)),
@@ -205,7 +211,7 @@ class Session:
 
     def lab(self, subject: Subject, tokens: int | None = None) -> Lab:
         options = self._options if tokens is None else replace(self._options, tokens=tokens)
-        key = subject.name, options.tokens
+        key = subject.name, options.num_tokens
         if key not in self._labs:
             scratch = self._scratch / str(len(self._labs))
             scratch.mkdir(parents=True)
@@ -260,15 +266,15 @@ class Session:
             said = f"`{one.name}`: {manifest.model}, {shape}; {num} requests, {one.trace.num_rows} tokens; {kind}"
             lines.append(f"{said}; {one.sizes}" + (f"; {one.weights_note}" if one.weights_note else ""))
         lines.append(
-            f"{self._options.tokens} decoded tokens are simulated{self._said_of_fewer()}, or all that there are, "
-            f"over {self._options.seeds} seeds. Each parts the requests anew: 70 % are to learn from "
+            f"{self._options.num_tokens} decoded tokens are simulated{self._said_of_fewer()}, or all that there are, "
+            f"over {counted(self._options.num_seeds, 'seed')}. Each parts the requests anew: 70 % are to learn from "
             f"(`--split 7:3`), of which {LEARNED_TOKENS} tokens are, or 120 requests if that is more; those simulated "
             "are of the rest, from an empty cache. Where trained networks learned from this trace, seeds order its two "
             "parts anew. Hit rates are of decode ([conventions](conventions.md)). Where a trace lacks what a system "
             "predicts from, its prediction is modelled, right as often as ProMoE (section 4) found skip prediction to "
             "be, and labelled so."
         )
-        return lines + ["`--quick`: few tokens of one seed, so that little can be told."] * self._options.quick
+        return lines + ["`--quick`: little is learned from, so that little can be told."] * self._options.quick
 
     def _said_of_fewer(self) -> str:
         by_num: dict[int, list[str]] = {}
@@ -285,6 +291,15 @@ def _open_session(options: ReproduceOptions, scratch: Path) -> Session:
 
 def _result(session: Session, name: str) -> Result:
     return session.result(find_experiment(name))
+
+
+def _source_digest() -> str:
+    """Of this package's code and hardware profiles: others may find other results."""
+    digest, folder = hashlib.sha256(), Path(expertly.__file__).parent
+    for pattern in ("*.py", "*.so", "*.toml"):
+        for path in sorted(folder.rglob(pattern)):
+            digest.update(f"{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _digest(path: Path) -> str:

@@ -38,8 +38,8 @@ MEMORY = "25%"
 SMALL_NBYTES, SCALED_NBYTES = 1 << 20, 8 << 20
 """Experts smaller than the first are taken for experts of the second: they would be loaded in no time."""
 SPLIT = (7, 3)
-QUICK, QUICK_TOKENS = 5, 150
-"""With `--quick`: times fewer requests to learn from, and tokens of the one seed."""
+QUICK = 5
+"""With `--quick`: times fewer requests to learn from."""
 LEARNED_TOKENS = 8000
 """Of the training part, at most, whose requests may be hundreds of thousands of tokens."""
 COLLECTED = 120
@@ -353,6 +353,7 @@ class Runs:
     hardware: str
     memory: str = MEMORY
     added: Sequence[str] = ()  # systems that a user wants to see beside those of the experiment
+    notes: dict[str, None] = field(default_factory=dict)  # for the finding: which of them cannot run, in order
     shared: dict[tuple[str, str], Row] = field(default_factory=dict)
     by_seed: dict[str, list[Row]] = field(default_factory=dict)  # of the last run of each system
     _on_faster_link: Runs | None = None
@@ -385,8 +386,16 @@ class Runs:
         return {str(label): self.row(name, memory) for label, name in named.items()}
 
     def beside(self, memory: str | Memory | None = None) -> dict[str, Row]:
-        """Rows of the systems that a user added: for tables, never for claims."""
-        return self.rows({f"{name} (added)": name for name in self.added}, memory)
+        """Rows of the systems that a user added: for tables, never for claims. What cannot run is left out, with a
+        note.
+        """
+        found = {}
+        for name in self.added:
+            try:
+                found[f"{name} (added)"] = self.row(name, memory)
+            except ExpertlyError as error:
+                self.notes[f"{name} (added) is left out: {error}"] = None
+        return found
 
     def _run(self, number: int, system: str, memory: Memory) -> Row:
         study = self.studies[number]
@@ -434,6 +443,7 @@ class Lab:
     arrivals: Arrivals | None = None  # of requests, recorded; None: they are made up
     progress: Callable[[str, int, int], None] | None = None
     _made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    _notes: dict[str, None] = field(default_factory=dict)  # of runs, for the next finding
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What `make` makes, made at the first call."""
@@ -445,7 +455,7 @@ class Lab:
     @property
     def seeds(self) -> range:
         first = self.options.seed
-        return range(first, first + (1 if self.options.quick else self.options.seeds))
+        return range(first, first + self.options.num_seeds)
 
     @property
     def trace(self) -> Trace:
@@ -470,7 +480,7 @@ class Lab:
     @property
     def tokens_of_seed(self) -> int:
         """Of decode."""
-        return QUICK_TOKENS if self.options.quick else -(-self.options.tokens // len(self.seeds))
+        return -(-self.options.num_tokens // len(self.seeds))
 
     @property
     def top_k(self) -> int:
@@ -544,7 +554,7 @@ class Lab:
             )
             for number, schedule in enumerate(schedules)
         ]
-        return Runs(studies, subject, machine.name, self.memory(), self.options.systems)
+        return Runs(studies, subject, machine.name, self.memory(), self.options.systems, self._notes)
 
     def finding(
         self,
@@ -555,7 +565,9 @@ class Lab:
     ) -> Finding:
         """What was found here. A check that is None is of prompts, and there are none."""
         made = tuple(check for check in checks if check is not None)
-        return Finding(self.subject.name, setting, tuple(tables), made, tuple(notes))
+        every = (*notes, *self._notes)
+        self._notes.clear()
+        return Finding(self.subject.name, setting, tuple(tables), made, every)
 
     def setting(self, runs: Runs, memory: str | None = None) -> str:
         """In words: machine, sizes, memory ("": several), tokens, requests and seeds."""

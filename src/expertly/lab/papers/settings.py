@@ -10,9 +10,9 @@ from typing import Any
 from expertly.arguments import names, seed
 from expertly.options import ADVANCED, argument, jobs_option, json_flag, option, path_option
 
-TOKENS = 5000
+TOKENS, QUICK_TOKENS = 5000, 150
 """Decoded tokens that are simulated, over all seeds; all that there are, where it is fewer."""
-SEEDS = 3
+SEEDS, QUICK_SEEDS = 3, 1
 """Each parts the requests anew into those that are learned from and those that are simulated."""
 
 
@@ -61,10 +61,19 @@ class ReproduceOptions:
     list: bool = option(False, "list the experiments and what they need, and do nothing else")
     arrivals: Path | None = path_option(None, "CSV of arrivals and lengths, for fmoe:10", panel=ADVANCED)
     quick: bool = option(False, "few tokens and one seed: under a minute an experiment, with wide intervals")
-    tokens: int = option(
-        TOKENS, "decoded tokens of a trace that are simulated, over all seeds", least=1, panel=ADVANCED
+    tokens: int | None = option(
+        None,
+        f"decoded tokens of a trace that are simulated, over all seeds; by default {TOKENS}, with --quick "
+        f"{QUICK_TOKENS}",
+        least=1,
+        panel=ADVANCED,
     )
-    seeds: int = option(SEEDS, "how many seeds; each learns from other requests", least=1, panel=ADVANCED)
+    seeds: int | None = option(
+        None,
+        f"how many seeds; each learns from other requests; by default {SEEDS}, with --quick {QUICK_SEEDS}",
+        least=1,
+        panel=ADVANCED,
+    )
     seed: Any = option(0, "the first seed", metavar="N", type=seed, panel=ADVANCED)
     jobs: int | None = jobs_option("experiments")
     out: Path | None = path_option(
@@ -74,6 +83,14 @@ class ReproduceOptions:
         None, "results.json of an earlier run with the same traces and settings: what is in it is not run again"
     )
     json: bool = json_flag()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens or (QUICK_TOKENS if self.quick else TOKENS)
+
+    @property
+    def num_seeds(self) -> int:
+        return self.seeds or (QUICK_SEEDS if self.quick else SEEDS)
 
     @property
     def systems(self) -> Sequence[str]:
