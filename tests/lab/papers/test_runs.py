@@ -232,6 +232,8 @@ def test_more_at_once_is_the_same_requests(lab: Lab) -> None:
     tests = [runs.study.schedule.test for runs in (one, four)]
     assert [len(spans) for spans in tests] == [4, 1]
     assert sum(span.num_rows for span in tests[0]) == tests[1][0].num_rows
+    tpot = four.row("lru").tpot_s
+    assert isinstance(tpot, Estimate) and tpot.interval is None, "one batch tells nothing"
     batch, trace = tests[1][0], four.study.trace
     rows = batch.first_row, batch.first_row + batch.num_rows
     pass_of = trace.rows("iteration", *rows)

@@ -407,7 +407,6 @@ class Runs:
         phases = [decode_passes(study.trace, span) for span in spans]
         # a batch has a number of its own: its requests are in no other; a request is the same with every seed
         units = [1000 * number + at if span.request is None else span.request for at, span in enumerate(spans)]
-        is_split = not study.is_queued and (len(spans) > 1 or spans[0].request is not None)
         each = np.repeat(units, [len(one) for one in phases])
         is_decode, known = np.concatenate(phases), np.array(list(dict.fromkeys(units)), np.int64)
         return Row(
@@ -420,7 +419,7 @@ class Runs:
             np.array(watch.loading) / 1e9,
             np.array([np.diff(one) for one, decode in zip(watch.layers, is_decode, strict=True) if decode]) / 1e9,
             is_decode,
-            each if is_split else each[:0],
+            each[:0] if study.is_queued else each,
             known,
             np.array([is_decode[each == unit].sum() for unit in known.tolist()], np.float64),
             {what: ns / 1e9 for what, ns in watch.predicting.items()},
