@@ -72,12 +72,9 @@ def make_schedule(trace: Trace, selection: Selection, arrivals: Arrivals | None 
     if selection.split is not None:
         first, requests = split_requests(requests, selection.split, selection.seed)
         training = [_span(request) for request in first]
-    requests = requests[: selection.num_requests]
-    if arrivals is None:
-        return Schedule(training, first_rows([_span(request) for request in requests], selection.num_tokens))
-    spans, num_cut = _arriving(trace, requests, arrivals)
-    if not spans:
-        raise ConfigError("arrivals: the requests that arrive have no tokens; nothing is left to simulate")
+    spans, num_cut = [_span(request) for request in requests[: selection.num_requests]], 0
+    if arrivals is not None:
+        spans, num_cut = arriving(trace, spans, arrivals)
     return Schedule(training, first_rows(spans, selection.num_tokens), num_cut)
 
 
@@ -162,10 +159,12 @@ def decode_passes(trace: Trace, span: RowRange) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _arriving(trace: Trace, requests: Sequence[TraceRequest], arrivals: Arrivals) -> tuple[list[RowRange], int]:
-    """Requests one after the other get the arrivals' times, and their lengths as far as the trace has so many tokens.
+def arriving(trace: Trace, requests: Sequence[RowRange], arrivals: Arrivals) -> tuple[list[RowRange], int]:
+    """Requests one after the other get the arrivals' times, and their lengths as far as the trace has so many tokens;
+    and how many are shorter than that.
 
-    The first token of an answer comes from the prompt's pass; in a trace without prompts every token is a pass.
+    The first token of an answer comes from the prompt's pass; in a trace without prompts every token is a pass. Raises
+    ConfigError where nothing is left to simulate.
     """
     spans: list[RowRange] = []
     num_cut = 0
@@ -178,7 +177,9 @@ def _arriving(trace: Trace, requests: Sequence[TraceRequest], arrivals: Arrivals
         num_cut += (0 < num_prompt < prompt) or num_after < wanted_after
         end = request.first_row + num_prompt
         parts = ((request.first_row, min(num_prompt, int(prompt))), (end, min(num_after, wanted_after)))
-        spans += [RowRange(request.number, first, num, int(time_ns)) for first, num in parts if num]
+        spans += [RowRange(request.request, first, num, int(time_ns)) for first, num in parts if num]
+    if not spans:
+        raise ConfigError("arrivals: the requests that arrive have no tokens; nothing is left to simulate")
     return spans, num_cut
 
 

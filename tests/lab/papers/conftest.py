@@ -31,6 +31,12 @@ def lab(session: Session) -> Lab:
     return session.lab(session.subjects[0])
 
 
+@pytest.fixture(scope="package")
+def bare(session: Session) -> Lab:
+    """Of imported routing."""
+    return session.lab(session.subjects[1])
+
+
 @pytest.fixture
 def told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finding]:
     """What an experiment finds where systems on machines take so many times as long, and hit so often, as is said."""

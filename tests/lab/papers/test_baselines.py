@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from expertly.core.geometry import Geometry
 from expertly.lab.papers import moe_infinity, moepic, ours, promoe
 from expertly.lab.papers.findings import FAILS, HOLDS, Finding
+from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.runner import find_experiment
-from expertly.lab.papers.runs import Lab
+from expertly.lab.papers.runs import Lab, Row, Runs
 from expertly.sim.study import Memory
 
 
@@ -96,3 +99,27 @@ def test_figure_4b_fails_where_whole_experts_are_fastest_and_says_where_splittin
     whole = told("moepic:4b", lambda system, machine: slower(system, machine, "1")).checks
     assert whole[0].verdict == FAILS
     assert whole[0].why.endswith("splitting pays with: launches 16 times as fast")
+    assert {check.verdict for check in whole} == {FAILS}, "whole experts that beat caching alone are no split"
+
+
+def test_figure_4b_says_where_too_few_requests_tell_whether_splitting_pays(lab: Lab) -> None:
+    rows = dict.fromkeys(("prefetch only", "0.5", "1", "cache only"), lab.runs("rtx3090").row("lru"))
+    few, many = Estimate.mean(np.ones(2)), Estimate.mean(np.ones(9))
+    (check, *_) = moepic.splitting("", rows, {"few": (few / 2, few, few), "many": (many / 2, many, many)})
+    assert check is not None and check.why.endswith("splitting pays with: many; cannot be told: few")
+
+
+@pytest.mark.parametrize(("times", "verdict"), [(0.7, HOLDS), (0.98, FAILS)])
+def test_figure_8_is_of_memory_and_not_of_speed(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, times: float, verdict: str
+) -> None:
+    """A point of memory is worth 5 % of the time, so that 2 % save no memory."""
+    base = lab.runs("rtx3090").row("lru")
+
+    def row(self: Runs, system: str, memory: str) -> Row:
+        factor = (times if system.startswith("moepic") else 1.0) * 0.95 ** float(memory.strip("%"))
+        return replace(base, system=system, passes_s=base.passes_s * factor, on_faster_link=None)
+
+    monkeypatch.setattr(Runs, "row", row)
+    (check,) = find_experiment("moepic:8").run(lab).checks
+    assert check.verdict == verdict

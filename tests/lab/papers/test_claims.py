@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from expertly.lab.papers import fmoe, moe_infinity, moepic, promoe
-from expertly.lab.papers.findings import FAILS, HOLDS, UNTOLD, Check, Finding, show
+from expertly.lab.papers.findings import FAILS, HOLDS, UNTOLD, Check, Finding, Result, show
 from expertly.lab.papers.measured import Estimate
-from expertly.lab.papers.metrics import of_hits, of_time
+from expertly.lab.papers.metrics import TPOT, of_hits, of_time
+from expertly.lab.papers.runner import find_experiment, markdown, text
 from expertly.lab.papers.runs import FASTER_LINK, Lab
 from expertly.trace.reader import Trace
 
@@ -33,6 +34,11 @@ def layers(slow: float) -> Check:
 
 def prompts(*times: float, noise: float = 0.001) -> list[Check]:
     return promoe.in_prompts([about(time, noise) for time in times], "why")
+
+
+def lost(first: float, last: float) -> Check:
+    """Of three draws."""
+    return moe_infinity.is_back([[first + noise, 0.05, last, last, last] for noise in (0.0, 0.001, 0.002)], "why")
 
 
 CLAIMS: dict[str, tuple[Callable[[float], Check], float, float]] = {
@@ -75,6 +81,8 @@ CLAIMS: dict[str, tuple[Callable[[float], Check], float, float]] = {
     "promoe:13, most of it": (lambda time: prompts(1.0, 1.0, time, 0.4)[1], 0.9, 0.5),
     "promoe:13, size": (lambda time: prompts(1.0, 1.0, 1.0, time)[2], 0.5, 0.7),
     "moepic:4a": (layers, 1.3, 1.0),
+    "moe-infinity:table-3, back": (lambda last: lost(0.1, last), 0.01, 0.05),
+    "moe-infinity:table-3, something lost": (lambda first: lost(first, 0.0), 0.1, -0.1),
     "moepic:2, size": (lambda times: moepic.slower_by_misses(about(times), ""), 3.8, 1.6),
 }
 
@@ -88,7 +96,16 @@ def test_a_claim_holds_or_fails_by_its_number_and_says_the_papers(
     assert claim(holds).measured.count("[") and claim(holds).paper
 
 
+@pytest.mark.parametrize(("read", "verdict"), [(1.0, HOLDS), (1.26, FAILS)])
+def test_promoe_13_nothing_is_read_twice_is_of_reads_and_not_of_lru(read: float, verdict: str) -> None:
+    check = promoe.reads_once(about(read), "why")
+    assert check.verdict == verdict and "once and 5.0%" in check.rule
+
+
 def test_noise_decides_no_claim() -> None:
+    assert promoe.reads_once(about(1.04, 0.1), "").verdict == UNTOLD
+    assert moe_infinity.is_back([[0.3, 0.0, 0.0, 0.0], [-0.2, 0.0, 0.0, 0.0]], "").verdict == UNTOLD
+    assert moe_infinity.is_back([[0.3, 0.0, 0.0, 0.0]], "").verdict == UNTOLD, "one draw"
     assert fmoe.correlates("semantic", about(0.75, 0.2), "").verdict == UNTOLD
     assert promoe.mostly_blocked(about(0.52, 0.3), "").verdict == UNTOLD
     assert prompts(1.0, 1.0, 0.7, 0.4, noise=0.3)[1].verdict == UNTOLD
@@ -189,3 +206,43 @@ def test_fmoe_8_says_nothing_of_embeddings_that_were_made_up(
     assert shown() == (True, False)
     monkeypatch.setattr(Trace, "is_real", lambda self, name: name != "embedding")
     assert shown() == (False, True)
+
+
+def test_fmoe_12a_alike_is_not_less(told: Callable[..., Finding]) -> None:
+    def hits(system: str, apart: float) -> float:
+        if "counts" in system or "lookahead" in system:
+            return 0.2
+        return 0.5 if "semantic=no" in system else 0.5 + apart if "top-k" in system else 0.5 + 2 * apart
+
+    assert verdicts(told("fmoe:12a", hits=lambda system: hits(system, 0.01)), "T < T+S") == {HOLDS}
+    for apart in (0.0, -0.0001):
+        assert verdicts(told("fmoe:12a", hits=lambda system: hits(system, apart)), "T < T+S") == {FAILS}  # noqa: B023
+
+
+def test_moepic_3_4_a_few_requests_tell_nothing_of_the_slowest() -> None:
+    def holds(*ratios: float) -> bool | None:
+        units = np.arange(len(ratios))
+        return moepic.costs_little(moepic.slowest(np.array(ratios), units)).holds
+
+    assert holds(1.0, 1.1, 1.05, 1.0, 1.1, float("nan")) is True
+    assert holds(1.0, 1.1, 1.05, 1.0) is None
+    assert holds(1.3, 1.3, 1.3, 1.3, 1.3) is False
+
+
+def test_moepic_2c_says_nothing_of_a_lookahead_that_was_put_in(lab: Lab, bare: Lab) -> None:
+    def claims(one: Lab) -> list[str]:
+        return [check.claim[:2] for check in find_experiment("moepic:2").run(one).checks]
+
+    assert "2c" in claims(lab) and "2c" not in claims(bare)
+
+
+def test_a_verdict_of_modelled_predictions_says_so(bare: Lab, lab: Lab) -> None:
+    rows = bare.runs("a6000").rows(["lru", "promoe", "static"])
+    assert TPOT.best("", rows, "promoe").is_modelled and TPOT.told(rows, "lru").is_modelled
+    assert not TPOT.better("", rows, "lru", "static").is_modelled
+    assert not TPOT.everywhere("", {"": lab.runs("a6000").rows(["lru", "mixtral-offloading"])}, "lru").is_modelled
+    checks = [TPOT.everywhere("claim", {"here": rows}, "lru")]
+    result = Result("moepic:7", (bare.finding("", [], checks),), (), 0.0)
+    pages = markdown("results", "", [], [result])
+    for page in (pages["results.md"], pages["results/moepic.md"], text(result, lambda headers, rows: "")):
+        assert " (modelled)" in page

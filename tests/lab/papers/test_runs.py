@@ -13,17 +13,19 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.core.messages import Prediction
 from expertly.core.observation import Routed
-from expertly.lab.papers import findings, moepic, recorded
+from expertly.lab.papers import findings, fmoe, moepic, ours, recorded
 from expertly.lab.papers.findings import FAILS, Check, Experiment, Finding, Result, Told, Why
-from expertly.lab.papers.measured import Estimate
+from expertly.lab.papers.measured import LEAST_REQUESTS, Estimate
 from expertly.lab.papers.metrics import HITS, TPOT, TTFT
 from expertly.lab.papers.runner import Session, check_asked, find_experiment
-from expertly.lab.papers.runs import CannotRun, Lab, Row, Runs, batched, prompts_need
+from expertly.lab.papers.runs import SHORT, CannotRun, Lab, Row, Runs, batched, prompts_need
 from expertly.lab.papers.settings import ReproduceOptions
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.presets import get_system
 from expertly.sim.schedule import Schedule, Selection, make_schedule
 from expertly.sim.study import Memory
+from expertly.sim.workload import RowRange
+from expertly.trace.reader import Trace
 from expertly.trace.schema import NO_EXPERT
 from tests.lab.papers.small import quick_session
 
@@ -233,6 +235,12 @@ def test_moepic_configures_anew_several_times_while_its_stand_in_is_measured(ses
         assert sum(int((~lab.trace.rows("is_prefill", *span)).sum()) for span in spans) >= 3 * moepic.TAU
 
 
+def test_where_splitting_is_tried_there_are_requests_enough_for_an_interval(tmp_path: Path) -> None:
+    lab = Lab(moepic.made_up(moepic.STAND_IN, tmp_path / "mixtral", 0), tmp_path, ReproduceOptions())
+    tested = {span.request for one in lab.schedules(1 / 10, SHORT) for span in one.test}
+    assert len(tested) >= LEAST_REQUESTS
+
+
 def test_what_the_configurator_is_told_changes_what_is_measured(lab: Lab) -> None:
     """With the first configuration alone every zeta took the same time to the bit."""
     rows = [lab.runs("a6000").row(f"moepic:tau=16:zeta={zeta}") for zeta in ("0.01", "0.05")]
@@ -268,11 +276,63 @@ def test_more_at_once_is_the_same_requests(lab: Lab) -> None:
     tests = [runs.study.schedule.test for runs in (one, four)]
     assert [len(spans) for spans in tests] == [4, 1]
     assert sum(span.num_rows for span in tests[0]) == tests[1][0].num_rows
+    tpot = four.row("lru").tpot_s
+    assert isinstance(tpot, Estimate) and tpot.interval is None, "one batch tells nothing"
     batch, trace = tests[1][0], four.study.trace
     rows = batch.first_row, batch.first_row + batch.num_rows
     pass_of = trace.rows("iteration", *rows)
     assert len(set(trace.rows("request", *rows)[pass_of == pass_of[0]].tolist())) == 4, "four prompts in one pass"
     assert 0 < prompts_need(lab, "rtx3090", 1) < prompts_need(lab, "rtx3090", 4) <= 1
+
+
+def test_no_request_is_in_two_batches(session: Session, tmp_path: Path) -> None:
+    """What is drawn anew is a batch: two with the same request in them are not independent."""
+    own = replace(session.subjects[0], learned_from=Selection(split=(1, 3), seed=5))
+    lab = Lab(own, tmp_path, ReproduceOptions(tokens=200))
+    parts = [{span.request for span in one} for one in lab.requests_apart()]
+    assert [len(one) for one in parts] == [6, 6, 6] and len(set().union(*parts)) == 18
+    runs = batched(lab, "rtx3090", 1)
+    assert [len(study.schedule.test) for study in runs.studies] == [4, 4, 4], "as many as 67 tokens a seed take"
+    assert len(runs.row("lru").units) == 12
+    assert sum(len(study.schedule.test) for study in batched(lab, "rtx3090", 4).studies) == 3
+
+
+def test_other_requests_arrive_with_each_seed_where_networks_learned_from_the_trace(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = replace(session.subjects[0], learned_from=Selection(split=(7, 3), seed=5))
+    lab = Lab(own, tmp_path, ReproduceOptions())
+    monkeypatch.setattr(fmoe, "REQUESTS", 3)
+    seen: list[set[int | None]] = []
+
+    def queued(schedules: Sequence[Schedule], *args: object, **options: object) -> None:
+        seen.extend({span.request for span in one.test} for one in schedules)
+        raise CannotRun("seen")
+
+    monkeypatch.setattr(lab, "runs_of", queued)
+    with pytest.raises(CannotRun, match="seen"):
+        find_experiment("fmoe:10").run(lab)
+    assert [len(one) for one in seen] == [3, 3, 3] and seen[0] != seen[1] != seen[2]
+
+
+def test_what_is_kept_between_runs_is_tried_on_other_requests_with_each_seed(
+    traces: list[Path], session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where networks learned from the trace; and on as many as the tokens take."""
+    trace = Trace.open(traces[0])
+    trace.manifest = replace(trace.manifest, model="demo")
+    own = replace(session.subjects[0], trace=trace, learned_from=Selection(split=(1, 3), seed=5))
+    tried: list[list[int | None]] = []
+
+    def loaded(lab: Lab, spans: Sequence[RowRange], system: str, maps: str) -> tuple[float, float]:
+        if system == "lru":
+            tried.append([span.request for span in spans])
+        return 1.0, 0.5
+
+    monkeypatch.setattr(ours, "_loaded", loaded)
+    find_experiment("expertly:saved").run(Lab(own, tmp_path, ReproduceOptions(tokens=450)))
+    assert [len(one) for one in tried] == [10, 10, 10], "of 15 tokens each, 150 a seed"
+    assert set(tried[0]) != set(tried[1]) != set(tried[2])
 
 
 def test_what_a_trace_lacks_is_said_with_the_command_that_gives_it(traces: list[Path], tmp_path: Path) -> None:

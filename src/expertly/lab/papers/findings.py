@@ -92,6 +92,7 @@ class Check:
     why: str = ""  # where it does not hold
     paper: str = ""  # the size of the effect there, as printed
     size: str = ""  # of the effect here, where it decides: the least that holds, or the largest against it
+    is_modelled: bool = False  # of predictions that were made up, right as often as another paper found
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +238,7 @@ class Told(NamedTuple):
     names: tuple[str, str]
     holds: bool | None
     values: tuple[float, float]
+    is_modelled: bool = False  # one of them, or both
 
     def size(self, unit: str) -> str:
         """Of the effect: how many times the second the first is; of shares, by how many points they differ, too."""
@@ -324,11 +326,22 @@ def best(
 
 
 def ranked(
-    claim: str, values: Values, why: Why, *, lowest: bool, unit: str = "number", slack: float = 0.0, paper: str = ""
+    claim: str,
+    values: Values,
+    why: Why,
+    *,
+    lowest: bool,
+    unit: str = "number",
+    slack: float = 0.0,
+    strict: bool = False,
+    paper: str = "",
 ) -> Check:
-    """In the order of `values` each is at least as low (high) as the next, or within `slack` of it, relative."""
-    told = [compare(pair, values, lowest=lowest, slack=slack) for pair in pairwise(values)]
-    rule = f"{(' <= ' if lowest else ' >= ').join(values)}{_within(slack)}"
+    """In the order of `values` each is at least as low (high) as the next (`strict`: lower), or within `slack` of it,
+    relative.
+    """
+    told = [compare(pair, values, lowest=lowest, slack=slack, strict=strict) for pair in pairwise(values)]
+    sign = ("<" if lowest else ">") + "=" * (not strict)
+    rule = f"{f' {sign} '.join(values)}{_within(slack)}"
     return judged(claim, rule, listed(values, unit), told, unit, why, paper)
 
 
@@ -434,7 +447,9 @@ def everywhere(
     told = {name: one for name, one in cases.items() if isinstance(one, Told) and one.holds is counted}
     deciding = decisive(list(told.values()), unit)
     size = next((f"{name}: {one.size(unit)}" for name, one in told.items() if one is deciding), "")
-    return Check(claim, rule, measured, verdict, reason_of(why) if is_wrong else "", paper, size or measured)
+    is_modelled = any(isinstance(one, Told) and one.is_modelled for one in cases.values())
+    why = reason_of(why) if is_wrong else ""
+    return Check(claim, rule, measured, verdict, why, paper, size or measured, is_modelled)
 
 
 def _within(slack: float) -> str:

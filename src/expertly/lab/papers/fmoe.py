@@ -33,7 +33,7 @@ from expertly.lab.trace_analysis import EntropyMeter
 from expertly.policies.learned import ModelShape
 from expertly.policies.predictor.fmoe.store import MapStore
 from expertly.sim.hardware import read_geometry
-from expertly.sim.schedule import Arrivals, Schedule, make_schedule
+from expertly.sim.schedule import Arrivals, Schedule, arriving
 from expertly.trace.schema import max_experts
 
 PAPER = Paper("fmoe", "fMoE: Taming Latency-Memory Trade-Off in MoE-Based LLM Serving")
@@ -361,12 +361,8 @@ def online(lab: Lab) -> Finding:
     64 requests sampled from Azure's trace (arrivals and lengths), with empty stores: the CDF of fMoE's request
     latency lies left of those of ProMoE, MoE-Infinity, Mixtral-Offloading and DeepSpeed for all three models.
     """
-    samples = {seed: _sample(lab, seed) for seed in lab.seeds}
-    schedules = [
-        make_schedule(lab.trace, replace(lab.selection(seed), num_requests=len(arrivals)), arrivals)
-        for seed, arrivals in samples.items()
-    ]
-    runs = lab.runs_of([Schedule([], one.test, one.num_cut) for one in schedules], HARDWARE, is_queued=True)
+    schedules = [Schedule([], *arriving(lab.trace, lab.parted(seed).test, _sample(lab, seed))) for seed in lab.seeds]
+    runs = lab.runs_of(schedules, HARDWARE, is_queued=True)
     rows = runs.rows(systems(lab) | BESIDE)
     times = [Metric(header, "s", partial(Row.latency_s, percent=percent)) for header, percent in LATENCIES.items()]
     judged = {label: row for label, row in rows.items() if label not in BESIDE}
@@ -470,7 +466,7 @@ def tracking(lab: Lab) -> Finding:
         why += ", and this trace's embeddings were not recorded, so S has nothing real to match"
     checks = [
         HITS.worst("the request's hit counts are worst", rows, "hit count"),
-        HITS.ranked("T < T+S < T+S+delta", maps, why, slack=0.0005),
+        HITS.ranked("T < T+S < T+S+delta", maps, why, strict=True),
         HITS.better("full maps hit more than speculation", rows, "map (T+S+delta)", "speculate"),
     ]
     return lab.finding(

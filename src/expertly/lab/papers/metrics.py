@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from expertly.core.units import format_nbytes
@@ -144,7 +144,8 @@ class Metric:
         if None in values.values():
             return None
         why = why or OfPair(lambda one, other: self.reason(by_label[one], by_label[other]))
-        return rule(claim, values, *names, why, unit=self.unit, **told)
+        check = rule(claim, values, *names, why, unit=self.unit, **told)
+        return replace(check, is_modelled=any(row.is_modelled for row in rows.values()))
 
     def sizes(
         self, claim: str, rows: Mapping[str, Row], name: str, less: Mapping[str, float], why: Why | None = None
@@ -164,7 +165,8 @@ class Metric:
         """Of `everywhere`: whether `name` has the best value, compared with the best of the others."""
         values = self.values({label: row for label, row in rows.items() if label != name})
         other = (min if self.lowest else max)(values, key=lambda key: values[key])
-        return rules.compare((name, other), self.values(rows), lowest=self.lowest, slack=slack)
+        told = rules.compare((name, other), self.values(rows), lowest=self.lowest, slack=slack)
+        return told._replace(is_modelled=any(row.is_modelled for row in rows.values()))
 
     def everywhere(
         self, claim: str, found: Mapping[Any, Mapping[str, Row]], name: str, *, paper: str = ""

@@ -13,8 +13,8 @@ from expertly.lab.papers import findings as rules
 from expertly.lab.papers.findings import TAKEN, Cell, Finding, FindingTable, Paper, Told
 from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import TPOT, of_time
-from expertly.lab.papers.runs import CannotRun, Lab, Row, Runs, batched, first_decoded, with_link
-from expertly.sim.schedule import Schedule, make_schedule, with_answer
+from expertly.lab.papers.runs import SHORT, CannotRun, Lab, Row, Runs, batched, first_decoded, with_link
+from expertly.sim.schedule import Schedule, with_answer
 from expertly.sim.workload import RowRange
 
 PAPER = Paper("expertly", "Ours: what no paper shows")
@@ -79,7 +79,6 @@ ASSUMPTIONS: dict[str, dict[str, float]] = {
 }
 """Times of what the profile of the machine assumes, or of its link."""
 BATCHES = (2, 4)
-ANSWER = 64
 
 
 @PAPER.experiment("assumptions", takes=TAKEN, most=2, is_long=True)
@@ -88,10 +87,7 @@ def assumptions(lab: Lab) -> Finding:
 
     No paper says which of its results another machine would turn round.
     """
-    machine, schedules = lab.machine(MACHINE), []
-    for made, tests in zip(lab.schedules(), lab.requests_to_test(), strict=True):
-        short = [one for span in tests for one in first_decoded(lab.trace, [span], ANSWER)]
-        schedules.append(Schedule(made.training, first_decoded(lab.trace, short, lab.tokens_of_seed)))
+    machine, schedules = lab.machine(MACHINE), lab.schedules(answer=SHORT)
     found: dict[str, dict[str, Row]] = {}
     for where, times in ASSUMPTIONS.items():
         fixed = {key: round(getattr(machine, key) * by) for key, by in times.items() if key != "link"}
@@ -131,7 +127,7 @@ def assumptions(lab: Lab) -> Finding:
     notes = [
         "a context's keys and values take as many bytes a token and layer as the hidden state has numbers (gpt-oss: "
         "0.7 of it), are read once a step, and leave so much less for experts",
-        f"of answers at most {ANSWER} tokens, so that they are of more requests",
+        f"of answers at most {SHORT} tokens, so that they are of more requests",
     ]
     setting = lab.setting(lab.runs_of(schedules, machine))
     return lab.finding(setting, [FindingTable.of("TPOT", columns, cells)], checks, notes)
@@ -155,7 +151,7 @@ def _turned(found: Mapping[str, Mapping[str, Row]], order: Mapping[str, Mapping[
 # -- what is kept between runs -----------------------------------------------------------------------------------------
 
 LEARN = (0, 8, 24)
-REQUESTS, TOKENS = 8, 48
+TOKENS = 48
 
 
 @PAPER.experiment("saved", takes=("memory",), needs=("token", "prompts"), most=1)
@@ -167,11 +163,14 @@ def saved_reuse(lab: Lab) -> Finding:
     if lab.trace.manifest.model != "demo":
         raise CannotRun("its tokens are fed to the demo model, and it is of another one")
     cut = 4 if lab.options.quick else 1
-    num, learns = REQUESTS // cut, [learn // cut for learn in LEARN]
+    learns, nums = [learn // cut for learn in LEARN], []
     every: dict[str | int, list[tuple[float, float]]] = {}  # by seed
     for seed in lab.seeds:
-        schedule = make_schedule(lab.trace, lab.selection(seed))
-        earlier, later = schedule.training[: learns[-1]], schedule.test[:num]
+        schedule = lab.parted(seed)
+        earlier = [with_answer(lab.trace, span, TOKENS) for span in schedule.training[: learns[-1]]]
+        answers = [with_answer(lab.trace, span, TOKENS) for span in schedule.test]
+        later = first_decoded(lab.trace, answers, lab.tokens_of_seed)
+        nums.append(len(later))
         every.setdefault("lru", []).append(_loaded(lab, later, "lru", "off"))
         for learn in learns:
             with tempfile.TemporaryDirectory() as folder:
@@ -185,14 +184,13 @@ def saved_reuse(lab: Lab) -> Finding:
     check = rules.below(
         "what earlier processes learned saves loads in the next",
         {f"{learns[-1]} requests before": found[learns[-1]][0], "none": found[0][0]},
-        f"{num} requests are enough to learn what {learns[-1]} before them taught",
+        f"{min(nums)} requests are enough to learn what {learns[-1]} before them taught",
         unit="MB",
     )
     cells = [(name, nbytes, nbytes / plain[0], hits) for name, (nbytes, hits) in rows.items()]
     columns = {"": "", "loaded a decode step": "MB", "of lru": "x", "hit rate": "share"}
-    setting = (
-        f"the engine, demo model, {lab.memory()}; {num} requests of {TOKENS} tokens at most, {len(lab.seeds)} seeds"
-    )
+    each = ", ".join(map(str, nums))
+    setting = f"the engine, demo model, {lab.memory()}; {each} requests (by seed) of {TOKENS} tokens at most"
     return lab.finding(setting, [FindingTable.of("With a file that earlier processes left", columns, cells)], [check])
 
 
@@ -201,11 +199,9 @@ def _loaded(lab: Lab, spans: Sequence[RowRange], system: str, maps: str) -> tupl
     from expertly import api
     from expertly.lab.playing import feed, recorded_requests
 
-    cut = Schedule([], [with_answer(lab.trace, span, TOKENS) for span in spans])
-
     model, _ = api.load(None, memory=lab.memory(), codec="none", device="cpu", system=system, learned=maps)
     try:
-        for one in recorded_requests(lab.trace, cut):
+        for one in recorded_requests(lab.trace, Schedule([], [*spans])):
             feed(model, one.tokens, one.num_prompt)
         decode = api.stats(model).as_dict()["phases"]["decode"]
     finally:

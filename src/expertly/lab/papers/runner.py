@@ -352,7 +352,7 @@ def text(result: Result, grid: Grid) -> str:
         lines.append("")
         for check in finding.checks:
             lines += [
-                f"[{check.verdict}] {check.claim}: {check.measured}"
+                f"[{check.verdict}]{' (modelled)' * check.is_modelled} {check.claim}: {check.measured}"
                 + (f"; in the paper {check.paper}" if check.paper else ""),
                 *[f"    why: {check.why}"] * bool(check.why),
             ]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.presets import get_system
 from expertly.scheduler.system import names_of_options
 from expertly.sim.hardware import Hardware
-from expertly.sim.schedule import Arrivals, Schedule, Selection, decode_passes, first_rows, make_schedule
+from expertly.sim.schedule import Arrivals, Schedule, Selection, decode_passes, first_rows, make_schedule, with_answer
 from expertly.sim.study import RATES, Memory, Study
 from expertly.sim.training import TrainingPart
 from expertly.sim.workload import RowRange, TraceWorkload
@@ -44,8 +45,10 @@ LEARNED_TOKENS = 8000
 """Of the training part, at most, whose requests may be hundreds of thousands of tokens."""
 COLLECTED = 120
 """Of its requests as many, at least: MoE-Infinity's collection holds one matrix each (its section 5.2)."""
-BATCHED_REQUESTS = 12
-"""Run in batches, in all; with `--quick` a third."""
+SHORT = 64
+"""Tokens of an answer at most, where more requests are needed than whole answers leave."""
+FULL = 12
+"""Batches of 1 to 4 are full with so many requests, or a multiple of them."""
 FASTER_LINK = 4
 """Times: a reason that blames the link is tried on one so fast."""
 
@@ -411,9 +414,8 @@ class Runs:
         passes = (np.array(watch.ends) - np.array(begins)) / 1e9
         spans = study.schedule.test
         phases = [decode_passes(study.trace, span) for span in spans]
-        # a batch has a number of its own with every seed; a request is the same with all of them
+        # a batch has a number of its own: its requests are in no other; a request is the same with every seed
         units = [1000 * number + at if span.request is None else span.request for at, span in enumerate(spans)]
-        is_split = not study.is_queued and (len(spans) > 1 or spans[0].request is not None)
         each = np.repeat(units, [len(one) for one in phases])
         is_decode, known = np.concatenate(phases), np.array(list(dict.fromkeys(units)), np.int64)
         return Row(
@@ -426,7 +428,7 @@ class Runs:
             np.array(watch.loading) / 1e9,
             np.array([np.diff(one) for one, decode in zip(watch.layers, is_decode, strict=True) if decode]) / 1e9,
             is_decode,
-            each if is_split else each[:0],
+            each[:0] if study.is_queued else each,
             known,
             np.array([is_decode[each == unit].sum() for unit in known.tolist()], np.float64),
             {what: ns / 1e9 for what, ns in watch.predicting.items()},
@@ -490,27 +492,39 @@ class Lab:
     def num_experts(self) -> int:
         return self.subject.layers[0].num_experts
 
-    def schedules(self, times: float = 1.0) -> list[Schedule]:
-        """By seed: 70 % of the requests to learn from, as far as it takes, and so many decoded tokens of the rest."""
+    def schedules(self, times: float = 1.0, answer: int | None = None) -> list[Schedule]:
+        """By seed: 70 % of the requests to learn from, as far as it takes, and so many decoded tokens of the rest, of
+        which each has an answer of at most `answer` tokens.
+        """
 
         def make(seed: int) -> Schedule:
-            made = self._parted(seed)
+            made = self.parted(seed)
+            whole = made.test if answer is None else [with_answer(self.trace, span, answer) for span in made.test]
             cut = QUICK if self.options.quick else 1
             least = sum(span.num_rows for span in made.training[: COLLECTED // cut])
-            tests = first_decoded(self.trace, made.test, round(self.tokens_of_seed * times))
+            tests = first_decoded(self.trace, whole, round(self.tokens_of_seed * times))
             return Schedule(first_rows(made.training, max(LEARNED_TOKENS // cut, least)), tests)
 
-        return self.once(("schedules", times), lambda: [make(seed) for seed in self.seeds])
+        return self.once(("schedules", times, answer), lambda: [make(seed) for seed in self.seeds])
 
-    def requests_to_test(self) -> list[list[RowRange]]:
-        """By seed: whole requests of the part that is not learned from."""
-        return [self._parted(seed).test for seed in self.seeds]
+    def requests_apart(self) -> list[list[RowRange]]:
+        """By seed: whole requests of the part that is not learned from, each with one seed alone."""
+        queues = [iter(self.parted(seed).test) for seed in self.seeds]
+        taken: set[int | None] = set()
+        parts: list[list[RowRange]] = [[] for _ in queues]
+        for number in cycle(range(len(queues))):
+            one = next((span for span in queues[number] if span.request not in taken), None)
+            if one is None:
+                return parts
+            taken.add(one.request)
+            parts[number].append(one)
+        return parts
 
     def selection(self, seed: int) -> Selection:
         """How the requests are parted with a seed: as they were for the weights, where these learned from them."""
         return self.subject.learned_from or Selection(split=SPLIT, seed=seed)
 
-    def _parted(self, seed: int) -> Schedule:
+    def parted(self, seed: int) -> Schedule:
         """In another order with each seed."""
         made = make_schedule(self.trace, self.selection(seed))
         dice = Random(seed)
@@ -605,15 +619,16 @@ def first_decoded(trace: Trace, spans: Sequence[RowRange], num_tokens: int) -> l
 
 def batched(lab: Lab, hardware: str | Hardware, size: int) -> Runs:
     """The same requests for every size, of which `size` run together: their prompts in one pass, then a token of each
-    a pass, until all have ended. Routing does not depend on who else runs.
+    a pass, until all have ended. Routing does not depend on who else runs. What is drawn anew is a batch, so that no
+    request may be in two.
     """
 
     def make() -> list[tuple[Trace, Schedule]]:
-        num, made = BATCHED_REQUESTS // (3 if lab.options.quick else 1), []
-        for number, tests in enumerate(lab.requests_to_test()):
-            chosen = [
-                one for span in tests[:num] for one in first_decoded(lab.trace, [span], lab.tokens_of_seed // num)
-            ]
+        made = []
+        for number, tests in enumerate(lab.requests_apart()):
+            answers = [with_answer(lab.trace, span, SHORT) for span in tests]
+            chosen = first_decoded(lab.trace, answers, lab.tokens_of_seed)
+            chosen = chosen[: len(chosen) // FULL * FULL or len(chosen) // 4 * 4 or None]
             training = first_rows(lab.schedules()[number].training, 2 * lab.tokens_of_seed)
             made.append(write_batches(lab.trace, training, chosen, size, lab.scratch / f"batch-{size}-{number}"))
         return made
