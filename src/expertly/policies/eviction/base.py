@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from itertools import tee
 from typing import Any, ClassVar
 
 import numpy as np
@@ -239,7 +240,15 @@ class DenseScoredPolicy(ScoredPolicy):
         return values
 
     def victims(self, protected: Container[int]) -> Iterator[int]:
-        left = self.all_scores() + self._barrier
+        return self._found(self.all_scores(), protected)
+
+    def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
+        scores = self.all_scores()
+        experts, again = tee(self._found(scores, protected))
+        return zip(map(scores.item, experts), again, strict=True)
+
+    def _found(self, scores: npt.NDArray[np.floating[Any]], protected: Container[int]) -> Iterator[int]:
+        left = scores + self._barrier
         for _ in range(_FEW):
             expert = int(left.argmin())  # of equal ones the lowest id
             if left[expert] == _NEVER:
@@ -251,7 +260,3 @@ class DenseScoredPolicy(ScoredPolicy):
         for expert in experts[left[experts].argsort(kind="stable")].tolist():
             if expert not in protected:
                 yield expert
-
-    def scored_victims(self, protected: Container[int]) -> Iterator[tuple[float, int]]:
-        scores = self.all_scores()
-        return ((float(scores[expert]), expert) for expert in self.victims(protected))
