@@ -56,6 +56,8 @@ def test_all_costs_are_there(profile: ModelProfile):
     assert all(ns >= 0 for ns in compute.part_ns) and min(compute.submit_ns, compute.load_ns) >= 0
     assert 1 <= compute.slowdown_while_loading < 100
     assert profile.link.nbytes_per_s > 0 and profile.link.latency_ns + profile.link.overhead_ns > 0
+    assert profile.link.prefetch_latency_ns == max(1, profile.link.latency_ns // 2)
+    assert profile.link.prefetches_at_once == 2, "1.5 MiB are two reads, and four may be under way"
 
 
 @pytest.mark.alone

@@ -96,6 +96,11 @@ def test_a_load_waits_for_all_prefetches_that_are_under_way_together() -> None:
     clock.now_ns = 280
     link.submit([span(3)])
     assert arrivals(clock, link, 4) == [(0, 280), (1, 340), (2, 400), (3, 440)]
+    link.submit([span(0)])
+    link.prefetch([span(1)])
+    clock.now_ns = 450
+    link.submit([span(2)])
+    assert arrivals(clock, link, 3) == [(0, 480), (2, 520), (1, 580)], "it does not begin beside a load"
 
 
 def test_poll_gives_what_has_arrived_by_now_and_takes_no_time() -> None:
