@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import BudgetError, ConfigError, HardwareError
 from expertly.core.geometry import Geometry
+from expertly.core.processes import in_processes
 from expertly.lab import synth
 from expertly.lab.compare.simulated import TokenTimelines
 from expertly.scheduler.presets import SYSTEMS
@@ -104,6 +106,24 @@ def test_processes_find_the_same_rows(tmp_path: Path) -> None:
         found.append((rows, study.wants, timelines.of("fmoe:update=no", 1)))
     assert found[0] == found[1]
     assert [len(rows) for rows in found[0][0]] == [11, 11] and "scores" in found[0][1] and found[0][2]
+
+
+@pytest.mark.parametrize(("worth", "begun"), [(1, [2]), (10**6, [])])
+def test_long_studies_share_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worth: int, begun: list[int]
+) -> None:
+    """As many as there are processors, where simulating takes longer than starting them."""
+    noted: list[int] = []
+
+    def noting(jobs: int, *rest: Any) -> Iterator[Any]:
+        noted.append(jobs)
+        return in_processes(jobs, *rest)
+
+    monkeypatch.setattr("expertly.sim.study.in_processes", noting)
+    monkeypatch.setattr("expertly.sim.study.granted_cpus", lambda: 2)
+    monkeypatch.setattr("expertly.sim.study.WORTH_PROCESSES", worth)
+    rows = list(make_study(small(tmp_path)).results(["lru", "lfu"], [Memory("40%")], None))
+    assert noted == begun and {"lru", "lfu"} < {row["system"] for row in rows[0]}
 
 
 def test_one_row_alone_is_that_of_all_results(tmp_path: Path) -> None:
