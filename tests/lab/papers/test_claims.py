@@ -11,7 +11,7 @@ import pytest
 from expertly.lab.papers import fmoe, moe_infinity, moepic, promoe
 from expertly.lab.papers.findings import FAILS, HOLDS, UNTOLD, Check, Finding, Result, show
 from expertly.lab.papers.measured import Estimate
-from expertly.lab.papers.metrics import TPOT, of_hits, of_time
+from expertly.lab.papers.metrics import TPOT, of_hits, of_prompts, of_steps, of_time
 from expertly.lab.papers.runner import find_experiment, markdown, text
 from expertly.lab.papers.runs import FASTER_LINK, Lab
 from expertly.trace.reader import Trace
@@ -137,6 +137,10 @@ def test_a_reason_that_blames_the_link_is_tried_on_a_faster_one(lab: Lab) -> Non
     said = f"it takes {show(tried.tpot_s / fast.on_faster_link().tpot_s, 'x')} of oracle's TPOT, where it took"
     assert said in of_time(slow, fast)
     assert f"link {FASTER_LINK} times as fast, on-demand {show(tried.hit_rate, 'share')}" in of_hits(slow, fast)
+    computes = show(tried.tpot_s * (1 - tried.waiting(True)), "ms")
+    assert f"{FASTER_LINK} times as fast, on-demand (25%) computes {computes}, waits " in of_steps(slow, fast)
+    computes = show(tried.ttft_s * (1 - tried.waiting(False)), "ms")
+    assert f"{FASTER_LINK} times as fast, on-demand computes {computes} and waits " in of_prompts(slow, fast)
 
 
 def verdicts(finding: Finding, *words: str) -> set[str]:
@@ -165,14 +169,17 @@ def test_fmoe_4_names_the_part_that_a_loss_is_due_to(told: Callable[..., Finding
                 return largest
             return 0.3 if system.startswith("fmoe") else 0.2 if system == "on-demand" else 0.5
 
-        checks = [one for one in told("fmoe:4", hits=hits).checks if "hits at d = 3" in one.claim]
+        found = told("fmoe:4", hits=hits)
+        checks = [one for one in found.checks if "hits at d = 3" in one.claim]
         assert {one.claim.rpartition(" ")[2]: one.verdict for one in checks}["on-demand"] == HOLDS
         (lost,) = (one for one in checks if one.claim.endswith("mixtral-offloading"))
         assert lost.verdict == FAILS and lost.paper == "11.0% more"
+        (coarse,) = (one for one in found.checks if "activation matrices" in one.claim)
+        assert coarse.verdict == FAILS and coarse.why.startswith("at d=1") and coarse.why.endswith(lost.why[-40:])
         return lost.why
 
-    assert "with 8000 maps fMoE hits 60.0%, which is more: that is the reason" in why(0.6)
-    assert "with 8000 maps fMoE hits 40.0%, which is less, too" in why(0.4)
+    assert why(0.6).endswith("tried with 8000 maps, fMoE hits 60.0%, which is more: that is the reason")
+    assert why(0.4).endswith("tried with 8000 maps, fMoE hits 40.0%, which is less, too")
 
 
 def test_fmoe_9_a_quarter_of_a_percent_is_no_gain(told: Callable[..., Finding]) -> None:

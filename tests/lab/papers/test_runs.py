@@ -18,7 +18,7 @@ from expertly.lab.papers.findings import FAILS, Check, Experiment, Finding, Resu
 from expertly.lab.papers.measured import LEAST_REQUESTS, Estimate
 from expertly.lab.papers.metrics import HITS, TPOT, TTFT
 from expertly.lab.papers.runner import Session, check_asked, find_experiment
-from expertly.lab.papers.runs import SHORT, CannotRun, Lab, Row, Runs, batched, prompts_need
+from expertly.lab.papers.runs import SHORT, CannotRun, Lab, Row, Runs, batched, experts_needed
 from expertly.lab.papers.settings import ReproduceOptions
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.presets import get_system
@@ -282,7 +282,10 @@ def test_more_at_once_is_the_same_requests(lab: Lab) -> None:
     rows = batch.first_row, batch.first_row + batch.num_rows
     pass_of = trace.rows("iteration", *rows)
     assert len(set(trace.rows("request", *rows)[pass_of == pass_of[0]].tolist())) == 4, "four prompts in one pass"
-    assert 0 < prompts_need(lab, "rtx3090", 1) < prompts_need(lab, "rtx3090", 4) <= 1
+    for decode in (False, True):
+        shares = [experts_needed(lab, "rtx3090", size, decode=decode) for size in (1, 4)]
+        assert 0 < shares[0] < shares[1] <= 1
+    assert experts_needed(lab, "rtx3090", 1, decode=True) == lab.top_k / lab.num_experts
 
 
 def test_no_request_is_in_two_batches(session: Session, tmp_path: Path) -> None:

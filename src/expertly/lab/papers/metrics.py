@@ -54,27 +54,33 @@ def of_hits(ours: Row, other: Row) -> str:
 
 
 def of_prompts(*rows: Row) -> str:
-    """What a prompt of each goes to."""
-    said = []
-    for row in rows:
+    """What a prompt of each goes to, and of the first and the last with a faster link."""
+
+    def parts(row: Row) -> str:
         waiting = (row.waiting(False) or 0.0) * row.ttft_s
-        said.append(
-            f"{row.system} computes {show(row.ttft_s - waiting, 'ms')} and waits {show(waiting, 'ms')}",
-        )
-    return f"of a prompt {', '.join(said)}"
+        return f"{row.system} computes {show(row.ttft_s - waiting, 'ms')} and waits {show(waiting, 'ms')}"
+
+    return f"of a prompt {', '.join(map(parts, rows))}{_tried(rows, parts)}"
+
+
+def _tried(rows: Sequence[Row], parts: Callable[[Row], str]) -> str:
+    tried = [row.on_faster_link() for row in (rows[0], *rows[1:][-1:]) if row.on_faster_link]
+    return f"; {ON_FASTER_LINK} {' and '.join(map(parts, tried))}" if tried else ""
 
 
 def of_steps(*rows: Row) -> str:
-    """What a decode pass of each goes to, and what it waits for."""
-    said = []
-    for row in rows:
+    """What a decode pass of each goes to, and what it waits for; of the first and the last with a faster link, too."""
+
+    def times(row: Row) -> str:
         waiting = (row.waiting(True) or 0.0) * row.tpot_s
+        computes = show(row.tpot_s - waiting, "ms")
+        return f"{row.system} ({row['memory']}) computes {computes}, waits {show(waiting, 'ms')}"
+
+    def parts(row: Row) -> str:
         nbytes = row["bytes_loaded"] / max(1, len(row.passes_s))
-        said.append(
-            f"{row.system} ({row['memory']}) computes {show(row.tpot_s - waiting, 'ms')}, waits {show(waiting, 'ms')}, "
-            f"loads {format_nbytes(nbytes)} a pass and hits {show(row['hit_rate'], 'share')}"
-        )
-    return "; ".join(said)
+        return f"{times(row)}, loads {format_nbytes(nbytes)} a pass and hits {show(row['hit_rate'], 'share')}"
+
+    return f"{'; '.join(map(parts, rows))}{_tried(rows, times)}"
 
 
 def of_categories(lab: Lab) -> str:
@@ -169,16 +175,25 @@ class Metric:
         return told._replace(is_modelled=any(row.is_modelled for row in rows.values()))
 
     def everywhere(
-        self, claim: str, found: Mapping[Any, Mapping[str, Row]], name: str, *, paper: str = ""
+        self,
+        claim: str,
+        found: Mapping[Any, Mapping[str, Row]],
+        name: str,
+        *,
+        paper: str = "",
+        also: Callable[[Any, Row], str] = lambda at, better: "",
     ) -> Check | None:
-        """`name` has the best value in each of several runs."""
+        """`name` has the best value in each of several runs. `also`: what else is to be said where it does not, given
+        which run and what is better there.
+        """
         if any(None in self.values(rows).values() for rows in found.values()):
             return None
         cases = {str(at): self.told(rows, name) for at, rows in found.items()}
 
         def why() -> str:
             at, rows = next((at, rows) for at, rows in found.items() if cases[str(at)].holds is False)
-            return f"at {at}: {self.reason(rows[name], rows[cases[str(at)].names[1]])}"
+            better = rows[cases[str(at)].names[1]]
+            return f"at {at}: {self.reason(rows[name], better)}{also(at, better)}"
 
         rule = f"{'lowest' if self.lowest else 'highest'} {self.header}, by {show(NEGLIGIBLE, 'share')} or more"
         return rules.everywhere(claim, cases, rule, why, unit=self.unit, paper=paper)

@@ -32,7 +32,7 @@ from expertly.lab.papers.metrics import (
     table_of,
 )
 from expertly.lab.papers.recorded import SWITCH
-from expertly.lab.papers.runs import Lab, Row, Runs, batched, prompts_need, with_link
+from expertly.lab.papers.runs import FASTER_LINK, Lab, Row, Runs, batched, experts_needed, with_link
 from expertly.lab.train import STOPPING, TrainOptions, train
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.counters import PhaseCounters
@@ -99,12 +99,14 @@ def unified_memory(lab: Lab, codebase: str) -> Runs:
     return lab.once(("pages", codebase), make)
 
 
-def whole_layers(lab: Lab, codebase: str, memory: str, processor: Mapping[str, Any] = PROCESSOR) -> Row:
+def whole_layers(
+    lab: Lab, codebase: str, memory: str, processor: Mapping[str, Any] = PROCESSOR, link: float = 1.0
+) -> Row:
     """Whole layers stay, as many as the memory is of all experts. Of the others TO (transformers) moves what a pass
     needs, attention too, and waits; LO (llama.cpp) computes all of them on the processor. Nothing is to be decided, so
-    that times are sums over what each pass needs.
+    that times are sums over what each pass needs. `link`: times as fast as the machine's.
     """
-    runs, machine = runs_on(lab, codebase), on(lab, codebase)
+    runs, machine = runs_on(lab, codebase), with_link(on(lab, codebase), link)
     geometry, dense = Geometry(lab.subject.layers), lab.subject.dense
     here = compute_model(machine, geometry, dense)
     there = compute_model(replace(machine, **processor), geometry, dense) if codebase == CODEBASES[1] else here
@@ -135,7 +137,8 @@ def whole_layers(lab: Lab, codebase: str, memory: str, processor: Mapping[str, A
                 loading_s=np.array(waits) / 1e9,
             )
         )
-    return Row.of_seeds(rows)
+    again = partial(whole_layers, lab, codebase, memory, processor, FASTER_LINK)
+    return replace(Row.of_seeds(rows), on_faster_link=again)
 
 
 OFFLOADING = dict(zip(CODEBASES, ("TO: moves layers", "LO: computes layers on the processor"), strict=True))
@@ -177,7 +180,7 @@ def baseline(lab: Lab) -> Finding:
     cdf = _served(lab, training)
     checks: list[Check | None] = [
         TPOT.monotonic("TPOT falls with the cache rate", found, rises=False),
-        mostly_blocked(blocked, partial(of_steps, half)),
+        mostly_blocked(blocked, partial(_why_little_blocked, lab, half)),
     ]
     if in_prompts is not None:
         checks.append(
@@ -208,6 +211,16 @@ def baseline(lab: Lab) -> Finding:
         FindingTable.of("5: access by popularity", {"most popular": "share", "serve": "share"}, [*cdf.items()]),
     ]
     return lab.finding(lab.setting(runs, ""), tables, checks, notes)
+
+
+def _why_little_blocked(lab: Lab, half: Row) -> str:
+    """What a pass computes hides what it waits for."""
+    tried = runs_on(lab, CODEBASES[1]).row(LRU, "50%")
+    return (
+        f"{half.system} computes {show(half.tpot_s * (1 - float(half.waiting(True) or 0)), 'ms')} a pass and hits "
+        f"{show(half.hit_rate, 'share')}; tried with the low overheads of {CODEBASES[1]}, "
+        f"{show(tried.waiting(True), 'share')} is blocked"
+    )
 
 
 def mostly_blocked(share: float, why: Why) -> Check:
@@ -707,7 +720,7 @@ def batches(lab: Lab) -> Finding:
             rules.above(
                 f"throughput of decode hardly grows: a pass of four takes most of four times as long{where}",
                 {"4 of 1": four.tpot_s / one.tpot_s, "half of the way to 4": 2.5},
-                f"with {memory} of the experts kept {four.hit_rate:.1%} are hits at batch 4: requests share experts",
+                partial(_why_passes_share, lab, machine, four),
                 unit="x",
             ),
         ]
@@ -716,8 +729,17 @@ def batches(lab: Lab) -> Finding:
 
 
 def _why_prompts_add_up(lab: Lab, machine: Hardware) -> str:
-    shares = [show(prompts_need(lab, machine, size), "share") for size in (1, 4)]
+    shares = [show(experts_needed(lab, machine, size, decode=False), "share") for size in (1, 4)]
     return f"one prompt needs {shares[0]} of a layer's experts, four together {shares[1]}"
+
+
+def _why_passes_share(lab: Lab, machine: Hardware, four: Row) -> str:
+    """Of decode."""
+    one, together = (experts_needed(lab, machine, size, decode=True) for size in (1, 4))
+    return (
+        f"requests share experts: a pass of one needs {show(one, 'share')} of a layer's, of four "
+        f"{show(together, 'share')}, which is {show(together / one, 'x')}; {show(four.hit_rate, 'share')} are hits"
+    )
 
 
 SAME_MEMORY = {16: "12.5%", 8: "25%", 4: "50%"}

@@ -264,7 +264,8 @@ class Session:
             shape = f"{len(manifest.layers)} layers of {first.num_experts} experts, top-{first.top_k}"
             num = sum(1 for request in one.trace.requests if request.num_rows)
             said = f"`{one.name}`: {manifest.model}, {shape}; {num} requests, {one.trace.num_rows} tokens; {kind}"
-            lines.append(f"{said}; {one.sizes}" + (f"; {one.weights_note}" if one.weights_note else ""))
+            how = f"`{manifest.command}`" if manifest.command else ""
+            lines.append("; ".join(filter(None, (said, one.sizes, one.weights_note, how))))
         lines.append(
             f"{self._options.num_tokens} decoded tokens are simulated{self._said_of_fewer()}, or all that there are, "
             f"over {counted(self._options.num_seeds, 'seed')}. Each parts the requests anew: 70 % are to learn from "

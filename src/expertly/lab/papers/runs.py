@@ -637,13 +637,15 @@ def batched(lab: Lab, hardware: str | Hardware, size: int) -> Runs:
     return lab.once(("batched", hardware, size), lambda: lab.runs_of(schedules, hardware, traces=traces))
 
 
-def prompts_need(lab: Lab, hardware: str | Hardware, size: int) -> float:
-    """Of a layer's experts, the share that the prompts of a batch need together; the mean over batches and layers."""
+def experts_needed(lab: Lab, hardware: str | Hardware, size: int, *, decode: bool) -> float:
+    """Of a layer's experts, the share that a pass of decode, or of prompts, needs in batches of `size`; the mean over
+    passes and layers.
+    """
     shares = [
         len(router.experts) / lab.num_experts
         for study in batched(lab, hardware, size).studies
         for iteration in TraceWorkload(study.trace, study.schedule.test).iterations()
-        if iteration.is_prefill
+        if iteration.is_prefill != decode
         for router in iteration.layers
     ]
     return float(np.mean(shares))
