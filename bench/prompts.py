@@ -2,6 +2,7 @@
 
     python bench/prompts.py FOLDER prompts.jsonl [--counts 60,60,40,40,40]
     expertly lab trace record --prompts prompts.jsonl --out TRACE --full --max-new-tokens 64 --temperature 0.8
+    (docs/results.md: `demo240s`, with 128 tokens)
     python bench/prompts.py FOLDER long.jsonl --counts 10,10,8,8,8
     expertly lab trace record --prompts long.jsonl --out LONG --full --max-new-tokens 256 --temperature 0.8
 

@@ -243,6 +243,18 @@ def test_moepic_2c_says_nothing_of_a_lookahead_that_was_put_in(lab: Lab, bare: L
     assert "2c" in claims(lab) and "2c" not in claims(bare)
 
 
+def test_a_loss_to_modelled_guesses_is_tried_with_less_right_ones(bare: Lab) -> None:
+    """How right they are is an assumption."""
+    ours, other = bare.runs("rtx3090").rows(("fmoe", "mixtral-offloading")).values()
+    assert other.as_right_as is not None and ours.as_right_as is None
+    tried = other.as_right_as(float(ours["prediction_accuracy"]))
+    assert float(tried["prediction_accuracy"]) == pytest.approx(float(ours["prediction_accuracy"]), abs=0.02)
+    assert tried.hit_rate < other.hit_rate
+    said = "guesses of the second right as often as the first's, "
+    assert f"{said}{show(tried.hit_rate, 'share')} are" in of_hits(ours, other)
+    assert f"{said}{show(ours.tpot_s / tried.tpot_s, 'x')}" in of_time(ours, other)
+
+
 def test_a_verdict_of_modelled_predictions_says_so(bare: Lab, lab: Lab) -> None:
     rows = bare.runs("a6000").rows(["lru", "promoe", "static"])
     assert TPOT.best("", rows, "promoe").is_modelled and TPOT.told(rows, "lru").is_modelled

@@ -13,7 +13,7 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.core.messages import Prediction
 from expertly.core.observation import Routed
-from expertly.lab.papers import findings, fmoe, moepic, ours, recorded
+from expertly.lab.papers import findings, fmoe, moepic, ours, promoe, recorded
 from expertly.lab.papers.findings import FAILS, Check, Experiment, Finding, Result, Told, Why
 from expertly.lab.papers.measured import LEAST_REQUESTS, Estimate
 from expertly.lab.papers.metrics import HITS, TPOT, TTFT
@@ -211,7 +211,7 @@ def test_every_seed_is_simulated_and_together_they_decode_what_is_asked_for(sess
     assert row.is_decode.sum() == 150 and row["tokens"] == sum(
         span.num_rows for study in runs.studies for span in study.schedule.test
     )
-    apart = runs.by_seed["lru"]
+    apart = row.by_seed
     assert len(apart) == 3 and row["bytes_loaded"] == sum(one["bytes_loaded"] for one in apart)
     tpot = row.tpot_s
     assert isinstance(tpot, Estimate) and tpot == pytest.approx(row.passes_s[row.is_decode].mean())
@@ -264,6 +264,15 @@ def test_means_are_of_the_requests_that_the_simulator_ran(lab: Lab) -> None:
     waited_s = float(row.waiting_s[row.is_decode].sum())
     assert waited_s == pytest.approx(row["decode_stall_s"]) and waited_s > 0
     assert row.waiting(True) == pytest.approx(waited_s / row.passes_s[row.is_decode].sum())
+
+
+def test_whole_layers_have_the_budget_that_they_are_asked_of(lab: Lab) -> None:
+    """Whatever ran last."""
+    for memory in ("25%", "50%", "25%"):
+        row = promoe.whole_layers(lab, "transformers", memory)
+        assert row["memory"] == memory and row.on_faster_link is not None
+        faster = row.on_faster_link()
+        assert faster.tpot_s < row.tpot_s and faster["memory"] == memory
 
 
 def test_all_in_memory_runs_once_whatever_the_budget(lab: Lab) -> None:

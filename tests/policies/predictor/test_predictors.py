@@ -100,13 +100,15 @@ def test_perfect_says_again_what_it_had_not_said_when_steps_are_skipped() -> Non
     assert [(p.layer, p.distance) for p in predictor.router_ran(Routed(router))] == [(2, 1), (3, 2)]
 
 
-@pytest.mark.parametrize("distance", [2, 5])
-def test_the_modelled_lookahead_is_as_right_as_it_says_and_wrong_in_any_way(distance: int) -> None:
+@pytest.mark.parametrize(("distance", "options"), [(2, {}), (5, {}), (2, {"accuracy": "0.6"})])
+def test_the_modelled_lookahead_is_as_right_as_it_says_and_wrong_in_any_way(
+    distance: int, options: dict[str, str]
+) -> None:
     """Within five standard errors, at every distance; after the first layer it fills the layers up to its own. Wrong
     ones are spread over all others.
     """
     future = some_future(SHAPE, 1500)
-    predictor = ModelledLookahead.make(SHAPE, Known(future=future), distance)
+    predictor = ModelledLookahead.make(SHAPE, Known(future=future), distance, options)
     right, total, wrong = defaultdict(int), defaultdict(int), defaultdict(int)
     for step, (running, experts) in enumerate(future.demands):
         future.step = step
@@ -120,7 +122,7 @@ def test_the_modelled_lookahead_is_as_right_as_it_says_and_wrong_in_any_way(dist
                 wrong[expert] += 1
     assert sorted(total) == list(range(1, distance + 1))
     for d, num in total.items():
-        expected = accuracy_at(d)
+        expected = float(options.get("accuracy", accuracy_at(d)))
         assert abs(right[d] / num - expected) < 5 * (expected * (1 - expected) / num) ** 0.5
     assert len(wrong) == 12 and max(wrong.values()) < 1.3 * min(wrong.values())
 

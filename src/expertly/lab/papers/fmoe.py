@@ -193,7 +193,7 @@ ABLATIONS = {
 }
 
 
-@PAPER.experiment("4", takes=TAKEN, most=3)
+@PAPER.experiment("4", takes=TAKEN, most=3, is_long=True)
 def distance_hits(lab: Lab) -> Finding:
     """Hit rate by prefetch distance, maps against request counts and the other baselines
 

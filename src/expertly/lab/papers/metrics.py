@@ -28,10 +28,13 @@ def of_time(ours: Row, other: Row) -> str:
     if len(tried) == 2:
         before, after = (show(one.tpot_s / two.tpot_s, "x") for one, two in ((ours, other), tried))
         said.append(f"{ON_FASTER_LINK} it takes {after} of {other.system}'s TPOT, where it took {before}")
+    if no_righter := _no_righter(ours, other):
+        said.append(f"{AS_RIGHT} {show(ours.tpot_s / no_righter.tpot_s, 'x')}")
     return "; ".join(said)
 
 
 ON_FASTER_LINK = f"tried with a link {FASTER_LINK} times as fast,"
+AS_RIGHT = "tried with the modelled guesses of the second right as often as the first's,"
 
 
 def of_hits(ours: Row, other: Row) -> str:
@@ -50,7 +53,15 @@ def of_hits(ours: Row, other: Row) -> str:
     if len(tried) == 2:
         hits = " and ".join(f"{one.system} {show(one.hit_rate, 'share')}" for one in tried)
         said.append(f"{ON_FASTER_LINK} {hits} are hits")
+    if no_righter := _no_righter(ours, other):
+        said.append(f"{AS_RIGHT} {show(no_righter.hit_rate, 'share')} are")
     return "; ".join(said)
+
+
+def _no_righter(ours: Row, other: Row) -> Row | None:
+    """The other, where its prediction is modelled, with one that is right as often as ours."""
+    accuracy = ours["prediction_accuracy"]
+    return None if other.as_right_as is None or ours.is_modelled or not accuracy else other.as_right_as(float(accuracy))
 
 
 def of_prompts(*rows: Row) -> str:

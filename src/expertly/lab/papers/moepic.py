@@ -392,7 +392,7 @@ SWEEP: dict[str, dict[str, float]] = {
 """Times of the memory, and of what figure 4b's machine has; or what the routing made up for the model has instead."""
 
 
-@PAPER.experiment("4b", "4", takes=("hardware", "memory"), most=1, stand_in=STAND_IN)
+@PAPER.experiment("4b", "4", takes=("hardware", "memory"), most=1, stand_in=STAND_IN, is_long=True)
 def ratio(lab: Lab) -> Finding:
     """TPOT by split ratio, and where splitting pays
 
@@ -817,15 +817,12 @@ def rearrange(lab: Lab) -> Finding:
         schedules.append(Schedule([], spans))
     runs = lab.runs_of(schedules, HARDWARE)
     rows = {label: runs.row(f"moepic:tau={tau}") for label, tau in TAUS.items()}
-    means = {
-        label: [one.by_unit(one.passes_s, one.is_decode) for one in runs.by_seed[row.system]]
-        for label, row in rows.items()
-    }
+    means = {label: [one.by_unit(one.passes_s, one.is_decode) for one in row.by_seed] for label, row in rows.items()}
     cells: list[tuple[Cell, ...]] = []
     worst = {}
     for label, row in rows.items():
         ratios = [tau / never for tau, never in zip(means[label], means["never"], strict=True)]
-        every, owners = np.concatenate(ratios), np.concatenate([one.units for one in runs.by_seed[row.system]])
+        every, owners = np.concatenate(ratios), np.concatenate([one.units for one in row.by_seed])
         worst[label] = slowest(every, owners)
         behind = np.concatenate([one[first:] for one, first in zip(ratios, seconds[1::2], strict=True)])
         after = Estimate.mean(behind[np.isfinite(behind)])

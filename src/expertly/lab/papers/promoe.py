@@ -113,8 +113,7 @@ def whole_layers(
     num_here = Memory(memory).budget(geometry).memory_nbytes * geometry.num_layers // geometry.nbytes
     dense_ns = machine.link.occupies_ns(dense.layer_nbytes if dense else 0)
     rows = []
-    runs.row(LRU, memory)
-    for study, like in zip(runs.studies, runs.by_seed[LRU], strict=True):
+    for study, like in zip(runs.studies, runs.row(LRU, memory).by_seed, strict=True):
         passes, waits = [], []
         for one in TraceWorkload(study.trace, study.schedule.test).iterations():
             spent = waited = 0
@@ -396,8 +395,7 @@ def trained(
 
 def goodpred(runs: Runs, system: str, k: int) -> float:
     """Of predictions k layers ahead."""
-    runs.row(system)
-    return Estimate.of_seeds([row["goodpred_by_distance"][str(k)] for row in runs.by_seed[system]])
+    return Estimate.of_seeds([row["goodpred_by_distance"][str(k)] for row in runs.row(system).by_seed])
 
 
 def good_prediction(learned: Mapping[int, float], skip: Mapping[int, float]) -> list[Check]:

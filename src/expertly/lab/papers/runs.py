@@ -239,6 +239,8 @@ class Row:
     units: npt.NDArray[np.int64]  # the requests in the order in which they began, or the batches
     decode_passes: Floats  # of each of `units`
     predicting_s: Mapping[str, float]
+    by_seed: Sequence[Row] = ()  # of several
+    as_right_as: Callable[[float], Row] | None = None  # the same with such an accuracy, where prediction is modelled
     on_faster_link: Callable[[], Row] | None = None  # the same run over a link FASTER_LINK times as fast
 
     @classmethod
@@ -358,7 +360,6 @@ class Runs:
     added: Sequence[str] = ()  # systems that a user wants to see beside those of the experiment
     notes: dict[str, None] = field(default_factory=dict)  # for the finding: which of them cannot run, in order
     shared: dict[tuple[str, str], Row] = field(default_factory=dict)
-    by_seed: dict[str, list[Row]] = field(default_factory=dict)  # of the last run of each system
     _on_faster_link: Runs | None = None
 
     @property
@@ -373,8 +374,8 @@ class Runs:
         if key not in self.shared:
             rows = [self._run(number, system, memory) for number in range(len(self.studies))]
             again = partial(self._row_on_faster_link, system, memory)
-            self.shared[key] = replace(Row.of_seeds(rows), on_faster_link=again)
-            self.by_seed[system] = rows
+            other = partial(self._row_as_right_as, system, memory) if rows[0].is_modelled else None
+            self.shared[key] = replace(Row.of_seeds(rows), by_seed=rows, on_faster_link=again, as_right_as=other)
         return self.shared[key]
 
     def _row_on_faster_link(self, system: str, memory: Memory) -> Row:
@@ -382,6 +383,9 @@ class Runs:
             studies = [replace(one, hardware=with_link(one.hardware, FASTER_LINK)) for one in self.studies]
             self._on_faster_link = Runs(studies, self.subject, self.hardware, self.memory)
         return self._on_faster_link.row(system, memory)
+
+    def _row_as_right_as(self, system: str, memory: Memory, accuracy: float) -> Row:
+        return self.row(f"{self.subject.fitted(system)[0]}:accuracy={accuracy:.4f}", memory)
 
     def rows(self, systems: Mapping[Any, str] | Sequence[str], memory: str | Memory | None = None) -> dict[str, Row]:
         """By label, or by the name of the system."""
@@ -409,7 +413,8 @@ class Runs:
         if facts["skipped"] is not None:
             raise CannotRun(facts["skipped"])
         if not watch.ends:  # with all experts here it has run before, in another budget
-            return replace(self.by_seed[system][number], facts=facts)
+            before = next(row for (name, _), row in self.shared.items() if name == system)
+            return replace(before.by_seed[number], facts=facts)
         begins = [one[0] for one in watch.layers] if study.is_queued else [0, *watch.ends[:-1]]  # or it was idle
         passes = (np.array(watch.ends) - np.array(begins)) / 1e9
         spans = study.schedule.test

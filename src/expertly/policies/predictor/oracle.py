@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -10,6 +11,7 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Routed
+from expertly.policies.base import PolicyOptions, option
 from expertly.policies.known import Future, Known
 from expertly.policies.predictor.base import Predictor
 
@@ -48,6 +50,15 @@ class Perfect(Predictor):
             yield Prediction(layer, experts, [-float(step)] * len(experts), step - now)
 
 
+@dataclass(frozen=True)
+class ModelledOptions(PolicyOptions):
+    """How right it is."""
+
+    accuracy: float | None = option(
+        None, "share of what it names that is needed; else as ProMoE found, by the distance", least=0, most=1
+    )
+
+
 class ModelledLookahead(Predictor):
     """A lookahead of stated accuracy, for studies of predictors that do not exist. It names as many experts as the
     layer needs; each is right with the stated probability, otherwise any other expert of the layer.
@@ -56,11 +67,13 @@ class ModelledLookahead(Predictor):
     """
 
     name = "modelled"
+    options = ModelledOptions
     needs = ("future",)
     gives_probabilities = False
 
-    def __init__(self, geometry: Geometry, distance: int, options: Any, known: Known) -> None:
+    def __init__(self, geometry: Geometry, distance: int, options: ModelledOptions, known: Known) -> None:
         super().__init__()
+        self._accuracy = options.accuracy
         self._num_experts = [layer.num_experts for layer in geometry.layers]
         self._future = _future_of(known, self.name)
         self._distance = distance
@@ -78,7 +91,8 @@ class ModelledLookahead(Predictor):
             if needs is None:
                 return
             layer, experts = needs
-            named = self._mostly_right(experts, self._num_experts[layer], accuracy_at(distance))
+            accuracy = accuracy_at(distance) if self._accuracy is None else self._accuracy
+            named = self._mostly_right(experts, self._num_experts[layer], accuracy)
             scores = [1.0 / (distance * (1 + rank)) for rank in range(len(named))]
             yield Prediction(layer, named, scores, distance)
 
