@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "src" / "expertly"
 
@@ -187,3 +189,12 @@ def test_import_expertly_is_light():
     )
     done = run_without_torch(code)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+def test_numpy_has_no_threads_of_its_own_in_the_command(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    code = "import os, expertly.cli.main, numpy; print(len(os.listdir('/proc/self/task')))"
+    done = run_without_torch(code)
+    assert done.stdout.strip() == "1", done.stderr

@@ -2,3 +2,8 @@
 
 Nothing here imports torch before a command runs, so that `expertly --help` answers at once.
 """
+
+import os
+
+# NumPy's products are small here: its threads would only take processors from the kernels and from other processes.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
