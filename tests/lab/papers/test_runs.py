@@ -375,3 +375,12 @@ def test_several_at_once_find_the_same(traces: list[Path], session: Session, tmp
     experiments = [find_experiment(name) for name in ("fmoe:3", "fmoe:16", "moe-infinity:2")]
     found = [*quick_session(traces, tmp_path).results(experiments, jobs=2)]
     assert [replace(one, seconds=0) for one in found] == [replace(run(session, one.name), seconds=0) for one in found]
+
+
+def test_a_page_says_how_its_traces_were_made(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = session.subjects[0]
+    made = replace(subject.trace.manifest, command="expertly lab trace record --full --out here")
+    monkeypatch.setattr(subject.trace, "manifest", made)
+    assert session.about()[0].endswith("; `expertly lab trace record --full --out here`")
+    monkeypatch.setattr(subject.trace, "manifest", replace(made, command=""))
+    assert "``" not in session.about()[0]

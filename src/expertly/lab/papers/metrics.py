@@ -28,13 +28,13 @@ def of_time(ours: Row, other: Row) -> str:
     if len(tried) == 2:
         before, after = (show(one.tpot_s / two.tpot_s, "x") for one, two in ((ours, other), tried))
         said.append(f"{ON_FASTER_LINK} it takes {after} of {other.system}'s TPOT, where it took {before}")
-    if no_righter := _no_righter(ours, other):
-        said.append(f"{AS_RIGHT} {show(ours.tpot_s / no_righter.tpot_s, 'x')}")
+    if less_right := _less_right(ours, other):
+        ratio = show(ours.tpot_s / less_right.tpot_s, "x")
+        said.append(f"{_as_right(ours, other)} {ours.system} takes {ratio} of its TPOT")
     return "; ".join(said)
 
 
 ON_FASTER_LINK = f"tried with a link {FASTER_LINK} times as fast,"
-AS_RIGHT = "tried with the modelled guesses of the second right as often as the first's,"
 
 
 def of_hits(ours: Row, other: Row) -> str:
@@ -53,15 +53,19 @@ def of_hits(ours: Row, other: Row) -> str:
     if len(tried) == 2:
         hits = " and ".join(f"{one.system} {show(one.hit_rate, 'share')}" for one in tried)
         said.append(f"{ON_FASTER_LINK} {hits} are hits")
-    if no_righter := _no_righter(ours, other):
-        said.append(f"{AS_RIGHT} {show(no_righter.hit_rate, 'share')} are")
+    if less_right := _less_right(ours, other):
+        said.append(f"{_as_right(ours, other)} {show(less_right.hit_rate, 'share')} are hits")
     return "; ".join(said)
 
 
-def _no_righter(ours: Row, other: Row) -> Row | None:
-    """The other, where its prediction is modelled, with one that is right as often as ours."""
+def _less_right(ours: Row, other: Row) -> Row | None:
+    """`other` with the accuracy of `ours`, where its prediction is modelled and that of `ours` is not."""
     accuracy = ours["prediction_accuracy"]
     return None if other.as_right_as is None or ours.is_modelled or not accuracy else other.as_right_as(float(accuracy))
+
+
+def _as_right(ours: Row, other: Row) -> str:
+    return f"tried with modelled predictions of {other.system} that have the accuracy of {ours.system},"
 
 
 def of_prompts(*rows: Row) -> str:

@@ -335,7 +335,10 @@ def layers(lab: Lab) -> Finding:
 
     def why() -> str:
         tried = _slowest(_times_of_layers(runs.row(f"{HALVES}:prediction=none")))[1]
-        return f"layers of this routing are alike: tried without prefetching, the slowest three take {show(tried, 'x')}"
+        return (
+            "layers of this routing are alike: tried without prefetching, the slowest three take "
+            f"{show(tried, 'x')} of the median layer"
+        )
 
     check = some_are_slow(times, why)
     cells = [(f"layer {layer}", spent, spent / median) for layer, spent in enumerate(times)]
