@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from expertly.core.errors import ConfigError, ExpertlyError
-from expertly.core.processes import in_processes
+from expertly.core.processes import as_finished, in_processes
 
 
 def made(folder: Path) -> Path:
@@ -32,6 +32,8 @@ def do(folder: Path, item: int) -> int:
     if item == 92:
         (folder / "sleeps").touch()
         time.sleep(600)
+    while item == 93 and not (folder / "go on").exists():
+        time.sleep(0.01)
     return 10 * item
 
 
@@ -47,6 +49,13 @@ def test_results_come_in_order_from_as_many_workers_as_asked_for(tmp_path: Path)
     assert list(started(tmp_path, [3, 1, 2, 5])) == [30, 10, 20, 50]
     workers = {one.name for one in tmp_path.iterdir() if one.name.isdecimal()}
     assert 1 <= len(workers) <= 2 and str(os.getpid()) not in workers and are_gone(tmp_path)
+
+
+def test_what_ends_first_comes_first_where_order_does_not_matter(tmp_path: Path) -> None:
+    found = as_finished(2, partial(made, tmp_path), do, [93, 1, 2])
+    assert [next(found), next(found)] in ([(1, 10), (2, 20)], [(2, 20), (1, 10)])
+    (tmp_path / "go on").touch()
+    assert list(found) == [(0, 930)]
 
 
 def test_what_is_long_begins_first(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import shlex
 import tempfile
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,18 +33,18 @@ def run(args: ReproduceOptions) -> int:
     experiments = runner.select(args.paper)
     runner.check_asked(args, experiments)
     _check_out(args.out)
-    results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="expertly-") as scratch, progress_bar("rows") as progress:
         session = runner.Session(args, Path(scratch), progress, message)
         earlier = {} if args.reuse is None else session.earlier(args.reuse)
-        found = session.results([one for one in experiments if one.name not in earlier], args.jobs)
-        for experiment in experiments:
-            results.append(earlier.get(experiment.name) or next(found))
+        found = {one.name: earlier[one.name] for one in experiments if one.name in earlier}
+        new = session.results([one for one in experiments if one.name not in found], args.jobs)
+        for result in chain([*found.values()], new):
+            found[result.name] = result
             if not args.json:
-                print(runner.text(results[-1], table), flush=True)
-            _write(args, session, results)
+                print(runner.text(result, table), flush=True)
+            _write(args, session, [found[one.name] for one in experiments if one.name in found])
     if args.json:
-        print_json(session.facts(results))
+        print_json(session.facts([found[one.name] for one in experiments]))
     return 0
 
 

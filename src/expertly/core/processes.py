@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from typing import Any, TypeVar
@@ -33,23 +33,46 @@ def in_processes(
     which `make` makes there. All of them are pickled. Long items begin before the others. What one raises is raised
     here, and ends the others, as closing this iterator does. Raises ExpertlyError where a process ends by itself.
     """
+    for _, found in _shared(jobs, make, do, items, is_long, in_order=True):
+        yield found
+
+
+def as_finished(
+    jobs: int,
+    make: Callable[[], Worker],
+    do: Callable[[Worker, Item], Found],
+    items: Sequence[Item],
+    is_long: Callable[[Item], bool] = lambda item: False,
+) -> Iterator[tuple[int, Found]]:
+    """The same with the number of each item, as they end."""
+    return _shared(jobs, make, do, items, is_long, in_order=False)
+
+
+def _shared(
+    jobs: int,
+    make: Callable[[], Worker],
+    do: Callable[[Worker, Item], Found],
+    items: Sequence[Item],
+    is_long: Callable[[Item], bool],
+    in_order: bool,
+) -> Iterator[tuple[int, Found]]:
     context = multiprocessing.get_context("spawn")  # threads, as of libraries and progress bars, do not survive a fork
     pool = ProcessPoolExecutor(min(jobs, len(items)), context, _begin, (make,))
-    futures: dict[int, Future[Found]] = {}
+    futures: dict[Future[Found], int] = {}
     try:
         # Processes inherit the mask: an interrupt is for this one, which ends them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for number in sorted(range(len(items)), key=lambda number: not is_long(items[number])):
-                futures[number] = pool.submit(_do, do, items[number])
+                futures[pool.submit(_do, do, items[number])] = number
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for number in range(len(items)):
-            yield futures[number].result()
+        for future in sorted(futures, key=lambda one: futures[one]) if in_order else as_completed(futures):
+            yield futures[future], future.result()
     except BrokenProcessPool:
         raise ExpertlyError("a process ended, perhaps for want of memory; --jobs 1 needs least") from None
     finally:
-        if not all(future.done() for future in futures.values()):
+        if not all(future.done() for future in futures):
             for process in pool._processes.values():
                 process.kill()
         pool.shutdown(cancel_futures=True)

@@ -22,7 +22,6 @@ from expertly.lab.papers.metrics import (
     TTFT,
     Metric,
     grid,
-    labelled,
     of_hits,
     of_steps,
     of_time,
@@ -207,7 +206,6 @@ def distance_hits(lab: Lab) -> Finding:
         "maps": lambda d: f"fmoe:distance={d}",
         "request counts": lambda d: f"{COUNTS}:distance={d}",
         "activation matrices": lambda d: moe_infinity(lab.num_experts, d),
-        "the router, asked early": stride,
     }
     found = {d: runs.rows({name: of(d) for name, of in ways.items()}) for d in DISTANCES}
     maps = {f"d={d}": rows["maps"] for d, rows in found.items()}
@@ -217,11 +215,6 @@ def distance_hits(lab: Lab) -> Finding:
     }
     changed = {label: f"{FMOE}:{options}" for label, options in ABLATIONS.items()}
     others, without = runs.rows(baselines), runs.rows(changed)
-    one_link = lab.runs(HARDWARE).rows(baselines | changed) | lab.runs(HARDWARE).beside()
-    compared = {
-        labelled(label, row): {f"{LINKS} links": row, "one link": one_link[label]}
-        for label, row in (others | without | runs.beside()).items()
-    }
 
     def with_best(rows: Mapping[str, Row], other: Row) -> str:
         """Whether fMoE with one part changed makes up for it."""
@@ -269,8 +262,9 @@ def distance_hits(lab: Lab) -> Finding:
         *HITS.sizes(f"hits at d = {DISTANCE} are more than those of", others, AT_3, MORE_HITS, OfPair(why)),
         HITS.better("and more than those of a cache alone (LRU)", others, AT_3, "lru", OfPair(why)),
     ]
-    title = f"At d = {DISTANCE}, {LINKS} links and one: beside others, and fMoE with one part changed"
-    tables = [grid("Decode", found, (HITS, RIGHT), "d"), grid(title, compared, (HITS, TPOT))]
+    title = f"At d = {DISTANCE}: beside others, and fMoE with one part changed"
+    compared = table_of(title, others | without | runs.beside(), HITS, TPOT)
+    tables = [grid("Decode", found, (HITS, RIGHT), "d"), compared]
     notes = [
         f"{LINKS} links side by side are simulated as one that is {LINKS} times as fast: kind to one load alone",
         AS_THEY_RAN,

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import jinja2
 import expertly
 from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.core.geometry import Geometry
-from expertly.core.processes import in_processes
+from expertly.core.processes import as_finished
 from expertly.core.resources import granted_cpus, parse_memory
 from expertly.core.units import counted
 from expertly.lab.papers import fmoe, moe_infinity, moepic, ours, promoe, recorded
@@ -30,6 +30,9 @@ from expertly.scheduler.presets import get_system
 from expertly.sim.hardware import HARDWARE_NAMES, Hardware
 from expertly.sim.schedule import read_arrivals
 from expertly.sim.study import Memory
+
+_Part = tuple[Finding | str, float]
+"""What an experiment found on one trace, or why nothing; and its seconds."""
 
 PAPERS: Registry[Paper] = Registry(
     "paper",
@@ -168,46 +171,61 @@ class Session:
         self._labs: dict[tuple[str, int], Lab] = {}
 
     def results(self, experiments: Sequence[Experiment], jobs: int | None = 1) -> Iterator[Result]:
-        """In order; so many at once, each in a process of its own; None: as many as there are processors. What reads a
-        clock runs before them, alone.
+        """As they are found: so many traces of experiments at once, each in a process of its own; None: as many as
+        there are processors. What reads a clock runs before them, alone.
         """
         jobs = jobs or granted_cpus()
-        if min(jobs, len(experiments)) < 2:
-            yield from map(self.result, experiments)
+        shared = [] if jobs == 1 else [one for one in experiments if not one.is_timed and self._traces(one)]
+        yield from (self.result(one) for one in experiments if one not in shared)
+        found: dict[str, dict[str, _Part]] = {one.name: {} for one in shared}
+        parts = [(one.name, trace) for one in shared for trace in self._traces(one)]
+        if not parts:
             return
-        alone = {one.name: self.result(one) for one in experiments if one.is_timed}
         make = partial(_open_session, self._options, self._scratch)
-        names = [one.name for one in experiments if one.name not in alone]
-        others = in_processes(jobs, make, _result, names, lambda name: find_experiment(name).is_long)
-        for one in experiments:
-            yield alone.get(one.name) or next(others)
+        for number, part in as_finished(jobs, make, _part, parts, lambda part: find_experiment(part[0]).is_long):
+            name, trace = parts[number]
+            found[name][trace] = part
+            experiment = find_experiment(name)
+            if len(found[name]) == len(self._traces(experiment)):
+                yield self._joined(experiment, found[name])
 
     def result(self, experiment: Experiment) -> Result:
         """On the traces that have what it needs; what cannot run on one is said."""
-        not_taken = refused(self._options, experiment)
-        if not_taken:
+        return self._joined(experiment, {trace: self.part(experiment, trace) for trace in self._traces(experiment)})
+
+    def _traces(self, experiment: Experiment) -> list[str]:
+        """Those that it runs on, by name, and the routing that is made up for it."""
+        if refused(self._options, experiment):
+            return []
+        able = [subject.name for subject in self.subjects if not subject.lacks(experiment.needs)]
+        return [*able[: experiment.most], *filter(None, [experiment.stand_in])]
+
+    def part(self, experiment: Experiment, trace: str) -> _Part:
+        """Of its result, what is found on one of its traces."""
+        start = time.monotonic()
+        lab = self._lab_of(trace, self._fewer.get(experiment.name))
+        try:
+            found: Finding | str = experiment.run(lab)
+        except ExpertlyError as error:
+            found = f"{lab.subject.name}: {error}"
+        return found, time.monotonic() - start
+
+    def _joined(self, experiment: Experiment, parts: Mapping[str, _Part]) -> Result:
+        """The result of what was found on each of its traces."""
+        left_out: list[str] = []
+        if not_taken := refused(self._options, experiment):
             said = ", ".join(f"--{name}" for name in not_taken)
             taken = ", ".join(f"--{name}" for name in TAKEN if name in experiment.takes) or "none of these"
-            return Result(experiment.name, (), (f"any trace: it takes no {said}; accepted: {taken}",), 0.0)
-        start = time.monotonic()
-        findings: list[Finding] = []
-        left_out: list[str] = []
-        able = []
-        for subject in self.subjects:
-            missing = subject.lacks(experiment.needs)
-            if missing:
-                how = "; ".join(dict.fromkeys(COMMANDS.get(name, RECORD) for name in missing))
-                left_out.append(f"{subject.name}: needs {', '.join(missing)}, which it lacks ({how})")
-            else:
-                able.append(subject)
-        tokens = self._fewer.get(experiment.name)
-        labs = [self.lab(subject, tokens) for subject in able[: experiment.most]]
-        for lab in [*labs, *([self._stand_in(experiment.stand_in, tokens)] if experiment.stand_in else [])]:
-            try:
-                findings.append(experiment.run(lab))
-            except ExpertlyError as error:
-                left_out.append(f"{lab.subject.name}: {error}")
-        return Result(experiment.name, tuple(findings), tuple(left_out), time.monotonic() - start)
+            left_out.append(f"any trace: it takes no {said}; accepted: {taken}")
+        else:
+            for subject in self.subjects:
+                if missing := subject.lacks(experiment.needs):
+                    how = "; ".join(dict.fromkeys(COMMANDS.get(name, RECORD) for name in missing))
+                    left_out.append(f"{subject.name}: needs {', '.join(missing)}, which it lacks ({how})")
+        found = [parts[trace] for trace in self._traces(experiment)]
+        left_out += [one for one, _ in found if isinstance(one, str)]
+        findings = tuple(one for one, _ in found if not isinstance(one, str))
+        return Result(experiment.name, findings, tuple(left_out), sum(seconds for _, seconds in found))
 
     def lab(self, subject: Subject, tokens: int | None = None) -> Lab:
         options = self._options if tokens is None else replace(self._options, tokens=tokens)
@@ -218,15 +236,17 @@ class Session:
             self._labs[key] = Lab(subject, scratch, options, self._arrivals, self._progress)
         return self._labs[key]
 
-    def _stand_in(self, name: str, tokens: int | None) -> Lab:
-        known = next((lab.subject for (of, _), lab in self._labs.items() if of == name), None)
-        if known is None:
+    def _lab_of(self, name: str, tokens: int | None) -> Lab:
+        """Of a trace, or of routing that is made up once."""
+        known = [*self.subjects, *(lab.subject for lab in self._labs.values())]
+        subject = next((one for one in known if one.name == name), None)
+        if subject is None:
             self._scratch.mkdir(parents=True, exist_ok=True)
             if name == recorded.SWITCH:
-                known = recorded.switch(self._options.seed, self._say)
+                subject = recorded.switch(self._options.seed, self._say)
             else:
-                known = moepic.made_up(name, self._scratch / "made up", self._options.seed)
-        return self.lab(known, tokens)
+                subject = moepic.made_up(name, self._scratch / "made up", self._options.seed)
+        return self.lab(subject, tokens)
 
     def earlier(self, path: Path) -> dict[str, Result]:
         """Results that `facts` wrote to a file, by experiment. Raises ConfigError where it is no such file, or one of
@@ -290,8 +310,9 @@ def _open_session(options: ReproduceOptions, scratch: Path) -> Session:
     return Session(options, folder)
 
 
-def _result(session: Session, name: str) -> Result:
-    return session.result(find_experiment(name))
+def _part(session: Session, part: tuple[str, str]) -> _Part:
+    name, trace = part
+    return session.part(find_experiment(name), trace)
 
 
 def _source_digest() -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,10 @@ class EAMOptions(PolicyOptions):
     update: bool = option(True, "learn from what runs")
 
 
+_Named = tuple[list[int], list[float], list[float]]
+"""Of a layer: experts, their p, and the p of all."""
+
+
 @dataclass(slots=True, eq=False)
 class _Sequence:
     """One request's part of the running pass."""
@@ -49,6 +53,7 @@ class _Sequence:
     counts: Counts  # [L, E] of this iteration (the paper's iEAM)
     match: Match
     predicted: Floats | None  # [L, E] rows of sum 1 (its pEAM); None: nothing is known
+    named: dict[int, _Named | None] = field(default_factory=dict)  # of `predicted`, by layer, as far as it was asked
     slots: tuple[int, ...] | None = None  # matched; None: whatever is popular
     cosine: float | None = None
 
@@ -232,6 +237,7 @@ class EAM(Predictor):
         if nearest.slots != sequence.slots:
             sequence.slots = nearest.slots
             sequence.predicted = _shares(match.collection.matrices[list(nearest.slots)].sum(axis=0))
+            sequence.named.clear()
             self.work.read_nbytes += 4 * len(nearest.slots) * sequence.predicted.size
 
     def _predict(self, distances: Mapping[int, int], now: int) -> Iterator[Prediction]:
@@ -244,22 +250,30 @@ class EAM(Predictor):
             return
         cosines = [sequence.cosine for sequence in sequences if sequence.cosine is not None]
         confidence = sum(cosines) / len(cosines) if cosines else None
-        is_first = True
+        is_first, known = True, sequences[0].named if len(sequences) == 1 else {}
         for layer, distance in distances.items():
-            num_experts, top_k = self._shape.num_experts[layer], self._shape.top_k[layer]
-            shares = [row[layer, :num_experts] for row in rows]
-            likely = np.stack(shares)
-            if self._options.threshold:
-                likely[likely * top_k < self._options.threshold] = 0
-            named = best_of_rows(layer, distance, likely, self._options.width or (top_k + 1) // 2)
-            if named is None:
+            if layer not in known:
+                known[layer] = self._named(layer, rows)
+            if (named := known[layer]) is None:
                 continue
+            experts, shares, probabilities = named
             near = 1 - (layer - now) / self._shape.num_layers if self._options.proximity else 1.0
-            scores = [near * score for score in named.scores]
-            probabilities = (shares[0] if len(shares) == 1 else np.maximum.reduce(shares)).tolist()
             outlook = self._outlook(sequences, rows) if is_first else None
-            yield Prediction(layer, named.experts, scores, distance, confidence, probabilities, outlook)
+            scores = [near * share for share in shares]
+            yield Prediction(layer, experts, scores, distance, confidence, probabilities, outlook)
             is_first = False
+
+    def _named(self, layer: int, rows: Sequence[Floats]) -> _Named | None:
+        num_experts, top_k = self._shape.num_experts[layer], self._shape.top_k[layer]
+        shares = [row[layer, :num_experts] for row in rows]
+        likely = np.stack(shares)
+        if self._options.threshold:
+            likely[likely * top_k < self._options.threshold] = 0
+        best = best_of_rows(layer, 1, likely, self._options.width or (top_k + 1) // 2)
+        if best is None:
+            return None
+        probabilities = (shares[0] if len(shares) == 1 else np.maximum.reduce(shares)).tolist()
+        return best.experts, best.scores, probabilities
 
     def _outlook(self, sequences: list[_Sequence], rows: list[Floats]) -> tuple[float, ...] | None:
         """The predicted matrices as one, by the highest p; None where it is the last outlook again."""
