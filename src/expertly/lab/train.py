@@ -141,7 +141,7 @@ class _Group:
                 )
         self._standardise(training)
         learned = [one for one in self._parameters if one.requires_grad]
-        optimiser = torch.optim.AdamW(learned, lr=options.learning_rate, weight_decay=options.weight_decay)
+        optimiser = torch.optim.AdamW(learned, lr=options.learning_rate, weight_decay=options.weight_decay, fused=True)
         num_batches = -(-len(training) // options.batch)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, options.epochs * num_batches)
         dice = np.random.default_rng((options.seed, source))

@@ -624,11 +624,11 @@ def memory(lab: Lab) -> Finding:
     cells: list[tuple[Cell, ...]] = []
     cases: dict[str, Told] = {}
     lost: list[tuple[Row, ...]] = []
-    for share in TARGETS:
+    needed = dict.fromkeys(specs, 100)
+    for share in TARGETS:  # ever slower: what was enough is enough
         target = float(fastest + share * (slowest - fastest))
-        needed: dict[str, int] = {}
         for name in specs:
-            low, high = ring, 100  # the least is from `low` on; `high` is enough
+            low, high = ring, needed[name]  # the least is from `low` on; `high` is enough
             while low < high:
                 middle = (low + high) // 2
                 low, high = (
