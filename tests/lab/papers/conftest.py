@@ -39,19 +39,22 @@ def bare(session: Session) -> Lab:
 
 @pytest.fixture
 def told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finding]:
-    """What an experiment finds where systems on machines take so many times as long, and hit so often, as is said."""
+    """What an experiment finds where systems, on machines and with memory, take so many times as long, and hit so
+    often, as is said.
+    """
     base = lab.runs("rtx3090").row("lru")
 
     def find(
         name: str,
         slower: Callable[[str, str], float] = lambda system, machine: 1.0,
         hits: Callable[[str], float] = lambda system: 0.5,
+        squeezed: Callable[[str, str], float] = lambda system, memory: 1.0,
     ) -> Finding:
         def row(self: Runs, system: str, memory: object = None) -> Row:
             facts = {key: value if value is not None else 0 for key, value in base.facts.items()}
             by_request = [hits(system)] * len(base["hit_rate_by_request"])
             facts |= {"predictor": {}, "hit_rate": hits(system), "hit_rate_by_request": by_request}
-            times = base.passes_s * slower(system, self.hardware)
+            times = base.passes_s * slower(system, self.hardware) * squeezed(system, str(memory))
             return replace(base, system=system, facts=facts, passes_s=times, on_faster_link=None)
 
         monkeypatch.setattr(Runs, "row", row)

@@ -13,7 +13,7 @@ from expertly.lab.papers.findings import FAILS, HOLDS, UNTOLD, Check, Finding, R
 from expertly.lab.papers.measured import Estimate
 from expertly.lab.papers.metrics import TPOT, of_hits, of_prompts, of_steps, of_time
 from expertly.lab.papers.runner import find_experiment, markdown, text
-from expertly.lab.papers.runs import FASTER_LINK, Lab
+from expertly.lab.papers.runs import FASTER_LINK, Lab, experts_needed, with_link
 from expertly.trace.reader import Trace
 
 
@@ -241,6 +241,58 @@ def test_moepic_2c_says_nothing_of_a_lookahead_that_was_put_in(lab: Lab, bare: L
         return [check.claim[:2] for check in find_experiment("moepic:2").run(one).checks]
 
     assert "2c" in claims(lab) and "2c" not in claims(bare)
+
+
+def why(finding: Finding, *words: str) -> str:
+    """The reason of the one claim with these words that does not hold."""
+    (found,) = (one for one in finding.checks if one.verdict == FAILS and all(word in one.claim for word in words))
+    return found.why
+
+
+def test_what_blames_cheap_misses_is_tried_with_a_slower_link(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moepic, "SLOWER", 1000.0)  # more than any machine here
+    (said,) = re.findall(r"link 2 times as slow, a token takes ([0-9.]+)x", why(find_experiment("moepic:2").run(lab)))
+    machine = with_link(lab.machine("a6000"), 1 / 2)
+    runs = lab.runs_of(lab.schedules(), machine)
+    slower = [runs.row("lfu", memory).tpot_s / runs.row("resident", "100%").tpot_s for memory in ("10%", "75%")]
+    assert slower[1] < float(said) < slower[0]
+
+
+def test_what_says_that_layers_are_alike_is_tried_without_prefetching(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moepic, "UNEVEN", 100.0)
+    row = lab.runs("a6000").row(f"{moepic.HALVES}:prediction=none")
+    others = sorted(float(row.layer_s(layer)) for layer in range(1, row.layers_s.shape[1]))
+    ratio = np.mean(others[-3:]) / np.median(others)
+    said = why(find_experiment("moepic:4a").run(lab))
+    assert f"tried without prefetching, the slowest three take {show(float(ratio), 'x')} [" in said
+
+
+def test_what_blames_matching_is_tried_with_matching_that_takes_no_time(lab: Lab) -> None:
+    near = lab.runs("rtx3090").row("fmoe:distance=1")
+    at_once = lab.runs_of(lab.schedules(), "rtx3090", predicting="inline").row(near.system)
+    assert at_once.tpot_s < near.tpot_s
+    said = f"tried with matching that takes no time, d = 1 has {show(at_once.tpot_s / near.tpot_s, 'x')} of its TPOT"
+    assert said in why(find_experiment("fmoe:13").run(lab), "U")
+
+
+def test_what_blames_one_cache_is_tried_with_a_cache_for_each_layer(told: Callable[..., Finding]) -> None:
+    index = moe_infinity.INDEXED
+
+    def squeezed(system: str, memory: str) -> float:
+        grows = {index: 3.0, f"{index}:scope=layer": 2.0}.get(system, 1.5)
+        return grows if memory == [*moe_infinity.CONTEXTS.values()][-1] else 1.0
+
+    said = why(told("moe-infinity:8", squeezed=squeezed), "DeepSpeed")
+    assert "for each layer, from 50.0% to 50.0%, and it grows 2.00x" in said
+
+
+def test_what_blames_shared_experts_counts_them(told: Callable[..., Finding], lab: Lab) -> None:
+    shares = [experts_needed(lab, promoe.on(lab, "llama.cpp"), size, decode=True) for size in (1, 4)]
+    assert lab.top_k / lab.num_experts == pytest.approx(shares[0]) and shares[1] > 1.5 * shares[0]
+    said = why(told("promoe:18"), "throughput of decode hardly grows", "llama.cpp")
+    assert f"of four {show(shares[1], 'share')}, which is {show(shares[1] / shares[0], 'x')}" in said
 
 
 def test_a_loss_to_modelled_guesses_is_tried_with_less_right_ones(bare: Lab) -> None:
