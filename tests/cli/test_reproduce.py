@@ -56,7 +56,7 @@ def test_page_and_numbers_are_written_and_can_be_used_again(
     assert kept == first
     assert "expertly lab reproduce fmoe:16,moe-infinity:2 --trace bare --trace full --quick" in page
     assert str(tmp_path) not in page and traces[1] not in page
-    assert {one["name"] for one in first["results"]} == {"fmoe:16", "moe-infinity:2"}
+    assert [one["name"] for one in first["results"]] == ["fmoe:16", "moe-infinity:2"], "not as they ended"
     for one in first["results"]:
         paper, figure = one["name"].split(":")
         assert f"[{one['name']}](results/{paper}.md#{paper}{figure})" in page

@@ -175,19 +175,19 @@ class Session:
         there are processors. What reads a clock runs before them, alone.
         """
         jobs = jobs or granted_cpus()
-        shared = [] if jobs == 1 else [one for one in experiments if not one.is_timed and self._traces(one)]
-        yield from (self.result(one) for one in experiments if one not in shared)
-        found: dict[str, dict[str, _Part]] = {one.name: {} for one in shared}
-        parts = [(one.name, trace) for one in shared for trace in self._traces(one)]
-        if not parts:
+        shared = {one.name: self._traces(one) for one in experiments if not one.is_timed}
+        parts = [(name, trace) for name, traces in shared.items() for trace in traces]
+        if min(jobs, len(parts)) < 2:
+            yield from map(self.result, experiments)
             return
+        yield from (self.result(one) for one in experiments if not shared.get(one.name))
+        found: dict[str, dict[str, _Part]] = {name: {} for name in shared}
         make = partial(_open_session, self._options, self._scratch)
         for number, part in as_finished(jobs, make, _part, parts, lambda part: find_experiment(part[0]).is_long):
             name, trace = parts[number]
             found[name][trace] = part
-            experiment = find_experiment(name)
-            if len(found[name]) == len(self._traces(experiment)):
-                yield self._joined(experiment, found[name])
+            if len(found[name]) == len(shared[name]):
+                yield self._joined(find_experiment(name), found[name])
 
     def result(self, experiment: Experiment) -> Result:
         """On the traces that have what it needs; what cannot run on one is said."""

@@ -75,7 +75,7 @@ class ReproduceOptions:
         panel=ADVANCED,
     )
     seed: Any = option(0, "the first seed", metavar="N", type=seed, panel=ADVANCED)
-    jobs: int | None = jobs_option("experiments")
+    jobs: int | None = jobs_option("traces of experiments")
     out: Path | None = path_option(
         None, "FILE.md for the page of verdicts, with FILE/ behind it; or a folder for both and results.json"
     )
