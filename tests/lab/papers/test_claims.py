@@ -174,6 +174,7 @@ def test_fmoe_4_names_the_part_that_a_loss_is_due_to(told: Callable[..., Finding
         assert {one.claim.rpartition(" ")[2]: one.verdict for one in checks}["on-demand"] == HOLDS
         (lost,) = (one for one in checks if one.claim.endswith("mixtral-offloading"))
         assert lost.verdict == FAILS and lost.paper == "11.0% more"
+        assert lost.why.startswith("fmoe (d = 3) predicts"), "as its table calls it"
         (coarse,) = (one for one in found.checks if "activation matrices" in one.claim)
         assert coarse.verdict == FAILS and coarse.why.startswith("at d=1") and coarse.why.endswith(lost.why[-40:])
         return lost.why

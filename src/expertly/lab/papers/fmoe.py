@@ -25,6 +25,7 @@ from expertly.lab.papers.metrics import (
     of_hits,
     of_steps,
     of_time,
+    on_faster_link,
     table_of,
 )
 from expertly.lab.papers.runs import CannotRun, Lab, Row, batched, with_link
@@ -235,8 +236,7 @@ def distance_hits(lab: Lab) -> Finding:
     def why_rises() -> str:
         there = ", ".join(f"{show(row['timeliness'], 'share')} ({at})" for at, row in maps.items())
         ends = maps[f"d={DISTANCES[0]}"], max(maps.values(), key=lambda row: float(row.hit_rate))
-        tried = [row.on_faster_link() for row in ends if row.on_faster_link]
-        hits = " and ".join(f"{row.system} {show(row.hit_rate, 'share')}" for row in tried)
+        hits = " and ".join(f"{row.system} {show(row.hit_rate, 'share')}" for row in on_faster_link(*ends))
         return (
             f"of what is needed of the prefetched {there} is there in time, while what is named gets less right; "
             f"{ON_FASTER_LINK} {hits} are hits"

@@ -17,24 +17,29 @@ from expertly.lab.papers.runs import FASTER_LINK, Lab, Row
 def of_time(ours: Row, other: Row) -> str:
     """Why `ours` is not faster: bytes, wrong guesses, a busy link, lateness; and whether the link is to blame."""
     ratio = ours["bytes_loaded"] / max(1, other["bytes_loaded"])
-    said = [f"{ours.system} loads {ratio:.2f}x the bytes of {other.system}"]
+    said = [f"{ours.name} loads {ratio:.2f}x the bytes of {other.name}"]
     if ours["prefetched_bytes"]:
         wasted = ours["wasted_bytes"] / ours["prefetched_bytes"]
         said.append(f"{show(wasted, 'share')} of what it prefetches is not used")
     if ours["timeliness"] is not None:
         said.append(f"of what is, {show(ours['timeliness'], 'share')} arrives in time")
-    said.append(f"the link is busy {show(other.link_share, 'share')} of {other.system}'s time already")
-    tried = [row.on_faster_link() for row in (ours, other) if row.on_faster_link]
+    said.append(f"the link is busy {show(other.link_share, 'share')} of {other.name}'s time already")
+    tried = on_faster_link(ours, other)
     if len(tried) == 2:
         before, after = (show(one.tpot_s / two.tpot_s, "x") for one, two in ((ours, other), tried))
-        said.append(f"{ON_FASTER_LINK} it takes {after} of {other.system}'s TPOT, where it took {before}")
+        said.append(f"{ON_FASTER_LINK} it takes {after} of {other.name}'s TPOT, where it took {before}")
     if less_right := _less_right(ours, other):
         ratio = show(ours.tpot_s / less_right.tpot_s, "x")
-        said.append(f"{_as_right(ours, other)} {ours.system} takes {ratio} of its TPOT")
+        said.append(f"{_as_right(ours, other)} {ours.name} takes {ratio} of its TPOT")
     return "; ".join(said)
 
 
 ON_FASTER_LINK = f"tried with a link {FASTER_LINK} times as fast,"
+
+
+def on_faster_link(*rows: Row) -> list[Row]:
+    """Those of them that can be run on one."""
+    return [replace(row.on_faster_link(), label=row.label) for row in rows if row.on_faster_link]
 
 
 def of_hits(ours: Row, other: Row) -> str:
@@ -42,16 +47,16 @@ def of_hits(ours: Row, other: Row) -> str:
     said = []
     for row in (ours, other):
         if row["prediction_accuracy"] is None:
-            said.append(f"{row.system} predicts nothing")
+            said.append(f"{row.name} predicts nothing")
             continue
         named, right, there = (show(row[key], "share") for key in ("recall", "prediction_accuracy", "fetch_rate"))
         said.append(
-            f"{row.system} predicts {named} of what is needed, {right} of what it predicts is right, {there} of it is "
+            f"{row.name} predicts {named} of what is needed, {right} of what it predicts is right, {there} of it is "
             "resident when the router runs"
         )
-    tried = [row.on_faster_link() for row in (ours, other) if row.on_faster_link]
+    tried = on_faster_link(ours, other)
     if len(tried) == 2:
-        hits = " and ".join(f"{one.system} {show(one.hit_rate, 'share')}" for one in tried)
+        hits = " and ".join(f"{one.name} {show(one.hit_rate, 'share')}" for one in tried)
         said.append(f"{ON_FASTER_LINK} {hits} are hits")
     if less_right := _less_right(ours, other):
         said.append(f"{_as_right(ours, other)} {show(less_right.hit_rate, 'share')} are hits")
@@ -65,7 +70,7 @@ def _less_right(ours: Row, other: Row) -> Row | None:
 
 
 def _as_right(ours: Row, other: Row) -> str:
-    return f"tried with modelled predictions of {other.system} that have the accuracy of {ours.system},"
+    return f"tried with modelled predictions of {other.name} that have the accuracy of {ours.name},"
 
 
 def of_prompts(*rows: Row) -> str:
@@ -73,13 +78,13 @@ def of_prompts(*rows: Row) -> str:
 
     def parts(row: Row) -> str:
         waiting = (row.waiting(False) or 0.0) * row.ttft_s
-        return f"{row.system} computes {show(row.ttft_s - waiting, 'ms')} and waits {show(waiting, 'ms')}"
+        return f"{row.name} computes {show(row.ttft_s - waiting, 'ms')} and waits {show(waiting, 'ms')}"
 
     return f"of a prompt {', '.join(map(parts, rows))}{_tried(rows, parts)}"
 
 
 def _tried(rows: Sequence[Row], parts: Callable[[Row], str]) -> str:
-    tried = [row.on_faster_link() for row in (rows[0], *rows[1:][-1:]) if row.on_faster_link]
+    tried = on_faster_link(rows[0], *rows[1:][-1:])
     return f"; {ON_FASTER_LINK} {' and '.join(map(parts, tried))}" if tried else ""
 
 
@@ -89,7 +94,7 @@ def of_steps(*rows: Row) -> str:
     def times(row: Row) -> str:
         waiting = (row.waiting(True) or 0.0) * row.tpot_s
         computes = show(row.tpot_s - waiting, "ms")
-        return f"{row.system} ({row['memory']}) computes {computes}, waits {show(waiting, 'ms')}"
+        return f"{row.name} ({row['memory']}) computes {computes}, waits {show(waiting, 'ms')}"
 
     def parts(row: Row) -> str:
         nbytes = row["bytes_loaded"] / max(1, len(row.passes_s))

@@ -150,7 +150,7 @@ def _of_processor(lab: Lab, memory: str, metric: Metric, other: Row) -> str:
     times = show(metric.of(slower) / metric.of(other), "x")
     return (
         "a processor is assumed to read 90 GB/s, of which four fifths are reached: more than the link brings; tried "
-        f"with a quarter of that, it takes {times} of {other.system}'s {metric.header}"
+        f"with a quarter of that, it takes {times} of {other.name}'s {metric.header}"
     )
 
 
@@ -216,7 +216,7 @@ def _why_little_blocked(lab: Lab, half: Row) -> str:
     """What a pass computes hides what it waits for."""
     tried = runs_on(lab, CODEBASES[1]).row(LRU, "50%")
     return (
-        f"{half.system} computes {show(half.tpot_s * (1 - float(half.waiting(True) or 0)), 'ms')} a pass and hits "
+        f"{half.name} computes {show(half.tpot_s * (1 - float(half.waiting(True) or 0)), 'ms')} a pass and hits "
         f"{show(half.hit_rate, 'share')}; tried with the low overheads of {CODEBASES[1]}, "
         f"{show(tried.waiting(True), 'share')} is blocked"
     )

@@ -240,6 +240,7 @@ class Row:
     decode_passes: Floats  # of each of `units`
     predicting_s: Mapping[str, float]
     by_seed: Sequence[Row] = ()  # of several
+    label: str = ""  # as tables call it
     as_right_as: Callable[[float], Row] | None = None  # the same with such an accuracy, where prediction is modelled
     on_faster_link: Callable[[], Row] | None = None  # the same run over a link FASTER_LINK times as fast
 
@@ -257,6 +258,11 @@ class Row:
 
     def __getitem__(self, key: str) -> Any:
         return self.facts[key]
+
+    @property
+    def name(self) -> str:
+        """In sentences: the system, where a table calls it by a number."""
+        return self.label if self.label[:1].isalpha() else self.system
 
     def mean(self, each: Floats, where: Bools | None = None, weights: Floats | None = None) -> float:
         """Of passes, or what they add up to in units of what `weights` do."""
@@ -390,7 +396,7 @@ class Runs:
     def rows(self, systems: Mapping[Any, str] | Sequence[str], memory: str | Memory | None = None) -> dict[str, Row]:
         """By label, or by the name of the system."""
         named = systems if isinstance(systems, Mapping) else {name: name for name in systems}
-        return {str(label): self.row(name, memory) for label, name in named.items()}
+        return {str(label): replace(self.row(name, memory), label=str(label)) for label, name in named.items()}
 
     def beside(self, memory: str | Memory | None = None) -> dict[str, Row]:
         """Rows of the systems that a user added: for tables, never for claims. What cannot run is left out, with a
