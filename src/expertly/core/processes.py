@@ -44,7 +44,7 @@ def as_finished(
     items: Sequence[Item],
     is_long: Callable[[Item], bool] = lambda item: False,
 ) -> Iterator[tuple[int, Found]]:
-    """The same with the number of each item, as they end."""
+    """As `in_processes`, but each with the number of its item, in the order in which they end."""
     return _shared(jobs, make, do, items, is_long, in_order=False)
 
 

@@ -189,7 +189,7 @@ ABLATIONS = {
     "LFU": "eviction=lfu",
     "LRU": "eviction=lru",
     "LRU in each layer": "eviction=lru:scope=layer",
-    "waited for": "transfer=synchronous",
+    "synchronous transfer": "transfer=synchronous",
 }
 
 
