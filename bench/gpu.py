@@ -38,7 +38,13 @@ from expertly.formats import expert_format
 from expertly.native.kernels import choose_kernels
 
 SYSTEMS = ("on-demand", "expertly-ahead", "expertly", "lru", "moe-infinity", "moepic", "fmoe", "promoe")
-KERNELS = (("", 2048, 768), ("mxfp4", 2880, 2880), ("fp8", 2048, 768), ("int4_g32", 2048, 768))
+KERNELS = tuple(
+    (*one, top_k)
+    for top_k in (8, 64)
+    for one in (("", 2048, 768), ("mxfp4", 2880, 2880), ("fp8", 2048, 768), ("int4_g32", 2048, 768))
+)
+"""Formats, hidden and intermediate sizes, and experts that are computed in one call."""
+
 NUM_PROMPT = 16
 PREPARE_S, ROW_S = 200.0, 75.0
 """Most that making and packing a model takes, and any other row."""
@@ -69,20 +75,30 @@ def bandwidths(device: str) -> dict[str, float]:
     return {"memory_bytes_per_s": memory, "link_bytes_per_s": link}
 
 
-def kernels(form: str, hidden: int, width: int, device: str) -> dict[str, Any]:
-    """A call for one token of each of 64 experts, more than any cache holds, so that the host runs ahead."""
-    shape = LayerGeometry(64, 64, hidden, width, 3, 2)
+def kernels(form: str, hidden: int, width: int, top_k: int, device: str) -> dict[str, Any]:
+    """Calls for one token each that find their experts, of 64 that no cache holds, as one CUDA graph: so that nothing
+    of the host is measured.
+    """
+    shape = LayerGeometry(64, top_k, hidden, width, 3, 2)
     shape = expert_format(form).geometry(shape) if form else shape
     flat = torch.full((shape.nbytes,), 0x3C, dtype=torch.uint8, device=device)
     rows, chosen = layer_rows(flat, Geometry((shape,)), 0, torch.bfloat16), choose_kernels(runs_on_host=device == "cpu")
     layer = chosen.slots(shape, torch.bfloat16, 1, rows, lambda gate, up: silu(gate) * up, (), None)
     if layer is None:
         return {"no_kernel": f"{chosen.name}: {chosen.why}"}
-    x, out = (torch.ones(num, hidden, dtype=torch.bfloat16, device=device) for num in (1, 64))
-    works = [(Span(0, expert, 0, 1, expert), (0,), (expert,)) for expert in range(64)]
-    return {
-        "experts_bytes_per_s": rate(shape.nbytes, lambda: layer.begin(x, out).add(works), torch.accelerator.synchronize)
-    }
+    x, out = (torch.ones(num, hidden, dtype=torch.bfloat16, device=device) for num in (1, top_k))
+    spans = [Span(0, expert, 0, 1, expert) for expert in range(64)]
+    choices = torch.arange(64, device=device).split(top_k)
+
+    def work() -> None:
+        for choice in choices:
+            layer.begin(x, out).find(choice[None], spans)
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return {"experts_a_call": top_k, "experts_bytes_per_s": rate(shape.nbytes, graph.replay, torch.cuda.synchronize)}
 
 
 def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str, graphs: str) -> dict[str, Any]:
@@ -149,7 +165,7 @@ def jobs(device: str) -> list[Job]:
     found: list[Job] = [{"system": "bandwidths"}]
     found += [
         {"system": "kernel", "model": one[0] or "bfloat16", "kernel": one}
-        for one in KERNELS[: 1 if device == "cpu" else 4]
+        for one in KERNELS[: 1 if device == "cpu" else None]
     ]
     first = [("prepare", ""), ("resident", "100%"), ("resident without graphs", "100%")]
     first += [("expertly-ahead", "50%"), ("on-demand", "25%"), ("expertly-ahead", "25%"), ("on-demand", "50%")]
@@ -163,14 +179,27 @@ def jobs(device: str) -> list[Job]:
     return found
 
 
+def child(jobs: Sequence[Job], more: dict[str, Any]) -> subprocess.Popen[str]:
+    """A process that does these jobs, and writes a line for each."""
+    command = [sys.executable, __file__, "--child", json.dumps(more | {"jobs": jobs})]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def prepared(more: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Both models, at once."""
+    todo = [{"system": "prepare", "model": model} for model in ("bfloat16", "mxfp4")]
+    for job, process in [(job, child([job], more)) for job in todo]:
+        line, _ = process.communicate()
+        yield job | (json.loads(line) if line else {"error": f"exit {process.returncode}"})
+
+
 def measured(todo: Sequence[Job], more: dict[str, Any], ends_at: float) -> Iterator[dict[str, Any]]:
     """A row for each job that the time suffices for, from a process that is started again where it fails; without CUDA
     graphs where `resident` failed.
     """
     todo = list(todo)
     while todo and time.monotonic() < ends_at:
-        command = [sys.executable, __file__, "--child", json.dumps(more | {"jobs": todo})]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with child(todo, more) as process:
             assert process.stdout is not None
             while todo and time.monotonic() < ends_at:
                 job, late = todo[0], threading.Event()
@@ -216,8 +245,8 @@ def main() -> None:
         print("bench/gpu.py: no GPU is here; a run on a CPU shows that the benchmark works, and measures none")
     more = {"device": device, "gib": args.experts_gib, "num_tokens": args.tokens}
     if args.prepare:
-        for model in ("bfloat16", "mxfp4"):
-            print(f"{model}: {work({'system': 'prepare', 'model': model}, **more)['seconds']:.0f} s")
+        for row in prepared(more):
+            print(json.dumps(row), flush=True)
         return
     todo, ends_at = jobs(device), time.monotonic() + args.seconds
     rows: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything worth running on a machine with a GPU, in under 9 minutes, from a bare checkout, without a network:
 #   bash bench/gpu_check.sh [OUT_DIR]          (default: bench/results)
-# Needs a python with what expertly[dev] installs; PYTHON=... chooses it. Writes OUT_DIR/gpu-*: each file as soon as it
+# Needs a python with what expertly[dev] installs; PYTHON=... chooses it. BENCHMARK_S: seconds for its last part. Writes OUT_DIR/gpu-*: each file as soon as it
 # is known, whatever happens later. Without a GPU it runs through in minutes, on a simulated one and a small model.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,7 +15,7 @@ if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.accelerator.is_available(
   OUT=${1:-bench/results}
   tests=(-m gpu -k "not graphs" tests/hardware/test_measure.py "$gpu")
   graphs=("$gpu" -k graphs)
-  size=(--experts-gib 8 --tokens 24 --seconds 270)
+  size=(--experts-gib 8 --tokens 24 --seconds "${BENCHMARK_S:-270}")
 else
   echo "gpu_check: no GPU is here, so nothing of one is measured: simulated accelerator and benchmark run on the CPU"
   OUT=${1:-$(mktemp -d)}
@@ -28,14 +28,15 @@ mkdir -p "$OUT"
 echo "== doctor: the link"
 timeout 60 "$PYTHON" -m expertly doctor --json --out "$OUT/gpu-machine.json" >/dev/null || failed=1
 
-run_tests() { # NAME PYTEST_ARGS...: a process each, as a device that has failed once fails for good
-  timeout -s INT -k 10 155 "$PYTHON" -m pytest -v -p no:cacheprovider --tb=short --junitxml="$OUT/gpu-$1.xml" \
-    "${@:2}" >"$OUT/gpu-$1.txt" 2>&1
+run_tests() { # NAME WORKERS PYTEST_ARGS...: in processes of their own, as a device that has failed once fails for good
+  timeout -s INT -k 10 155 "$PYTHON" -m pytest -v -n "$2" -p no:cacheprovider --tb=short --junitxml="$OUT/gpu-$1.xml" \
+    "${@:3}" >"$OUT/gpu-$1.txt" 2>&1
 }
 echo "== tests: systems x five families first; CUDA graphs; beside them, the benchmark's models are made"
 timeout 155 "$PYTHON" bench/gpu.py "${size[@]}" --prepare >"$OUT/gpu-prepare.txt" 2>&1 &
-run_tests tests-graphs "${graphs[@]}" & graphs_pid=$!
-run_tests tests "${tests[@]}" || failed=1
+cores=$(nproc)
+run_tests tests-graphs $((cores / 8)) "${graphs[@]}" & graphs_pid=$!
+run_tests tests $((cores / 2)) "${tests[@]}" || failed=1
 wait $graphs_pid || failed=1
 wait
 for name in tests tests-graphs prepare; do echo "-- $OUT/gpu-$name.txt"; grep -v PASSED "$OUT/gpu-$name.txt" | tail -40; done

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
@@ -228,11 +228,12 @@ class OnDevice(torch.Tensor):
 class WatchedDevice(CudaDevice):
     """Says which bytes kernels read."""
 
-    def used(self, span: Span) -> None:
-        super().used(span)
-        streams, blocks = self._streams, self._geometry.blocks_per_segment(span.layer)
+    def used(self, spans: Sequence[Span]) -> None:
+        super().used(spans)
+        streams, blocks = self._streams, self._geometry.blocks_per_segment(spans[0].layer)
         if isinstance(streams, Accelerator):
-            streams.reads(self.rows(span.layer)[span.slot * blocks : (span.slot + span.num_segments) * blocks])
+            for span in spans:
+                streams.reads(self.rows(span.layer)[span.slot * blocks : (span.slot + span.num_segments) * blocks])
 
 
 # -- no clock ----------------------------------------------------------------------------------------------------------

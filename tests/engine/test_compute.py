@@ -106,9 +106,10 @@ def watch_spans(model: Any) -> dict[str, int]:
     engine = handle(model).engine
     used = engine.device.used
 
-    def watch(span: Any) -> None:
-        seen["whole" if span.num_segments == engine.scheduler.geometry.segments_per_expert else "part"] += 1
-        used(span)
+    def watch(spans: Any) -> None:
+        for span in spans:
+            seen["whole" if span.num_segments == engine.scheduler.geometry.segments_per_expert else "part"] += 1
+        used(spans)
 
     engine.device.used = watch  # type: ignore[method-assign]
     engine.device.queues_uses = True

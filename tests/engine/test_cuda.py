@@ -342,7 +342,7 @@ def test_one_prefetch_is_on_the_stream_and_none_beside_a_load(make: MakeBench) -
 def test_a_prefetch_does_not_make_the_stream_wait_for_kernels(make: MakeBench) -> None:
     bench = make(24)
     bench.in_host(span(0), span(1))
-    bench.device.used(span(1))
+    bench.device.used([span(1)])
     target = span(0, slot=span(1).slot)
     bench.device.prefetch([target])
     assert not bench.streams.queue, "a kernel reads the slot"

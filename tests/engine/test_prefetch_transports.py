@@ -152,7 +152,7 @@ def soak(
             neurons = shape.neurons_per_segment(span.layer)
             rows = device.rows(span.layer)[span.slot * neurons : (span.slot + span.num_segments) * neurons]
             assert bytes(rows.contiguous().view(torch.uint8).numpy()) == disk.content(span)
-            device.used(span)
+        device.used(spans)
 
     for step, router in enumerate(routers):
         future.step = predictor.step = step

@@ -83,7 +83,7 @@ class AcceleratedLink:
         rows = self.device.rows(span.layer)[span.slot * blocks : (span.slot + span.num_segments) * blocks]
         assert bytes(rows.contiguous().view(torch.uint8).numpy()) == self._content(span), span
         self.accelerator.kernel(duration_ns)
-        self.device.used(span)
+        self.device.used([span])
 
 
 class Accelerated(Simulator):

@@ -38,7 +38,7 @@ from tests.tables import crossed
 triton = pytest.importorskip("triton")
 
 from expertly.native import triton_slots  # noqa: E402
-from expertly.native.triton_slots import MAX_TOKENS, SlotCall, SlotProducts, TritonKernels  # noqa: E402
+from expertly.native.triton_slots import MAX_TOKENS, Program, SlotCall, SlotProducts, TritonKernels  # noqa: E402
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the interpreter's process")
@@ -170,6 +170,25 @@ def test_experts_in_slots(segments: int, num_tokens: int) -> None:
     """Sizes that are no whole blocks of a program; parts that come in several calls."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         layer_of(dtype, gated, segments=segments).check(num_tokens)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_programs_that_share_a_sum(dtype: torch.dtype) -> None:
+    """Wide experts' down rows are summed by several programs: always in the same order."""
+    weights = (torch.randn(2, 640, 3, 72, generator=torch.Generator().manual_seed(3)) / 6).to(dtype)
+    for segments in (1, 4):
+        layer = Layer(weights, gated, segments=segments)
+        for num_tokens in (1, 3):
+            layer.check(num_tokens)
+        products = layer.products
+        assert products._num_parts > 1 and products._turns is not None and not products._turns.any()
+    x, outs = torch.ones(1, 72, dtype=dtype), torch.empty(2, 72, dtype=dtype)
+    for number in range(2):
+        call = products.begin(x, outs[number : number + 1])
+        assert isinstance(call, SlotCall)
+        call.add([(layer.span(1, segment), [0], [0]) for segment in range(4)])
+    assert torch.equal(*outs)
 
 
 @interpreted
@@ -412,7 +431,8 @@ def test_every_kernel_compiles(form: str, capability: int, monkeypatch: pytest.M
     """
     seen: set[str] = set()
 
-    def compile(kernel: Any, _: Any, args: Sequence[Any], constants: dict[str, Any], warps: int) -> None:
+    def compile(program: Program, _: Any, args: Sequence[Any]) -> None:
+        kernel, constants, warps = program.kernel, program.constants, program.warps
         signature, constexprs, attributes = {}, {}, {}
         values = [*args, *(constants[name] for name in kernel.arg_names[len(args) :])]
         for place, (name, value) in enumerate(zip(kernel.arg_names, values, strict=True)):
@@ -422,7 +442,7 @@ def test_every_kernel_compiles(form: str, capability: int, monkeypatch: pytest.M
                 signature[name] = "i32"
             else:
                 signature[name], constexprs[(place,)] = "constexpr", value
-            if isinstance(value, torch.Tensor) or name == "x_stride":
+            if isinstance(value, torch.Tensor):
                 attributes[(place,)] = [["tt.divisibility", 16]]
         source = triton.compiler.ASTSource(kernel, signature, constexprs, attributes)
         target = triton.backends.compiler.GPUTarget("cuda", capability, 32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class CpuDevice:
     def between_ns(self, begin: int, end: int) -> int:
         return end - begin
 
-    def used(self, span: Span) -> None:
+    def used(self, spans: Sequence[Span]) -> None:
         """Nothing is queued, so no later load has to wait for the use."""
 
     def close(self) -> None:

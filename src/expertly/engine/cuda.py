@@ -217,11 +217,12 @@ class CudaDevice:
             self.waits.append((begin, self._streams.stamp()))
         return span
 
-    def used(self, span: Span) -> None:
+    def used(self, spans: Sequence[Span]) -> None:
         mark = self._streams.mark_compute()
-        uses = self._last_use[self._geometry.size_classes[span.layer]]
+        uses = self._last_use[self._geometry.size_classes[spans[0].layer]]
         with self._lock:
-            uses.update(dict.fromkeys(range(span.slot, span.slot + span.num_segments), mark))
+            for span in spans:
+                uses.update(dict.fromkeys(range(span.slot, span.slot + span.num_segments), mark))
 
     def drain(self) -> None:
         with self._lock:
@@ -776,7 +777,7 @@ class CudaStreams(CopyThread):
 
     def give_back(self) -> None:
         """What was allocated and is free, to the system."""
-        torch.accelerator.empty_host_cache()
+        _empty_host_cache()
 
 
 class CudaGraphs:
@@ -844,6 +845,11 @@ def _measure_misses(device: torch.device, dtype: torch.dtype) -> tuple[Link, Hos
     return measure_misses(dtype, copy, _MEASURED_COPY_NBYTES)
 
 
+def _empty_host_cache() -> None:
+    """torch.accelerator's, which torch has from 2.12 on."""
+    getattr(torch.accelerator, "empty_host_cache", torch._C._host_emptyCache)()
+
+
 class _Cuda(DeviceKind):
     runs_on_host = False
 
@@ -891,12 +897,14 @@ class _Cuda(DeviceKind):
         dtype: torch.dtype,
         host_nbytes: int,
     ) -> Device:
+        # cuDNN's attention makes a plan for every new length, which takes a token as long as four: torch has others.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         node, streams = self.memory_node(device), CudaStreams(device)
         return CudaDevice(device, streams, store, geometry, slots_per_class, dtype, host_nbytes, node)
 
     def miss_costs(self, device: torch.device, dtype: torch.dtype) -> tuple[Link, HostCompute]:
         costs = _measure_misses(device, dtype)
-        torch.accelerator.empty_host_cache()  # what was pinned for it
+        _empty_host_cache()  # what was pinned for it
         return costs
 
     def recorder(self, device: torch.device) -> CudaGraphs:

@@ -47,8 +47,8 @@ class Device(PrefetchTransport, Protocol):
     def begin(self) -> None:
         """A forward pass begins. Raises ModelUseError where the device cannot run one now."""
 
-    def used(self, span: Span) -> None:
-        """All kernels that read the span's slots have been queued."""
+    def used(self, spans: Sequence[Span]) -> None:
+        """All kernels that read the slots of these spans, of one layer, have been queued."""
 
     def drain(self) -> None:
         """Drop prefetches that have not begun, wait until nothing moves; forget results and errors."""

@@ -216,8 +216,8 @@ class Shard:
         """`compute` of what was not computed early. Nothing has been decided since: those slots are still in use."""
         found = {span for expert in experts if (span := early.spans[expert]) is not None}
         self._found([span.expert for span in found])
-        for span in found:
-            self.device.used(span)
+        if found:
+            self.device.used(list(found))
 
         def rest(spans: Sequence[Span]) -> None:
             left = [span for span in spans if span not in found]
@@ -304,8 +304,7 @@ def _using(device: Device, compute: Callable[[Sequence[Span]], None]) -> Callabl
 
     def use(spans: Sequence[Span]) -> None:
         compute(spans)
-        for span in spans:
-            device.used(span)
+        device.used(spans)
 
     return use
 

@@ -176,9 +176,13 @@ class _LayerGraphs:
         ask = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager_of(attention))
         at.attended.copy_(ask(attention, at.query, key, value, kwargs.get("attention_mask"), **self._own, **told)[0])
         between()
-        for look in self._router._forward_hooks.values():
-            look(self._router, at.routed[0], at.routed[1], tuple(one.clone() for one in at.routed[2]))
-        at.mixed.copy_(self._experts(at.chosen[0], at.chosen[1].clone(), at.chosen[2].clone()))
+        ids, weights = at.chosen[1].clone(), at.chosen[2].clone()
+        if looks := self._router._forward_hooks.values():
+            same = {id(at.chosen[1]): ids, id(at.chosen[2]): weights}
+            routed = tuple([same[id(one)] if id(one) in same else one.clone() for one in at.routed[2]])
+            for look in looks:
+                look(self._router, at.routed[0], at.routed[1], routed)
+        at.mixed.copy_(self._experts(at.chosen[0], ids, weights))
         behind()
         self._shared.kernels.num_graphs += 1
         return at.out.clone()  # type: ignore[no-any-return]

@@ -47,6 +47,9 @@ _NUM_FIELDS = 8
 _STRIP = 64
 """Outputs of a program that sums down rows."""
 
+_PROGRAMS = 512
+"""At least as many sum a token's down rows, where these are enough: several for each of a card's processors."""
+
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _TILE, _FIELDS = tl.constexpr(TILE_OUTPUTS), tl.constexpr(_NUM_FIELDS)
 _CONTINUES, _ENDS = tl.constexpr(1), tl.constexpr(2)  # of an expert: other spans of it came before; no others come
@@ -57,8 +60,10 @@ _E2M1, _E4M3 = tl.constexpr(2.0**126), tl.constexpr(2.0**120)  # from the least 
 
 @triton.jit
 def _rounded(x, dtype: tl.constexpr):
-    """Float32 numbers as they are in `dtype`, to nearest even. Triton's interpreter cuts bfloat16 off instead."""
-    if dtype == tl.bfloat16 and _INTERPRETED:
+    """Float32 numbers as they are in `dtype`, to nearest even. Of bfloat16 by their bits: a conversion of one number
+    takes a card as long as eight such steps, and Triton's interpreter cuts off instead.
+    """
+    if dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         rounded = tl.where(x == x, even, 0x7FC00000).to(tl.float32, bitcast=True)
@@ -90,20 +95,23 @@ def _product(x, weights, total, BT: tl.constexpr, dtype: tl.constexpr):
 
 
 # -- weights of formats ------------------------------------------------------------------------------------------------
-# Of tiles at addresses [KT, N], each with the output [N] of its 16 that is wanted: float32 [KT * G, N]. Of tiles of 256
-# inputs one `part` [KT] of 64: float32 products of more inputs at a time need more registers than there are.
+# Of tiles at addresses [KT, N], or [KT, 1] where all outputs are of one, each with the output [N] of its 16 that is
+# wanted: float32 [KT * G, N]. Of tiles of 256 inputs one `part` [KT] of 64: float32 products of more inputs at a time
+# need more registers than there are.
 
 
 @triton.jit
 def _words(tiles, place):
-    """Four bytes each at addresses [KT, N] plus [words, N]: [KT, words, N]."""
-    return tl.load((tiles[:, None, :] + place[None, :, :]).to(tl.pointer_type(tl.uint32)))
+    """Four bytes each at addresses [KT, N] plus words [words, N]: [KT, words, N]. Addresses are added to as those of
+    words, or the compiler does not see that some lie side by side, and loads each by itself.
+    """
+    return tl.load(tiles.to(tl.pointer_type(tl.uint32))[:, None, :] + place[None, :, :])
 
 
 @triton.jit
 def _dwords(tiles, of, NUM: tl.constexpr):
     """Those that lie 16 outputs after the other."""
-    return _words(tiles, (tl.arange(0, NUM) * 64)[:, None] + (of * 4)[None, :])
+    return _words(tiles, (tl.arange(0, NUM) * 16)[:, None] + of[None, :])
 
 
 @triton.jit
@@ -113,8 +121,23 @@ def _nibbles(words):
 
 
 @triton.jit
-def _halves(places, SCALES: tl.constexpr):
-    return tl.load(places.to(tl.pointer_type(SCALES))).to(tl.float32)
+def _bytes(tiles, AT: tl.constexpr, of):
+    """A tile's bytes [N] behind the first AT, a number each: of words, as less than one is not loaded in advance."""
+    words = tl.load(tiles.to(tl.pointer_type(tl.uint32)) + (AT // 4 + of // 4)[None, :])
+    return (words >> (of % 4 * 8)[None, :]) & 255
+
+
+@triton.jit
+def _halves(tiles, AT: tl.constexpr, of, SCALES: tl.constexpr):
+    words = tl.load(tiles.to(tl.pointer_type(tl.uint32)) + (AT // 4 + of // 2)[None, :])
+    bits = (words >> (of % 2 * 16)[None, :]) & 0xFFFF
+    return bits.to(tl.uint16).to(SCALES, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _numbers(codes, LESS: tl.constexpr):
+    """Codes minus LESS as float32: in two cheap steps, where a conversion takes longer than both."""
+    return (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LESS)
 
 
 @triton.jit
@@ -126,7 +149,7 @@ def _flat(values):
 def _mxfp4(tiles, part, of, FORM: tl.constexpr):
     codes = _nibbles(_dwords(tiles, of, 4))
     values = (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True) * _E2M1
-    powers = tl.load(tiles + (256 + of)[None, :]).to(tl.uint32)
+    powers = _bytes(tiles, 256, of)
     scales = tl.where(powers == 0, 0x00400000, powers << 23).to(tl.float32, bitcast=True)
     return _flat(values * scales[:, None, None, :])
 
@@ -146,31 +169,29 @@ def _int4(tiles, part, of, FORM: tl.constexpr):
     """FORM: G, the scales' dtype, and whether there are zero points."""
     G: tl.constexpr = FORM[0]
     number = tl.arange(0, G // 8)
-    place = ((number // 4) * 256 + (number % 4) * 4)[:, None] + (of * 16)[None, :]
-    codes = _nibbles(_words(tiles, place)).to(tl.float32)
-    scales = _halves(tiles + (G * 8 + of * 2)[None, :], FORM[1])
+    place = ((number // 4) * 64 + number % 4)[:, None] + (of * 4)[None, :]
+    codes = _numbers(_nibbles(_words(tiles, place)), 0 if FORM[2] else 8)
+    scales = _halves(tiles, G * 8, of, FORM[1])
     if FORM[2]:
-        pairs = tl.load(tiles + (G * 8 + 32 + of // 2)[None, :]).to(tl.int32)
-        zeros = ((pairs >> ((of % 2) * 4)[None, :]) & 15).to(tl.float32)
+        zeros = ((_bytes(tiles, G * 8 + 32, of // 2) >> (of % 2 * 4)[None, :]) & 15).to(tl.float32)
         codes = codes - zeros[:, None, None, :]
-    else:
-        codes = codes - 8.0
     return _flat(_rounded(codes * scales[:, None, None, :], FORM[1]))
 
 
 @triton.jit
 def _q4_0(tiles, part, of, FORM: tl.constexpr):
-    scales = _halves(tiles + (256 + of * 2)[None, :], tl.float16)
-    return _flat((_nibbles(_dwords(tiles, of, 4)).to(tl.float32) - 8.0) * scales[:, None, None, :])
+    scales = _halves(tiles, 256, of, tl.float16)
+    return _flat(_numbers(_nibbles(_dwords(tiles, of, 4)), 8) * scales[:, None, None, :])
 
 
 @triton.jit
 def _q8_0(tiles, part, of, FORM: tl.constexpr):
-    number = tl.arange(0, 32)  # of an input: of every 8 those at even places are one word, those at odd ones the next
-    place = (number // 8 * 2 + number % 2) * 64 + (number % 8) // 2
-    codes = tl.load(tiles[:, None, :] + (place[:, None] + (of * 4)[None, :])[None, :, :]).to(tl.int8, bitcast=True)
-    scales = _halves(tiles + (512 + of * 2)[None, :], tl.float16)
-    return tl.reshape(codes.to(tl.float32) * scales[:, None, :], (tiles.shape[0] * 32, of.shape[0]))
+    moved = _dwords(tiles, of, 8)[:, :, None, :] << (24 - tl.arange(0, 4) * 8)[None, None, :, None]
+    scales = _halves(tiles, 512, of, tl.float16)
+    codes = (moved.to(tl.int32, bitcast=True) >> 24).to(tl.float32) * scales[:, None, None, :]
+    # Of every 8 inputs those at even places are one word, those at odd ones the next.
+    codes = tl.permute(tl.reshape(codes, (tiles.shape[0], 4, 2, 4, of.shape[0])), (0, 1, 3, 2, 4))
+    return tl.reshape(codes, (tiles.shape[0] * 32, of.shape[0]))
 
 
 @triton.jit
@@ -186,30 +207,32 @@ def _k_codes(tiles, part, of, BITS: tl.constexpr, NUM: tl.constexpr):
         shift = number % 8 // 2 * 8 + (number // 8 * 2 + number % 2) * BITS
         words = _dwords(tiles + (2048 + part * (NUM * 64))[:, None], of, NUM)
         codes |= ((words[:, :, None, :] >> shift[None, None, :, None]) & ((1 << BITS) - 1)) << 4
-    return codes.to(tl.float32)
+    return _numbers(codes, 0)
 
 
 @triton.jit
 def _q4_k(tiles, part, of, BITS: tl.constexpr):
     """Q4_K, and Q5_K with BITS = 1. A scale and a minimum are 6 bits each of three words of a tile."""
     AT: tl.constexpr = 2048 + 512 * BITS
-    number = (part * 2)[:, None] + tl.arange(0, 2)[None, :]
-    places = tiles[:, None, :] + (AT + number % 4)[:, :, None] + (of * 4)[None, None, :]
-    low, high, both = tl.load(places), tl.load(places + 64), tl.load(places + 128)
-    is_low = (number < 4)[:, :, None]
+    number = ((part * 2)[:, None] + tl.arange(0, 2)[None, :])[:, :, None]
+    words = tiles.to(tl.pointer_type(tl.uint32)) + (AT // 4 + of)[None, :]
+    moved = number % 4 * 8
+    low, high = (tl.load(words)[:, None, :] >> moved) & 255, (tl.load(words + 16)[:, None, :] >> moved) & 255
+    both, is_low = (tl.load(words + 32)[:, None, :] >> moved) & 255, number < 4
     scales = tl.where(is_low, low & 63, (both & 15) | (low >> 6 << 4)).to(tl.float32)
     minima = tl.where(is_low, high & 63, (both >> 4) | (high >> 6 << 4)).to(tl.float32)
-    scales = scales * _halves(tiles + (AT + 192 + of * 2)[None, :], tl.float16)[:, None, :]
-    minima = minima * _halves(tiles + (AT + 224 + of * 2)[None, :], tl.float16)[:, None, :]
+    scales = scales * _halves(tiles, AT + 192, of, tl.float16)[:, None, :]
+    minima = minima * _halves(tiles, AT + 224, of, tl.float16)[:, None, :]
     return _flat(_k_codes(tiles, part, of, BITS, 2) * scales[:, :, None, :] - minima[:, :, None, :])
 
 
 @triton.jit
 def _q6_k(tiles, part, of, FORM: tl.constexpr):
     number = (part * 4)[:, None] + tl.arange(0, 4)[None, :]
-    places = tiles[:, None, :] + (3072 + number * 16)[:, :, None] + of[None, None, :]
-    scales = tl.load(places).to(tl.int8, bitcast=True).to(tl.float32)
-    scales = scales * _halves(tiles + (3328 + of * 2)[None, :], tl.float16)[:, None, :]
+    places = (768 + number * 4)[:, :, None] + (of // 4)[None, None, :]
+    words = tl.load(tiles.to(tl.pointer_type(tl.uint32))[:, None, :] + places) << (24 - of % 4 * 8)[None, None, :]
+    scales = (words.to(tl.int32, bitcast=True) >> 24).to(tl.float32)
+    scales = scales * _halves(tiles, 3328, of, tl.float16)[:, None, :]
     return _flat((_k_codes(tiles, part, of, 2, 4) - 32.0) * scales[:, :, None, :])
 
 
@@ -219,8 +242,8 @@ def _q6_k(tiles, part, of, FORM: tl.constexpr):
 @triton.jit
 def _inner_weights(
     slot, MATRIX: tl.constexpr, begin, num, k, H: tl.constexpr, M: tl.constexpr, DECODE: tl.constexpr,
-    FORM: tl.constexpr, G: tl.constexpr, PART: tl.constexpr, TILE_NBYTES: tl.constexpr, B: tl.constexpr,
-    BLOCK_NBYTES: tl.constexpr, dtype: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORM: tl.constexpr, ROUNDS: tl.constexpr, G: tl.constexpr, PART: tl.constexpr, TILE_NBYTES: tl.constexpr,
+    B: tl.constexpr, BLOCK_NBYTES: tl.constexpr, dtype: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """[BK, BN] of inputs from `k` on and neurons from `begin` on, of `num` in a slot."""
     of = tl.arange(0, BN)
@@ -233,21 +256,21 @@ def _inner_weights(
         parts = tl.minimum(k // PART + tl.arange(0, BK // PART), H // PART - 1)  # what is beyond is multiplied with 0
         first = (MATRIX * (B // _TILE) + begin % B // _TILE) * (H // G)
         place = begin // B * BLOCK_NBYTES + (first + parts // (G // PART)) * TILE_NBYTES
-        tiles = slot + place[:, None] + (of * 0)[None, :]
-        weights = _rounded(DECODE(tiles, parts % (G // PART), of, FORM), dtype)
+        weights = DECODE(slot + place[:, None], parts % (G // PART), of, FORM)
+        if ROUNDS:
+            weights = _rounded(weights, dtype)
     return weights
 
 
 @triton.jit(do_not_specialize=["tokens_at", "rows_at"])
 def _inner_kernel(
-    slots, x, h, plan, f, g, gate_bias, up_bias, tokens_at, rows_at, x_stride,
+    slots, x, h, plan, f, g, gate_bias, up_bias, tokens_at, rows_at,
     H: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, SLOT: tl.constexpr, DECODE: tl.constexpr, FORM: tl.constexpr,
-    G: tl.constexpr, PART: tl.constexpr, TILE_NBYTES: tl.constexpr, B: tl.constexpr, BLOCK_NBYTES: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ROUNDS: tl.constexpr, G: tl.constexpr, PART: tl.constexpr, TILE_NBYTES: tl.constexpr, B: tl.constexpr,
+    BLOCK_NBYTES: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Activations of BN neurons of a span for all its tokens, into `h` [rows, I]. `SLOT`: numbers, or bytes, a slot."""
-    dtype: tl.constexpr = h.dtype.element_ty
-    STAGES: tl.constexpr = 3 if DECODE is None else 5
+    dtype: tl.constexpr = x.dtype.element_ty
     span = plan + tl.program_id(0) * _FIELDS
     num, begin = tl.load(span + 3), tl.program_id(1) * BN
     if begin >= num:
@@ -261,17 +284,17 @@ def _inner_kernel(
     for k in tl.range(0, H, BK, num_stages=STAGES):
         inputs = k + tl.arange(0, BK)
         if BT == 1:
-            values = tl.load(x + tokens * x_stride + inputs, mask=inputs < H, other=0.0)
+            values = tl.load(x + tokens * H + inputs, mask=inputs < H, other=0.0)
         else:
-            place = (tokens * x_stride)[:, None] + inputs[None, :]
+            place = (tokens * H)[:, None] + inputs[None, :]
             values = tl.load(x + place, mask=is_token[:, None] & (inputs < H)[None, :], other=0.0)
         weights = _inner_weights(
-            slot, 0, begin, num, k, H, M, DECODE, FORM, G, PART, TILE_NBYTES, B, BLOCK_NBYTES, dtype, BN, BK
+            slot, 0, begin, num, k, H, M, DECODE, FORM, ROUNDS, G, PART, TILE_NBYTES, B, BLOCK_NBYTES, dtype, BN, BK
         )
         gate = _product(values, weights, gate, BT, dtype)
         if M == 3:
             weights = _inner_weights(
-                slot, 1, begin, num, k, H, M, DECODE, FORM, G, PART, TILE_NBYTES, B, BLOCK_NBYTES, dtype, BN, BK
+                slot, 1, begin, num, k, H, M, DECODE, FORM, ROUNDS, G, PART, TILE_NBYTES, B, BLOCK_NBYTES, dtype, BN, BK
             )
             up = _product(values, weights, up, BT, dtype)
     neurons = begin + tl.arange(0, BN)
@@ -287,7 +310,8 @@ def _inner_kernel(
         active = active * factor
     rows = tl.load(plan + rows_at + row + numbers, mask=is_token, other=0)
     place = (rows * WIDTH)[:, None] + neurons[None, :]
-    tl.store(h + place, _rounded(active, dtype).to(dtype), mask=is_token[:, None] & is_neuron[None, :])
+    active = _rounded(active, dtype).to(h.dtype.element_ty)
+    tl.store(h + place, active, mask=is_token[:, None] & is_neuron[None, :])
 
 
 @triton.jit
@@ -303,14 +327,17 @@ def _activation_input(total, bias, biases, is_neuron, BT: tl.constexpr, dtype: t
 
 @triton.jit(do_not_specialize=["experts_at", "rows_at"])
 def _down_kernel(
-    slots, h, out, sums, plan, down_bias, experts_at, rows_at,
+    slots, h, out, sums, partial, turns, plan, down_bias, experts_at, rows_at,
     H: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, SLOT: tl.constexpr, DECODE: tl.constexpr, FORM: tl.constexpr,
-    PART: tl.constexpr, TILE_NBYTES: tl.constexpr, B: tl.constexpr, BLOCK_NBYTES: tl.constexpr,
-    INNER_NBYTES: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ROUNDS: tl.constexpr, PART: tl.constexpr, TILE_NBYTES: tl.constexpr, B: tl.constexpr, BLOCK_NBYTES: tl.constexpr,
+    INNER_NBYTES: tl.constexpr, PARTS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs of an expert for all its tokens: into `out` [rows, H] with its last spans, until then into `sums`."""
+    """BN outputs of an expert for all its tokens: into `out` [rows, H] with its last spans, until then into `sums`.
+    Of several programs with the same outputs, one for every PARTS-th block of neurons, whichever ends last sums their
+    `partial` sums, always in the same order. `turns` counts who has ended; it is zeros before and afterwards.
+    """
     dtype: tl.constexpr = out.dtype.element_ty
-    STAGES: tl.constexpr = 3 if DECODE is None else 5
     expert = plan + experts_at + tl.program_id(0) * _FIELDS
     row, numbers, flags = tl.load(expert + 3), tl.arange(0, BT), tl.load(expert + 5)
     is_token = numbers < tl.load(expert + 4)
@@ -322,7 +349,7 @@ def _down_kernel(
         span = plan + number * _FIELDS
         slot, num = slots + tl.load(span).to(tl.int64) * SLOT, tl.load(span + 3)
         first = tl.load(span + 2)
-        for k in tl.range(0, num, BK, num_stages=STAGES):
+        for k in tl.range(tl.program_id(2) * BK, num, BK * PARTS, num_stages=STAGES):
             neurons = k + tl.arange(0, BK)
             is_neuron = neurons < num
             if BT == 1:
@@ -336,13 +363,26 @@ def _down_kernel(
                 weights = tl.load(slot + place, mask=is_there, other=0.0, eviction_policy="evict_first")
             else:
                 parts = tl.minimum(k // PART + tl.arange(0, BK // PART), num // PART - 1)
-                of = tl.minimum(outputs, H - 1)
                 place = parts // (B // PART) * BLOCK_NBYTES + INNER_NBYTES
-                tiles = slot + place[:, None] + (of // _TILE * TILE_NBYTES)[None, :]
-                weights = _rounded(DECODE(tiles, parts % (B // PART), of % _TILE, FORM), dtype)
+                tile = tl.max_constancy(tl.minimum(outputs // _TILE, H // _TILE - 1), _TILE)
+                tiles = slot + place[:, None] + (tile * TILE_NBYTES)[None, :]
+                weights = DECODE(tiles, parts % (B // PART), tl.arange(0, BN) % _TILE, FORM)
+                if ROUNDS:
+                    weights = _rounded(weights, dtype)
             total = _product(values, weights, total, BT, dtype)
     if BT == 1:
         total = tl.sum(total, axis=0)[None, :]
+    if PARTS > 1:
+        strip = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        mine = partial + strip * (PARTS * BT * BN) + (numbers * BN)[:, None] + tl.arange(0, BN)[None, :]
+        tl.store(mine + tl.program_id(2) * (BT * BN), total)
+        tl.debug_barrier()
+        if tl.atomic_add(turns + strip, 1) < PARTS - 1:
+            return
+        tl.store(turns + strip, 0)
+        total = tl.zeros((BT, BN), tl.float32)
+        for part in range(PARTS):
+            total += tl.load(mine + part * (BT * BN), cache_modifier=".cg")
     is_there = is_token[:, None] & is_output[None, :]
     place = (rows * H)[:, None] + outputs[None, :]
     if sums is not None:
@@ -408,22 +448,28 @@ def _combine_kernel(rows, weights, out, H: tl.constexpr, K: tl.constexpr, BN: tl
 
 # -- what calls them ---------------------------------------------------------------------------------------------------
 
-_DECODERS: dict[str, tuple[Any, Any]] = {
-    "mxfp4": (_mxfp4, None),
-    "fp8": (_fp8, None),
-    "q4_0": (_q4_0, None),
-    "q8_0": (_q8_0, None),
-    "q4_k": (_q4_k, 0),
-    "q5_k": (_q4_k, 1),
-    "q6_k": (_q6_k, None),
+_WIDE, _BRAIN = (torch.float32,), (torch.bfloat16, torch.float32)
+
+_DECODERS: dict[str, tuple[Any, Any, tuple[torch.dtype, ...]]] = {
+    "mxfp4": (_mxfp4, None, _BRAIN),
+    "fp8": (_fp8, None, _WIDE),
+    "q4_0": (_q4_0, None, _WIDE),
+    "q8_0": (_q8_0, None, _WIDE),
+    "q4_k": (_q4_k, 0, _WIDE),
+    "q5_k": (_q4_k, 1, _WIDE),
+    "q6_k": (_q6_k, None, _WIDE),
     **{
-        f"int4_g{group}{zeros}{half}": (_int4, (group, tl.float16 if half else tl.bfloat16, bool(zeros)))
+        f"int4_g{group}{zeros}{half}": (
+            _int4,
+            (group, tl.float16 if half else tl.bfloat16, bool(zeros)),
+            (torch.float16, torch.float32) if half else _BRAIN,
+        )
         for group in (32, 128)
         for zeros in ("", "_zeros")
         for half in ("", "_f16")
     },
 }
-"""Of a format by its name: its function, and what that is told."""
+"""Of a format by its name: its function, what that is told, and in which dtypes its numbers are without rounding."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -452,6 +498,11 @@ class SlotProducts:
         form = expert_format(geometry.format) if geometry.format else None
         self._most = 512 // dtype.itemsize  # weights of a row that a program has at a time
         item = 1 if form is not None else dtype.itemsize
+        strips = geometry.top_k * triton.cdiv(geometry.hidden_size, _STRIP)
+        self._num_parts = max(1, min(triton.cdiv(_PROGRAMS, strips), geometry.intermediate_size // self._most))
+        self._turns: torch.Tensor | None = None
+        self._programs: dict[tuple[int, int], tuple[Program, Program]] = {}  # see `_of`
+        self._finding: dict[int, Program] = {}  # by top-k
         shape: dict[str, Any] = {
             "H": geometry.hidden_size,
             "WIDTH": geometry.intermediate_size,
@@ -459,15 +510,21 @@ class SlotProducts:
             "SLOT": geometry.expert_nbytes // num_segments // item,
             "B": geometry.block_size,
             "BLOCK_NBYTES": geometry.block_nbytes,
+            "STAGES": 3 if form is None else 5,
         }
-        self._inner = shape | {"DECODE": None, "FORM": None, "G": 1, "PART": 1, "TILE_NBYTES": 0}
-        self._down = shape | {"DECODE": None, "FORM": None, "INNER_NBYTES": 0, "PART": 1, "TILE_NBYTES": 0}
+        of_none = {"DECODE": None, "FORM": None, "ROUNDS": False, "PART": 1, "TILE_NBYTES": 0}
+        self._inner, self._down = shape | of_none | {"G": 1}, shape | of_none | {"INNER_NBYTES": 0}
         if form is not None:
             for kernel, one in ((self._inner, form.inner), (self._down, form.down)):
-                kernel["DECODE"], kernel["FORM"] = _DECODERS[one.name]
+                kernel["DECODE"], kernel["FORM"], exact_in = _DECODERS[one.name]
+                kernel["ROUNDS"] = dtype not in exact_in
                 kernel["TILE_NBYTES"], kernel["PART"] = one.tile_nbytes, 64 if one.group == 256 else one.group
             self._inner["G"] = form.inner.group
             self._down["INNER_NBYTES"] = form.inner_nbytes(geometry.num_matrices, geometry.hidden_size)
+
+    def finding(self, top_k: int) -> Program:
+        sizes = {"H": self._hidden, "K": top_k, "WIDTH": self.width, "BN": _power_of_two(self._hidden, 1024)}
+        return self._finding.setdefault(top_k, Program(_find_kernel, sizes, 1))
 
     def begin(self, hidden: torch.Tensor, out: torch.Tensor) -> SlotCall | None:
         """A call of the layer, of hidden states [T, H] and for outputs [rows, H]; None: it has too many tokens."""
@@ -497,17 +554,32 @@ class SlotProducts:
         """
         experts_at, x_at, rows_at = lengths[0], sum(lengths[:2]), sum(lengths)
         padded = 1 if num_tokens == 1 else 16 if num_tokens <= 16 else 32
-        blocks = {"BT": padded, "BN": TILE_OUTPUTS}
-        most = self._most // (1 if padded == 1 else 2)
-        blocks["BK"] = max(_power_of_two(self._hidden, most), self._inner["PART"])
-        grid = experts_at // _NUM_FIELDS, triton.cdiv(num_neurons, TILE_OUTPUTS)
-        numbers = x_at, rows_at, x.stride(0)
-        _launch(_inner_kernel, grid, (self._rows, x, h, plan, *self._between, *numbers), self._inner | blocks, 4)
-        blocks = {"BT": padded, "BN": _STRIP}
-        blocks["BK"] = max(_power_of_two(num_neurons, self._most // 2), self._down["PART"])
-        grid = lengths[1] // _NUM_FIELDS, triton.cdiv(self._hidden, _STRIP)
-        args = self._rows, h, out, sums, plan, self._down_bias, experts_at, rows_at
-        _launch(_down_kernel, grid, args, self._down | blocks, 8 if padded == 1 else 4)
+        inner, down = self._of(padded, num_neurons)
+        grid = experts_at // _NUM_FIELDS, triton.cdiv(num_neurons, TILE_OUTPUTS), 1
+        _launch(inner, grid, (self._rows, x, h, plan, *self._between, x_at, rows_at))
+        grid = lengths[1] // _NUM_FIELDS, triton.cdiv(self._hidden, _STRIP), self._num_parts
+        partial = turns = None
+        if self._num_parts > 1:
+            num_strips = grid[0] * grid[1]
+            partial = h.new_empty(num_strips * self._num_parts * padded * _STRIP, dtype=torch.float32)
+            if self._turns is None or len(self._turns) < num_strips:
+                self._turns = h.new_zeros(num_strips, dtype=torch.int32)
+            turns = self._turns
+        _launch(down, grid, (self._rows, h, out, sums, partial, turns, plan, self._down_bias, experts_at, rows_at))
+
+    def _of(self, padded: int, num_neurons: int) -> tuple[Program, Program]:
+        """Both kernels for so many tokens of an expert, and neurons of a span."""
+        found = self._programs.get((padded, num_neurons))
+        if found is None:
+            halved = padded > 1 or self._inner["DECODE"] is not None
+            blocks = {"BT": padded, "BN": TILE_OUTPUTS}
+            blocks["BK"] = max(_power_of_two(self._hidden, self._most // (2 if halved else 1)), self._inner["PART"])
+            inner = Program(_inner_kernel, self._inner | blocks, 2 if halved and padded == 1 else 4)
+            blocks = {"BT": padded, "BN": _STRIP, "PARTS": self._num_parts}
+            blocks["BK"] = max(_power_of_two(num_neurons, self._most // 2), self._down["PART"])
+            found = inner, Program(_down_kernel, self._down | blocks, 4)
+            self._programs[padded, num_neurons] = found
+        return found
 
 
 class SlotCall:
@@ -517,8 +589,9 @@ class SlotCall:
 
     def __init__(self, layer: SlotProducts, hidden: torch.Tensor, out: torch.Tensor) -> None:
         self._layer, self._out = layer, out
-        self._hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
-        self._scratch = out.new_empty(len(out), layer.width)
+        self._hidden = hidden.contiguous()
+        one = len(hidden) == 1  # whose activations are loaded one by one, and in advance if each is four bytes
+        self._scratch = out.new_empty(len(out), layer.width, dtype=torch.float32 if one else None)
         self._sums: torch.Tensor | None = None  # [rows, H], of experts that came in part
         self._num_left: dict[int, int] = {}  # of these, segments that have not come
 
@@ -565,10 +638,8 @@ class SlotCall:
         layer, num_rows, (_, top_k) = self._layer, ids.numel(), ids.shape
         lengths = num_rows * _NUM_FIELDS, num_rows * _NUM_FIELDS, num_rows
         plan = torch.empty(sum(lengths) + num_rows, dtype=torch.int32, device=ids.device)
-        width = self._out.shape[1]
-        sizes = {"H": width, "K": top_k, "WIDTH": layer.width, "BN": _power_of_two(width, 1024)}
         args = ids.contiguous(), layer.table(spans), plan, self._out, len(spans)
-        _launch(_find_kernel, (num_rows, 1), args, sizes, 1)
+        _launch(layer.finding(top_k), (num_rows, 1, 1), args)
         layer.run(self._hidden, self._scratch, self._out, None, plan, lengths, layer.width, 1)
 
 
@@ -578,6 +649,7 @@ class TritonKernels(Kernels):
     def __init__(self, why: str) -> None:
         super().__init__(None, why)
         self.name = "triton"
+        self._combining: dict[tuple[int, int], Program] = {}  # by H and K
 
     def slots(  # type: ignore[override]
         self,
@@ -605,9 +677,12 @@ class TritonKernels(Kernels):
         (num_tokens, top_k), width = weights.shape, rows.shape[1]
         if num_tokens > MAX_TOKENS or rows.dtype not in _DTYPES:
             return None
+        program = self._combining.get((width, top_k))
+        if program is None:
+            sizes = {"H": width, "K": top_k, "BN": _power_of_two(width, 1024)}
+            program = self._combining[width, top_k] = Program(_combine_kernel, sizes, 4)
         out = rows.new_empty(num_tokens, width)
-        sizes = {"H": width, "K": top_k, "BN": _power_of_two(width, 1024)}
-        _launch(_combine_kernel, (num_tokens, triton.cdiv(width, sizes["BN"])), (rows, weights, out), sizes, 4)
+        _launch(program, (num_tokens, triton.cdiv(width, program.constants["BN"]), 1), (rows, weights, out))
         return out
 
 
@@ -647,7 +722,25 @@ def _to_device(numbers: list[int], device: torch.device) -> torch.Tensor:
     return here.to(device, non_blocking=True)
 
 
-def _launch(kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any], warps: int) -> None:
-    """On the device and the stream of the first argument."""
-    with torch.accelerator.device_index(args[0].device.index):
-        kernel[grid](*args, **constants, num_warps=warps)
+class Program:
+    """A kernel with its constants, on one device."""
+
+    def __init__(self, kernel: Any, constants: dict[str, Any], warps: int) -> None:
+        self.kernel, self.constants, self.warps = kernel, constants, warps
+        self.compiled: dict[tuple[Any, ...], Any] = {}  # by what its tensors are
+        self.ordered = [constants[name] for name in kernel.arg_names if name in constants]
+
+
+def _launch(program: Program, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
+    """On the device and the stream of the first argument. Triton's own look-up of a compiled kernel takes several times
+    as long as its launch: it is done once for what tensors a program is given, which are aligned or not.
+    """
+    kinds = tuple([(one.dtype, one.data_ptr() % 16) if isinstance(one, torch.Tensor) else one is None for one in args])
+    compiled, index = program.compiled.get(kinds), args[0].device.index
+    if index is not None and index != torch.accelerator.current_device_index():
+        with torch.accelerator.device_index(index):
+            _launch(program, grid, args)
+    elif compiled is not None:
+        compiled[grid](*args, *program.ordered)
+    else:  # the interpreter returns None
+        program.compiled[kinds] = program.kernel[grid](*args, **program.constants, num_warps=program.warps)
