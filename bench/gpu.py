@@ -31,6 +31,7 @@ from common import GIB, child_arguments, inflated_model, options, play, predicto
 from real_shape import make_checkpoint, work_folder
 from torch.nn.functional import silu
 
+from expertly.api import handle
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
 from expertly.engine.reading import layer_rows
@@ -102,7 +103,7 @@ def kernels(form: str, hidden: int, width: int, top_k: int, device: str) -> dict
 
 
 def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str, graphs: str) -> dict[str, Any]:
-    """Behind a long prompt of other tokens, which brings most experts into the host's memory."""
+    """Behind a long prompt of other tokens. All experts are in the host's memory before: none is read from disk."""
     settings: dict[str, Any] = {"memory": memory, "device": device, "learned": "off", "graphs": graphs}
     settings |= {} if device == "cpu" else {"host_memory": "100%"}
     system, _, without = system.partition(" without ")
@@ -112,6 +113,10 @@ def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str
         settings["predictor"] = predictor_of(model, folder.parent)
         expertly.unload(model)
     model, _ = expertly.load(str(folder), system=system, **settings)
+    if device != "cpu":
+        engine = handle(model).engine
+        for layer, shape in enumerate(engine.executor.geometry.layers):
+            engine.device.hold(layer, range(shape.num_experts))
     ids = torch.arange(NUM_PROMPT + num_tokens).mul(37).add(240).remainder(model.config.vocab_size).tolist()
     play(model, list(range(240 + num_tokens)), 240)
     row = play(model, ids, NUM_PROMPT)
@@ -250,7 +255,8 @@ def main() -> None:
         return
     todo, ends_at = jobs(device), time.monotonic() + args.seconds
     rows: list[dict[str, Any]] = []
-    found: dict[str, Any] = {"device": device, "left_out": [name_of(one) for one in todo]}
+    name = device if accelerator is None else torch.get_device_module(device).get_device_name()
+    found: dict[str, Any] = {"device": name, "left_out": [name_of(one) for one in todo]}
     for row in measured(todo, more, ends_at):
         print(json.dumps(row), flush=True)
         found["left_out"].pop(0)

@@ -26,7 +26,7 @@ fi
 mkdir -p "$OUT"
 
 echo "== doctor: the link"
-timeout 60 "$PYTHON" -m expertly doctor --json --out "$OUT/gpu-machine.json" >/dev/null || failed=1
+timeout 60 "$PYTHON" -m expertly doctor --json --out "$OUT/gpu-machine.txt" >/dev/null || failed=1
 
 run_tests() { # NAME WORKERS PYTEST_ARGS...: in processes of their own, as a device that has failed once fails for good
   timeout -s INT -k 10 155 "$PYTHON" -m pytest -v -n "$2" -p no:cacheprovider --tb=short --junitxml="$OUT/gpu-$1.xml" \

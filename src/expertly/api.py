@@ -351,7 +351,7 @@ def _open_dense(chosen: _Chosen, engine: Engine) -> Any:
     use_tiles(loaded, home.kernels)
     use_kernels(loaded, home.kernels)
     recorder = kind_of(home.device.torch_device).recorder(home.device.torch_device)
-    if recorder is not None and chosen.options.graphs != "never":
+    if recorder is not None and chosen.options.graphs != "never" and len(engine.executor.shards) == 1:
         use_graphs(loaded, home.kernels, recorder)
     if chosen.division.room is not None:
         check_passes(loaded, chosen.division.room.check)

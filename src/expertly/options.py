@@ -236,9 +236,9 @@ class LoadOptions:
         choices=lambda: CPU_MISSES,
     )
     graphs: Literal["auto", "never"] = option(
-        "never",
+        AUTO,
         "an accelerator's dense part of a single token as CUDA graphs: where they give the same numbers, to the bit, "
-        "for the first tokens (auto); or never, the default until a GPU has run them",
+        "for the first tokens, and with one device (auto); or never",
         metavar="WHEN",
         panel=ADVANCED,
         choices=lambda: GRAPHS,

@@ -24,15 +24,9 @@ Expected = tuple[int, list[list[int]], torch.Tensor]
 """How many tokens are generated for each prompt, these, and logits of the prompts."""
 
 
-@pytest.fixture(autouse=True)
-def ieee_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default those of float32 round their inputs to 10 bits: of jamba, differences grow a thousandfold by that."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-
-
 @contextmanager
 def loaded(case: Case, **settings: Any) -> Iterator[Any]:
-    where = {} if "devices" in settings else {"device": "cuda", "cpu_misses": "never"}
+    where = {} if "devices" in settings else {"device": "cuda", "cpu_misses": "never", "graphs": "never"}
     model, _ = expertly.load(str(case.store), **({"memory": "25%", "learned": "off"} | where | settings))
     yield model
     for shard in handle(model).engine.executor.shards:

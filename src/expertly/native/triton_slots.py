@@ -60,10 +60,8 @@ _E2M1, _E4M3 = tl.constexpr(2.0**126), tl.constexpr(2.0**120)  # from the least 
 
 @triton.jit
 def _rounded(x, dtype: tl.constexpr):
-    """Float32 numbers as they are in `dtype`, to nearest even. Of bfloat16 by their bits: a conversion of one number
-    takes a card as long as eight such steps, and Triton's interpreter cuts off instead.
-    """
-    if dtype == tl.bfloat16:
+    """Float32 numbers as they are in `dtype`, to nearest even. Triton's interpreter cuts bfloat16 off instead."""
+    if dtype == tl.bfloat16 and _INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
         even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         rounded = tl.where(x == x, even, 0x7FC00000).to(tl.float32, bitcast=True)
