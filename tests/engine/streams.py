@@ -229,6 +229,8 @@ class WatchedDevice(CudaDevice):
     """Says which bytes kernels read."""
 
     def used(self, spans: Sequence[Span]) -> None:
+        for _ in spans[1:]:  # each is a kernel
+            self._streams.mark_compute()
         super().used(spans)
         streams, blocks = self._streams, self._geometry.blocks_per_segment(spans[0].layer)
         if isinstance(streams, Accelerator):
