@@ -300,7 +300,7 @@ class _Room:
             memory = self.memory = more.new_empty(sizes)
             if num_past:
                 memory[:, :, :num_past] = past
-        memory.narrow(2, num_past, more.shape[2]).copy_(more)  # in half the time of an index
+        memory[:, :, num_past:num_tokens] = more
         self.handed_out = memory.as_strided((*more.shape[:2], num_tokens, more.shape[3]), memory.stride())
         return self.handed_out
 
