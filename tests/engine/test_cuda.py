@@ -137,6 +137,16 @@ def test_a_split_expert_is_summed_without_its_down_rows_side_by_side(
         assert num_spans["part"] > 2 * num_spans["whole"]
 
 
+def test_pinned_memory_is_given_back_with_old_and_new_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: called.append("new"), raising=False)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: called.append("old"), raising=False)
+    cuda._empty_host_cache()
+    monkeypatch.delattr(torch.accelerator, "empty_host_cache")
+    cuda._empty_host_cache()
+    assert called == ["new", "old"]
+
+
 def test_the_first_copy_waits_for_what_the_slots_memory_was_used_for(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(Link(1e9, 0, 0))
     accelerator.kernel(50_000)  # reads memory that was given back since

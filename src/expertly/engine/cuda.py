@@ -847,7 +847,7 @@ def _measure_misses(device: torch.device, dtype: torch.dtype) -> tuple[Link, Hos
 
 def _empty_host_cache() -> None:
     """torch.accelerator's, which torch has from 2.12 on."""
-    getattr(torch.accelerator, "empty_host_cache", torch._C._host_emptyCache)()
+    (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
 
 
 class _Cuda(DeviceKind):
@@ -897,7 +897,7 @@ class _Cuda(DeviceKind):
         dtype: torch.dtype,
         host_nbytes: int,
     ) -> Device:
-        # cuDNN's attention makes a plan for every new length, which takes a token as long as four: torch has others.
+        # cuDNN's attention makes a plan for each new length, which takes longer than several tokens; torch has others.
         torch.backends.cuda.enable_cudnn_sdp(False)
         node, streams = self.memory_node(device), CudaStreams(device)
         return CudaDevice(device, streams, store, geometry, slots_per_class, dtype, host_nbytes, node)
