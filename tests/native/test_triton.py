@@ -192,6 +192,28 @@ def test_programs_that_share_a_sum(dtype: torch.dtype) -> None:
 
 
 @interpreted
+def test_a_compiled_kernel_is_looked_up_once_for_each_kind_of_arguments() -> None:
+    looked_up, launched = [], []
+
+    class Kernel:
+        arg_names = ("x", "bias", "number", "A", "B")
+
+        def __getitem__(self, grid: Any) -> Any:
+            def look_up(*args: Any, **options: Any) -> Any:
+                looked_up.append(options)
+                return {grid: lambda *every: launched.append(every)}
+
+            return look_up
+
+    program = Program(Kernel(), {"B": 2, "A": 1}, 4)
+    x = torch.zeros(64)
+    for args in ((x, None, 5), (x, None, 6), (x[1:], None, 5), (x[1:], x, 5), (x[1:], x, 7)):
+        triton_slots._launch(program, (1, 1, 1), args)
+    assert looked_up == [{"A": 1, "B": 2, "num_warps": 4}] * 3
+    assert [every[2:] for every in launched] == [(6, 1, 2), (7, 1, 2)]
+
+
+@interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("num_tokens", "ids_dtype"), [(1, torch.int64), (4, torch.int32)])
 def test_experts_that_the_device_finds(num_tokens: int, ids_dtype: torch.dtype, dtype: torch.dtype) -> None:

@@ -521,6 +521,7 @@ class SlotProducts:
             self._down["INNER_NBYTES"] = form.inner_nbytes(geometry.num_matrices, geometry.hidden_size)
 
     def finding(self, top_k: int) -> Program:
+        """The kernel that makes a plan of choices [T, K]."""
         sizes = {"H": self._hidden, "K": top_k, "WIDTH": self.width, "BN": _power_of_two(self._hidden, 1024)}
         return self._finding.setdefault(top_k, Program(_find_kernel, sizes, 1))
 
