@@ -108,7 +108,7 @@ def with_graphs(
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
     monkeypatch.setattr(cpu.KIND, "recorder", cuda.CudaGraphs)
-    with loaded(case.store, memory="45%", **{"graphs": "auto", **options}) as model:
+    with loaded(case.store, memory="45%", **options) as model:
         yield model
     assert Stream.num_within == 0
 
