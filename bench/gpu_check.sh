@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Everything worth running on a machine with a GPU, in under 9 minutes, from a bare checkout, without a network:
 #   bash bench/gpu_check.sh [OUT_DIR]          (default: bench/results)
-# Needs a python with what expertly[dev] installs; PYTHON=... chooses it. BENCHMARK_S: seconds for its last part. Writes OUT_DIR/gpu-*: each file as soon as it
-# is known, whatever happens later. Without a GPU it runs through in minutes, on a simulated one and a small model.
+# Needs a python with what expertly[dev] installs; PYTHON=... chooses it. BENCHMARK_S=270: seconds for its last part.
+# Writes OUT_DIR/gpu-*: each file as soon as it is known, whatever happens later. Without a GPU it runs through in
+# minutes, on a simulated one and a small model.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
