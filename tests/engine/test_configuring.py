@@ -54,7 +54,7 @@ def test_no_token_changes_when_what_is_kept_does_in_the_middle_of_a_generation(
         seen.add((tuple(engine.scheduler.cache.quotas), tuple(engine.scheduler.cache.tops)))
 
     engine.begin_iteration = begin_iteration
-    for _ in range(2):
+    for _ in range(6):
         assert generate(model, case.prompts) == case.tokens
     assert settled(model) >= 3 and len(seen) > 1, "it did change"
     expertly.unload(model)
@@ -85,6 +85,8 @@ def configuring(job: Callable[[Any], Any]) -> Configuring:
         for layer in range(2):
             found.times.loaded(layer, 4, 100, has_waited=True)
             found.times.ran(layer, True, 10, 20, begin + 30 * (layer + 1))
+    for num_segments in (2, 4) * 8:
+        found.times.computed(1, num_segments, 7)
     return found
 
 
@@ -137,7 +139,7 @@ def test_times_of_a_step_are_what_lies_between() -> None:
 
 
 def test_a_span_costs_what_does_not_depend_on_its_size() -> None:
-    """Layer 0: 30 ns a span and 10 a segment. Layer 1: one size, and too few of another."""
+    """Layer 0: 30 ns a span and 10 a segment. Layer 1: one size, and too few of another: as much as layer 0."""
     times = StepTimes(SHAPE)
     for begin in (0, 100):
         times.begin(begin)
@@ -154,7 +156,28 @@ def test_a_span_costs_what_does_not_depend_on_its_size() -> None:
     for elapsed_ns in (5, 7, 600):
         times.asked(1, elapsed_ns)
     timing = times.timing()
-    assert timing.span_ns == (30, 0) and timing.ask_ns == (0, 7)
+    assert timing.span_ns == (30, 30) and timing.ask_ns == (7, 7)
+
+
+def test_nothing_is_worked_out_before_spans_of_two_sizes_were_timed_or_many_steps() -> None:
+    """The cost of a span decides whether experts are split at all: without it, they would be."""
+    times = StepTimes(SHAPE)
+    for step in range(18):
+        times.begin(100 * step)
+        for layer in range(2):
+            times.loaded(layer, 4, 100, has_waited=True)
+            times.ran(layer, True, 10, 20, 100 * step + 30 * (layer + 1))
+        assert times.are_enough == (step > 15), "15 times from one step to the next, and one more"
+    others = StepTimes(SHAPE)
+    for step in range(3):
+        others.begin(100 * step)
+        others.loaded(0, 4, 100, has_waited=True)
+        others.ran(0, True, 10, 20, 100 * step + 30)
+    for num in (2, 4):
+        assert others.is_known and not others.are_enough
+        for _ in range(8):
+            others.computed(1, num, 10 * num)
+    assert others.are_enough
 
 
 def test_a_system_that_works_nothing_out_has_no_thread_and_one_that_splits_says_how(cases: Cases) -> None:

@@ -44,6 +44,25 @@ def test_other_splits_take_place_between_layers() -> None:
     assert control.slots.resident[:8] == [0b0001] * 8, "a prompt fills the quota there is now"
 
 
+def test_a_layer_that_keeps_whole_experts_again_has_none_in_several_places() -> None:
+    """Halves that lie apart were filled up elsewhere: they go, unless they are needed, and then victims go whole."""
+    control = scheduler(SHAPE, 16 / 32, "moepic:start=half")
+    for pair in ([0, 1], [2, 3], [4, 5], [0, 4]):
+        run_layer(control, 0, pair)
+    assert control.cache.tops == [0b0011] and not any(control.slots.whole)
+    control.predict(Prediction(0, [4], [0.9], 1))
+    control.prefetch()
+    control.configure(SplitPlan(SHAPE, (LayerSplit(2, 4, 8),)))
+    control.check()
+    assert [eid for eid in range(8) if control.slots.resident[eid]] == [4] and control.cache.targets == [8]
+    for pair in ([1, 3], [2, 5], [6, 7], [0, 1], [3, 5]):
+        run_layer(control, 0, pair, check=True)
+        control.cache.rearrange(set())
+    control.check()
+    held = [eid for eid in range(8) if control.slots.resident[eid]]
+    assert held and all(control.slots.whole[eid] for eid in held) and control.cache.targets is None
+
+
 def test_prefetched_segments_are_not_cut_before_they_are_used() -> None:
     control = scheduler(SHAPE, 16 / 32, "lcp:allocation=split:theta=1:prediction=lookahead")
     control.allocation.configured = lambda plan: plan.kept(control.geometry)  # type: ignore[method-assign]

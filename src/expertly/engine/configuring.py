@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 
 from expertly.core.geometry import Geometry
@@ -20,6 +21,9 @@ _RECENT = 64
 
 _ENOUGH = 8
 """Spans of one size before their median is used."""
+
+_STEPS = 16
+"""After so many, spans of a second size are not waited for: they may never come."""
 
 
 class Configuring:
@@ -37,7 +41,7 @@ class Configuring:
     def begin_iteration(self) -> None:
         """A pass begins, and no layer runs yet. Call it after `times.begin`."""
         if self._thread is None:
-            if self.times.is_known and (job := self._scheduler.allocation.due()) is not None:
+            if self.times.are_enough and (job := self._scheduler.allocation.due()) is not None:
                 self._thread = threading.Thread(
                     target=self._work, args=(job, self.times.timing()), name="expertly-configurator", daemon=True
                 )
@@ -128,6 +132,11 @@ class StepTimes:
         """Whether each part has been measured in some layer."""
         return bool(self._head and any(self._experts) and (any(self._segment) or any(self._segment_at_most)))
 
+    @property
+    def are_enough(self) -> bool:
+        """Whether they are known, and what a span costs, too; after many steps nobody waits for that any more."""
+        return self.is_known and (len(self._head) >= _STEPS or any(map(_knows_span, self._spans)))
+
     def timing(self) -> Timing:
         """Times of a decode step. A layer without measurements (of an encoder, or one that never waited) takes the
         median of the others. Where no layer ever waited, loads have their upper bounds.
@@ -143,23 +152,32 @@ class StepTimes:
             moe_ns=_medians(self._experts),
             load_ns=[round(segment_ns * geometry.segments_per_expert) for segment_ns in each_ns],
             head_ns=round(median(self._head)),
-            span_ns=[_at_no_size(spans) for spans in self._spans],
-            ask_ns=[round(median(times)) if times else 0 for times in self._asking],
+            span_ns=_filled([_at_no_size(spans) for spans in self._spans]),
+            ask_ns=_filled([median(times) if times else None for times in self._asking]),
         )
 
 
 def _medians(of_layers: list[deque[int]]) -> list[int]:
     """Each layer's median; a layer without times has the median of the others'."""
-    known = [median(times) if times else None for times in of_layers]
-    usual = median(one for one in known if one is not None)
-    return [round(usual if one is None else one) for one in known]
+    return _filled([median(times) if times else None for times in of_layers])
 
 
-def _at_no_size(spans: dict[int, deque[int]]) -> int:
-    """The part of a span's time that does not depend on its size; 0 where fewer than two sizes are known."""
+def _filled(of_layers: Sequence[float | None]) -> list[int]:
+    """What is not known of a layer is the others' median; 0 where nothing is known of any."""
+    known = [one for one in of_layers if one is not None]
+    usual = median(known) if known else 0
+    return [round(usual if one is None else one) for one in of_layers]
+
+
+def _knows_span(spans: dict[int, deque[int]]) -> bool:
+    return sum(len(times) >= _ENOUGH for times in spans.values()) > 1
+
+
+def _at_no_size(spans: dict[int, deque[int]]) -> int | None:
+    """The part of a span's time that does not depend on its size; None where fewer than two sizes are known."""
+    if not _knows_span(spans):
+        return None
     known = [(num, median(times), len(times)) for num, times in sorted(spans.items()) if len(times) >= _ENOUGH]
-    if len(known) < 2:
-        return 0
     weight = sum(num for _, _, num in known)
     mean_size = sum(size * num for size, _, num in known) / weight
     mean_ns = sum(time * num for _, time, num in known) / weight

@@ -231,11 +231,12 @@ class Shard:
     ) -> None:
         """Run a layer, and take the times of a decode step's parts that the configurator needs."""
         transport, router = _MeasuredTransport(self.device), work.router
-        is_decode = False not in router.is_decode
         compute = _using(self.device, call.compute)
-        if is_decode:
+        keeps_parts = self.scheduler.cache.tops[router.layer] != self.scheduler.slots.full
+        in_parts = keeps_parts and False not in router.is_decode
+        if in_parts:  # what a span costs matters where experts come in several
             compute = self._timed(compute, times)
-        together = call.takes_several and not is_decode
+        together = call.takes_several and not in_parts
         run_layer(self.scheduler, transport, router, compute, self.prefetcher, routed, together=together)
         if transport.num_segments:
 

@@ -162,10 +162,10 @@ class Cache:
     def expect_prefetches(self) -> None:
         """Something is predicted: from now on experts come segment by segment, and some segments are cancelled. So
         victims go whole: single free slots would scatter later experts over many spans, each of which costs a launch.
-        Where layers keep parts of experts, victims still go in parts.
+        Where a layer keeps parts of experts, victims still go in parts.
         """
-        for partition in self.distinct_partitions:
-            partition.evicts_whole = not self.is_split
+        for partition, top in zip(self.partitions, self.tops, strict=True):
+            partition.evicts_whole = top == self.slots.full
 
     def begin(self, is_decoding: bool) -> None:
         """Another layer runs: what it may evict is not known yet."""
@@ -337,12 +337,12 @@ class Cache:
         self.targets = list(quotas)
         if tops is not None:
             self.is_split = True
-            for partition in self.distinct_partitions:
-                partition.evicts_whole = False
             self.tops = [top_mask(num) for num in tops]
+            self.expect_prefetches()
 
     def rearrange(self, protected: Container[int]) -> None:
-        """Between layers: move towards `targets`, which is None once they are reached. Segments beyond the tops go;
+        """Between layers: move towards `targets`, which is None once they are reached. Segments beyond the tops go, and
+        where whole experts are kept, those that lie in several places: computing them in spans would cost more;
         layers that shrink evict, by their policies, what is not `protected`; layers that grow, the lowest first, get
         the room there is then. An expert of which less than the top is kept is filled when it is needed next.
         """
@@ -373,15 +373,16 @@ class Cache:
             self.targets = None
 
     def _cut(self, protected: Container[int]) -> bool:
-        """Evict what is kept beyond the tops; returns whether all of it is gone."""
-        is_cut = True
+        """Evict what is kept beyond the tops, or in several spans; returns whether all of it is gone."""
+        is_cut, full, whole = True, self.slots.full, self.slots.whole
         for partition, top in zip(self.partitions, self.tops, strict=True):
             for eid, mask in list(partition.kept.items()):
-                if mask & ~top and eid in protected:
+                gone = mask & ~top if top != full or whole[eid] is not None else mask
+                if gone and eid in protected:
                     is_cut = False
-                elif mask & ~top:
-                    partition.drop(eid, mask & ~top)
-                    self._evicted(eid, mask & ~top)
+                elif gone:
+                    partition.drop(eid, gone)
+                    self._evicted(eid, gone)
         return is_cut
 
     def _find_staging(self) -> None:
