@@ -10,7 +10,9 @@ request by request, in another order each time. One profile, of `lru` with a qua
 and budgets: it is measured before them and in turns with them, as `expertly doctor` measures it. `ratio` is the median
 over requests of simulated to measured TPOT; `hit_rate` tells other decisions from other times. A step's time in parts,
 measured and simulated: waits (`stall_s`); computing `experts` and calling for them (submitting, looking for, taking,
-cancelling spans); all `else`: attention, head, decisions. Bound: within 10 %. `--out` adds to a file, whose commit,
+cancelling spans); deciding, in the simulation what predictors and policies take beyond a usual pass; all `else`:
+attention, head, in the simulation usual decisions. `--plot` draws a step of each, measured above simulated. Bound:
+within 10 %. `--out` adds to a file, whose commit,
 machine and other settings must be those of this run, the rows of other stores, budgets and systems, so that each run
 is short.
 """
@@ -20,9 +22,7 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count, product
 from pathlib import Path
@@ -37,25 +37,32 @@ NEAR = 0.1  # the bound
 
 
 class Parts:
-    """What the computing thread did in decode steps after `first` passes, in nanoseconds, waits among "experts"; of
-    requests of `each` passes. `watch` has a model tell it; it is a SimulationWatcher, too.
+    """What the computing thread did in decode steps after `first` passes, of requests of `each` passes: nanoseconds,
+    with the waits that it is told of among "expert"; and a step of the first as a timeline. A SimulationWatcher.
     """
 
     def __init__(self, first: int, each: int) -> None:
+        from expertly.lab.compare.simulated import TokenTimeline
+
         self.ns = Counter[str]()
+        self.timeline = TokenTimeline(first + each // 2)
+        self.predicted = self.timeline.predicted
+        self.moved = self.timeline.moved
         self._first, self._each = first, each
         self._pass = 0  # that runs
 
-    def add(self, kind: str, duration_ns: int) -> None:
-        if self._pass >= self._first and self._pass % self._each:
-            self.ns[kind] += duration_ns
-
     def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
-        self.add(what.split()[0], end_ns - begin_ns)
+        self._add(what.split()[0], end_ns - begin_ns)
+        self.timeline.computed(what, layer, begin_ns, end_ns)
         self._pass += what == "head"
 
     def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
-        self.add("expert", end_ns - begin_ns)
+        self._add("expert", end_ns - begin_ns)
+        self.timeline.spent(what, begin_ns, end_ns)
+
+    def _add(self, kind: str, duration_ns: int) -> None:
+        if self._pass >= self._first and self._pass % self._each:
+            self.ns[kind] += duration_ns
 
     def as_row(self, num_steps: int, tpot_s: float, stall_s: float | None = None) -> dict[str, float]:
         """The parts of a step. `stall_s`: its waits, among experts' time; None: of a simulation, what is left."""
@@ -64,42 +71,12 @@ class Parts:
             stall_s = tpot_s - self.ns.total() / num_steps / 1e9
         else:
             experts_s -= stall_s
-        return {"stall_s": stall_s, "experts_s": experts_s, "else_s": tpot_s - experts_s - stall_s}
-
-    def moved(self, *event: Any) -> None:
-        """Beside the computing thread."""
-
-    predicted = moved
+        decide_s = (self.ns["decide"] + self.ns["observe"]) / num_steps / 1e9
+        times = {"stall_s": stall_s, "experts_s": experts_s, "decide_s": decide_s}
+        return times | {"else_s": tpot_s - sum(times.values())}
 
     def begin_run(self, name: str) -> Parts:
         return self
-
-    def watch(self, model: Any, compute: Callable[..., Any]) -> None:
-        """`compute`: LayerCall's own, as the class has it before any model is watched."""
-        from expertly.api import handle
-        from expertly.engine.compute import LayerCall
-
-        shard = handle(model).engine.executor.shards[0]
-        for name in ("submit", "poll", "wait", "prefetch", "cancel"):
-            setattr(shard.device, name, self._timed(getattr(shard.device, name)))
-        began, self._pass = shard.begin, -1
-        timed = self._timed(compute)
-
-        def begin() -> None:
-            self._pass += 1
-            LayerCall.compute = timed  # type: ignore[method-assign]
-            began()
-
-        shard.begin = begin  # type: ignore[method-assign]
-
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            start_ns = time.perf_counter_ns()
-            found = call(*args)
-            self.add("expert", time.perf_counter_ns() - start_ns)
-            return found
-
-        return timed
 
 
 def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
@@ -108,9 +85,9 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
     import expertly
     from expertly.data import demo_predictor
-    from expertly.engine.compute import LayerCall
     from expertly.lab.model_profile import Measurement, compressed_costs
     from expertly.lab.playing import recorded_requests
+    from expertly.lab.watching import watched
     from expertly.policies.learned import read_learned
     from expertly.policies.predictor.learned import LearnedWeights
     from expertly.scheduler.presets import get_system
@@ -132,7 +109,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         for task in measurement.tasks():
             task()
         tasks = (task for _ in count() for task in measurement.tasks_of_a_token())
-        models, ran, parts, compute = {}, {}, {}, LayerCall.compute
+        models, ran, parts = {}, {}, {}
         each = 1 + len(requests[0].tokens) - requests[0].num_prompt
         first = arguments["warm"] * each
         for memory, name in product(arguments["memory"], arguments["systems"]):
@@ -144,12 +121,11 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
                 how |= {"learned": "off", "segments": arguments["segments"]}
                 models[key], _ = expertly.load(arguments["store"], **how, **given)
                 ran[key], parts[key] = [], Parts(first, each)
-                parts[key].watch(models[key], compute)
         for turn, request in enumerate(requests):
             keys = list(models)
             for key in (*keys[turn % len(keys) :], *keys[: turn % len(keys)]):
-                ran[key].append(play(models[key], request.tokens, request.num_prompt))
-                LayerCall.compute = compute  # type: ignore[method-assign]
+                with watched(models[key], parts[key]):
+                    ran[key].append(play(models[key], request.tokens, request.num_prompt))
                 next(tasks)()
         profile = measurement.profile()
         compressed = compressed_costs(beside, profile)
@@ -179,6 +155,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
             row["is_near"] = abs(row["ratio"] - 1) <= NEAR
             row["hit_rate"] = counts["hits"] / demands
             row["simulated_hit_rate"] = statistics.mean(found["hit_rate_by_request"][first_request:])
+            row["drawn"] = [of.timeline.as_dict() for of in (parts[key], simulated)]
             rows.append(row)
         for model in (*models.values(), beside):
             expertly.unload(model)
@@ -188,12 +165,14 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main() -> None:
     from expertly.data import demo_folder
+    from expertly.lab.compare.report import tokens_in_time
+    from expertly.lab.plots import drawing, save
     from expertly.model.packing import pack_cached
     from expertly.scheduler.presets import runnable_systems
 
     args = options(
         __doc__, experts_gib=1.0, quantize=None, codec="none", systems=",".join(runnable_systems()), memory="25%,50%",
-        segments=0, warm=2, requests=4, tokens=24, out=None,
+        segments=0, warm=2, requests=4, tokens=24, out=None, plot=None,
     )  # fmt: skip
     common = {name: getattr(args, name) for name in ("segments", "warm", "requests", "tokens")}
     earlier = earlier_report(args.out, common)
@@ -208,6 +187,12 @@ def main() -> None:
     }
     stored = f"{args.experts_gib:g} GiB, {args.quantize or args.codec}"
     rows = [{"run": f"{stored}, {row['memory']}"} | row for row in child("fidelity.py", settings)]
+    drawn = {f"{row['system']}, {row['run']}": row.pop("drawn") for row in rows}
+    if args.plot:
+        pairs = [zip(("measured", "simulated"), two, strict=True) for two in drawn.values()]
+        with drawing():
+            each = {f"{name}, {how}": one for name, two in zip(drawn, pairs, strict=True) for how, one in two}
+            save(tokens_in_time(each).figure, Path(args.plot))
     new = {(row["run"], row["system"]) for row in rows}
     rows = [row for row in earlier["results"] if (row["run"], row["system"]) not in new] + rows
     print_report("fidelity", rows, common, args.out, earlier["command"])

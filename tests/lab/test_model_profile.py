@@ -130,6 +130,8 @@ def test_what_observers_and_policies_take_of_a_pass_is_measured(cases: Cases, mo
     assert 2_000_000 < compute.prefetch_ns < 4_500_000 and 1_000_000 < compute.prefetch_each_ns < 3_000_000
     assert found.predictor.inline_ns is not None
     assert 5_000_000 < found.predictor.call_ns < 7_000_000 < found.predictor.inline_ns < 10_000_000
+    assert found.predictor.light_ns is not None and compute.observe_light_ns is not None
+    assert found.predictor.light_ns < 2_000_000 and compute.observe_light_ns < 3_500_000, "by counts alone"
 
 
 def test_a_part_of_an_expert_costs_a_call_of_its_own(cases: Cases, monkeypatch: pytest.MonkeyPatch):

@@ -198,7 +198,10 @@ def test_a_codec_that_cannot_be_is_refused(tmp_path: Path) -> None:
         replace(make_study(trace), layers=None, codec=PLANES)
 
 
-@pytest.mark.parametrize(("cost", "name"), [("decide_ns", "expertly"), ("observe_ns", "brainstorm")])
+@pytest.mark.parametrize(
+    ("cost", "name"),
+    [("decide_ns", "expertly"), ("observe_ns", "moe-infinity"), ("observe_light_ns", "brainstorm")],
+)
 def test_policies_and_predictors_take_their_measured_time_of_every_layer(cost: str, name: str, tmp_path: Path) -> None:
     """What they decide is the same, and so are the times of other systems."""
     layers, num_layers = sized(2, 8, 2), 2
@@ -226,3 +229,15 @@ def test_a_pass_that_predicts_itself_waits_for_no_thread(tmp_path: Path) -> None
     thread, inline = PredictorCosts(9000), PredictorCosts(9000, inline_ns=1000)
     assert tpot_s("moe-infinity-lfu", thread) - tpot_s("moe-infinity-lfu", inline) > 2 * 7e-6
     assert tpot_s("brainstorm", thread) == tpot_s("brainstorm", inline)
+
+
+@pytest.mark.parametrize(("name", "is_light"), [("brainstorm", True), ("moe-infinity", False)])
+def test_what_predicts_by_counts_alone_takes_a_time_of_its_own(name: str, is_light: bool, tmp_path: Path) -> None:
+    layers, slow = sized(2, 8, 2), 10**9
+    machine, trace = replace(measured(), link=INFINITE), random_trace(tmp_path / "trace", layers, 0, 12)
+    for costs, is_late in (
+        (PredictorCosts(1, light_ns=slow), is_light),
+        (PredictorCosts(slow, light_ns=1), not is_light),
+    ):
+        row = make_study(trace, replace(machine, predictor=costs)).row(SYSTEMS[name], Memory("50%"))
+        assert (row["predictions_late"] + row["contexts_dropped"] > 0) == is_late

@@ -28,6 +28,7 @@ from expertly.engine.observe import Collector, PredictorThread, embedder
 from expertly.engine.reading import MIN_READ_NBYTES
 from expertly.engine.runtime import dispatch
 from expertly.hardware.measure import store_costs
+from expertly.lab.planning import Planning
 from expertly.lab.playing import forward
 from expertly.lab.profile_fits import (
     LayerSample,
@@ -126,10 +127,16 @@ class _Onlooker:
     wants_token_ids = True
 
     def __init__(
-        self, model: Any, geometry: Geometry, routers: Sequence[HookedRouter | None], *, has_thread: bool
+        self,
+        model: Any,
+        geometry: Geometry,
+        routers: Sequence[HookedRouter | None],
+        *,
+        has_thread: bool = True,
+        is_light: bool = False,
     ) -> None:
-        """`has_thread`: the predictor has one; else the pass itself predicts."""
-        self.predictor = _TimedPredictor(geometry, routers)
+        """`has_thread`: the predictor has one; else the pass itself predicts. `is_light`: it goes by counts alone."""
+        self.predictor = _TimedPredictor(geometry, routers, is_light=is_light)
         self.collector = Collector(self.predictor.wants, geometry.layers, routers, embedder(model), 1)
         predictor = cast(Predictor, self.predictor)
         queue = ObservationQueue.of_layers(geometry.num_layers)
@@ -160,8 +167,8 @@ class _TimedPredictor:
     and takes the time.
     """
 
-    def __init__(self, geometry: Geometry, routers: Sequence[HookedRouter | None]) -> None:
-        can_ask = all(router is not None and router.can_look_ahead for router in routers)
+    def __init__(self, geometry: Geometry, routers: Sequence[HookedRouter | None], *, is_light: bool) -> None:
+        can_ask = not is_light and all(router is not None and router.can_look_ahead for router in routers)
         self._predictor = (Lookahead if can_ask else Popularity).make(geometry, NOTHING)
         self.wants = self._predictor.wants
         self.took_ns: list[int] = []
@@ -212,9 +219,13 @@ class Measurement:
         self._routers: list[HookedRouter | None] = []
         self._observed: list[int] = []  # what a layer took longer with an onlooker
         self._predicted: list[int] = []  # and how long it took to predict
+        self._observed_light: list[int] = []  # the same of one that goes by counts alone
+        self._predicted_light: list[int] = []
         self._inline: list[int] = []  # the same where the pass itself predicts
         self._by_itself: list[int] = []  # what an expert takes longer that is computed by itself
         self._prefetched: dict[int, list[int]] = defaultdict(list)  # and beside so many prefetches
+        self._planned: dict[int, list[tuple[int, int]]] = defaultdict(list)  # what deciding about them took, by guesses
+        self._planning = Planning(self._geometry, self._scheduler.budget)
         self._decided: list[int] = []  # and where an eviction policy learned from its router's choice
         self._policy = cast(Reuse, Reuse.make(self._geometry, self._geometry.num_experts - 1))
         self._processor_ns: list[int] = []  # that this thread had in each layer's experts, of the last pass
@@ -290,6 +301,7 @@ class Measurement:
             load_ns=costs.load_ns,
             slowdown_while_loading=max(1.0, round(_median(self._loading) / _median(self._alone), 3)),
             observe_ns=max(0, _median(self._observed or [0])),
+            observe_light_ns=max(0, _median(self._observed_light or [0])),
             prefetch_ns=prefetch_ns,
             prefetch_each_ns=prefetch_each_ns,
             decide_ns=max(0, _median(self._decided or [0])),
@@ -301,7 +313,8 @@ class Measurement:
             link = replace(link, prefetch_latency_ns=latency_ns, prefetches_at_once=NUM_READERS // num_reads)
         predictor = PredictorCosts()
         if self._predicted:
-            predictor = PredictorCosts(_median(self._predicted), inline_ns=_median(self._inline))
+            inline_ns, light_ns = _median(self._inline), _median(self._predicted_light)
+            predictor = PredictorCosts(_median(self._predicted), inline_ns=inline_ns, light_ns=light_ns)
         return ModelProfile(link, compute, predictor, layer_times(self._layers_run))
 
     def _waking_ns(self, quiet: _Samples) -> int:
@@ -316,10 +329,11 @@ class Measurement:
         """What prefetching together takes of a layer, and each expert of it beyond `load_ns`, that taking it takes."""
         if not self._prefetched:
             return 0, 0
-        times = sorted((num, _median(ns)) for num, ns in self._prefetched.items())
-        (few, few_ns), (many, many_ns) = times[0], times[-1]
-        each_ns = max(0, (many_ns - few_ns) // max(1, many - few))
-        return max(0, few_ns - few * each_ns), max(0, each_ns - load_ns)
+        ns, each_ns = _line([(num, _median(times)) for num, times in self._prefetched.items()])
+        each = [([num for num, _ in one], [ns for _, ns in one]) for one in self._planned.values()]
+        num_segments = self._geometry.segments_per_expert
+        plan_ns, plan_each_ns = _line([(statistics.mean(num) / num_segments, _median(ns)) for num, ns in each])
+        return ns + plan_ns, max(0, each_ns - load_ns) + plan_each_ns
 
     # -- whole passes ------------------------------------------------------------------------------------------
 
@@ -359,8 +373,12 @@ class Measurement:
         """Decode steps whose experts are here: as they are, with an onlooker, beside prefetches, with a policy."""
         layers, engine = self._geometry.layers, self._engine
         self._routers = self._routers or find_routers(self._model, layers)
-        beside, inline = (
-            _Onlooker(self._model, self._geometry, self._routers, has_thread=has_thread) for has_thread in (True, False)
+        make = partial(_Onlooker, self._model, self._geometry, self._routers)
+        beside, light, inline = make(), make(is_light=True), make(has_thread=False)
+        onlookers: tuple[tuple[_Onlooker, list[int], list[int]], ...] = (
+            (beside, self._observed, self._predicted),
+            (light, self._observed_light, self._predicted_light),
+            (inline, [], self._inline),
         )
         cache, before = self._forward(self._ids(1, CONTEXT), None), engine.observer
 
@@ -375,26 +393,26 @@ class Measurement:
                 loaded, alone_ns = self._loaded_nbytes(), took_ns(ids)
                 if self._loaded_nbytes() > loaded:
                     continue  # the cache does not hold a step's experts
-                for onlooker, predicted in ((beside, self._predicted), (inline, self._inline)):
+                for onlooker, observed, predicted in onlookers:
                     onlooker.collector.attach()
                     engine.observer = onlooker
-                    longer_ns = (took_ns(ids) - alone_ns) // len(layers)
+                    observed.append((took_ns(ids) - alone_ns) // len(layers))
                     onlooker.collector.detach()
                     engine.observer = before
                     predicted += onlooker.predictor.took_ns
                     onlooker.predictor.took_ns = []
-                    if onlooker is beside:
-                        self._observed.append(longer_ns)
                 for num_spans in (1, self._layer.top_k):
                     with self._prefetching(num_spans) as num:
                         self._prefetched[num].append((took_ns(ids) - alone_ns) // len(layers))
+                    with self._deciding_about(num_spans):
+                        took_ns(ids)
                 with self._deciding():
                     self._decided.append((took_ns(ids) - alone_ns) // len(layers))
         finally:
-            for onlooker in (beside, inline):
+            for onlooker, *_ in onlookers:
                 onlooker.collector.detach()
-            if beside.thread is not None:
-                beside.thread.close()
+                if onlooker.thread is not None:
+                    onlooker.thread.close()
             engine.observer = before
 
     def _loaded_nbytes(self) -> int:
@@ -425,6 +443,22 @@ class Measurement:
             del engine.forward_experts
             for _ in range(num_coming):
                 device.wait()
+
+    @contextmanager
+    def _deciding_about(self, num_guessed: int) -> Iterator[None]:
+        """Within the block, prefetches of so many experts are decided about beside each layer."""
+        engine: Any = self._engine
+        run = engine.forward_experts
+
+        def beside(module: Any, layer: int, *rest: Any) -> torch.Tensor:
+            self._planned[num_guessed].append(self._planning.ran(layer, num_guessed))
+            return run(module, layer, *rest)
+
+        engine.forward_experts = beside
+        try:
+            yield
+        finally:
+            del engine.forward_experts
 
     @contextmanager
     def _deciding(self) -> Iterator[None]:
@@ -679,6 +713,13 @@ def _timed(run: Callable[[], None]) -> int:
     start = time.perf_counter_ns()
     run()
     return time.perf_counter_ns() - start
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[int, int]:
+    """The value at 0 and what it rises by for each, of a line through the outermost points (x, y); at least 0."""
+    (few, few_ns), (many, many_ns) = min(points), max(points)
+    each_ns = max(0.0, (many_ns - few_ns) / (many - few)) if many > few else 0.0
+    return max(0, round(few_ns - few * each_ns)), round(each_ns)
 
 
 def _median(values: Sequence[int]) -> int:

@@ -25,6 +25,8 @@ class ComputeModel(Protocol):
     """The computing thread's own time to submit spans that are loaded together, besides the link's."""
     observe_ns: int
     """What showing a router's choice to a predictor takes from the computing thread."""
+    observe_light_ns: int
+    """And to one that goes by counts alone."""
     prefetch_ns: int
     """And what experts take that are prefetched together."""
     prefetch_each_ns: int
@@ -71,6 +73,7 @@ class Roofline:
     load_ns = 0
     submit_ns = 0
     observe_ns = 0
+    observe_light_ns = 0
     prefetch_ns = 0
     prefetch_each_ns = 0
     decide_ns = 0
@@ -116,6 +119,8 @@ class Measured:
         self._num_segments = segments_per_expert
         self.slowdown_while_loading = measured.slowdown_while_loading
         self.load_ns, self.submit_ns, self.observe_ns = measured.load_ns, measured.submit_ns, measured.observe_ns
+        light_ns = measured.observe_light_ns
+        self.observe_light_ns = self.observe_ns if light_ns is None else light_ns
         self.prefetch_ns, self.prefetch_each_ns = measured.prefetch_ns, measured.prefetch_each_ns
         self.decide_ns = measured.decide_ns
         self.dense_ns = cache(self._dense_ns)

@@ -83,6 +83,8 @@ class PredictorCosts:
     flops_per_s: float = 20e9
     inline_ns: int | None = None  # in place of `call_ns` where the pass itself predicts, as it waits; None: the same
 
+    light_ns: int | None = None  # in place of `call_ns` for what goes by counts alone; None: the same
+
     def work_ns(self, read_nbytes: int, flops: int) -> int:
         """The time for so many bytes read from memory and so many operations."""
         return round(max(read_nbytes / self.read_nbytes_per_s, flops / self.flops_per_s) * 1e9)

@@ -67,7 +67,9 @@ class Simulator:
             catch_up = None
             if costs is not None:
                 waiting = ObservationQueue.of_layers(scheduler.geometry.num_layers)
-                observe_ns = compute.observe_ns
+                observe_ns = compute.observe_light_ns if predictor.is_light else compute.observe_ns
+                if predictor.is_light and costs.light_ns is not None:
+                    costs = replace(costs, call_ns=costs.light_ns)
                 if scheduler.is_synchronous:  # the pass itself predicts
                     observe_ns = 0
                     costs = costs if costs.inline_ns is None else replace(costs, call_ns=costs.inline_ns)

@@ -64,7 +64,7 @@ PREFETCH = (
 KINDS = {
     "dense": ("dense", "attention, router, head"),
     "expert": ("s0", "an expert"),
-    "control": ("s6", "asking for loads, taking them"),
+    "control": ("s6", "deciding, asking for loads, taking them"),
     "wait": ("wait", "waiting for loads"),
     "demand": ("s1", "loaded when needed"),
     "ahead": ("s2", "loaded ahead"),
@@ -165,12 +165,51 @@ def token_in_time(timeline: Mapping[str, Any], length_ns: int) -> str:
     `length_ns` is the length of the axis, the same for all systems so that they can be compared.
     """
     bars = token_bars(timeline)
-    lanes = [lane for lane in _LANES if any(bar["lane"] == lane for bar in bars)]
     frame = _TOKEN_FRAME
-    picture = Picture(_TOKEN_WIDTH, frame["top"] + len(lanes) * (_LANE + _GAP) + frame["bottom"])
-    axes = picture.axes(**frame)
+    picture = Picture(_TOKEN_WIDTH, frame["top"] + _token_height(bars) + frame["bottom"])
+    _draw_token(picture, picture.axes(**frame), timeline, bars, length_ns)
+    num_loads = sum(bar["kind"] in ("demand", "ahead") for bar in bars)
+    name = f"{timeline['system']}, {timeline['memory']}: one token, {format_seconds(timeline['length_ns'] / 1e9)}"
+    return picture.svg(name, f"computing and {num_loads} loads over time", "wide")
+
+
+def tokens_in_time(timelines: Mapping[str, Mapping[str, Any]]) -> Picture:
+    """Several of them, each beneath its name, on one axis; beneath all, what the colours mean."""
+    from matplotlib.patches import Patch
+
+    of_each = {name: token_bars(timeline) for name, timeline in timelines.items()}
+    length_ns = max(timeline["length_ns"] for timeline in timelines.values())
+    frame, title, legend = _TOKEN_FRAME, 22.0, 40.0
+    above = {name: frame["top"] + title + _token_height(bars) + frame["bottom"] for name, bars in of_each.items()}
+    picture = Picture(_TOKEN_WIDTH, sum(above.values()) + legend)
+    top = 0.0
+    for name, bars in of_each.items():
+        rest = picture.height - top - above[name]
+        axes = picture.axes(frame["left"], frame["right"], top + frame["top"] + title, rest + frame["bottom"])
+        axes.set_title(f"{name}: {format_seconds(timelines[name]['length_ns'] / 1e9)}", loc="left")
+        _draw_token(picture, axes, timelines[name], bars, length_ns)
+        top += above[name]
+    kinds = {bar["kind"] for bars in of_each.values() for bar in bars}
+    patches = [Patch(color=COLOUR[colour], label=said) for kind, (colour, said) in KINDS.items() if kind in kinds]
+    picture.figure.legend(handles=patches, loc="lower center", ncols=4)
+    return picture
+
+
+def _lanes(bars: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [lane for lane in _LANES if any(bar["lane"] == lane for bar in bars)]
+
+
+def _token_height(bars: Sequence[Mapping[str, Any]]) -> float:
+    """In points."""
+    return len(_lanes(bars)) * (_LANE + _GAP)
+
+
+def _draw_token(
+    picture: Picture, axes: Any, timeline: Mapping[str, Any], bars: Sequence[Mapping[str, Any]], length_ns: int
+) -> None:
+    lanes = _lanes(bars)
     axes.set_xlim(0, length_ns)
-    axes.set_ylim(len(lanes) * (_LANE + _GAP), 0)  # in points, downwards
+    axes.set_ylim(_token_height(bars), 0)  # downwards
     for lane in lanes:
         for bar in bars:
             if bar["lane"] == lane:
@@ -183,9 +222,6 @@ def token_in_time(timeline: Mapping[str, Any], length_ns: int) -> str:
     axes.grid(axis="x")
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("ms since the token before")
-    num_loads = sum(bar["kind"] in ("demand", "ahead") for bar in bars)
-    name = f"{timeline['system']}, {timeline['memory']}: one token, {format_seconds(timeline['length_ns'] / 1e9)}"
-    return picture.svg(name, f"computing and {num_loads} loads over time", "wide")
 
 
 def _draw_bar(picture: Picture, axes: Any, bar: Mapping[str, Any], y: float, length_ns: int) -> None:

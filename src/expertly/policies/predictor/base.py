@@ -45,6 +45,8 @@ class Predictor(Policy, ABC):
     """"future", which only simulations have; else fields that a trace must have."""
     gives_probabilities: ClassVar[bool] = True
     """Whether it gives a probability for every expert of a layer, for prefetch=proximity and the eviction policy."""
+    is_light: ClassVar[bool] = False
+    """Whether it goes by counts or numbers alone: its thread then takes little of the pass."""
     default_distance: ClassVar[int | None] = None
     """The distance of a system that names it without one; None: the system's own."""
     weights: ClassVar[type[LearnedState] | None] = None

@@ -26,6 +26,7 @@ class Index(FixedDistancePredictor):
     """
 
     name = "index"
+    is_light = True
     options = IndexOptions
     gives_probabilities = False
 
@@ -42,6 +43,7 @@ class RandomExperts(FixedDistancePredictor):
     """
 
     name = "random"
+    is_light = True
     gives_probabilities = False
 
     def __init__(self, geometry: Geometry, distance: int, options: WidthOptions, known: Known) -> None:

@@ -62,6 +62,7 @@ class Popularity(FixedDistancePredictor):
     """Names the most popular experts of each layer, `distance` layers ahead. Scores are shares of the choices."""
 
     name = "popularity"
+    is_light = True
     wants: frozenset[Want] = frozenset({"experts"})
 
     def __init__(self, geometry: Geometry, distance: int, options: WidthOptions, known: Known) -> None:
