@@ -164,6 +164,9 @@ class Cache:
         victims go whole: single free slots would scatter later experts over many spans, each of which costs a launch.
         Where a layer keeps parts of experts, victims still go in parts.
         """
+        self._choose_whole_or_parts()
+
+    def _choose_whole_or_parts(self) -> None:
         for partition, top in zip(self.partitions, self.tops, strict=True):
             partition.evicts_whole = top == self.slots.full
 
@@ -338,7 +341,7 @@ class Cache:
         if tops is not None:
             self.is_split = True
             self.tops = [top_mask(num) for num in tops]
-            self.expect_prefetches()
+            self._choose_whole_or_parts()
 
     def rearrange(self, protected: Container[int]) -> None:
         """Between layers: move towards `targets`, which is None once they are reached. Segments beyond the tops go, and
