@@ -66,9 +66,10 @@ def test_a_device_works_out_what_its_own_layers_keep(cases: Cases) -> None:
     case = cases["qwen3_moe"]
     settings = {"memory": "60%", "system": "moepic:tau=4", "segments": 4, "predict": "inline"}
     with loaded(case.store, devices="cpu:0,cpu:1", **settings) as model:
-        for _ in range(3):
+        for _ in range(40):  # as many as it takes to time a device's parts
             assert generate(model, case.prompts) == case.tokens
-            settled(model)
+            if settled(model):
+                break
         assert settled(model) >= 1
 
 
