@@ -12,8 +12,9 @@ import pytest
 import expertly
 from expertly.api import handle
 from expertly.core.geometry import Geometry, LayerGeometry
+from expertly.engine.compute import LayerCall
 from expertly.engine.configuring import Configuring, StepTimes
-from expertly.policies.allocation.moepic import LayerRates, configure
+from expertly.policies.allocation.moepic import LayerRates, LayerSplit, SplitPlan, configure
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.decisions import replay_file
 from expertly.scheduler.presets import get_system
@@ -179,6 +180,40 @@ def test_nothing_is_worked_out_before_spans_of_two_sizes_were_timed_or_many_step
         for _ in range(8):
             others.computed(1, num, 10 * num)
     assert others.are_enough
+
+    found = configuring(raising(ZeroDivisionError("begun")))
+    spans, found.times._spans = found.times._spans, [{}, {}]
+    found.begin_iteration()
+    assert found._thread is None
+    found.times._spans = spans
+    found.begin_iteration()
+    assert found._thread is not None
+    found.close()
+
+
+def test_where_whole_experts_are_kept_again_those_that_are_there_are_computed_together(
+    cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where halves are kept, one after the other: what each takes is measured."""
+    case, compute, most = cases["mixtral"], LayerCall.compute, 0
+
+    def noted(call: LayerCall, spans: Any) -> None:
+        nonlocal most
+        if call.takes_several and call.work.router.serves_decode:
+            most = max(most, len(spans))
+        compute(call, spans)
+
+    with loaded(case.store, memory="80%", system="moepic:tau=900:start=half", segments=4, predict="inline") as model:
+        monkeypatch.setattr(LayerCall, "compute", noted)
+        assert generate(model, case.prompts[:1]) == case.tokens[:1]
+        if not most:
+            pytest.skip("nothing computes several experts in a call here")
+        assert most == 1
+        scheduler = handle(model).engine.scheduler
+        layers = (max(1, quota // 4) for quota in scheduler.cache.quotas)
+        scheduler.configure(SplitPlan(scheduler.geometry, tuple(LayerSplit(num, 4, 4 * num) for num in layers)))
+        assert generate(model, case.prompts[:1]) == case.tokens[:1]
+    assert most > 1
 
 
 def test_a_system_that_works_nothing_out_has_no_thread_and_one_that_splits_says_how(cases: Cases) -> None:

@@ -19,6 +19,7 @@ from expertly.core.messages import Span
 from expertly.engine.compute import LayerCall
 from expertly.engine.observe import Collector
 from expertly.lab.model_profile import TOKENS, ModelProfile, measure_model
+from expertly.lab.planning import Planning
 from expertly.model.hooks import experts_modules
 from expertly.model.packing import pack
 from expertly.policies.eviction.reuse import ReuseModel
@@ -116,6 +117,12 @@ def test_what_observers_and_policies_take_of_a_pass_is_measured(cases: Cases, mo
         time.sleep(0.003 + 0.002 * len(spans))
         original(spans)
 
+    def decided(planning: Planning, layer: int, num_guessed: int) -> tuple[int, int]:
+        planned.add(num_guessed)
+        return num_guessed * planning._geometry.segments_per_expert, 10_000_000 + 20_000_000 * num_guessed
+
+    planned: set[int] = set()
+    monkeypatch.setattr(Planning, "ran", decided)
     monkeypatch.setattr(Collector, "routed", slow(0.002, Collector.routed))
     monkeypatch.setattr(Lookahead, "router_ran", slow(0.005, Lookahead.router_ran))
     monkeypatch.setattr(ReuseModel, "observe", slow(0.006, ReuseModel.observe))
@@ -126,8 +133,10 @@ def test_what_observers_and_policies_take_of_a_pass_is_measured(cases: Cases, mo
     found = measure_model(model, seconds=0.5, tokens=(1,))
     expertly.unload(model)
     compute = found.compute
+    assert planned == {1, 2}, "one expert, and as many as a layer needs"
     assert 1_500_000 < compute.observe_ns < 3_500_000 and compute.decide_ns > 5_500_000
-    assert 2_000_000 < compute.prefetch_ns < 4_500_000 and 1_000_000 < compute.prefetch_each_ns < 3_000_000
+    assert 12_000_000 < compute.prefetch_ns < 14_500_000, "3 ms to begin them, and 10 to decide about them"
+    assert 21_000_000 < compute.prefetch_each_ns < 23_000_000, "2 ms each, and 20"
     assert found.predictor.inline_ns is not None
     assert 5_000_000 < found.predictor.call_ns < 7_000_000 < found.predictor.inline_ns < 10_000_000
     assert found.predictor.light_ns is not None and compute.observe_light_ns is not None

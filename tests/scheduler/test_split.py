@@ -61,6 +61,8 @@ def test_a_layer_that_keeps_whole_experts_again_has_none_in_several_places() -> 
     control.check()
     held = [eid for eid in range(8) if control.slots.resident[eid]]
     assert held and all(control.slots.whole[eid] for eid in held) and control.cache.targets is None
+    victims = control.cache.partitions[0].evict(1, ())
+    assert victims is not None and [mask for _, mask in victims] == [0b1111], "no victim leaves a part behind"
 
 
 def test_prefetched_segments_are_not_cut_before_they_are_used() -> None:
