@@ -12,9 +12,8 @@ over requests of simulated to measured TPOT; `hit_rate` tells other decisions fr
 measured and simulated: waits (`stall_s`); computing `experts` and calling for them (submitting, looking for, taking,
 cancelling spans); deciding, in the simulation what predictors and policies take beyond a usual pass; all `else`:
 attention, head, in the simulation usual decisions. `--plot` draws a step of each, measured above simulated. Bound:
-within 10 %. `--out` adds to a file, whose commit,
-machine and other settings must be those of this run, the rows of other stores, budgets and systems, so that each run
-is short.
+within 10 %. `--out` adds to a file, whose commit, machine and other settings must be those of this run, the rows of
+other stores, budgets and systems, so that each run is short.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 def main() -> None:
     from expertly.data import demo_folder
     from expertly.lab.compare.report import tokens_in_time
-    from expertly.lab.plots import drawing, save
+    from expertly.lab.plots import check_plot, drawing, save
     from expertly.model.packing import pack_cached
     from expertly.scheduler.presets import runnable_systems
 
@@ -174,6 +173,7 @@ def main() -> None:
         __doc__, experts_gib=1.0, quantize=None, codec="none", systems=",".join(runnable_systems()), memory="25%,50%",
         segments=0, warm=2, requests=4, tokens=24, out=None, plot=None,
     )  # fmt: skip
+    check_plot(Path(args.plot) if args.plot else None)
     common = {name: getattr(args, name) for name in ("segments", "warm", "requests", "tokens")}
     earlier = earlier_report(args.out, common)
     folder = inflated_model(args.experts_gib, no_zeros=True) if args.experts_gib else demo_folder()

@@ -1,4 +1,4 @@
-"""What deciding about prefetches takes of a layer, measured by deciding about them for a cache that holds nothing."""
+"""What deciding about prefetches takes of a layer, measured with a scheduler whose experts have no bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SYSTEM = "moe-infinity"
 
 
 class Planning:
-    """Two caches of `budget` whose layers run beside those of a model, with random experts: one prefetches."""
+    """Two schedulers with caches of `budget`, given the same random experts beside a model's layers: one prefetches."""
 
     def __init__(self, geometry: Geometry, budget: Budget) -> None:
         self._geometry = geometry

@@ -16,7 +16,7 @@ from expertly.sim.link import SimulationWatcher
 @contextmanager
 def watched(model: Any, watcher: SimulationWatcher) -> Iterator[None]:
     """Within the block `watcher` is told what the model's passes do, by `time.perf_counter_ns`: of a model with one
-    device that computes as it is called, a CPU.
+    device that computes as it is called, a CPU. No other model may run meanwhile.
 
     All of the computing thread's time has a name: "dense" before a layer's experts, "expert 7" (or the first of several
     that are computed together), "ask" and "take" for calls of the transport, "wait" where it waits, "decide" for all
