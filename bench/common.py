@@ -147,6 +147,43 @@ def predictor_of(model: Any, folder: Path) -> Path:
     return out
 
 
+class Quiet:
+    """Waits for moments in which this machine is as fast as it can be: others share its processors. `waited_s`: how
+    long that took.
+    """
+
+    def __init__(self, seconds: float = 10.0, slower: float = 1.25, patience_s: float = 60.0) -> None:
+        """`seconds`: to find its speed; up to `slower` times as long for the same is quiet. After `patience_s` of
+        waiting the speed is taken for what it now is.
+        """
+        begin_s = time.monotonic()
+        self._slower, self._patience_s, self._fastest_ns, self.waited_s = slower, patience_s, _probe_ns(), 0.0
+        while time.monotonic() < begin_s + seconds:
+            self._fastest_ns = min(self._fastest_ns, _probe_ns())
+
+    def is_now(self) -> bool:
+        return _probe_ns() <= self._slower * self._fastest_ns
+
+    def wait(self) -> None:
+        begin_s = time.monotonic()
+        while not self.is_now():
+            if time.monotonic() > begin_s + self._patience_s:
+                self._fastest_ns = _probe_ns()
+            time.sleep(0.02)
+        self.waited_s += time.monotonic() - begin_s
+
+
+def _probe_ns() -> int:
+    """What a fixed loop takes: the median of a few."""
+    took_ns = []
+    for _ in range(5):
+        begin_ns = time.perf_counter_ns()
+        for _ in range(20_000):
+            pass
+        took_ns.append(time.perf_counter_ns() - begin_ns)
+    return sorted(took_ns)[len(took_ns) // 2]
+
+
 def drop_page_cache(folder: Path) -> None:
     """Ask the kernel to forget the cached pages of a folder's files."""
     for path in folder.rglob("*"):

@@ -217,6 +217,22 @@ def test_policies_and_predictors_take_their_measured_time_of_every_layer(cost: s
     assert all(rows[0][one]["bytes_loaded"] == rows[1][one]["bytes_loaded"] for one in took)
 
 
+def test_what_a_predictor_takes_of_a_layer_leaves_it_time_to_predict(tmp_path: Path) -> None:
+    """A half of it is over when the layer ends: later, nothing is prefetched for the next one."""
+    layers = sized(2, 8, 2)
+    machine, trace = replace(measured(), link=INFINITE), random_trace(tmp_path / "trace", layers, 0, 12)
+    assert machine.compute is not None
+
+    def prefetched_nbytes(call_ns: int, observe_ns: int) -> int:
+        compute = replace(machine.compute, observe_ns=observe_ns)
+        study = make_study(trace, replace(machine, compute=compute, predictor=PredictorCosts(call_ns)))
+        return int(study.row(SYSTEMS["deepspeed-index"], Memory("50%"))["prefetched_bytes"])
+
+    at_once = prefetched_nbytes(1, 0)
+    assert prefetched_nbytes(10**6, 10**7) == at_once > 0 == prefetched_nbytes(10**6, 0)
+    assert prefetched_nbytes(10**6, 19 * 10**5) == 0, "half of it is less than a prediction takes"
+
+
 def test_a_pass_that_predicts_itself_waits_for_no_thread(tmp_path: Path) -> None:
     """A synchronous system's predictor; the other's thread takes `call_ns` all the same."""
     layers = sized(2, 8, 2)

@@ -222,6 +222,7 @@ class Measurement:
         self._observed_light: list[int] = []  # the same of one that goes by counts alone
         self._predicted_light: list[int] = []
         self._inline: list[int] = []  # the same where the pass itself predicts
+        self._observed_inline: list[int] = []
         self._by_itself: list[int] = []  # what an expert takes longer that is computed by itself
         self._prefetched: dict[int, list[int]] = defaultdict(list)  # and beside so many prefetches
         self._planned: dict[int, list[tuple[int, int]]] = defaultdict(list)  # what deciding about them took, by guesses
@@ -281,7 +282,8 @@ class Measurement:
         whole_parts = accumulate((whole for whole, _ in parts), max)
         head = accumulate((max(0, _median(one.outside) - b) for one, b in zip(samples, between, strict=True)), max)
         source = self._handle.store.manifest.source
-        prefetch_ns, prefetch_each_ns = self._prefetching_ns(costs.load_ns)
+        prefetch_ns, prefetch_each_ns = _line([(num, _median(times)) for num, times in self._prefetched.items()])
+        plan_ns, plan_each_ns = self._planning_ns()
         with self._threads(1):
             num_threads = torch.get_num_threads()
         compute = MeasuredCompute(
@@ -300,10 +302,10 @@ class Measurement:
             submit_ns=costs.submit_ns + self._waking_ns(samples[0]),
             load_ns=costs.load_ns,
             slowdown_while_loading=max(1.0, round(_median(self._loading) / _median(self._alone), 3)),
-            observe_ns=max(0, _median(self._observed or [0])),
-            observe_light_ns=max(0, _median(self._observed_light or [0])),
+            observe_ns=plan_ns + max(0, _median(self._observed or [0])),
+            observe_light_ns=plan_ns + max(0, _median(self._observed_light or [0])),
             prefetch_ns=prefetch_ns,
-            prefetch_each_ns=prefetch_each_ns,
+            prefetch_each_ns=plan_each_ns + max(0, prefetch_each_ns - costs.load_ns),
             decide_ns=max(0, _median(self._decided or [0])),
         )
         link = costs.link
@@ -313,7 +315,8 @@ class Measurement:
             link = replace(link, prefetch_latency_ns=latency_ns, prefetches_at_once=NUM_READERS // num_reads)
         predictor = PredictorCosts()
         if self._predicted:
-            inline_ns, light_ns = _median(self._inline), _median(self._predicted_light)
+            inline_ns = plan_ns + max(_median(self._inline), _median(self._observed_inline))
+            light_ns = _median(self._predicted_light)
             predictor = PredictorCosts(_median(self._predicted), inline_ns=inline_ns, light_ns=light_ns)
         return ModelProfile(link, compute, predictor, layer_times(self._layers_run))
 
@@ -325,15 +328,11 @@ class Measurement:
         loading_ns, quiet_ns = (_median(one.outside) + between * _median(one.between) for one in passes)
         return max(0, round((loading_ns - quiet_ns) / statistics.mean(self._num_loading)))
 
-    def _prefetching_ns(self, load_ns: int) -> tuple[int, int]:
-        """What prefetching together takes of a layer, and each expert of it beyond `load_ns`, that taking it takes."""
-        if not self._prefetched:
-            return 0, 0
-        ns, each_ns = _line([(num, _median(times)) for num, times in self._prefetched.items()])
+    def _planning_ns(self) -> tuple[int, int]:
+        """What deciding about prefetches takes of a layer, and each expert of them."""
         each = [([num for num, _ in one], [ns for _, ns in one]) for one in self._planned.values()]
         num_segments = self._geometry.segments_per_expert
-        plan_ns, plan_each_ns = _line([(statistics.mean(num) / num_segments, _median(ns)) for num, ns in each])
-        return ns + plan_ns, max(0, each_ns - load_ns) + plan_each_ns
+        return _line([(statistics.mean(num) / num_segments, _median(ns)) for num, ns in each])
 
     # -- whole passes ------------------------------------------------------------------------------------------
 
@@ -378,7 +377,7 @@ class Measurement:
         onlookers: tuple[tuple[_Onlooker, list[int], list[int]], ...] = (
             (beside, self._observed, self._predicted),
             (light, self._observed_light, self._predicted_light),
-            (inline, [], self._inline),
+            (inline, self._observed_inline, self._inline),
         )
         cache, before = self._forward(self._ids(1, CONTEXT), None), engine.observer
 
@@ -716,7 +715,11 @@ def _timed(run: Callable[[], None]) -> int:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[int, int]:
-    """The value at 0 and what it rises by for each, of a line through the outermost points (x, y); at least 0."""
+    """The value at 0 and what it rises by for each, of a line through the outermost points (x, y); at least 0, as of
+    no points.
+    """
+    if not points:
+        return 0, 0
     (few, few_ns), (many, many_ns) = min(points), max(points)
     each_ns = max(0.0, (many_ns - few_ns) / (many - few)) if many > few else 0.0
     return max(0, round(few_ns - few * each_ns)), round(each_ns)

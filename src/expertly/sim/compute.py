@@ -24,7 +24,7 @@ class ComputeModel(Protocol):
     submit_ns: int
     """The computing thread's own time to submit spans that are loaded together, besides the link's."""
     observe_ns: int
-    """What showing a router's choice to a predictor takes from the computing thread."""
+    """What showing a router's choice to a predictor takes from the computing thread, with deciding about prefetches."""
     observe_light_ns: int
     """And to one that goes by counts alone."""
     prefetch_ns: int

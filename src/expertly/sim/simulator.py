@@ -12,9 +12,9 @@ from expertly.core.messages import RouterRan, Span
 from expertly.core.observation import Began, Routed, Want
 from expertly.policies.allocation.moepic import Timing
 from expertly.policies.predictor import Predictor
-from expertly.scheduler.loop import Prefetcher, run_layer
+from expertly.scheduler.loop import Prefetcher, Transport, run_layer
 from expertly.scheduler.misses import MissSplit
-from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue, Seen, Work
+from expertly.scheduler.observations import InlineChannel, ObservationQueue, Seen, Work
 from expertly.scheduler.scheduler import Scheduler
 from expertly.sim.compute import ComputeModel
 from expertly.sim.decoding import NEVER_NS
@@ -63,9 +63,10 @@ class Simulator:
         self._prefetcher: Prefetcher | None = None
         self._wants: frozenset[Want] = frozenset()
         if predictor is not None:
-            channel: Channel = InlineChannel(predictor)
-            catch_up = None
-            if costs is not None:
+            if costs is None:
+                channel = InlineChannel(predictor)
+                self._prefetcher = Prefetcher(scheduler, link, channel, None, lambda: clock.now_ns)
+            else:
                 waiting = ObservationQueue.of_layers(scheduler.geometry.num_layers)
                 observe_ns = compute.observe_light_ns if predictor.is_light else compute.observe_ns
                 if predictor.is_light and costs.light_ns is not None:
@@ -73,11 +74,8 @@ class Simulator:
                 if scheduler.is_synchronous:  # the pass itself predicts
                     observe_ns = 0
                     costs = costs if costs.inline_ns is None else replace(costs, call_ns=costs.inline_ns)
-                channel = self._predictor_thread = VirtualPredictorThread(
-                    predictor, clock, costs, waiting, watcher, observe_ns
-                )
-                catch_up = self._predictor_thread.catch_up
-            self._prefetcher = Prefetcher(scheduler, link, channel, catch_up, lambda: clock.now_ns)
+                self._predictor_thread = VirtualPredictorThread(predictor, clock, costs, waiting, watcher, observe_ns)
+                self._prefetcher = _SlowedPrefetcher(scheduler, link, self._predictor_thread, clock, self._spend)
             self._wants = predictor.wants
         self._future = future
         self._watcher = watcher
@@ -160,8 +158,6 @@ class Simulator:
         if router.batch_tokens > 1:
             self._tokens = dict(zip(router.experts, router.num_tokens, strict=True))
         run_layer(self.scheduler, self.link, router, self._use, self._prefetcher, routed, host=self._host)
-        if self._predictor_thread is not None and (takes_ns := self._predictor_thread.layer_ended()):
-            self._spend("observe", router.layer, takes_ns)
 
     def _stall_ns(self) -> int:
         """Time spent waiting for transfers so far and, where transfer is synchronous, for predictions. Of a layer that
@@ -198,6 +194,36 @@ class Simulator:
                 self._watcher.computed(what, layer, begin, end)
 
 
+class _SlowedPrefetcher(Prefetcher):
+    """What a predictor's thread takes from the pass comes half before the layer that it was shown ends, so that a
+    prediction may be there in time, and half after it (bench/fidelity.py: where systems predict, a step takes longer
+    outside of its experts by as much as for them and for deciding).
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        link: VirtualLink,
+        thread: VirtualPredictorThread,
+        clock: Clock,
+        spend: Callable[[str, int, int], None],
+    ) -> None:
+        """`spend`: of what is done for which layer, so many nanoseconds of the pass."""
+        super().__init__(scheduler, link, thread, thread.catch_up, lambda: clock.now_ns)
+        self._thread = thread
+        self._spend = spend
+
+    def layer_ended(self, transport: Transport) -> None:
+        takes_ns = self._thread.layer_ended()
+        if not takes_ns:
+            super().layer_ended(transport)
+            return
+        layer = self._step % self._num_layers
+        self._spend("observe", layer, takes_ns // 2)
+        super().layer_ended(transport)
+        self._spend("observe", layer, takes_ns - takes_ns // 2)
+
+
 class VirtualHost:
     """The host's processors, which compute experts beside the device. Outputs reach it behind the copy under way."""
 
@@ -220,7 +246,8 @@ class VirtualHost:
 class VirtualPredictorThread:
     """A Channel whose predictor has one thread, as in the engine: it reads one observation after the other, in order.
     Each takes `call_ns` and the time of the work that the predictor counts for it. Nothing waits for it except
-    `catch_up`; but each router takes `observe_ns` from the pass, whose interpreter both share.
+    `catch_up`; but each router takes `observe_ns` from the pass, whose interpreter both share, and which decides about
+    prefetches.
 
     `observations` decides what waits and what is dropped. The predictor runs when the clock has reached the time at
     which its thread begins, so it never sees what was dropped. With costs of 0 this behaves as an InlineChannel.
