@@ -210,11 +210,11 @@ class _SlowedPrefetcher(Prefetcher):
     ) -> None:
         """`spend`: of what is done for which layer, so many nanoseconds of the pass."""
         super().__init__(scheduler, link, thread, thread.catch_up, lambda: clock.now_ns)
-        self._thread = thread
+        self._predictor_thread = thread
         self._spend = spend
 
     def layer_ended(self, transport: Transport) -> None:
-        takes_ns = self._thread.layer_ended()
+        takes_ns = self._predictor_thread.layer_ended()
         if not takes_ns:
             super().layer_ended(transport)
             return
