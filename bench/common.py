@@ -161,14 +161,11 @@ class Quiet:
         while time.monotonic() < begin_s + seconds:
             self._fastest_ns = min(self._fastest_ns, _probe_ns())
 
-    def is_now(self) -> bool:
-        return _probe_ns() <= self._slower * self._fastest_ns
-
     def wait(self) -> None:
         begin_s = time.monotonic()
-        while not self.is_now():
+        while (now_ns := _probe_ns()) > self._slower * self._fastest_ns:
             if time.monotonic() > begin_s + self._patience_s:
-                self._fastest_ns = _probe_ns()
+                self._fastest_ns = now_ns
             time.sleep(0.02)
         self.waited_s += time.monotonic() - begin_s
 

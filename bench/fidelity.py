@@ -8,14 +8,13 @@ Of the demo model, with experts inflated to so many GiB (0: as they are), rounde
 same tokens from an empty cache: `--warm` requests that only fill it, and those that are compared. Systems take turns,
 request by request, in another order each time. One profile, of `lru` with a quarter of the experts, serves all systems
 and budgets: it is measured before them and in turns with them, as `expertly doctor` measures it. Every request and
-measurement waits until a fixed loop takes no more than 1.25 times as long as it ever did. `ratio` is the median of
-simulated to measured TPOT over the requests after which it takes no longer either (`num_quiet`; over all where there is
-none); `hit_rate` tells other decisions from other times. A step's time in parts, measured and simulated: waits
-(`stall_s`); computing `experts` and calling for them (submitting, looking for, taking, cancelling spans); deciding, in
-the simulation what predictors and policies take beyond a usual pass; all `else`: attention, head, in the simulation
-usual decisions. `--plot` draws a step of each, measured above simulated. Bound: within 10 %. `--out` adds to a file,
-whose commit, machine and other settings must be those of this run, the rows of other stores, budgets and systems, so
-that each run is short.
+measurement begins when a fixed loop takes no more than 1.25 times as long as it ever did. `ratio` is the median over
+requests of simulated to measured TPOT; `hit_rate` tells other decisions from other times. A step's time in parts,
+measured and simulated: waits (`stall_s`); computing `experts` and calling for them (submitting, looking for, taking,
+cancelling spans); deciding, in the simulation what predictors and policies take beyond a usual pass; all `else`:
+attention, head, in the simulation usual decisions. `--plot` draws a step of each, measured above simulated. Bound:
+within 10 %. `--out` adds to a file, whose commit, machine and other settings must be those of this run, the rows of
+other stores, budgets and systems, so that each run is short.
 """
 
 from __future__ import annotations
@@ -130,7 +129,6 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
                 quiet.wait()
                 with watched(models[key], parts[key]):
                     ran[key].append(play(models[key], request.tokens, request.num_prompt))
-                ran[key][-1]["is_quiet"] = quiet.is_now()
                 next(tasks)()
         profile = measurement.profile()
         compressed = compressed_costs(beside, profile)
@@ -152,11 +150,8 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
             measured = [one["tpot_s"] for one in runs[first_request:]]
             row = {"memory": memory, "system": name, "tpot_s": statistics.mean(measured)}
             row |= {"simulated_tpot_s": statistics.mean(times)}
-            ratios = [a / b for a, b in zip(times, measured, strict=True)]
-            quiet_ones = [ratio for ratio, one in zip(ratios, runs[first_request:], strict=True) if one["is_quiet"]]
-            row |= {"ratio": statistics.median(quiet_ones or ratios), "num_quiet": len(quiet_ones)}
-            waits_s = counts["stall_s"] / counts["steps"]
-            row |= parts[key].as_row(counts["steps"], row["tpot_s"], waits_s)
+            row["ratio"] = statistics.median(a / b for a, b in zip(times, measured, strict=True))
+            row |= parts[key].as_row(counts["steps"], row["tpot_s"], counts["stall_s"] / counts["steps"])
             of_simulated = simulated.as_row(counts["steps"], row["simulated_tpot_s"])
             row |= {f"simulated_{name}": value for name, value in of_simulated.items()}
             row["is_near"] = abs(row["ratio"] - 1) <= NEAR

@@ -134,14 +134,14 @@ def test_what_observers_and_policies_take_of_a_pass_is_measured(cases: Cases, mo
     expertly.unload(model)
     compute = found.compute
     assert planned == {1, 2}, "one expert, and as many as a layer needs"
-    assert 11_500_000 < compute.observe_ns < 13_500_000, "2 ms to show it, and 10 to decide about what it says"
-    assert 2_500_000 < compute.prefetch_ns < 4_500_000 and compute.decide_ns > 5_500_000
-    assert 21_000_000 < compute.prefetch_each_ns < 23_000_000, "2 ms each, and 20"
+    assert 1_500_000 < compute.observe_ns < 3_500_000 and compute.decide_ns > 5_500_000
+    assert compute.plan_ns == 10_000_000
+    assert 2_500_000 < compute.prefetch_ns < 4_500_000
+    assert 21_000_000 < compute.prefetch_each_ns < 23_000_000, "2 ms each, and 20 to decide about them"
     assert found.predictor.inline_ns is not None
-    assert 5_000_000 < found.predictor.call_ns < 7_000_000
-    assert 17_000_000 < found.predictor.inline_ns < 20_000_000, "7 ms to show and predict, and 10"
+    assert 5_000_000 < found.predictor.call_ns < 7_000_000 < found.predictor.inline_ns < 10_000_000
     assert found.predictor.light_ns is not None and compute.observe_light_ns is not None
-    assert found.predictor.light_ns < 2_000_000 and compute.observe_light_ns < 13_500_000, "by counts alone"
+    assert found.predictor.light_ns < 2_000_000 and compute.observe_light_ns < 3_500_000, "by counts alone"
 
 
 def test_a_part_of_an_expert_costs_a_call_of_its_own(cases: Cases, monkeypatch: pytest.MonkeyPatch):

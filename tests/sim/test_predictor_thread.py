@@ -88,14 +88,14 @@ def test_predictions_come_when_they_have_been_made() -> None:
     assert channel.busy_ns == 57 + 107 + 507 + 57
 
 
-def test_showing_a_router_takes_time_of_the_pass_once_its_layer_has_ended() -> None:
-    """What the layer waits for is waited for beside it."""
+@pytest.mark.parametrize(("waited_ns", "takes_ns"), [(0, 5 + 30), (5, 5 + 15), (10, 5), (20, 5)])
+def test_showing_a_router_takes_time_of_the_pass_while_it_does_not_wait(waited_ns: int, takes_ns: int) -> None:
     clock = Clock()
-    channel = VirtualPredictorThread(Notes(), clock, PredictorCosts(7), ObservationQueue(9), observe_ns=30)
+    channel = VirtualPredictorThread(Notes(), clock, PredictorCosts(10), ObservationQueue(9), observe_ns=30, plan_ns=5)
     channel.begin_iteration(-1, lambda: BEGAN)
     publish(channel, 0, 0)
     assert (clock.now_ns, channel.stall_ns) == (0, 0)
-    assert (channel.layer_ended(), channel.layer_ended()) == (30, 0)
+    assert (channel.layer_ended(waited_ns), channel.layer_ended()) == (takes_ns, 0)
 
 
 @pytest.mark.parametrize("seed", range(2))

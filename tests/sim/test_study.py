@@ -200,7 +200,12 @@ def test_a_codec_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("cost", "name"),
-    [("decide_ns", "expertly"), ("observe_ns", "moe-infinity"), ("observe_light_ns", "brainstorm")],
+    [
+        ("decide_ns", "expertly"),
+        ("observe_ns", "moe-infinity"),
+        ("observe_light_ns", "brainstorm"),
+        ("plan_ns", "moe-infinity-lfu"),
+    ],
 )
 def test_policies_and_predictors_take_their_measured_time_of_every_layer(cost: str, name: str, tmp_path: Path) -> None:
     """What they decide is the same, and so are the times of other systems."""

@@ -100,8 +100,9 @@ class MeasuredCompute:
     submit_ns: int  # the computing thread's own time for spans demanded together: deciding, waking readers, sharing
     load_ns: int  # and for each span of them
     slowdown_while_loading: float  # of `dense_ns` while the link is busy; at least 1
-    observe_ns: int = 0  # what a layer takes longer by a predictor's thread and by deciding about prefetches
+    observe_ns: int = 0  # what a layer takes longer where a predictor's thread looks at its router's choice
     observe_light_ns: int | None = None  # and where that goes by counts alone; None: the same
+    plan_ns: int = 0  # and where it is decided what of a prediction to prefetch
     prefetch_ns: int = 0  # and for experts that are prefetched together beside it
     prefetch_each_ns: int = 0  # and for each of them, besides `load_ns`
     decide_ns: int = 0  # and where an eviction policy learns from its router's choice

@@ -302,8 +302,9 @@ class Measurement:
             submit_ns=costs.submit_ns + self._waking_ns(samples[0]),
             load_ns=costs.load_ns,
             slowdown_while_loading=max(1.0, round(_median(self._loading) / _median(self._alone), 3)),
-            observe_ns=plan_ns + max(0, _median(self._observed or [0])),
-            observe_light_ns=plan_ns + max(0, _median(self._observed_light or [0])),
+            observe_ns=max(0, _median(self._observed or [0])),
+            observe_light_ns=max(0, _median(self._observed_light or [0])),
+            plan_ns=plan_ns,
             prefetch_ns=prefetch_ns,
             prefetch_each_ns=plan_each_ns + max(0, prefetch_each_ns - costs.load_ns),
             decide_ns=max(0, _median(self._decided or [0])),
@@ -315,7 +316,7 @@ class Measurement:
             link = replace(link, prefetch_latency_ns=latency_ns, prefetches_at_once=NUM_READERS // num_reads)
         predictor = PredictorCosts()
         if self._predicted:
-            inline_ns = plan_ns + max(_median(self._inline), _median(self._observed_inline))
+            inline_ns = max(_median(self._inline), _median(self._observed_inline))
             light_ns = _median(self._predicted_light)
             predictor = PredictorCosts(_median(self._predicted), inline_ns=inline_ns, light_ns=light_ns)
         return ModelProfile(link, compute, predictor, layer_times(self._layers_run))

@@ -24,9 +24,11 @@ class ComputeModel(Protocol):
     submit_ns: int
     """The computing thread's own time to submit spans that are loaded together, besides the link's."""
     observe_ns: int
-    """What showing a router's choice to a predictor takes from the computing thread, with deciding about prefetches."""
+    """What showing a router's choice to a predictor takes from the computing thread."""
     observe_light_ns: int
     """And to one that goes by counts alone."""
+    plan_ns: int
+    """And deciding what of its predictions to prefetch."""
     prefetch_ns: int
     """And what experts take that are prefetched together."""
     prefetch_each_ns: int
@@ -74,6 +76,7 @@ class Roofline:
     submit_ns = 0
     observe_ns = 0
     observe_light_ns = 0
+    plan_ns = 0
     prefetch_ns = 0
     prefetch_each_ns = 0
     decide_ns = 0
@@ -122,7 +125,7 @@ class Measured:
         light_ns = measured.observe_light_ns
         self.observe_light_ns = self.observe_ns if light_ns is None else light_ns
         self.prefetch_ns, self.prefetch_each_ns = measured.prefetch_ns, measured.prefetch_each_ns
-        self.decide_ns = measured.decide_ns
+        self.plan_ns, self.decide_ns = measured.plan_ns, measured.decide_ns
         self.dense_ns = cache(self._dense_ns)
         self.span_ns = cache(self._span_ns)
         self.head_ns = cache(self._head_ns)

@@ -60,7 +60,7 @@ _FACTORS = {
 
 _DEFAULTED = {
     *("predictor", "prefetch_latency_ns", "prefetches_at_once", "prefetch_ns", "prefetch_each_ns"),
-    *("observe_ns", "decide_ns"),
+    *("observe_ns", "plan_ns", "decide_ns"),
     *("send_ns", "take_ns", "wake_ns", "threads_beside", "read_processors", "format", "block_size", "block_nbytes"),
 }
 """Keys that may be missing, for fields that always have a value."""

@@ -74,7 +74,9 @@ class Simulator:
                 if scheduler.is_synchronous:  # the pass itself predicts
                     observe_ns = 0
                     costs = costs if costs.inline_ns is None else replace(costs, call_ns=costs.inline_ns)
-                self._predictor_thread = VirtualPredictorThread(predictor, clock, costs, waiting, watcher, observe_ns)
+                self._predictor_thread = VirtualPredictorThread(
+                    predictor, clock, costs, waiting, watcher, observe_ns, compute.plan_ns
+                )
                 self._prefetcher = _SlowedPrefetcher(scheduler, link, self._predictor_thread, clock, self._spend)
             self._wants = predictor.wants
         self._future = future
@@ -210,11 +212,17 @@ class _SlowedPrefetcher(Prefetcher):
     ) -> None:
         """`spend`: of what is done for which layer, so many nanoseconds of the pass."""
         super().__init__(scheduler, link, thread, thread.catch_up, lambda: clock.now_ns)
+        self._link = link
         self._predictor_thread = thread
         self._spend = spend
+        self._waited_ns = 0  # for the link, until the running layer's router was shown
+
+    def router_ran(self, routed: Callable[[], Routed] | None) -> None:
+        self._waited_ns = self._link.stall_ns
+        super().router_ran(routed)
 
     def layer_ended(self, transport: Transport) -> None:
-        takes_ns = self._predictor_thread.layer_ended()
+        takes_ns = self._predictor_thread.layer_ended(self._link.stall_ns - self._waited_ns)
         if not takes_ns:
             super().layer_ended(transport)
             return
@@ -246,8 +254,8 @@ class VirtualHost:
 class VirtualPredictorThread:
     """A Channel whose predictor has one thread, as in the engine: it reads one observation after the other, in order.
     Each takes `call_ns` and the time of the work that the predictor counts for it. Nothing waits for it except
-    `catch_up`; but each router takes `observe_ns` from the pass, whose interpreter both share, and which decides about
-    prefetches.
+    `catch_up`; but each router takes `plan_ns` from the pass, which decides about prefetches, and `observe_ns`, as both
+    share an interpreter: less of it, the longer the pass waits meanwhile.
 
     `observations` decides what waits and what is dropped. The predictor runs when the clock has reached the time at
     which its thread begins, so it never sees what was dropped. With costs of 0 this behaves as an InlineChannel.
@@ -261,6 +269,7 @@ class VirtualPredictorThread:
         observations: ObservationQueue,
         watcher: SimulationWatcher | None = None,
         observe_ns: int = 0,
+        plan_ns: int = 0,
     ) -> None:
         self.busy_ns = 0
         """Time that the thread was not idle."""
@@ -271,7 +280,7 @@ class VirtualPredictorThread:
         self._costs = costs
         self._observations = observations
         self._watcher = watcher
-        self._observe_ns = observe_ns
+        self._observe_ns, self._plan_ns = observe_ns, plan_ns
         self._ready: deque[tuple[int, Seen]] = deque()  # when it is there
         self._free_at_ns = 0
         self._has_waiting = False  # or may have
@@ -295,12 +304,13 @@ class VirtualPredictorThread:
         self._has_waiting = True
         self._is_shown = True
 
-    def layer_ended(self) -> int:
-        """What showing the layer's router took from the pass, beside what the layer waited for; 0 where it was not
+    def layer_ended(self, waited_ns: int = 0) -> int:
+        """What showing the layer's router took from the pass, which has waited for so long since; 0 where it was not
         shown.
         """
         was_shown, self._is_shown = self._is_shown, False
-        return self._observe_ns if was_shown else 0
+        call_ns = max(1, self._costs.call_ns)
+        return self._plan_ns + self._observe_ns * max(0, call_ns - waited_ns) // call_ns if was_shown else 0
 
     def end_iteration(self, ok: bool) -> None:
         """The pass ended. Learning from it takes time, too."""
