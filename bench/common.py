@@ -153,8 +153,8 @@ class Quiet:
     """
 
     def __init__(self, seconds: float = 10.0, slower: float = 1.25, patience_s: float = 60.0) -> None:
-        """`seconds`: to find its speed; up to `slower` times as long for the same is quiet. After `patience_s` of
-        waiting the speed is taken for what it now is.
+        """`seconds`: to find its speed, at first; up to `slower` times as long for the same as it ever took is quiet.
+        After `patience_s` of waiting the speed is taken for what it now is.
         """
         begin_s = time.monotonic()
         self._slower, self._patience_s, self._fastest_ns, self.waited_s = slower, patience_s, _probe_ns(), 0.0
@@ -167,6 +167,7 @@ class Quiet:
             if time.monotonic() > begin_s + self._patience_s:
                 self._fastest_ns = now_ns
             time.sleep(0.02)
+        self._fastest_ns = min(self._fastest_ns, now_ns)
         self.waited_s += time.monotonic() - begin_s
 
 
