@@ -222,6 +222,23 @@ def test_policies_and_predictors_take_their_measured_time_of_every_layer(cost: s
     assert all(rows[0][one]["bytes_loaded"] == rows[1][one]["bytes_loaded"] for one in took)
 
 
+def test_a_pass_that_waits_is_not_slowed_by_its_predictor_meanwhile(tmp_path: Path) -> None:
+    layers, num_layers = sized(2, 8, 2), 2
+    trace = random_trace(tmp_path / "trace", layers, 0, 12)
+
+    def took_s(link: Link) -> float:
+        tpot_s = []
+        for observe_ns in (0, 1000):
+            machine = replace(measured(), link=link, predictor=PredictorCosts(1))
+            assert machine.compute is not None
+            machine = replace(machine, compute=replace(machine.compute, observe_ns=observe_ns))
+            tpot_s.append(make_study(trace, machine).row(SYSTEMS["moe-infinity"], Memory("50%"))["tpot_s"])
+        return tpot_s[1] - tpot_s[0]
+
+    assert took_s(INFINITE) == pytest.approx(num_layers * 1e-6)
+    assert 0 < took_s(Link(1e6, 0, 0)) < num_layers * 0.7e-6, "of layers that load nothing"
+
+
 def test_what_a_predictor_takes_of_a_layer_leaves_it_time_to_predict(tmp_path: Path) -> None:
     """A half of it is over when the layer ends: later, nothing is prefetched for the next one."""
     layers = sized(2, 8, 2)
