@@ -81,7 +81,7 @@ class PredictorCosts:
     call_ns: int = 20_000
     read_nbytes_per_s: float = 12e9
     flops_per_s: float = 20e9
-    inline_ns: int | None = None  # in place of this and `observe_ns` where the pass itself predicts; None: `call_ns`
+    inline_ns: int | None = None  # where the pass itself predicts, for `call_ns` and `observe_ns`; None: `call_ns`
     light_ns: int | None = None  # in place of `call_ns` for what goes by counts alone; None: the same
 
     def work_ns(self, read_nbytes: int, flops: int) -> int:
