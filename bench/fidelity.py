@@ -57,7 +57,7 @@ class Parts:
         self._pass += what == "head"
 
     def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
-        self._add("expert", end_ns - begin_ns)
+        self._add("decide" if what == "decide" else "expert", end_ns - begin_ns)
         self.timeline.spent(what, begin_ns, end_ns)
 
     def _add(self, kind: str, duration_ns: int) -> None:

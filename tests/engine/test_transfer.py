@@ -116,6 +116,21 @@ def test_loads_and_prefetches_need_no_reader(on_disk: OnDisk, monkeypatch: pytes
     assert on_disk.readers.stats()["buffered_nbytes"] == 0
 
 
+def test_prefetches_without_a_reader_begin_only_when_called(on_disk: OnDisk) -> None:
+    needs_no_reader(on_disk)
+    assert on_disk.readers.begins_when_called
+    wanted = [span(expert) for expert in range(6)]
+    on_disk.readers.prefetch(wanted)
+    time.sleep(0.2)
+    there = [bytes(on_disk.slot(one)) == bytes([1 + one.expert]) * on_disk.nbytes for one in wanted]
+    assert there == [expert < (4 if on_disk.nbytes < MIN_READ_NBYTES else 1) for expert in range(6)]
+    assert on_disk.readers.poll() is not None
+    time.sleep(0.2)
+    assert len(on_disk.readers.cancel(0)) == (0 if on_disk.nbytes < MIN_READ_NBYTES else 4), "polling began more"
+    while on_disk.readers.num_in_flight:
+        on_disk.readers.wait()
+
+
 def test_a_reader_reads_what_cannot_bypass_the_page_cache(on_disk: OnDisk) -> None:
     needs_no_reader(on_disk)
     on_disk.memory = memoryview(mmap.mmap(-1, on_disk.num_experts * on_disk.nbytes + 64))[64:]

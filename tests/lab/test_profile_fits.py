@@ -9,17 +9,19 @@ import pytest
 
 from expertly.core.costs import CodecCosts, LayerTime, Link, MeasuredCompute
 from expertly.core.geometry import Geometry
-from expertly.lab.profile_fits import LayerSample, fit_decoding, fit_layers, fit_link, samples_of
+from expertly.lab.profile_fits import LayerSample, Shot, fit_decoding, fit_layers, fit_link, samples_of
 from tests.sim.drive import INFINITE, sized
 
 FALLBACK = Link(123.0, 4, 5)
 TOP_K, EXPERT_NS, EXPERT_NBYTES = 4, 1_000, 6_000_000
 
 
-def layer(num_absent: int, submit_ns: int, load_ns: int, latency_ns: int, each_ns: int) -> LayerSample:
+def layer(
+    num_absent: int, submit_ns: int, load_ns: int, latency_ns: int, each_ns: int, *, together: bool = False
+) -> LayerSample:
     """By hand: computing what has arrived, then what is here, then waiting."""
     now, stall, ready = 500 + (submit_ns if num_absent else 0), 0, TOP_K - num_absent
-    arrivals = [latency_ns + each_ns * (i + 1) for i in range(num_absent)]
+    arrivals = [latency_ns + each_ns * (num_absent if together else i + 1) for i in range(num_absent)]
     while ready or arrivals:
         if arrivals and arrivals[0] <= now:
             arrivals.pop(0)
@@ -34,12 +36,15 @@ def layer(num_absent: int, submit_ns: int, load_ns: int, latency_ns: int, each_n
     return LayerSample(num_absent, now, stall)
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize(
     ("submit_ns", "load_ns", "latency_ns", "each_ns"), [(700, 50, 300, 2_500), (0, 0, 0, 4_000), (900, 0, 2_000, 1_500)]
 )
-def test_costs_are_found_again(submit_ns: int, load_ns: int, latency_ns: int, each_ns: int):
-    samples = [layer(n, submit_ns, load_ns, latency_ns, each_ns) for n in range(TOP_K + 1) for _ in range(5)]
-    costs = fit_layers(samples, TOP_K, EXPERT_NS, EXPERT_NBYTES, FALLBACK)
+def test_costs_are_found_again(submit_ns: int, load_ns: int, latency_ns: int, each_ns: int, together: bool):
+    times = submit_ns, load_ns, latency_ns, each_ns
+    samples = [layer(n, *times, together=together) for n in range(TOP_K + 1) for _ in range(5)]
+    costs = fit_layers(samples, TOP_K, EXPERT_NS, EXPERT_NBYTES, replace(FALLBACK, arrive_together=together))
+    assert costs.link.arrive_together == together
     assert costs.resident_ns == 500 + TOP_K * EXPERT_NS
     assert (costs.submit_ns, costs.load_ns) == (pytest.approx(submit_ns, abs=2), pytest.approx(load_ns, abs=2))
     assert EXPERT_NBYTES / costs.link.nbytes_per_s * 1e9 == pytest.approx(each_ns, rel=0.05)
@@ -76,13 +81,22 @@ def test_waiting_for_a_processor_is_no_cost_of_the_computing_thread():
 
 def test_a_link_is_found_again():
     """Of spans of two sizes each part of it; of one size a rate that covers everything; never less than nothing."""
-    two_sizes = [(n, n * size, 1_000 + n * (50 + size // 2)) for n in (1, 2, 4, 8) for size in (4_000, 16_000)]
+    two_sizes = [Shot(n, n * size, 0, 1_000 + n * (50 + size // 2)) for n in (1, 2, 4, 8) for size in (4_000, 16_000)]
     link = fit_link(two_sizes)
     assert (link.nbytes_per_s, link.latency_ns, link.overhead_ns) == (pytest.approx(2e9), 1_000, 50)
-    link = fit_link([(n, n * 8_000, 1_000 + n * 4_050) for n in (1, 2, 4, 8)])
+    link = fit_link([Shot(n, n * 8_000, 0, 1_000 + n * 4_050) for n in (1, 2, 4, 8)])
     assert (link.latency_ns, link.occupies_ns(8_000)) == (1_000, pytest.approx(4_050, abs=1))
-    link = fit_link([(1, 1_000, 1_000), (2, 2_000, 3_000), (4, 4_000, 8_000)])
+    link = fit_link([Shot(1, 1_000, 0, 1_000), Shot(2, 2_000, 0, 3_000), Shot(4, 4_000, 0, 8_000)])
     assert link.latency_ns >= 0 and link.overhead_ns >= 0 and link.nbytes_per_s > 0
+
+
+@pytest.mark.parametrize(("first_ns", "together"), [(1_100, False), (2_400, False), (2_700, True), (4_000, True)])
+def test_spans_arrive_together_where_the_first_comes_nearer_to_the_last_than_to_one_alone(
+    first_ns: int, together: bool
+):
+    shots = [Shot(1, 10, 40, 40), Shot(1, 1_000, 1_000, 1_000), Shot(4, 40, 40, 100), Shot(4, 4_000, first_ns, 4_000)]
+    assert fit_link(shots).arrive_together == together
+    assert not fit_link(shots[:2]).arrive_together, "nobody knows"
 
 
 # -- the rate of decoding, where it can be worked out by hand --------------------------------------------------------

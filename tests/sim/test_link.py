@@ -87,7 +87,7 @@ def test_where_prefetches_begin_when_nothing_else_moves_each_pays_for_its_begin(
 
 def test_a_load_waits_for_all_prefetches_that_are_under_way_together() -> None:
     """Two at a time, of 60 each: the third begins when the first has ended, unless a load waits."""
-    clock, link, _ = make(toy(link=Link(0.5e9, 0, 0, prefetch_latency_ns=20, prefetches_at_once=2)))
+    clock, link, _ = make(toy(link=Link(0.5e9, 0, 0, prefetch_latency_ns=20, prefetch_read_nbytes=10)))
     link.prefetch([span(0), span(1), span(2)])
     clock.now_ns = 1
     link.submit([span(3)])
@@ -101,6 +101,38 @@ def test_a_load_waits_for_all_prefetches_that_are_under_way_together() -> None:
     clock.now_ns = 450
     link.submit([span(2)])
     assert arrivals(clock, link, 3) == [(0, 480), (2, 520), (1, 580)], "it does not begin beside a load"
+
+
+def test_spans_that_arrive_together_do_so_when_the_last_one_has_moved() -> None:
+    clock, link, _ = make(toy(link=Link(0.5e9, 7, 3, 20, 10, arrive_together=True)))
+    link.submit([span(0), span(1), span(2)])
+    assert arrivals(clock, link, 3) == [(0, 136), (1, 136), (2, 136)], "one latency, and 43 each"
+    link.prefetch([span(0), span(1), span(2)])
+    clock.now_ns = 137
+    link.submit([span(3)])
+    assert arrivals(clock, link, 4) == [(0, 242), (1, 242), (3, 285), (2, 348)], "two begin together, 20 + 86"
+    link.prefetch([span(0, num_segments=2), span(1)])
+    assert arrivals(clock, link, 2) == [(0, 348 + 103), (1, 451 + 63)], "four reads are under way at most"
+
+
+def test_what_begins_when_the_link_is_called_begins_no_sooner() -> None:
+    clock, link, watch = make(toy(link=Link(0.5e9, 0, 0, 20, prefetches_when_called=True)))
+    link.prefetch([span(0), span(1), span(2)])
+    clock.now_ns = 100
+    link.submit([])
+    assert link.poll() == span(0) and link.poll() is None, "which was there at 60, and polling begins the next"
+    clock.now_ns = 400
+    assert [one.expert for one in link.cancel(0)] == [2], "nobody called since then"
+    assert arrivals(clock, link, 1) == [(1, 400)]
+    assert [(begin, end) for _, _, begin, end in watch.moves] == [(0, 60), (100, 160)]
+    link.prefetch([span(0), span(1)])
+    assert arrivals(clock, link, 2) == [(0, 460), (1, 520)], "waiting is a call"
+    link.prefetch([span(0)])
+    clock.now_ns = 530
+    link.submit([span(1)])
+    link.prefetch([span(2)])
+    clock.now_ns = 1000
+    assert arrivals(clock, link, 3) == [(0, 1000), (1, 1000), (2, 1060)]
 
 
 def test_poll_gives_what_has_arrived_by_now_and_takes_no_time() -> None:

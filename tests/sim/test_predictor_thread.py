@@ -10,6 +10,7 @@ import pytest
 
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Routed
+from expertly.lab.compare.simulated import TokenTimeline
 from expertly.policies.predictor import Predictor
 from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue
 from expertly.sim.hardware import PredictorCosts
@@ -149,12 +150,19 @@ def test_nothing_is_lost_unless_it_is_counted(seed: int) -> None:
 
 
 def test_catching_up_waits_until_everything_was_read() -> None:
-    predictor, clock = Notes(), Clock()
-    channel = VirtualPredictorThread(predictor, clock, PredictorCosts(100, 1e9, float("inf")), ObservationQueue(10))
+    predictor, clock, watcher = Notes(), Clock(), TokenTimeline(0)
+    costs, waiting = PredictorCosts(100, 1e9, float("inf")), ObservationQueue(10)
+    channel = VirtualPredictorThread(predictor, clock, costs, waiting, watcher)
     channel.begin_iteration(-1, lambda: BEGAN)  # until 200
     clock.now_ns = 50
     publish(channel, 0, 0)  # until 500
     channel.catch_up()
+    watcher.computed("head", -1, 500, 500)
+    drawn = watcher.as_dict()
+    assert drawn is not None
+    assert [(one["kind"], one["begin_ns"], one["end_ns"]) for one in drawn["events"] if one["lane"] == "device"] == [
+        ("decide", 50, 500)
+    ]
     assert (clock.now_ns, channel.stall_ns) == (500, 450) and predictor.told == ["begin", 0]
     assert taken(channel) == [(-1, 0), (0, 1), (0, 2)]
     channel.catch_up()

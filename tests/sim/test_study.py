@@ -16,7 +16,7 @@ from expertly.core.geometry import Geometry
 from expertly.core.processes import in_processes
 from expertly.lab import synth
 from expertly.lab.compare.simulated import TokenTimelines
-from expertly.scheduler.presets import SYSTEMS
+from expertly.scheduler.presets import SYSTEMS, get_system
 from expertly.sim.hardware import Hardware, PredictorCosts
 from expertly.sim.schedule import Selection
 from expertly.sim.study import Memory
@@ -261,12 +261,15 @@ def test_a_pass_that_predicts_itself_waits_for_no_thread(tmp_path: Path) -> None
     machine, trace = replace(measured(), link=INFINITE), random_trace(tmp_path / "trace", layers, 0, 12)
 
     def tpot_s(name: str, costs: PredictorCosts) -> float:
-        row = make_study(trace, replace(machine, predictor=costs)).row(SYSTEMS[name], Memory("50%"))
+        row = make_study(trace, replace(machine, predictor=costs)).row(get_system(name), Memory("50%"))
         return float(row["tpot_s"])
 
     thread, inline = PredictorCosts(9000), PredictorCosts(9000, inline_ns=1000)
     assert tpot_s("moe-infinity-lfu", thread) - tpot_s("moe-infinity-lfu", inline) > 2 * 7e-6
     assert tpot_s("brainstorm", thread) == tpot_s("brainstorm", inline)
+    light = replace(thread, inline_ns=10**9, inline_light_ns=1000)
+    assert tpot_s("moe-infinity-lfu", light) == tpot_s("moe-infinity-lfu", inline), "it goes by counts alone"
+    assert tpot_s("moe-infinity:transfer=synchronous", light) > 1
 
 
 @pytest.mark.parametrize(("name", "is_light"), [("brainstorm", True), ("moe-infinity", False)])

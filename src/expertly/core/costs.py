@@ -23,14 +23,17 @@ def check_codec(name: object) -> str:
 @dataclass(frozen=True, slots=True)
 class Link:
     """A serial server of transfers: n spans submitted together have all arrived after one latency and the sum of the
-    times that each occupies it. With an infinite rate, no latency and no overhead it is infinitely fast.
+    times that each occupies it; none of them before that if they arrive together. With an infinite rate, no latency and
+    no overhead it is infinitely fast.
     """
 
     nbytes_per_s: float
     latency_ns: int  # from the submission of a span until it moves, at the least: a busy link hides it
     overhead_ns: int  # of each span, beyond its bytes
     prefetch_latency_ns: int = 0  # of each prefetch, where these run only on an idle link; 0: they pay `latency_ns`
-    prefetches_at_once: int = 1  # then: so many may be under way, and a load waits for all of them
+    prefetch_read_nbytes: int = 0  # then: read in parts of at least so many, a few at a time; 0: one prefetch at a time
+    prefetches_when_called: bool = False  # and none begins but when the computing thread prefetches, polls or waits
+    arrive_together: bool = False  # spans that are submitted, or begin to be prefetched, together
 
     def occupies_ns(self, nbytes: int) -> int:
         """How long a span of so many bytes keeps the link from serving the next one."""

@@ -71,6 +71,8 @@ class Source:
 
     batch_nbytes: int
     """Small spans are read together by one reader, up to this many bytes of weights."""
+    is_direct = False
+    """Whether reads need no more than bytes past the page cache, where they are aligned."""
 
     def __init__(self, files: list[ExpertFile], layers: list[LayerFile], geometry: Geometry, num_readers: int) -> None:
         self._files = files
@@ -109,6 +111,7 @@ class PlainSource(Source):
 
     def __init__(self, files: list[ExpertFile], layers: list[LayerFile], geometry: Geometry, num_readers: int) -> None:
         super().__init__(files, layers, geometry, num_readers)
+        self.is_direct = all(file.direct_fd >= 0 for file in files)
         self._first_reads: list[FirstReads | None] = []
         self._expert_nbytes = [shape.expert_nbytes for shape in geometry.layers]
         for layer, (_, begin, _, sums, _) in enumerate(layers):

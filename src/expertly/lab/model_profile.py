@@ -23,6 +23,7 @@ from expertly.core.messages import Prediction, RouterRan, Span
 from expertly.core.observation import Began, IterationInfo, Routed
 from expertly.core.resources import NUM_READERS
 from expertly.engine.compute import LayerCall, LayerCompute, PartialExpert
+from expertly.engine.cpu import CpuDevice
 from expertly.engine.device import kind_of
 from expertly.engine.observe import Collector, PredictorThread, embedder
 from expertly.engine.reading import MIN_READ_NBYTES
@@ -32,6 +33,7 @@ from expertly.lab.planning import Planning
 from expertly.lab.playing import forward
 from expertly.lab.profile_fits import (
     LayerSample,
+    Shot,
     cuts,
     fit_decoding,
     fit_layers,
@@ -210,7 +212,8 @@ class Measurement:
         self._generator = torch.Generator().manual_seed(0)
         self._turn = 0
         self._of_tokens = {num_tokens: _Samples() for num_tokens in tokens}
-        self._shots: dict[tuple[int, int], list[int]] = defaultdict(list)  # by spans and segments each
+        self._shots: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # by spans and segments each
+        self._prefetches_longer: dict[int, list[int]] = defaultdict(list)  # than the same loads, by their number
         self._alone: list[int] = []  # computing an expert
         self._loading: list[int] = []  # the same while spans are on their way
         self._layers_run: list[LayerSample] = []  # of decode steps of one token
@@ -223,6 +226,8 @@ class Measurement:
         self._predicted_light: list[int] = []
         self._inline: list[int] = []  # the same where the pass itself predicts
         self._observed_inline: list[int] = []
+        self._inline_light: list[int] = []
+        self._observed_inline_light: list[int] = []
         self._by_itself: list[int] = []  # what an expert takes longer that is computed by itself
         self._prefetched: dict[int, list[int]] = defaultdict(list)  # and beside so many prefetches
         self._planned: dict[int, list[tuple[int, int]]] = defaultdict(list)  # what deciding about them took, by guesses
@@ -272,7 +277,10 @@ class Measurement:
         parts = [parts_and_part(one.in_parts) for one in samples]
         around = [max(0, ns - _median(one.in_parts[1])) for one, ns in zip(samples, expert, strict=True)]
         nbytes = self._geometry.segment_nbytes(0)
-        shots = [(n, n * size * nbytes, _median(times)) for (n, size), times in self._shots.items()]
+        shots = [
+            Shot(n, n * size * nbytes, *map(_median, zip(*times, strict=True)))
+            for (n, size), times in self._shots.items()
+        ]
         costs = fit_layers(self._layers_run, self._layer.top_k, expert[0], self._layer.expert_nbytes, fit_link(shots))
         by_itself_ns = max(0, _median(self._by_itself or [0]))
         around_experts = [max(0, _median(one.one) - e) for one, e in zip(samples, expert, strict=True)]
@@ -310,15 +318,27 @@ class Measurement:
             decide_ns=max(0, _median(self._decided or [0])),
         )
         link = costs.link
-        if kind_of(self._engine.device.torch_device).runs_on_host:  # readers begin prefetches, small ones together
+        device = self._engine.device
+        if isinstance(device, CpuDevice):  # readers or their caller begin prefetches, small ones together
+            num, longer_ns = max((num, _median(times)) for num, times in self._prefetches_longer.items())
             num_reads = min(NUM_READERS, -(-self._layer.expert_nbytes // MIN_READ_NBYTES))
-            latency_ns = max(1, link.latency_ns * num_reads // NUM_READERS)
-            link = replace(link, prefetch_latency_ns=latency_ns, prefetches_at_once=NUM_READERS // num_reads)
+            num_latencies = -(-num // (NUM_READERS // num_reads)) if link.arrive_together else num
+            link = replace(
+                link,
+                prefetch_latency_ns=max(1, (longer_ns + link.latency_ns) // num_latencies),
+                prefetch_read_nbytes=MIN_READ_NBYTES,
+                prefetches_when_called=device.prefetches_when_called,
+            )
         predictor = PredictorCosts()
         if self._predicted:
             inline_ns = max(_median(self._inline), _median(self._observed_inline))
-            light_ns = _median(self._predicted_light)
-            predictor = PredictorCosts(_median(self._predicted), inline_ns=inline_ns, light_ns=light_ns)
+            inline_light_ns = max(_median(self._inline_light), _median(self._observed_inline_light))
+            predictor = PredictorCosts(
+                _median(self._predicted),
+                inline_ns=inline_ns,
+                light_ns=_median(self._predicted_light),
+                inline_light_ns=inline_light_ns,
+            )
         return ModelProfile(link, compute, predictor, layer_times(self._layers_run))
 
     def _waking_ns(self, quiet: _Samples) -> int:
@@ -375,10 +395,12 @@ class Measurement:
         self._routers = self._routers or find_routers(self._model, layers)
         make = partial(_Onlooker, self._model, self._geometry, self._routers)
         beside, light, inline = make(), make(is_light=True), make(has_thread=False)
+        inline_light = make(has_thread=False, is_light=True)
         onlookers: tuple[tuple[_Onlooker, list[int], list[int]], ...] = (
             (beside, self._observed, self._predicted),
             (light, self._observed_light, self._predicted_light),
             (inline, self._observed_inline, self._inline),
+            (inline_light, self._observed_inline_light, self._inline_light),
         )
         cache, before = self._forward(self._ids(1, CONTEXT), None), engine.observer
 
@@ -650,17 +672,25 @@ class Measurement:
         return [Span(layer, expert, 0, num_segments, slot) for layer, expert, slot in pairs]
 
     def _link(self) -> None:
-        """How long spans take that are submitted together to an idle link."""
-        backend = self._engine.device
+        """How long spans take that are submitted together to an idle link, and how much longer if prefetched."""
+        backend, whole = self._engine.device, self._geometry.segments_per_expert
         for n in PIECES:
-            for size in sorted({1, self._geometry.segments_per_expert}):
+            for size in sorted({1, whole}):
                 loads = self._loads(n, size)
-                start = time.perf_counter_ns()
-                backend.submit(loads)
-                for _ in loads:
-                    backend.wait()
-                self._synchronise()
-                self._shots[len(loads), size].append(time.perf_counter_ns() - start)
+                shot = self._come_ns(loads, backend.submit)
+                self._shots[len(loads), size].append(shot)
+        longer_ns = self._come_ns(self._loads(n, whole), backend.prefetch)[1] - shot[1]
+        self._prefetches_longer[len(loads)].append(longer_ns)
+
+    def _come_ns(self, spans: list[Span], ask: Callable[[Sequence[Span]], None]) -> tuple[int, int]:
+        """After how many nanoseconds the first span and the last one were there."""
+        start, came_ns = time.perf_counter_ns(), list[int]()
+        ask(spans)
+        for _ in spans:
+            self._engine.device.wait()
+            came_ns.append(time.perf_counter_ns() - start)
+        self._synchronise()
+        return came_ns[0], time.perf_counter_ns() - start
 
     def _busy_link(self) -> None:
         """Compute an expert alone, and while spans are loading."""

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +25,26 @@ from expertly.sim.hardware import Hardware
 from expertly.sim.link import Clock, VirtualLink
 
 
-def fit_link(shots: Sequence[tuple[int, int, int]]) -> Link:
-    """The Link that explains `shots` (spans submitted together, their bytes, nanoseconds until all had arrived) best:
-    least squares of relative errors, without negative numbers.
+class Shot(NamedTuple):
+    """Spans of one size submitted together to an idle link, and nanoseconds until the first and the last was there."""
+
+    num: int
+    nbytes: int  # of all
+    first_ns: float
+    last_ns: float
+
+
+def fit_link(shots: Sequence[Shot]) -> Link:
+    """The Link that explains `shots` best: least squares of relative errors, without negative numbers. Spans arrive
+    together if, where most were submitted, the first of them came nearer to the last than to one by itself.
     """
-    spans, nbytes, times = (np.array(column, dtype=np.float64) for column in zip(*shots, strict=True))
+    spans, nbytes, _, times = (np.array(column, dtype=np.float64) for column in zip(*shots, strict=True))
     columns = np.stack([nbytes, np.ones_like(times), spans], axis=1) / times[:, None]
     ns_per_byte, latency_ns, overhead_ns = nonnegative_fit(columns, np.ones_like(times), needs_first=True)
-    return Link(nbytes_per_s=1e9 / ns_per_byte, latency_ns=round(latency_ns), overhead_ns=round(overhead_ns))
+    most = max(shots, key=lambda shot: (shot.nbytes, shot.num))
+    one = min(shot.last_ns for shot in shots if shot.nbytes * most.num == most.nbytes * shot.num)
+    together = most.num > 1 and most.last_ns - most.first_ns < most.first_ns - one
+    return Link(1e9 / ns_per_byte, round(latency_ns), round(overhead_ns), arrive_together=together)
 
 
 def nonnegative_fit(
@@ -104,7 +117,7 @@ def fit_layers(
     samples: Iterable[LayerSample], top_k: int, expert_ns: int, expert_nbytes: int, fallback: Link
 ) -> LayerCosts:
     """The costs that explain the layers' times. `expert_ns`: computing one resident expert. Where too few layers loaded
-    anything, loading costs nothing and the link is `fallback`.
+    anything, loading costs nothing and the link is `fallback`, which says in any case whether spans arrive together.
     """
     seen = _by_absent(samples)
     busy = {n: statistics.median(sample.busy_ns for sample in found) for n, found in seen.items()}
@@ -118,17 +131,18 @@ def fit_layers(
     columns = np.array([[1.0, n] for n in loading]) * weights[:, None]
     extra = np.array([busy[n] - base for n in loading]) * weights
     submit_ns, load_ns = nonnegative_fit(columns, extra)
-    around_ns = max(0.0, base - top_k * expert_ns)
+    around_ns, together = max(0.0, base - top_k * expert_ns), fallback.arrive_together
 
     def error(latency_ns: float, each_ns: float) -> float:
         errors = [
-            _layer_ns(n, top_k, expert_ns, around_ns + submit_ns, load_ns, latency_ns, each_ns) / total[n] - 1
+            _layer_ns(n, top_k, expert_ns, around_ns + submit_ns, load_ns, latency_ns, each_ns, together) / total[n] - 1
             for n in loading
         ]
         return float(np.square(np.array(errors) * weights).sum())
 
     latency_ns, each_ns = _least(error, max(total.values()))
-    link = Link(nbytes_per_s=float(expert_nbytes / each_ns * 1e9), latency_ns=round(latency_ns), overhead_ns=0)
+    rate = float(expert_nbytes / each_ns * 1e9)
+    link = Link(rate, latency_ns=round(latency_ns), overhead_ns=0, arrive_together=together)
     return LayerCosts(resident, round(submit_ns), round(load_ns), link)
 
 
@@ -140,10 +154,11 @@ def _layer_ns(
     load_ns: float,
     latency_ns: float,
     each_ns: float,
+    together: bool,
 ) -> float:
     """The time of a layer's loop: it computes what has arrived, then what is resident, then waits."""
     now, ready = before_ns, top_k - num_absent
-    arrivals = [latency_ns + (i + 1) * each_ns for i in range(num_absent)]
+    arrivals = [latency_ns + (num_absent if together else i + 1) * each_ns for i in range(num_absent)]
     for _ in range(top_k):
         if arrivals and (arrivals[0] <= now or not ready):
             now = max(now, arrivals.pop(0)) + load_ns

@@ -44,7 +44,7 @@ _MAX_FILE_NBYTES = 1 << 20
 _MAX_LAYERS = 10_000
 
 _FROM_ONE = {
-    *("host_memory_nbytes", "num_threads", "num_layers", "tokens", "threads", "prefetches_at_once"),
+    *("host_memory_nbytes", "num_threads", "num_layers", "tokens", "threads"),
     *("num_experts", "top_k", "hidden_size", "intermediate_size", "num_matrices", "itemsize"),
 }
 """Keys of whole numbers that cannot be 0."""
@@ -59,7 +59,8 @@ _FACTORS = {
 """The least and most of numbers that are no rates. Only `read_processors` may be 0."""
 
 _DEFAULTED = {
-    *("predictor", "prefetch_latency_ns", "prefetches_at_once", "prefetch_ns", "prefetch_each_ns"),
+    *("predictor", "prefetch_latency_ns", "prefetch_read_nbytes", "prefetches_when_called"),
+    *("arrive_together", "prefetch_ns", "prefetch_each_ns"),
     *("observe_ns", "plan_ns", "decide_ns"),
     *("send_ns", "take_ns", "wake_ns", "threads_beside", "read_processors", "format", "block_size", "block_nbytes"),
 }
@@ -83,6 +84,7 @@ class PredictorCosts:
     flops_per_s: float = 20e9
     inline_ns: int | None = None  # where the pass itself predicts, for `call_ns` and `observe_ns`; None: `call_ns`
     light_ns: int | None = None  # in place of `call_ns` for what goes by counts alone; None: the same
+    inline_light_ns: int | None = None  # in place of `inline_ns` for it; None: the same
 
     def work_ns(self, read_nbytes: int, flops: int) -> int:
         """The time for so many bytes read from memory and so many operations."""
@@ -253,6 +255,8 @@ def _accepted(hint: Any, key: str) -> tuple[str, Callable[[Any], bool]]:
     if hint is str:
         words = "must be a string of one line that is not empty"
         return words, lambda value: isinstance(value, str) and bool(value.strip()) and value.isprintable()
+    if hint is bool:
+        return "must be true or false", lambda value: isinstance(value, bool)
     if is_dataclass(hint):
         return "must be a table", lambda value: isinstance(value, dict)
     if hint is float and key in _FACTORS:
@@ -318,4 +322,6 @@ def _toml_lines(values: Mapping[str, Any], prefix: str) -> list[str]:
 def _literal(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("", "\u007f")  # the escapes of JSON are TOML's
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"[{', '.join(map(_literal, value))}]" if isinstance(value, Sequence) else repr(value)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from functools import cache, partial
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 from typing import Protocol
 
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
+from expertly.core.resources import NUM_READERS
 from expertly.sim.decoding import NEVER_NS, DecodingDisk, is_of
 from expertly.sim.hardware import Hardware
 
-_Entry = tuple[int, int, Span, int]  # when it may move, order of arrival, what, how long it takes
+_Entry = tuple[int, int, Span, int, int]  # when it may move, order of arrival, what, how long it takes, reads
 _Key = tuple[int, int, int]  # layer, expert, segment
 
 
@@ -35,7 +36,9 @@ class SimulationWatcher(Protocol):
         """The "link" or the "disk" served a span, or the part of it that was to be read."""
 
     def spent(self, what: str, begin_ns: int, end_ns: int) -> None:
-        """The computing thread spent time on submitting spans ("ask") or on one that had arrived ("take")."""
+        """The computing thread spent time on submitting spans ("ask"), on one that had arrived ("take") or until what
+        it waits for was predicted ("decide").
+        """
 
     def predicted(self, what: str, begin_ns: int, end_ns: int) -> None:
         """The predictor read what a pass showed when it began ("begin"), of a router ("router") or at its end
@@ -96,6 +99,9 @@ class VirtualLink:
                 self.effective = Link(rate, source.latency_ns, source.overhead_ns)
             else:
                 self._disk = self.decoder
+        is_plain = self._host is None and self._link is not self.decoder
+        self._arrive_together = hardware.link.arrive_together and is_plain
+        self._begins_when_called = hardware.link.prefetches_when_called and is_plain
 
     @property
     def decodes_beside_computing(self) -> bool:
@@ -110,6 +116,7 @@ class VirtualLink:
     def prefetch(self, spans: Sequence[Span]) -> None:
         if spans:
             self._submit(spans, True)
+            self._called()
             num_segments = sum([span.num_segments for span in spans])
             self._spend("ask", self._prefetch_ns + self._prefetch_each_ns * num_segments // self._num_segments)
 
@@ -120,17 +127,20 @@ class VirtualLink:
 
     def poll(self) -> Span | None:
         now, arrivals = self._clock.now_ns, self._arrivals
+        self._called()
         if self._link.next_ns <= now or self._disk.next_ns <= now:
             self._begin_until(now)
         return self._take() if arrivals and arrivals[0][0] <= now else None
 
     def wait(self) -> Span:
+        self._called(waits=True)
         while not self._arrivals:
             self._begin_next()
         arrival = self._arrivals[0][0]
         if arrival > self._clock.now_ns:
             self.stall_ns += arrival - self._clock.now_ns
             self._clock.now_ns = arrival
+        self._called()
         return self._take()
 
     def computing(self, begin_ns: int, end_ns: int, slowdown: float = 1.0) -> None:
@@ -161,9 +171,20 @@ class VirtualLink:
         self._begin_until(self._clock.now_ns)
         return self._link.busy_until_ns(self._clock.now_ns)
 
+    def _called(self, *, waits: bool = False) -> None:
+        if self._begins_when_called:
+            assert isinstance(self._link, TransferQueue)
+            now = self._clock.now_ns
+            self._link.called(now, waits=waits)
+            self._begin_until(now)
+
     def _submit(self, spans: Sequence[Span], is_prefetch: bool) -> None:
         now, host, link = self._clock.now_ns, self._host, self._link
         self._begin_until(now)
+        if self._arrive_together and not is_prefetch:
+            assert isinstance(link, TransferQueue)
+            link.submit_together(spans, now, [span.num_segments * self._segment_nbytes[span.layer] for span in spans])
+            return
         for span in spans:
             segment_nbytes = self._segment_nbytes[span.layer]
             if host is None:
@@ -230,8 +251,9 @@ class TransferQueue:
 
     A transfer begins when its latency has passed since it was submitted and the one before it has ended; a prefetch
     only if no load begins as early. Where the link has a time of its own for prefetches, that is part of each instead,
-    none begins while a load waits or is served, and as many as may be under way together begin before the first of
-    them has ended: then what is submitted waits for all of them.
+    none begins while a load waits or is served, and as many begin before the first has ended as have NUM_READERS reads
+    together: then what is submitted waits for all of them. If they begin when the link is `called`, one that might have
+    begun since then waits for the next call.
     """
 
     def __init__(self, link: Link, slowdown: float = 1.0) -> None:
@@ -242,14 +264,18 @@ class TransferQueue:
         self._slowdown = slowdown
         self._latency_ns, self._prefetch_latency_ns = link.latency_ns, link.prefetch_latency_ns
         self._takes_ns = cache(link.occupies_ns)
+        self._arrive_together = link.arrive_together
+        self._num_joining = 0  # prefetches that begin and arrive with the last one that began
         self._loads: list[_Entry] = []  # heaps
         self._prefetches: list[_Entry] = []
         self._begun: deque[tuple[int, int]] = deque(maxlen=64)  # begin and end of the last ones
-        self._under_way: deque[int] = deque(
-            [0] * link.prefetches_at_once, link.prefetches_at_once
-        )  # ends of the last ones
+        self._read_nbytes = link.prefetch_read_nbytes
+        self._reads_end_ns: deque[int] = deque([0] * NUM_READERS, NUM_READERS)  # of prefetches, the last ones
         self._free_at_ns = 0
         self._loads_end_ns = 0
+        self._when_called = link.prefetches_when_called
+        self._called_ns = 0
+        self._is_waited_for = False
         self._waiting_ns = 0  # what all those that have not begun will take
         self._order = 0
 
@@ -257,10 +283,29 @@ class TransferQueue:
         """A transfer waits from `since_ns` on."""
         takes_ns, ready_ns = self._takes_ns(nbytes), since_ns + self._latency_ns
         if is_prefetch and self._prefetch_latency_ns:
-            takes_ns, ready_ns = takes_ns + self._prefetch_latency_ns, since_ns
+            ready_ns = since_ns
+            takes_ns += 0 if self._arrive_together else self._prefetch_latency_ns
+        num_reads = NUM_READERS
+        if self._read_nbytes:
+            num_reads = min(NUM_READERS, -(-nbytes // self._read_nbytes))
         self._waiting_ns += takes_ns
         self._order += 1
-        heappush(self._prefetches if is_prefetch else self._loads, (ready_ns, self._order, span, takes_ns))
+        heappush(self._prefetches if is_prefetch else self._loads, (ready_ns, self._order, span, takes_ns, num_reads))
+        self._find_next()
+
+    def submit_together(self, spans: Sequence[Span], since_ns: int, nbytes: Sequence[int]) -> None:
+        """Loads, of so many bytes each, wait from `since_ns` on and arrive when all of them have moved."""
+        takes_ns, ready_ns = sum(map(self._takes_ns, nbytes)), since_ns + self._latency_ns
+        self._waiting_ns += takes_ns
+        for span in spans:
+            self._order += 1
+            heappush(self._loads, (ready_ns, self._order, span, takes_ns, 0))
+            takes_ns = 0
+        self._find_next()
+
+    def called(self, now_ns: int, *, waits: bool) -> None:
+        """The computing thread looks at the link; with `waits`, until the next call."""
+        self._called_ns, self._is_waited_for = now_ns, waits
         self._find_next()
 
     def next_span(self) -> Span:
@@ -272,17 +317,19 @@ class TransferQueue:
         """
         queue, begin = self._next() if self._prefetches else self._loads, self.next_ns
         is_prefetch = queue is self._prefetches
-        _, _, span, takes_ns = heappop(queue)
+        _, _, span, takes_ns, num_reads = heappop(queue)
         self._waiting_ns -= takes_ns
         if nbytes is not None:
             takes_ns = self._takes_ns(nbytes) if nbytes else 0
         if is_prefetch and self._prefetch_latency_ns:
             begin = max(begin, self._free_at_ns)
+            if self._arrive_together:
+                takes_ns = self._together_ns(begin, takes_ns, num_reads)
         if begin < self.slow_until_ns:
             takes_ns += round(min(takes_ns, self.slow_until_ns - begin) * (self._slowdown - 1))
         end = self._free_at_ns = begin + takes_ns
         if is_prefetch:
-            self._under_way.append(end)
+            self._reads_end_ns.extend([end] * num_reads)
         else:
             self._loads_end_ns = end
         self._begun.append((begin, end))
@@ -307,6 +354,20 @@ class TransferQueue:
         """When everything that waits would have been served, if it began at once."""
         return max(self._free_at_ns, now_ns) + self._waiting_ns
 
+    def _together_ns(self, begin: int, takes_ns: int, num_reads: int) -> int:
+        """What a prefetch adds that begins then: the first of several all of their time."""
+        if self._num_joining:
+            self._num_joining -= 1
+            return 0
+        takes_ns += self._prefetch_latency_ns
+        for ready_ns, _, _, other_ns, num in nsmallest(NUM_READERS - num_reads, self._prefetches):
+            num_reads += num
+            if ready_ns > begin or num_reads > NUM_READERS:
+                break
+            takes_ns += other_ns
+            self._num_joining += 1
+        return takes_ns
+
     def _next(self) -> list[_Entry]:
         loads, prefetches = self._loads, self._prefetches
         if not loads or not prefetches:
@@ -318,7 +379,12 @@ class TransferQueue:
         first = self._loads[0][0] if self._loads else NEVER_NS
         if self._prefetches and self._prefetch_latency_ns:
             if not self._loads:
-                self.next_ns = max(self._prefetches[0][0], self._under_way[0], self._loads_end_ns)
+                ready_ns, _, _, _, num_reads = self._prefetches[0]
+                first = max(ready_ns, self._reads_end_ns[num_reads - 1], self._loads_end_ns)
+                if self._when_called:
+                    can_begin = self._is_waited_for or first <= self._called_ns
+                    first = max(first, self._called_ns) if can_begin else NEVER_NS
+                self.next_ns = first
                 return
         elif self._prefetches:
             first = min(first, self._prefetches[0][0])

@@ -72,8 +72,10 @@ class Simulator:
                 if predictor.is_light and costs.light_ns is not None:
                     costs = replace(costs, call_ns=costs.light_ns)
                 if scheduler.is_synchronous:  # the pass itself predicts
-                    observe_ns = 0
-                    costs = costs if costs.inline_ns is None else replace(costs, call_ns=costs.inline_ns)
+                    observe_ns, inline_ns = 0, costs.inline_ns
+                    if predictor.is_light and costs.inline_light_ns is not None:
+                        inline_ns = costs.inline_light_ns
+                    costs = costs if inline_ns is None else replace(costs, call_ns=inline_ns)
                 self._predictor_thread = VirtualPredictorThread(
                     predictor, clock, costs, waiting, watcher, observe_ns, compute.plan_ns
                 )
@@ -331,6 +333,8 @@ class VirtualPredictorThread:
         if self._free_at_ns > now:
             self.stall_ns += self._free_at_ns - now
             self._clock.now_ns = self._free_at_ns
+            if self._watcher is not None:
+                self._watcher.spent("decide", now, self._free_at_ns)
 
     def close(self) -> None:
         """Read everything left: nothing more will be published."""
