@@ -12,8 +12,8 @@ measurement begins when a fixed loop takes no more than 1.25 times as long as it
 requests of simulated to measured TPOT; `hit_rate` tells other decisions from other times. A step's time in parts,
 measured and simulated: waits (`stall_s`); computing `experts` and calling for them (submitting, looking for, taking,
 cancelling spans); deciding, in the simulation what predictors and policies take beyond a usual pass; all `else`:
-attention, head, in the simulation usual decisions. `--plot` draws a step of each, measured above simulated. Bound:
-within 10 %. `--out` adds to a file, whose commit, machine and other settings must be those of this run, the rows of
+attention, head, in the simulation usual decisions. Bound: within 10 %. `--plot` draws a step of each system beyond it,
+measured above simulated. `--out` adds to a file, whose commit, machine and other settings must be those of this run, the rows of
 other stores, budgets and systems, so that each run is short.
 """
 
@@ -190,8 +190,9 @@ def main() -> None:
     }
     stored = f"{args.experts_gib:g} GiB, {args.quantize or args.codec}"
     rows = [{"run": f"{stored}, {row['memory']}"} | row for row in child("fidelity.py", settings)]
-    drawn = {f"{row['system']}, {row['run']}": row.pop("drawn") for row in rows}
-    if args.plot:
+    both = {f"{row['system']}, {row['run']}": (row.pop("drawn"), row["is_near"]) for row in rows}
+    drawn = {name: timelines for name, (timelines, is_near) in both.items() if not is_near}
+    if args.plot and drawn:
         pairs = [zip(("measured", "simulated"), two, strict=True) for two in drawn.values()]
         with drawing():
             each = {f"{name}, {how}": one for name, two in zip(drawn, pairs, strict=True) for how, one in two}
