@@ -13,8 +13,8 @@ requests of simulated to measured TPOT; `hit_rate` tells other decisions from ot
 measured and simulated: waits (`stall_s`); computing `experts` and calling for them (submitting, looking for, taking,
 cancelling spans); deciding, in the simulation what predictors and policies take beyond a usual pass; all `else`:
 attention, head, in the simulation usual decisions. Bound: within 10 %. `--plot` draws a step of each system beyond it,
-measured above simulated. `--out` adds to a file, whose commit, machine and other settings must be those of this run, the rows of
-other stores, budgets and systems, so that each run is short.
+measured above simulated. `--out` adds to a file, whose commit, machine and other settings must be those of this run,
+the rows of other stores, budgets and systems, so that each run is short.
 """
 
 from __future__ import annotations
