@@ -113,6 +113,12 @@ def test_spans_that_arrive_together_do_so_when_the_last_one_has_moved() -> None:
     assert arrivals(clock, link, 4) == [(0, 242), (1, 242), (3, 285), (2, 348)], "two begin together, 20 + 86"
     link.prefetch([span(0, num_segments=2), span(1)])
     assert arrivals(clock, link, 2) == [(0, 348 + 103), (1, 451 + 63)], "four reads are under way at most"
+    link.prefetch([span(0)])
+    clock.now_ns = 520
+    link.prefetch([span(1), span(2)])
+    assert [one.expert for one in link.cancel(0)] == [2], "two of the four are there for one of these"
+    link.prefetch([span(3)])
+    assert arrivals(clock, link, 3) == [(0, 577), (1, 640), (3, 703)], "which takes its own time"
 
 
 def test_what_begins_when_the_link_is_called_begins_no_sooner() -> None:

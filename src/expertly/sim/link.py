@@ -322,9 +322,9 @@ class TransferQueue:
         if nbytes is not None:
             takes_ns = self._takes_ns(nbytes) if nbytes else 0
         if is_prefetch and self._prefetch_latency_ns:
-            begin = max(begin, self._free_at_ns)
             if self._arrive_together:
                 takes_ns = self._together_ns(begin, takes_ns, num_reads)
+            begin = max(begin, self._free_at_ns)
         if begin < self.slow_until_ns:
             takes_ns += round(min(takes_ns, self.slow_until_ns - begin) * (self._slowdown - 1))
         end = self._free_at_ns = begin + takes_ns
@@ -360,9 +360,10 @@ class TransferQueue:
             self._num_joining -= 1
             return 0
         takes_ns += self._prefetch_latency_ns
-        for ready_ns, _, _, other_ns, num in nsmallest(NUM_READERS - num_reads, self._prefetches):
-            num_reads += num
-            if ready_ns > begin or num_reads > NUM_READERS:
+        num_free = sum([end <= begin for end in self._reads_end_ns]) - num_reads
+        for ready_ns, _, _, other_ns, num in nsmallest(num_free, self._prefetches):
+            num_free -= num
+            if ready_ns > begin or num_free < 0:
                 break
             takes_ns += other_ns
             self._num_joining += 1
