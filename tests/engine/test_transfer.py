@@ -118,7 +118,7 @@ def test_loads_and_prefetches_need_no_reader(on_disk: OnDisk, monkeypatch: pytes
 
 def test_prefetches_without_a_reader_begin_only_when_called(on_disk: OnDisk) -> None:
     needs_no_reader(on_disk)
-    assert on_disk.readers.begins_when_called
+    assert on_disk.readers.prefetches_when_called
     wanted = [span(expert) for expert in range(6)]
     on_disk.readers.prefetch(wanted)
     time.sleep(0.2)

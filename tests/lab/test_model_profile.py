@@ -175,6 +175,30 @@ def test_spans_that_are_loaded_together_have_places_of_their_own(cases: Cases, m
     assert max(together) > 1 and profile.link.nbytes_per_s > 0
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_whether_spans_arrive_together_is_measured(
+    together: bool, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all take their time before the first is there, and where each does."""
+    model, _ = expertly.load(str(cases["mixtral"].store), device="cpu", memory="60%", system="lru", staging_slots=3)
+    device = handle(model).engine.device
+    submit, wait = device.submit, device.wait
+
+    def slow_submit(spans: Sequence[Span]) -> None:
+        time.sleep(0.01 * len(spans) * together)
+        submit(spans)
+
+    def slow_wait() -> Span:
+        time.sleep(0.01 * (not together))
+        return wait()
+
+    monkeypatch.setattr(device, "submit", slow_submit)
+    monkeypatch.setattr(device, "wait", slow_wait)
+    profile = measure_model(model, seconds=0, tokens=(1,))
+    expertly.unload(model)
+    assert profile.link.arrive_together == together
+
+
 @pytest.mark.parametrize(
     ("family", "memory", "error", "said"),
     [

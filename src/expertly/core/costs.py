@@ -33,7 +33,7 @@ class Link:
     prefetch_latency_ns: int = 0  # of each prefetch, where these run only on an idle link; 0: they pay `latency_ns`
     prefetch_read_nbytes: int = 0  # then: read in parts of at least so many, a few at a time; 0: one prefetch at a time
     prefetches_when_called: bool = False  # and none begins but when the computing thread prefetches, polls or waits
-    arrive_together: bool = False  # spans that are submitted, or begin to be prefetched, together
+    arrive_together: bool = False  # at the same time come those that are submitted, or begin to be prefetched, together
 
     def occupies_ns(self, nbytes: int) -> int:
         """How long a span of so many bytes keeps the link from serving the next one."""

@@ -40,7 +40,7 @@ class CpuDevice:
         self._readers = readers = Readers(store, geometry, self._pool.buffer, node=node)
         self.submit, self.prefetch, self.cancel = readers.submit, readers.prefetch, readers.cancel
         self.poll, self.drain, self.stats = readers.poll, readers.drain, readers.stats
-        self.prefetches_when_called = readers.begins_when_called
+        self.prefetches_when_called = readers.prefetches_when_called
         self.waits: list[tuple[Any, Any]] = []
         self.stamp = time.perf_counter_ns
         self.to_host = torch.Tensor.detach  # they are in host memory

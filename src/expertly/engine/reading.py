@@ -72,7 +72,7 @@ class Source:
     batch_nbytes: int
     """Small spans are read together by one reader, up to this many bytes of weights."""
     is_direct = False
-    """Whether reads need no more than bytes past the page cache, where they are aligned."""
+    """Whether aligned reads bypass the page cache and need no reader: see `ReadQueue`."""
 
     def __init__(self, files: list[ExpertFile], layers: list[LayerFile], geometry: Geometry, num_readers: int) -> None:
         self._files = files

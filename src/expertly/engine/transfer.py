@@ -78,7 +78,7 @@ class Readers:
         self._ended_by: BaseException | None = None  # what ended a reader
         self._prefetches: deque[list[_Job]] = deque()  # spans not begun; the thread that removes one owns it
         self._queue = _read_queue() if arrived is None else None
-        self.begins_when_called = self._queue is not None and self._source.is_direct
+        self.prefetches_when_called = self._queue is not None and self._source.is_direct
         """Whether prefetches begin only in calls of `prefetch`, `poll` and `wait`, as far as they need no reader."""
         self._queued: dict[int, _Job] = {}  # begun there, by tag
         self._waiting: list[tuple[_Job, DirectRead]] = []  # to begin there, when the system has room

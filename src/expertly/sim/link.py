@@ -101,7 +101,7 @@ class VirtualLink:
                 self._disk = self.decoder
         is_plain = self._host is None and self._link is not self.decoder
         self._arrive_together = hardware.link.arrive_together and is_plain
-        self._begins_when_called = hardware.link.prefetches_when_called and is_plain
+        self._prefetches_when_called = hardware.link.prefetches_when_called and is_plain
 
     @property
     def decodes_beside_computing(self) -> bool:
@@ -172,7 +172,7 @@ class VirtualLink:
         return self._link.busy_until_ns(self._clock.now_ns)
 
     def _called(self, *, waits: bool = False) -> None:
-        if self._begins_when_called:
+        if self._prefetches_when_called:
             assert isinstance(self._link, TransferQueue)
             now = self._clock.now_ns
             self._link.called(now, waits=waits)
