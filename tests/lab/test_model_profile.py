@@ -185,11 +185,11 @@ def test_whether_spans_arrive_together_is_measured(
     submit, wait = device.submit, device.wait
 
     def slow_submit(spans: Sequence[Span]) -> None:
-        time.sleep(0.01 * len(spans) * together)
+        time.sleep(0.03 * len(spans) * together)
         submit(spans)
 
     def slow_wait() -> Span:
-        time.sleep(0.01 * (not together))
+        time.sleep(0.03 * (not together))
         return wait()
 
     monkeypatch.setattr(device, "submit", slow_submit)
