@@ -10,8 +10,8 @@ from typing import Any
 
 from expertly.cli.output import message, progress_bar
 from expertly.core.errors import ConfigError, TraceError
-from expertly.core.files import read_json_object
 from expertly.core.geometry import DenseShape, LayerGeometry
+from expertly.core.untrusted import read_json_object
 from expertly.options import LoadOptions, load_arguments
 from expertly.policies.allocation.moepic import SplitPlan, read_plan
 from expertly.policies.learned import OF_A_TRACE, LearnedFile, LearnedState, read_learned

@@ -1,4 +1,7 @@
-"""Small files: written completely or not at all, JSON in and out, and messages for when the disk refuses."""
+"""Small files: written completely or not at all, JSON values as dataclasses, and messages for when the disk refuses.
+
+`core/untrusted.py` reads them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import json
 import math
 import os
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -17,9 +19,6 @@ from types import NoneType, UnionType
 from typing import Any, BinaryIO, Union, get_args, get_origin, get_type_hints
 
 from expertly.core.errors import ExpertlyError
-
-MAX_JSON_NBYTES = 256 << 20
-"""Of a JSON file; the index of the largest checkpoint has a tenth of that."""
 
 MAX_TEXT = 4096
 """Characters of a text that `from_json` takes."""
@@ -130,35 +129,6 @@ def finite(value: Any) -> Any:
     return value
 
 
-def read_json_object(path: Path, error: type[ExpertlyError]) -> dict[str, Any]:
-    """The JSON object in `path`; anything else raises `error` naming the file. Pipes, devices and files longer than
-    MAX_JSON_NBYTES are not read.
-    """
-    try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode):
-            raise error(f"{path}: {_kind_of(about.st_mode)}; must be a file")
-        if about.st_size > MAX_JSON_NBYTES:
-            raise error(f"{path}: {about.st_size} bytes; accepted: {MAX_JSON_NBYTES}")
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise error(f"{path}: no such file") from None
-    except OSError as cause:
-        raise error(f"{path}: cannot be read ({cause.strerror})") from None
-    try:
-        value = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as cause:
-        raise error(f"{path}: not JSON ({cause})") from None
-    if not isinstance(value, dict):
-        raise error(f"{path}: holds a JSON {type(value).__name__}; must be an object")
-    return value
-
-
-def _kind_of(mode: int) -> str:
-    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
-
-
 def from_json(kind: Any, raw: Any, where: str, error: type[ExpertlyError]) -> Any:
     """`raw`, from a JSON file, as `kind`: a dataclass, tuple[X, ...], dict[str, X], a union or a plain type. A class
     with `from_dict` reads itself; keys that are no fields are ignored.
@@ -203,8 +173,3 @@ _PLAIN = {
     float: "a number",
     str: f"a string of at most {MAX_TEXT} characters",
 }
-
-
-def is_plain_name(name: object) -> bool:
-    """Whether `name` is a file name that does not lead elsewhere."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")

@@ -16,9 +16,10 @@ import torch
 
 from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, ExpertlyError, StoreError
-from expertly.core.files import disk_errors, from_json, json_bytes, read_json_object, write_atomic
+from expertly.core.files import disk_errors, from_json, json_bytes, write_atomic
 from expertly.core.resources import allowed_cpus, cpu_name
 from expertly.core.units import format_nbytes, format_share
+from expertly.core.untrusted import read_json_object
 from expertly.engine.device import kind_of
 from expertly.engine.learned import AUTO, find_weights
 from expertly.engine.memory import MemoryRequest, divide

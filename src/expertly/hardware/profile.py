@@ -10,7 +10,8 @@ from typing import Any
 
 from expertly.core.costs import HostCompute
 from expertly.core.errors import ConfigError
-from expertly.core.files import from_json, read_json_object, write_atomic
+from expertly.core.files import from_json, write_atomic
+from expertly.core.untrusted import read_json_object
 
 FORMAT_VERSION = 2
 

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from expertly.core.errors import CheckpointError, ConfigError
-from expertly.core.files import read_json_object
+from expertly.core.untrusted import read_json_object
 
 FILE_NAME = "generation_config.json"
 

@@ -11,8 +11,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from expertly.core.errors import CheckpointError, DownloadError
-from expertly.core.files import existing_parent, is_plain_name, read_json_object
+from expertly.core.files import existing_parent
 from expertly.core.headers import read_safetensors_header, tensor_info
+from expertly.core.untrusted import is_plain_name, read_json_object
 from expertly.store.cache import check_space
 from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, TensorRef, check_claims
 

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
-from expertly.core.files import read_json_object
 from expertly.core.geometry import DenseShape, LayerGeometry, stored_as
+from expertly.core.untrusted import read_json_object
 from expertly.formats import expert_format
 from expertly.formats.fp8 import FP8
 from expertly.model import hooks

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import xxhash
 
 from expertly.core.errors import CheckpointError, ExpertlyError
-from expertly.core.files import is_plain_name, read_json_object
 from expertly.core.headers import parse_safetensors_header, read_header_bytes
+from expertly.core.untrusted import is_plain_name, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

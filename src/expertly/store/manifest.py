@@ -11,10 +11,11 @@ from typing import Any, get_type_hints
 
 from expertly.core.costs import CODECS
 from expertly.core.errors import ConfigError, StoreError
-from expertly.core.files import from_json, is_plain_name, json_bytes, read_json_object, write_atomic
+from expertly.core.files import from_json, json_bytes, write_atomic
 from expertly.core.geometry import LayerGeometry, stored_as
 from expertly.core.headers import BITS
 from expertly.core.units import format_share
+from expertly.core.untrusted import is_plain_name, read_json_object
 from expertly.formats import FORMATS, check_format
 
 FORMAT_VERSION = 2

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import xxhash
 
 from expertly.core.errors import CheckpointError, StoreError
-from expertly.core.files import disk_errors, read_json_object, write_atomic
+from expertly.core.files import disk_errors, write_atomic
 from expertly.core.geometry import PAGE_NBYTES, Geometry, LayerGeometry
 from expertly.core.headers import TensorInfo, TensorSpec, read_safetensors_header
+from expertly.core.untrusted import read_json_object
 from expertly.formats import FORMATS
 from expertly.formats.tiles import TILE_OUTPUTS
 from expertly.store.checkpoint import INDEX_NAME, check_claims

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from expertly.core.errors import TraceError
-from expertly.core.files import from_json, is_plain_name, json_bytes, read_json_object, write_atomic
+from expertly.core.files import from_json, json_bytes, write_atomic
 from expertly.core.geometry import DenseShape
+from expertly.core.untrusted import is_plain_name, read_json_object
 from expertly.trace.schema import (
     DTYPES,
     FORMAT,

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from expertly.core.errors import ConfigError
-from expertly.core.files import disk_errors, json_bytes, read_json_object, write_atomic
+from expertly.core.files import disk_errors, json_bytes, write_atomic
 from expertly.core.geometry import SIZE_FIELDS, Geometry, LayerGeometry
+from expertly.core.untrusted import read_json_object
 from expertly.policies.allocation.uniform import whole_tops
 
 _FORMAT = "expertly-split-plan"

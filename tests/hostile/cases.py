@@ -1,0 +1,116 @@
+"""Commands run on hostile input: each in a fork of a process that has imported everything, under its own limits.
+
+A test module here is a table of cases: what is changed in an input that works, and what is to be said of it. Every case
+is to end within the limits, in the right text or in one line on stderr with exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_CPU_S = 5
+MAX_NBYTES = 1 << 30
+"""Of memory beyond what the process has when it begins."""
+
+MAX_S = 30.0
+"""Time in all, beside a busy neighbour: what takes longer hangs."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    status: int  # negative: the signal
+    out: str
+    err: str
+    cpu_s: float
+    peak_nbytes: int
+
+    def is_refused(self, sentence: str) -> None:
+        """Assert that it ended as bad input is to: exit code 2, one line that says `sentence`, no traceback."""
+        assert self.status == 2, f"exit code {self.status}, not 2\n{self.out}{self.err}"
+        lines = [line for line in self.err.splitlines() if line.startswith("expertly: error: ")]
+        assert len(lines) == 1 and "Traceback" not in self.err, self.err
+        assert sentence in lines[0], f"expected: {sentence}\nsaid: {lines[0]}"
+        assert len(lines[0]) < 1000, f"{len(lines[0])} characters: {lines[0][:300]}"
+
+    def is_answered(self) -> None:
+        """Assert that it ended well."""
+        assert self.status == 0 and "Traceback" not in self.err, f"exit code {self.status}\n{self.out}{self.err}"
+
+
+def run_command(imported: Any, folder: Path, *arguments: str) -> Ended:
+    """`expertly ARGUMENTS` with `folder` as its working directory and cache; `imported`: the fixture of that name."""
+    printed = [folder / ".stdout", folder / ".stderr"]
+    for file in printed:
+        file.unlink(missing_ok=True)
+    result, child = imported.Pipe(duplex=False)
+    process = imported.Process(target=_run, args=(arguments, printed, dict(os.environ), folder, child))
+    process.start()
+    child.close()
+    end = time.monotonic() + MAX_S
+    process.join(MAX_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise AssertionError(f"{' '.join(arguments)}: still running after {MAX_S:.0f} s\n{_read(printed[1])}")
+    cpu_s, peak_nbytes = result.recv() if result.poll() else (float("nan"), 0)
+    if process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise AssertionError(f"{' '.join(arguments)}: took more than {MAX_CPU_S} processor seconds")
+    assert time.monotonic() < end + 1
+    return Ended(process.exitcode, _read(printed[0]), _read(printed[1]), cpu_s, peak_nbytes)
+
+
+def _read(file: Path) -> str:
+    return file.read_text(errors="replace") if file.exists() else ""
+
+
+def _run(
+    arguments: tuple[str, ...], printed: list[Path], environment: dict[str, str], folder: Path, result: Any
+) -> None:
+    from expertly.cli.main import main
+
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment | {"EXPERTLY_CACHE": str(folder / ".cache")})
+    os.chdir(folder)
+    for number, file in enumerate(printed, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    status = Path("/proc/self/status").read_text()
+    data_nbytes = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (data_nbytes + MAX_NBYTES,) * 2)
+    begun = resource.getrusage(resource.RUSAGE_SELF)
+    spent = begun.ru_utime + begun.ru_stime  # a fork begins at 0, but for what starting it took
+    resource.setrlimit(resource.RLIMIT_CPU, (int(spent) + MAX_CPU_S, int(spent) + MAX_CPU_S + 1))
+    code = 1
+    try:
+        code = main(list(arguments))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        result.send((usage.ru_utime + usage.ru_stime - spent, usage.ru_maxrss << 10))
+    sys.exit(code)
+
+
+def edited(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """A change of the JSON object in a file of a checkpoint folder: `change` edits it, or returns another."""
+
+    def apply(folder: Path) -> None:
+        value = json.loads((folder / name).read_text())
+        changed = change(value)
+        (folder / name).write_text(json.dumps(value if changed is None else changed))
+
+    return apply
