@@ -8,11 +8,9 @@ E experts, H hidden, I intermediate, M matrices of an expert.
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +31,7 @@ from expertly.formats import (
 )
 from expertly.formats.gguf import OF_GGUF_TYPE
 from expertly.model.dequantizer import GroupDequantizer
-from expertly.model.structure import ExpertsSite
+from expertly.model.structure import ExpertsSite, quiet
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
 
@@ -133,18 +131,6 @@ def make_quantizer(quantization: object, dtype: str) -> Any | None:
             return AutoHfQuantizer.from_config({**quantization, "dequantize": True}, pre_quantized=True)
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise UnsupportedModelError(f"quantization_config={quantization!r:.200}: {error}; {accepted}") from error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without transformers' warnings: quantizers warn that they dequantise, which is intended here."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 class Conversion:
