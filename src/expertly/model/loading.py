@@ -83,7 +83,7 @@ def load_dense(
         _strippable(model_class_of(config), manifest).from_pretrained,
         folder,
         config=config,
-        generation_config=generation.read_config(beside, Path(folder) / "config.json"),
+        generation_config=generation.read_config(beside, Path(folder) / "config.json", _vocabulary(config)),
         dtype=dtype,
         experts_implementation=hooks.IMPLEMENTATION,
         output_loading_info=True,
@@ -108,6 +108,10 @@ def load_dense(
     hooks.attach(model, manifest.sites, runtime)
     model._expertly_runtime, model._expertly_is_sealed = runtime, True
     return model
+
+
+def _vocabulary(config: PreTrainedConfig) -> int:
+    return int(getattr(config.get_text_config(decoder=True), "vocab_size", 1 << 31))
 
 
 def load_experts(store_folder: str | os.PathLike[str], manifest: Manifest, dtype: torch.dtype) -> list[nn.Module]:
