@@ -39,8 +39,6 @@ _TOKENS = (
     *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
     *("suppress_tokens", "begin_suppress_tokens"),
 )
-_AS_THEY_ARE = ("early_stopping", "bad_words_ids", "sequence_bias", "exponential_decay_length_penalty")
-"""Checked by transformers where they are used."""
 
 
 def _is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
@@ -59,6 +57,19 @@ def _is_texts(value: Any) -> bool:
 
 def _kinds(vocabulary: int) -> tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...]:
     """Fields that change a text, with what they may be."""
+
+    def is_sequence(value: Any) -> bool:
+        return isinstance(value, list) and bool(value) and _are_tokens(value, 0, vocabulary - 1)
+
+    def are_pairs(value: Any) -> bool:
+        pairs = value if isinstance(value, list) and value else [None]
+        return all(
+            isinstance(pair, list) and len(pair) == 2 and is_sequence(pair[0]) and _is_number(pair[1]) for pair in pairs
+        )
+
+    def is_penalty(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and type(value[0]) is int and _is_number(value[1])
+
     tokens = "a token's number, or a list of them"
     return (
         (_FLAGS, lambda value: type(value) is bool, "true or false"),
@@ -71,7 +82,14 @@ def _kinds(vocabulary: int) -> tuple[tuple[Sequence[str], Callable[[Any], bool],
         (_ENDS, lambda value: _are_tokens(value, -1, (1 << 63) - 1), tokens),
         (_TOKENS, lambda value: _are_tokens(value, 0, vocabulary - 1), f"{tokens}, of {vocabulary}"),
         (("stop_strings",), _is_texts, f"a text of at most {_MAX_STOP} characters, or a list of at most {_MAX_STOPS}"),
-        (_AS_THEY_ARE, lambda value: True, ""),
+        (("early_stopping",), lambda value: type(value) is bool or value == "never", 'true, false or "never"'),
+        (
+            ("bad_words_ids",),
+            lambda value: isinstance(value, list) and bool(value) and all(map(is_sequence, value)),
+            f"lists of tokens, of {vocabulary}",
+        ),
+        (("sequence_bias",), are_pairs, f"pairs of a list of tokens, of {vocabulary}, and a number"),
+        (("exponential_decay_length_penalty",), is_penalty, "a whole number and a number"),
         (("watermarking_config",), lambda value: isinstance(value, dict), "an object"),
     )
 

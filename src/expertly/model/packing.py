@@ -18,7 +18,7 @@ import torch
 from expertly.core.costs import CODECS, check_codec
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.headers import TensorSpec
-from expertly.core.untrusted import CONFIG, read_file
+from expertly.core.untrusted import CONFIG, check_model_files, read_file
 from expertly.data import demo_folder
 from expertly.formats import FORMATS, TiledFormat, format_of, rounding_format
 from expertly.formats.gguf import OF_GGUF_TYPE
@@ -93,7 +93,7 @@ def pack_cached(
     if folder is None and quantize is None:
         folder = _streamed(str(model), dtype, codec, cache_dir)
     folder = folder or _download(str(model), stores_folder(cache_dir), dtype, quantize, cache_dir)
-    _warn_of_adapter(folder)
+    _check_files(folder)
     if is_packed_store(folder):
         why = "the packed store is in it" if codec == "auto" else "it was asked for"
         return replace(open_store(folder, dtype, codec, quantize=quantize), why_codec=why)
@@ -126,14 +126,18 @@ def pack(
     if is_packed_store(Path(source)):
         raise CheckpointError(f"{source}: already a packed store; give the checkpoint that it was packed from")
     checkpoint = open_checkpoint(Path(source))
-    _warn_of_adapter(checkpoint.folder)
+    _check_files(checkpoint.folder)
     weights = weights_of(checkpoint, dtype, quantize)
     store = _pack(checkpoint, dict.fromkeys(CODECS, Path(folder)), weights, codec, progress)
     return store if checkpoint.gguf else renew_extras(store, checkpoint.folder)  # whose own are in its header
 
 
-def _warn_of_adapter(folder: Path) -> None:
-    if os.path.lexists(folder / _ADAPTER_NAME):
+def _check_files(folder: Path) -> None:
+    """Refuse small files that transformers must not open, before anything is packed, and say what is left out."""
+    if not folder.is_dir():
+        return
+    check_model_files(folder, CheckpointError)
+    if (folder / _ADAPTER_NAME).exists():
         logging.getLogger("expertly").warning(
             "%s: an adapter (LoRA) is not applied: texts are those of the model without it; merge it into the weights "
             "first (PEFT's merge_and_unload)",

@@ -177,8 +177,9 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
         raise _unsupported(config.model_type, f"refused: {reason}")
     for architecture in config.architectures or ():
         found = getattr(transformers, architecture, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.can_generate():
-            return found
+        is_model = isinstance(found, type) and issubclass(found, PreTrainedModel) and found.can_generate()
+        if is_model and isinstance(config, found.config_class or ()):  # else of another family
+            return found  # type: ignore[no-any-return]
     mappings = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING]
     for mapping in reversed(mappings) if config.is_encoder_decoder else mappings:
         if type(config) in mapping:
