@@ -190,6 +190,8 @@ def _check_settings(path: Path, *, has_vocabulary: bool) -> None:
     files = settings.get("fast_tokenizer_files", [])
     if not isinstance(files, list) or not all(is_plain_name(file) for file in files):
         raise CheckpointError(f"{path}: fast_tokenizer_files={files!r:.80}: must be names of files beside it")
+    if code is not None and not isinstance(code, dict | list):
+        raise CheckpointError(f"{path}: auto_map={code!r:.80}: must be an object")
     by_code = code.get("AutoTokenizer") if isinstance(code, dict) else code
     if has_vocabulary:
         return
