@@ -12,7 +12,6 @@ from safetensors.numpy import save_file
 
 from expertly.core.errors import CheckpointError
 from expertly.core.headers import (
-    MAX_HEADER_NBYTES,
     TensorInfo,
     TensorSpec,
     header_metadata,
@@ -20,6 +19,7 @@ from expertly.core.headers import (
     read_safetensors_header,
     safetensors_header,
 )
+from expertly.core.untrusted import HEADER
 from tests.store.builders import entry, safetensors_bytes
 
 
@@ -87,7 +87,7 @@ BAD_FILES = {
     "empty": (b"", "truncated"),
     "no header": (b"\x10\0\0", "truncated"),
     "header beyond the file": (safetensors_bytes({}, nbytes=1000), "truncated: header length 1000"),
-    "huge header": (safetensors_bytes({}, nbytes=MAX_HEADER_NBYTES + 1), "header length"),
+    "huge header": (safetensors_bytes({}, nbytes=HEADER.nbytes + 1), "header length"),
     "gigantic header": (b"\xff" * 8 + b"{}", "header length"),
     "not JSON": (safetensors_bytes(b"{nonsense}"), "not JSON"),
     "not UTF-8": (safetensors_bytes(b'{"\xff": 1}'), "not JSON"),

@@ -63,7 +63,10 @@ def run_command(imported: Any, folder: Path, *arguments: str) -> Ended:
         process.kill()
         process.join()
         raise AssertionError(f"{' '.join(arguments)}: still running after {MAX_S:.0f} s\n{_read(printed[1])}")
-    cpu_s, peak_nbytes = result.recv() if result.poll() else (float("nan"), 0)
+    try:
+        cpu_s, peak_nbytes = result.recv()
+    except EOFError:  # a signal ended it
+        cpu_s, peak_nbytes = float("nan"), 0
     if process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
         raise AssertionError(f"{' '.join(arguments)}: took more than {MAX_CPU_S} processor seconds")
     assert time.monotonic() < end + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,161 @@ import pytest
 from tests.families import make_checkpoint
 from tests.hostile.cases import edited, run_command
 
-Change = Callable[[dict[str, Any]], Any]
+INFINITY, NAN = float("inf"), float("nan")
+MANY = 1_000_000
 
-REFUSED: dict[str, tuple[Change, str]] = {
-    "no experts a token": (lambda config: config.update(num_experts_per_tok=0), "num_experts_per_tok"),
+
+def fields(**values: Any) -> Callable[[Path], None]:
+    """The fields in config.json."""
+    return edited("config.json", lambda config: config.update(values))
+
+
+def rope(**values: Any) -> Callable[[Path], None]:
+    return fields(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0} | values)
+
+
+def text(content: str) -> Callable[[Path], None]:
+    """All of config.json."""
+    return lambda folder: (folder / "config.json").write_text(content) and None
+
+
+def quantized(*value: Any, **values: Any) -> Callable[[Path], None]:
+    return fields(quantization_config=value[0] if value else values)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    # sizes and counts
+    "10^7 labels": (fields(num_labels=10**7), "num_labels=10000000"),
+    "a head of 2^31": (fields(head_dim=2**31), "head_dim=2147483648"),
+    "a hidden state of 2^62": (fields(hidden_size=2**62), "hidden_size=4611686018427387904"),
+    "a layer of 10^12": (fields(intermediate_size=10**12), "intermediate_size=1000000000000"),
+    "10^9 words": (fields(vocab_size=10**9), "vocab_size=1000000000"),
+    "10^9 heads": (fields(num_attention_heads=10**9), "num_attention_heads=1000000000"),
+    "10^9 layers": (fields(num_hidden_layers=10**9), "num_hidden_layers=1000000000"),
+    "10^9 layers of a tower": (fields(vision_config={"depth": 10**9}), "vision_config.depth=1000000000"),
+    "10^9 layers in a text config": (fields(text_config={"num_hidden_layers": 10**9}), "text_config.num_hidden_layers"),
+    "10^400": (fields(hidden_size=10**400), "hidden_size=1000"),
+    "infinite heads": (fields(head_dim=INFINITY), "head_dim=inf"),
+    "no heads": (fields(num_attention_heads=0), "num_attention_heads=0"),
+    "no keys": (fields(num_key_value_heads=0), "num_key_value_heads=0"),
+    "no layers": (fields(num_hidden_layers=0), "num_hidden_layers=0"),
+    "layers below 0": (fields(num_hidden_layers=-(2**70)), "num_hidden_layers=-"),
+    "words below 0": (fields(vocab_size=-1), "vocab_size=-1"),
+    "half a head": (fields(num_attention_heads=0.5), "num_attention_heads"),
+    "heads as text": (fields(num_attention_heads="4"), "num_attention_heads"),
+    "true heads": (fields(num_attention_heads=True), "num_attention_heads"),
+    "one more word": (fields(vocab_size=129), "shape [128, 32], but config.json makes it [129, 32]"),
+    "heads that do not divide": (fields(num_key_value_heads=3), "k_proj.weight"),
+    # experts of a token
+    "no experts a token": (fields(num_experts_per_tok=0), "config.json: num_experts_per_tok=0: must be 1 to 8"),
+    "more experts a token than there are": (fields(num_experts_per_tok=9), "num_experts_per_tok=9: must be 1 to 8"),
+    "experts a token below 0": (fields(num_experts_per_tok=-1), "num_experts_per_tok=-1: must be 1 to 8"),
+    # lists and depth
+    "10^6 dense layers": (fields(mlp_only_layers=[*range(MANY)]), "mlp_only_layers: 1000000 entries"),
+    "10^6 ends": (fields(eos_token_id=[*range(MANY)]), "eos_token_id: 1000000 entries"),
+    "10^6 architectures": (fields(architectures=["x"] * MANY), "architectures: 1000000 entries"),
+    "10^6 labels": (fields(id2label=dict.fromkeys(range(MANY), "x")), "id2label: 1000000 entries"),
+    "a long name": (fields(zzz="x" * MANY), "zzz: 1000000 characters"),
+    "a deep list": (text('{"x": ' + "[" * 900 + "]" * 900 + "}"), "nests deeper"),
+    "a very deep list": (text('{"x": ' + "[" * 200_000 + "]" * 200_000 + "}"), "config.json: not JSON"),
+    "16 MiB": (text(" " * (17 << 20)), "config.json: 17825792 bytes"),
+    # kinds
+    "a list of layers": (fields(mlp_only_layers=[[1]]), "mlp_only_layers"),
+    "a number of architectures": (fields(architectures=5), "architectures=5"),
+    "nested architectures": (fields(architectures=[["x"]]), "architectures=[['x']]"),
+    "a list of families": (fields(model_type=["qwen3_moe"]), "model_type=['qwen3_moe']"),
+    "a path as family": (fields(model_type="../../etc"), "model_type='../../etc'"),
+    "a long family": (fields(model_type="x" * 100_000), "model_type='xxxx"),
+    "half a character as family": (fields(model_type="\ud800"), "model_type="),
+    "another family": (fields(model_type="bert"), "not a Mixture-of-Experts model"),
+    "padding beyond the vocabulary": (fields(pad_token_id=10**6), "pad_token_id=1000000: must be below vocab_size"),
+    "padding far below": (fields(pad_token_id=-500), "pad_token_id=-500"),
+    "a pair's flag": (fields(is_encoder_decoder=True), "is_encoder_decoder=True"),
+    "a method's name": (fields(to_dict=3), "to_dict=3"),
+    "a nonsense dtype": (fields(dtype="nonsense"), "config.json: dtype='nonsense'"),
+    "a list of dtypes": (fields(dtype=["bfloat16"]), "dtype="),
+    "not an object": (text("[]"), "must be an object"),
+    "nothing": (text(""), "config.json: not JSON"),
+    # numbers of positions and norms
+    "an unknown rope": (rope(rope_type="zzz"), "zzz"),
+    "a factor of 0": (rope(factor=0.0), "rope_parameters.factor=0.0"),
+    "a factor below 0": (rope(factor=-4.0), "rope_parameters.factor=-4.0"),
+    "no original positions": (rope(original_max_position_embeddings=0), "original_max_position_embeddings=0"),
+    "theta 0": (rope(rope_theta=0), "rope_theta=0"),
+    "theta NaN": (rope(rope_theta=NAN), "rope_theta=nan"),
+    "a list of ropes": (fields(rope_parameters=[1]), "config.json: transformers makes no config of it"),
+    "an unknown activation": (fields(hidden_act="zzz"), "zzz"),
+    "a list of activations": (fields(hidden_act=["silu"]), "hidden_act"),
+    "a window of 0": (fields(sliding_window=0, use_sliding_window=True), "sliding_window=0"),
+    "a window below 0": (fields(sliding_window=-4, use_sliding_window=True), "sliding_window=-4"),
+    "epsilon below 0": (fields(rms_norm_eps=-1.0), "rms_norm_eps=-1.0"),
+    "epsilon NaN": (fields(rms_norm_eps=NAN), "rms_norm_eps=nan"),
+    "epsilon as text": (fields(rms_norm_eps="1e-6"), "rms_norm_eps"),
+    # quantisation
+    "a quantisation as text": (quantized("fp8"), "config.json: quantization_config.quant_method=None"),
+    "a list of methods": (quantized(quant_method=["fp8"]), "config.json: quantization_config.quant_method=['fp8']"),
+    "10^9 bits": (quantized(quant_method="gptq", bits=10**9), "config.json: quantization_config.bits=1000000000"),
+    "blocks of 0": (quantized(quant_method="fp8", weight_block_size=[0, 0]), "weight_block_size"),
 }
 """Of each case its change, and what is said of it."""
+
+RUNS: dict[str, Callable[[Path], None]] = {
+    "code and kernels of a hub": fields(
+        auto_map={"AutoConfig": "owner/it--x.Y"}, attn_implementation="owner/kernel", _experts_implementation="owner/k"
+    ),
+    "another attention, and no dictionaries": fields(
+        _attn_implementation="flash_attention_2", return_dict=False, use_return_dict=False, torchscript=True
+    ),
+    "how it was trained": fields(
+        output_hidden_states=True, output_attentions=True, output_router_logits=True, problem_type=5, pruned_heads=5,
+        id2label=["x"], label2id=5, sub_configs={"a": 1}, attribute_map={"hidden_size": "vocab_size"}, __class__="x",
+    ),
+    "no quantisation": quantized({}),
+    "endless positions": fields(max_position_embeddings=10**18, transformers_version=5, bos_token_id=10**6),
+    "unknown classes": fields(architectures=["pipeline", "a.b", "", "MixtralForCausalLM"]),
+    "with a mark": lambda folder: (folder / "config.json").write_bytes(
+        b"\xef\xbb\xbf" + (folder / "config.json").read_bytes()
+    )
+    and None,
+}  # fmt: skip
+"""What a config says of how somebody ran it is not obeyed."""
+
+
+@pytest.fixture(scope="module")
+def unchanged(imported: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The text of the model as it is."""
+    folder = tmp_path_factory.mktemp("unchanged")
+    make_checkpoint("qwen3_moe", folder / "model", tokenizer=True)
+    return run_command(imported, folder, "run", "model", "hello", "--max-new-tokens", "4").out.splitlines()[0]
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_config_that_cannot_be_is_refused_by_its_field(name: str, imported: Any, tmp_path: Path) -> None:
     change, sentence = REFUSED[name]
     folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
-    edited("config.json", change)(folder)
+    change(folder)
     run_command(imported, tmp_path, "run", str(folder), "hello", "--max-new-tokens", "4").is_refused(sentence)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_fields_of_a_run_are_not_obeyed(name: str, unchanged: str, imported: Any, tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
+    RUNS[name](folder)
+    answer = run_command(imported, tmp_path, "run", str(folder), "hello", "--max-new-tokens", "4")
+    answer.is_answered()
+    assert answer.out.splitlines()[0] == unchanged
+
+
+@pytest.mark.parametrize("command", ["doctor", "pack", "serve"])
+def test_every_command_refuses_it_alike(command: str, imported: Any, tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
+    fields(head_dim=2**31)(folder)
+    ended = run_command(imported, tmp_path, command, str(folder), *(("--out", "store") if command == "pack" else ()))
+    ended.is_refused("config.json: head_dim=2147483648")
+
+
+def test_a_config_without_weights_is_bounded_too(imported: Any, tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 2**31}))
+    run_command(imported, tmp_path, "doctor", str(tmp_path / "config.json")).is_refused("head_dim=2147483648")

@@ -24,6 +24,7 @@ from expertly.core.units import format_nbytes, format_number, format_seconds, fo
 from expertly.lab.prompts import has_template, tokens_of
 from expertly.model.generation import generate, generation_config, max_positions
 from expertly.model.hooks import CACHE
+from expertly.model.loading import tokenizer_errors
 from expertly.model.speculation import NUM_DRAFTED
 from expertly.model.text import TextStreamer
 from expertly.sim.future import belady_hits
@@ -176,7 +177,8 @@ class Chat:
         cut = bisect.bisect_left(range(len(tokens)), len(before), key=lambda num: len(self._text(tokens[:num])))
         if self._text(tokens[:cut]) == before:
             return self._said + tokens[cut:]
-        rest: list[int] = self._tokenizer(text[len(before) :], add_special_tokens=False)["input_ids"]
+        with tokenizer_errors("prompt: the tokenizer cannot read it"):
+            rest: list[int] = self._tokenizer(text[len(before) :], add_special_tokens=False)["input_ids"]
         is_same = self.is_raw and self._text(self._said + rest) == text
         return self._said + rest if is_same else tokens
 
@@ -257,9 +259,10 @@ class Chat:
         return self._text(tokens, skip_special_tokens=True)
 
     def _text(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        text: str = self._tokenizer.decode(
-            tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        with tokenizer_errors("the tokenizer cannot write the model's tokens as text"):
+            text: str = self._tokenizer.decode(
+                tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
         return text
 
 

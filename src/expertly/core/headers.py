@@ -13,6 +13,7 @@ from typing import Any
 
 from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import PAGE_NBYTES
+from expertly.core.untrusted import HEADER, MAX_DIMENSIONS, check_value, open_file
 
 _DTYPES_OF_BITS = {
     4: "F4",
@@ -24,9 +25,6 @@ _DTYPES_OF_BITS = {
 }
 BITS = {name: bits for bits, names in _DTYPES_OF_BITS.items() for name in names.split()}
 """Bits of one element, by the name that a safetensors header uses."""
-
-MAX_HEADER_NBYTES = 100_000_000
-"""What the safetensors library accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +66,11 @@ def read_safetensors_header(path: Path, failure: type[ExpertlyError]) -> dict[st
 
 def read_header_bytes(path: Path, failure: type[ExpertlyError]) -> bytes:
     """The raw JSON of the header, whose length has been checked against the file."""
-    try:
-        with FileIO(path) as file:
+    with open_file(path, failure) as file:
+        try:
             return header_bytes_of(file, path, failure)
-    except OSError as error:
-        raise failure(f"{path}: cannot be read ({error.strerror or error})") from None
+        except OSError as error:
+            raise failure(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
 def header_bytes_of(file: FileIO, path: Path, failure: type[ExpertlyError]) -> bytes:
@@ -82,9 +80,9 @@ def header_bytes_of(file: FileIO, path: Path, failure: type[ExpertlyError]) -> b
     if len(prefix) < 8:
         raise failure(f"{path}: truncated: {size} bytes are too few for a safetensors file")
     nbytes = int.from_bytes(prefix, "little")
-    if nbytes > MAX_HEADER_NBYTES:
+    if nbytes > HEADER.nbytes:
         raise failure(
-            f"{path}: header length {nbytes}: more than the {MAX_HEADER_NBYTES} bytes accepted; "
+            f"{path}: header length {nbytes}: more than the {HEADER.nbytes} bytes accepted; "
             "damaged, or not a safetensors file"
         )
     if 8 + nbytes > size:
@@ -162,6 +160,7 @@ def _parse(path: Path, raw: bytes, failure: type[ExpertlyError]) -> dict[str, An
         raise failure(f"{path}: header is not JSON ({error}); damaged, or not a safetensors file") from None
     if not isinstance(entries, dict):
         raise failure(f"{path}: header is a JSON {type(entries).__name__}; must be an object")
+    check_value(entries, f"{path}: header", HEADER, failure)
     return entries
 
 
@@ -176,6 +175,8 @@ def tensor_info(where: str, entry: object, start: int, failure: type[ExpertlyErr
         raise failure(f"{where}: dtype={dtype!r:.80}: unknown; accepted: {', '.join(BITS)}")
     if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
         raise failure(f"{where}: shape={shape!r:.80}: must be a list of whole numbers from 0")
+    if len(shape) > MAX_DIMENSIONS:
+        raise failure(f"{where}: shape={shape!s:.80}: {len(shape)} dimensions; accepted: {MAX_DIMENSIONS}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
         raise failure(f"{where}: data_offsets={offsets!r:.80}: must be two whole numbers from 0")
     begin, end = offsets

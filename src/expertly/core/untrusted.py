@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import stat
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -25,18 +27,67 @@ class Bounds:
     depth: int = 32  # of lists and objects in each other
     items: int = 4096  # of a list or an object
     text: int = 4096  # characters of a string
+    long: Mapping[str, int] = field(default_factory=dict)  # items, and of what is in it, of some fields of the object
 
-    # Released files have at most a fifth of each bound.
+    # Released files have at most a fifth of each bound, vocabularies a third.
 
 
 SMALL = Bounds(16 << 20, items=1 << 20, text=1 << 20)
 """JSON and text files of no other kind."""
 
-CONFIG = Bounds(4 << 20, items=1 << 16)
-"""`config.json`: the longest list is a label for each class, the longest text a chat template that got in there."""
+_LABELS = dict.fromkeys(("id2label", "label2id"), 1 << 17)
+_QUANTIZED = dict.fromkeys(("quantization_config", "compression_config", "quantization"), 1 << 17)
+
+CONFIG = Bounds(16 << 20, text=1 << 18, long=_LABELS | _QUANTIZED)
+"""`config.json`: a few lists have an entry for each layer, and what is said of a quantisation one for each tensor."""
+
+GENERATION = Bounds(1 << 20)
+"""`generation_config.json`."""
 
 INDEX = Bounds(128 << 20, items=1 << 21)
 """`model.safetensors.index.json`: an entry for each tensor."""
+
+HEADER = Bounds(32 << 20, items=1 << 18, depth=4, text=1 << 20)
+"""The header of a file of safetensors: an entry for each tensor."""
+
+GGUF_HEADER = Bounds(100_000_000)
+"""What stands before the tensors of a GGUF file, the vocabulary among it."""
+
+MAX_DIMENSIONS = 64
+"""Of a tensor: torch has no more."""
+
+TOKENIZER_CONFIG = Bounds(16 << 20, items=1 << 14, text=1 << 20)
+"""`tokenizer_config.json` and the small files beside it: added tokens and chat templates."""
+
+VOCABULARY = Bounds(96 << 20, items=1 << 21, text=1 << 20, long={"added_tokens": 1 << 15})
+"""`tokenizer.json`, sentencepiece's model and other files with an entry for each token; adding tokens takes long."""
+
+TOKENIZER_PART = Bounds(0, items=1024, text=1 << 13)
+"""What `tokenizer.json` has beside the vocabulary: the longest text is a regular expression."""
+
+TEMPLATE = Bounds(1 << 20)
+"""A chat template."""
+
+_FILES_OF_A_MODEL = {
+    "config.json": CONFIG,
+    "generation_config.json": GENERATION,
+    "*.index.json": INDEX,
+    "*_config.json": TOKENIZER_CONFIG,  # of the tokenizer, of processors, of an adapter
+    "special_tokens_map.json": TOKENIZER_CONFIG,
+    "added_tokens.json": TOKENIZER_CONFIG,
+    "chat_template.json": TOKENIZER_CONFIG,
+    "*.jinja": TEMPLATE,
+    **dict.fromkeys(
+        (
+            *("tokenizer*.json", "tekken.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe"),
+            *("emoji.json", "*.vocab", "source.spm", "target.spm", "bpe.codes", "dict.txt", "tokenizer.*"),
+        ),
+        VOCABULARY,
+    ),
+}
+"""Files in a model's folder that transformers opens by itself; the first pattern that fits."""
+
+_TEMPLATES = "additional_chat_templates"
 
 
 def open_file(path: Path, failure: type[ExpertlyError]) -> FileIO:
@@ -58,12 +109,32 @@ def open_file(path: Path, failure: type[ExpertlyError]) -> FileIO:
         raise failure(f"{path}: cannot be read ({getattr(cause, 'strerror', None) or cause})") from None
 
 
+def check_model_files(folder: Path, failure: type[ExpertlyError]) -> None:
+    """Check kind, size, depth and lengths of all files of a model's folder that transformers opens by itself, before it
+    does. Raises `failure` naming the file.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+        if _TEMPLATES in names and (folder / _TEMPLATES).is_dir():
+            names += [f"{_TEMPLATES}/{name}" for name in sorted(os.listdir(folder / _TEMPLATES))]
+    except OSError as cause:
+        raise failure(f"{folder}: cannot be read ({cause.strerror or cause})") from None
+    for name in names:
+        fitting = (bounds for pattern, bounds in _FILES_OF_A_MODEL.items() if fnmatchcase(name, pattern))
+        bounds = next(fitting, None)
+        if bounds is None:
+            continue
+        if name.endswith(".json") and bounds is not VOCABULARY:  # which takes as long to parse as to use
+            read_json_object(folder / name, failure, bounds)
+        else:
+            with open_file(folder / name, failure) as file:
+                _check_size(folder / name, file, bounds, failure)
+
+
 def read_file(path: Path, bounds: Bounds, failure: type[ExpertlyError]) -> bytes:
     """All bytes of a file. Raises `failure` naming the file, also where it is longer than `bounds` say."""
     with open_file(path, failure) as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        if nbytes > bounds.nbytes:
-            raise failure(f"{path}: {nbytes} bytes; accepted: {bounds.nbytes}")
+        _check_size(path, file, bounds, failure)
         try:
             raw = file.read(bounds.nbytes + 1)
         except OSError as cause:
@@ -97,22 +168,20 @@ def check_value(value: Any, name: str, bounds: Bounds, failure: type[ExpertlyErr
     """Raises `failure` where a value as JSON has it nests deeper, or has a longer list, object or string, than `bounds`
     say; `name` is what the message calls it.
     """
-    left: list[tuple[Any, tuple[str, ...]]] = [(value, ())]
+    left: list[tuple[Any, tuple[str, ...]]] = [(value, ())] if isinstance(value, str | dict | list) else []
     while left:
         item, path = left.pop()
-        if not isinstance(item, str | dict | list):
-            continue
-        most = bounds.text if isinstance(item, str) else bounds.items
+        most = (
+            bounds.text if isinstance(item, str) else bounds.long.get(path[0], bounds.items) if path else bounds.items
+        )
         if len(item) > most or len(path) > bounds.depth:
-            field = ".".join(path)[:80]
+            names = ".".join(path)[:80]
             said = f"{len(item)} {'characters' if isinstance(item, str) else 'entries'}; accepted: {most}"
             if len(path) > bounds.depth:
                 said = f"nests deeper than {bounds.depth} levels"
-            raise failure(f"{name}: {f'{field}: ' if field else ''}{said}")
-        if isinstance(item, dict):
-            left += [(inner, (*path, str(key))) for key, inner in item.items() if isinstance(inner, str | dict | list)]
-        elif isinstance(item, list):
-            left += [(inner, (*path, str(at))) for at, inner in enumerate(item) if isinstance(inner, str | dict | list)]
+            raise failure(f"{name}: {f'{names}: ' if names else ''}{said}")
+        inner = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()
+        left += [(part, (*path, str(key))) for key, part in inner if isinstance(part, str | dict | list)]
 
 
 def is_plain_name(name: object) -> bool:
@@ -124,3 +193,9 @@ def _check_kind(path: Path, about: os.stat_result, failure: type[ExpertlyError])
     if not stat.S_ISREG(about.st_mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
         raise failure(f"{path}: {kinds.get(stat.S_IFMT(about.st_mode), 'a device')}; must be a file")
+
+
+def _check_size(path: Path, file: FileIO, bounds: Bounds, failure: type[ExpertlyError]) -> None:
+    nbytes = os.fstat(file.fileno()).st_size
+    if nbytes > bounds.nbytes:
+        raise failure(f"{path}: {nbytes} bytes; accepted: {bounds.nbytes}")

@@ -29,7 +29,7 @@ from expertly.engine.process import keep_few_primitives, keep_off_trapped_instru
 from expertly.engine.reading import layer_rows
 from expertly.engine.runtime import combine, dispatch
 from expertly.model.gguf import open_checkpoint
-from expertly.model.loading import load_dense, load_tokenizer
+from expertly.model.loading import load_dense, load_tokenizer, tokenizer_errors
 from expertly.model.packing import Packing, Weights
 from expertly.native.kernels import choose_kernels
 from expertly.store.cache import store_errors
@@ -71,7 +71,8 @@ def measured(store: PackedStore, text: Path | None = None, progress: Progress | 
         lacking = "the model has no tokenizer" if tokenizer is None else f"{source}, which was packed, is not there"
         raise ConfigError(f"text={str(text)!r}: {lacking}: there is nothing to measure with")
     name, read = ("expertly's own prompts", _own_text()) if text is None else (str(text), _read(text))
-    tokens: list[int] = tokenizer(read, verbose=False)["input_ids"]
+    with tokenizer_errors(f"{store.extras}: the tokenizer"):
+        tokens: list[int] = tokenizer(read, verbose=False)["input_ids"]
     if not tokens:
         raise ConfigError(f"text={name!r}: gives no token; write at least one word")
     checkpoint = open_checkpoint(source)

@@ -50,15 +50,20 @@ def has_template(tokenizer: Any) -> bool:
 
 def tokens_of(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, is_raw: bool = False) -> list[int]:
     """The tokens of a conversation, up to where the model goes on: by the chat template, or with `is_raw`, or where
-    there is no template, of the mere text. Raises ConfigError where the template refuses the messages, or does not end.
+    there is no template, of the mere text. Raises ConfigError where the template refuses the messages, or does not end,
+    CheckpointError where the tokenizer fails.
     """
-    if is_raw or not has_template(tokenizer):
-        return list(tokenizer("".join(one["content"] for one in messages), return_token_type_ids=False)["input_ids"])
+    from expertly.model.loading import tokenizer_errors
     from expertly.model.text import rendered
 
-    how = {"add_generation_prompt": True, "tokenize": False}
-    text = rendered(lambda: tokenizer.apply_chat_template(list(messages), **how))
-    return list(tokenizer(text, add_special_tokens=False, return_token_type_ids=False)["input_ids"])
+    if is_raw or not has_template(tokenizer):
+        text, how = "".join(one["content"] for one in messages), {}
+    else:
+        written = {"add_generation_prompt": True, "tokenize": False}
+        text = rendered(lambda: tokenizer.apply_chat_template(list(messages), **written))
+        how = {"add_special_tokens": False}
+    with tokenizer_errors("prompt: the tokenizer cannot read it"):
+        return list(tokenizer(text, return_token_type_ids=False, **how)["input_ids"])
 
 
 def asked(

@@ -8,11 +8,10 @@ E experts, H hidden, I intermediate, M matrices of an expert.
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +32,7 @@ from expertly.formats import (
 )
 from expertly.formats.gguf import OF_GGUF_TYPE
 from expertly.model.dequantizer import GroupDequantizer
-from expertly.model.structure import ExpertsSite
+from expertly.model.structure import ExpertsSite, first_line, quiet
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
 
@@ -131,20 +130,10 @@ def make_quantizer(quantization: object, dtype: str) -> Any | None:
     try:
         with quiet():
             return AutoHfQuantizer.from_config({**quantization, "dequantize": True}, pre_quantized=True)
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
-        raise UnsupportedModelError(f"quantization_config={quantization!r:.200}: {error}; {accepted}") from error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without transformers' warnings: quantizers warn that they dequantise, which is intended here."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    except Exception as error:  # the quantizers' own code, and the validators of their configs
+        raise UnsupportedModelError(
+            f"quantization_config={quantization!r:.80}: {first_line(error)}; {accepted}"
+        ) from error
 
 
 class Conversion:
@@ -219,6 +208,30 @@ class Conversion:
             and not any(re.search(pattern, name) for pattern in ignored)
         ]
 
+    def why_missing(self, checkpoint: Checkpoint, target: str, num_experts: int = 0) -> str:
+        """Why a checkpoint makes no parameter `target`, as far as the names of its tensors tell. `num_experts`: of the
+        layer, where it is one of experts.
+        """
+        names = sorted(checkpoint.tensors, key=core_model_loading.dot_natural_key)
+        model_type = self._model.config.model_type
+        unknown = [name for name in names if self.target(name)[0] not in self._parameters]
+        if len(unknown) == len(names):
+            return f"none of its {len(names)} tensors is one of a {model_type} ({', '.join(names[:2])}, ...)"
+        for stack, number in re.findall(r"(\w+)\.(\d+)\.", target)[:1]:
+            present = {int(found) for name in names for found in re.findall(rf"\b{stack}\.(\d+)\.", name)}
+            if present and int(number) not in present:
+                return (
+                    f"its tensors are of {len(present)} {stack}, from {min(present)} to {max(present)}, and "
+                    "config.json makes more; or a file of weights is not whole"
+                )
+        block = target.rpartition(".experts.")[0].rpartition(".")[2] or target.split(".")[-2]
+        near = next((name for name in unknown if block in name), None)
+        if near is not None:
+            return f"{near} and tensors like it are none of a {model_type}: renamed, or of another model_type"
+        if num_experts:
+            return f"config.json says {num_experts} experts"
+        return f"config.json makes it ({'x'.join(map(str, self.shape(target)))}), and no tensor's name is like it"
+
     def convert(
         self, group: Group, tensors: Tensors, target: str | None = None, is_one_row: bool = False
     ) -> torch.Tensor:
@@ -238,7 +251,7 @@ class Conversion:
         except (ValueError, RuntimeError, KeyError, IndexError, AttributeError, TypeError) as error:
             converter.collected_tensors.clear()
             raise CheckpointError(
-                f"tensors {', '.join(group.names[:3])}, ...: cannot be made into {group.target}: {error}"
+                f"tensors {', '.join(group.names[:3])}, ...: cannot be made into {group.target}: {first_line(error)}"
             ) from error
         wanted = target or group.target
         if wanted not in made:
@@ -296,7 +309,8 @@ class ExpertsReader:
             made_by = (one for one in groups.values() if target in conversion.targets(one))
             group = groups.get(target) or next(made_by, None)
             if group is None:
-                raise CheckpointError(f"the checkpoint has no tensor for {target}; {self._says_config}")
+                why = conversion.why_missing(checkpoint, target, site.geometry.num_experts)
+                raise CheckpointError(f"{checkpoint.folder}: no tensor for {target}: {why}")
             self._groups[target] = group
         self._format = self._format_of(kept) if kept else None
         self._rounding = rounding
@@ -449,15 +463,16 @@ class ExpertsReader:
         folder, num_experts = self._checkpoint.folder, self._site.geometry.num_experts
         for pattern, names in group.sources.items():
             if group.is_per_expert:
+                indices = group.expert_indices(pattern)
+                absent = sorted({*range(num_experts)} - {*indices}) if indices else []
+                which = f": expert {absent[0]} is not in the checkpoint" if absent else ""
                 if len(names) != num_experts:
                     raise CheckpointError(
                         f"{folder}: {self._site.name}: the checkpoint has {len(names)} experts, but config.json says "
-                        f"{num_experts} (tensor {names[0]!r} and its like)"
+                        f"{num_experts} (tensor {names[0]!r} and its like){which}"
                     )
-                indices = group.expert_indices(pattern)
-                missing = next((i for i, index in enumerate(indices) if i != index), None)
-                if missing is not None:
-                    raise CheckpointError(f"{folder}: {self._site.name}: expert {missing} is not in the checkpoint")
+                if which:
+                    raise CheckpointError(f"{folder}: {self._site.name}{which}")
             elif len(names) != 1:
                 raise CheckpointError(f"{folder}: tensors {', '.join(names[:3])} all claim to be {target}")
             self._check_alike(names, group)
@@ -472,11 +487,12 @@ class ExpertsReader:
     def _check_alike(self, names: list[str], group: Group) -> None:
         refs = [self._checkpoint.tensors[name] for name in names]
         first, named = refs[0], f"{refs[0].path}: tensor {names[0]!r}"
+        most = Counter((ref.dtype, ref.shape) for ref in refs).most_common(1)[0][0]
         for name, ref in zip(names, refs, strict=True):
-            if (ref.dtype, ref.shape) != (first.dtype, first.shape):
+            if (ref.dtype, ref.shape) != most:
                 raise CheckpointError(
                     f"{ref.path}: tensor {name!r}: {ref.dtype} {list(ref.shape)} is unlike that of other experts, "
-                    f"{first.dtype} {list(first.shape)}"
+                    f"{most[0]} {list(most[1])}"
                 )
         num_experts = self._site.geometry.num_experts
         if self._site.is_fused and not group.is_per_expert and first.shape and first.shape[0] != num_experts:

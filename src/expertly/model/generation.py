@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,62 +14,116 @@ import torch
 from transformers import GenerationConfig
 
 from expertly.core.errors import CheckpointError, ConfigError
-from expertly.core.untrusted import read_json_object
+from expertly.core.untrusted import CONFIG, GENERATION, read_json_object
+from expertly.model.structure import first_line, quiet
 
 FILE_NAME = "generation_config.json"
 
-_FLAGS = ("do_sample", "use_cache", "token_healing", "remove_invalid_values")
-_NUMBERS = (
-    *("temperature", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"),
-    *("encoder_repetition_penalty", "diversity_penalty", "length_penalty", "guidance_scale", "penalty_alpha"),
-    "max_time",
-)
+_MAX_STOPS, _MAX_STOP = 16, 256
+"""Stop strings, and characters of each: transformers compares each with each token of the vocabulary."""
+
+_MAX_BEAMS = 256
+
+_FLAGS = ("do_sample", "use_cache", "token_healing", "remove_invalid_values", "renormalize_logits")
+_SHARES = ("top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_FACTORS = ("repetition_penalty", "encoder_repetition_penalty")
+_NUMBERS = ("length_penalty", "guidance_scale")
+_AMOUNTS = ("temperature", "max_time")
 _COUNTS = (
-    *("top_k", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences"),
+    *("top_k", "max_length", "max_new_tokens", "min_length", "min_new_tokens"),
     *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
 )
+_BEAMS = ("num_beams", "num_return_sequences")
+_ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TOKENS = (
-    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
-    *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
+    *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+    *("suppress_tokens", "begin_suppress_tokens"),
 )
 
 
-def _is_tokens(value: Any) -> bool:
-    return type(value) is int or (isinstance(value, list) and all(type(one) is int for one in value))
+def _is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and least <= value <= most
+
+
+def _are_tokens(value: Any, least: int, most: int) -> bool:
+    tokens = value if isinstance(value, list) else [value]
+    return all(type(token) is int and least <= token <= most for token in tokens)
 
 
 def _is_texts(value: Any) -> bool:
     texts = value if isinstance(value, list) else [value]
-    return bool(texts) and all(isinstance(one, str) and one for one in texts)
+    return 0 < len(texts) <= _MAX_STOPS and all(isinstance(text, str) and 0 < len(text) <= _MAX_STOP for text in texts)
 
 
-_KINDS: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
-    (_FLAGS, lambda value: type(value) is bool, "true or false"),
-    (_NUMBERS, lambda value: type(value) in (int, float), "a number"),
-    (_COUNTS, lambda value: type(value) is int, "a whole number"),
-    (_TOKENS, _is_tokens, "a token's number, or a list of them"),
-    (("stop_strings",), _is_texts, "a text, or a list of them"),
-)
+def _kinds(vocabulary: int) -> tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...]:
+    """Fields that change a text, with what they may be."""
+
+    def is_sequence(value: Any) -> bool:
+        return isinstance(value, list) and bool(value) and _are_tokens(value, 0, vocabulary - 1)
+
+    def are_pairs(value: Any) -> bool:
+        pairs = value if isinstance(value, list) and value else [None]
+        return all(
+            isinstance(pair, list) and len(pair) == 2 and is_sequence(pair[0]) and _is_number(pair[1]) for pair in pairs
+        )
+
+    def is_penalty(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and type(value[0]) is int and _is_number(value[1])
+
+    tokens = "a token's number, or a list of them"
+    return (
+        (_FLAGS, lambda value: type(value) is bool, "true or false"),
+        (_SHARES, lambda value: _is_number(value, 0, 1), "a number from 0 to 1"),
+        (_FACTORS, lambda value: _is_number(value, 1e-6), "a number above 0"),
+        (_NUMBERS, _is_number, "a number"),
+        (_AMOUNTS, lambda value: _is_number(value, 0), "a number from 0"),
+        (_COUNTS, lambda value: type(value) is int and -1 <= value < 1 << 63, "a whole number"),
+        (_BEAMS, lambda value: type(value) is int and 1 <= value <= _MAX_BEAMS, f"1 to {_MAX_BEAMS}"),
+        (_ENDS, lambda value: _are_tokens(value, -1, (1 << 63) - 1), tokens),
+        (_TOKENS, lambda value: _are_tokens(value, 0, vocabulary - 1), f"{tokens}, of {vocabulary}"),
+        (("stop_strings",), _is_texts, f"a text of at most {_MAX_STOP} characters, or a list of at most {_MAX_STOPS}"),
+        (("early_stopping",), lambda value: type(value) is bool or value == "never", 'true, false or "never"'),
+        (
+            ("bad_words_ids",),
+            lambda value: isinstance(value, list) and bool(value) and all(map(is_sequence, value)),
+            f"lists of tokens, of {vocabulary}",
+        ),
+        (("sequence_bias",), are_pairs, f"pairs of a list of tokens, of {vocabulary}, and a number"),
+        (("exponential_decay_length_penalty",), is_penalty, "a whole number and a number"),
+        (("watermarking_config",), lambda value: isinstance(value, dict), "an object"),
+    )
 
 
-def read_config(folder: str | os.PathLike[str], model_config: Path) -> GenerationConfig:
-    """The generation config in a folder, else of the model's config, as in transformers. Refuses fields of a wrong
-    type, on which that fails late or without naming the field. Raises CheckpointError naming file, field, value and
-    what is accepted.
+def read_config(folder: str | os.PathLike[str], model_config: Path, vocabulary: int) -> GenerationConfig:
+    """The generation config in a folder, else of the model's config, as in transformers. Only fields that change a text
+    are read: others say how somebody ran the model, some of them by code of the hub. Raises CheckpointError naming
+    file, field, value and what is accepted.
     """
     path = Path(folder) / FILE_NAME
-    if not path.exists():
-        return GenerationConfig.from_model_config(read_json_object(model_config, CheckpointError))
-    found = read_json_object(path, CheckpointError)
-    for names, is_right, accepted in _KINDS:
+    is_own = os.path.lexists(path)
+    path = path if is_own else model_config
+    said = read_json_object(path, CheckpointError, GENERATION if is_own else CONFIG)
+    if not is_own:
+        inner = next((said[name] for name in ("decoder", "generator", "text_config") if said.get(name)), None)
+        said = {**(inner if isinstance(inner, dict) else {}), **{k: v for k, v in said.items() if v is not None}}
+    fields = {}
+    for names, is_right, accepted in _kinds(vocabulary):
         for name in names:
-            value = found.get(name)
-            if value is not None and not is_right(value):
+            value = said.get(name)
+            if value is None:
+                continue
+            if not is_right(value):
                 raise CheckpointError(f"{path}: {name}={value!r:.80}: must be {accepted}")
+            fields[name] = value
+    if _are_tokens(fields.get("pad_token_id"), -1, -1):  # as some write that there is none
+        del fields["pad_token_id"]
     try:
-        return GenerationConfig.from_pretrained(os.fspath(folder), local_files_only=True)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path}: transformers refuses it: {' '.join(str(error).split())}") from None
+        with quiet():
+            config = GenerationConfig.from_dict(fields | ({} if is_own else {"_from_model_config": True}))
+    except Exception as cause:  # whatever transformers' own classes for some of the fields meet
+        raise CheckpointError(f"{path}: transformers refuses it: {first_line(cause)}") from None
+    config._original_object_hash = hash(config)  # as `from_pretrained` does
+    return config
 
 
 def generation_config(

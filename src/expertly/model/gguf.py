@@ -27,7 +27,8 @@ from transformers import (
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.formats.gguf import OF_GGUF_TYPE
-from expertly.model.conversion import Conversion, Group, Tensors, quiet
+from expertly.model.conversion import Conversion, Group, Tensors
+from expertly.model.structure import quiet
 from expertly.store.checkpoint import Checkpoint, check_claims
 from expertly.store.gguf import SUFFIX, GgufFiles
 from expertly.store.manifest import IS_FLOAT

@@ -13,7 +13,7 @@ from pathlib import Path
 from expertly.core.errors import CheckpointError, DownloadError
 from expertly.core.files import existing_parent
 from expertly.core.headers import read_safetensors_header, tensor_info
-from expertly.core.untrusted import is_plain_name, read_json_object
+from expertly.core.untrusted import CONFIG, is_plain_name, read_json_object
 from expertly.store.cache import check_space
 from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, TensorRef, check_claims
 
@@ -168,7 +168,7 @@ class HubModel:
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
-        config = read_json_object(folder / "config.json", CheckpointError)
+        config = read_json_object(folder / "config.json", CheckpointError, CONFIG)
         disable_progress_bars()
         try:
             with hub_errors(self.name):

@@ -14,17 +14,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from transformers.utils import logging as transformers_logging
 
-from expertly.core.errors import CheckpointError, ConfigError, ModelUseError, StoreError
+from expertly.core.errors import CheckpointError, ConfigError, ExpertlyError, ModelUseError, StoreError
+from expertly.core.untrusted import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_PART,
+    VOCABULARY,
+    check_model_files,
+    check_value,
+    is_plain_name,
+    read_json_object,
+)
 from expertly.model import generation, hooks
 from expertly.model.batching import bounded_config, refuse_compiled
 from expertly.model.lean import import_shapes
 from expertly.model.speculation import Speculation
-from expertly.model.structure import Unvalued, find_experts, model_class_of, read_config
+from expertly.model.structure import Unvalued, find_experts, first_line, model_class_of, quiet, read_config
 from expertly.model.tiled import put_tiles
 from expertly.store.packed import DENSE_NAME
 
@@ -38,7 +49,13 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "vocab.json",
     "vocab.txt",
+    "tiktoken.model",
+    "tekken.json",
 )
+
+
+_MAX_GROWTH = 64
+"""Characters that a normalizer may make of one: three for the byte of a space, in released ones."""
 
 
 def load_dense(
@@ -66,7 +83,7 @@ def load_dense(
         _strippable(model_class_of(config), manifest).from_pretrained,
         folder,
         config=config,
-        generation_config=generation.read_config(beside, Path(folder) / "config.json"),
+        generation_config=generation.read_config(beside, Path(folder) / "config.json", _vocabulary(config)),
         dtype=dtype,
         experts_implementation=hooks.IMPLEMENTATION,
         output_loading_info=True,
@@ -91,6 +108,10 @@ def load_dense(
     hooks.attach(model, manifest.sites, runtime)
     model._expertly_runtime, model._expertly_is_sealed = runtime, True
     return model
+
+
+def _vocabulary(config: PreTrainedConfig) -> int:
+    return int(getattr(config.get_text_config(decoder=True), "vocab_size", 1 << 31))
 
 
 def load_experts(store_folder: str | os.PathLike[str], manifest: Manifest, dtype: torch.dtype) -> list[nn.Module]:
@@ -121,13 +142,95 @@ def load_experts(store_folder: str | os.PathLike[str], manifest: Manifest, dtype
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
-    """The tokenizer in a store, None where it has none. Raises CheckpointError where it cannot be read."""
-    if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
+    """The tokenizer in a model's folder, None where it has none. All files there that transformers reads are checked
+    before. Raises CheckpointError where one cannot be read, or the tokenizer is code, which is not run.
+    """
+    folder = Path(folder)
+    check_model_files(folder, CheckpointError)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
+    settings, vocabulary = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if settings.exists():
+        _check_settings(settings, has_vocabulary=vocabulary.exists())
+    if vocabulary.exists():
+        _check_vocabulary(vocabulary)
+    config = read_config(folder) if (folder / "config.json").exists() else PreTrainedConfig()
+    with tokenizer_errors(f"{folder}: the tokenizer cannot be read"), quiet():
+        return AutoTokenizer.from_pretrained(
+            os.fspath(folder), config=config, local_files_only=True, trust_remote_code=False
+        )
+
+
+@contextlib.contextmanager
+def tokenizer_errors(doing: str, failure: type[ExpertlyError] = CheckpointError) -> Iterator[None]:
+    """Turn whatever `tokenizers` and transformers raise while a tokenizer is read or used into a `failure` that begins
+    with `doing`. To be put around such a call alone.
+
+    `tokenizers` raises plain Exception, and where Rust panics a BaseException of its own, of which Rust writes some
+    lines to stderr by itself.
+    """
     try:
-        return AutoTokenizer.from_pretrained(os.fspath(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise CheckpointError(f"{folder}: the tokenizer cannot be read: {error}") from error
+        yield
+    except ExpertlyError:
+        raise
+    except Exception as cause:
+        raise failure(f"{doing}: {first_line(cause)}") from cause
+    except BaseException as cause:
+        if type(cause).__name__ != "PanicException":
+            raise
+        raise failure(f"{doing}: {first_line(cause)}") from cause
+
+
+def _check_settings(path: Path, *, has_vocabulary: bool) -> None:
+    """Refuse a tokenizer that is code, unless its vocabulary also stands beside it in the form that needs none."""
+    settings = read_json_object(path, CheckpointError, TOKENIZER_CONFIG)
+    name, code = settings.get("tokenizer_class"), settings.get("auto_map")
+    if name is not None and not isinstance(name, str):
+        raise CheckpointError(f"{path}: tokenizer_class={name!r:.80}: must be a name")
+    files = settings.get("fast_tokenizer_files", [])
+    if not isinstance(files, list) or not all(is_plain_name(file) for file in files):
+        raise CheckpointError(f"{path}: fast_tokenizer_files={files!r:.80}: must be names of files beside it")
+    if code is not None and not isinstance(code, dict | list):
+        raise CheckpointError(f"{path}: auto_map={code!r:.80}: must be an object")
+    by_code = code.get("AutoTokenizer") if isinstance(code, dict) else code
+    if has_vocabulary:
+        return
+    written = "a tokenizer.json written by tokenizer.backend_tokenizer.save, or prompts for another tokenizer"
+    if by_code:
+        raise CheckpointError(
+            f"{path}: auto_map={by_code!r:.80}: the tokenizer is code, which is not run, and others split text "
+            f"differently; accepted: {written}"
+        )
+    if name and all(tokenizer_class_from_name(name.removesuffix("Fast") + end) is None for end in ("", "Fast")):
+        raise CheckpointError(
+            f"{path}: tokenizer_class={name!r:.80}: not a tokenizer of transformers {transformers.__version__}; "
+            f"accepted: {written}"
+        )
+
+
+def _check_vocabulary(path: Path) -> None:
+    """Refuse a `tokenizer.json` that is long where vocabularies are not, or makes long texts of short ones."""
+    tokenizer = read_json_object(path, CheckpointError, VOCABULARY)
+    growth = 1
+    for name, part in tokenizer.items():
+        if name in ("model", "added_tokens"):
+            continue
+        for step in _steps(part):
+            step.pop("precompiled_charsmap", None)
+            made = [step.get(key) for key in ("content", "prepend")]
+            if name == "normalizer":
+                growth *= max([1, *(len(text) for text in made if isinstance(text, str))])
+        check_value(part, f"{path}: {name}", TOKENIZER_PART, CheckpointError)
+    if growth > _MAX_GROWTH:
+        raise CheckpointError(f"{path}: normalizer: makes {growth} characters of one; accepted: {_MAX_GROWTH}")
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """The objects in a part of a tokenizer."""
+    if isinstance(part, dict):
+        yield part
+    for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        yield from _steps(inner)
 
 
 @contextlib.contextmanager

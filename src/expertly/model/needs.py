@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from expertly.core.geometry import DenseShape, LayerGeometry, stored_as
-from expertly.core.untrusted import read_json_object
+from expertly.core.untrusted import CONFIG, read_json_object
 from expertly.formats import expert_format
 from expertly.formats.fp8 import FP8
 from expertly.model import hooks
@@ -109,7 +109,7 @@ def _of_folder(name: str, folder: Path, dtype: str | None, *, has_weights: bool)
         return _of_checkpoint(name, checkpoint, dtype, sizes, is_here=True)
     path, kept = folder / "config.json", ""
     if path.is_file():  # else reading the config says what is wanted
-        config = read_json_object(path, CheckpointError)
+        config = read_json_object(path, CheckpointError, CONFIG)
         check_claims(path, config, None, CheckpointError)
         kept = kept_format(config, "bfloat16") if dtype is None else ""
     return _of_config(name, folder, Weights(check_store_dtype(dtype or "bfloat16"), kept), None, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from expertly.core.costs import CODECS, check_codec
 from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.headers import TensorSpec
+from expertly.core.untrusted import CONFIG, check_model_files, read_file
 from expertly.data import demo_folder
 from expertly.formats import FORMATS, TiledFormat, format_of, rounding_format
 from expertly.formats.gguf import OF_GGUF_TYPE
@@ -62,6 +64,8 @@ from expertly.store.writer import Progress, StoreWriter, begun_codec, renew_extr
 
 DEMO_NAME = "demo"
 
+_ADAPTER_NAME = "adapter_config.json"
+
 _PACKED_ROWS = 1024
 """Of a dense matrix at a time."""
 
@@ -89,6 +93,7 @@ def pack_cached(
     if folder is None and quantize is None:
         folder = _streamed(str(model), dtype, codec, cache_dir)
     folder = folder or _download(str(model), stores_folder(cache_dir), dtype, quantize, cache_dir)
+    _check_files(folder)
     if is_packed_store(folder):
         why = "the packed store is in it" if codec == "auto" else "it was asked for"
         return replace(open_store(folder, dtype, codec, quantize=quantize), why_codec=why)
@@ -121,9 +126,23 @@ def pack(
     if is_packed_store(Path(source)):
         raise CheckpointError(f"{source}: already a packed store; give the checkpoint that it was packed from")
     checkpoint = open_checkpoint(Path(source))
+    _check_files(checkpoint.folder)
     weights = weights_of(checkpoint, dtype, quantize)
     store = _pack(checkpoint, dict.fromkeys(CODECS, Path(folder)), weights, codec, progress)
     return store if checkpoint.gguf else renew_extras(store, checkpoint.folder)  # whose own are in its header
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse small files that transformers must not open, before anything is packed, and say what is left out."""
+    if not folder.is_dir():
+        return
+    check_model_files(folder, CheckpointError)
+    if (folder / _ADAPTER_NAME).exists():
+        logging.getLogger("expertly").warning(
+            "%s: an adapter (LoRA) is not applied: texts are those of the model without it; merge it into the weights "
+            "first (PEFT's merge_and_unload)",
+            folder / _ADAPTER_NAME,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +180,18 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None =
         return Weights(check_store_dtype(dtype))
     computed = default_dtype(checkpoint)
     dtypes = {name: ref.dtype for name, ref in checkpoint.tensors.items()}
-    return Weights(computed, kept_formats(checkpoint) or kept_format(checkpoint.config, computed, dtypes))
+    with _named(checkpoint):
+        return Weights(computed, kept_formats(checkpoint) or kept_format(checkpoint.config, computed, dtypes))
+
+
+@contextlib.contextmanager
+def _named(checkpoint: Checkpoint) -> Iterator[None]:
+    """What is wrong with a quantisation also says of which file."""
+    try:
+        yield
+    except CheckpointError as error:
+        file = checkpoint.folder if checkpoint.gguf else checkpoint.folder / "config.json"
+        raise type(error)(str(error) if str(checkpoint.folder) in str(error) else f"{file}: {error}") from None
 
 
 def kept_format(config: Mapping[str, Any], dtype: str, dtypes: Mapping[str, str] | None = None) -> str:
@@ -361,9 +391,10 @@ class Packing:
         rounding = rounding_format(weights.rounded_to) if weights.rounded_to else None
         kept = weights.format if rounding is None else ""
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
-        quantizer = make_quantizer(checkpoint.config.get("quantization_config"), dtype)
-        if isinstance(quantizer, GroupDequantizer):
-            quantizer.check_names(checkpoint.tensors)
+        with _named(checkpoint):
+            quantizer = make_quantizer(checkpoint.config.get("quantization_config"), dtype)
+            if isinstance(quantizer, GroupDequantizer):
+                quantizer.check_names(checkpoint.tensors)
         model = build_meta_model(config_of(checkpoint), self._torch_dtype)
         self._plain = self._conversion = Conversion(model)
         if checkpoint.gguf:
@@ -384,8 +415,9 @@ class Packing:
         self._dense = self._plan_dense([g for g in groups.values() if not self.expert_names.intersection(g.names)])
         missing = self._conversion.missing(groups)
         if missing:
-            raise CheckpointError(f"{checkpoint.folder}: no tensor for {missing[0]} (and {len(missing) - 1} others)")
-
+            why = self._conversion.why_missing(checkpoint, missing[0])
+            more = f" and {len(missing) - 1} more" if missing[1:] else ""
+            raise CheckpointError(f"{checkpoint.folder}: no tensor for {missing[0]}{more}: {why}")
         self.layers = tuple(reader.geometry for reader in self._readers)
 
     @property
@@ -565,6 +597,6 @@ class Packing:
         if self._checkpoint.gguf:
             return (json.dumps(self._checkpoint.config, indent=2) + "\n").encode()
         if not self._checkpoint.config.get("quantization_config"):
-            return (self._checkpoint.folder / "config.json").read_bytes()
+            return read_file(self._checkpoint.folder / "config.json", CONFIG, CheckpointError)
         config = {key: value for key, value in self._checkpoint.config.items() if key != "quantization_config"}
         return (json.dumps(config, indent=2) + "\n").encode()

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from expertly.core.costs import CODECS, check_codec
-from expertly.core.errors import ConfigError, DownloadError, StoreError
+from expertly.core.errors import CheckpointError, ConfigError, DownloadError, StoreError
 from expertly.core.headers import TensorSpec
+from expertly.core.untrusted import CONFIG, read_file
 from expertly.model.hub import HubModel, arrived
 from expertly.model.packing import Packing, check_codec_of, local_folder, open_store, weights_of
 from expertly.store.cache import check_space, entry_folder, make_room_for_this_version, store_errors
@@ -56,7 +57,7 @@ def pack_streamed(
     hub.fetch_small_files(here)
     checkpoint = hub.checkpoint(here)
     weights = weights_of(checkpoint, dtype)
-    identity = hub.identity((here / "config.json").read_bytes())
+    identity = hub.identity(read_file(here / "config.json", CONFIG, CheckpointError))
     model_type = str(checkpoint.config.get("model_type"))
     folders = {one: folder or entry_folder(model_type, identity, weights.label, cache_dir, one) for one in CODECS}
     for one in () if folder else folders.values():

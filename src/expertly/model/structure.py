@@ -6,7 +6,10 @@ It is found in the model itself, not in a table of families.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import logging
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,11 +20,12 @@ import torch
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.core.geometry import DenseShape, LayerGeometry
+from expertly.core.untrusted import CONFIG, read_json_object
 from expertly.model.hooks import experts_modules
 from expertly.model.lean import import_shapes
 
@@ -62,22 +66,106 @@ class ExpertsSite:
         return f"{self.name}.expert_{expert}.{first}.weight", f"{self.name}.expert_{expert}.{second}.weight"
 
 
+_OF_A_RUN = re.compile(
+    r"_.*|(attn|experts)_implementation|(use_)?return_dict|output_(attentions|hidden_states|router_logits)|torchscript|"
+    r"gradient_checkpointing|pruned_heads|problem_type|finetuning_task|id2label|label2id|num_labels|auto_map|"
+    r"attribute_map|sub_configs|base_config_key|keys_to_ignore_at_inference|has_no_defaults_at_init|base_model_\w+_plan"
+)
+"""Fields of config.json that say nothing of a model's text: how somebody ran or trained it, and names of code. They are
+not passed on to transformers, which would obey some of them.
+"""
+
+
 def read_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
     """The config of a checkpoint folder. Raises CheckpointError or UnsupportedModelError with the reason."""
     path = Path(folder) / "config.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise CheckpointError(f"{folder}: no config.json; a checkpoint folder in the format of transformers is needed")
+    raw = read_json_object(path, CheckpointError, CONFIG)
+    model_type, architectures = raw.get("model_type"), raw.get("architectures")
+    if not isinstance(model_type, str):
+        raise CheckpointError(f"{path}: model_type={model_type!r:.80}: must be the name of a family")
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
+    ):
+        raise CheckpointError(f"{path}: architectures={architectures!r:.80}: must be a list of names")
+    if model_type not in CONFIG_MAPPING:
+        code = "; it is code that comes with the checkpoint (auto_map), which is not run" if "auto_map" in raw else ""
+        raise UnsupportedModelError(
+            f"{path}: model_type={model_type!r:.80}: not a family of transformers {transformers.__version__}{code}; "
+            f"{_SUPPORTED}"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    fields = _of_the_model(raw)
+    if not fields.get("quantization_config"):
+        fields.pop("quantization_config", None)
+    for name in fields:
+        member = inspect.getattr_static(config_class, name, None)
+        if inspect.isroutine(member) or isinstance(member, property | classmethod):
+            raise CheckpointError(f"{path}: {name}={fields[name]!r:.80}: not a field of a config")
     try:
-        return AutoConfig.from_pretrained(os.fspath(folder), trust_remote_code=False, local_files_only=True)
-    except (OSError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a config that transformers reads: {error}") from error
-    except ValueError as error:
-        reason = str(error).splitlines()[0] if str(error) else "invalid"
-        raise UnsupportedModelError(f"{path}: {reason}; {_SUPPORTED}") from error
-    except Exception as error:  # huggingface_hub's validation errors derive from Exception alone
-        if type(error).__module__.startswith("huggingface_hub"):
-            raise CheckpointError(f"{path}: {error}") from error
-        raise
+        with quiet():
+            config = config_class.from_dict(fields)
+    except Exception as cause:  # transformers and the hub's validators raise whatever they meet
+        raise CheckpointError(f"{path}: transformers makes no config of it: {first_line(cause)}") from cause
+    config.name_or_path = os.fspath(folder)
+    _check_text(path, config)
+    return config
+
+
+def _of_the_model(value: Any) -> Any:
+    """A config's fields, and those of the configs in it, without `_OF_A_RUN`. JSON has no infinity: transformers writes
+    an object for it.
+    """
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:
+        return float("inf") if value["__float__"] == "Infinity" else value
+    return {
+        key: inner if key in CONFIG.long else _of_the_model(inner)
+        for key, inner in value.items()
+        if not _OF_A_RUN.fullmatch(key)
+    }
+
+
+def _check_text(path: Path, config: PreTrainedConfig) -> None:
+    """Refuse what is only found when a text is made, or not at all."""
+    try:
+        text = config.get_text_config(decoder=True)
+    except Exception as cause:  # whatever is in its place
+        raise CheckpointError(f"{path}: transformers finds no text model in it: {first_line(cause)}") from cause
+    vocabulary, padding = getattr(text, "vocab_size", None), getattr(text, "pad_token_id", None)
+    if type(padding) is int and type(vocabulary) is int and not -vocabulary <= padding < vocabulary:
+        raise CheckpointError(f"{path}: pad_token_id={padding}: must be below vocab_size={vocabulary}")
+    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    if type(window) is int and window <= 0 and (kinds is None or "sliding_attention" in kinds):
+        raise CheckpointError(f"{path}: sliding_window={window}: must be above 0, or null")
+    is_pair = type(config) in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    if is_pair != config.is_encoder_decoder and (is_pair or type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING):
+        raise CheckpointError(
+            f"{path}: is_encoder_decoder={config.is_encoder_decoder!r:.80}: must be {str(is_pair).lower()} here"
+        )
+
+
+def first_line(cause: BaseException) -> str:
+    """Why a library refuses something: the first line of its message, cut, or the error's name."""
+    lines = str(cause).strip().splitlines()
+    said = lines[0].strip() if lines else ""
+    if lines[1:] and said.endswith(":"):  # the validators of transformers say more in the second
+        said += " " + lines[1].strip()
+    return said[:300] or type(cause).__name__
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' warnings and errors in its log: what is wrong is raised, or intended here."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -89,8 +177,9 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
         raise _unsupported(config.model_type, f"refused: {reason}")
     for architecture in config.architectures or ():
         found = getattr(transformers, architecture, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.can_generate():
-            return found
+        is_model = isinstance(found, type) and issubclass(found, PreTrainedModel) and found.can_generate()
+        if is_model and isinstance(config, found.config_class or ()):  # else of another family
+            return found  # type: ignore[no-any-return]
     mappings = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING]
     for mapping in reversed(mappings) if config.is_encoder_decoder else mappings:
         if type(config) in mapping:
@@ -118,10 +207,15 @@ class Unvalued(TorchFunctionMode):
                 return weight
         if func is nn.functional.linear and len(args) > 1 and args[0].is_meta:
             return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0], device="cpu")
+        if func is torch.arange and max((n for n in args if isinstance(n, int | float)), default=0) > _MAX_ARANGE:
+            raise ValueError(f"a table of {max(args)} rows")
         if func is torch.arange and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **kwargs)
 
+
+_MAX_ARANGE = 1 << 24
+"""Positions of the longest text are a tenth."""
 
 _DRAWS = torch.Tensor.normal_, torch.Tensor.uniform_
 
@@ -155,14 +249,20 @@ def build_meta_model(
             model = model_class(config).eval()
         drop_values(model)
         return model
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+    except Exception as cause:  # a family's own code raises whatever a number of the config leads to
         if not _has_interface_experts(model_class):
-            raise _no_experts_error(config.model_type, vars(sys.modules[model_class.__module__])) from error
+            raise _no_experts_error(config.model_type, vars(sys.modules[model_class.__module__])) from cause
         raise CheckpointError(
-            f"model_type={config.model_type!r}: {model_class.__name__} cannot be built from its config.json: {error}"
-        ) from error
+            f"{_named(config)}: {model_class.__name__} cannot be built from it: {first_line(cause)}"
+        ) from cause
     finally:
         torch.set_default_dtype(before)
+
+
+def _named(config: PreTrainedConfig) -> str:
+    """The config in a message."""
+    folder = config.name_or_path
+    return os.path.join(folder, "config.json") if folder else f"model_type={config.model_type!r}"
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -224,6 +324,7 @@ def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int) -> Expe
             f"{name}: {weight_names[0]} {tuple(up.shape)} and {weight_names[1]} {tuple(down.shape)} are not those of "
             "experts whose input and output have one width",
         )
+    _check_top_k(model, num_experts)
     top_k = _top_k(model, name, module, num_experts, hidden)
     geometry = LayerGeometry(num_experts, top_k, hidden, width, 3 if has_gate else 2, itemsize)
     return ExpertsSite(
@@ -238,6 +339,18 @@ def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int) -> Expe
 
 class _Probed(Exception):
     """Ends the probe of a block. Its `args` are those with which the block called its experts."""
+
+
+def _check_top_k(model: PreTrainedModel, num_experts: int) -> None:
+    """Raises CheckpointError naming the field by which a token chooses no expert, or more than there are."""
+    text = model.config.get_text_config(decoder=True)
+    for key in _TOP_K_FIELDS[1:]:  # the first is of sampling
+        value = getattr(text, key, None)
+        if isinstance(value, int) and not 1 <= value <= num_experts:
+            raise CheckpointError(f"{_named(model.config)}: {key}={value}: must be 1 to {num_experts}, its experts")
+
+
+_TOP_K_FIELDS = ("top_k", "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
 def _top_k(model: PreTrainedModel, name: str, experts: nn.Module, num_experts: int, hidden: int) -> int:
@@ -261,9 +374,8 @@ def _top_k(model: PreTrainedModel, name: str, experts: nn.Module, num_experts: i
                 continue  # a block that needs more than hidden states
     finally:
         handle.remove()
-    keys = ("top_k", "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
     for owner in (parent, *parent.children(), getattr(experts, "config", None)):
-        for key in keys:
+        for key in _TOP_K_FIELDS:
             value = getattr(owner, key, None)
             if isinstance(value, int) and 1 <= value <= num_experts:
                 return value

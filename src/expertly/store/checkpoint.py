@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import xxhash
 
 from expertly.core.errors import CheckpointError, ExpertlyError
 from expertly.core.headers import parse_safetensors_header, read_header_bytes
-from expertly.core.untrusted import is_plain_name, read_json_object
+from expertly.core.untrusted import CONFIG, INDEX, Bounds, is_plain_name, open_file, read_file, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -26,7 +28,7 @@ _SAMPLE_NBYTES = 4096
 _NUM_SAMPLES = 64
 _WHOLE_NBYTES = 4 << 20
 
-_HASHED_NBYTES = 64 << 20
+_HASHED = Bounds(64 << 20)
 """A file of so many bytes is hashed whole in a few milliseconds."""
 
 _BLOB = re.compile("[0-9a-f]{64}")
@@ -62,13 +64,13 @@ class Checkpoint:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder")
         weight_map = _weight_map(folder)
-        config = read_json_object(folder / "config.json", CheckpointError)
+        config = read_json_object(folder / "config.json", CheckpointError, CONFIG)
         names = sorted(set(weight_map.values())) if weight_map else [SINGLE_NAME]
         headers: dict[str, bytes] = {}
         tensors: dict[str, TensorRef] = {}
         for file_name in names:
             path = folder / file_name
-            if not path.is_file():
+            if not path.exists():
                 needs = f"{INDEX_NAME} names it for {sum(v == file_name for v in weight_map.values())} tensors"
                 raise CheckpointError(f"{path}: missing shard: {needs}")
             headers[file_name] = raw = read_header_bytes(path, CheckpointError)
@@ -98,7 +100,7 @@ class Checkpoint:
             digest.update(len(part).to_bytes(8, "little") + part)
 
         if not self.gguf:
-            add((self.folder / "config.json").read_bytes())
+            add(read_file(self.folder / "config.json", CONFIG, CheckpointError))
         for name, header in self.headers.items():
             add(name.encode())
             add(header)
@@ -123,7 +125,7 @@ class Checkpoint:
         assert start >= 0 and start + buffer.nbytes <= ref.nbytes, "read outside of the tensor"
         offset = ref.offset + start
         try:
-            with ref.path.open("rb") as file:
+            with BufferedReader(open_file(ref.path, CheckpointError)) as file:  # a raw file reads 2 GiB at most
                 file.seek(offset)
                 count = file.readinto(buffer)
         except OSError as error:
@@ -151,8 +153,28 @@ class Checkpoint:
             yield chunk
 
 
-_COUNTS = re.compile(r"(^|_)(num|n)_(\w+_)?(layer|expert)s?(_|$)|^(en|de)coder_layers$")
+_COUNTS = re.compile(r"(^|_)(num|n)_(\w+_)?(layer|expert|block|stage)s?(_|$)|^(en|de)coder_layers$|^depths?$")
 """Names of config fields that count layers or experts."""
+
+_NOT_NEGATIVE = re.compile(
+    r"(^|_)(heads|layers|experts|hidden_size|vocab_size|intermediate_size|head_dim|eps|epsilon)$"
+)
+"""Names of fields whose numbers are never below 0, and 0 only where there is no such part."""
+
+_POSITIVE = re.compile(
+    r"^(hidden_size|vocab_size|num_hidden_layers|num_attention_heads|num_key_value_heads|head_dim|rope_theta)$"
+)
+"""Without which there is no text model, if they are numbers."""
+
+_ROPE = re.compile(
+    r"^rope_(parameters|scaling)\.(.+\.)?(\w*factor|rope_theta|original_max_position_embeddings)(\.\d+)?$"
+)
+"""Numbers by which positions are divided."""
+
+_UNBOUNDED = re.compile(
+    r"token|max_|_max|position|window|length|theta|seed|pixel|param|index|limit|version|flops|range"
+)
+"""In names of fields that may be larger than any tensor: nothing is built that large."""
 
 _OF_EXPERTS = re.compile(r"expert|moe|_exps")
 """In names of tensors that hold many experts."""
@@ -165,15 +187,24 @@ _FEW = 256
 _MOST_WITHOUT_WEIGHTS = 1024
 """As many are accepted of a config without weights: twice what released models have."""
 
+_SMALL_SIZE = 1 << 22
+"""A size that is accepted for any tensors."""
+
+_PACKED = 32
+"""Numbers that an element of a tensor may hold, in 1 bit each."""
+
 
 def check_claims(
     path: Path, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None, failure: type[ExpertlyError]
 ) -> None:
-    """Refuse a config with far more layers or experts than there are tensors, before a model is built from it.
+    """Refuse a config whose numbers are none of a model, or larger than its tensors account for, before a model is
+    built from it.
 
-    `shapes`: of all tensors; None for a config without weights. The limit is how many different numbers the tensors'
-    names have, or how many experts one tensor holds. Raises `failure` naming the field.
+    `shapes`: of all tensors; None for a config without weights. The limit of layers and experts is how many different
+    numbers the tensors' names have, or how many experts one tensor holds; that of sizes is the tensors' largest. Raises
+    `failure` naming the field.
     """
+    largest = _SMALL_SIZE
     if shapes is None:
         most, accepted = _MOST_WITHOUT_WEIGHTS, f"accepted without weights: at most {_MOST_WITHOUT_WEIGHTS}"
     else:
@@ -181,29 +212,41 @@ def check_claims(
         stacked = (shape[0] for name, shape in shapes.items() if len(shape) > 2 and _OF_EXPERTS.search(name))
         most = max(_FEW, len(numbers), *stacked)
         accepted = f"there are tensors for {most} at most"
-    for field, value in _counts(config):
-        if value > most:
-            raise failure(f"{path}: {field}={value}: {accepted}")
+        largest = max(largest, _PACKED * max((max(shape, default=0) for shape in shapes.values()), default=0))
+    for field, value in _numbers(config):
+        key = field.rpartition(".")[2]
+        said = f"{path}: {field}={value!s:.80}: "
+        if isinstance(value, float) and not math.isfinite(value) and not (value > 0 and "limit" in key):
+            raise failure(f"{said}must be a finite number")  # but mamba's time_step_limit
+        if _COUNTS.search(key) and value > most:
+            raise failure(f"{said}{accepted}")
+        if type(value) is int and value > largest and not _UNBOUNDED.search(key):
+            raise failure(f"{said}no tensor is as large; accepted: at most {largest}")
+        if value < 0 and _NOT_NEGATIVE.search(key):
+            raise failure(f"{said}must be at least 0")
+        if value <= 0 and (_POSITIVE.search(key) or _ROPE.search(field)):
+            raise failure(f"{said}must be above 0")
 
 
-def _counts(config: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, float]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _counts(value, f"{outer}{key}.")
-        elif _COUNTS.search(key):
-            yield from (
-                (outer + key, one)
-                for one in (value if isinstance(value, list) else [value])
-                if isinstance(one, int | float)
-            )
+def _numbers(value: object, name: str = "") -> Iterator[tuple[str, int | float]]:
+    """All numbers of a config with their fields' names, but those of its quantisation."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if name or key not in CONFIG.long:
+                yield from _numbers(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, name)
+    elif type(value) in (int, float):
+        yield name, value  # type: ignore[misc]
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor name to file name; empty where the checkpoint is one file."""
-    if (folder / SINGLE_NAME).is_file():  # like in transformers, it has precedence over an index
+    if (folder / SINGLE_NAME).exists():  # like in transformers, it has precedence over an index
         return {}
     path = folder / INDEX_NAME
-    if not path.is_file():
+    if not path.exists():
         if any(one.is_symlink() and not one.exists() for one in (path, folder / SINGLE_NAME)):
             raise CheckpointError(f"{folder}: its weights are a broken link: an unfinished download?")
         others = sorted(
@@ -212,7 +255,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
         which = "a file to give itself" if others and others[0].endswith(".gguf") else "which cannot be packed"
         found = f"; found {', '.join(others[:3])}, {which}" if others else ""
         raise CheckpointError(f"{folder}: no {SINGLE_NAME} and no {INDEX_NAME}{found}")
-    weight_map = read_json_object(path, CheckpointError).get("weight_map")
+    weight_map = read_json_object(path, CheckpointError, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map={weight_map!r:.80}: must map tensor names to file names")
     for name, file_name in weight_map.items():
@@ -231,8 +274,8 @@ def _stamp(path: Path) -> str:
         file, about = path.resolve(), path.stat()
         if file.parent.name == "blobs" and _BLOB.fullmatch(file.name) and about.st_mtime_ns <= path.lstat().st_mtime_ns:
             return file.name  # not written to since the link to it was made
-        if about.st_size <= _HASHED_NBYTES:
-            return xxhash.xxh3_128_hexdigest(path.read_bytes())
+        if about.st_size <= _HASHED.nbytes:
+            return xxhash.xxh3_128_hexdigest(read_file(path, _HASHED, CheckpointError))
         return f"{about.st_size} bytes at {about.st_mtime_ns} ns"
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
@@ -240,7 +283,7 @@ def _stamp(path: Path) -> str:
 
 def _samples(path: Path) -> Iterator[bytes]:
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_file(path, CheckpointError) as file:
             size = os.fstat(file.fileno()).st_size
             yield size.to_bytes(8, "little")
             if size <= _WHOLE_NBYTES:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from expertly.core.errors import CheckpointError
-from expertly.core.headers import MAX_HEADER_NBYTES
+from expertly.core.untrusted import GGUF_HEADER
 from expertly.store.checkpoint import TensorRef
 
 SUFFIX = ".gguf"
@@ -81,7 +81,7 @@ class _Header:
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file, self.at = path, file, 0
         self._size = os.fstat(file.fileno()).st_size
-        self._end = min(self._size, MAX_HEADER_NBYTES)
+        self._end = min(self._size, GGUF_HEADER.nbytes)
         if self._take(4) != b"GGUF":
             raise CheckpointError(f"{path}: not a GGUF file: it does not begin with GGUF")
         version = self._number("I")

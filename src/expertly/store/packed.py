@@ -19,7 +19,7 @@ from expertly.core.errors import CheckpointError, StoreError
 from expertly.core.files import disk_errors, write_atomic
 from expertly.core.geometry import PAGE_NBYTES, Geometry, LayerGeometry
 from expertly.core.headers import TensorInfo, TensorSpec, read_safetensors_header
-from expertly.core.untrusted import read_json_object
+from expertly.core.untrusted import CONFIG, read_json_object
 from expertly.formats import FORMATS
 from expertly.formats.tiles import TILE_OUTPUTS
 from expertly.store.checkpoint import INDEX_NAME, check_claims
@@ -96,7 +96,7 @@ def stored_ratio(manifest: Manifest) -> float:
 
 _EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _EXTRA_NAMES = ("LICENSE", "NOTICE")
-_NOT_EXTRA = ("config.json", MANIFEST_NAME, "progress.json")
+_NOT_EXTRA = ("config.json", MANIFEST_NAME, "progress.json", "adapter_config.json")
 
 
 def is_extra(name: str) -> bool:
@@ -213,7 +213,7 @@ class PackedStore:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        return read_json_object(self.folder / "config.json", StoreError)
+        return read_json_object(self.folder / "config.json", StoreError, CONFIG)
 
     @property
     def positions(self) -> int | None:

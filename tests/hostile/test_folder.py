@@ -1,0 +1,118 @@
+"""A checkpoint's weights and index, edited: what is said of a tensor that is not there is why, and where."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.families import make_checkpoint
+from tests.hostile.cases import edited, run_command
+
+WEIGHTS = "model.safetensors"
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+Tensors = dict[str, torch.Tensor]
+
+
+def weights(change: Callable[[Tensors], Tensors | None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        save_file(change(tensors) or tensors, folder / WEIGHTS, {"format": "pt"})
+
+    return apply
+
+
+def without(*parts: str) -> Callable[[Path], None]:
+    return weights(lambda tensors: {k: v for k, v in tensors.items() if not any(part in k for part in parts)})
+
+
+def renamed(old: str, new: str) -> Callable[[Path], None]:
+    return weights(lambda tensors: {k.replace(old, new): v for k, v in tensors.items()})
+
+
+def header(**entry: Any) -> Callable[[Path], None]:
+    """A file with one tensor that its header describes so."""
+    raw = json.dumps({"t": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]} | entry}).encode()
+    return lambda folder: (folder / WEIGHTS).write_bytes(len(raw).to_bytes(8, "little") + raw + b"x") and None
+
+
+def index(**files: str) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        (folder / WEIGHTS).rename(folder / "a.safetensors")
+        names = dict.fromkeys(load_file(folder / "a.safetensors"), "a.safetensors")
+        (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": names | files}))
+
+    return apply
+
+
+def as_pipe(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)
+
+
+def lone_expert(tensors: Tensors) -> None:
+    tensors["model.layers.1.mlp.experts.0.up_proj.weight"] = torch.zeros(4, 4)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a layer that is not there": (
+        edited("config.json", lambda config: config.update(num_hidden_layers=4)),
+        "model: no tensor for model.layers.3.mlp.experts.gate_up_proj: its tensors are of 3 layers, from 0 to 2",
+    ),
+    "weights of another family": (
+        edited("config.json", lambda config: config.update(model_type="mixtral", num_local_experts=8)),
+        "renamed, or of another model_type",
+    ),
+    "names of nobody": (
+        renamed("model.", "x.y."),
+        "renamed, or of another model_type",
+    ),
+    "no name that is known": (
+        weights(lambda tensors: {f"t{at}": tensor for at, tensor in enumerate(tensors.values())}),
+        "none of its",
+    ),
+    "renamed experts": (
+        renamed(".mlp.experts.", ".mlp.specialists."),
+        "model.layers.0.mlp.specialists.0.down_proj.weight and tensors like it are none of a qwen3_moe",
+    ),
+    "an expert less": (
+        without("layers.1.mlp.experts.3."),
+        "model.layers.1.mlp.experts: the checkpoint has 7 experts, but config.json says 8 (tensor "
+        "'model.layers.1.mlp.experts.0.gate_proj.weight' and its like): expert 3 is not in the checkpoint",
+    ),
+    "a matrix of an expert less": (without(EXPERT), "expert 3 is not in the checkpoint"),
+    "one missing tensor": (
+        without("model.norm.weight"),
+        "model: no tensor for model.norm.weight: config.json makes it",
+    ),
+    "the odd expert is the first": (
+        weights(lone_expert),
+        "tensor 'model.layers.1.mlp.experts.0.up_proj.weight': F32 [4, 4] is unlike that of other experts",
+    ),
+    "an index that names a missing file": (index(b="b.safetensors"), "b.safetensors: missing shard: "),
+    "an index that names a missing tensor": (index(b="a.safetensors"), "tensor 'b' is not in it, but "),
+    "an index that leads elsewhere": (index(b="../b.safetensors"), "must be a file name in the same folder"),
+    "100 002 dimensions": (header(shape=[1] * 100_002), "100002 dimensions; accepted: 64"),
+    "a header with long lists": (header(shape=[1] * (1 << 19)), "header: t.shape: 524288 entries"),
+    "a header of 33 MiB": (
+        lambda folder: (folder / WEIGHTS).write_bytes((33 << 20).to_bytes(8, "little")) and None,
+        "header length 34603008: more than the 33554432 bytes accepted",
+    ),
+    "a pipe": (as_pipe, f"{WEIGHTS}: a pipe; must be a file"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_missing_is_said_with_its_cause(name: str, imported: Any, tmp_path: Path) -> None:
+    change, sentence = REFUSED[name]
+    change(make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True))
+    ended = run_command(imported, tmp_path, "run", "model", "hello", "--max-new-tokens", "4")
+    ended.is_refused(sentence)
+    assert "0 others" not in ended.err and "model" in ended.err

@@ -1,0 +1,89 @@
+"""generation_config.json of a checkpoint, edited: a run ends in one line that names the field, or in text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.families import make_checkpoint
+from tests.hostile.cases import edited, run_command
+
+NAME = "generation_config.json"
+NAN = float("nan")
+
+
+def fields(**values: Any) -> Callable[[Path], None]:
+    return edited(NAME, lambda config: config.update(values))
+
+
+def in_config(**values: Any) -> Callable[[Path], None]:
+    """Without a file of its own, they stand in config.json."""
+
+    def apply(folder: Path) -> None:
+        (folder / NAME).unlink()
+        edited("config.json", lambda config: config.update(values))(folder)
+
+    return apply
+
+
+def pipe(folder: Path) -> None:
+    (folder / NAME).unlink()
+    os.mkfifo(folder / NAME)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "10^5 stop strings": (fields(stop_strings=[str(at) for at in range(10**5)]), "stop_strings: 100000 entries"),
+    "17 stop strings": (fields(stop_strings=[str(at) for at in range(17)]), "stop_strings=['0'"),
+    "a stop string of 10^6": (fields(stop_strings="x" * 10**6), "stop_strings: 1000000 characters"),
+    "an empty stop string": (fields(stop_strings=[""]), "stop_strings=['']"),
+    "10^6 beams": (fields(num_beams=10**6), "num_beams=1000000: must be 1 to 256"),
+    "no beams": (fields(num_beams=0), "num_beams=0"),
+    "a length of 2^70": (fields(max_length=2**70), "max_length=1180591620717411303424"),
+    "temperature NaN": (fields(temperature=NAN), "temperature=nan"),
+    "temperature below 0": (fields(temperature=-1), "temperature=-1"),
+    "a temperature of text": (fields(temperature="warm"), "temperature='warm'"),
+    "top_p of 5": (fields(top_p=5), "top_p=5: must be a number from 0 to 1"),
+    "no penalty": (fields(repetition_penalty=0), "repetition_penalty=0"),
+    "an end of text": (fields(eos_token_id=[1, "a"]), "eos_token_id=[1, 'a']"),
+    "a true end": (fields(eos_token_id=True), "eos_token_id=True"),
+    "a suppressed token beyond": (fields(suppress_tokens=[10**6]), "suppress_tokens=[1000000]"),
+    "a forced token beyond": (fields(forced_eos_token_id=128), "forced_eos_token_id=128"),
+    "bad words beyond": (fields(bad_words_ids=[[128]]), "bad_words_ids=[[128]]"),
+    "flat bad words": (fields(bad_words_ids=[5]), "bad_words_ids=[5]"),
+    "a bias of a token": (fields(sequence_bias=[[5, 1.0]]), "sequence_bias=[[5, 1.0]]"),
+    "a watermark of nothing": (fields(watermarking_config={"a": 1}), f"{NAME}: transformers refuses it"),
+    "a flag of text": (fields(do_sample="x"), "do_sample='x'"),
+    "a list": (lambda folder: (folder / NAME).write_text("[]") and None, f"{NAME}: holds a JSON list"),
+    "a pipe": (pipe, f"{NAME}: a pipe"),
+    "temperature NaN in config.json": (in_config(temperature=NAN), "config.json: temperature=nan"),
+    "10^6 beams in config.json": (in_config(num_beams=10**6), "num_beams=1000000"),
+}
+
+RUNS: dict[str, Callable[[Path], None]] = {
+    "code, caches and models of a hub": fields(
+        custom_generate="owner/it", trust_remote_code=True, cache_implementation="zzz", assistant_early_exit=1,
+        compile_config={"backend": "x"}, penalty_alpha=0.6, constraints=[1], prompt_lookup_num_tokens=10**9,
+        continuous_batching_config={"a": 1}, output_scores=True, return_dict_in_generate=True,
+    ),
+    "what nobody knows": fields(validate=5, to_dict=5, __class__="x", chat_format="chatml", _from_model_config=5),
+    "an endless text, padded with nothing": fields(max_length=2**62, pad_token_id=-1, top_k=-1, eos_token_id=10**9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_by_its_field(name: str, imported: Any, tmp_path: Path) -> None:
+    change, sentence = REFUSED[name]
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
+    change(folder)
+    run_command(imported, tmp_path, "run", str(folder), "hello", "--max-new-tokens", "4").is_refused(sentence)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_only_what_changes_a_text_is_read(name: str, imported: Any, tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
+    RUNS[name](folder)
+    run_command(imported, tmp_path, "run", str(folder), "hello", "--max-new-tokens", "4").is_answered()

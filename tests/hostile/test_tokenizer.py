@@ -1,0 +1,220 @@
+"""A tokenizer's files, edited: a run ends in one line that names the file, or in text."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertly import api
+from tests.families import make_checkpoint
+from tests.hostile.cases import edited, run_command
+
+SETTINGS, VOCABULARY = "tokenizer_config.json", "tokenizer.json"
+UNREAD = "the tokenizer cannot be read: "
+
+
+def settings(**values: Any) -> Callable[[Path], None]:
+    return edited(SETTINGS, lambda config: config.update(values))
+
+
+def parts(**values: Any) -> Callable[[Path], None]:
+    """Parts of tokenizer.json."""
+    return edited(VOCABULARY, lambda tokenizer: tokenizer.update(values))
+
+
+def model(**values: Any) -> Callable[[Path], None]:
+    return edited(VOCABULARY, lambda tokenizer: tokenizer["model"].update(values))
+
+
+def bpe(merges: Any) -> Callable[[Path], None]:
+    return parts(model={"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": merges})
+
+
+def split(regex: str) -> Callable[[Path], None]:
+    return parts(pre_tokenizer={"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False})
+
+
+def added(*tokens: dict[str, Any]) -> Callable[[Path], None]:
+    like = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False) | {"content": "<x>"}
+    return edited(VOCABULARY, lambda tokenizer: tokenizer["added_tokens"].extend(like | token for token in tokens))
+
+
+def content(name: str, text: str | bytes, *, instead: str = "") -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        (folder / (instead or name)).unlink(missing_ok=True)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    return apply
+
+
+def sparse(name: str) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        with (folder / name).open("wb") as file:
+            file.truncate(4 << 30)
+
+    return apply
+
+
+def special(name: str, kind: str) -> Callable[[Path], None]:
+    """A pipe, a folder, or a link to itself or to a device."""
+
+    def apply(folder: Path) -> None:
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        if kind == "a pipe":
+            os.mkfifo(path)
+        elif kind == "a folder":
+            path.mkdir()
+        else:
+            path.symlink_to({"a loop": name, "nothing": "nowhere", "a device": os.devnull}[kind])
+
+    return apply
+
+
+def replaced(*lengths: int) -> Callable[[Path], None]:
+    steps = [{"type": "Replace", "pattern": {"String": "l"}, "content": "l" * length} for length in lengths]
+    return parts(normalizer={"type": "Sequence", "normalizers": steps})
+
+
+CODE = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+RANKS = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256))
+
+
+def tiktoken(**values: Any) -> Callable[[Path], None]:
+    """Only the ranks of tokens, and in the settings the tokenizer that reads them."""
+
+    def apply(folder: Path) -> None:
+        content("tiktoken.model", RANKS, instead=VOCABULARY)(folder)
+        settings(**values)(folder)
+
+    return apply
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    # what tokenizers raises
+    "an unknown normaliser": (parts(normalizer={"type": "Foo"}), UNREAD),
+    "an unknown pre-tokeniser": (parts(pre_tokenizer={"type": "Foo"}), UNREAD),
+    "an unknown processor": (parts(post_processor={"type": "Foo"}), UNREAD),
+    "an unknown decoder": (parts(decoder={"type": "Foo"}), UNREAD),
+    "an unknown model": (model(type="Foo"), UNREAD),
+    "no model": (parts(model=None), UNREAD),
+    "an unknown version": (parts(version="9.9"), UNREAD),
+    "a bad regular expression": (split("(("), UNREAD),
+    "a bad merge": (bpe(["a"]), UNREAD),
+    "a merge that panics": (bpe(["a b"]), UNREAD),
+    "merges that are a number": (bpe(5), UNREAD),
+    "id -1": (model(vocab={"a": -1}), UNREAD),
+    "id 2^40": (model(vocab={"a": 2**40}), UNREAD),
+    "an added id -1": (added({"id": -1}), UNREAD),
+    "a list of words": (model(vocab=["a"]), UNREAD),
+    "no words": (model(vocab={}), "prompt: the tokenizer cannot read it: "),
+    "a panic of a prompt": (
+        parts(
+            post_processor={
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<zz>", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        ),
+        "prompt: the tokenizer cannot read it: ",
+    ),
+    "a panic of an answer": (
+        parts(decoder={"type": "Strip", "content": "h", "start": 10**9, "stop": 10**9}),
+        "the tokenizer cannot write the model's tokens as text: ",
+    ),
+    "words of another model": (model(vocab={"h": 5000, "<unk>": 7000}), "prompt: token 7000; accepted: 0 to 127"),
+    # sizes
+    "4 GiB of vocabulary": (sparse(VOCABULARY), f"{VOCABULARY}: 4294967296 bytes"),
+    "4 GiB of settings": (sparse(SETTINGS), f"{SETTINGS}: 4294967296 bytes"),
+    "4 GiB of template": (sparse("chat_template.jinja"), "chat_template.jinja: 4294967296 bytes"),
+    "4 GiB of sentencepiece": (sparse("tokenizer.model"), "tokenizer.model: 4294967296 bytes"),
+    "4 GiB of merges": (sparse("merges.txt"), "merges.txt: 4294967296 bytes"),
+    "4 GiB of processor": (sparse("preprocessor_config.json"), "preprocessor_config.json: 4294967296 bytes"),
+    "a long regular expression": (split("a" * 10**7), f"{VOCABULARY}: pre_tokenizer: pattern.Regex: 10000000"),
+    "10^5 added tokens": (added(*({"id": 128 + at} for at in range(10**5))), "added_tokens: 100004 entries"),
+    "10^5 special tokens": (
+        settings(additional_special_tokens=[str(at) for at in range(10**5)]),
+        f"{SETTINGS}: additional_special_tokens: 100000 entries",
+    ),
+    "10^5 normalisers": (replaced(*[1] * 10**5), "normalizer: normalizers: 100000 entries"),
+    "a long prefix": (parts(normalizer={"type": "Prepend", "prepend": "x" * 5000}), "makes 5000 characters of one"),
+    "texts that grow": (replaced(1000, 1000, 1000), "normalizer: makes 1000000000 characters of one"),
+    "deep": (content(VOCABULARY, '{"x": ' + "[" * 10**5 + "]" * 10**5 + "}"), f"{VOCABULARY}: not JSON"),
+    "deep settings": (content(SETTINGS, '{"x": ' + "[" * 900 + "]" * 900 + "}"), f"{SETTINGS}: x.0.0.0"),
+    # kinds of files
+    **{
+        f"{kind} as {name}": (special(name, kind), sentence)
+        for name, kind, sentence in (
+            (VOCABULARY, "a pipe", f"{VOCABULARY}: a pipe; must be a file"),
+            (SETTINGS, "a pipe", f"{SETTINGS}: a pipe; must be a file"),
+            ("special_tokens_map.json", "a pipe", "special_tokens_map.json: a pipe"),
+            ("chat_template.jinja", "a pipe", "chat_template.jinja: a pipe"),
+            ("additional_chat_templates/tools.jinja", "a pipe", "tools.jinja: a pipe"),
+            ("added_tokens.json", "a device", "added_tokens.json: a device"),
+            ("vocab.json", "a folder", "vocab.json: a folder"),
+            (SETTINGS, "nothing", f"{SETTINGS}: no such file"),
+            (VOCABULARY, "a loop", f"{VOCABULARY}: cannot be read"),
+        )
+    },
+    # settings
+    "a list of classes": (settings(tokenizer_class=["a"]), f"{SETTINGS}: tokenizer_class=['a']"),
+    "code that is a number": (settings(auto_map=5), f"{SETTINGS}: auto_map=5"),
+    "a number as token": (settings(bos_token=5), UNREAD),
+    "a number of tokens": (settings(added_tokens_decoder=5), UNREAD),
+    "a length of text": (settings(model_max_length="x"), "prompt: the tokenizer cannot read it: "),
+    "a method's name": (settings(encode=5), UNREAD),
+    "a class as setting": (settings(__class__="x"), UNREAD),
+    "an object": (settings(tokenizer_object=5), UNREAD),
+    "a path to files": (settings(fast_tokenizer_files=["../tokenizer.1.0.json"]), "fast_tokenizer_files=['../token"),
+    "settings that are a list": (content(SETTINGS, "[]"), f"{SETTINGS}: holds a JSON list"),
+    "tokens that are a list": (content("added_tokens.json", "[]"), "added_tokens.json: holds a JSON list"),
+    "a template in no encoding": (content("chat_template.jinja", b"\xff\xfe"), UNREAD),
+    # code
+    "a tokenizer that is code": (tiktoken(auto_map=CODE), f"{SETTINGS}: auto_map=['tokenization_kimi."),
+    "an old one that is code": (tiktoken(auto_map=CODE["AutoTokenizer"]), "the tokenizer is code, which is not run"),
+    "a class of nobody": (tiktoken(tokenizer_class="TikTokenTokenizer"), "tokenizer_class='TikTokenTokenizer': not a"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_tokenizer_is_refused(name: str, imported: Any, tmp_path: Path) -> None:
+    change, sentence = REFUSED[name]
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
+    change(folder)
+    run_command(imported, tmp_path, "run", str(folder), "hello", "--max-new-tokens", "4").is_refused(sentence)
+
+
+RUNS: dict[str, Callable[[Path], None]] = {
+    "code beside a vocabulary": settings(auto_map=CODE, tokenizer_class="TikTokenTokenizer"),
+    "paths to elsewhere": settings(vocab_file="/dev/zero", tokenizer_file="/dev/zero", added_tokens_file="/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_not_needed_is_not_obeyed(name: str, imported: Any, tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
+    RUNS[name](folder)
+    run_command(imported, tmp_path, "run", str(folder), "hello", "--max-new-tokens", "4").is_answered()
+
+
+def test_an_adapter_that_is_not_applied_is_said(
+    imported: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model", tokenizer=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    said = "adapter_config.json: an adapter (LoRA) is not applied"
+    for command in (["run", "model", "hello", "--max-new-tokens", "1"], ["pack", "model", "--out", "store"]):
+        ended = run_command(imported, tmp_path, *command)
+        ended.is_answered()
+        assert ended.err.count(said) == 1, ended.err
+    loaded, _ = api.load(str(folder))
+    api.unload(loaded)
+    assert caplog.text.count(said) == 1
