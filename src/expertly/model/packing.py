@@ -551,7 +551,15 @@ class Packing:
         yield to_bytes(cast(tensor, self._torch_dtype, group.target))
 
     def _check_unexpected(self) -> None:
-        """Tensors that transformers ignores are left out, unless they are experts that the config does not know."""
+        """Tensors that transformers ignores are left out, unless they are experts that the config does not know. A GGUF
+        file has none that mean nothing.
+        """
+        if self._checkpoint.gguf and self._unexpected:
+            name = self._unexpected[0]
+            raise CheckpointError(
+                f"{self._checkpoint.tensors[name].path}: tensor {name!r:.80}: is of no part of a "
+                f"{self._checkpoint.gguf} model of {self._checkpoint.config['num_hidden_layers']} layers"
+            )
         for site in self._sites:
             for name in self._unexpected:
                 if name.startswith(f"{site.name}.expert"):
