@@ -22,7 +22,7 @@ from expertly.formats.gguf import OF_GGUF_TYPE
 from expertly.model.conversion import Conversion, Group, Tensors, quiet
 from expertly.model.gguf_words import check_words, special_tokens, tokenizer_folder
 from expertly.store.checkpoint import Checkpoint, check_claims
-from expertly.store.gguf import SUFFIX, GgufFiles
+from expertly.store.gguf import SUFFIX, GgufFiles, GgufList
 from expertly.store.manifest import IS_FLOAT
 
 _EXPERTS = "_exps.weight"
@@ -54,6 +54,11 @@ _FLAG = _Kind("true or false", lambda value: type(value) is bool)
 def _one_of(*values: Any) -> _Kind:
     return _Kind(" or ".join(map(repr, values)), lambda value: isinstance(value, int | float | str) and value in values)
 
+
+_ZEROS = _Kind(
+    "zeros",
+    lambda value: value == 0 or (isinstance(value, GgufList) and not value.is_text and not value.numbers().any()),
+)
 
 _FIELDS: dict[str, tuple[str, _Kind]] = {
     "context_length": ("max_position_embeddings", _SIZE),
@@ -278,8 +283,7 @@ def _rope_of(said: _Metadata, row: _Architecture, head_dim: int, context: int) -
             raise said.refusal("rope.dimension_count", num_dims, "a number that transformers makes of its share")
     said.take("rope.freq_base_swa", _one_of(base), base)
     said.take("rope.dimension_count_swa", _one_of(num_dims), num_dims)
-    is_zero = _Kind("zeros", lambda value: value is None or not value.numbers().any())
-    said.take("rope.dimension_sections", is_zero)
+    said.take("rope.dimension_sections", _ZEROS, 0)
     is_unsaid = len(row.scalings) > 1
     scaling = said.take("rope.scaling.type", _one_of(*row.scalings), "linear" if is_unsaid else None)
     old = said.take("rope.scale_linear", _Kind("a number", _is_number), 1.0)
