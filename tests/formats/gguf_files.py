@@ -240,10 +240,13 @@ def _add_words(writer: gguf.GGUFWriter, words: Sequence[str], pre: str) -> None:
         writer.add_eos_token_id(len(words) - 1)
 
 
-def load_gguf(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """transformers' model of the file, with a config that has the experts' widths, which it does not read."""
+def load_gguf(path: Path, dtype: torch.dtype = torch.float32, **rope: Any) -> PreTrainedModel:
+    """transformers' model of the file, with a config that has the experts' widths, which it does not read. `rope`: what
+    is changed in its rope_parameters.
+    """
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     field = gguf.GGUFReader(path).get_field(f"{ARCHITECTURES[config.model_type]}.expert_feed_forward_length")
     config.moe_intermediate_size = int(field.contents())
     config.shared_expert_intermediate_size = 64
+    config.rope_parameters = config.rope_parameters | rope
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=config, dtype=dtype).eval()
