@@ -32,13 +32,13 @@ from expertly.formats import (
     group_formats,
 )
 from expertly.formats.gguf import OF_GGUF_TYPE
-from expertly.model.dequantizer import GroupDequantizer
+from expertly.model.dequantizer import BlockDequantizer, GroupDequantizer
 from expertly.model.structure import ExpertsSite
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
 
 QUANT_METHODS = ("fp8", "mxfp4", *GROUP_METHODS)
-"""Quantisations that packing can undo, with transformers' operations or (GROUP_METHODS) with our own formats."""
+"""Quantisations that packing can undo, mxfp4 with transformers' operations, the others with our own code."""
 
 Tensors = Mapping[str, Sequence[torch.Tensor]]
 """The tensors that match each source pattern, in order."""
@@ -106,7 +106,7 @@ def _is_rowwise(operation: Any) -> bool:
         return bool(operation.dim == 0)
     is_known = name in (
         *("Concatenate", "ConcatenateRows", "Transpose", "Interleave"),
-        *("Mxfp4Dequantize", "Fp8Dequantize", "GroupDequantize"),
+        *("Mxfp4Dequantize", "BlockDequantize", "GroupDequantize"),
     )
     return is_known and all(getattr(operation, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
 
@@ -128,6 +128,8 @@ def make_quantizer(quantization: object, dtype: str) -> Any | None:
     assert isinstance(quantization, dict)
     if method in GROUP_METHODS:
         return GroupDequantizer(group_formats(quantization, dtype))
+    if method == "fp8":
+        return BlockDequantizer(quantization)
     try:
         with quiet():
             return AutoHfQuantizer.from_config({**quantization, "dequantize": True}, pre_quantized=True)
@@ -153,7 +155,7 @@ class Conversion:
     def __init__(self, model: PreTrainedModel, quantizer: Any | None = None) -> None:
         self._model = model
         self._quantizer = quantizer
-        if isinstance(quantizer, GroupDequantizer):
+        if isinstance(quantizer, GroupDequantizer | BlockDequantizer):
             transforms = quantizer.converted(conversion_mapping.get_model_conversion_mapping(model))
         else:
             transforms = conversion_mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)

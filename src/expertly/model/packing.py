@@ -31,7 +31,7 @@ from expertly.model.conversion import (
     read_group,
     to_bytes,
 )
-from expertly.model.dequantizer import GroupDequantizer
+from expertly.model.dequantizer import BlockDequantizer, GroupDequantizer
 from expertly.model.gguf import GgufConversion, config_of, extras_of, kept_formats, open_checkpoint
 from expertly.model.hub import HubModel, download
 from expertly.model.structure import build_meta_model, find_experts
@@ -362,8 +362,8 @@ class Packing:
         kept = weights.format if rounding is None else ""
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         quantizer = make_quantizer(checkpoint.config.get("quantization_config"), dtype)
-        if isinstance(quantizer, GroupDequantizer):
-            quantizer.check_names(checkpoint.tensors)
+        if isinstance(quantizer, GroupDequantizer | BlockDequantizer):
+            quantizer.check(checkpoint.tensors)
         model = build_meta_model(config_of(checkpoint), self._torch_dtype)
         self._plain = self._conversion = Conversion(model)
         if checkpoint.gguf:
