@@ -64,11 +64,11 @@ class Group:
     @property
     def is_rowwise(self) -> bool:
         """Whether row e of the parameter depends on the e-th tensors, or row e of a tensor, alone."""
-        return all(_is_rowwise(operation) for operation in self._operations)
+        return all(_is_rowwise(operation) for operation in self.operations)
 
     @property
     def is_dequantized(self) -> bool:
-        return any(_is_dequantizing(operation) for operation in self._operations)
+        return any(_is_dequantizing(operation) for operation in self.operations)
 
     @property
     def is_stacked(self) -> bool:
@@ -76,7 +76,7 @@ class Group:
         places = {"MergeModulelist": 0, "Concatenate": 1, "ConcatenateRows": 1}
         return all(
             _is_dequantizing(one) or places.get(type(one).__name__) == getattr(one, "dim", None)
-            for one in self._operations
+            for one in self.operations
         )
 
     @property
@@ -86,7 +86,8 @@ class Group:
         return [pattern for pattern in in_order if pattern in self.sources]
 
     @property
-    def _operations(self) -> Sequence[Any]:
+    def operations(self) -> Sequence[Any]:
+        """transformers' operations, in order."""
         return () if self.converter is None else self.converter.operations
 
     def expert_indices(self, pattern: str) -> list[int]:
@@ -313,6 +314,7 @@ class ExpertsReader:
                 raise CheckpointError(f"{site.name}: {error}; or name a dtype, which undoes it") from None
         for target, group in self._groups.items():
             self._check(target, group)
+        self._check_layout()
         self._whole: dict[str, torch.Tensor] = {}
 
     @property
@@ -470,6 +472,26 @@ class ExpertsReader:
             form.check_shapes(shapes, *self._rows_and_columns(target), f"{folder}: {target}")
         elif not group.is_dequantized:
             self._check_made(target, group)
+
+    def _check_layout(self) -> None:
+        """Refuse a square matrix beside one that lies turned in the checkpoint: transformers turns a matrix only where
+        its shape says so.
+        """
+        squares, turned = [], []
+        for target, group in self._groups.items():
+            if not any(getattr(operation, "check_dims", False) for operation in group.operations):
+                continue
+            ref, expected = self._checkpoint.tensors[group.names[0]], self._conversion.shape(target)
+            if expected[-1] == expected[-2]:
+                squares.append(group.names[0])
+            elif ref.shape[-2:] != expected[-2:]:
+                turned.append(group.names[0])
+        if squares and turned:
+            raise CheckpointError(
+                f"{self._checkpoint.tensors[squares[0]].path}: tensor {squares[0]!r} is square and lies [inputs, "
+                f"outputs], as {turned[0]!r} does; transformers turns only the latter, by its shape, so that there is "
+                "no model to be equal to; turn both"
+            )
 
     def _check_alike(self, names: list[str], group: Group) -> None:
         refs = [self._checkpoint.tensors[name] for name in names]
