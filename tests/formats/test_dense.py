@@ -274,6 +274,7 @@ IN_BLOCKS: dict[str, tuple[str, Any, str, dict[str, Any], str | None]] = {
     "by the other name": ("qwen2_moe", 128, "weight_scale", OUTPUTS, "float32"),
     "blocks that are no squares": ("qwen3_moe", (64, 96), "weight_scale_inv", OUTPUTS, None),
     "a scale for each 32 of a row": ("qwen3_moe", (1, 32), "weight_scale_inv", OUTPUTS, None),
+    "by DeepSeek-V4's name": ("qwen3_moe", 48, "scale", OUTPUTS, None),
     "one scale for all": ("qwen3_moe", 1 << 30, "weight_scale_inv", OUTPUTS, None),
     "small layers": ("deepseek_v3", 48, "weight_scale_inv", {"hidden_size": 72, "moe_intermediate_size": 40}, None),
     "kept": (

@@ -32,6 +32,7 @@ from expertly.formats import (
     group_formats,
 )
 from expertly.formats.gguf import OF_GGUF_TYPE
+from expertly.formats.mxfp4 import MXFP4
 from expertly.model.dequantizer import BlockDequantizer, GroupDequantizer
 from expertly.model.structure import ExpertsSite
 from expertly.store.checkpoint import Bytes, Checkpoint
@@ -465,10 +466,14 @@ class ExpertsReader:
             elif len(names) != 1:
                 raise CheckpointError(f"{folder}: tensors {', '.join(names[:3])} all claim to be {target}")
             self._check_alike(names, group)
+        form: TiledFormat | None = None
         if self._format is not None:
+            form = self._format.down if target == self._site.expert_weight_names(0)[1] else self._format.inner
+        elif group.is_dequantized and all(name.endswith(MXFP4.suffixes) for name in group.names):
+            form = MXFP4  # transformers decodes any dtypes, and asserts shapes
+        if form is not None:
             refs = {p: self._checkpoint.tensors[group.sources[p][0]] for p in group.patterns}
             shapes = {p: (ref.dtype, ref.shape if group.is_per_expert else ref.shape[1:]) for p, ref in refs.items()}
-            form = self._format.down if target == self._site.expert_weight_names(0)[1] else self._format.inner
             form.check_shapes(shapes, *self._rows_and_columns(target), f"{folder}: {target}")
         elif not group.is_dequantized:
             self._check_made(target, group)
