@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,13 @@ def make_gguf(
     split: int = 0,
     words: Sequence[str] = (),
     others: Mapping[str, str | None] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    more: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Path:
     """A tiny model as llama.cpp has it, its experts in GGUF types, those of down of the last layer in `down`. `split`:
     tensors of a file, whose first is returned. `words`: of its vocabulary. `others`: types of single tensors, None for
-    those that are missing.
+    those that are missing. `metadata`: see `set_metadata`. `more`: further tensors by name, of float32, and their
+    shapes.
     """
     kinds = gguf.GGMLQuantizationType
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,11 +127,41 @@ def make_gguf(
         add(f"{blk}.ffn_gate_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner)
         add(f"{blk}.ffn_up_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner)
         add(f"{blk}.ffn_down_exps.weight", (NUM_EXPERTS, hidden, intermediate), of_down)
+    for name, shape in (more or {}).items():
+        add(name, shape)
+    set_metadata(writer, architecture, metadata or {})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path if not split else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
+
+
+def set_metadata(writer: gguf.GGUFWriter, architecture: str, metadata: Mapping[str, Any]) -> None:
+    """Change or add values, None for those that are to be missing; the architecture's keys without its name. A pair of
+    a value and one of GGUF's types is written in that.
+    """
+    kinds, values = gguf.GGUFValueType, writer.kv_data[0]
+    usual = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING, list: kinds.ARRAY}
+    for name, value in metadata.items():
+        key = name if name.startswith(("tokenizer.", "general.", "split.", "quantize.")) else f"{architecture}.{name}"
+        values.pop(key, None)
+        if value is not None:
+            plain, kind = value if isinstance(value, tuple) else (value, usual[type(value)])
+            element = None if kind != kinds.ARRAY else kinds.get_type(plain[0])
+            values[key] = gguf.GGUFValue(plain, kind, element)
+
+
+def set_strings(key: str, place: int, raw: bytes) -> Callable[[bytearray], None]:
+    """A change of a file's bytes: those of an entry of a list of texts, each of one byte before it."""
+
+    def change(data: bytearray) -> None:
+        begin = data.index(struct.pack("<Q", len(key)) + key.encode()) + 8 + len(key) + 4 + 4 + 8
+        at = begin + 9 * place
+        assert struct.unpack_from("<Q", data, at) == (1,)
+        data[at + 8 : at + 9] = raw
+
+    return change
 
 
 def make_gpt_oss_gguf(path: Path, source: Path, words: Sequence[str] = (), **metadata: Any) -> Path:
@@ -206,10 +240,13 @@ def _add_words(writer: gguf.GGUFWriter, words: Sequence[str], pre: str) -> None:
         writer.add_eos_token_id(len(words) - 1)
 
 
-def load_gguf(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """transformers' model of the file, with a config that has the experts' widths, which it does not read."""
+def load_gguf(path: Path, dtype: torch.dtype = torch.float32, **rope: Any) -> PreTrainedModel:
+    """transformers' model of the file, with a config that has the experts' widths, which it does not read. `rope`: what
+    is changed in its rope_parameters.
+    """
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     field = gguf.GGUFReader(path).get_field(f"{ARCHITECTURES[config.model_type]}.expert_feed_forward_length")
     config.moe_intermediate_size = int(field.contents())
     config.shared_expert_intermediate_size = 64
+    config.rope_parameters = config.rope_parameters | rope
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=config, dtype=dtype).eval()

@@ -17,7 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import expertly
 from expertly.cli.main import main
-from expertly.core.errors import ConfigError, ExpertlyError, ModelUseError
+from expertly.core.errors import CheckpointError, ExpertlyError, ModelUseError
 from expertly.engine.memory import beside_experts
 from expertly.formats import FORMATS
 from expertly.model.needs import needs_of
@@ -39,6 +39,8 @@ from tests.model.checkpoints import (
     make_int4_checkpoint,
     read_tensors,
     refused,
+    set_config,
+    spread_blocks,
     write_checkpoint,
 )
 
@@ -264,8 +266,105 @@ def test_fp8_whose_last_block_has_fewer_outputs() -> None:
     decoded = torch.empty(rows, columns)
     Kernels(AVAILABLE[0], "for a test").tile_decode(form.kernel, blocks.data_ptr(), decoded)
     assert torch.equal(decoded, wanted)
-    with pytest.raises(ConfigError, match="192 outputs: fp8 needs whole blocks"):  # transformers: 96 each
-        form.block_nbytes_of(192, columns)
+
+
+OUTPUTS = {"hidden_size": 192, "moe_intermediate_size": 320, "shared_expert_intermediate_size": 448, "head_dim": 40}
+IN_BLOCKS: dict[str, tuple[str, Any, str, dict[str, Any], str | None]] = {
+    "rows of 192, 320 and 448": ("qwen2_moe", 128, "weight_scale_inv", OUTPUTS, "float32"),
+    "by the other name": ("qwen2_moe", 128, "weight_scale", OUTPUTS, "float32"),
+    "blocks that are no squares": ("qwen3_moe", (64, 96), "weight_scale_inv", OUTPUTS, None),
+    "a scale for each 32 of a row": ("qwen3_moe", (1, 32), "weight_scale_inv", OUTPUTS, None),
+    "by DeepSeek-V4's name": ("qwen3_moe", 48, "scale", OUTPUTS, None),
+    "one scale for all": ("qwen3_moe", 1 << 30, "weight_scale_inv", OUTPUTS, None),
+    "small layers": ("deepseek_v3", 48, "weight_scale_inv", {"hidden_size": 72, "moe_intermediate_size": 40}, None),
+    "kept": (
+        "qwen2_moe",
+        128,
+        "weight_scale_inv",
+        {"hidden_size": 128, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 448, "head_dim": 48},
+        None,
+    ),
+    "kept by the other name": (
+        "qwen2_moe",
+        128,
+        "weight_scale",
+        {"hidden_size": 256, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 960, "head_dim": 80},
+        None,
+    ),
+}
+"""Of each case the family, the block, the end of the scales' names, sizes, and the dtype that is asked for."""
+
+
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_blocks_of_fp8_are_as_large_as_the_config_says(name: str, tmp_path: Path) -> None:
+    """Rows and columns need not be whole blocks; transformers divides them evenly, so the reference is decoded here."""
+    family, block, scale, sizes, dtype = IN_BLOCKS[name]
+    source = make_fp8_checkpoint(family, tmp_path / "source", torch.float32, block, scale, **sizes)
+    tensors, decoded = read_tensors(source), {}
+    for key, tensor in tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            scales = tensors[key.removesuffix("weight") + scale]
+            size = block if isinstance(block, tuple) else (block, block)
+            decoded[key] = tensor.float() * spread_blocks(scales, size, *tensor.shape)
+        elif not key.endswith(scale):
+            decoded[key] = tensor
+    reference = load_dequantised(write_checkpoint(tmp_path / "decoded", decoded, source, quantization_config=None))
+    prompts = make_prompts(2, length=14)
+    tokens, logits = generate(reference, prompts), logits_of(reference, prompts)
+    store = pack(source, tmp_path / "store", dtype)
+    assert store.manifest.stored_as == ("fp8" if "kept" in name else "float32")
+    for segments in (1, 4):
+        with loaded(store.folder, memory="50%", segments=segments) as model:
+            assert generate(model, prompts) == tokens
+            torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=2e-5 * logits.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("block", "scales", "message"),
+    [
+        ([128, 128], (2, 1), r"shape \[2, 1\]: must be \[2, 2\] for \[160, 192\] weights"),
+        ([64, 64], (2, 2), r"shape \[2, 3\]: must be \[3, 5\] for \[192, 320\] weights"),
+        ([128, 128], (3, 2), r"shape \[3, 2\]: must be \[2, 2\]"),
+        (None, (2, 2), r"shape \[2, 3\]: must be \[192, 1\]"),
+        ([128], (2, 2), r"weight_block_size=\[128\]: must be two whole numbers above 0, or null"),
+        ([0, 128], (2, 2), r"weight_block_size=\[0, 128\]: must be two whole"),
+        ("128", (2, 2), r"weight_block_size='128': must be two whole"),
+        ([True, 128.0], (2, 2), r"weight_block_size=\[True, 128.0\]: must be two whole"),
+    ],
+)
+def test_scales_that_are_not_those_of_the_blocks_are_refused(
+    block: Any, scales: tuple[int, int], message: str, tmp_path: Path
+) -> None:
+    source = make_fp8_checkpoint("qwen3_moe", tmp_path / "source", torch.float32, 128, **OUTPUTS)
+
+    def reshaped(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.ones(scales) if name.endswith("0.self_attn.q_proj.weight_scale_inv") else tensor
+
+    change(source, reshaped)
+    quantization = {"quant_method": "fp8", "weight_block_size": block}
+    set_config(source, quantization_config=quantization)
+    refused(source, CheckpointError, message, "float32")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), "a row"])
+def test_a_scale_of_a_whole_matrix_or_row(shape: Any, tmp_path: Path) -> None:
+    """As AutoFP8 and others write them."""
+    source = make_fp8_checkpoint("qwen3_moe", tmp_path / "source", torch.float32, 1 << 20, "weight_scale", **OUTPUTS)
+    tensors, decoded = read_tensors(source), {}
+    for key, tensor in dict(tensors).items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            name, dice = f"{key}_scale", torch.Generator().manual_seed(len(key))
+            scales = tensors[name] * (torch.rand(len(tensor), 1, generator=dice) + 0.5 if shape == "a row" else 1)
+            tensors[name] = scales if shape == "a row" else scales.reshape(shape)
+            decoded[key] = tensor.float() * scales
+        elif not key.endswith("_scale"):
+            decoded[key] = tensor
+    reference = load_dequantised(write_checkpoint(tmp_path / "decoded", decoded, source, quantization_config=None))
+    quantization = {"quant_method": "fp8", "weight_block_size": None}
+    write_checkpoint(tmp_path / "scaled", tensors, source, quantization_config=quantization)
+    prompts = make_prompts(2, length=14)
+    with loaded(pack(tmp_path / "scaled", tmp_path / "store").folder, memory="50%") as model:
+        assert generate(model, prompts) == generate(reference, prompts)
 
 
 @needs_kernels

@@ -432,13 +432,19 @@ DAMAGE = [
     ("mxfp4 gpt_oss", "down_proj_scales", lambda tensor: tensor.fill_(255), "a scale of 255: must be at most 252"),
     ("mxfp4 gpt_oss", "down_proj_blocks", lambda tensor: tensor[..., :8], r"_blocks: U8 .*must be U8"),
     ("mxfp4 gpt_oss", "down_proj_blocks", lambda tensor: tensor.float(), r"_blocks: F32 .*must be U8"),
-    ("fp8 qwen3_moe", "up_proj.weight_scale_inv", lambda tensor: None, "no tensor .*up_proj.weight_scale_inv; fp8"),
-    ("fp8 qwen3_moe", "2.gate_proj.weight_scale_inv", lambda tensor: None, "has 7 experts, but config.json says 8"),
+    ("fp8 qwen3_moe", "up_proj.weight_scale_inv", lambda tensor: None, r"there is no .*\.0\.up_proj\.weight_scale_inv"),
+    ("fp8 qwen3_moe", "2.gate_proj.weight_scale_inv", lambda tensor: None, r"there is no .*\.2\.gate_proj\.weight_sca"),
+    (
+        "fp8 qwen3_moe",
+        "2.gate_proj.weight",
+        lambda tensor: None,
+        "has 7 experts, but config.json says 8",
+    ),
     (
         "fp8 qwen3_moe",
         "down_proj.weight_scale_inv",
         lambda tensor: tensor[:, :2],
-        r"down_proj.weight_scale_inv: F32 \[1, 2\] an expert; must be F32 or .* \[1, 4\]",
+        r"down_proj.weight_scale_inv': shape \[1, 2\]: must be \[1, 4\] for \[128, 512\] weights, as config.json",
     ),
     (
         "fp8 qwen3_moe",
@@ -466,6 +472,8 @@ def test_a_damaged_checkpoint_is_refused(name: str, part: str, spoil: Any, messa
     source = CHECKPOINTS[name](tmp_path / "source", torch.bfloat16)
     change(source, lambda key, tensor: spoil(tensor) if key.endswith(part) and "self_attn" not in key else tensor)
     refused(source, CheckpointError, message)
+    if "U8" in message:
+        refused(source, CheckpointError, message, "float32")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from transformers import AutoTokenizer, modeling_gguf_pytorch_utils
 
 import expertly
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
+from expertly.model.batching import end_tokens
+from expertly.model.gguf import open_checkpoint
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack
 from expertly.native.kernels import VARIABLE
@@ -98,6 +101,136 @@ def test_load_takes_a_file_with_its_tokenizer(tmp_path: Path, monkeypatch: pytes
         expertly.unload(model)
 
 
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 24}
+ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "yarn": (YARN, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}),
+    "yarn of its own scale": (
+        YARN | {"rope.scaling.attn_factor": 1.5, "rope.scaling.yarn_ext_factor": 1.0},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 24,
+            "attention_factor": 1.5 * (1 + 0.1 * math.log(4)),
+        },
+    ),
+    "yarn of its own range": (
+        YARN | {"rope.scaling.yarn_beta_fast": 8.0, "rope.scaling.yarn_beta_slow": 2.0},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 24,
+            "beta_fast": 8.0,
+            "beta_slow": 2.0,
+        },
+    ),
+    "yarn of the context": (
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    ),
+    "linear": (
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 3.0},
+        {"rope_type": "linear", "factor": 3.0},
+    ),
+    "linear, which nobody says": ({"rope.scaling.factor": 3.0}, {"rope_type": "linear", "factor": 3.0}),
+    "linear by the old name": ({"rope.scale_linear": 3.0}, {"rope_type": "linear", "factor": 3.0}),
+    "none": ({"rope.scaling.type": "none", "rope.scaling.factor": 3.0}, {}),
+    "another base": ({"rope.freq_base": 500000.0}, {}),
+    "the usual base": ({"rope.freq_base": None}, {"rope_theta": 10000.0}),
+}
+"""Metadata, and the rope_parameters of transformers for llama.cpp's rules."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        *(("qwen3moe", name) for name in ROPES),
+        *((architecture, name) for architecture in ("qwen2moe", "minimax-m2") for name in ("yarn", "linear")),
+    ],
+)
+def test_a_scaled_rope_is_that_of_the_metadata(architecture: str, name: str, tmp_path: Path) -> None:
+    if architecture == "minimax-m2" and architecture not in modeling_gguf_pytorch_utils.TENSOR_PROCESSORS:
+        pytest.skip("transformers has it since 5.24")
+    metadata, rope = ROPES[name]
+    path = make_gguf(tmp_path / "model.gguf", architecture=architecture, metadata=metadata, **SMALL)
+    reference, prompts = load_gguf(path, **rope), make_prompts(1, length=40)
+    tokens, logits = generate(reference, prompts), logits_of(reference, prompts)
+    with loaded(pack(path, tmp_path / "store").folder, memory="50%") as model:
+        assert generate(model, prompts) == tokens
+        torch.testing.assert_close(logits_of(model, prompts), logits, rtol=1e-4, atol=1e-5 * logits.abs().max())
+        ids = torch.tensor(prompts)
+        with torch.no_grad():
+            cache = model(ids[:, :-1]).past_key_values
+            step = model(ids[:, -1:], past_key_values=cache).logits
+        torch.testing.assert_close(step[:, -1], logits[:, -1], rtol=1e-4, atol=1e-5 * logits.abs().max())
+
+
+def test_weights_of_chosen_experts_are_normalised_where_the_file_says_so(tmp_path: Path) -> None:
+    for architecture, usual in (("qwen2moe", False), ("qwen3moe", True)):
+        for said in (None, True, False):
+            metadata = {"expert_weights_norm": said}
+            path = make_gguf(tmp_path / "model.gguf", architecture=architecture, metadata=metadata, **SMALL)
+            assert open_checkpoint(path).config["norm_topk_prob"] == (usual if said is None else said)
+
+
+# -- ends of answers ---------------------------------------------------------------------------------------------------
+
+EOS = VOCAB_SIZE - 1
+
+ENDS: dict[str, tuple[dict[int, str], dict[str, int], Any]] = {
+    "only eos": ({}, {}, EOS),
+    "eot and eom": ({}, {"eot": 5, "eom": 7}, [EOS, 5, 7]),
+    "eot is eos": ({}, {"eot": EOS}, EOS),
+    "chatml": ({5: "<|im_end|>", 6: "<|im_start|>", 9: "<|endoftext|>"}, {}, [EOS, 5, 9]),
+    "llama 3": ({5: "<|eot_id|>", 6: "<|eom_id|>", 7: "<|end_of_text|>"}, {}, [EOS, 5, 6, 7]),
+    "gpt-oss": (
+        {5: "<|return|>", 6: "<|call|>", 7: "<|end|>", 8: "<|channel|>", 9: "<|endoftext|>"},
+        {},
+        [EOS, 5, 6, 9],
+    ),
+    "phi": ({7: "<|end|>"}, {}, [EOS, 7]),
+    "gemma": ({5: "<end_of_turn>", 6: "<start_of_turn>"}, {}, [EOS, 5]),
+    "another family's": ({5: "[EOT]", 6: "[EOS]", 7: "</s>"}, {}, [EOS, 5, 6, 7]),
+}
+"""Of each case the texts of control tokens, the ids in the metadata, and all ends."""
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_all_ends_of_an_answer_are_known(name: str, tmp_path: Path) -> None:
+    control, ids, ends = ENDS[name]
+    words = [control.get(number, word) for number, word in enumerate(WORDS)]
+    metadata: dict[str, Any] = {f"tokenizer.ggml.{kind}_token_id": number for kind, number in ids.items()}
+    for is_control in (True, False):
+        kinds = [3 if is_control and number in control else 1 for number in range(VOCAB_SIZE)]
+        metadata["tokenizer.ggml.token_type"] = kinds
+        path = make_gguf(tmp_path / "model.gguf", words=words, metadata=metadata, **SMALL)
+        found = open_checkpoint(path).config["eos_token_id"]
+        assert (sorted(found) if isinstance(found, list) else found) == (
+            (sorted(ends) if isinstance(ends, list) else ends) if is_control or not control else EOS
+        )
+
+
+def test_an_answer_ends_at_any_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
+    prompt = torch.tensor([[WORDS.index(letter) for letter in "abcdefg"]])
+
+    def answer(words: list[str], control: int | None) -> list[int]:
+        kinds = [3 if number == control else 1 for number in range(VOCAB_SIZE)]
+        path = make_gguf(tmp_path / "model.gguf", words=words, metadata={"tokenizer.ggml.token_type": kinds}, **SMALL)
+        model, tokenizer = expertly.load(str(path), memory="50%")
+        try:
+            ends = set(end_tokens(model))
+            assert ends == {EOS, control} - {None} and tokenizer.eos_token_id == EOS
+            output: list[int] = model.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :].tolist()
+            return output
+        finally:
+            expertly.unload(model)
+
+    whole = answer(WORDS, None)
+    called = whole[3]
+    words = ["<|call|>" if number == called else word for number, word in enumerate(WORDS)]
+    assert answer(words, called) == whole[: whole.index(called) + 1]
+
+
 # -- gpt-oss -----------------------------------------------------------------------------------------------------------
 
 
@@ -131,8 +264,8 @@ def test_gpt_oss_has_its_tokenizer(tmp_path: Path) -> None:
     [
         ("rope.scaling.type", "linear", "'yarn'"),
         ("rope.scaling.factor", None, "a number above 0"),
-        ("attention.key_length", 0, "a number above 0"),
-        ("expert_used_count", "two", "a number above 0"),
+        ("attention.key_length", 0, "a whole number from 1"),
+        ("expert_used_count", "two", "a whole number from 1"),
     ],
 )
 def test_metadata_of_gpt_oss_is_checked(key: str, value: Any, accepted: str, tmp_path: Path) -> None:

@@ -80,9 +80,17 @@ def make_mxfp4_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, int
 
 @made_once
 def make_fp8_checkpoint(
-    family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, block: int = 8, **config: Any
+    family: str,
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    block: int | tuple[int, int] = 8,
+    scale: str = "weight_scale_inv",
+    **config: Any,
 ) -> Path:
-    """Linear layers, those of experts too, in float8 with a scale a block, as DeepSeek-V3 is released."""
+    """Linear layers, those of experts too, in float8 with a scale a block, as DeepSeek-V3 is released. `scale`: the end
+    of its name.
+    """
+    high, wide = block if isinstance(block, tuple) else (block, block)
     made = replace(FAMILIES[family], config=FAMILIES[family].config | config)
     source = make_checkpoint(made, folder.with_name(f"{folder.name}-source"), dtype=dtype)
     generator = torch.Generator().manual_seed(1)
@@ -92,12 +100,19 @@ def make_fp8_checkpoint(
             tensors[name] = tensor
             continue
         rows, columns = tensor.shape
-        scale = torch.rand(-(-rows // block), -(-columns // block), generator=generator) * 0.01 + 0.005
-        spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:rows, :columns]
-        tensors[name] = (tensor.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = scale / 4  # or a wide model would amplify what float32 rounds
-    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
+        scales = torch.rand(-(-rows // high), -(-columns // wide), generator=generator) * 0.01 + 0.005
+        codes = (tensor.float() / spread_blocks(scales, (high, wide), rows, columns)).clamp(-448, 448)
+        tensors[name] = codes.to(torch.float8_e4m3fn)
+        stem = name.removesuffix("weight")
+        tensors[stem + scale] = scales / 4  # or a wide model would amplify what float32 rounds
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [high, wide]}
     return write_checkpoint(folder, tensors, source, quantization_config=quantization)
+
+
+def spread_blocks(scales: torch.Tensor, block: tuple[int, int], rows: int, columns: int) -> torch.Tensor:
+    """Each weight's scale, where each block of weights has one; the last of a row or column may be cut."""
+    high, wide = min(block[0], rows), min(block[1], columns)
+    return scales.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
 
 
 @made_once

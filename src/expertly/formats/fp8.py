@@ -12,53 +12,41 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expertly.core.errors import CheckpointError, ConfigError
+from expertly.core.errors import CheckpointError
 from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat, transposed
 
 if TYPE_CHECKING:
     import torch
 
-_BLOCK = 128
-_CODES_NBYTES = TILE_OUTPUTS * _BLOCK
+BLOCK = 128
+_CODES_NBYTES = TILE_OUTPUTS * BLOCK
 
 
 class _Fp8(TiledFormat):
     name = "fp8"
     kernel = 9
-    group = _BLOCK
+    group = BLOCK
     tile_nbytes = _CODES_NBYTES + 4
     suffixes = ("weight", "weight_scale_inv")
 
     def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
-        block = quantization.get("weight_block_size", (_BLOCK, _BLOCK))
-        is_blocked = isinstance(block, list | tuple) and tuple(block) == (_BLOCK, _BLOCK)
+        block = quantization.get("weight_block_size", (BLOCK, BLOCK))
+        is_blocked = isinstance(block, list | tuple) and tuple(block) == (BLOCK, BLOCK)
         return quantization.get("quant_method") == "fp8" and is_blocked
 
     def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
         scales = ("F32", "BF16", "F16", "F8_E8M0", "U8")
-        return (("F8_E4M3",), (rows, columns)), (scales, (-(-rows // _BLOCK), columns // _BLOCK))
-
-    def block_nbytes_of(self, rows: int, columns: int) -> int:
-        """The last scale of a column may be of fewer outputs, unless transformers would divide the outputs evenly."""
-        num_scales = -(-rows // _BLOCK)
-        if rows % _BLOCK and num_scales > 1 and rows % num_scales == 0:
-            raise ConfigError(f"{rows} outputs: {self.name} needs whole blocks of {_BLOCK}")
-        return super().block_nbytes_of(rows, columns)
+        return (("F8_E4M3",), (rows, columns)), (scales, (-(-rows // BLOCK), columns // BLOCK))
 
     def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
         import torch
 
-        codes, scales = tensors[0].view(torch.uint8).numpy(), tensors[1].reshape(-1, columns // _BLOCK)
-        # like in transformers, a byte is an exponent
-        floats = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
-        if not bool(floats.isfinite().all()):
-            wrong = floats[~floats.isfinite()][0].item()
-            raise CheckpointError(f"a scale is {wrong}: must be finite")
+        codes, scales = tensors[0].view(torch.uint8).numpy(), tensors[1].reshape(-1, columns // BLOCK)
         if (codes & 0x7F == 0x7F).any():
             raise CheckpointError("a weight is 0x7f or 0xff, which stands for NaN: must be a number")
-        spread = floats.repeat_interleave(_BLOCK, 0)[:rows].contiguous()
-        of_rows = spread.numpy().view(np.uint8).reshape(rows, columns // _BLOCK, 4)
-        return codes.reshape(rows, columns // _BLOCK, _BLOCK), of_rows
+        spread = scales_of(scales).repeat_interleave(BLOCK, 0)[:rows].contiguous()
+        of_rows = spread.numpy().view(np.uint8).reshape(rows, columns // BLOCK, 4)
+        return codes.reshape(rows, columns // BLOCK, BLOCK), of_rows
 
     def tiles(self, parts: Sequence[Bytes]) -> Bytes:
         codes, scales = parts
@@ -71,10 +59,20 @@ class _Fp8(TiledFormat):
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
         import torch
 
-        moved = tiles[..., :_CODES_NBYTES].unflatten(-1, (_BLOCK // 4, TILE_OUTPUTS, 4)).transpose(-2, -3).flatten(-2)
+        moved = tiles[..., :_CODES_NBYTES].unflatten(-1, (BLOCK // 4, TILE_OUTPUTS, 4)).transpose(-2, -3).flatten(-2)
         codes = moved >> 1 & 0x78 | (moved & 8) << 4 | moved & 7  # [..., 16, 128]
         scales = tiles[..., _CODES_NBYTES:].clone().view(torch.float32)
         return codes.view(torch.float8_e4m3fn).float() * scales.unsqueeze(-1)
+
+
+def scales_of(stored: torch.Tensor) -> torch.Tensor:
+    """A checkpoint's scales in float32; a byte is an exponent, as in transformers. Raises CheckpointError."""
+    import torch
+
+    scales = (stored.float() - 127).exp2() if stored.dtype == torch.uint8 else stored.float()
+    if not bool(scales.isfinite().all()):
+        raise CheckpointError(f"a scale is {scales[~scales.isfinite()][0].item()}: must be finite")
+    return scales
 
 
 FP8 = _Fp8()

@@ -107,8 +107,8 @@ class TiledFormat(Protocol):
                 dtype, found = tensors[name]
                 if dtype not in dtypes or found != shape:
                     raise CheckpointError(
-                        f"{what}: {name}: {dtype} {list(found)} an expert; must be {' or '.join(dtypes)} "
-                        f"{list(shape)}, as config.json has it in {self.name}"
+                        f"{what}: {name.removesuffix('$')}: {dtype} {list(found)} an expert; must be "
+                        f"{' or '.join(dtypes)} {list(shape)}, as config.json has it in {self.name}"
                     )
 
 

@@ -31,13 +31,14 @@ from expertly.formats import (
     group_formats,
 )
 from expertly.formats.gguf import OF_GGUF_TYPE
-from expertly.model.dequantizer import GroupDequantizer
+from expertly.formats.mxfp4 import MXFP4
+from expertly.model.dequantizer import BlockDequantizer, GroupDequantizer
 from expertly.model.structure import ExpertsSite, first_line, quiet
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
 
 QUANT_METHODS = ("fp8", "mxfp4", *GROUP_METHODS)
-"""Quantisations that packing can undo, with transformers' operations or (GROUP_METHODS) with our own formats."""
+"""Quantisations that packing can undo, mxfp4 with transformers' operations, the others with our own code."""
 
 Tensors = Mapping[str, Sequence[torch.Tensor]]
 """The tensors that match each source pattern, in order."""
@@ -63,11 +64,11 @@ class Group:
     @property
     def is_rowwise(self) -> bool:
         """Whether row e of the parameter depends on the e-th tensors, or row e of a tensor, alone."""
-        return all(_is_rowwise(operation) for operation in self._operations)
+        return all(_is_rowwise(operation) for operation in self.operations)
 
     @property
     def is_dequantized(self) -> bool:
-        return any(_is_dequantizing(operation) for operation in self._operations)
+        return any(_is_dequantizing(operation) for operation in self.operations)
 
     @property
     def is_stacked(self) -> bool:
@@ -75,7 +76,7 @@ class Group:
         places = {"MergeModulelist": 0, "Concatenate": 1, "ConcatenateRows": 1}
         return all(
             _is_dequantizing(one) or places.get(type(one).__name__) == getattr(one, "dim", None)
-            for one in self._operations
+            for one in self.operations
         )
 
     @property
@@ -85,7 +86,8 @@ class Group:
         return [pattern for pattern in in_order if pattern in self.sources]
 
     @property
-    def _operations(self) -> Sequence[Any]:
+    def operations(self) -> Sequence[Any]:
+        """transformers' operations, in order."""
         return () if self.converter is None else self.converter.operations
 
     def expert_indices(self, pattern: str) -> list[int]:
@@ -105,7 +107,7 @@ def _is_rowwise(operation: Any) -> bool:
         return bool(operation.dim == 0)
     is_known = name in (
         *("Concatenate", "ConcatenateRows", "Transpose", "Interleave"),
-        *("Mxfp4Dequantize", "Fp8Dequantize", "GroupDequantize"),
+        *("Mxfp4Dequantize", "BlockDequantize", "GroupDequantize"),
     )
     return is_known and all(getattr(operation, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
 
@@ -127,6 +129,8 @@ def make_quantizer(quantization: object, dtype: str) -> Any | None:
     assert isinstance(quantization, dict)
     if method in GROUP_METHODS:
         return GroupDequantizer(group_formats(quantization, dtype))
+    if method == "fp8":
+        return BlockDequantizer(quantization)
     try:
         with quiet():
             return AutoHfQuantizer.from_config({**quantization, "dequantize": True}, pre_quantized=True)
@@ -142,7 +146,7 @@ class Conversion:
     def __init__(self, model: PreTrainedModel, quantizer: Any | None = None) -> None:
         self._model = model
         self._quantizer = quantizer
-        if isinstance(quantizer, GroupDequantizer):
+        if isinstance(quantizer, GroupDequantizer | BlockDequantizer):
             transforms = quantizer.converted(conversion_mapping.get_model_conversion_mapping(model))
         else:
             transforms = conversion_mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)
@@ -325,6 +329,7 @@ class ExpertsReader:
                 raise CheckpointError(f"{site.name}: {error}; or name a dtype, which undoes it") from None
         for target, group in self._groups.items():
             self._check(target, group)
+        self._check_layout()
         self._whole: dict[str, torch.Tensor] = {}
 
     @property
@@ -476,13 +481,37 @@ class ExpertsReader:
             elif len(names) != 1:
                 raise CheckpointError(f"{folder}: tensors {', '.join(names[:3])} all claim to be {target}")
             self._check_alike(names, group)
+        form: TiledFormat | None = None
         if self._format is not None:
+            form = self._format.down if target == self._site.expert_weight_names(0)[1] else self._format.inner
+        elif group.is_dequantized and all(name.endswith(MXFP4.suffixes) for name in group.names):
+            form = MXFP4  # transformers decodes any dtypes, and asserts shapes
+        if form is not None:
             refs = {p: self._checkpoint.tensors[group.sources[p][0]] for p in group.patterns}
             shapes = {p: (ref.dtype, ref.shape if group.is_per_expert else ref.shape[1:]) for p, ref in refs.items()}
-            form = self._format.down if target == self._site.expert_weight_names(0)[1] else self._format.inner
             form.check_shapes(shapes, *self._rows_and_columns(target), f"{folder}: {target}")
         elif not group.is_dequantized:
             self._check_made(target, group)
+
+    def _check_layout(self) -> None:
+        """Refuse a square matrix beside one that lies turned in the checkpoint: transformers turns a matrix only where
+        its shape says so.
+        """
+        squares, turned = [], []
+        for target, group in self._groups.items():
+            if not any(getattr(operation, "check_dims", False) for operation in group.operations):
+                continue
+            ref, expected = self._checkpoint.tensors[group.names[0]], self._conversion.shape(target)
+            if expected[-1] == expected[-2]:
+                squares.append(group.names[0])
+            elif ref.shape[-2:] != expected[-2:]:
+                turned.append(group.names[0])
+        if squares and turned:
+            raise CheckpointError(
+                f"{self._checkpoint.tensors[squares[0]].path}: tensor {squares[0]!r} is square and lies [inputs, "
+                f"outputs], as {turned[0]!r} does; transformers turns only the latter, by its shape, so that there is "
+                "no model to be equal to; turn both"
+            )
 
     def _check_alike(self, names: list[str], group: Group) -> None:
         refs = [self._checkpoint.tensors[name] for name in names]

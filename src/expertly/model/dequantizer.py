@@ -1,18 +1,21 @@
-"""Undoes quantisations in groups of inputs with our own weight formats, without the packages that made them.
+"""Undoes quantisations in groups of inputs and FP8 in blocks with our own code, without the packages that made them.
 
 Only this file and conversion.py use `transformers.core_model_loading`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
-from expertly.core.errors import CheckpointError
+from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.formats import Int4Format
+from expertly.formats.fp8 import BLOCK, scales_of
+from expertly.formats.mxfp4 import VALUES
+from expertly.store.checkpoint import TensorRef
 
 Tensors = dict[str, Any]
 """By pattern: a tensor, or a list with one for each expert."""
@@ -29,9 +32,9 @@ class GroupDequantizer:
         self.forms = forms
         self.suffixes = forms[0].suffixes
 
-    def check_names(self, names: Collection[str]) -> None:
+    def check(self, tensors: Mapping[str, TensorRef]) -> None:
         """Raises CheckpointError where a quantised matrix lacks a tensor, or has one that is not supported."""
-        for name in names:
+        for name in tensors:
             refused = next((one for one in self.forms[0].refused if name.endswith(one)), None)
             if refused is not None:
                 raise CheckpointError(
@@ -43,26 +46,15 @@ class GroupDequantizer:
                 continue
             stem = name.removesuffix(suffix)
             for other in self.suffixes:
-                if stem + other not in names:
+                if stem + other not in tensors:
                     raise CheckpointError(f"tensor {name!r}: there is no {stem}{other} beside it")
 
     def converted(self, transforms: Sequence[Any]) -> list[Any]:
         """The model's transforms, extended to make weights from quantised tensors, too."""
-        found: list[Any] = []
-        for one in transforms:
-            sources = one.source_patterns if isinstance(one, WeightConverter) else []
-            if not sources or not all(source.endswith(".weight") for source in sources):
-                found.append(one)
-                continue
-            stems = [source.removesuffix(".weight") for source in sources]
-            names = [f"{stem}{suffix}$" for stem in stems for suffix in (".weight", *self.suffixes)]
-            operations = [GroupDequantize(self), *one.operations]
-            copy = WeightConverter(names, one.target_patterns, operations)
-            copy.scope_prefix = getattr(one, "scope_prefix", None)
-            copy.base_model_prefix = getattr(one, "base_model_prefix", None)
-            found.append(copy)
+        operation = GroupDequantize(self)
         escaped = [suffix.replace(".", r"\.") + "$" for suffix in self.suffixes]
-        return [*found, WeightConverter(escaped, ".weight", [GroupDequantize(self, is_alone=True)])]
+        alone = WeightConverter(escaped, ".weight", [GroupDequantize(self, is_alone=True)])
+        return [*_extended(transforms, (".weight", *self.suffixes), operation), alone]
 
     def weight(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """A decoded matrix, in the dtype of its scales. Raises CheckpointError where it has none of the formats."""
@@ -73,6 +65,25 @@ class GroupDequantizer:
                 return form.dequantised(tensors, rows, columns)
         accepted = " or ".join(str(_DTYPES[one]) for form in self.forms for one in form.stored_scales)
         raise CheckpointError(f"{self.suffixes[at]}: {tensors[at].dtype}: must be {accepted}")
+
+
+def _extended(transforms: Sequence[Any], suffixes: Sequence[str], operation: ConversionOps) -> list[Any]:
+    """The transforms; those that make something of weights first collect the tensors with these suffixes, and make
+    weights of them by the operation.
+    """
+    made: list[Any] = []
+    for transform in transforms:
+        sources = transform.source_patterns if isinstance(transform, WeightConverter) else []
+        if not sources or not all(source.endswith(".weight") for source in sources):
+            made.append(transform)
+            continue
+        stems = [source.removesuffix(".weight") for source in sources]
+        names = [f"{stem}{suffix}$" for stem in stems for suffix in suffixes]
+        copy = WeightConverter(names, transform.target_patterns, [operation, *transform.operations])
+        copy.scope_prefix = getattr(transform, "scope_prefix", None)
+        copy.base_model_prefix = getattr(transform, "base_model_prefix", None)
+        made.append(copy)
+    return made
 
 
 class GroupDequantize(ConversionOps):  # type: ignore[misc]
@@ -116,3 +127,123 @@ class GroupDequantize(ConversionOps):  # type: ignore[misc]
 
 def _listed(tensors: Any) -> list[torch.Tensor]:
     return tensors if isinstance(tensors, list) else [tensors]
+
+
+# -- FP8 ---------------------------------------------------------------------------------------------------------------
+
+_WEIGHT, _SCALE = ".weight", ".weight_scale_inv"
+
+_SCALES = (_SCALE, ".weight_scale", ".qscale_weight", ".scale")
+"""Endings of the names of scales, which are all factors; the last two are DeepSeek-V4's and Mistral's."""
+
+_IN_FP4 = ("I8", "U8", "F4")
+"""Dtypes of two E2M1 numbers in a byte, which DeepSeek-V4 has in experts."""
+
+
+class BlockDequantizer:
+    """Takes the place of a transformers quantizer in `Conversion`, for FP8: a scale for each block of
+    `weight_block_size` weights, of which the last of a row and of a column may be cut. Transformers divides rows and
+    columns evenly by the number of scales, and so gives 192 rows in blocks of 128 the wrong ones.
+    """
+
+    def __init__(self, quantization: Mapping[str, Any]) -> None:
+        """Raises UnsupportedModelError naming the field of the config that is not supported."""
+        block = quantization.get("weight_block_size", (BLOCK, BLOCK))
+        is_block = isinstance(block, list | tuple) and len(block) == 2
+        if block is not None and not (is_block and all(type(size) is int and 0 < size < 1 << 31 for size in block)):
+            raise UnsupportedModelError(
+                f"quantization_config.weight_block_size={block!r:.80}: must be two whole numbers above 0, or null"
+            )
+        self._block: tuple[int, int] | None = None if block is None else (block[0], block[1])
+        self._is_fp4 = quantization.get("expert_dtype") == "fp4"
+
+    def check(self, tensors: Mapping[str, TensorRef]) -> None:
+        """Raises CheckpointError where a quantised matrix lacks its scales, or these are not as many as its blocks."""
+        for name, ref in tensors.items():
+            is_fp4 = self._is_fp4 and ref.dtype in _IN_FP4
+            if not name.endswith(_WEIGHT) or not (ref.dtype.startswith("F8_") or is_fp4) or len(ref.shape) < 2:
+                continue
+            stem = name.removesuffix(_WEIGHT)
+            scales = [stem + ending for ending in _SCALES if stem + ending in tensors]
+            if len(scales) != 1:
+                beside = f"{' and '.join(scales)} are" if scales else f"there is no {stem}{_SCALE}"
+                raise CheckpointError(f"{ref.path}: tensor {name!r}: {ref.dtype}, and {beside} beside it")
+            shape = (*ref.shape[:-1], ref.shape[-1] * 2) if is_fp4 else ref.shape
+            found = tensors[scales[0]].shape
+            if self._block_of(shape, found, is_fp4) is None:
+                raise CheckpointError(
+                    f"{tensors[scales[0]].path}: tensor {scales[0]!r}: shape {list(found)}: must be "
+                    f"{self._expected(shape, is_fp4)} for {list(shape)} weights, as config.json has it "
+                    f"(weight_block_size={None if self._block is None else list(self._block)})"
+                )
+
+    def _expected(self, shape: Sequence[int], is_fp4: bool) -> list[int]:
+        block = (1, 32) if is_fp4 else self._block or (1, shape[-1])
+        return [*shape[:-2], *(-(-size // one) for size, one in zip(shape[-2:], block, strict=True))]
+
+    def _block_of(self, shape: Sequence[int], scales: Sequence[int], is_fp4: bool) -> tuple[int, int] | None:
+        """The rows and columns that share a scale; None where so many scales are none of this shape."""
+        if list(scales) == self._expected(shape, is_fp4):
+            return (1, 32) if is_fp4 else self._block or (1, shape[-1])
+        is_one = len(shape) == 2 and all(size == 1 for size in scales)  # of all weights
+        return (shape[0], shape[1]) if is_one and not is_fp4 else None
+
+    def converted(self, transforms: Sequence[Any]) -> list[Any]:
+        """The model's transforms, extended to make weights from quantised tensors, too."""
+        renamings = [WeightRenaming(ending.replace(".", r"\.") + "$", _SCALE) for ending in _SCALES[1:]]
+        patterns = [r"\.weight$", r"\.weight_scale_inv$"]
+        alone = WeightConverter(patterns, _WEIGHT, [BlockDequantize(self, is_alone=True)])
+        return [*renamings, *_extended(transforms, (_WEIGHT, _SCALE), BlockDequantize(self)), alone]
+
+    def weight(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """A decoded matrix in float32. Raises CheckpointError where the scales are none of it, or no numbers."""
+        is_fp4 = codes.dtype in (torch.int8, torch.uint8)
+        values = codes.float()
+        if is_fp4:
+            pairs = codes.view(torch.uint8)
+            values = torch.tensor(VALUES)[torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).int()]
+        block = self._block_of(values.shape, scales.shape, is_fp4)
+        if block is None:
+            raise CheckpointError(f"scales {list(scales.shape)} of weights {list(values.shape)}")
+        if bool(values.isnan().any()):
+            raise CheckpointError("a weight is 0x7f or 0xff, which stands for NaN: must be a number")
+        factors = scales_of(scales).reshape(*scales.shape[:-2], *(scales.shape[-2:] if scales.dim() > 1 else (1, 1)))
+        rows, columns = values.shape[-2:]
+        for dim, size in ((-2, rows), (-1, columns)):
+            factors = factors.repeat_interleave(min(block[dim], size), dim).narrow(dim, 0, size)
+        return values.mul_(factors)
+
+
+class BlockDequantize(ConversionOps):  # type: ignore[misc]
+    """The operation of a BlockDequantizer. `is_alone`: its result is the parameter; no other operation follows."""
+
+    def __init__(self, hf_quantizer: BlockDequantizer, is_alone: bool = False) -> None:
+        self.hf_quantizer = hf_quantizer
+        self._is_alone = is_alone
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: Tensors,
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str = "",
+        **others: Any,
+    ) -> Tensors:
+        made: Tensors = {}
+        for pattern in source_patterns:
+            scale = f"{pattern.removesuffix('$')}_scale_inv$"
+            if pattern not in input_dict or pattern.endswith("_scale_inv$"):
+                continue
+            weights = _listed(input_dict[pattern])
+            if scale in input_dict:
+                scales = _listed(input_dict[scale])
+                try:
+                    weights = [self.hf_quantizer.weight(*both) for both in zip(weights, scales, strict=True)]
+                except CheckpointError as error:
+                    raise CheckpointError(f"{full_layer_name}: {error}") from None
+            made[pattern] = weights
+        if self._is_alone:
+            (((only,)),) = made.values()
+            return {full_layer_name: only}
+        return made

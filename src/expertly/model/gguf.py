@@ -1,6 +1,6 @@
-"""A GGUF file as a checkpoint, with the config, tokenizer and parameter names that transformers makes of it.
+"""A GGUF file as a checkpoint, with the config and parameter names that transformers has for it.
 
-The only file that uses transformers' GGUF support.
+This file and gguf_words.py are the only ones that use transformers' GGUF support.
 """
 
 from __future__ import annotations
@@ -8,83 +8,315 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import tempfile
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    core_model_loading,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, core_model_loading
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.formats.gguf import OF_GGUF_TYPE
 from expertly.model.conversion import Conversion, Group, Tensors
+from expertly.model.gguf_words import check_words, special_tokens, tokenizer_folder
 from expertly.model.structure import quiet
 from expertly.store.checkpoint import Checkpoint, check_claims
-from expertly.store.gguf import SUFFIX, GgufFiles
+from expertly.store.gguf import SUFFIX, GgufFiles, GgufList
 from expertly.store.manifest import IS_FLOAT
 
 _EXPERTS = "_exps.weight"
 """Ending of the names of tensors with all experts of a layer."""
 
-_SIZES = {
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+# -- what metadata means -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What the value of a key may be."""
+
+    accepted: str
+    is_right: Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_SIZE = _Kind("a whole number from 1 to 2147483647", lambda value: type(value) is int and 0 < value < 1 << 31)
+_COUNT = _Kind("a whole number from 0 to 2147483647", lambda value: type(value) is int and 0 <= value < 1 << 31)
+_NUMBER = _Kind("a number above 0", lambda value: _is_number(value) and value > 0)
+_SHARE = _Kind("a number above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1)
+_BASE = _Kind("a number above 1", lambda value: _is_number(value) and value > 1)
+_FLAG = _Kind("true or false", lambda value: type(value) is bool)
+
+
+def _one_of(*values: Any) -> _Kind:
+    return _Kind(" or ".join(map(repr, values)), lambda value: isinstance(value, int | float | str) and value in values)
+
+
+_ZEROS = _Kind(
+    "zeros",
+    lambda value: value == 0 or (isinstance(value, GgufList) and not value.is_text and not value.numbers().any()),
+)
+
+_FIELDS: dict[str, tuple[str, _Kind]] = {
+    "context_length": ("max_position_embeddings", _SIZE),
+    "block_count": ("num_hidden_layers", _SIZE),
+    "embedding_length": ("hidden_size", _SIZE),
+    "feed_forward_length": ("intermediate_size", _SIZE),
+    "expert_feed_forward_length": ("moe_intermediate_size", _SIZE),
+    "attention.head_count": ("num_attention_heads", _SIZE),
+    "attention.head_count_kv": ("num_key_value_heads", _SIZE),
+    "attention.key_length": ("head_dim", _SIZE),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", _SHARE),
+    "expert_count": ("num_experts", _SIZE),
+    "expert_used_count": ("num_experts_per_tok", _SIZE),
 }
-"""Metadata that transformers ignores, and the config's fields for it."""
+"""Keys that every architecture here has, the config's field for each, and what it may be."""
+
+_NEUTRAL: dict[str, _Kind] = {
+    "attention.causal": _one_of(True),
+    "attention.clamp_kqv": _one_of(0),
+    "attention.max_alibi_bias": _one_of(0),
+    "attention.output_scale": _one_of(0, 1),
+    "attention.sliding_window": _one_of(0),
+    "attention.temperature_length": _one_of(0),
+    "attention.temperature_scale": _one_of(0),
+    "attn_logit_softcapping": _one_of(0),
+    "final_logit_softcapping": _one_of(0),
+    "router_logit_softcapping": _one_of(0),
+    "embedding_scale": _one_of(0, 1),
+    "logit_scale": _one_of(0, 1),
+    "residual_scale": _one_of(0, 1),
+    "expert_gating_func": _one_of(0, 1),
+    "expert_group_count": _one_of(0, 1),
+    "expert_group_used_count": _one_of(0, 1),
+    "expert_shared_count": _one_of(0),
+    "expert_shared_feed_forward_length": _one_of(0),
+    "expert_weights_scale": _one_of(0, 1),
+    "interleave_moe_layer_step": _one_of(0, 1),
+    "leading_dense_block_count": _one_of(0),
+    "moe_every_n_layers": _one_of(0, 1),
+    "n_deepstack_layers": _one_of(0),
+    "pooling_type": _one_of(0),
+    "rope.scaling.alpha": _one_of(0, 1),
+    "rope.scaling.finetuned": _FLAG,  # says how the model was made
+    "rope.scaling.yarn_attn_factor": _one_of(1),  # llama.cpp computes another
+    "rope.scaling.yarn_log_multiplier": _one_of(0),
+    "swin_norm": _one_of(False),
+    "tensor_data_layout": _one_of(""),
+    "use_parallel_residual": _one_of(False),
+}
+"""Keys of any architecture that change nothing with these values; 0 mostly means that there is no such thing. A key
+that is neither here nor in the architecture's row is refused, as it may change the arithmetic.
+"""
+
+# -- the architectures -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    """How the metadata and tensors of one architecture become a model of transformers."""
+
+    model_type: str
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the config that are called otherwise than in _FIELDS, by key; and of further keys."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that llama.cpp has in its code."""
+    kinds: Mapping[str, _Kind] = field(default_factory=dict)
+    """What its further keys may be; other values of keys in _NEUTRAL."""
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    """Of the config's rope_parameters, where they are scaled."""
+    scalings: tuple[str, ...] = ("none", "linear", "yarn")
+    """Accepted of rope.scaling.type; where it is one, the key must be there."""
+    has_partial_rope: bool = False
+    pre: tuple[str, ...] = ("qwen2",)
+    """How its text is split into words, the usual one first."""
+    tokenizer: str = "Qwen2Tokenizer"  # transformers' class
+
+    def narrowed_by(self, num_used: int) -> int:
+        """How many times a layer without experts is as wide as an expert, where metadata says no expert's width."""
+        return 1 if "expert_feed_forward_length" in self.names else num_used
+
 
 GPT_OSS = "gpt-oss"
 
-ARCHITECTURES = ("qwen2moe", "qwen3moe", GPT_OSS, "minimax-m2")
-"""The tested architectures; the last needs a newer transformers than the oldest that is supported. 5.23 makes no config
-of gpt-oss's metadata, and lacks some of its tensors.
+_ARCHITECTURES: dict[str, _Architecture] = {
+    "qwen2moe": _Architecture(
+        "qwen2_moe",
+        names={
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+            "expert_weights_norm": "norm_topk_prob",
+        },
+        kinds={
+            "expert_shared_feed_forward_length": _SIZE,
+            "expert_weights_norm": _FLAG,
+            "expert_shared_count": _one_of(0, 1),
+        },
+        fixed={"norm_topk_prob": False},
+    ),
+    "qwen3moe": _Architecture(
+        "qwen3_moe",
+        names={"expert_weights_norm": "norm_topk_prob"},
+        kinds={"expert_weights_norm": _FLAG},
+        fixed={"norm_topk_prob": True},
+    ),
+    GPT_OSS: _Architecture(
+        "gpt_oss",
+        names={
+            "expert_feed_forward_length": "intermediate_size",
+            "expert_count": "num_local_experts",
+            "attention.sliding_window": "sliding_window",
+        },
+        kinds={
+            "attention.sliding_window": _SIZE,
+            "attention.sliding_window_pattern": _one_of(2),
+            "expert_gating_func": _one_of(0, 3),  # softmax of the chosen ones
+        },
+        rope={"truncate": False},
+        scalings=("yarn",),
+        pre=("gpt-4o",),
+        tokenizer="PreTrainedTokenizerFast",
+    ),
+    "minimax-m2": _Architecture(
+        "minimax_m2",
+        names={"expert_feed_forward_length": "intermediate_size", "expert_count": "num_local_experts"},
+        kinds={"expert_gating_func": _one_of(0, 2), "expert_weights_norm": _one_of(True)},  # sigmoid
+        has_partial_rope=True,
+        pre=("minimax-m2",),
+        tokenizer="PreTrainedTokenizerFast",
+    ),
+}
+"""By GGUF's name; the last needs a newer transformers than the oldest that is supported. 5.23 makes no config of
+gpt-oss's metadata, and lacks some of its tensors.
 """
 
-_GPT_OSS_FIELDS = {
-    "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "expert_feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
-    "expert_count": "num_local_experts",
-    "expert_used_count": "num_experts_per_tok",
-}
-_GPT_OSS_ROPE = {
-    "rope.freq_base": "rope_theta",
-    "rope.scaling.factor": "factor",
-    "rope.scaling.original_context_length": "original_max_position_embeddings",
-    "rope.scaling.yarn_beta_fast": "beta_fast",
-    "rope.scaling.yarn_beta_slow": "beta_slow",
-}
-"""Metadata and the config's fields. Other fields have the same values in all of gpt-oss, which are the defaults."""
 
-_GPT_OSS_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
-"""For metadata that most files do not have."""
+class _Metadata:
+    """The values of an architecture's keys; each is taken once, and none may be left."""
 
-_IDS = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    def __init__(self, files: GgufFiles, architecture: str) -> None:
+        self._path, self._prefix = files.path, f"{architecture}."
+        self._left = {
+            key.removeprefix(self._prefix): value
+            for key, value in files.metadata.items()
+            if key.startswith(self._prefix)
+        }
 
-_GPT_OSS_TENSORS = {
-    "attn_sinks.weight": "self_attn.sinks",
-    "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
-    "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
-    "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
-    "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
-    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
-}
-"""Tensors of a layer that transformers does not know, and their parameters."""
+    def take(self, key: str, kind: _Kind, default: Any = None) -> Any:
+        """The value, or the default where there is none. Raises CheckpointError where neither is right."""
+        value = self._left.pop(key, default)
+        if not kind.is_right(value):
+            raise self.refusal(key, value, kind.accepted)
+        return value
+
+    def refusal(self, key: str, value: Any, accepted: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {self._prefix}{key}={value!r:.80}: must be {accepted}")
+
+    def check_left(self, neutral: Mapping[str, _Kind]) -> None:
+        """Raises UnsupportedModelError for a key that is not neutral, as its value may change what is computed."""
+        for key, value in self._left.items():
+            kind = neutral.get(key)
+            if kind is None:
+                raise UnsupportedModelError(
+                    f"{self._path}: {self._prefix}{key:.80}={value!r:.80}: a key that is not supported, which may "
+                    "change what the model computes"
+                )
+            if not kind.is_right(value):
+                raise UnsupportedModelError(
+                    f"{self._path}: {self._prefix}{key}={value!r:.80}: not supported; accepted: {kind.accepted}"
+                )
+
+
+def _config_of(files: GgufFiles, name: str, num_rows: int) -> dict[str, Any]:
+    """The config's fields, with llama.cpp's defaults. `num_rows`: of the table of embeddings. Raises CheckpointError
+    naming the key.
+    """
+    row, said = _ARCHITECTURES[name], _Metadata(files, name)
+    kinds = {**{key: kind for key, (_, kind) in _FIELDS.items()}, **row.kinds}
+    values: dict[str, Any] = {}
+
+    def take(key: str, default: Any = None) -> Any:
+        values[key] = said.take(key, kinds[key], default)
+        return values[key]
+
+    context, layers, hidden = (take(key) for key in ("context_length", "block_count", "embedding_length"))
+    heads = take("attention.head_count")
+    if heads % take("attention.head_count_kv", heads):
+        raise said.refusal("attention.head_count_kv", values["attention.head_count_kv"], f"a divisor of {heads} heads")
+    head_dim = take("attention.key_length", None if hidden % heads else hidden // heads)
+    take("attention.layer_norm_rms_epsilon")
+    if take("expert_used_count") > take("expert_count"):
+        raise said.refusal("expert_used_count", values["expert_used_count"], f"at most {values['expert_count']}")
+    wide = take("feed_forward_length", hidden)  # of layers that have no experts
+    take("expert_feed_forward_length", max(1, wide // row.narrowed_by(values["expert_used_count"])))
+    for key in row.names:
+        if key not in values:
+            take(key, wide if kinds[key] is _SIZE else row.fixed.get(row.names[key]))
+    further = said.take("nextn_predict_layers", _COUNT, 0)  # the last layers predict further tokens
+    if further >= layers:
+        raise said.refusal("nextn_predict_layers", further, f"less than block_count={layers}")
+    fields = {**row.fixed, **{row.names.get(key) or _FIELDS[key][0]: value for key, value in values.items()}}
+    fields["num_hidden_layers"] = layers - further
+    fields["vocab_size"] = said.take("vocab_size", _one_of(num_rows), num_rows)
+    fields["rope_parameters"] = _rope_of(said, row, head_dim, context)
+    scale = said.take("attention.scale", _Kind("a number", _is_number), 0.0)
+    if scale and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
+        raise said.refusal("attention.scale", scale, f"{head_dim**-0.5:g}")
+    same = {"attention.value_length": _one_of(head_dim), "embedding_length_out": _one_of(hidden)}
+    said.check_left({**_NEUTRAL, **same, **row.kinds})
+    return fields
+
+
+def _rope_of(said: _Metadata, row: _Architecture, head_dim: int, context: int) -> dict[str, Any]:
+    """The config's rope_parameters: llama.cpp's rules, in transformers' words."""
+    base = said.take("rope.freq_base", _BASE, 10000.0)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(base)}
+    num_dims = said.take("rope.dimension_count", _SIZE, head_dim)
+    if num_dims % 2 or num_dims > head_dim or (num_dims < head_dim and not row.has_partial_rope):
+        part = ", or an even number below it" if row.has_partial_rope else ""
+        raise said.refusal("rope.dimension_count", num_dims, f"{head_dim}, the width of a head{part}")
+    if num_dims < head_dim:
+        rope["partial_rotary_factor"] = num_dims / head_dim
+        if int(head_dim * rope["partial_rotary_factor"]) != num_dims:  # so transformers computes it
+            raise said.refusal("rope.dimension_count", num_dims, "a number that transformers makes of its share")
+    said.take("rope.freq_base_swa", _one_of(base), base)
+    said.take("rope.dimension_count_swa", _one_of(num_dims), num_dims)
+    said.take("rope.dimension_sections", _ZEROS, 0)
+    is_unsaid = len(row.scalings) > 1
+    scaling = said.take("rope.scaling.type", _one_of(*row.scalings), "linear" if is_unsaid else None)
+    old = said.take("rope.scale_linear", _Kind("a number", _is_number), 1.0)
+    factor = said.take("rope.scaling.factor", _NUMBER, (old or 1.0) if is_unsaid else None)
+    attention = said.take("rope.scaling.attn_factor", _NUMBER, 1.0)
+    original = said.take("rope.scaling.original_context_length", _SIZE, context)
+    beta_fast, beta_slow = (
+        said.take(f"rope.scaling.yarn_beta_{name}", _NUMBER, default)
+        for name, default in (("fast", 32.0), ("slow", 1.0))
+    )
+    mixing = said.take("rope.scaling.yarn_ext_factor", _Kind("a number", _is_number), -1.0)
+    if mixing >= 0 and mixing != (scaling == "yarn"):
+        raise said.refusal("rope.scaling.yarn_ext_factor", mixing, f"{float(scaling == 'yarn')} with {scaling!r}")
+    if scaling != "yarn" and attention != 1:
+        raise said.refusal("rope.scaling.attn_factor", attention, f"1.0 with {scaling!r}")
+    if scaling == "linear" and factor != 1:
+        rope |= {"rope_type": "linear", "factor": float(factor), **row.rope}
+    elif scaling == "yarn":
+        scale = {"attention_factor": attention * (1 + 0.1 * math.log(max(1.0, factor)))} if attention != 1 else {}
+        rope |= {
+            "rope_type": "yarn",
+            "factor": float(factor),
+            "original_max_position_embeddings": original,
+            "beta_fast": float(beta_fast),
+            "beta_slow": float(beta_slow),
+            **scale,
+            **row.rope,
+        }
+    return rope
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -106,60 +338,35 @@ def _open_gguf(path: Path) -> Checkpoint:
     files = GgufFiles.open(path)
     path = files.path
     architecture = files.metadata.get("general.architecture")
-    known = [one for one in ARCHITECTURES if one != "minimax-m2" or one in upstream.TENSOR_PROCESSORS]
-    if architecture not in known:
+    known = [name for name in _ARCHITECTURES if name != "minimax-m2" or name in upstream.TENSOR_PROCESSORS]
+    if not isinstance(architecture, str) or architecture not in known:
         raise UnsupportedModelError(
             f"{path}: general.architecture={architecture!r:.80}: accepted of GGUF files: {', '.join(known)}; "
             "others run from a checkpoint folder"
         )
     shapes = {name: ref.shape for name, ref in files.tensors.items()}
     counts = {"num_layers": "block_count", "num_experts": "expert_count"}
-    claims = {field: files.metadata.get(f"{architecture}.{key}") for field, key in counts.items()}
+    claims = {name: files.metadata.get(f"{architecture}.{key}") for name, key in counts.items()}
     check_claims(path, claims, shapes, CheckpointError)  # before a config makes lists as long
-    make = partial(AutoConfig.from_pretrained, path.parent, gguf_file=path.name, local_files_only=True)
-    if architecture == GPT_OSS:
-        make = partial(AutoConfig.for_model, "gpt_oss", **_gpt_oss_config(files))
+    table = shapes.get("token_embd.weight")
+    if table is None or len(table) != 2:
+        raise CheckpointError(f"{path}: no tensor token_embd.weight of two dimensions")
+    row = _ARCHITECTURES[architecture]
+    words = check_words(files, table[0], row.pre)
+    made = {**_config_of(files, architecture, table[0]), **special_tokens(files, table[0], words)}
+    made["tie_word_embeddings"] = "output.weight" not in files.tensors
     try:
         with quiet():
-            config = make()
-    except Exception as error:  # whatever a header makes transformers do
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            config = AutoConfig.for_model(row.model_type, **made)
+    except Exception as error:  # transformers' and huggingface_hub's checks of fields raise a class for each
+        reason = " ".join(str(error).split())
         raise CheckpointError(f"{path}: transformers makes no config of its metadata: {reason:.200}") from error
-    for key, field in _SIZES.items():
-        value = files.metadata.get(f"{architecture}.{key}")
-        if isinstance(value, int) and hasattr(config, field):
-            setattr(config, field, value)
-    config.tie_word_embeddings = "output.weight" not in files.tensors
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    check_claims(path, fields, shapes, CheckpointError)
-    return Checkpoint(path, fields, files.tensors, files.headers, architecture)
-
-
-def _gpt_oss_config(files: GgufFiles) -> dict[str, Any]:
-    """The config's fields. Raises CheckpointError naming a value that is missing, or not a number above 0."""
-
-    def read(fields: Mapping[str, str]) -> dict[str, Any]:
-        found = {
-            field: files.metadata.get(f"{GPT_OSS}.{key}", _GPT_OSS_DEFAULTS.get(field)) for key, field in fields.items()
-        }
-        for key, field in fields.items():
-            value = found[field]
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise CheckpointError(f"{files.path}: {GPT_OSS}.{key}={value!r:.80}: must be a number above 0")
-        return found
-
-    scaling = files.metadata.get(f"{GPT_OSS}.rope.scaling.type")
-    if scaling != "yarn":
-        raise CheckpointError(f"{files.path}: {GPT_OSS}.rope.scaling.type={scaling!r:.80}: must be 'yarn'")
-    table = files.tensors.get("token_embd.weight")
-    if table is None or len(table.shape) != 2:
-        raise CheckpointError(f"{files.path}: no tensor token_embd.weight of two dimensions")
-    return {
-        **read(_GPT_OSS_FIELDS),
-        "rope_parameters": {"rope_type": "yarn", "truncate": False, **read(_GPT_OSS_ROPE)},
-        "vocab_size": table.shape[0],
-        **{f"{one}_token_id": files.metadata.get(f"tokenizer.ggml.{key}_token_id") for one, key in _IDS.items()},
+    further = {
+        f"blk.{layer}" for layer in range(made["num_hidden_layers"], files.metadata[f"{architecture}.block_count"])
     }
+    tensors = {name: ref for name, ref in files.tensors.items() if ".".join(name.split(".")[:2]) not in further}
+    return Checkpoint(path, fields, tensors, files.headers, architecture)
 
 
 def kept_formats(checkpoint: Checkpoint) -> str:
@@ -178,17 +385,21 @@ def extras_of(checkpoint: Checkpoint) -> Iterator[Path]:
     if not checkpoint.gguf:
         yield checkpoint.folder
         return
-    path = checkpoint.folder
-    reader = PreTrainedTokenizerFast if checkpoint.gguf == GPT_OSS else AutoTokenizer  # which wants a config of its own
-    with tempfile.TemporaryDirectory(prefix="expertly-") as made:
-        if GgufFiles.open(path).metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab"):
-            try:
-                with quiet():
-                    tokenizer = reader.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-                    tokenizer.save_pretrained(made)
-            except Exception as error:  # whatever a vocabulary makes it do
-                raise CheckpointError(f"{path}: its tokenizer cannot be read: {error!s:.200}") from error
-        yield Path(made)
+    with tokenizer_folder(GgufFiles.open(checkpoint.folder), _ARCHITECTURES[checkpoint.gguf].tokenizer) as made:
+        yield made
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+_GPT_OSS_TENSORS = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+    "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
+"""Tensors of a layer that transformers does not know, and their parameters."""
 
 
 class GgufConversion(Conversion):

@@ -33,7 +33,7 @@ from expertly.model.conversion import (
     read_group,
     to_bytes,
 )
-from expertly.model.dequantizer import GroupDequantizer
+from expertly.model.dequantizer import BlockDequantizer, GroupDequantizer
 from expertly.model.gguf import GgufConversion, config_of, extras_of, kept_formats, open_checkpoint
 from expertly.model.hub import HubModel, download
 from expertly.model.structure import build_meta_model, find_experts
@@ -393,8 +393,8 @@ class Packing:
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         with _named(checkpoint):
             quantizer = make_quantizer(checkpoint.config.get("quantization_config"), dtype)
-            if isinstance(quantizer, GroupDequantizer):
-                quantizer.check_names(checkpoint.tensors)
+            if isinstance(quantizer, GroupDequantizer | BlockDequantizer):
+                quantizer.check(checkpoint.tensors)
         model = build_meta_model(config_of(checkpoint), self._torch_dtype)
         self._plain = self._conversion = Conversion(model)
         if checkpoint.gguf:
@@ -583,7 +583,15 @@ class Packing:
         yield to_bytes(cast(tensor, self._torch_dtype, group.target))
 
     def _check_unexpected(self) -> None:
-        """Tensors that transformers ignores are left out, unless they are experts that the config does not know."""
+        """Tensors that transformers ignores are left out, unless they are experts that the config does not know. A GGUF
+        file has none that mean nothing.
+        """
+        if self._checkpoint.gguf and self._unexpected:
+            name = self._unexpected[0]
+            raise CheckpointError(
+                f"{self._checkpoint.tensors[name].path}: tensor {name!r:.80}: is of no part of a "
+                f"{self._checkpoint.gguf} model of {self._checkpoint.config['num_hidden_layers']} layers"
+            )
         for site in self._sites:
             for name in self._unexpected:
                 if name.startswith(f"{site.name}.expert"):

@@ -8,11 +8,15 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from expertly.core.errors import CheckpointError
-from expertly.core.untrusted import GGUF_HEADER
+from expertly.core.untrusted import GGUF, open_file
 from expertly.store.checkpoint import TensorRef
 
 SUFFIX = ".gguf"
@@ -21,12 +25,58 @@ _VERSIONS = (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
+_MAX_NAMES = 1 << 16
+"""Tensors of a file, and its metadata keys."""
+
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_LENGTH = struct.Struct("<Q")
+_READ_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GgufList:
+    """A list in the metadata, whose values stay the header's bytes until they are asked for."""
+
+    path: Path
+    key: str
+    kind: int  # GGUF's number of the type of its values
+    num: int
+    raw: bytes
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __repr__(self) -> str:
+        return f"a list of {self.num} {'texts' if self.is_text else 'numbers'}"
+
+    @property
+    def is_text(self) -> bool:
+        return self.kind == _STRING
+
+    def numbers(self) -> npt.NDArray[Any]:
+        """Raises CheckpointError where it is a list of strings."""
+        if self.kind == _STRING:
+            raise CheckpointError(f"{self.path}: {self.key:.80}: a list of strings: must be one of numbers")
+        return np.frombuffer(self.raw, np.dtype(_NUMBERS[self.kind]).newbyteorder("<"))
+
+    def texts(self) -> list[str]:
+        """Raises CheckpointError where a value is no text."""
+        if self.kind != _STRING:
+            raise CheckpointError(f"{self.path}: {self.key:.80}: a list of numbers: must be one of strings")
+        texts, at = [], 0
+        try:
+            for _ in range(self.num):
+                end = at + 8 + _LENGTH.unpack_from(self.raw, at)[0]
+                texts.append(self.raw[at + 8 : end].decode())
+                at = end
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{self.path}: {self.key:.80}: entry {len(texts)}: is no UTF-8") from None
+        return texts
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFiles:
-    """A model's GGUF file, or all of its parts. `metadata` is the first file's; of an array it has only the length."""
+    """A model's GGUF file, or all of its parts. `metadata` is the first file's: numbers, strings, GgufLists."""
 
     path: Path  # the first
     metadata: Mapping[str, Any]
@@ -37,67 +87,105 @@ class GgufFiles:
     def open(cls, path: Path) -> GgufFiles:
         """Open a file, or any part of a split model. Raises CheckpointError naming the file and the field."""
         match = _SPLIT.search(path.name)
-        if match is None:
-            return cls(path, *_read(path, {}))
-        stem, num = path.name[: match.start()], int(match[2])
+        number, num = (int(match[1]), int(match[2])) if match else (1, 1)
+        if not 1 <= number <= num:
+            raise CheckpointError(f"{path}: part {number} of {num}, by its name: there is none")
+        parts = [path]
+        if match is not None:
+            stem = path.name[: match.start()]
+            parts = [path.with_name(f"{stem}-{one + 1:05d}-of-{num:05d}{SUFFIX}") for one in range(num)]
         metadata: dict[str, Any] = {}
         tensors: dict[str, TensorRef] = {}
         headers: dict[str, bytes] = {}
-        for number in range(num):
-            part = path.with_name(f"{stem}-{number + 1:05d}-of-{num:05d}{SUFFIX}")
-            if not part.is_file():
+        for place, part in enumerate(parts):
+            if num > 1 and not part.exists():
                 raise CheckpointError(f"{part}: missing: the model is split into {num} files")
-            said, of_part, header = _read(part, tensors)
-            if said.get("split.no", number) != number or said.get("split.count", num) != num:
-                raise CheckpointError(
-                    f"{part}: split.no={said.get('split.no')!r}, split.count="
-                    f"{said.get('split.count')!r}: disagree with its name"
-                )
-            metadata = metadata or dict(said)
+            fields, of_part, headers[part.name] = _read(part)
+            _check_part(part, fields, place, num, metadata)
+            metadata = metadata or fields
+            again = next((name for name in of_part if name in tensors), None)
+            if again is not None:
+                raise CheckpointError(f"{part}: tensor {again!r:.80} is also in {tensors[again].path.name}")
             tensors |= of_part
-            headers |= header
-        return cls(path.with_name(f"{stem}-00001-of-{num:05d}{SUFFIX}"), metadata, tensors, headers)
+        total = metadata.get("split.tensors.count", len(tensors))
+        if total != len(tensors):
+            raise CheckpointError(
+                f"{parts[0]}: split.tensors.count={total!r:.80}: must be {len(tensors)}, the tensors of its parts"
+            )
+        return cls(parts[0], metadata, tensors, headers)
 
 
-def _read(path: Path, others: Mapping[str, TensorRef]) -> tuple[dict[str, Any], dict[str, TensorRef], dict[str, bytes]]:
-    try:
-        with path.open("rb") as file:
+def _check_part(part: Path, fields: Mapping[str, Any], place: int, num: int, first: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where a file is not part `place` of `num` of the model of the `first` one's metadata."""
+    default = (place, num) if num == 1 else (None, None)  # a file that is not split has neither
+    said = tuple(fields.get(key, value) for key, value in zip(("split.no", "split.count"), default, strict=True))
+    if said != (place, num):
+        raise CheckpointError(f"{part}: split.no={said[0]!r:.80}, split.count={said[1]!r:.80}: disagree with its name")
+    for key, value in fields.items() if first else ():
+        if key.startswith("split.") or (key.startswith("general.") and key != "general.architecture"):
+            continue
+        if not _is_same(first.get(key), value):
+            raise CheckpointError(f"{part}: {key:.80}: is not that of the first part: of another model?")
+
+
+def _is_same(first: Any, other: Any) -> bool:
+    if isinstance(first, GgufList) and isinstance(other, GgufList):
+        return (first.kind, first.num, first.raw) == (other.kind, other.num, other.raw)
+    return type(first) is type(other) and bool(first == other)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorRef], bytes]:
+    with open_file(path, CheckpointError) as file:
+        try:
             header = _Header(path, file)
             metadata = header.metadata()
-            tensors = header.tensors(metadata.get("general.alignment", 32))
-            file.seek(0)
-            raw = file.read(header.at)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
-    again = next((name for name in tensors if name in others), None)
-    if again is not None:
-        raise CheckpointError(f"{path}: tensor {again!r} is also in {others[again].path.name}")
-    return metadata, tensors, {path.name: raw}
+            return metadata, header.tensors(metadata.get("general.alignment", 32)), header.raw
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
 class _Header:
     """Parses a header from front to back."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._file, self.at = path, file, 0
+    def __init__(self, path: Path, file: FileIO) -> None:
+        self._path, self._file, self._at, self._buffer = path, file, 0, bytearray()
         self._size = os.fstat(file.fileno()).st_size
-        self._end = min(self._size, GGUF_HEADER.nbytes)
+        self._end = min(self._size, GGUF.nbytes)
+        self._left = GGUF.items
         if self._take(4) != b"GGUF":
             raise CheckpointError(f"{path}: not a GGUF file: it does not begin with GGUF")
         version = self._number("I")
         if version not in _VERSIONS:
-            raise CheckpointError(f"{path}: version={version}: accepted: {', '.join(map(str, _VERSIONS))}")
+            swapped = int.from_bytes(version.to_bytes(4, "big"), "little")
+            order = f" in big-endian order, of version {swapped}" if swapped in _VERSIONS else ""
+            raise CheckpointError(
+                f"{path}: version={version}{order}: accepted: {', '.join(map(str, _VERSIONS))}, little-endian"
+            )
         self._num_tensors, self._num_fields = self._count("tensor_count", 24), self._count("metadata_kv_count", 13)
+        for name, num in (("tensor_count", self._num_tensors), ("metadata_kv_count", self._num_fields)):
+            if num > _MAX_NAMES:
+                raise CheckpointError(f"{path}: {name}={num}: accepted: at most {_MAX_NAMES}")
+
+    @property
+    def raw(self) -> bytes:
+        """The bytes that were parsed."""
+        return bytes(self._buffer[: self._at])
 
     def metadata(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for _ in range(self._num_fields):
             key = self._string("a metadata key")
-            found[key] = self._value(key, self._number("I"))
-        return found
+            if not key.isprintable():
+                raise CheckpointError(f"{self._path}: a metadata key is {key!r:.80}: must be printable")
+            if key in fields:
+                raise CheckpointError(f"{self._path}: {key:.80}: is there twice")
+            fields[key] = self._value(key, self._number("I"))
+        return fields
 
     def tensors(self, alignment: object) -> dict[str, TensorRef]:
-        """Raises CheckpointError where a tensor's type or sizes are impossible, or it lies beyond the file."""
+        """Raises CheckpointError where a tensor's type or sizes are impossible, or where tensors overlap, leave bytes
+        unused or reach beyond the file.
+        """
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         path = self._path
@@ -120,12 +208,13 @@ class _Header:
                     f"{path}: tensor {name!r:.80}: type={kind}: unknown to the package gguf"
                 ) from None
             block, block_nbytes = GGML_QUANT_SIZES[known]
-            if any(not 0 < one < 1 << 40 for one in shape) or shape[-1] % block:
+            if any(not 0 < size < 1 << 40 for size in shape) or shape[-1] % block:
                 raise CheckpointError(
                     f"{path}: tensor {name!r:.80}: shape={list(shape)}: must be whole blocks of {block} in {known.name}"
                 )
             entries[name] = known.name, shape, offset, math.prod(shape) // block * block_nbytes
-        begin, tensors = -(-self.at // alignment) * alignment, {}
+        begin = -(-self._at // alignment) * alignment
+        tensors: dict[str, TensorRef] = {}
         for name, (dtype, shape, offset, nbytes) in entries.items():
             if offset % alignment or begin + offset + nbytes > self._size:
                 raise CheckpointError(
@@ -133,6 +222,17 @@ class _Header:
                     f"{alignment} and end in the file, which has {self._size} bytes: truncated?"
                 )
             tensors[name] = TensorRef(path, dtype, shape, begin + offset, nbytes)
+        expected = begin
+        for name, ref in sorted(tensors.items(), key=lambda item: item[1].offset):
+            if ref.offset != expected:
+                problem = "overlaps" if ref.offset < expected else "leaves unused bytes after"
+                raise CheckpointError(
+                    f"{path}: tensor {name!r:.80}: offset={ref.offset - begin}: {problem} what is before it; must be "
+                    f"{expected - begin}"
+                )
+            expected = -(-(ref.offset + ref.nbytes) // alignment) * alignment
+        if self._size > expected:
+            raise CheckpointError(f"{path}: {self._size - expected} bytes at the end belong to no tensor")
         return tensors
 
     def _value(self, key: str, kind: int) -> Any:
@@ -142,36 +242,66 @@ class _Header:
             return self._string(key)
         element = self._number("I") if kind == _ARRAY else kind
         if element not in _NUMBERS and element != _STRING:
-            raise CheckpointError(f"{self._path}: {key}: type={element}: no number, string or list of these")
-        width = struct.calcsize(_NUMBERS[element]) if element in _NUMBERS else 8
-        count = self._count(key, width)
+            raise CheckpointError(f"{self._path}: {key:.80}: type={element}: no number, string or list of these")
+        width = struct.calcsize(f"<{_NUMBERS[element]}") if element in _NUMBERS else 8
+        num = self._count(key, width)
+        if num > self._left:
+            raise CheckpointError(f"{self._path}: {key:.80}: {num} entries; accepted: {GGUF.items} in all lists")
+        self._left -= num
+        begin = self._at
         if element in _NUMBERS:
-            self._take(count * width)
+            self._take(num * width)
         else:
-            for _ in range(count):
-                self._take(self._count(key, 1))
-        return count
+            self._pass_strings(key, num)
+        return GgufList(self._path, key, element, num, bytes(self._buffer[begin : self._at]))
+
+    def _pass_strings(self, key: str, num: int) -> None:
+        """Move behind `num` strings."""
+        at, have, length = self._at, len(self._buffer), _LENGTH.unpack_from
+        for _ in range(num):
+            if at + 8 > have:
+                have = self._fill(at + 8)
+            at += 8 + length(self._buffer, at)[0]
+            if at > self._end:
+                raise CheckpointError(f"{self._path}: {key:.80}: a string of it goes on behind the header: truncated?")
+        self._fill(at)
+        self._at = at
 
     def _number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
 
-    def _count(self, what: str, least_nbytes: int) -> int:
+    def _count(self, name: str, least_nbytes: int) -> int:
         """The number of entries that follow, each of at least `least_nbytes`."""
         count: int = self._number("Q")
-        if count * least_nbytes > self._end - self.at:
-            raise CheckpointError(f"{self._path}: {what:.80}: {count} entries, more than the file holds: truncated?")
+        if count * least_nbytes > self._end - self._at:
+            raise CheckpointError(f"{self._path}: {name:.80}: {count} entries, more than the file holds: truncated?")
         return count
 
-    def _string(self, what: str) -> str:
-        raw = self._take(self._count(what, 1))
+    def _string(self, name: str) -> str:
+        nbytes = self._count(name, 1)
+        if nbytes > GGUF.text:
+            raise CheckpointError(f"{self._path}: {name:.80}: a string of {nbytes} bytes; accepted: {GGUF.text}")
+        raw = self._take(nbytes)
         try:
             return raw.decode()
         except UnicodeDecodeError:
-            raise CheckpointError(f"{self._path}: {what:.80}: {raw[:40]!r}: is no UTF-8") from None
+            raise CheckpointError(f"{self._path}: {name:.80}: {raw[:40]!r}: is no UTF-8") from None
 
     def _take(self, nbytes: int) -> bytes:
-        raw = self._file.read(nbytes) if nbytes <= self._end - self.at else b""
-        if len(raw) != nbytes:
-            raise CheckpointError(f"{self._path}: truncated: its header goes on behind byte {self.at}")
-        self.at += nbytes
+        end = self._at + nbytes
+        if end > len(self._buffer):
+            self._fill(end)
+        raw = bytes(self._buffer[self._at : end])
+        self._at = end
         return raw
+
+    def _fill(self, end: int) -> int:
+        """Have the bytes before `end` in the buffer; how many it has then."""
+        if end > self._end:
+            raise CheckpointError(f"{self._path}: truncated: its header goes on behind byte {len(self._buffer)}")
+        while len(self._buffer) < end:
+            raw = self._file.read(min(self._end, max(end, 2 * len(self._buffer), _READ_NBYTES)) - len(self._buffer))
+            if not raw:
+                raise CheckpointError(f"{self._path}: truncated while its header was read")
+            self._buffer += raw
+        return len(self._buffer)

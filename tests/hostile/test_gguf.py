@@ -1,0 +1,365 @@
+"""GGUF files, their metadata or bytes changed: a run ends in one line that names file and key, or in text."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from expertly.core.errors import CheckpointError
+from expertly.model.packing import pack
+from tests.families import VOCAB_SIZE
+from tests.formats.gguf_files import make_gguf, set_strings
+from tests.hostile.cases import run_command
+
+KIND = gguf.GGUFValueType
+NAN, INF = math.nan, math.inf
+LETTERS = [chr(code) for code in range(33, 127)]
+WORDS = [*LETTERS, "ab", *(f"<{number}>" for number in range(VOCAB_SIZE - len(LETTERS) - 1))]
+WHOLE = "must be a whole number from 1 to 2147483647"
+"""What is said of most sizes."""
+
+
+def make(path: Path, **changes: Any) -> Path:
+    return make_gguf(path, **{"hidden": 64, "intermediate": 32, "words": WORDS} | changes)
+
+
+def refused(path: Path, sentence: str) -> None:
+    """Packing it fails in one line that says `sentence`, or one of several between bars."""
+    with pytest.raises(CheckpointError) as raised:
+        pack(path, path.with_name("store"))
+    said = str(raised.value)
+    assert any(part in said for part in sentence.split("|")), f"expected: {sentence}\nsaid: {said}"
+    assert "\n" not in said and len(said) < 900 and not list(path.parent.glob("store*"))
+
+
+Metadata = dict[str, Any]
+
+METADATA: dict[str, tuple[Metadata, str]] = {
+    "yarn without a number": ({"rope.scaling.type": "yarn", "rope.scaling.factor": NAN}, "rope.scaling.factor=nan"),
+    "an unknown scaling": ({"rope.scaling.type": "longrope"}, "qwen3moe.rope.scaling.type='longrope': must be 'none'"),
+    "a scaling that is a number": ({"rope.scaling.type": 3}, "qwen3moe.rope.scaling.type=3"),
+    "a negative factor": ({"rope.scaling.factor": -4.0}, "rope.scaling.factor=-4.0: must be a number above 0"),
+    "an old factor of infinity": ({"rope.scale_linear": INF}, "rope.scale_linear=inf"),
+    "attention scaled without yarn": ({"rope.scaling.attn_factor": 1.5}, "attn_factor=1.5: must be 1.0 with 'linear'"),
+    "yarn mixed otherwise": (
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_ext_factor": 0.5},
+        "yarn_ext_factor=0.5: must be 1.0",
+    ),
+    "yarn's logarithm": ({"rope.scaling.yarn_log_multiplier": 0.5}, "yarn_log_multiplier=0.5: not supported"),
+    "yarn of no length": (
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.original_context_length": 0},
+        f"original_context_length=0: {WHOLE}",
+    ),
+    "half a rope": ({"rope.dimension_count": 8}, "rope.dimension_count=8: must be 16, the width of a head"),
+    "a rope in sections": ({"rope.dimension_sections": [8, 4, 4, 0]}, "rope.dimension_sections=a list of 4 numbers"),
+    "two bases": ({"rope.freq_base_swa": 5000.0}, "rope.freq_base_swa=5000.0: must be 10000.0"),
+    "no base": ({"rope.freq_base": 0.0}, "rope.freq_base=0.0: must be a number above 1"),
+    "a negative base": ({"rope.freq_base": -1.0}, "rope.freq_base=-1.0"),
+    "a base of infinity": ({"rope.freq_base": INF}, "rope.freq_base=inf"),
+    "a base that is no number": ({"rope.freq_base": NAN}, "rope.freq_base=nan"),
+    "an epsilon that is no number": ({"attention.layer_norm_rms_epsilon": NAN}, "layer_norm_rms_epsilon=nan: must be"),
+    "a negative epsilon": ({"attention.layer_norm_rms_epsilon": -1e-6}, "layer_norm_rms_epsilon=-"),
+    "no epsilon": ({"attention.layer_norm_rms_epsilon": 0.0}, "layer_norm_rms_epsilon=0.0"),
+    "another norm's epsilon": (
+        {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-6},
+        "layer_norm_rms_epsilon=None",
+    ),
+    "both norms' epsilons": ({"attention.layer_norm_epsilon": 1e-5}, "attention.layer_norm_epsilon=9.99"),
+    "a window": ({"attention.sliding_window": 16}, "attention.sliding_window=16: not supported; accepted: 0"),
+    "softcapped": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0: not supported"),
+    "final softcapped": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: not supported"),
+    "scaled attention": ({"attention.scale": 0.5}, "attention.scale=0.5: must be 0.25"),
+    "not causal": ({"attention.causal": False}, "attention.causal=False: not supported; accepted: True"),
+    "clamped": ({"attention.clamp_kqv": 8.0}, "attention.clamp_kqv=8.0"),
+    "narrower values": ({"attention.value_length": 8}, "attention.value_length=8: not supported; accepted: 16"),
+    "scaled experts": ({"expert_weights_scale": 2.5}, "expert_weights_scale=2.5: not supported; accepted: 0 or 1"),
+    "experts by sigmoid": ({"expert_gating_func": 2}, "expert_gating_func=2: not supported"),
+    "experts in groups": ({"expert_group_count": 4}, "expert_group_count=4: not supported"),
+    "a shared expert": ({"expert_shared_count": 1}, "expert_shared_count=1: not supported"),
+    "dense layers first": ({"leading_dense_block_count": 1}, "leading_dense_block_count=1: not supported"),
+    "scaled logits": ({"logit_scale": 0.1}, "logit_scale=0.1"),
+    "scaled residuals": ({"residual_scale": 0.2}, "residual_scale=0.2"),
+    "scaled embeddings": ({"embedding_scale": 12.0}, "embedding_scale=12.0"),
+    "every second layer": ({"interleave_moe_layer_step": 2}, "interleave_moe_layer_step=2"),
+    "pooled": ({"pooling_type": 3}, "pooling_type=3"),
+    "parallel": ({"use_parallel_residual": True}, "use_parallel_residual=True"),
+    "another layout": ({"tensor_data_layout": "Meta AI original pth"}, "tensor_data_layout='Meta AI original pth'"),
+    "an unknown key": ({"attention.novel_bias": 1.0}, "qwen3moe.attention.novel_bias=1.0: a key that is not supported"),
+    "a long unknown key": ({"k" * 60_000: 1.0}, "a key that is not supported"),
+    "another vocabulary": ({"vocab_size": 64}, f"vocab_size=64: must be {VOCAB_SIZE}"),
+    "no heads": ({"attention.head_count": 0}, f"attention.head_count=0: {WHOLE}"),
+    "no key heads": ({"attention.head_count_kv": 0}, f"attention.head_count_kv=0: {WHOLE}"),
+    "heads that do not divide": ({"attention.head_count_kv": 3}, "attention.head_count_kv=3: must be a divisor of 4"),
+    "a long context": ({"context_length": (1 << 60, KIND.UINT64)}, f"context_length=1152921504606846976: {WHOLE}"),
+    "a negative context": ({"context_length": (-1, KIND.INT32)}, f"context_length=-1: {WHOLE}"),
+    "no context": ({"context_length": None}, f"context_length=None: {WHOLE}"),
+    "layers less": ({"block_count": 2}, ": is of no part of a qwen3moe model of 2 layers"),
+    "layers more": ({"block_count": 4}, "no tensor for model.layers.3"),
+    "no layers": ({"block_count": 0}, "block_count=0"),
+    "layers in words": ({"block_count": "three"}, "block_count='three'"),
+    "a list of layers": ({"block_count": [3, 3, 3]}, "block_count=a list of 3 numbers"),
+    "a half layer": ({"block_count": 2.5}, "block_count=2.5"),
+    "true layers": ({"block_count": True}, "block_count=True"),
+    "heads by layer": ({"attention.head_count": [4, 4, 4]}, "attention.head_count=a list of 3 numbers"),
+    "a width in words": ({"embedding_length": ["64"]}, "embedding_length=a list of 1 texts"),
+    "more experts": ({"expert_count": 16}, "holds 8 experts, but config.json says 16"),
+    "more used than there are": ({"expert_used_count": 9}, "expert_used_count=9: must be at most 8"),
+    "none used": ({"expert_used_count": 0}, "expert_used_count=0"),
+    "all layers for further tokens": ({"nextn_predict_layers": 3}, "nextn_predict_layers=3: must be less than"),
+    "a part of a model": ({"split.count": 3, "split.no": 0}, "split.no=0, split.count=3: disagree with its name"),
+    "a tensor less": ({"split.tensors.count": 99}, "split.tensors.count=99: must be"),
+    "an unknown architecture": ({"general.architecture": "plamo2"}, "general.architecture='plamo2': accepted"),
+    "an architecture that is a number": ({"general.architecture": 7}, "general.architecture=7: accepted"),
+    "an alignment of nothing": ({"general.alignment": 0}, "general.alignment=0: must be a power of two"),
+    # -- the vocabulary ------------------------------------------------------------------------------------------------
+    "an end beyond the words": ({"tokenizer.ggml.eos_token_id": 128}, "eos_token_id=128: must be a token's number"),
+    "a negative end": ({"tokenizer.ggml.eot_token_id": (-1, KIND.INT32)}, "eot_token_id=-1: must be a token's number"),
+    "an end in words": ({"tokenizer.ggml.eos_token_id": "</s>"}, "eos_token_id='</s>': must be a token's number"),
+    "a true end": ({"tokenizer.ggml.eom_token_id": True}, "eom_token_id=True: must be a token's number"),
+    "another kind of words": ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model='rwkv': accepted: gpt2, llama"),
+    "a kind that is a number": ({"tokenizer.ggml.model": 1}, "tokenizer.ggml.model=1"),
+    "words split otherwise": ({"tokenizer.ggml.pre": "nonesuch"}, "tokenizer.ggml.pre='nonesuch': accepted: qwen2"),
+    "words split nobody says how": ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre=None: accepted: qwen2"),
+    "no words": ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens=None: must be a list of texts"),
+    "words that are numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens=a list of 2 numbers"),
+    "words that are one": ({"tokenizer.ggml.tokens": "words"}, "tokenizer.ggml.tokens='words'"),
+    "more words than rows": ({"tokenizer.ggml.tokens": [*WORDS, "more"]}, "129 tokens: must be 1 to 128"),
+    "fewer types": ({"tokenizer.ggml.token_type": [1] * 9}, "tokenizer.ggml.token_type: 9 entries: must be 128"),
+    "more scores": ({"tokenizer.ggml.scores": [0.5] * 129}, "tokenizer.ggml.scores: 129 entries: must be 128"),
+    "types in words": ({"tokenizer.ggml.token_type": ["a"] * 128}, "token_type=a list of 128 texts: must be a list of"),
+    "no merges": ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges=None: must be a list of texts"),
+    "merges of nothing": ({"tokenizer.ggml.merges": ["nonsense"]}, "its tokenizer cannot be read"),
+    "merges of unknown words": ({"tokenizer.ggml.merges": ["xyz zyx"]}, "its tokenizer cannot be read"),
+    "a template that is a number": ({"tokenizer.chat_template": 5}, "tokenizer.chat_template=5: must be a string"),
+    "a template of two": ({"tokenizer.chat_template": ["a"]}, "tokenizer.chat_template=a list of 1 texts"),
+    "a long template": (
+        {"tokenizer.chat_template": "x" * (1 << 20 | 1)},
+        "a string of 1048577 bytes; accepted: 1048576",
+    ),
+    "adding yes": (
+        {"tokenizer.ggml.add_bos_token": "yes"},
+        "tokenizer.ggml.add_bos_token='yes': must be true or false",
+    ),
+}
+"""Of each case the metadata that is changed, and what is said of it."""
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_metadata_that_cannot_be_is_refused_by_its_key(name: str, tmp_path: Path) -> None:
+    metadata, sentence = METADATA[name]
+    refused(make(tmp_path / "model.gguf", metadata=metadata), sentence)
+
+
+@pytest.mark.parametrize("name", ["an unknown scaling", "merges of unknown words", "a long unknown key", "layers less"])
+def test_a_command_says_so_in_one_line(name: str, imported: Any, tmp_path: Path) -> None:
+    metadata, sentence = METADATA[name]
+    path = make(tmp_path / "model.gguf", metadata=metadata)
+    run_command(imported, tmp_path, "run", str(path), "abc", "--max-new-tokens", "2").is_refused(sentence)
+
+
+TENSORS: dict[str, tuple[dict[str, Any], str]] = {
+    "frequencies of the rope": ({"more": {"rope_freqs.weight": (8,)}}, "'rope_freqs.weight': is of no part"),
+    "a bias": ({"more": {"blk.0.attn_q.bias": (64,)}}, "'blk.0.attn_q.bias': is of no part"),
+    "a router's bias": ({"more": {"blk.1.exp_probs_b.bias": (8,)}}, "'blk.1.exp_probs_b.bias': is of no part"),
+    "a scale": ({"more": {"blk.1.ffn_gate_exps.scale": (8,)}}, "'blk.1.ffn_gate_exps.scale': is of no part"),
+    "a further layer": ({"more": {"blk.3.attn_norm.weight": (64,)}}, "'blk.3.attn_norm.weight': is of no part"),
+    "a head's bias": ({"more": {"output.bias": (128,)}}, "'output.bias': is of no part"),
+    "no table": ({"others": {"token_embd.weight": None}}, "no tensor token_embd.weight"),
+    "no norm": ({"others": {"output_norm.weight": None}}, "no tensor for model.norm.weight"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_of_no_part_of_the_model_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    changes, sentence = TENSORS[name]
+    refused(make(tmp_path / "model.gguf", **changes), sentence)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def number(place: int, code: str, value: int) -> Callable[[bytearray], None]:
+    return lambda data: struct.pack_into(f"<{code}", data, place, value)
+
+
+def of(name: str, skip: int, code: str, value: int) -> Callable[[bytearray], None]:
+    """A number behind the name of a field (type, value) or of a tensor (dimensions, sizes, type, offset)."""
+
+    def change(data: bytearray) -> None:
+        key = struct.pack("<Q", len(name)) + name.encode()
+        struct.pack_into(f"<{code}", data, data.index(key) + len(key) + skip, value)
+
+    return change
+
+
+def offset_of(name: str, other: str) -> Callable[[bytearray], None]:
+    """Give a matrix the offset of another."""
+
+    def change(data: bytearray) -> None:
+        places = [data.index(struct.pack("<Q", len(one)) + one.encode()) + 8 + len(one) + 24 for one in (name, other)]
+        data[places[0] : places[0] + 8] = data[places[1] : places[1] + 8]
+
+    return change
+
+
+def replaced(before: bytes, after: bytes) -> Callable[[bytearray], None]:
+    def change(data: bytearray) -> None:
+        data[:] = data.replace(before, after, 1)
+
+    return change
+
+
+def with_list(key: str, num: int, raw: bytes, kind: int = 8) -> Callable[[bytearray], None]:
+    """A further list in the metadata, of `num` values whose bytes are `raw`; what follows stays aligned."""
+
+    def change(data: bytearray) -> None:
+        (fields,) = struct.unpack_from("<Q", data, 16)
+        name = key + "_" * (-(24 + len(key) + len(raw)) % 32)
+        entry = struct.pack("<Q", len(name)) + name.encode() + struct.pack("<IIQ", 9, kind, num) + raw
+        data[16:24] = struct.pack("<Q", fields + 1) + entry
+
+    return change
+
+
+Q, K = "blk.0.attn_q.weight", "blk.1.attn_q.weight"
+
+BYTES: dict[str, tuple[Callable[[bytearray], None], str]] = {
+    "overlapping tensors": (offset_of(Q, K), "leaves unused bytes after what is before it"),
+    "a tensor in another": (offset_of(K, Q), "overlaps what is before it"),
+    "bytes behind the tensors": (lambda data: data.extend(b"\0" * 32), "32 bytes at the end belong to no tensor"),
+    "a megabyte behind the tensors": (lambda data: data.extend(b"x" * (1 << 20)), "bytes at the end belong to no"),
+    "big-endian": (lambda data: data.__setitem__(slice(4, 8), b"\0\0\0\3"), "in big-endian order, of version 3"),
+    "an old version": (number(4, "I", 1), "version=1: accepted: 2, 3, little-endian"),
+    "millions of tensors": (number(8, "Q", 70_000), "tensor_count"),
+    "millions of empty texts": (with_list("general.tags", 6_000_000, b"\0" * 48_000_000), "accepted: 4194304 in all"),
+    "many texts": (
+        with_list("qwen3moe.words", 4_000_000, b"\0" * 32_000_000),
+        "=a list of 4000000 texts: a key that is",
+    ),
+    "a list of more than there is": (with_list("general.tags", 1 << 50, b""), "more than the file holds"),
+    "a text of more than there is": (with_list("general.tags", 1, b"\xff" * 8), "goes on behind the header"),
+    "lists in lists": (with_list("general.tags", 1, b"\0" * 64, 9), ": type=9: no number, string or list"),
+    "an unknown kind of list": (with_list("general.tags", 1, b"\0" * 64, 13), ": type=13: no number"),
+    "a key of two lines": (replaced(b"qwen3moe.block_count", b"qwen3moe.block\ncount"), "must be printable"),
+    "a key that is no text": (replaced(b"qwen3moe.block_count", b"qwen3moe.block\xffcount"), "is no UTF-8"),
+    "a key twice": (lambda data: [with_list("general.tags", 0, b"")(data) for _ in range(2)], "is there twice"),
+    "a key that is another": (replaced(b"qwen3moe.expert_count", b"qwen3moe.expert_kount"), "expert_count=None"),
+    "a word that is no text": (
+        set_strings("tokenizer.ggml.tokens", 3, b"\xff"),
+        "tokenizer.ggml.tokens: entry 3: is no",
+    ),
+    "a tensor of another kind": (of(Q, 4 + 16, "I", 0), "truncated|overlaps|unused"),
+    "a tensor twice": (replaced(Q.encode(), b"blk.0.attn_k.weight"), "is named twice"),
+    "a tensor turned": (of("blk.0.attn_k.weight", 4, "Q", 32), "truncated|overlaps|unused|makes"),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_that_contradict_themselves_are_refused(name: str, tmp_path: Path) -> None:
+    change, sentence = BYTES[name]
+    path = make(tmp_path / "model.gguf")
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+    refused(path, sentence)
+
+
+@pytest.mark.parametrize("name", ["millions of empty texts", "many texts"])
+def test_long_lists_take_no_time(name: str, imported: Any, tmp_path: Path) -> None:
+    change, sentence = BYTES[name]
+    path = make(tmp_path / "model.gguf")
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+    ended = run_command(imported, tmp_path, "run", str(path), "abc", "--max-new-tokens", "2")
+    ended.is_refused(sentence)
+    assert ended.cpu_s < 3  # a third of it is what every command takes
+
+
+def test_a_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
+    path = make(tmp_path / "model.gguf")
+    data = path.read_bytes()
+    for twentieth in range(20):
+        path.write_bytes(data[: len(data) * twentieth // 20])
+        refused(path, "truncated|does not begin with GGUF")
+
+
+def test_what_is_no_file_is_refused_at_once(imported: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    (tmp_path / "folder.gguf").mkdir()
+    (tmp_path / "device.gguf").symlink_to("/dev/null")
+    (tmp_path / "nothing.gguf").symlink_to(tmp_path / "nowhere")
+    with (tmp_path / "sparse.gguf").open("wb") as file:
+        file.truncate(1 << 40)
+    for kind in ("pipe", "folder", "device", "nothing", "sparse"):
+        run_command(imported, tmp_path, "run", f"./{kind}.gguf", "abc").is_refused(f"{kind}.gguf")
+
+
+def test_parts_are_of_one_model(tmp_path: Path) -> None:
+    """Not a part that is missing, there twice, or of another model."""
+    first = make(tmp_path / "model.gguf", split=14)
+    second, third = (first.with_name(f"model-0000{number}-of-00003.gguf") for number in (2, 3))
+    split = {"split.no": 2, "split.count": 3}
+    foreign = make(tmp_path / "other.gguf", architecture="qwen2moe", metadata=split).read_bytes()
+    wider = make(tmp_path / "other.gguf", hidden=128, metadata=split).read_bytes()
+    kept = third.read_bytes()
+    for raw, sentence in (
+        (second.read_bytes(), "split.no=1, split.count=3: disagree with its name"),
+        (make(tmp_path / "whole.gguf").read_bytes(), "split.no=None"),
+        (foreign, "general.architecture: is not that of the first part"),
+        (wider, "qwen3moe.embedding_length: is not that of the first part"),
+    ):
+        third.write_bytes(raw)
+        refused(first, sentence)
+    third.unlink()
+    refused(first, "00003-of-00003.gguf: missing: the model is split into 3 files")
+    os.mkfifo(third)
+    refused(first, "00003-of-00003.gguf: a pipe; must be a file")
+    third.unlink()
+    third.write_bytes(kept)
+    pack(second, tmp_path / "store")
+
+
+WORKING: dict[str, dict[str, Any]] = {
+    "values that change nothing": {
+        "metadata": {
+            "attention.causal": True,
+            "attention.value_length": 16,
+            "rope.dimension_count": 16,
+            "rope.scaling.type": "none",
+            "rope.scaling.finetuned": False,
+            "logit_scale": 1.0,
+            "expert_gating_func": 1,
+            "expert_weights_scale": 0.0,
+            "quantize.imatrix.file": "x",
+            "general.tags": ["a", "b"],
+        }
+    },
+    "keys of another architecture": {"metadata": {"tokenizer.ggml.unused": 1, "general.name": "\n" * 500}},
+    "fewer words than rows": {"words": WORDS[:100]},
+    "layers for further tokens": {
+        "metadata": {"block_count": 4, "nextn_predict_layers": 1},
+        "more": {"blk.3.attn_norm.weight": (64,), "blk.3.nextn.eh_proj.weight": (64, 128)},
+    },
+}
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_what_changes_nothing_runs(name: str, tmp_path: Path) -> None:
+    changed, plain = make(tmp_path / "model.gguf", **WORKING[name]), make(tmp_path / "plain.gguf")
+    stores = [pack(path, path.with_suffix("")) for path in (changed, plain)]
+    configs = [store.config | {"eos_token_id": None} for store in stores]
+    assert configs[0] == configs[1]
+    assert stores[0].manifest.layers == stores[1].manifest.layers
+
+
+def test_a_file_without_a_vocabulary_is_refused_by_what_needs_one(imported: Any, tmp_path: Path) -> None:
+    path = make(tmp_path / "model.gguf", words=())
+    run_command(imported, tmp_path, "run", str(path), "abc", "--max-new-tokens", "2").is_refused("tokenizer")
