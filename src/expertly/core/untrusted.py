@@ -28,6 +28,7 @@ class Bounds:
     items: int = 4096  # of a list or an object
     text: int = 4096  # characters of a string
     long: Mapping[str, int] = field(default_factory=dict)  # items, and of what is in it, of some fields of the object
+    skipped: str = ""  # a field whose content is not looked at
 
     # Released files have at most a fifth of each bound, vocabularies a third.
 
@@ -59,8 +60,10 @@ MAX_DIMENSIONS = 64
 TOKENIZER_CONFIG = Bounds(16 << 20, items=1 << 14, text=1 << 20)
 """`tokenizer_config.json` and the small files beside it: added tokens and chat templates."""
 
-VOCABULARY = Bounds(96 << 20, items=1 << 21, text=1 << 20, long={"added_tokens": 1 << 15})
-"""`tokenizer.json`, sentencepiece's model and other files with an entry for each token; adding tokens takes long."""
+VOCABULARY = Bounds(96 << 20, text=1 << 20, long={"added_tokens": 1 << 15}, skipped="model")
+"""`tokenizer.json`, sentencepiece's model and other files with an entry for each token. Those that are added take
+long; those of `model` are checked where they are read, and looking at each would take as long.
+"""
 
 TOKENIZER_PART = Bounds(0, items=1024, text=1 << 13)
 """What `tokenizer.json` has beside the vocabulary: the longest text is a regular expression."""
@@ -181,7 +184,11 @@ def check_value(value: Any, name: str, bounds: Bounds, failure: type[ExpertlyErr
                 said = f"nests deeper than {bounds.depth} levels"
             raise failure(f"{name}: {f'{names}: ' if names else ''}{said}")
         inner = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()
-        left += [(part, (*path, str(key))) for key, part in inner if isinstance(part, str | dict | list)]
+        left += [
+            (part, (*path, str(key)))
+            for key, part in inner
+            if isinstance(part, str | dict | list) and (path or key != bounds.skipped)
+        ]
 
 
 def is_plain_name(name: object) -> bool:

@@ -250,8 +250,14 @@ def _strippable(original: type[PreTrainedModel], manifest: Manifest) -> Any:
 
     @functools.wraps(original.__init__)
     def __init__(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        with Unvalued():
-            original.__init__(self, config, *args, **kwargs)
+        try:
+            with Unvalued():
+                original.__init__(self, config, *args, **kwargs)
+        except NotImplementedError:  # see `load_dense`
+            raise
+        except Exception as cause:  # a family's own code raises whatever a number of the config leads to
+            made = f"{original.__name__} cannot be built from its config.json"
+            raise CheckpointError(f"{config.name_or_path}: {made}: {first_line(cause)}") from cause
         _strip(self, manifest)
 
     ignored = [".*"]  # a store also has the checkpoint's tensors that are not of the model

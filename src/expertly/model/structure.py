@@ -207,8 +207,10 @@ class Unvalued(TorchFunctionMode):
                 return weight
         if func is nn.functional.linear and len(args) > 1 and args[0].is_meta:
             return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0], device="cpu")
-        if func is torch.arange and max((n for n in args if isinstance(n, int | float)), default=0) > _MAX_ARANGE:
-            raise ValueError(f"a table of {max(args)} rows")
+        if func is torch.arange:
+            rows = max((n for n in (*args, *kwargs.values()) if isinstance(n, int | float)), default=0)
+            if rows > _MAX_ARANGE:
+                raise ValueError(f"a table of {rows} rows; accepted: {_MAX_ARANGE}")
         if func is torch.arange and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **kwargs)
