@@ -71,6 +71,9 @@ TOKENIZER_PART = Bounds(0, items=1024, text=1 << 13)
 TEMPLATE = Bounds(1 << 20)
 """A chat template."""
 
+PROFILE = Bounds(1 << 20)
+"""A description of a machine or a model in TOML."""
+
 _FILES_OF_A_MODEL = {
     "config.json": CONFIG,
     "generation_config.json": GENERATION,
