@@ -54,6 +54,9 @@ HEADER = Bounds(32 << 20, items=1 << 18, depth=4, text=1 << 20)
 GGUF_HEADER = Bounds(100_000_000)
 """What stands before the tensors of a GGUF file, the vocabulary among it."""
 
+MAX_NAME = 512
+"""Characters of a tensor's name."""
+
 MAX_DIMENSIONS = 64
 """Of a tensor: torch has no more."""
 

@@ -80,7 +80,9 @@ class Checkpoint:
                 tensors[name] = TensorRef(path, info.dtype, info.shape, info.begin, info.nbytes)
         for name, file_name in weight_map.items():
             if name not in tensors or tensors[name].path.name != file_name:
-                raise CheckpointError(f"{folder / file_name}: tensor {name!r} is not in it, but {INDEX_NAME} says so")
+                raise CheckpointError(
+                    f"{folder / file_name}: tensor {name!r:.200} is not in it, but {INDEX_NAME} says so"
+                )
         check_claims(
             folder / "config.json", config, {name: ref.shape for name, ref in tensors.items()}, CheckpointError
         )
@@ -264,7 +266,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     for name, file_name in weight_map.items():
         if not is_plain_name(file_name):
             raise CheckpointError(
-                f"{path}: weight_map[{name!r}]={file_name!r:.80}: must be a file name in the same folder"
+                f"{path}: weight_map[{name!r:.80}]={file_name!r:.80}: must be a file name in the same folder"
             )
     return weight_map
 
