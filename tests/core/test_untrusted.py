@@ -121,7 +121,8 @@ def test_files_that_transformers_opens_are_checked_and_others_are_nobodys(tmp_pa
     (tmp_path / "tokenizer.json").write_text("not looked into, for it takes as long to parse as to use")
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
-    os.mkfifo(tmp_path / "README.md")
+    for name in ("README.md", "preprocessor_config.json", "pytorch_model.bin.index.json"):
+        os.mkfifo(tmp_path / name)
     sparse(tmp_path / "training_args.bin")
     sparse(tmp_path / "trainer_state.json")
     check_model_files(tmp_path, CheckpointError)
@@ -132,15 +133,16 @@ def test_files_that_transformers_opens_are_checked_and_others_are_nobodys(tmp_pa
     "name",
     [
         *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "added_tokens.json"),
-        *("special_tokens_map.json", "chat_template.jinja", "chat_template.json", "tokenizer.model", "spiece.model"),
-        *("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "qwen.tiktoken", "adapter_config.json"),
         *(
-            "preprocessor_config.json",
-            "processor_config.json",
-            "model.safetensors.index.json",
-            "sentencepiece.bpe.model",
+            "special_tokens_map.json",
+            "chat_template.jinja",
+            "tokenizer.model",
+            "spiece.model",
+            "vocab.json",
+            "vocab.txt",
         ),
-        *("additional_chat_templates/tools.jinja", "tokenizer.1.0.json"),
+        *("merges.txt", "tekken.json", "qwen.tiktoken", "sentencepiece.bpe.model", "tokenizer.1.0.json"),
+        "additional_chat_templates/tools.jinja",
     ],
 )
 def test_each_of_them_is_checked(name: str, tmp_path: Path) -> None:

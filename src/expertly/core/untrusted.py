@@ -80,16 +80,12 @@ PROFILE = Bounds(1 << 20)
 _FILES_OF_A_MODEL = {
     "config.json": CONFIG,
     "generation_config.json": GENERATION,
-    "*.index.json": INDEX,
-    "*_config.json": TOKENIZER_CONFIG,  # of the tokenizer, of processors, of an adapter
-    "special_tokens_map.json": TOKENIZER_CONFIG,
-    "added_tokens.json": TOKENIZER_CONFIG,
-    "chat_template.json": TOKENIZER_CONFIG,
+    **dict.fromkeys(("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"), TOKENIZER_CONFIG),
     "*.jinja": TEMPLATE,
     **dict.fromkeys(
         (
-            *("tokenizer*.json", "tekken.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe"),
-            *("emoji.json", "*.vocab", "source.spm", "target.spm", "bpe.codes", "dict.txt", "tokenizer.*"),
+            *("tokenizer.*", "tekken.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "*.spm"),
+            *("*.vocab", "emoji.json", "bpe.codes", "dict.txt"),
         ),
         VOCABULARY,
     ),

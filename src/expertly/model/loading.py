@@ -195,7 +195,7 @@ def _check_settings(path: Path, *, has_vocabulary: bool) -> None:
     by_code = code.get("AutoTokenizer") if isinstance(code, dict) else code
     if has_vocabulary:
         return
-    written = "a tokenizer.json written by tokenizer.backend_tokenizer.save, or prompts for another tokenizer"
+    written = "with a tokenizer.json beside it, which `save_pretrained` of the model's own tokenizer may write"
     if by_code:
         raise CheckpointError(
             f"{path}: auto_map={by_code!r:.80}: the tokenizer is code, which is not run, and others split text "
