@@ -84,6 +84,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a pair's flag": (fields(is_encoder_decoder=True), "is_encoder_decoder=True"),
     "a method's name": (fields(to_dict=3), "to_dict=3"),
     "a nonsense dtype": (fields(dtype="nonsense"), "config.json: dtype='nonsense'"),
+    "a long dtype": (fields(dtype="x" * 200_000), "config.json: dtype='xxxx"),
     "a list of dtypes": (fields(dtype=["bfloat16"]), "dtype="),
     "not an object": (text("[]"), "must be an object"),
     "nothing": (text(""), "config.json: not JSON"),
@@ -103,6 +104,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "epsilon NaN": (fields(rms_norm_eps=NAN), "rms_norm_eps=nan"),
     "epsilon as text": (fields(rms_norm_eps="1e-6"), "rms_norm_eps"),
     # quantisation
+    "an unknown method": (quantized(quant_method="zzz"), "config.json: quantization_config.quant_method='zzz'"),
     "a quantisation as text": (quantized("fp8"), "config.json: quantization_config.quant_method=None"),
     "a list of methods": (quantized(quant_method=["fp8"]), "config.json: quantization_config.quant_method=['fp8']"),
     "10^9 bits": (quantized(quant_method="gptq", bits=10**9), "config.json: quantization_config.bits=1000000000"),

@@ -99,6 +99,10 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "an index that names a missing file": (index(b="b.safetensors"), "b.safetensors: missing shard: "),
     "an index that names a missing tensor": (index(b="a.safetensors"), "tensor 'b' is not in it, but "),
     "an index that leads elsewhere": (index(b="../b.safetensors"), "must be a file name in the same folder"),
+    "a long name": (
+        weights(lambda tensors: {k.replace("model.norm", "n" * 100_000): v for k, v in tensors.items()}),
+        "a name of 100007 characters; accepted: 512",
+    ),
     "100 002 dimensions": (header(shape=[1] * 100_002), "100002 dimensions; accepted: 64"),
     "a header with long lists": (header(shape=[1] * (1 << 19)), "header: t.shape: 524288 entries"),
     "a header of 33 MiB": (

@@ -13,7 +13,7 @@ from typing import Any
 
 from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import PAGE_NBYTES
-from expertly.core.untrusted import HEADER, MAX_DIMENSIONS, check_value, open_file
+from expertly.core.untrusted import HEADER, MAX_DIMENSIONS, MAX_NAME, check_value, open_file
 
 _DTYPES_OF_BITS = {
     4: "F4",
@@ -101,6 +101,9 @@ def parse_safetensors_header(
     """
     entries = _parse(path, raw, failure)
     entries.pop("__metadata__", None)
+    long = next((name for name in entries if len(name) > MAX_NAME), None)
+    if long is not None:
+        raise failure(f"{path}: tensor {long[:80]!r}...: a name of {len(long)} characters; accepted: {MAX_NAME}")
     start = 8 + len(raw)
     data_nbytes = (path.stat().st_size if file_nbytes is None else file_nbytes) - start
     tensors = {name: tensor_info(f"{path}: tensor {name!r}", entry, start, failure) for name, entry in entries.items()}
@@ -150,7 +153,7 @@ def _parse(path: Path, raw: bytes, failure: type[ExpertlyError]) -> dict[str, An
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise failure(f"{path}: header names {key!r} twice")
+                raise failure(f"{path}: header names {key!r:.80} twice")
             found[key] = value
         return found
 

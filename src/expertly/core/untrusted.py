@@ -28,6 +28,7 @@ class Bounds:
     items: int = 4096  # of a list or an object
     text: int = 4096  # characters of a string
     long: Mapping[str, int] = field(default_factory=dict)  # items, and of what is in it, of some fields of the object
+    skipped: str = ""  # a field whose content is not looked at
 
     # Released files have at most a fifth of each bound, vocabularies a third.
 
@@ -55,14 +56,19 @@ GGUF = Bounds(100_000_000, depth=1, items=1 << 22, text=1 << 20)
 chat template.
 """
 
+MAX_NAME = 512
+"""Characters of a tensor's name."""
+
 MAX_DIMENSIONS = 64
 """Of a tensor: torch has no more."""
 
 TOKENIZER_CONFIG = Bounds(16 << 20, items=1 << 14, text=1 << 20)
 """`tokenizer_config.json` and the small files beside it: added tokens and chat templates."""
 
-VOCABULARY = Bounds(96 << 20, items=1 << 21, text=1 << 20, long={"added_tokens": 1 << 15})
-"""`tokenizer.json`, sentencepiece's model and other files with an entry for each token; adding tokens takes long."""
+VOCABULARY = Bounds(96 << 20, text=1 << 20, long={"added_tokens": 1 << 15}, skipped="model")
+"""`tokenizer.json`, sentencepiece's model and other files with an entry for each token. Those that are added take
+long; those of `model` are checked where they are read, and looking at each would take as long.
+"""
 
 TOKENIZER_PART = Bounds(0, items=1024, text=1 << 13)
 """What `tokenizer.json` has beside the vocabulary: the longest text is a regular expression."""
@@ -70,19 +76,18 @@ TOKENIZER_PART = Bounds(0, items=1024, text=1 << 13)
 TEMPLATE = Bounds(1 << 20)
 """A chat template."""
 
+PROFILE = Bounds(1 << 20)
+"""A description of a machine or a model in TOML."""
+
 _FILES_OF_A_MODEL = {
     "config.json": CONFIG,
     "generation_config.json": GENERATION,
-    "*.index.json": INDEX,
-    "*_config.json": TOKENIZER_CONFIG,  # of the tokenizer, of processors, of an adapter
-    "special_tokens_map.json": TOKENIZER_CONFIG,
-    "added_tokens.json": TOKENIZER_CONFIG,
-    "chat_template.json": TOKENIZER_CONFIG,
+    **dict.fromkeys(("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"), TOKENIZER_CONFIG),
     "*.jinja": TEMPLATE,
     **dict.fromkeys(
         (
-            *("tokenizer*.json", "tekken.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe"),
-            *("emoji.json", "*.vocab", "source.spm", "target.spm", "bpe.codes", "dict.txt", "tokenizer.*"),
+            *("tokenizer.*", "tekken.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "*.spm"),
+            *("*.vocab", "emoji.json", "bpe.codes", "dict.txt"),
         ),
         VOCABULARY,
     ),
@@ -183,7 +188,11 @@ def check_value(value: Any, name: str, bounds: Bounds, failure: type[ExpertlyErr
                 said = f"nests deeper than {bounds.depth} levels"
             raise failure(f"{name}: {f'{names}: ' if names else ''}{said}")
         inner = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()
-        left += [(part, (*path, str(key))) for key, part in inner if isinstance(part, str | dict | list)]
+        left += [
+            (part, (*path, str(key)))
+            for key, part in inner
+            if isinstance(part, str | dict | list) and (path or key != bounds.skipped)
+        ]
 
 
 def is_plain_name(name: object) -> bool:

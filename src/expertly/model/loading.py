@@ -195,7 +195,7 @@ def _check_settings(path: Path, *, has_vocabulary: bool) -> None:
     by_code = code.get("AutoTokenizer") if isinstance(code, dict) else code
     if has_vocabulary:
         return
-    written = "a tokenizer.json written by tokenizer.backend_tokenizer.save, or prompts for another tokenizer"
+    written = "with a tokenizer.json beside it, which `save_pretrained` of the model's own tokenizer may write"
     if by_code:
         raise CheckpointError(
             f"{path}: auto_map={by_code!r:.80}: the tokenizer is code, which is not run, and others split text "
@@ -250,8 +250,14 @@ def _strippable(original: type[PreTrainedModel], manifest: Manifest) -> Any:
 
     @functools.wraps(original.__init__)
     def __init__(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        with Unvalued():
-            original.__init__(self, config, *args, **kwargs)
+        try:
+            with Unvalued():
+                original.__init__(self, config, *args, **kwargs)
+        except NotImplementedError:  # see `load_dense`
+            raise
+        except Exception as cause:  # a family's own code raises whatever a number of the config leads to
+            made = f"{original.__name__} cannot be built from its config.json"
+            raise CheckpointError(f"{config.name_or_path}: {made}: {first_line(cause)}") from cause
         _strip(self, manifest)
 
     ignored = [".*"]  # a store also has the checkpoint's tensors that are not of the model

@@ -191,7 +191,8 @@ def _named(checkpoint: Checkpoint) -> Iterator[None]:
         yield
     except CheckpointError as error:
         file = checkpoint.folder if checkpoint.gguf else checkpoint.folder / "config.json"
-        raise type(error)(str(error) if str(checkpoint.folder) in str(error) else f"{file}: {error}") from None
+        is_named = str(error).startswith((f"{checkpoint.folder}:", f"{checkpoint.folder}/"))
+        raise type(error)(str(error) if is_named else f"{file}: {error}") from None
 
 
 def kept_format(config: Mapping[str, Any], dtype: str, dtypes: Mapping[str, str] | None = None) -> str:

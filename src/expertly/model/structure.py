@@ -176,17 +176,18 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     if reason is not None:
         raise _unsupported(config.model_type, f"refused: {reason}")
     for architecture in config.architectures or ():
-        found = getattr(transformers, architecture, None)
-        is_model = isinstance(found, type) and issubclass(found, PreTrainedModel) and found.can_generate()
-        if is_model and isinstance(config, found.config_class or ()):  # else of another family
-            return found  # type: ignore[no-any-return]
+        named = getattr(transformers, architecture, None)
+        if not isinstance(named, type) or not issubclass(named, PreTrainedModel) or not named.can_generate():
+            continue
+        if isinstance(config, named.config_class or ()):  # else it is another family's
+            return named
     mappings = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING]
     for mapping in reversed(mappings) if config.is_encoder_decoder else mappings:
         if type(config) in mapping:
             language_model: Any = mapping[type(config)]
             return language_model[0] if isinstance(language_model, tuple) else language_model
-    named = ", ".join(config.architectures or ()) or "none"
-    raise _unsupported(config.model_type, f"transformers has no generating model for it (architectures: {named})")
+    names = ", ".join(config.architectures or ())[:80] or "none"
+    raise _unsupported(config.model_type, f"transformers has no generating model for it (architectures: {names})")
 
 
 def _unsupported(model_type: str, reason: str) -> UnsupportedModelError:
@@ -207,8 +208,10 @@ class Unvalued(TorchFunctionMode):
                 return weight
         if func is nn.functional.linear and len(args) > 1 and args[0].is_meta:
             return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0], device="cpu")
-        if func is torch.arange and max((n for n in args if isinstance(n, int | float)), default=0) > _MAX_ARANGE:
-            raise ValueError(f"a table of {max(args)} rows")
+        if func is torch.arange:
+            rows = max((n for n in (*args, *kwargs.values()) if isinstance(n, int | float)), default=0)
+            if rows > _MAX_ARANGE:
+                raise ValueError(f"a table of {rows} rows; accepted: {_MAX_ARANGE}")
         if func is torch.arange and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **kwargs)

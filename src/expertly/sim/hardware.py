@@ -18,6 +18,7 @@ from expertly.core.costs import CodecCosts, HostCompute, Link, MeasuredCompute
 from expertly.core.errors import ConfigError, HardwareError
 from expertly.core.files import write_atomic
 from expertly.core.geometry import DenseShape, LayerGeometry
+from expertly.core.untrusted import PROFILE, read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,7 +41,6 @@ NETWORK_NAMES = ("1GbE", "10GbE", "100GbE")
 """The shipped networks."""
 
 _MAX_NUMBER = 10**18
-_MAX_FILE_NBYTES = 1 << 20
 _MAX_LAYERS = 10_000
 
 _FROM_ONE = {
@@ -195,16 +195,10 @@ def _read(folder: str, what: str, names: Sequence[str], name_or_file: str, kind:
     if not os.path.exists(path):
         accepted = f"{', '.join(names)}, or a TOML file"
         raise HardwareError(f"{folder}={name_or_file!r}: no such {what} and no such file; accepted: {accepted}")
+    text = read_text(path, PROFILE, HardwareError)
     try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE_NBYTES + 1)
-    except OSError as error:
-        raise HardwareError(f"{path}: cannot be read ({error.strerror})") from None
-    if len(text) > _MAX_FILE_NBYTES:
-        raise HardwareError(f"{path}: more than {_MAX_FILE_NBYTES} bytes: not a description")
-    try:
-        raw = tomllib.loads(text.decode())
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors
+        raw = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         raise HardwareError(f"{path}: not TOML ({error})") from None
     return _parsed(kind, raw, str(path), "")
 

@@ -80,7 +80,9 @@ class Checkpoint:
                 tensors[name] = TensorRef(path, info.dtype, info.shape, info.begin, info.nbytes)
         for name, file_name in weight_map.items():
             if name not in tensors or tensors[name].path.name != file_name:
-                raise CheckpointError(f"{folder / file_name}: tensor {name!r} is not in it, but {INDEX_NAME} says so")
+                raise CheckpointError(
+                    f"{folder / file_name}: tensor {name!r:.200} is not in it, but {INDEX_NAME} says so"
+                )
         check_claims(
             folder / "config.json", config, {name: ref.shape for name, ref in tensors.items()}, CheckpointError
         )
@@ -187,6 +189,9 @@ _FEW = 256
 _MOST_WITHOUT_WEIGHTS = 1024
 """As many are accepted of a config without weights: twice what released models have."""
 
+_LARGEST_WITHOUT_WEIGHTS = 1 << 28
+"""A size that is accepted of a config without weights: tables of n-grams have a tenth of the rows."""
+
 _SMALL_SIZE = 1 << 22
 """A size that is accepted for any tensors."""
 
@@ -204,15 +209,15 @@ def check_claims(
     numbers the tensors' names have, or how many experts one tensor holds; that of sizes is the tensors' largest. Raises
     `failure` naming the field.
     """
-    largest = _SMALL_SIZE
     if shapes is None:
+        largest = _LARGEST_WITHOUT_WEIGHTS
         most, accepted = _MOST_WITHOUT_WEIGHTS, f"accepted without weights: at most {_MOST_WITHOUT_WEIGHTS}"
     else:
         numbers = {number for name in shapes for number in _NUMBER.findall(name)}
         stacked = (shape[0] for name, shape in shapes.items() if len(shape) > 2 and _OF_EXPERTS.search(name))
         most = max(_FEW, len(numbers), *stacked)
         accepted = f"there are tensors for {most} at most"
-        largest = max(largest, _PACKED * max((max(shape, default=0) for shape in shapes.values()), default=0))
+        largest = max(_SMALL_SIZE, _PACKED * max((max(shape, default=0) for shape in shapes.values()), default=0))
     for field, value in _numbers(config):
         key = field.rpartition(".")[2]
         said = f"{path}: {field}={value!s:.80}: "
@@ -261,7 +266,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     for name, file_name in weight_map.items():
         if not is_plain_name(file_name):
             raise CheckpointError(
-                f"{path}: weight_map[{name!r}]={file_name!r:.80}: must be a file name in the same folder"
+                f"{path}: weight_map[{name!r:.80}]={file_name!r:.80}: must be a file name in the same folder"
             )
     return weight_map
 
