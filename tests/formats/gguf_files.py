@@ -128,7 +128,7 @@ def make_gguf(
         add(f"{blk}.ffn_up_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner)
         add(f"{blk}.ffn_down_exps.weight", (NUM_EXPERTS, hidden, intermediate), of_down)
     for name, shape in (more or {}).items():
-        add(name, shape)
+        writer.add_tensor(name, (dice.standard_normal(shape) * 0.15).astype(np.float32))
     set_metadata(writer, architecture, metadata or {})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

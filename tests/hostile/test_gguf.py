@@ -57,7 +57,21 @@ METADATA: dict[str, tuple[Metadata, str]] = {
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.original_context_length": 0},
         f"original_context_length=0: {WHOLE}",
     ),
-    "half a rope": ({"rope.dimension_count": 8}, "rope.dimension_count=8: must be 16, the width of a head"),
+    "yarn of a short length": (
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.original_context_length": 4},
+        "original_context_length=4: must be longer",
+    ),
+    "yarn of a range turned round": (
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 2.0,
+            "rope.scaling.yarn_beta_fast": 1.0,
+            "rope.scaling.yarn_beta_slow": 32.0,
+        },
+        "original_context_length=512: must be longer",
+    ),
+    "heads of an odd width": ({"attention.key_length": 15}, "rope.dimension_count=15: must be even"),
+    "half a rope": ({"rope.dimension_count": 8}, "rope.dimension_count=8: must be even, and 16, the width of a head"),
     "a rope in sections": ({"rope.dimension_sections": [8, 4, 4, 0]}, "rope.dimension_sections=a list of 4 numbers"),
     "two bases": ({"rope.freq_base_swa": 5000.0}, "rope.freq_base_swa=5000.0: must be 10000.0"),
     "no base": ({"rope.freq_base": 0.0}, "rope.freq_base=0.0: must be a number above 1"),
@@ -113,6 +127,7 @@ METADATA: dict[str, tuple[Metadata, str]] = {
     "more used than there are": ({"expert_used_count": 9}, "expert_used_count=9: must be at most 8"),
     "none used": ({"expert_used_count": 0}, "expert_used_count=0"),
     "all layers for further tokens": ({"nextn_predict_layers": 3}, "nextn_predict_layers=3: must be less than"),
+    "a layer that is none for further tokens": ({"nextn_predict_layers": 1}, "layer 2 has no tensor blk.2.nextn.*"),
     "a part of a model": ({"split.count": 3, "split.no": 0}, "split.no=0, split.count=3: disagree with its name"),
     "a tensor less": ({"split.tensors.count": 99}, "split.tensors.count=99: must be"),
     "an unknown architecture": ({"general.architecture": "plamo2"}, "general.architecture='plamo2': accepted"),
@@ -164,6 +179,11 @@ def test_a_command_says_so_in_one_line(name: str, imported: Any, tmp_path: Path)
     run_command(imported, tmp_path, "run", str(path), "abc", "--max-new-tokens", "2").is_refused(sentence)
 
 
+def _instead(name: str, *shape: int) -> dict[str, Any]:
+    """Changes that put another tensor in a tensor's place."""
+    return {"others": {name: None}, "more": {name: shape}}
+
+
 TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     "frequencies of the rope": ({"more": {"rope_freqs.weight": (8,)}}, "'rope_freqs.weight': is of no part"),
     "a bias": ({"more": {"blk.0.attn_q.bias": (64,)}}, "'blk.0.attn_q.bias': is of no part"),
@@ -171,6 +191,15 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     "a scale": ({"more": {"blk.1.ffn_gate_exps.scale": (8,)}}, "'blk.1.ffn_gate_exps.scale': is of no part"),
     "a further layer": ({"more": {"blk.3.attn_norm.weight": (64,)}}, "'blk.3.attn_norm.weight': is of no part"),
     "a head's bias": ({"more": {"output.bias": (128,)}}, "'output.bias': is of no part"),
+    "a table of one dimension": (_instead("token_embd.weight", 128 * 64), "no tensor token_embd.weight of two"),
+    "a norm of two": (_instead("output_norm.weight", 64, 1), "shape [64, 1], but its metadata makes it [64]"),
+    "a norm of other width": (_instead("blk.1.attn_norm.weight", 32), "shape [32], but its metadata makes it [64]"),
+    "a router that is turned": (
+        _instead("blk.0.ffn_gate_inp.weight", 64, 8),
+        "shape [64, 8], but its metadata makes it [8, 64]",
+    ),
+    "experts of two dimensions": (_instead("blk.0.ffn_down_exps.weight", 512, 32), "down_exps|down_proj"),
+    "experts that are turned": (_instead("blk.0.ffn_down_exps.weight", 8, 32, 64), "down_exps|down_proj"),
     "no table": ({"others": {"token_embd.weight": None}}, "no tensor token_embd.weight"),
     "no norm": ({"others": {"output_norm.weight": None}}, "no tensor for model.norm.weight"),
 }

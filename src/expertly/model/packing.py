@@ -478,6 +478,7 @@ class Packing:
                 continue
             is_float = all(self._checkpoint.tensors[name].dtype in IS_FLOAT for name in names)
             if self._checkpoint.gguf or (group.is_dequantized and not is_float):
+                self._check_gguf_shape(group)
                 spec = TensorSpec(
                     self._dense_name(group), STORE_DTYPES[self._dtype], self._conversion.shape(group.target)
                 )
@@ -492,6 +493,15 @@ class Packing:
                     )
                 plan[TensorSpec(name, ref.dtype, ref.shape)] = None
         return plan
+
+    def _check_gguf_shape(self, group: Group) -> None:
+        """Of a dense tensor; a vector may stand for a matrix of one row."""
+        ref, expected = self._checkpoint.tensors[group.names[0]], self._conversion.shape(group.target)
+        if self._checkpoint.gguf and expected not in (ref.shape, (1, *ref.shape)):
+            raise CheckpointError(
+                f"{ref.path}: tensor {group.names[0]!r}: shape {list(ref.shape)}, but its metadata makes it "
+                f"{list(expected)}"
+            )
 
     def _kept_form(self, group: Group) -> TiledFormat | None:
         """The format in which a dense parameter is kept: the weight of a linear layer or a table of embeddings that is
