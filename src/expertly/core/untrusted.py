@@ -38,9 +38,9 @@ CONFIG = Bounds(4 << 20, items=1 << 16)
 INDEX = Bounds(128 << 20, items=1 << 21)
 """`model.safetensors.index.json`: an entry for each tensor."""
 
-GGUF = Bounds(100_000_000, depth=1, items=1 << 22, text=1 << 20)
-"""The header of a GGUF file; `items` of all lists in it. gpt-oss has 650000, words and merges; the longest text is a
-chat template.
+GGUF = Bounds(100_000_000, depth=1, items=1 << 21, text=1 << 20)
+"""The header of a GGUF file; `items`: texts in all its lists. Vocabularies have up to 780000, tokens and merges; the
+longest text is a chat template.
 """
 
 
