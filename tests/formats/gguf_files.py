@@ -73,7 +73,9 @@ def make_gguf(
     writer.add_feed_forward_length(intermediate if is_minimax else 48)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
-    writer.add_key_length(16)
+    is_qwen2 = architecture == "qwen2moe"
+    head = hidden // 4 if is_qwen2 else 16
+    writer.add_key_length(head)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
     writer.add_expert_count(NUM_EXPERTS)
@@ -84,8 +86,6 @@ def make_gguf(
     if is_minimax:
         writer.add_rope_dimension_count(8)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    is_qwen2 = architecture == "qwen2moe"
-    head = hidden // 4 if is_qwen2 else 16
     if is_qwen2:
         writer.add_expert_shared_feed_forward_length(64)
 
@@ -128,7 +128,7 @@ def make_gguf(
         add(f"{blk}.ffn_up_exps.weight", (NUM_EXPERTS, intermediate, hidden), inner)
         add(f"{blk}.ffn_down_exps.weight", (NUM_EXPERTS, hidden, intermediate), of_down)
     for name, shape in (more or {}).items():
-        add(name, shape)
+        writer.add_tensor(name, (dice.standard_normal(shape) * 0.15).astype(np.float32))
     set_metadata(writer, architecture, metadata or {})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

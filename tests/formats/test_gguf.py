@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from transformers import AutoTokenizer, modeling_gguf_pytorch_utils
 
 import expertly
-from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
+from expertly.core.errors import CheckpointError, ConfigError, StoreError, UnsupportedModelError
+from expertly.model import gguf as model_gguf
+from expertly.model import packing
 from expertly.model.batching import end_tokens
 from expertly.model.gguf import open_checkpoint
 from expertly.model.needs import needs_of
-from expertly.model.packing import pack
+from expertly.model.packing import pack, pack_cached
 from expertly.native.kernels import VARIABLE
 from tests.engine.observe import loaded
 from tests.families import VOCAB_SIZE, generate, logits_of, make_prompts
@@ -229,6 +232,22 @@ def test_an_answer_ends_at_any_of_them(tmp_path: Path, monkeypatch: pytest.Monke
     called = whole[3]
     words = ["<|call|>" if number == called else word for number, word in enumerate(WORDS)]
     assert answer(words, called) == whole[: whole.index(called) + 1]
+
+
+def test_a_store_of_another_reading_is_packed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that an older version made, which did not know YaRN."""
+    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
+    path = make_gguf(tmp_path / "model.gguf", metadata=YARN, **SMALL)
+    named, cached = pack(path, tmp_path / "store"), pack_cached(path)
+    assert pack(path, tmp_path / "store").folder == named.folder and pack_cached(path).folder == cached.folder
+    read, checkpoint = model_gguf.open_checkpoint, open_checkpoint(path)
+    older = replace(checkpoint, config={**checkpoint.config, "rope_parameters": {"rope_type": "default"}})
+    monkeypatch.setattr(packing, "open_checkpoint", lambda path: older)
+    with pytest.raises(StoreError, match=r"packed with another reading of rope_parameters of .*model\.gguf; remove it"):
+        pack(path, tmp_path / "store")
+    assert pack_cached(path).config["rope_parameters"]["rope_type"] == "default"
+    monkeypatch.setattr(packing, "open_checkpoint", read)
+    assert pack_cached(path).config["rope_parameters"]["rope_type"] == "yarn"
 
 
 # -- gpt-oss -----------------------------------------------------------------------------------------------------------

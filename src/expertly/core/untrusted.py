@@ -51,9 +51,9 @@ INDEX = Bounds(128 << 20, items=1 << 21)
 HEADER = Bounds(32 << 20, items=1 << 18, depth=4, text=1 << 20)
 """The header of a file of safetensors: an entry for each tensor."""
 
-GGUF = Bounds(100_000_000, depth=1, items=1 << 22, text=1 << 20)
-"""The header of a GGUF file; `items` of all lists in it. gpt-oss has 650000, words and merges; the longest text is a
-chat template.
+GGUF = Bounds(100_000_000, depth=1, items=1 << 21, text=1 << 20)
+"""The header of a GGUF file; `items`: texts in all its lists. Vocabularies have up to 780000, tokens and merges; the
+longest text is a chat template.
 """
 
 MAX_NAME = 512

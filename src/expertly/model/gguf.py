@@ -260,6 +260,7 @@ def _config_of(files: GgufFiles, name: str, num_rows: int) -> dict[str, Any]:
         raise said.refusal("nextn_predict_layers", further, f"less than block_count={layers}")
     fields = {**row.fixed, **{row.names.get(key) or _FIELDS[key][0]: value for key, value in values.items()}}
     fields["num_hidden_layers"] = layers - further
+    fields["rms_norm_eps"] = float(fields["rms_norm_eps"])
     fields["vocab_size"] = said.take("vocab_size", _one_of(num_rows), num_rows)
     fields["rope_parameters"] = _rope_of(said, row, head_dim, context)
     scale = said.take("attention.scale", _Kind("a number", _is_number), 0.0)
@@ -276,8 +277,8 @@ def _rope_of(said: _Metadata, row: _Architecture, head_dim: int, context: int) -
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(base)}
     num_dims = said.take("rope.dimension_count", _SIZE, head_dim)
     if num_dims % 2 or num_dims > head_dim or (num_dims < head_dim and not row.has_partial_rope):
-        part = ", or an even number below it" if row.has_partial_rope else ""
-        raise said.refusal("rope.dimension_count", num_dims, f"{head_dim}, the width of a head{part}")
+        part = ", or below it" if row.has_partial_rope else ""
+        raise said.refusal("rope.dimension_count", num_dims, f"even, and {head_dim}, the width of a head{part}")
     if num_dims < head_dim:
         rope["partial_rotary_factor"] = num_dims / head_dim
         if int(head_dim * rope["partial_rotary_factor"]) != num_dims:  # so transformers computes it
@@ -303,6 +304,15 @@ def _rope_of(said: _Metadata, row: _Architecture, head_dim: int, context: int) -
     if scaling == "linear" and factor != 1:
         rope |= {"rope_type": "linear", "factor": float(factor), **row.rope}
     elif scaling == "yarn":
+        turns = (
+            num_dims * math.log(original / (2 * math.pi * beta)) / (2 * math.log(base))
+            for beta in (beta_fast, beta_slow)
+        )
+        first, last = (round_to(number) for round_to, number in zip((math.floor, math.ceil), turns, strict=True))
+        if not max(0, first) < min(num_dims - 1, last):  # llama.cpp and transformers go apart
+            raise said.refusal(
+                "rope.scaling.original_context_length", original, "longer than a turn of some dimensions"
+            )
         scale = {"attention_factor": attention * (1 + 0.1 * math.log(max(1.0, factor)))} if attention != 1 else {}
         rope |= {
             "rope_type": "yarn",
@@ -362,10 +372,16 @@ def _open_gguf(path: Path) -> Checkpoint:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path}: transformers makes no config of its metadata: {reason:.200}") from error
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    further = {
-        f"blk.{layer}" for layer in range(made["num_hidden_layers"], files.metadata[f"{architecture}.block_count"])
-    }
-    tensors = {name: ref for name, ref in files.tensors.items() if ".".join(name.split(".")[:2]) not in further}
+    tensors = dict(files.tensors)
+    for layer in range(made["num_hidden_layers"], files.metadata[f"{architecture}.block_count"]):
+        of_layer = [name for name in tensors if name.startswith(f"blk.{layer}.")]
+        if not any(name.startswith(f"blk.{layer}.nextn.") for name in of_layer):
+            raise CheckpointError(
+                f"{path}: {architecture}.nextn_predict_layers: layer {layer} has no tensor blk.{layer}.nextn.*, so it "
+                "predicts no further token"
+            )
+        for name in of_layer:
+            del tensors[name]
     return Checkpoint(path, fields, tensors, files.headers, architecture)
 
 

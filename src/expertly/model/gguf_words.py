@@ -18,6 +18,9 @@ _NONE = ("none", "no_vocab")
 _MODELS = {"gpt2": "merges", "llama": "scores"}
 """Values of `tokenizer.ggml.model` besides _NONE, and the list that such a vocabulary needs beside its tokens."""
 
+_MOST_MERGES = 16
+"""Of a token, which several pairs may make: gpt-oss has 2.2."""
+
 _IDS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 """Fields of a config, and of the metadata."""
 
@@ -60,7 +63,12 @@ def check_words(files: GgufFiles, num_rows: int, splits: Sequence[str]) -> list[
             f"{files.path}: tokenizer.ggml.tokens: {len(tokens)} tokens: must be 1 to {num_rows}, the rows of "
             "token_embd.weight"
         )
-    _list(files, _MODELS[model])
+    further = _list(files, _MODELS[model])
+    if len(further) > _MOST_MERGES * len(tokens):
+        raise CheckpointError(
+            f"{files.path}: tokenizer.ggml.{_MODELS[model]}: {len(further)} entries; accepted: {_MOST_MERGES} for each "
+            f"of {len(tokens)} tokens"
+        )
     for name in ("scores", "token_type"):
         if f"tokenizer.ggml.{name}" in said and len(_list(files, name)) != len(tokens):
             raise CheckpointError(

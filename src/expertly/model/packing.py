@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from expertly.core.costs import CODECS, check_codec
-from expertly.core.errors import CheckpointError, ConfigError
+from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.core.headers import TensorSpec
-from expertly.core.untrusted import CONFIG, check_model_files, read_file
+from expertly.core.untrusted import CONFIG, check_model_files, read_file, read_json_object
 from expertly.data import demo_folder
 from expertly.formats import FORMATS, TiledFormat, format_of, rounding_format
 from expertly.formats.gguf import OF_GGUF_TYPE
@@ -333,6 +333,11 @@ def _pack(
         choice = _choose(checkpoint, folders, packing)
     folder = folders[choice.codec]
     if is_packed_store(folder):
+        field = _read_otherwise(checkpoint, folder)
+        if field is not None:
+            raise StoreError(
+                f"{folder}: packed with another reading of {field} of {checkpoint.folder}; remove it, or pack elsewhere"
+            )
         dtype = None if weights.format else weights.dtype
         store = open_store(
             folder, dtype, choice.codec, checkpoint.identity, weights.rounded_to or None, checkpoint.stamp
@@ -356,11 +361,25 @@ def _cached_folder(checkpoint: Checkpoint, stored_as: str, cache_dir: Path | Non
             continue
         found = Manifest.read(folder)
         if found.stamp == checkpoint.stamp:
+            field = _read_otherwise(checkpoint, folder)
+            if field is not None:
+                make_room(folder, f"packed with another reading of {field} of {checkpoint.folder}")
             return folder
         if os.path.exists(found.source) and not os.path.samefile(found.source, checkpoint.folder):
             return by_stamp
         make_room(folder, f"{checkpoint.folder} may have changed since it was packed")
     return by_identity
+
+
+def _read_otherwise(checkpoint: Checkpoint, folder: Path) -> str | None:
+    """A field of the config for which the store has another value than is made of a GGUF file's metadata now: the file
+    is the same, so another version of expertly read it. A field that only one of both has is a default of transformers.
+    """
+    if not checkpoint.gguf:
+        return None
+    stored = read_json_object(folder / "config.json", StoreError)
+    named = ("_name_or_path", "transformers_version")
+    return next((f for f, value in checkpoint.config.items() if f not in named and stored.get(f, value) != value), None)
 
 
 def _choose(checkpoint: Checkpoint, folders: Mapping[str, Path], packing: Callable[[], Packing]) -> CodecChoice:
@@ -511,6 +530,7 @@ class Packing:
                 continue
             is_float = all(self._checkpoint.tensors[name].dtype in IS_FLOAT for name in names)
             if self._checkpoint.gguf or (group.is_dequantized and not is_float):
+                self._check_gguf_shape(group)
                 spec = TensorSpec(
                     self._dense_name(group), STORE_DTYPES[self._dtype], self._conversion.shape(group.target)
                 )
@@ -525,6 +545,16 @@ class Packing:
                     )
                 plan[TensorSpec(name, ref.dtype, ref.shape)] = None
         return plan
+
+    def _check_gguf_shape(self, group: Group) -> None:
+        """Of a dense tensor; a vector may stand for a matrix of one row."""
+        ref, expected = self._checkpoint.tensors[group.names[0]], self._conversion.shape(group.target)
+        is_made = not self._checkpoint.gguf or group.converter is not None
+        if not is_made and expected not in (ref.shape, (1, *ref.shape)):
+            raise CheckpointError(
+                f"{ref.path}: tensor {group.names[0]!r}: shape {list(ref.shape)}, but its metadata makes it "
+                f"{list(expected)}"
+            )
 
     def _kept_form(self, group: Group) -> TiledFormat | None:
         """The format in which a dense parameter is kept: the weight of a linear layer or a table of embeddings that is

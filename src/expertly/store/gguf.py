@@ -245,9 +245,6 @@ class _Header:
             raise CheckpointError(f"{self._path}: {key:.80}: type={element}: no number, string or list of these")
         width = struct.calcsize(f"<{_NUMBERS[element]}") if element in _NUMBERS else 8
         num = self._count(key, width)
-        if num > self._left:
-            raise CheckpointError(f"{self._path}: {key:.80}: {num} entries; accepted: {GGUF.items} in all lists")
-        self._left -= num
         begin = self._at
         if element in _NUMBERS:
             self._take(num * width)
@@ -257,13 +254,19 @@ class _Header:
 
     def _pass_strings(self, key: str, num: int) -> None:
         """Move behind `num` strings."""
+        if num > self._left:
+            raise CheckpointError(f"{self._path}: {key:.80}: {num} texts; accepted: {GGUF.items} in all lists")
+        self._left -= num
         at, have, length = self._at, len(self._buffer), _LENGTH.unpack_from
         for _ in range(num):
             if at + 8 > have:
                 have = self._fill(at + 8)
-            at += 8 + length(self._buffer, at)[0]
-            if at > self._end:
-                raise CheckpointError(f"{self._path}: {key:.80}: a string of it goes on behind the header: truncated?")
+            nbytes = length(self._buffer, at)[0]
+            at += 8 + nbytes
+            if at > self._end or nbytes > GGUF.text:
+                raise CheckpointError(
+                    f"{self._path}: {key:.80}: a string of {nbytes} bytes; accepted: {GGUF.text}, in the header"
+                )
         self._fill(at)
         self._at = at
 
