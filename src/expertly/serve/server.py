@@ -23,6 +23,7 @@ from expertly.serve.app import make_app
 from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, cache_for, memory_of, room_for
 from expertly.serve.metrics import RequestMetrics
 from expertly.serve.prompts import Prompts
+from expertly.serve.reading import MIN_VALUES, Bodies
 from expertly.serve.sampling import Sampler
 from expertly.serve.scheduler import RequestScheduler, Room
 from expertly.serve.schema import MAX_CHOICES
@@ -47,6 +48,7 @@ class Assembled:
     app: Any
     service: Service
     view: View
+    bodies: Bodies
     start: Callable[[], None]
     """Accept requests from now on, in the running loop."""
     close: Callable[[], None]
@@ -72,7 +74,8 @@ def assemble(
     can share forward passes. Raises ConfigError where there is no tokenizer.
     """
     loaded = api.handle(model)
-    prompts = Prompts(tokenizer, model.config.get_text_config(decoder=True).vocab_size, template, model)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    prompts = Prompts(tokenizer, vocabulary, template, model, room.context)
     memory = memory_of(loaded, room)
     why = why_not_together(model, PAGE_TOKENS)
     if why is not None:
@@ -105,10 +108,12 @@ def assemble(
 
     def close() -> None:
         scheduler.close()
-        prompts.close()
+        service.close()
+        bodies.close()
 
-    app = make_app(service, view, access, options.max_body)
-    return Assembled(model, app, service, view, lambda: scheduler.start(make), close)
+    bodies = Bodies(options.max_body, MIN_VALUES + 2 * room.context)
+    app = make_app(service, view, access, bodies)
+    return Assembled(model, app, service, view, bodies, lambda: scheduler.start(make), close)
 
 
 def bind(host: str, port: int) -> socket.socket:
