@@ -39,7 +39,7 @@ class SlowError(BrokenLimitError):
 class Sandbox:
     """A process that answers one request at a time; others wait. Any thread may call. It starts with the first request,
     and again after one that broke a limit: `cpu_s` of processor time, `seconds` of time, `nbytes` of memory beyond what
-    the process takes at its start.
+    the process takes at its start. `nice`: by how much others go first where processors are short.
 
     It has no files but its end of a socket, prints nothing, and ends with this process. Where the machine runs out of
     memory it is ended first.
@@ -53,12 +53,13 @@ class Sandbox:
         seconds: float,
         nbytes: int,
         settings: Mapping[str, Any] | None = None,
+        nice: int = 0,
     ) -> None:
         self._packages = packages
         self._cpu_s = cpu_s
         self._seconds = seconds
         self._nbytes = nbytes
-        self._settings = {"service": service, "cpu_s": cpu_s, "nbytes": nbytes, **(settings or {})}
+        self._settings = {"service": service, "cpu_s": cpu_s, "nbytes": nbytes, "nice": nice, **(settings or {})}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None

@@ -38,11 +38,13 @@ class SlowTemplateError(ConfigError):
 
 
 class Renderer:
-    """Renders conversations by a tokenizer's chat template. Any thread may call."""
+    """Renders conversations by a tokenizer's chat template. Any thread may call. For the limits see Sandbox."""
 
-    def __init__(self, cpu_s: float = RENDER_CPU_S, seconds: float = RENDER_S, nbytes: int = RENDER_NBYTES) -> None:
-        packages = ("jinja2", "markupsafe", "packaging")
-        self.sandbox = Sandbox("templates", packages, cpu_s, seconds, nbytes, {"file": chat_template_utils.__file__})
+    def __init__(
+        self, cpu_s: float = RENDER_CPU_S, seconds: float = RENDER_S, nbytes: int = RENDER_NBYTES, nice: int = 0
+    ) -> None:
+        packages, settings = ("jinja2", "markupsafe", "packaging"), {"file": chat_template_utils.__file__}
+        self.sandbox = Sandbox("templates", packages, cpu_s, seconds, nbytes, settings, nice)
 
     def __enter__(self) -> Renderer:
         return self

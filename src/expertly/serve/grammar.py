@@ -38,7 +38,10 @@ COMPILE_CPU_S = 1.0
 COMPILE_S = 4.0
 """The same in time."""
 
-COMPILE_NBYTES = 64 << 20
+NICE = 10
+"""Of the sandbox: other requests go first."""
+
+COMPILE_NBYTES = 32 << 20
 """Memory of a compiled grammar."""
 
 STACK_NBYTES = 256 << 20
@@ -55,7 +58,7 @@ class Grammars:
         self._of_library: Any = None
         self._thread = ThreadPoolExecutor(1, "expertly-serve-grammars")
         self._has_thread = False
-        self._sandbox = Sandbox("grammars", ("llguidance",), COMPILE_CPU_S, COMPILE_S, COMPILE_NBYTES)
+        self._sandbox = Sandbox("grammars", ("llguidance",), COMPILE_CPU_S, COMPILE_S, COMPILE_NBYTES, nice=NICE)
 
     async def of_schema(self, schema: dict[str, Any]) -> LLMatcher:
         """A grammar of JSON that follows `schema`. Raises ApiError naming what the schema asks for that is not

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from expertly.core.errors import ConfigError
 from expertly.model.answers import AnswerFormat, known_template
 from expertly.model.generation import check_tokens
-from expertly.model.templates import Renderer, SlowTemplateError, TooLongError
+from expertly.model.templates import RENDER_NBYTES, Renderer, SlowTemplateError, TooLongError
 from expertly.model.text import bytes_of
 from expertly.serve.errors import ApiError, invalid, unavailable
 from expertly.serve.schema import Message, Tool
@@ -33,6 +33,16 @@ that takes longer is rendered again by a process that such conversations share, 
 """
 
 FIRST_RENDER_S = 1.0
+
+NICE = 10
+"""Of that process: conversations that are rendered soon go first."""
+
+LEAST_RENDER_NBYTES = 32 << 20
+"""Memory to render a conversation, and for each character of the longest that may be: a text is held five times, in up
+to four bytes a character.
+"""
+
+RENDER_NBYTES_OF_CHARACTER = 32
 
 MAX_SLOW = 4
 """Conversations that may wait for that process; more are refused."""
@@ -87,7 +97,11 @@ class Prompts:
         self._context = context
         self.max_characters = context * max(LEAST_LONGEST_TOKEN, *map(len, tokenizer.get_vocab()))
         self._threads = {name: ThreadPoolExecutor(1, f"expertly-serve-{name}") for name in _LANES}
-        self.renderers = Renderer(FIRST_RENDER_CPU_S, FIRST_RENDER_S), Renderer()
+        nbytes = min(RENDER_NBYTES, LEAST_RENDER_NBYTES + RENDER_NBYTES_OF_CHARACTER * self.max_characters)
+        self.renderers = (
+            Renderer(FIRST_RENDER_CPU_S, FIRST_RENDER_S, nbytes),
+            Renderer(nbytes=nbytes, nice=NICE),
+        )
         self._num_slow = 0
         self.vocabulary = vocabulary
         self.special_tokens = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))

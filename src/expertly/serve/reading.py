@@ -34,7 +34,7 @@ Checked = TypeVar("Checked", bound=BaseModel)
 
 
 class Bodies:
-    """Reads bodies, and checks them outside the event loop. At any time those of all requests that are not yet made
+    """Reads bodies, and checks large ones outside the event loop. At any time those of all requests that are not yet made
     tokens have at most twice `limit` bytes together, besides the first SMALL_NBYTES of each.
 
     `limit`: bytes of a body; `most_values`: JSON values in it.
@@ -70,7 +70,10 @@ class Bodies:
                 raise ApiError(
                     408, f"the body did not come in {self._read_s:g} s", code="body_too_slow", headers=_CLOSE
                 ) from None
-            yield await asyncio.get_running_loop().run_in_executor(self._thread, self._checked, body, model)
+            if len(body) <= SMALL_NBYTES:  # takes less than it may have to wait for large ones
+                yield self._checked(body, model)
+            else:
+                yield await asyncio.get_running_loop().run_in_executor(self._thread, self._checked, body, model)
         finally:
             self._num_bodies -= 1
             self._nbytes -= max(0, len(body) - SMALL_NBYTES)
