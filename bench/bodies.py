@@ -50,7 +50,14 @@ HOSTILE: list[tuple[str, Make]] = [
     (CHAT, lambda r: {"messages": [[]] * r.randint(10_000, 1_300_000)}),
     (CHAT, lambda r: {"messages": [{}] * r.randint(10_000, 1_000_000)}),
     (TEXT, lambda r: {"prompt": [r.randint(1, 99)] * r.randint(2000, 900_000)}),
-    (CHAT, lambda r: {"messages": user("x"), "max_tokens": 4, "extra": ["\N{SLIGHTLY SMILING FACE}" * 100] * r.randint(9, 1500)}),
+    (
+        CHAT,
+        lambda r: {
+            "messages": user("x"),
+            "max_tokens": 4,
+            "extra": ["\N{SLIGHTLY SMILING FACE}" * 100] * r.randint(9, 1500),
+        },
+    ),
     (CHAT, lambda r: {"messages": user("x" * 40_000), "tools": [{}] * 60_000}),
     (CHAT, lambda r: schema({"properties": {f"p{n}": {} for n in range(r.randint(600, 9000))}})),
     (CHAT, lambda r: schema({"type": "integer", "multipleOf": r.randint(10**6, 10**7)})),
@@ -140,7 +147,11 @@ def main() -> None:
         "plain_s": {"median": round(sorted(times)[len(times) // 2], 3), "longest": round(max(times), 3)},
     }
     print(json.dumps(result))
-    wrong = [name for name in statuses if name not in ("plain 200", "hostile 200", "hostile 400", "hostile 429", "hostile closed")]
+    wrong = [
+        name
+        for name in statuses
+        if name not in ("plain 200", "hostile 200", "hostile 400", "hostile 429", "hostile closed")
+    ]
     if wrong or not is_alive or result["oom_kills"]:
         sys.exit(f"wrong: {wrong}, alive: {is_alive}, killed: {result['oom_kills']}")
 

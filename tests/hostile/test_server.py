@@ -469,6 +469,21 @@ def test_a_body_that_does_not_come_frees_its_place(hostile: Serving, monkeypatch
     assert bodies._nbytes == 0
 
 
+def test_a_connection_that_brings_no_request_is_closed(demo: tuple[Any, Any]) -> None:
+    """One that says nothing, and one whose headers do not end; one with a request that runs stays open."""
+    made = assembled(demo)
+    with running(made, silent_s=0.4) as serving:
+        host, _, port = serving.url.removeprefix("http://").partition(":")
+        silent, slow, busy = (socket.create_connection((host, int(port)), timeout=60) for _ in range(3))
+        content = json.dumps(text(max_tokens=100, temperature=0, logit_bias={"0": -100})[1]).encode()
+        busy.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+        slow.sendall(b"GET /health HTTP/1.1\r\n")
+        assert silent.recv(100) == slow.recv(100) == b""
+        assert busy.recv(100).startswith(b"HTTP/1.1 200")
+        for connection in (silent, slow, busy):
+            connection.close()
+
+
 def test_values_are_counted_before_they_are_made() -> None:
     for value in ([], {}, [1, 2, [3]], {"a": "[,{:", 'b"': '\\"[,', "c\\": [""]}, "a\\\\", [[]] * 1000, ["\\"] * 50):
         raw = json.dumps(value).encode()

@@ -77,7 +77,7 @@ class _Stubs:
         pass
 
 
-class Templates:
+class TemplateService:
     """Renders conversations. An answer is T and the text, L and its length where that is above the most, or E and what
     the template raised.
     """
@@ -115,7 +115,7 @@ def _templates_of(file: str) -> Any:
         return importlib.import_module("transformers.utils.chat_template_utils")
 
 
-class Grammars:
+class GrammarService:
     """Compiles grammars as the server does, for a vocabulary of bytes, and writes the first FIRST_BYTES by one. An
     answer is T, or E and what is wrong with the grammar.
     """
@@ -188,7 +188,7 @@ def main() -> None:
     parent = os.getppid()
     settings = json.loads(sys.argv[1])
     sys.path[:0] = settings["folders"]
-    service = (Templates if settings["service"] == "templates" else Grammars)(settings)
+    service = (TemplateService if settings["service"] == "templates" else GrammarService)(settings)
     time.localtime()  # reads the time zone's file
     try:
         with open("/proc/self/oom_score_adj", "w") as file:  # where memory runs out, this process goes, not who asks

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
+from expertly.engine.process import trim_heap
 from expertly.serve.errors import ApiError, invalid
 
 READ_S = 30.0
@@ -20,12 +21,13 @@ READ_S = 30.0
 SMALL_NBYTES = 16 << 10
 """A body of this size is read whatever others there are, so that large ones do not hold it up."""
 
+LARGE_NBYTES = 256 << 10
+
 MAX_BODIES = 512
 """Bodies at a time."""
 
 MIN_VALUES = 1 << 16
-"""JSON values that any body may have: 2 048 messages with tools have a quarter of it. One value takes up to 100 bytes.
-"""
+"""JSON values that any body may have: 2 048 messages with tools have a quarter of it. A value takes up to 100 bytes."""
 
 _CLOSE = {"Connection": "close"}
 """The rest of the body is not read."""
@@ -34,8 +36,8 @@ Checked = TypeVar("Checked", bound=BaseModel)
 
 
 class Bodies:
-    """Reads bodies, and checks large ones outside the event loop. At any time those of all requests that are not yet made
-    tokens have at most twice `limit` bytes together, besides the first SMALL_NBYTES of each.
+    """Reads bodies, and checks large ones outside the event loop. At any time those of all requests that are not yet
+    made tokens have at most twice `limit` bytes together, besides the first SMALL_NBYTES of each.
 
     `limit`: bytes of a body; `most_values`: JSON values in it.
     """
@@ -77,6 +79,9 @@ class Bodies:
         finally:
             self._num_bodies -= 1
             self._nbytes -= max(0, len(body) - SMALL_NBYTES)
+            if len(body) > LARGE_NBYTES:
+                del body
+                self._thread.submit(trim_heap)  # what was made of it was in pieces too small to go back by themselves
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from expertly.core.errors import ConfigError, EngineClosedError
+from expertly.core.errors import EngineClosedError
 from expertly.model.batching import Entry, Stepper
 from expertly.serve.errors import ApiError, failed, invalid, unavailable
 from expertly.serve.metrics import RequestMetrics
@@ -167,7 +167,7 @@ class RequestScheduler:
                 text.num_cached = self._stepper.num_cached(name)
             try:
                 delta = text.add(choice)
-            except ConfigError as error:  # of a tokenizer that does not know the token: others do not wait for it
+            except Exception as error:  # of a tokenizer that does not know the token: nobody else waits here for it
                 self._fail(request, failed(f"token {choice.token} cannot be made text: {error}"))
                 continue
             if request.first_s is None:

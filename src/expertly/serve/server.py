@@ -37,6 +37,9 @@ _LAST_WORDS_S = 5.0
 _FORCED_LAST_WORDS_S = 1.0
 """The same where a second signal ends the server."""
 
+SILENT_S = 30.0
+"""A connection that has brought no request for so long is closed, also one that sends its headers byte by byte."""
+
 log = logging.getLogger("expertly.serve")
 
 
@@ -137,7 +140,11 @@ class ApiServer(uvicorn.Server):
     """Serves until SIGTERM, SIGINT or `end`, then drains. A second signal ends it at once."""
 
     def __init__(
-        self, assembled: Assembled, drain_s: float = 600.0, announce: Callable[[], None] = lambda: None
+        self,
+        assembled: Assembled,
+        drain_s: float = 600.0,
+        announce: Callable[[], None] = lambda: None,
+        silent_s: float = SILENT_S,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -152,6 +159,7 @@ class ApiServer(uvicorn.Server):
         self._assembled = assembled
         self._drain_s = drain_s
         self._announce = announce
+        self._silent_s = silent_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_ending = threading.Event()
@@ -163,6 +171,7 @@ class ApiServer(uvicorn.Server):
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
         self._spawn(self._assembled.view.keep_noting())
+        self._spawn(self._close_silent())
         self._announce()
         if self._is_ending.is_set():  # a signal came before there was a loop to drain in
             self.end()
@@ -197,6 +206,22 @@ class ApiServer(uvicorn.Server):
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _close_silent(self) -> None:
+        """uvicorn closes what is silent behind a request, and not what has not begun one, or not ended its headers."""
+        silent: dict[Any, tuple[Any, float]] = {}  # each with its last request, and since when it is silent
+        while True:
+            await asyncio.sleep(self._silent_s / 4)
+            now, before = time.monotonic(), silent
+            silent = {}
+            for connection in self.server_state.connections:
+                request = getattr(connection, "cycle", None)
+                if request is None or request.response_complete:
+                    last, since = before.get(connection, (None, now))
+                    silent[connection] = (request, since if last is request else now)
+            for connection, (_, since) in silent.items():
+                if now - since >= self._silent_s and connection.transport is not None:
+                    connection.transport.close()
 
     async def _drain(self) -> None:
         scheduler = self._assembled.service.scheduler
