@@ -1,17 +1,12 @@
-"""Tokens to text as they come: whole characters, spaces between words, the time of each token. Chat templates."""
+"""Tokens to text as they come: whole characters, spaces between words, the time of each token."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from expertly.core.errors import ConfigError
-from expertly.data import demo_folder
-from expertly.lab.prompts import tokens_of
 from expertly.model.text import Decoder, TextStreamer
 
 
@@ -57,28 +52,3 @@ def test_what_is_no_character_is_not_held_for_ever() -> None:
         held = max(held, len(of_bytes(tokens[:number])) - len(told))
     assert held <= 10
     assert told + decoder.end() == of_bytes(tokens)
-
-
-@pytest.mark.parametrize(
-    ("expression", "refusal"),
-    [
-        ("1 // 0", "by zero"),
-        ("range(1000000000)", "Range too big"),
-        ("'a' * 10000000000", "more than 1048576"),
-        ("10000000000 * [0]", "more than 1048576"),
-        ("(7 ** 100) ** 100000", "more than 1048576"),
-        ("nothing.more", "nothing"),
-        ("2 ** 10 * 3 * '-' | length", None),
-        ("2.5 * 4 + 1.5 ** 2 + 2 ** -1", None),
-    ],
-)
-def test_a_chat_template_that_cannot_be_computed_is_refused_at_once(expression: str, refusal: str | None) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(demo_folder())
-    tokenizer.chat_template = "{{ %s }}" % expression  # noqa: UP031 - braces are the template's
-    begin = time.monotonic()
-    if refusal is None:
-        assert tokens_of(tokenizer, [{"role": "user", "content": "Hi"}])
-    else:
-        with pytest.raises(ConfigError, match=f"^messages: the model's chat template refuses them: .*{refusal}"):
-            tokens_of(tokenizer, [{"role": "user", "content": "Hi"}])
-    assert time.monotonic() - begin < 5

@@ -73,11 +73,11 @@ def room_for(context: int = 512, max_running: int = 16, max_queue: int = 64, num
 
 
 @contextmanager
-def running(assembled: Assembled) -> Iterator[Serving]:
-    """Served until the block ends."""
+def running(assembled: Assembled, **options: Any) -> Iterator[Serving]:
+    """Served until the block ends; see ApiServer."""
     listener: socket.socket = bind("127.0.0.1", 0)
     is_up = threading.Event()
-    server = ApiServer(assembled, announce=is_up.set)
+    server = ApiServer(assembled, announce=is_up.set, **options)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

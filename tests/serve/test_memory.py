@@ -15,7 +15,7 @@ from expertly.serve.settings import ServeOptions
 from expertly.store.packed import PackedStore
 
 MIB = 1 << 20
-OWN = 300 * MIB
+OWN = 204 * MIB
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +70,9 @@ def test_what_is_stated_for_experts_they_get_and_the_cache_gets_the_rest(
     assert division.budgets[0].memory_nbytes == pytest.approx(store.experts_nbytes / 4, rel=0.02)
     with pytest.raises(BudgetError, match=r"KV cache of 1000000064 tokens .* accepted: less memory"):
         divided(store, memory="25%", kv_tokens=999_999_999)
-    with pytest.raises(BudgetError, match=r"of 350 MiB this process takes 300 MiB; dense weights take .* working"):
-        divided(store, total_memory="350MiB")
-    with pytest.raises(ConfigError, match="of 900 MiB this process takes 300 MiB"):
+    with pytest.raises(BudgetError, match=r"of 254 MiB this process takes 204 MiB; dense weights take .* working"):
+        divided(store, total_memory="254MiB")
+    with pytest.raises(ConfigError, match="of 900 MiB this process takes 204 MiB"):
         divided(store, "resident", total_memory="900MiB", kv_tokens=200_000)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 
+from expertly.model.templates import Renderer
 from expertly.serve.prompts import Prompts
 from expertly.serve.responses import ResponsesRequest
 from expertly.serve.schema import Message
@@ -159,10 +159,10 @@ def test_the_template_sees_the_conversation(demo: tuple[Any, Any]) -> None:
         },
         {"role": "tool", "tool_call_id": "1", "content": "rain"},
     ]
-    tokens = asyncio.run(prompts.of_messages([Message.model_validate(one) for one in said], []))
+    tokens, text = asyncio.run(prompts.of_messages([Message.model_validate(one) for one in said], []))
     prompts.close()
     expected = "system: Be brief\nuser: Oslo?\nassistant: [weather Oslo]\ntool: rain\nassistant: "
-    assert demo[1].decode(tokens) == expected
+    assert demo[1].decode(tokens) == text == expected
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_template_that_cannot_be_computed_is_told(demo: tuple[Any, Any], templ
         if said is None:
             assert ask(serving, tools=[], reasoning_effort="max").choices[0].message.content == "Hello"
             return
-        with pytest.raises(openai.BadRequestError, match=f"refuses them: .*{said}") as raised:
+        with pytest.raises(openai.BadRequestError, match=f"the model's chat template .*{said}") as raised:
             ask(serving, tools=[])
         assert raised.value.param == "messages"
 
@@ -266,10 +266,9 @@ def test_a_template_that_does_not_end_is_told_and_others_are_served(demo: tuple[
         "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}"
         "{% endif %}{{ messages[0].content }}"
     )
-    before = threading.active_count()
     with saying(demo, "Hello", loops) as serving:
-        ask(serving, tools=[])  # its template is read and kept
-        serving.assembled.service.prompts._render_s = 1.0
+        prompts = serving.assembled.service.prompts
+        prompts.renderers = prompts.renderers[0], Renderer(cpu_s=0.5)
         results: list[str] = []
 
         def loop() -> None:
@@ -284,8 +283,5 @@ def test_a_template_that_does_not_end_is_told_and_others_are_served(demo: tuple[
         assert ask(serving, tools=[]).choices[0].message.content == "Hello"
         for one in looping:
             one.join(60)
-        assert len(results) == 2 and "did not end in 1 s" in results[0]
-    end = time.monotonic() + 60
-    while threading.active_count() > before and time.monotonic() < end:
-        time.sleep(0.05)
-    assert threading.active_count() <= before, "what looped has ended"
+        assert len(results) == 2 and "did not end in 0.5 s" in results[0]
+        assert prompts.renderers[1].sandbox.pid is None, "what looped has ended"

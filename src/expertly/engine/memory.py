@@ -87,19 +87,23 @@ class BesideExperts:
 @dataclass(frozen=True, slots=True)
 class SharedCache:
     """The KV cache that a server's requests share, `least` to `most` tokens. A forward pass reads at most `num_read`
-    tokens and has `num_masks` attention masks, [num_read, cached tokens] each.
+    tokens and has `num_masks` attention masks, [num_read, cached tokens] each. `host_nbytes`: what the server itself
+    takes of host memory, whatever runs.
     """
 
     least: int
     most: int
     num_read: int
     num_masks: int = 1
+    host_nbytes: int = 0
 
-    def beside(self, one: BesideExperts, itemsize: int) -> BesideExperts:
+    def beside(self, one: BesideExperts, itemsize: int, *, runs_on_host: bool) -> BesideExperts:
         """A server's needs: activations of the longest pass, and for each cached token its column of the masks, too."""
         mask_nbytes = self.num_masks * self.num_read * itemsize
-        of_pass = self.num_read * (one.pass_nbytes + mask_nbytes)
-        return BesideExperts(one.dense_nbytes, one.fixed_nbytes + of_pass, one.cache_nbytes + mask_nbytes)
+        fixed = one.fixed_nbytes + self.num_read * (one.pass_nbytes + mask_nbytes)
+        if runs_on_host:
+            fixed += self.host_nbytes
+        return BesideExperts(one.dense_nbytes, fixed, one.cache_nbytes + mask_nbytes)
 
     def tokens_in(self, nbytes: int, beside: BesideExperts) -> int:
         """The tokens that fit into `nbytes`, from `least` to `most`."""
@@ -157,7 +161,7 @@ def divide(
     itemsize = geometries[0].layers[0].itemsize
     beside, context = beside_experts(store, itemsize, targets[0]), request.context or DEFAULT_CONTEXT
     if request.cache is not None:
-        beside = request.cache.beside(beside, itemsize)
+        beside = request.cache.beside(beside, itemsize, runs_on_host=kind_of(targets[0]).runs_on_host)
     if system.keeps_everything or request.is_stated:
         return _divide_stated(geometries, system, request, targets, beside, context)
     if request.cache is not None:

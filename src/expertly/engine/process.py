@@ -127,6 +127,11 @@ def give_back_large_blocks() -> None:
 def give_back_heap() -> None:
     """Give free memory of the C library's heap back to the system; imports leave some."""
     gc.collect()
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """The same without looking for garbage. It takes milliseconds, in which other threads of Python run."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)

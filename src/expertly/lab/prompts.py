@@ -10,9 +10,12 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from expertly.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from expertly.model.templates import Renderer
 
 _ACCEPTED = (
     'accepted: {"prompt": "text"} or {"messages": [{"role": "user", "content": "text"}]}, "category": "text" may be '
@@ -48,20 +51,25 @@ def has_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def tokens_of(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, is_raw: bool = False) -> list[int]:
+def tokens_of(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, is_raw: bool = False, renderer: Renderer | None = None
+) -> list[int]:
     """The tokens of a conversation, up to where the model goes on: by the chat template, or with `is_raw`, or where
     there is no template, of the mere text. Raises ConfigError where the template refuses the messages, or does not end,
-    CheckpointError where the tokenizer fails.
+    CheckpointError where the tokenizer fails. `renderer`: renders it; None starts a process for this conversation
+    alone.
     """
     from expertly.model.loading import tokenizer_errors
-    from expertly.model.text import rendered
 
     if is_raw or not has_template(tokenizer):
-        text, how = "".join(one["content"] for one in messages), {}
+        text, how = "".join(message["content"] for message in messages), {}
+    elif renderer is not None:
+        text, how = renderer.render(tokenizer, [dict(message) for message in messages]), {"add_special_tokens": False}
     else:
-        written = {"add_generation_prompt": True, "tokenize": False}
-        text = rendered(lambda: tokenizer.apply_chat_template(list(messages), **written))
-        how = {"add_special_tokens": False}
+        from expertly.model.templates import Renderer
+
+        with Renderer() as renderer:
+            return tokens_of(tokenizer, messages, renderer=renderer)
     with tokenizer_errors("prompt: the tokenizer cannot read it"):
         return list(tokenizer(text, return_token_type_ids=False, **how)["input_ids"])
 
@@ -77,19 +85,27 @@ def asked(
     if tokenizer is None:
         raise ConfigError("model: has no tokenizer, so prompts have no tokens")
     can_chat = has_template(tokenizer) and not is_raw
-    found, left_out = [], []
-    for one in prompts:
-        if one.messages and not can_chat:
-            why = "with --raw" if is_raw else "and the model has no chat template"
-            raise ConfigError(f'prompts, line {one.line}: holds messages, {why}; accepted: {{"prompt": "text"}}')
-        tokens = tokens_of(tokenizer, one.messages or [{"role": "user", "content": one.text}], is_raw=is_raw)
-        if not tokens:
-            left_out.append(f"the prompt in line {one.line} gives no token")
-        elif most is not None and len(tokens) > most:
-            left_out.append(f"the prompt in line {one.line} has {len(tokens)} tokens; the model takes at most {most}")
-        else:
-            found.append(AskedPrompt(one, tokens))
-    return found, left_out
+    from expertly.model.templates import Renderer
+
+    asked_prompts, left_out = [], []
+    with Renderer() as renderer:
+        for prompt in prompts:
+            if prompt.messages and not can_chat:
+                reason = "with --raw" if is_raw else "and the model has no chat template"
+                raise ConfigError(
+                    f'prompts, line {prompt.line}: holds messages, {reason}; accepted: {{"prompt": "text"}}'
+                )
+            messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+            tokens = tokens_of(tokenizer, messages, is_raw=is_raw, renderer=renderer)
+            if not tokens:
+                left_out.append(f"the prompt in line {prompt.line} gives no token")
+            elif most is not None and len(tokens) > most:
+                left_out.append(
+                    f"the prompt in line {prompt.line} has {len(tokens)} tokens; the model takes at most {most}"
+                )
+            else:
+                asked_prompts.append(AskedPrompt(prompt, tokens))
+    return asked_prompts, left_out
 
 
 def read_prompts(source: str, limit: int | None = None) -> list[Prompt]:

@@ -1,27 +1,13 @@
-"""From tokens to text, character by character, and from messages to text by chat templates, which may be hostile."""
+"""From tokens to text, character by character."""
 
 from __future__ import annotations
 
-import ctypes
-import math
-import queue
 import re
-import threading
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.utils import chat_template_utils
-
-from expertly.core.errors import ConfigError
-
-RENDER_S = 10.0
-"""That a chat template may take for one conversation."""
-
-MAX_PRODUCT = 1 << 20
-"""Characters, items or bits of a product in a chat template."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -79,58 +65,6 @@ def bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
         return bytes([int(raw[3:5], 16)])
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level BPE does
     return bytes(byte_of[letter] for letter in raw) if byte_of.keys() >= set(raw) else text.encode()
-
-
-class _OverdueError(BaseException):
-    """Ends a thread that took too long; no `except Exception` of a template's way holds it."""
-
-
-class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Refuses `"a" * 10**10`: one step of C, which holds up all threads and which no deadline ends."""
-
-    intercepted_binops = frozenset(("*", "**"))  # which are not computed while the template is compiled, either
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length(), right.bit_length()
-            size = bits[0] * right if operator == "**" else sum(bits)
-        else:
-            size = math.prod(len(one) if isinstance(one, Sized) else one for one in (left, right))
-        if isinstance(size, int) and size > MAX_PRODUCT:
-            raise OverflowError(f"{operator}: makes more than {MAX_PRODUCT} characters, items or bits")
-        return super().call_binop(context, operator, left, right)
-
-
-def rendered(render: Callable[[], str], seconds: float = RENDER_S) -> str:
-    """A conversation as its chat template writes it, which `render` asks of the tokenizer.
-
-    Raises ConfigError where the template raises anything, or takes longer than `seconds`. It runs in a thread that is
-    ended at its next step of Python: what is inside one long step of C goes on until that ends, and the process does
-    not wait for it.
-    """
-    done: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        # what `apply_chat_template` compiles templates in
-        chat_template_utils.ImmutableSandboxedEnvironment = _BoundedEnvironment  # type: ignore[misc]
-        try:
-            done.put((render(), None))
-        except BaseException as error:  # told to who waits
-            done.put(("", error))
-
-    thread = threading.Thread(target=run, name="expertly-template", daemon=True)
-    thread.start()
-    try:
-        text, error = done.get(timeout=seconds)
-    except queue.Empty:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_OverdueError))
-        raise ConfigError(f"messages: the model's chat template did not end in {seconds:g} s") from None
-    if isinstance(error, Exception):
-        said = str(error) or type(error).__name__
-        raise ConfigError(f"messages: the model's chat template refuses them: {said}") from None
-    if error is not None:
-        raise error
-    return text
 
 
 class TextStreamer:

@@ -17,10 +17,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from expertly.core.errors import ExpertlyError
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
 from expertly.serve.errors import ApiError, ErrorObject
 from expertly.serve.http import ClientGone, EventStream, Guard, as_event, on_bug, on_gone, on_http_error, unless_gone
-from expertly.serve.reading import read
+from expertly.serve.reading import Bodies
 from expertly.serve.request import ServedRequest
 from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
 from expertly.serve.schema import ChatRequest, CompletionRequest, ModelName
@@ -33,6 +34,7 @@ _REFUSALS = {
     401: "no key of this server",
     403: "a host name that is not this machine's",
     404: "not here",
+    408: "too slow",
     413: "too large",
     415: "no JSON",
     429: "as many wait as may",
@@ -42,16 +44,16 @@ _REFUSALS = {
 Answer = ChatAnswer | CompletionAnswer | ResponsesAnswer
 
 
-def make_app(service: Service, view: View, access: Access, max_body_nbytes: int) -> Any:
+def make_app(service: Service, view: View, access: Access, bodies: Bodies) -> Any:
     """The ASGI application. It accepts requests once `service.scheduler` has been started."""
     app = FastAPI(title="expertly", version=version("expertly"), docs_url=None, redoc_url=None)
     app.add_exception_handler(HTTPException, on_http_error)
     for gone in (ClientGone, ClientDisconnect):
         app.add_exception_handler(gone, on_gone)
-    for bug in (ApiError, Exception):
+    for bug in (ApiError, ExpertlyError, Exception):
         app.add_exception_handler(bug, on_bug)
     _add_state(app, service, view)
-    _add_texts(app, service, max_body_nbytes)
+    _add_texts(app, service, bodies)
     app.openapi = partial(_openapi, app.openapi)  # type: ignore[method-assign]
     guarded: Any = Guard(app, access)
     if access.origins:
@@ -107,17 +109,18 @@ def _add_state(app: FastAPI, service: Service, view: View) -> None:
         return Response(await asyncio.to_thread(view.shown_metrics), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_texts(app: FastAPI, service: Service, limit: int) -> None:
-    refusals = _refusals(400, 401, 403, 404, 413, 415, 429, 503)
+def _add_texts(app: FastAPI, service: Service, bodies: Bodies) -> None:
+    refusals = _refusals(400, 401, 403, 404, 408, 413, 415, 429, 503)
 
     def add(path: str, summary: str, model: type[Any], make: Callable[[Any], Awaitable[Answer]]) -> None:
         @app.post(path, name=make.__name__, summary=summary, openapi_extra=_takes(model), responses=refusals)
         async def endpoint(request: Request) -> Response:
-            asked = await read(request, model, limit)
-            told = await make(asked)
+            async with bodies.read(request, model) as asked:
+                told, is_stream = await make(asked), asked.stream
+                del asked  # its texts are tokens by now
             service.start(told.request)
             gone = partial(service.scheduler.cancel, told.request)
-            if asked.stream:
+            if is_stream:
                 return EventStream(_events(told), gone, told.done, told.failure)
             try:
                 return JSONResponse(told.whole(await unless_gone(request.receive, _all(told.request))))
@@ -131,7 +134,8 @@ def _add_texts(app: FastAPI, service: Service, limit: int) -> None:
 
     @app.post("/load_model", summary=asked_by, openapi_extra=_takes(ModelName), responses=refusals)
     async def load_model(request: Request) -> Response:
-        service.check_model((await read(request, ModelName, limit)).model)
+        async with bodies.read(request, ModelName) as asked:
+            service.check_model(asked.model)
         ready = as_event({"status": "ready", "model": service.about.name, "cached": True})
         return Response(ready, media_type=EventStream.media_type)
 

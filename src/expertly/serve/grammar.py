@@ -2,62 +2,119 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from expertly.core.errors import ConfigError
+from expertly.core.untrusted import Bounds, check_value
 from expertly.model.answers import CALL_MARKS
+from expertly.model.sandbox import Sandbox
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.schema import Tool
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MAX_SCHEMA = 256 << 10
-"""Characters of a schema as JSON."""
+BOUNDS = Bounds(256 << 10, depth=48, items=1024, text=4096)
+"""What a schema may have at most. 1 000 required names take 0.1 s, ten times as many 10 s; of a constant of 20 000
+characters each token takes 0.02 s; about 500 optional properties are all that the library takes.
+"""
+
+MAX_VALUES = 16384
+"""Values of a schema, or of the schemas of all tools that may be called."""
+
+MAX_REFERENCES = 512
+"""Different schemas that `$ref` leads to: the library recurses through them."""
+
+COMPILE_CPU_S = 1.0
+"""Processor time to compile a grammar, which is done first in a sandbox: the library ends for no limit. A multiple of
+999 983 takes it 7 s. A schema of 1 000 properties takes 0.1 s.
+"""
+
+COMPILE_S = 4.0
+"""The same in time."""
+
+NICE = 10
+"""Of the sandbox: other requests go first."""
+
+COMPILE_NBYTES = 32 << 20
+"""Memory of a compiled grammar."""
+
+STACK_NBYTES = 256 << 20
+"""Address space for the stack of the thread that compiles: a schema of MAX_REFERENCES needs a hundredth of it."""
 
 
 class Grammars:
-    """Makes grammars for one tokenizer, in any thread. Making the first one takes a moment."""
+    """Makes grammars for one tokenizer, in a thread of its own. Making the first one takes a moment."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._ends = list(ends)
         self._of_library: Any = None
+        self._thread = ThreadPoolExecutor(1, "expertly-serve-grammars")
+        self._has_thread = False
+        self._sandbox = Sandbox("grammars", ("llguidance",), COMPILE_CPU_S, COMPILE_S, COMPILE_NBYTES, nice=NICE)
 
-    def of_schema(self, schema: dict[str, Any]) -> LLMatcher:
+    async def of_schema(self, schema: dict[str, Any]) -> LLMatcher:
         """A grammar of JSON that follows `schema`. Raises ApiError naming what the schema asks for that is not
         supported.
         """
         param = "response_format"
-        return self._made(lambda library: library.grammar_from_json_schema(_text(schema, param)), param)
+        return await self._made(param, "json_schema", lambda: _text(schema, param))
 
-    def of_call(self, tools: Sequence[Tool]) -> LLMatcher:
+    async def of_call(self, tools: Sequence[Tool]) -> LLMatcher:
         """A grammar of one call of one of `tools`, as JSON between marks. Raises ApiError."""
-        calls = []
-        for tool in tools:
-            arguments = tool.function.parameters or {"type": "object"}
-            properties = {"name": {"const": tool.function.name}, "arguments": arguments}
-            calls.append(
-                {"type": "object", "properties": properties, "required": ["name", "arguments"]}
-                | {"additionalProperties": False}
-            )
-        opening, closing = (json.dumps(mark) for mark in CALL_MARKS)
-        lark = f"start: {opening} call {closing}\ncall: %json {_text({'anyOf': calls}, 'tools')}"
-        return self._made(lambda library: library.grammar_from_lark(lark), "tools")
 
-    def _made(self, make: Any, param: str) -> LLMatcher:
+        def make() -> str:
+            calls = []
+            for tool in tools:
+                arguments = tool.function.parameters or {"type": "object"}
+                properties = {"name": {"const": tool.function.name}, "arguments": arguments}
+                calls.append(
+                    {"type": "object", "properties": properties, "required": ["name", "arguments"]}
+                    | {"additionalProperties": False}
+                )
+            opening, closing = (json.dumps(mark) for mark in CALL_MARKS)
+            schema = _text({"anyOf": calls}, "tools")
+            return f"start: {opening} call {closing}\ncall: %json {schema}"
+
+        return await self._made("tools", "lark", make)
+
+    def close(self) -> None:
+        self._sandbox.close()
+        self._thread.shutdown(cancel_futures=True)
+
+    async def _made(self, param: str, kind: str, make: Callable[[], str]) -> LLMatcher:
+        if not self._has_thread:
+            self._has_thread = True
+            before = threading.stack_size(STACK_NBYTES)
+            try:
+                self._thread.submit(lambda: None)  # starts it
+            finally:
+                threading.stack_size(before)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, param, kind, make)
+
+    def _compiled(self, param: str, kind: str, make: Callable[[], str]) -> LLMatcher:
+        """Compiles `make()`, a text of this kind, in the sandbox and then here."""
         library, tokenizer = self._library(param)
+        text = make()
         try:
-            grammar = make(library.LLMatcher)
-        except (ValueError, RuntimeError) as error:
-            raise invalid(f"{param}: {error}", param) from None
-        problem = library.LLMatcher.validate_grammar(grammar, tokenizer)
-        if problem:
-            raise invalid(f"{param}: cannot be kept: {' '.join(problem.split())}", param)
-        matcher: LLMatcher = library.LLMatcher(tokenizer, grammar)
-        return matcher
+            letter, problem = self._sandbox.ask(json.dumps({"kind": kind, "text": text}).encode())
+        except ConfigError as error:
+            raise invalid(f"{param}: cannot be kept: compiling it {error}", param) from None
+        if letter == b"T":
+            grammar = getattr(library.LLMatcher, f"grammar_from_{kind}")(text)
+            limits = library.LLParserLimits(verbose_errors=False)
+            matcher: LLMatcher = library.LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
+            if not matcher.is_error():
+                return matcher
+            problem = matcher.get_error()
+        raise invalid(f"{param}: cannot be kept: {one_line(problem)}", param)
 
     def _library(self, param: str) -> tuple[Any, Any]:
         try:
@@ -77,12 +134,44 @@ class Grammars:
         return llguidance, self._of_library
 
 
+def one_line(problem: str) -> str:
+    """What is wrong with a grammar, without the library's state, which it puts between marks behind."""
+    return " ".join(problem.partition("\n<")[0].split())
+
+
 def _text(schema: dict[str, Any], param: str) -> str:
     """JSON in one line: a model that may write white space between values may write it for ever."""
+    check_schema(schema, param)
     text = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
-    if len(text) > MAX_SCHEMA:
-        raise invalid(f"{param}: {len(text)} characters; accepted: {MAX_SCHEMA}", param)
+    if len(text) > BOUNDS.nbytes:
+        raise invalid(f"{param}: {len(text)} characters; accepted: {BOUNDS.nbytes}", param)
     return text
+
+
+def check_schema(schema: dict[str, Any], param: str) -> None:
+    """Raises ApiError where a schema is beyond what the library is given."""
+    try:
+        check_value(schema, param, BOUNDS, ConfigError)
+    except ConfigError as error:
+        raise invalid(str(error), param) from None
+    num_values = 0
+    references = set()
+    left: list[Any] = [schema]
+    while left:
+        value = left.pop()
+        num_values += 1
+        if isinstance(value, dict):
+            if isinstance(value.get("$ref"), str):
+                references.add(value["$ref"])
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    for number, most, name in (
+        (num_values, MAX_VALUES, "values"),
+        (len(references), MAX_REFERENCES, "different schemas that $ref leads to"),
+    ):
+        if number > most:
+            raise invalid(f"{param}: {number} {name}; accepted: {most}", param)
 
 
 def _cannot(param: str, why: str) -> ApiError:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from expertly.core.errors import ExpertlyError
 from expertly.serve.errors import ApiError, failed
-from expertly.serve.settings import Access, is_loopback
+from expertly.serve.settings import Access, host_of, is_loopback
 
 OPEN_PATHS = ("/", "/health", "/ready")
 """Paths that need no key, as they reveal nothing of requests."""
@@ -106,20 +106,24 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        headers: dict[bytes, list[str]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name, []).append(value.decode("latin-1"))
         error = self._error(scope["path"], headers)
         if error is None:
             await self._app(scope, receive, send)
         else:
             await error_response(error)(scope, receive, send)
 
-    def _error(self, path: str, headers: dict[bytes, str]) -> ApiError | None:
-        access = self._access
-        if access.checks_host and not is_loopback(_host_of(headers.get(b"host", ""))):
+    def _error(self, path: str, headers: dict[bytes, list[str]]) -> ApiError | None:
+        access, hosts = self._access, headers.get(b"host", [])
+        host = host_of(hosts[0]) if len(hosts) == 1 else None
+        if access.checks_host and (host is None or not is_loopback(host)):
             return ApiError(403, "Host: accepted without a key: localhost or its address", code="wrong_host")
         if not access.keys or path in OPEN_PATHS:
             return None
-        scheme, _, key = headers.get(b"authorization", "").partition(" ")
+        keys = headers.get(b"authorization", [])
+        scheme, _, key = (keys[0] if len(keys) == 1 else "").partition(" ")
         if scheme.lower() == "bearer" and access.knows(key.strip()):
             return None
         return ApiError(
@@ -129,11 +133,6 @@ class Guard:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-
-
-def _host_of(header: str) -> str:
-    """The Host header without its port."""
-    return header.partition("]")[0] if header.startswith("[") else header.partition(":")[0]
 
 
 def error_response(error: ApiError) -> Response:

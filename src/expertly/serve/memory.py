@@ -18,6 +18,12 @@ MAX_BATCH_TOKENS = 256
 MAX_DEFAULT_CACHE = 32768
 """The default limit of the KV cache in tokens: attention on a CPU reads the caches of all running texts."""
 
+HOST_NBYTES = 96 << 20
+"""Of a server on a host: processes for templates and grammars, 12 MiB each and what they take for one request; bodies
+that are read; libraries that are imported when the first request needs them, 30 MiB more than BESIDE_NBYTES counts
+(bench/bodies.py).
+"""
+
 _PADDING_PAGES = 2
 """Additional pages that padding is written to."""
 
@@ -39,7 +45,7 @@ def cache_for(options: ServeOptions, store: PackedStore) -> SharedCache:
     text = store.config.get("text_config", store.config)
     num_masks = 2 if "sliding_attention" in (text.get("layer_types") or ()) else 1
     least, most = ((pages + _PADDING_PAGES) * PAGE_TOKENS for pages in (least, most))
-    return SharedCache(least, most, MAX_BATCH_TOKENS, num_masks)
+    return SharedCache(least, most, MAX_BATCH_TOKENS, num_masks, HOST_NBYTES)
 
 
 def room_for(options: ServeOptions, loaded: Handle) -> Room:

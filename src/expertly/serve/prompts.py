@@ -6,45 +6,103 @@ import asyncio
 import copy
 import inspect
 import json
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from expertly.core.errors import ConfigError
 from expertly.model.answers import AnswerFormat, known_template
 from expertly.model.generation import check_tokens
-from expertly.model.text import RENDER_S, bytes_of, rendered
-from expertly.serve.errors import invalid
+from expertly.model.templates import RENDER_NBYTES, Renderer, SlowTemplateError, TooLongError
+from expertly.model.text import bytes_of
+from expertly.serve.errors import ApiError, invalid, unavailable
 from expertly.serve.schema import Message, Tool
 
-_MAX_RENDERED = 4
-"""Conversations that are rendered at a time: templates that do not end must fill all of these threads before others
-wait.
+MAX_CONTEXT = 1 << 20
+
+MAX_REASON = 300
+"""Characters of a tokenizer's error."""
+
+FIRST_RENDER_CPU_S = 0.15
+"""Processor time of a conversation's first try, and FIRST_RENDER_S its time. 400 messages with tools take 0.01 s. One
+that takes longer is rendered again by a process that such conversations share, so that they do not hold up others.
 """
+
+FIRST_RENDER_S = 1.0
+
+NICE = 10
+"""Of that process: conversations that are rendered soon go first."""
+
+LEAST_RENDER_NBYTES = 32 << 20
+"""Memory to render a conversation, and for each character of the longest that may be: a text is held five times, in up
+to four bytes a character.
+"""
+
+RENDER_NBYTES_OF_CHARACTER = 32
+
+MAX_SLOW = 4
+"""Conversations that may wait for that process; more are refused."""
+
+LEAST_LONGEST_TOKEN = 64
+"""Characters of a token, for a tokenizer that drops or joins some: runs of spaces, characters it does not know."""
+
+PIECE = 1 << 16
+"""Characters of a prompt that are tokenized at a time to find out whether the whole is too long. Longer prompts wait
+for each other, and not shorter ones for them.
+"""
+
+_PIECE_SLACK = 64
+"""Tokens by which a piece may have more than its part of the whole: its ends are in the middle of words."""
 
 PLAIN_TEMPLATE = "{%- for message in messages -%}{{ message['content'] | trim }}\n\n{% endfor -%}"
 """For a model without a chat template: it continues the text of the messages."""
 
+_LANES = ("templates", "slow-templates", "prompts", "long-prompts")
+"""What waits in one thread for others of its kind, and for nothing else."""
+
+Result = TypeVar("Result")
+
+log = logging.getLogger("expertly.serve")
+
 
 class Prompts:
-    """Makes tokens of prompts with one tokenizer, in a thread of its own, and text of tokens with another, so that
-    neither waits for the other.
+    """Makes tokens of prompts with one tokenizer, and text of tokens with another, so that neither waits for the other.
 
-    Chat templates are rendered in other threads, each with a deadline. `template` replaces the model's own.
+    Chat templates are rendered in processes, prompts tokenized in threads. `template` replaces the model's own;
+    `context`: the longest text in tokens. A prompt that is longer in any case, by its characters, is not tokenized.
     """
 
-    def __init__(self, tokenizer: Any, vocabulary: int, template: str | None = None, model: Any = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocabulary: int,
+        template: str | None = None,
+        model: Any = None,
+        context: int = MAX_CONTEXT,
+    ) -> None:
         if tokenizer is None:
             raise ConfigError("the model has no tokenizer, so there is no text to serve")
         self._reader = tokenizer
         self._reader_lock = threading.Lock()
         self.tokenizer = tokenizer
         self._writer = copy.deepcopy(tokenizer)
-        self._thread = ThreadPoolExecutor(1, "expertly-serve-prompts")
-        self._renderers = ThreadPoolExecutor(_MAX_RENDERED, "expertly-serve-templates")
-        self._render_s = RENDER_S
+        try:
+            self._writer.encode("a")  # sets its state; two threads may use it from now on
+        except BaseException as error:  # see `_reason_of`
+            raise ConfigError(f"the model's tokenizer cannot read a text: {_reason_of(error)}") from None
+        self._context = context
+        self.max_characters = context * max(LEAST_LONGEST_TOKEN, *map(len, tokenizer.get_vocab()))
+        self._threads = {name: ThreadPoolExecutor(1, f"expertly-serve-{name}") for name in _LANES}
+        nbytes = min(RENDER_NBYTES, LEAST_RENDER_NBYTES + RENDER_NBYTES_OF_CHARACTER * self.max_characters)
+        self.renderers = (
+            Renderer(FIRST_RENDER_CPU_S, FIRST_RENDER_S, nbytes),
+            Renderer(nbytes=nbytes, nice=NICE),
+        )
+        self._num_slow = 0
         self.vocabulary = vocabulary
         self.special_tokens = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         own = getattr(tokenizer, "chat_template", None)
@@ -58,35 +116,37 @@ class Prompts:
 
     async def of_messages(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any] | None = None
-    ) -> list[int]:
-        """The tokens of a chat. `variables`: more for the template. Raises ApiError where it refuses the messages, or
-        does not end.
+    ) -> tuple[list[int], str]:
+        """The tokens of a chat, and their text. `variables`: more for the template. Raises ApiError where it refuses
+        the messages or takes too much for them, and where they are too long.
         """
-        for name in variables or ():
+        variables = variables or {}
+        for name in variables:
             if name in self._own_names:
                 raise invalid(
                     f"chat_template_kwargs: {name!r} is not the template's; accepted: what the template reads"
                 )
         if tools and not self._takes_tools:
             raise invalid("tools: this model's chat template knows none; accepted: no tools", "tools")
-        told = {**(variables or {}), "add_generation_prompt": True, "tokenize": False}
-        if tools:
-            told["tools"] = as_told(tools)
-        if self._template is not None:
-            told["chat_template"] = self._template
-        seen = [as_template_sees(message) for message in messages]
+        self._check_length(sum(len(message.text) for message in messages), "messages")
 
-        def render() -> str:
-            try:
-                return rendered(lambda: self._writer.apply_chat_template(seen, **told), self._render_s)
-            except ConfigError as error:
-                raise invalid(str(error), "messages") from None
+        def render(renderer: Renderer) -> str:
+            seen = [as_template_sees(message) for message in messages]
+            told = as_told(tools) or None
+            return renderer.render(self._writer, seen, self._template, told, variables, self.max_characters)
 
-        text = await asyncio.get_running_loop().run_in_executor(self._renderers, render)
-        return await self._encoded(text, "messages", add_special_tokens=self.is_plain)
+        try:
+            text = await self._rendered(render)
+        except TooLongError as error:
+            raise self._too_long(error.length, "messages") from None
+        except ConfigError as error:
+            raise invalid(str(error), "messages") from None
+        return await self._encoded(text, "messages", add_special_tokens=self.is_plain), text
 
     async def of_text(self, text: str) -> list[int]:
-        """The tokens of a text, with those that the tokenizer puts before one. Raises ApiError where there are none."""
+        """The tokens of a text, with those that the tokenizer puts before one. Raises ApiError where there are none,
+        and where it is too long.
+        """
         return await self._encoded(text, "prompt")
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
@@ -97,11 +157,16 @@ class Prompts:
             raise invalid(str(error), param) from None
 
     def text(self, tokens: Sequence[int], special: bool = False) -> str:
-        """The text of tokens. `special`: with special tokens, which are no text."""
-        with self._reader_lock:
-            text: str = self._reader.decode(
-                list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
-            )
+        """The text of tokens. `special`: with special tokens, which are no text. Raises ConfigError where the tokenizer
+        fails at them.
+        """
+        try:
+            with self._reader_lock:
+                text: str = self._reader.decode(
+                    list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+                )
+        except BaseException as error:  # see `_reason_of`
+            raise ConfigError(f"the model's tokenizer cannot write these tokens: {_reason_of(error)}") from None
         return text
 
     def piece(self, token: int) -> tuple[str, bytes]:
@@ -110,16 +175,72 @@ class Prompts:
         return text, bytes_of(self._reader, token, text)
 
     def close(self) -> None:
-        self._renderers.shutdown(cancel_futures=True)
-        self._thread.shutdown(cancel_futures=True)
+        for renderer in self.renderers:
+            renderer.sandbox.close()
+        for threads in self._threads.values():
+            threads.shutdown(cancel_futures=True)
 
-    async def _encoded(self, text: str, param: str, **how: bool) -> list[int]:
-        def encode() -> list[int]:
-            tokens: list[int] = self._writer.encode(text, **how)
-            self.check_tokens(tokens, param)
-            return tokens
+    async def _rendered(self, render: Callable[[Renderer], str]) -> str:
+        """Raises ConfigError, and ApiError where too many conversations take long."""
+        first, patient = self.renderers
+        try:
+            return await self._in("templates", partial(render, first))
+        except SlowTemplateError:
+            pass
+        if self._num_slow >= MAX_SLOW:
+            raise unavailable(f"{self._num_slow} conversations are being rendered that take long", "templates_busy")
+        self._num_slow += 1
+        try:
+            return await self._in("slow-templates", partial(render, patient))
+        finally:
+            self._num_slow -= 1
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
+    async def _encoded(self, text: str, param: str, **options: bool) -> list[int]:
+        self._check_length(len(text), param)
+        lane = "prompts" if len(text) <= PIECE else "long-prompts"
+        return await self._in(lane, partial(self._encode, text, param, options))
+
+    def _encode(self, text: str, param: str, options: dict[str, bool]) -> list[int]:
+        least = 0
+        try:
+            if len(text) > PIECE:
+                for begin in range(0, len(text), PIECE):
+                    least += len(self._writer.encode(text[begin : begin + PIECE], **options)) - _PIECE_SLACK
+                    if least > self._context:
+                        raise self._too_long(len(text), param)
+            tokens: list[int] = self._writer.encode(text, **options)
+        except ApiError:
+            raise
+        except BaseException as error:  # see `_reason_of`
+            reason = _reason_of(error)
+            log.warning("the tokenizer failed at a prompt of %d characters: %s", len(text), reason)
+            raise invalid(f"{param}: the model's tokenizer cannot read it: {reason}", param) from None
+        self.check_tokens(tokens, param)
+        return tokens
+
+    async def _in(self, lane: str, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads[lane], work)
+
+    def _check_length(self, length: int, param: str) -> None:
+        if length > self.max_characters:
+            raise self._too_long(length, param)
+
+    def _too_long(self, length: int, param: str) -> ApiError:
+        return invalid(
+            f"{param}: {length} characters are more than {self._context} tokens; accepted: {self._context} tokens with "
+            "those to write",
+            param,
+            "context_length_exceeded",
+        )
+
+
+def _reason_of(error: BaseException) -> str:
+    """One line about what a tokenizer raised: `tokenizers` raises plain Exception, and panics, which are none. Raises
+    `error` where it is neither.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
 
 
 def as_told(tools: Sequence[Tool]) -> list[dict[str, Any]]:

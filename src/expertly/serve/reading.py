@@ -2,37 +2,127 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
+from expertly.engine.process import trim_heap
 from expertly.serve.errors import ApiError, invalid
+
+READ_S = 30.0
+"""For a body to come."""
+
+SMALL_NBYTES = 16 << 10
+"""A body of this size is read whatever others there are, so that large ones do not hold it up."""
+
+LARGE_NBYTES = 256 << 10
+
+MAX_BODIES = 512
+"""Bodies at a time."""
+
+MIN_VALUES = 1 << 16
+"""JSON values that any body may have: 2 048 messages with tools have a quarter of it. A value takes up to 100 bytes."""
+
+_CLOSE = {"Connection": "close"}
+"""The rest of the body is not read."""
 
 Checked = TypeVar("Checked", bound=BaseModel)
 
 
-async def read(request: Request, model: type[Checked], limit: int) -> Checked:
-    """The body, of at most `limit` bytes, as `model`. Raises ApiError 413 above it, 415 where it says that it is no
-    JSON, and what `check` raises.
+class Bodies:
+    """Reads bodies, and checks large ones outside the event loop. At any time those of all requests that are not yet
+    made tokens have at most twice `limit` bytes together, besides the first SMALL_NBYTES of each.
+
+    `limit`: bytes of a body; `most_values`: JSON values in it.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, "Content-Type: accepted: application/json", code="unsupported_media_type")
-    told = request.headers.get("content-length", "")
-    if told.isascii() and told.isdecimal() and len(told) < 19 and int(told) > limit:
-        raise _too_large(limit)
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise _too_large(limit)
-    try:
-        value = from_json(bytes(body), allow_inf_nan=False)  # nests 200 levels at most
-    except ValueError as error:
-        raise invalid(f"the body must be JSON: {error}") from None
-    return check(model, value)
+
+    def __init__(self, limit: int, most_values: int, read_s: float = READ_S) -> None:
+        self._limit = limit
+        self._most_values = most_values
+        self._read_s = read_s
+        self._num_bodies = 0
+        self._nbytes = 0  # of all bodies, without the first SMALL_NBYTES of each
+        self._thread = ThreadPoolExecutor(1, "expertly-serve-bodies")
+
+    @asynccontextmanager
+    async def read(self, request: Request, model: type[Checked]) -> AsyncIterator[Checked]:
+        """The body as `model`; it counts until the block ends. Raises ApiError 413 above the limit, 415 where it says
+        that it is no JSON, 408 where it takes too long, 429 where there is no room for it, and what `check` raises.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "Content-Type: accepted: application/json", code="unsupported_media_type")
+        told = request.headers.get("content-length", "")
+        if told.isascii() and told.isdecimal() and len(told) < 19 and int(told) > self._limit:
+            raise self._too_large()
+        if self._num_bodies >= MAX_BODIES:
+            raise _no_room()
+        body = bytearray()
+        self._num_bodies += 1
+        try:
+            try:
+                await asyncio.wait_for(self._receive(request, body), self._read_s)
+            except asyncio.TimeoutError:
+                raise ApiError(
+                    408, f"the body did not come in {self._read_s:g} s", code="body_too_slow", headers=_CLOSE
+                ) from None
+            if len(body) <= SMALL_NBYTES:  # takes less than it may have to wait for large ones
+                yield self._checked(body, model)
+            else:
+                yield await asyncio.get_running_loop().run_in_executor(self._thread, self._checked, body, model)
+        finally:
+            self._num_bodies -= 1
+            self._nbytes -= max(0, len(body) - SMALL_NBYTES)
+            if len(body) > LARGE_NBYTES:
+                del body
+                self._thread.submit(trim_heap)  # what was made of it was in pieces too small to go back by themselves
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    async def _receive(self, request: Request, body: bytearray) -> None:
+        async for part in request.stream():
+            if len(body) + len(part) > self._limit:
+                raise self._too_large()
+            more = max(0, len(body) + len(part) - SMALL_NBYTES) - max(0, len(body) - SMALL_NBYTES)
+            if more and self._nbytes + more > 2 * self._limit:
+                raise _no_room()
+            self._nbytes += more
+            body += part
+
+    def _checked(self, body: bytearray, model: type[Checked]) -> Checked:
+        num_values = count_values(body, self._most_values)
+        if num_values > self._most_values:
+            raise invalid(f"the body: more than {self._most_values} JSON values; accepted: at most that many")
+        try:
+            value = from_json(body, allow_inf_nan=False)  # nests 200 levels at most
+        except ValueError as error:
+            raise invalid(f"the body must be JSON: {error}") from None
+        return check(model, value)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413, f"the body is too large; accepted: {self._limit} bytes", code="body_too_large", headers=_CLOSE
+        )
+
+
+def count_values(body: bytes | bytearray, most: int) -> int:
+    """The JSON values in a body, or more: each but the first stands behind a bracket, a comma or a colon. At least
+    `most` + 1 where its strings alone are more. Takes 0.01 s for 4 MB.
+    """
+    if b"\\" in body:
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes begins and ends strings
+    num_strings = body.count(b'"') // 2
+    if num_strings > most:
+        return num_strings
+    outside = b"".join(body.split(b'"')[::2])
+    return 1 + sum(outside.count(mark) for mark in (b"[", b"{", b",", b":"))
 
 
 def check(model: type[Checked], value: object) -> Checked:
@@ -61,5 +151,11 @@ def _from_pydantic(error: ValidationError) -> ApiError:
     return invalid(f"{param or 'the body'}: {message}", param, code)
 
 
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is too large; accepted: {limit} bytes", code="body_too_large")
+def _no_room() -> ApiError:
+    return ApiError(
+        429,
+        "too many large requests are being read; try again in 1 s",
+        kind="rate_limit_error",
+        code="no_room_for_body",
+        headers={"Retry-After": "1", **_CLOSE},
+    )

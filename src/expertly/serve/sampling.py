@@ -65,6 +65,7 @@ class SampledToken:
     token: int
     logprob: float | None = None
     top: Sequence[tuple[int, float]] = ()
+    problem: str | None = None  # why its text cannot go on; the token is none then
 
 
 @dataclass(slots=True)
@@ -125,8 +126,10 @@ class Sampler:
                 if not sampling.is_greedy or sampling.changes_logits:
                     token = tokens[row] = _draw(_adjusted(logits[row], state), state)
                 state.counts[token] = state.counts.get(token, 0) + 1
-                if state.grammar is not None:
-                    state.grammar.consume_token(token)
+                if state.grammar is not None and not state.grammar.consume_token(token):
+                    problem = state.grammar.get_error() or f"it has no place for token {token}"
+                    told.append((name, SampledToken(token, problem=f"the grammar of its schema broke: {problem}")))
+                    continue
             told.append((name, _choice(logits[row], token, sampling.logprobs)))
         self._told(told)
         return tokens

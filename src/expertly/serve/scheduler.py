@@ -159,6 +159,9 @@ class RequestScheduler:
             if text is None:
                 continue
             request, now = text.request, text.request.now_s()
+            if choice.problem is not None:
+                self._fail(request, failed(" ".join(choice.problem.partition("\n<")[0].split())))
+                continue
             if not text.tokens:
                 assert self._stepper is not None
                 text.num_cached = self._stepper.num_cached(name)

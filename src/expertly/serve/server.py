@@ -23,6 +23,7 @@ from expertly.serve.app import make_app
 from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, cache_for, memory_of, room_for
 from expertly.serve.metrics import RequestMetrics
 from expertly.serve.prompts import Prompts
+from expertly.serve.reading import MIN_VALUES, Bodies
 from expertly.serve.sampling import Sampler
 from expertly.serve.scheduler import RequestScheduler, Room
 from expertly.serve.schema import MAX_CHOICES
@@ -36,6 +37,9 @@ _LAST_WORDS_S = 5.0
 _FORCED_LAST_WORDS_S = 1.0
 """The same where a second signal ends the server."""
 
+SILENT_S = 30.0
+"""A connection that has brought no request for so long is closed, also one that sends its headers byte by byte."""
+
 log = logging.getLogger("expertly.serve")
 
 
@@ -47,6 +51,7 @@ class Assembled:
     app: Any
     service: Service
     view: View
+    bodies: Bodies
     start: Callable[[], None]
     """Accept requests from now on, in the running loop."""
     close: Callable[[], None]
@@ -72,7 +77,8 @@ def assemble(
     can share forward passes. Raises ConfigError where there is no tokenizer.
     """
     loaded = api.handle(model)
-    prompts = Prompts(tokenizer, model.config.get_text_config(decoder=True).vocab_size, template, model)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    prompts = Prompts(tokenizer, vocabulary, template, model, room.context)
     memory = memory_of(loaded, room)
     why = why_not_together(model, PAGE_TOKENS)
     if why is not None:
@@ -105,10 +111,12 @@ def assemble(
 
     def close() -> None:
         scheduler.close()
-        prompts.close()
+        service.close()
+        bodies.close()
 
-    app = make_app(service, view, access, options.max_body)
-    return Assembled(model, app, service, view, lambda: scheduler.start(make), close)
+    bodies = Bodies(options.max_body, MIN_VALUES + 2 * room.context)
+    app = make_app(service, view, access, bodies)
+    return Assembled(model, app, service, view, bodies, lambda: scheduler.start(make), close)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -132,7 +140,11 @@ class ApiServer(uvicorn.Server):
     """Serves until SIGTERM, SIGINT or `end`, then drains. A second signal ends it at once."""
 
     def __init__(
-        self, assembled: Assembled, drain_s: float = 600.0, announce: Callable[[], None] = lambda: None
+        self,
+        assembled: Assembled,
+        drain_s: float = 600.0,
+        announce: Callable[[], None] = lambda: None,
+        silent_s: float = SILENT_S,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -147,6 +159,7 @@ class ApiServer(uvicorn.Server):
         self._assembled = assembled
         self._drain_s = drain_s
         self._announce = announce
+        self._silent_s = silent_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_ending = threading.Event()
@@ -158,6 +171,7 @@ class ApiServer(uvicorn.Server):
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
         self._spawn(self._assembled.view.keep_noting())
+        self._spawn(self._close_silent())
         self._announce()
         if self._is_ending.is_set():  # a signal came before there was a loop to drain in
             self.end()
@@ -192,6 +206,22 @@ class ApiServer(uvicorn.Server):
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _close_silent(self) -> None:
+        """uvicorn closes what is silent behind a request, and not what has not begun one, or not ended its headers."""
+        silent: dict[Any, tuple[Any, float]] = {}  # each with its last request, and since when it is silent
+        while True:
+            await asyncio.sleep(self._silent_s / 4)
+            now, before = time.monotonic(), silent
+            silent = {}
+            for connection in self.server_state.connections:
+                request = getattr(connection, "cycle", None)
+                if request is None or request.response_complete:
+                    last, since = before.get(connection, (None, now))
+                    silent[connection] = (request, since if last is request else now)
+            for connection, (_, since) in silent.items():
+                if now - since >= self._silent_s and connection.transport is not None:
+                    connection.transport.close()
 
     async def _drain(self) -> None:
         scheduler = self._assembled.service.scheduler

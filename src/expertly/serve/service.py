@@ -82,7 +82,8 @@ class Service:
 
     async def respond(self, asked: ResponsesRequest) -> ResponsesAnswer:
         """Raises ApiError."""
-        chat = check(ChatRequest, asked.as_chat())
+        chat = await asyncio.to_thread(lambda: check(ChatRequest, asked.as_chat()))
+        asked.input = ""  # the answer repeats other fields, not this
         request, readers = await self._conversation(chat)
         self._note_ignored(name for name in unknown_fields(asked) if name not in chat.model_fields_set)
         return ResponsesAnswer(asked, request, readers)
@@ -90,12 +91,11 @@ class Service:
     async def _conversation(self, asked: ChatRequest) -> tuple[ServedRequest, dict[int, AnswerReader]]:
         """A request for the next message, and the readers that split each of its texts into parts."""
         self._check(asked)
-        prompt = await self.prompts.of_messages(asked.messages, asked.offered, asked.variables)
+        prompt, begun = await self.prompts.of_messages(asked.messages, asked.offered, asked.variables)
         limit = asked.limit or max(1, self.scheduler.room.context - len(prompt))
         self.scheduler.check_size([len(prompt)], limit, asked.n or 1, "messages")
         sampling = asked.sampling((asked.top_logprobs or 0) if asked.logprobs else None)
         is_forced, answers = asked.forced is not None, self.prompts.answers
-        begun = self.prompts.text(prompt, special=True)
         if asked.grammar is not None or is_forced:
             param = "tool_choice" if is_forced else "response_format"
             if answers.begins_thinking(begun):
@@ -105,9 +105,9 @@ class Service:
                     param,
                 )
             if asked.forced is not None:
-                making = asyncio.to_thread(self._grammars.of_call, asked.forced)
+                making = self._grammars.of_call(asked.forced)
             else:
-                making = asyncio.to_thread(self._grammars.of_schema, asked.grammar or {})
+                making = self._grammars.of_schema(asked.grammar or {})
             sampling = replace(sampling, grammar=await making)
         special = answers.fits(begun) and not is_forced
         request = self._request(asked, [prompt], limit, sampling, special)
@@ -133,13 +133,18 @@ class Service:
         self.scheduler.check_size([len(prompt) for prompt in prompts], limit, asked.n or 1, "prompt")
         sampling = asked.sampling(asked.logprobs)
         if asked.grammar is not None:
-            sampling = replace(sampling, grammar=await asyncio.to_thread(self._grammars.of_schema, asked.grammar))
+            sampling = replace(sampling, grammar=await self._grammars.of_schema(asked.grammar))
         scores_prompt = bool(asked.echo) and asked.logprobs is not None
         ends = set(self._ends_of(asked))
         if scores_prompt and any(token in ends for prompt in prompts for token in prompt[1:]):
             raise invalid("prompt: holds a token that ends a text, behind which echo has no logprobs", "prompt")
         request = self._request(asked, prompts, limit, sampling, scores_prompt=scores_prompt)
         return CompletionAnswer(asked, self.prompts, request)
+
+    def close(self) -> None:
+        """End processes and threads. Idempotent."""
+        self.prompts.close()
+        self._grammars.close()
 
     def start(self, request: ServedRequest) -> None:
         """Run the request, or queue it. Raises ApiError."""

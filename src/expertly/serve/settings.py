@@ -90,12 +90,24 @@ class Access:
 
 
 def is_loopback(host: str) -> bool:
-    if host == "localhost":
+    """Whether a host name or an address, in brackets or not, is this machine's own."""
+    if host.lower().removesuffix(".") == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host[1:-1] if host.startswith("[") and host.endswith("]") else host).is_loopback
     except ValueError:
         return False
+
+
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9.-]{1,255})(?::([0-9]{1,5}))?")
+
+
+def host_of(header: str) -> str | None:
+    """The host of a Host header, host[:port]; None where it is anything else."""
+    match = _HOST.fullmatch(header)
+    if match is None or int(match[2] or 0) > 65535:
+        return None
+    return match[1]
 
 
 def _origins(text: str, has_keys: bool) -> tuple[str, ...]:

@@ -1,0 +1,100 @@
+"""Renders chat templates, which may be hostile, in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from transformers.utils import chat_template_utils
+
+from expertly.core.errors import ConfigError
+from expertly.model.sandbox import Sandbox, SlowError
+
+RENDER_CPU_S = 2.0
+"""Processor time for one conversation. 400 messages with tools take 0.01 s."""
+
+RENDER_S = 5.0
+"""The same in time, on a machine that is busy with something else."""
+
+RENDER_NBYTES = 256 << 20
+"""Memory for one conversation."""
+
+MAX_RENDERED = 16 << 20
+"""Characters of a rendered conversation."""
+
+
+class TooLongError(ConfigError):
+    """A conversation is longer than the caller takes, in characters."""
+
+    def __init__(self, length: int, most: int) -> None:
+        super().__init__(f"messages: the model's chat template makes {length} characters of them; accepted: {most}")
+        self.length = length
+
+
+class SlowTemplateError(ConfigError):
+    """A conversation takes more time than the renderer gives it."""
+
+
+class Renderer:
+    """Renders conversations by a tokenizer's chat template. Any thread may call. For the limits see Sandbox."""
+
+    def __init__(
+        self, cpu_s: float = RENDER_CPU_S, seconds: float = RENDER_S, nbytes: int = RENDER_NBYTES, nice: int = 0
+    ) -> None:
+        packages, settings = ("jinja2", "markupsafe", "packaging"), {"file": chat_template_utils.__file__}
+        self.sandbox = Sandbox("templates", packages, cpu_s, seconds, nbytes, settings, nice)
+
+    def __enter__(self) -> Renderer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.sandbox.close()
+
+    def render(
+        self,
+        tokenizer: Any,
+        messages: Sequence[Mapping[str, Any]],
+        template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        most: int = MAX_RENDERED,
+    ) -> str:
+        """A conversation as the tokenizer's chat template, or `template`, writes it, up to where the model goes on, as
+        `apply_chat_template` does. All is JSON. Raises ConfigError where the template raises anything, takes too much
+        time (SlowTemplateError) or memory, makes more than `most` characters (TooLongError), or half of a surrogate
+        pair.
+        """
+        try:
+            source = tokenizer.get_chat_template(template, tools)
+            request = {
+                "messages": messages,
+                "options": {"chat_template": source, "tools": tools, "add_generation_prompt": True},
+                "variables": {**tokenizer.special_tokens_map, **(variables or {})},
+                "most": most,
+            }
+            raw = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        except (TypeError, ValueError, RecursionError) as error:  # it has no template for this, or it is no JSON
+            raise _refused(str(error)) from None
+        try:
+            letter, text = self.sandbox.ask(raw)
+        except SlowError as error:
+            raise SlowTemplateError(f"messages: the model's chat template {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"messages: the model's chat template {error}") from None
+        if letter == b"L":
+            raise TooLongError(int(text), most)
+        if letter == b"E":
+            raise _refused(" ".join(text.encode("utf-8", "replace").decode().split()))
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise _refused("it makes half of a surrogate pair, which is no character") from None
+        return text
+
+
+def _refused(reason: str) -> ConfigError:
+    return ConfigError(f"messages: the model's chat template refuses them: {reason}")

@@ -1,0 +1,496 @@
+"""Requests that are to stop a server: each is refused in one sentence and soon, and others are answered meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from expertly.model.templates import Renderer
+from expertly.serve.reading import count_values
+from expertly.serve.server import Assembled
+from expertly.serve.settings import host_of, is_loopback
+from tests.hostile.cases import MAX_CPU_S
+from tests.serve.conftest import Serving, assembled_for, demo, do_not_collect, one_thread, room_for, running
+from tests.serve.scripted import scripted
+
+__all__ = ["demo", "do_not_collect", "one_thread"]
+
+MIB = 1 << 20
+HEALTH_S = 1.0
+"""In which a small request is to be answered whatever others there are."""
+
+TEMPLATE = (
+    "{% if messages[0].content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}"
+    "{% endfor %}{% endfor %}{% endif %}{% if messages[0].content == 'grow' %}{{ 'a' * 9999999999 }}{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}"
+    "{% endfor %}{{ (tools or [])[:0] }}{{ surrogate or '' }}"
+)
+
+Json = dict[str, Any]
+
+
+def chat(content: Any = "Hi", **more: Any) -> tuple[str, Json]:
+    messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+    return "/v1/chat/completions", {"model": "demo", "messages": messages, "max_tokens": 4, **more}
+
+
+def text(prompt: Any = "Hi", **more: Any) -> tuple[str, Json]:
+    return "/v1/completions", {"model": "demo", "prompt": prompt, "max_tokens": 4, **more}
+
+
+def items(content: Any = "Hi", **more: Any) -> tuple[str, Json]:
+    return "/v1/responses", {"model": "demo", "input": content, "max_output_tokens": 4, **more}
+
+
+def schema(value: Any) -> tuple[str, Json]:
+    return chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": value}})
+
+
+def tool(value: Any) -> tuple[str, Json]:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": value}}]
+    return chat(tools=tools, tool_choice="required")
+
+
+def nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
+    value: Any = {"type": "string"}
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+def properties(num: int, value: Any = None) -> Json:
+    return {"type": "object", "properties": {f"p{number}": value or {"type": "integer"} for number in range(num)}}
+
+
+def references(num: int, wrap: Callable[[Any], Any] = lambda value: value) -> Json:
+    definitions = {str(number): wrap({"$ref": f"#/$defs/{number + 1}"}) for number in range(num)}
+    return {"$ref": "#/$defs/0", "$defs": {**definitions, str(num): {"type": "string"}}}
+
+
+SCHEMAS: dict[str, tuple[Any, str]] = {
+    "2 500 references in a chain": (references(2500), "1024"),
+    "1 000 references in a chain": (references(1000), "512"),
+    "1 000 references through objects": (references(1000, lambda value: {"properties": {"a": value}}), "512"),
+    "2 500 objects in each other": (nested(60, lambda value: {"properties": {"a": value}}), "48 levels"),
+    "lists in each other": (nested(90, lambda value: {"type": "array", "items": value}), "48 levels"),
+    "allOf in each other": (nested(60, lambda value: {"allOf": [value]}), "48 levels"),
+    "5 000 properties": (properties(5000), "1024"),
+    "1 000 properties": (properties(1000), "cannot be kept"),
+    "10 000 required names": ({"type": "object", "required": [f"r{number}" for number in range(10000)]}, "1024"),
+    "required names, often": ({"anyOf": [{"required": [f"r{n}" for n in range(1000)]}] * 25}, "16384"),
+    "a long constant": ({"const": "x" * 200_000}, "4096"),
+    "long names": ({"type": "object", "properties": {"x" * 300_000: {}}}, "262144"),
+    "a large multiple": ({"type": "integer", "multipleOf": 9_999_991}, "compiling it"),
+    "many multiples": (
+        {"type": "object", "properties": {f"p{n}": {"type": "integer", "multipleOf": n} for n in range(7919, 8319)}},
+        "compiling it",
+    ),
+    "all of all multiples": ({"allOf": [{"multipleOf": n} for n in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)]}, "cannot"),
+    "a product of choices": (
+        {"allOf": [{"anyOf": [properties(1), {"required": [f"m{number}"]}]} for number in range(20)]},
+        "cannot be kept",
+    ),
+    "3 000 choices": ({"anyOf": [properties(1)] * 3000}, "1024"),
+    "a regex of groups": ({"type": "string", "pattern": "(" * 2000 + "a" + ")" * 2000}, "cannot be kept"),
+    "no schema": ({"type": "nothing"}, "cannot be kept"),
+    "a reference to nowhere": ({"$ref": "#/nothing"}, "cannot be kept"),
+    "a reference to elsewhere": ({"$ref": "http://127.0.0.1/schema"}, "cannot be kept"),
+}
+
+CASES: dict[str, tuple[tuple[str, Any], str]] = {
+    "a prompt of 3 MB": (text("a" * 3 * MIB), "accepted: 512 tokens"),
+    "a prompt of 3 MB of spaces": (text(" " * 3 * MIB), "accepted: 512 tokens"),
+    "a prompt that may fit by its length": (text("a" * 30_000), "accepted: 512 together"),
+    "prompts": (text(["b" * (MIB // 5)] * 16), "accepted: 512 tokens"),
+    "tokens": (text([1] * 60_000), "accepted: 512 together"),
+    "300 000 tokens": (text([1] * 300_000), "JSON values"),
+    "token lists": (text([[1] * 4000] * 16), "accepted: 512 together"),
+    "a message of 3 MB": (chat("a" * 3 * MIB), "accepted: 512 tokens"),
+    "an item of 3 MB": (items("a" * 3 * MIB), "accepted: 512 tokens"),
+    "instructions of 3 MB": (items("a", instructions="a" * 3 * MIB), "accepted: 512 tokens"),
+    "arguments of 3 MB": (
+        chat(
+            [
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 3 * MIB}}
+                    ],
+                }
+            ]
+        ),
+        "512 tokens",
+    ),
+    "400 messages of 250 parts": (
+        chat([{"role": "user", "content": [{"type": "text", "text": "a"}] * 250}] * 400),
+        "JSON values",
+    ),
+    "2 048 messages of a part": (chat([{"role": "user", "content": "a b c"}] * 2048), "512 together"),
+    "100 000 messages": (chat([{}] * 100_000), "JSON values"),
+    "30 000 messages": (chat([{}] * 30_000), "at most 2048"),
+    "items without a type": (items([{}] * 30_000), "input"),
+    "1 000 000 empty lists": (chat([[]] * 1_000_000), "JSON values"),
+    "500 000 names": (chat(extra={str(number): 0 for number in range(200_000)}), "JSON values"),
+    "60 000 unknown fields": (chat("a" * 70_000, **{f"x{number}": 0 for number in range(30_000)}), "512 tokens"),
+    "many tools": (chat(tools=[{}] * 20_000), "at most 128"),
+    "many stop strings": (text(stop=["a"] * 20_000), "stop"),
+    "a long stop string": (text(stop="a" * MIB), "at most 256"),
+    "many biases": (text(logit_bias={str(number): 1 for number in range(20_000)}), "at most 1024"),
+    "many stop tokens": (text(stop_token_ids=[1] * 20_000), "at most 256"),
+    "a template that loops": (chat("loop"), "did not end in"),
+    "a template that grows": (chat("grow"), "takes more than"),
+    "half a pair of the template": (chat(chat_template_kwargs={"surrogate": "\ud800"}), "hex escape"),
+    "half a pair in a message": (chat("\ud800"), "hex escape"),
+    "a name of the renderer": (chat(chat_template_kwargs={"conversations": 1}), "chat template"),
+    **{f"schema: {name}": (schema(value), sentence) for name, (value, sentence) in SCHEMAS.items()},
+    **{f"tool: {name}": (tool(value), sentence) for name, (value, sentence) in SCHEMAS.items()},
+}
+"""Of each case its request, and what is said of it."""
+
+SERVED = {
+    "deep variables": chat(chat_template_kwargs={"a": nested(150, lambda value: [value])}),
+    "plain": chat(),
+    "a text": text(),
+    "an item": items(),
+    "a schema": schema({"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"]}),
+    "a tool": tool({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}),
+    "a schema that is recursive": schema(
+        {"$ref": "#/$defs/a", "$defs": {"a": properties(3, {"type": "array", "items": {"$ref": "#/$defs/a"}})}}
+    ),
+    "400 properties": schema(properties(400)),
+    "300 references": schema(references(300, lambda value: {"type": "object", "properties": {"a": value}})),
+    "a pattern of patterns": schema({"type": "string", "pattern": "(a{1000}){1000}"}),
+}
+
+
+@pytest.fixture(scope="module")
+def hostile(demo: tuple[Any, Any]) -> Iterator[Serving]:
+    """The model says what it is told to; the template has loops."""
+    with running(assembled(demo)) as serving:
+        yield serving
+
+
+def assembled(demo: tuple[Any, Any]) -> Assembled:
+    made = assembled_for(*demo, room_for(context=512), TEMPLATE)
+    prompts = made.service.prompts
+    prompts.renderers = prompts.renderers[0], Renderer(cpu_s=0.3)
+    return made
+
+
+class Probe:
+    """Asks for /health all the time."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+        self.longest_s = 0.0
+        self.num_asked = 0
+
+    def _ask(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=60) as client:
+            while not self._is_over.wait(0.02):
+                begin = time.perf_counter()
+                assert client.get("/health").status_code == 200
+                self.longest_s = max(self.longest_s, time.perf_counter() - begin)
+                self.num_asked += 1
+
+    def __enter__(self) -> Probe:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+
+def refusal(response: httpx.Response, statuses: tuple[int, ...] = (400,)) -> str:
+    assert response.status_code in statuses, response.text[:500]
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    return str(error["message"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_soon_and_others_are_answered(name: str, hostile: Serving) -> None:
+    (path, body), sentence = CASES[name]
+    content = json.dumps(body).encode()
+    with hostile.http() as client, Probe(hostile.url) as probe:
+        begin = sum(os.times()[:4])
+        response = client.post(path, content=content, headers={"content-type": "application/json"})
+        spent = sum(os.times()[:4]) - begin
+    assert sentence in refusal(response), response.text
+    assert spent < MAX_CPU_S
+    assert probe.longest_s < HEALTH_S
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_no_attack_is_served(name: str, hostile: Serving) -> None:
+    path, body = SERVED[name]
+    with hostile.http() as client:
+        response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+
+
+def test_plain_requests_are_answered_beside_all_of_them(demo: tuple[Any, Any]) -> None:
+    """Six at a time, over and over, of those that take longest; plain requests in between take a second at most."""
+    worst = ["a template that loops", "schema: many multiples", "a message of 3 MB", "400 messages of 250 parts"]
+    bodies = [(path, json.dumps(body).encode()) for (path, body), _ in (CASES[name] for name in worst)]
+    is_over = threading.Event()
+    statuses: list[int] = []
+    with running(scripted(assembled(demo), "Hello", demo[1])) as serving:
+
+        def attack(number: int) -> None:
+            with serving.http() as client:
+                while not is_over.is_set():
+                    path, content = bodies[number % len(bodies)]
+                    response = client.post(path, content=content, headers={"content-type": "application/json"})
+                    statuses.append(response.status_code)
+                    number += 1
+
+        attackers = [threading.Thread(target=attack, args=(number,)) for number in range(6)]
+        for thread in attackers:
+            thread.start()
+        times = []
+        with serving.http() as client:
+            end = time.monotonic() + 4
+            while time.monotonic() < end:
+                begin = time.perf_counter()
+                path, body = chat()
+                response = client.post(path, json=body)
+                times.append(time.perf_counter() - begin)
+                assert response.status_code == 200, response.text
+        is_over.set()
+        for thread in attackers:
+            thread.join()
+    assert set(statuses) <= {400, 429, 503} and len(statuses) > 6
+    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # others may use this machine, too
+    assert sorted(times)[len(times) // 2] < HEALTH_S * busy and max(times) < 3 * HEALTH_S * busy, times
+
+
+# -- the tokenizer -----------------------------------------------------------------------------------------------------
+
+
+class PanicException(BaseException):
+    """As `tokenizers` raises one."""
+
+
+@pytest.mark.parametrize("error", [PanicException("index out of bounds"), Exception("no\nmerge"), OverflowError()])
+def test_a_tokenizer_that_fails_is_told_and_logged(
+    error: BaseException, hostile: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def encode(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(hostile.assembled.service.prompts._writer, "encode", encode)
+    for path, body in (chat(), text(), items()):
+        caplog.clear()
+        with hostile.http() as client:
+            assert "the model's tokenizer cannot read it: " in refusal(client.post(path, json=body))
+        (record,) = [record for record in caplog.records if record.name == "expertly.serve"]
+        assert "the tokenizer failed" in record.getMessage() and record.exc_info is None
+
+
+def test_a_tokenizer_that_cannot_write_fails_its_request_alone(
+    hostile: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(*_: Any, **__: Any) -> Any:
+        raise PanicException("no such token")
+
+    prompts = hostile.assembled.service.prompts
+    with hostile.http() as client:
+        monkeypatch.setattr(prompts._reader, "decode", decode)
+        for path, body in (text(), text(logprobs=2), text(echo=True), chat()):
+            assert "no such token" in refusal(client.post(path, json=body), (500,))
+        monkeypatch.undo()
+        assert client.post(*text()[:1], json=text()[1]).status_code == 200
+
+
+# -- HTTP --------------------------------------------------------------------------------------------------------------
+
+HOSTS = {
+    "localhost": True,
+    "LOCALHOST": True,
+    "LocalHost:8000": True,
+    "localhost.": True,
+    "127.0.0.1": True,
+    "127.0.0.1:8000": True,
+    "127.1.2.3:80": True,
+    "[::1]": True,
+    "[::1]:8000": True,
+    "[0:0:0:0:0:0:0:1]:8000": True,
+    "": False,
+    "[::1].evil.com": False,
+    "[::1]evil.com": False,
+    "127.0.0.1:80@evil.com": False,
+    "localhost@evil.com": False,
+    "user@localhost": False,
+    "localhost:": False,
+    "localhost:80:80": False,
+    "localhost:99999": False,
+    "localhost:-1": False,
+    "localhost:8a": False,
+    "localhost:٣": False,
+    "localhost evil.com": False,
+    "localhost,evil.com": False,
+    "localhost/evil.com": False,
+    "localhost#evil.com": False,
+    "localhost\\evil.com": False,
+    "localhost\tevil.com": False,
+    "localhost\n": False,
+    "localhost..": False,
+    "localhost.evil.com": False,
+    "evil.localhost": False,
+    "notlocalhost": False,
+    "::1": False,
+    "[::1": False,
+    "::1]": False,
+    "[[::1]]": False,
+    "[::1%25eth0]": False,
+    "[127.0.0.1]evil": False,
+    "127.0.0.1.evil.com": False,
+    "127.0.0.1.": False,
+    "127.0.0.01": False,
+    "127.1": False,
+    "0x7f.0.0.1": False,
+    "2130706433": False,
+    "0.0.0.0": False,
+    "[::]": False,
+    "128.0.0.1": False,
+    "ｌocalhost": False,
+    "localhost%00": False,
+}
+
+
+@pytest.mark.parametrize("header", HOSTS)
+def test_which_hosts_are_this_machine(header: str) -> None:
+    host = host_of(header)
+    assert (host is not None and is_loopback(host)) == HOSTS[header]
+
+
+def spoken(serving: Serving, *parts: bytes, wait_s: float = 0.0, is_closed: bool = False) -> bytes:
+    """What a server says to these bytes until it closes the connection, or says nothing for half a second."""
+    host, _, port = serving.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(wait_s)
+        if not is_closed:
+            connection.settimeout(0.5)
+        said = b""
+        try:
+            while part := connection.recv(1 << 16):
+                said += part
+        except (TimeoutError, ConnectionResetError):
+            pass
+        return said
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+BODY = json.dumps(text()[1]).encode()
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+
+SPOKEN: dict[str, tuple[tuple[bytes, ...], bytes]] = {
+    "no Host": ((b"GET /v1/models HTTP/1.0\r\n\r\n",), b" 403 "),
+    "two Hosts": ((b"GET /v1/models HTTP/1.1\r\nHost: evil.com\r\nHost: localhost\r\n\r\n",), b" 40"),
+    "a Host that is not ASCII": ((b"GET /v1/models HTTP/1.1\r\nHost: localhost\xff\r\n\r\n",), b" 40"),
+    "an absolute URL of another": ((b"GET http://evil.com/v1/models HTTP/1.1\r\nHost: evil.com\r\n\r\n",), b" 403 "),
+    "a path out of it": ((b"GET /v1/models/../../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n",), b" 404 "),
+    "a long URL": ((b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",), b" 4"),
+    "a long query": ((b"GET /health?" + b"a=b&" * 10_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",), b" 200 "),
+    "a web socket": (
+        (
+            b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n",
+        ),
+        b" ",
+    ),
+    "HTTP/2": ((b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",), b" 4"),
+    "no HTTP": ((b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",), b""),
+    "it waits for a word": ((POST + b"Expect: 100-continue\r\n" + LENGTH + b"\r\n", BODY), b" 200 "),
+    "the body by and by": ((POST + LENGTH + b"\r\n", BODY[:10], BODY[10:]), b" 200 "),
+    "in chunks": (
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n",),
+        b" 200 ",
+    ),
+    "chunks of no size": ((POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",), b" 400 "),
+    "a length that is none": ((POST + b"Content-Length: -5\r\n\r\n",), b" 400 "),
+    "a length of 30 digits": ((POST + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n",), b" 4"),
+    "a length above the limit": ((POST + b"Content-Length: 99999999\r\n\r\n",), b" 413 "),
+    "two lengths": ((POST + LENGTH + b"Content-Length: 5\r\n\r\n" + BODY,), b" 400 "),
+    "a length and chunks": ((POST + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n0\r\n\r\n",), b" 4"),
+    "another kind": ((POST.replace(b"json", b"xml") + LENGTH + b"\r\n" + BODY,), b" 415 "),
+    "two requests at once": ((POST + LENGTH + b"\r\n" + BODY + POST + LENGTH + b"\r\n" + BODY,), b" 200 "),
+}
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_what_is_spoken_to_it(name: str, hostile: Serving) -> None:
+    parts, status = SPOKEN[name]
+    said = spoken(hostile, *parts, wait_s=0.05)
+    assert status in said.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n")[0], said[:300]
+    assert b"Traceback" not in said
+    with hostile.http() as client:
+        assert client.get("/health").status_code == 200
+
+
+def test_a_body_that_does_not_come_frees_its_place(hostile: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones take all room for large ones: small ones are served beside them, and large ones afterwards."""
+    bodies = hostile.assembled.bodies
+    monkeypatch.setattr(bodies, "_read_s", 2.0)
+    nbytes = 4 * MIB
+    large = POST + b"Content-Length: %d\r\n\r\n" % nbytes + b" " * (nbytes - 10)
+    host, _, port = hostile.url.removeprefix("http://").partition(":")
+    slow = []
+    for _ in range(2):
+        slow.append(socket.create_connection((host, int(port)), timeout=20))
+        slow[-1].sendall(large)
+    while bodies._nbytes < 7 * MIB:
+        time.sleep(0.01)
+    path, body = text()
+    with hostile.http() as client:
+        assert client.post(path, json=body).status_code == 200
+        with pytest.raises(ConnectionError), socket.create_connection((host, int(port)), timeout=20) as third:
+            third.sendall(large * 4)
+            raise ConnectionError(third.recv(1000))
+        assert [connection.recv(1000).split()[1] for connection in slow] == [b"408"] * 2
+        assert "512 tokens" in refusal(client.post(path, json=text("a" * 3 * MIB)[1]))
+    for connection in slow:
+        connection.close()
+    assert bodies._nbytes == 0
+
+
+def test_a_connection_that_brings_no_request_is_closed(demo: tuple[Any, Any]) -> None:
+    """One that says nothing, and one whose headers do not end; one with a request that runs stays open."""
+    made = assembled(demo)
+    with running(made, silent_s=0.4) as serving:
+        host, _, port = serving.url.removeprefix("http://").partition(":")
+        silent, slow, busy = (socket.create_connection((host, int(port)), timeout=60) for _ in range(3))
+        content = json.dumps(text(max_tokens=100, temperature=0, logit_bias={"0": -100})[1]).encode()
+        busy.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+        slow.sendall(b"GET /health HTTP/1.1\r\n")
+        assert silent.recv(100) == slow.recv(100) == b""
+        assert busy.recv(100).startswith(b"HTTP/1.1 200")
+        for connection in (silent, slow, busy):
+            connection.close()
+
+
+def test_values_are_counted_before_they_are_made() -> None:
+    for value in ([], {}, [1, 2, [3]], {"a": "[,{:", 'b"': '\\"[,', "c\\": [""]}, "a\\\\", [[]] * 1000, ["\\"] * 50):
+        raw = json.dumps(value).encode()
+
+        def count(value: Any) -> int:
+            inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+            return 1 + sum(map(count, inner))
+
+        assert count(value) <= count_values(raw, 10**6) <= 3 * count(value) + 2
+    assert count_values(b'"' * 10**6, 1000) > 1000
