@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
@@ -47,9 +48,24 @@ def add_command(app: typer.Typer, name: str, function: Callable[..., int], *, hi
 
     parameters = [*(_parameter(one) for one in told.values()), _help_all()]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    text = function.__doc__ or str(sys.modules[function.__module__].__doc__).partition("`: ")[2]
+    text = _documented(function)
     text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(text[:1].upper() + text[1:]))
     app.command(name, cls=OptionsCommand, help=escape(text), hidden=hidden)(run)
+
+
+def _documented(function: Callable[..., int]) -> str:
+    """The docstring of the function, else of its module; read in the source where `python -OO` has dropped them."""
+    module = sys.modules[function.__module__]
+    of_function, of_module = function.__doc__, module.__doc__
+    if of_module is None:
+        try:
+            tree = ast.parse(inspect.getsource(module))
+        except (OSError, TypeError):  # there is no source
+            return ""
+        of_module = ast.get_docstring(tree, clean=False)
+        nodes = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+        of_function = next((ast.get_docstring(node) for node in nodes if node.name == function.__name__), None)
+    return of_function or str(of_module).partition("`: ")[2]
 
 
 def _parameter(one: Field[Any]) -> inspect.Parameter:
