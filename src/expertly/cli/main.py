@@ -29,6 +29,9 @@ from expertly.core.errors import ConfigError, ExpertlyError
 INTERRUPTED = 130
 READER_GONE = 141
 
+MAX_WORD, MAX_LINE = 256, 900
+"""Characters of an error: of a name or a value in it, and in all."""
+
 REFUSED_BY_SYSTEM = {
     "can't start new thread": "the system refuses another thread (a limit of processes or of memory)",
     "can't allocate memory": "the system refuses more memory (a limit, as of `ulimit -v` or of a container)",
@@ -63,6 +66,7 @@ def _answer(argv: Sequence[str], begin: Callable[[], object]) -> int:
     """`begin` is called when the command's modules are there."""
     is_json = "--json" in argv
     try:
+        _check_process()
         for word in argv:
             word.encode()  # bytes that are no UTF-8 come as lone surrogates
         from expertly.cli import commands
@@ -83,6 +87,16 @@ def _answer(argv: Sequence[str], begin: Callable[[], object]) -> int:
         if wrong is None:
             raise
         return _report(wrong, is_json)
+
+
+def _check_process() -> None:
+    """Raises ConfigError where no command could work."""
+    if sys.flags.optimize > 1:
+        raise ConfigError("PYTHONOPTIMIZE=2: transformers cannot be imported without its docstrings; accepted: 0 and 1")
+    if _is_folder_gone():  # Intel's library of products ends the process
+        raise ConfigError("the working directory was removed; go to one that exists")
+    if not os.environ.get("TERMINAL_WIDTH", "0").isdecimal():
+        raise ConfigError(f"TERMINAL_WIDTH={os.environ['TERMINAL_WIDTH']!r:.80}: must be a whole number")
 
 
 def _of_environment(error: Exception) -> ExpertlyError | None:
@@ -109,13 +123,10 @@ def _of_environment(error: Exception) -> ExpertlyError | None:
 
 def _of_system(error: OSError) -> ConfigError:
     name = error.filename
-    if name is None and _is_folder_gone():
-        name = "the working directory"
     reason = error.strerror or type(error).__name__
     if not isinstance(name, str | bytes) or not name:  # a descriptor's number says nothing
         return ConfigError(reason)
-    text = os.fsdecode(name)
-    return ConfigError(f"{text if len(text) <= 80 else f'{text[:77]}...'}: {reason}")
+    return ConfigError(f"{_cut(os.fsdecode(name), 80)}: {reason}")
 
 
 def _is_folder_gone() -> bool:
@@ -127,7 +138,8 @@ def _is_folder_gone() -> bool:
 
 
 def _report(error: ExpertlyError, is_json: bool) -> int:
-    message = " ".join(str(error).split())
+    message = " ".join(_cut(word, MAX_WORD) for word in str(error).split())
+    message = _cut(message, MAX_LINE)
     line = f"expertly: error: {message}"
     with contextlib.suppress(ImportError, MemoryError):  # the error may be that it cannot be imported
         from expertly.cli.output import fitted
@@ -141,6 +153,10 @@ def _report(error: ExpertlyError, is_json: bool) -> int:
         except OSError:  # stderr has said it
             return _leave_stdout(2)
     return 2
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-(most // 4) :]}"
 
 
 def _leave_stdout(status: int = READER_GONE) -> int:
