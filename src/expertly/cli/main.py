@@ -37,6 +37,7 @@ REFUSED_BY_SYSTEM = {
     "can't allocate memory": "the system refuses more memory (a limit, as of `ulimit -v` or of a container)",
     "failed to map segment": "the system refuses more memory (a limit, as of `ulimit -v` or of a container)",
     "Cannot allocate memory": "the system refuses more memory (a limit, as of `ulimit -v` or of a container)",
+    "error return without exception set": "a library could not be imported; perhaps the system refuses more memory",
     "Too many open files": "the system refuses to open another file (a limit, as of `ulimit -n`)",
     "determine home directory": "no home folder is known for this user; set HOME, or write the path without `~`",
 }
