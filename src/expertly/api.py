@@ -234,9 +234,9 @@ def _place(
 
 
 def _packed(model: str | None, asked: LoadOptions, progress: Progress | None) -> PackedStore:
-    """The model's store, checked as the option `verify` says; packed, and what rounding costs measured, in a child: this
-    process is no larger at a model's first use than later. Raises StoreError where the dense part is damaged, or the
-    config claims more than there is.
+    """The model's store, checked as the option `verify` says. It is packed, and what rounding costs is measured, in a
+    child, so that this process is no larger at a model's first use than later. Raises StoreError where the dense part
+    is damaged, or the config claims more than there is.
     """
     packing = _labelled(progress, "packing")
     how: dict[str, Any] = {"codec": asked.codec, "quantize": asked.quantize, "in_child": True}

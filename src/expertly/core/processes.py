@@ -143,7 +143,8 @@ def in_child(work: Callable[[Callable[[Any], None]], Result], hear: Callable[[An
         os.close(sending)
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            return _result_of(receiving, hear, child, name)
+            result: Result = _result_of(receiving, hear, child, name)
+            return result
         finally:
             os.close(receiving)
             _end(child)
@@ -156,7 +157,9 @@ def _be_child(work: Callable[[Callable[[Any], None]], Any], sending: int, parent
     gc.freeze()  # a collection would write to all that is shared
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was begun is left in order
-        sys.stdout = sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)  # no thread's lock on it
+        sys.stdout = sys.stderr = os.fdopen(
+            2, "w", 1, errors="backslashreplace", closefd=False
+        )  # no thread's lock on it
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(status)
@@ -171,8 +174,8 @@ def _be_child(work: Callable[[Callable[[Any], None]], Any], sending: int, parent
         try:
             _send(sending, answer)
         except (pickle.PicklingError, TypeError, AttributeError):  # an exception of a library, with what it is about
-            error, trace = answer[1]
-            _send(sending, ("failed", (RuntimeError(f"{type(error).__name__}: {error}"), trace)))
+            raised, trace = answer[1]
+            _send(sending, ("failed", (RuntimeError(f"{type(raised).__name__}: {raised}"), trace)))
         status = 0
     except BrokenPipeError:  # the parent has gone
         pass

@@ -86,8 +86,8 @@ def pack_cached(
     `model`: a checkpoint folder, a GGUF file, a packed store (opened as it is), a hub id (downloaded), or None or
     "demo" for the demo model. `codec`: "none", "planes" or "auto": that of the store that is there, or is being made;
     where that does not decide, what is faster on this machine by measuring, at most a second. `why_codec` of the store
-    says which it was. `quantize`: see `pack`. `in_child`: what is to be packed is packed in a child process, so that
-    this one is no larger afterwards than where the store was there. Raises ExpertlyError subclasses that say what is wrong with the model, an
+    says which it was. `quantize`: see `pack`. `in_child`: pack in a child process, so that this one is no larger
+    afterwards than where the store was there. Raises ExpertlyError subclasses that say what is wrong with the model, an
     option or the folder.
     """
     check_codec(codec)
