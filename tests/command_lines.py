@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from expertly.cli.main import make_app
+from expertly.cli.commands import make_app
 
 
 @cache

@@ -34,7 +34,7 @@ from expertly.model.dense import use_kernels
 from expertly.model.graphs import use_graphs
 from expertly.model.hooks import between_passes, check_passes, experts_modules
 from expertly.model.loading import load_dense, load_tokenizer
-from expertly.model.packing import pack_cached
+from expertly.model.packing import in_child_of_torch, pack_cached
 from expertly.model.speculation import Speculation
 from expertly.model.tiled import use_tiles
 from expertly.native.kernels import choose_kernels
@@ -234,11 +234,13 @@ def _place(
 
 
 def _packed(model: str | None, asked: LoadOptions, progress: Progress | None) -> PackedStore:
-    """The model's store, checked as the option `verify` says. Raises StoreError where the dense part is damaged, or the
-    config claims more than there is.
+    """The model's store, checked as the option `verify` says. It is packed, and what rounding costs is measured, in a
+    child, so that this process is no larger at a model's first use than later. Raises StoreError where the dense part
+    is damaged, or the config claims more than there is.
     """
     packing = _labelled(progress, "packing")
-    store = pack_cached(model, asked.dtype, progress=packing, codec=asked.codec, quantize=asked.quantize)
+    how: dict[str, Any] = {"codec": asked.codec, "quantize": asked.quantize, "in_child": True}
+    store = pack_cached(model, asked.dtype, progress=packing, **how)
     if asked.verify != "never":
         store.check_dense()
         if store.codec == "none" and not store.sums:
@@ -250,7 +252,15 @@ def _packed(model: str | None, asked: LoadOptions, progress: Progress | None) ->
     store.check_claims()
     if asked.verify == "never":
         store = store.unchecked()
-    return store if asked.quantize is None else measured(store, progress=_labelled(progress, "measuring"))
+    rounding = store.manifest.rounding
+    if asked.quantize is None or rounding is None or rounding.cost is not None:
+        return store
+    manifest = in_child_of_torch(
+        lambda report: measured(store, progress=report).manifest,
+        _labelled(progress, "measuring"),
+        f"measuring what {asked.quantize} costs",
+    )
+    return replace(store, manifest=manifest)
 
 
 def _memory_request(

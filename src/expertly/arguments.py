@@ -22,7 +22,7 @@ def number(accepted: str, accepts: Callable[[float], bool]) -> Callable[[str], f
     return parse
 
 
-temperature = number("0 (greedy) or more", lambda value: 0 <= value < float("inf"))
+temperature = number("0 (greedy), or from 0.0001", lambda value: value == 0 or 1e-4 <= value < float("inf"))
 probability = number("above 0 and at most 1", lambda value: 0 < value <= 1)
 share = number("from 0 to 1", lambda value: 0 <= value <= 1)
 proper_share = number("above 0 and below 1", lambda value: 0 < value < 1)

@@ -21,13 +21,15 @@ from expertly.native.kernels import choose_kernels
 from expertly.sim.compute import compute_model
 from expertly.sim.hardware import Hardware
 from tests.cli.asking import Captured, answer, refusal, told
+from tests.hardware.readings import QUIET, after, say
 
 MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    effort = machine.Effort(scratch_nbytes=32 * MIB, reads_s=0.2, each_s=0.01, device_s=0.1)
+    effort = machine.Effort(scratch_nbytes=32 * MIB, reads_s=0.2, each_s=0.01, device_s=0.1, wait_s=0.0)
+    say(monkeypatch, QUIET)
     monkeypatch.setattr(machine, "Effort", lambda: effort)
     monkeypatch.setattr(machine, "available_host_nbytes", lambda: 2 << 30)
     monkeypatch.setattr(machine, "last_level_cache_nbytes", lambda: 0)
@@ -56,6 +58,26 @@ def test_prints_tables_and_writes_the_profile_into_the_cache_folder(tmp_path: Pa
     kernels = choose_kernels()
     assert f"kernels {kernels.name}: {kernels.why}" in out.splitlines()
     assert kernels.name.startswith("native ") or kernels.why.startswith("not compiled")
+
+
+def test_figures_of_a_busy_machine_are_said_to_be_so_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+):
+    say(monkeypatch, after(QUIET, 1, load=15.0))
+    profile, hardware = tmp_path / "cache" / "machine.json", tmp_path / "machine.toml"
+    assert main(["doctor"]) == 0
+    out, _ = capsys.readouterr()
+    (line,) = (line for line in out.splitlines() if "15.0 processes were running" in line)
+    assert line.startswith("warning: busy machine: ") and not profile.exists()
+    assert "15.0 processes were running" in refusal(capsys, "doctor", "--hardware-out", str(hardware))
+    assert not profile.exists() and not hardware.exists()
+
+    say(monkeypatch, QUIET)
+    assert main(["doctor"]) == 0
+    kept = profile.read_bytes()
+    say(monkeypatch, after(QUIET, 1, load=15.0))
+    assert main(["doctor"]) == 0
+    assert profile.read_bytes() == kept, "what was measured on the quiet machine stays"
 
 
 def test_json_is_the_profile_and_the_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured):

@@ -14,7 +14,7 @@ import pytest
 from rich.cells import cell_len
 
 from expertly import __version__
-from expertly.cli import main as main_module
+from expertly.cli import commands
 from expertly.cli.main import main
 from expertly.cli.output import figures_table, fitted, print_json, progress_bar, reserved_stdout, table
 from expertly.core.errors import BudgetError, ConfigError
@@ -39,7 +39,7 @@ def command(monkeypatch: pytest.MonkeyPatch):
         """A command."""
         return fake.run(args)
 
-    monkeypatch.setitem(main_module.MAIN, "fake", run)
+    monkeypatch.setitem(commands.MAIN, "fake", run)
     return fake
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import expertly
 from expertly import api
-from expertly.cli.main import REFUSED
+from expertly.cli.commands import REFUSED
 from expertly.engine import memory as engine_memory
 from expertly.hardware import machine
 from expertly.lab import forecast

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly.hardware import machine, measure
+from expertly.hardware import machine, measure, neighbours
 from expertly.hardware.machine import Effort, examine, last_level_cache_nbytes, version_problems
 from expertly.hardware.profile import DiskRate, MatvecRate, ThreadsRate
 from tests.engine.failing import raising
+from tests.hardware.readings import QUIET, say
 from tests.hardware.test_profile import PROFILE
 
 MIB = 1 << 20
-QUICK = Effort(scratch_nbytes=32 * MIB, reads_s=0.4, each_s=0.01, device_s=0.1)
+QUICK = Effort(scratch_nbytes=32 * MIB, reads_s=0.4, each_s=0.01, device_s=0.1, wait_s=0.0)
 
 
 def by_subject(problems: list[machine.Problem]) -> dict[str, machine.Problem]:
@@ -34,6 +35,7 @@ def small(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine, "available_host_nbytes", lambda: 2 << 30)
     monkeypatch.setattr(machine, "last_level_cache_nbytes", lambda: 0)
     monkeypatch.setattr(machine, "monotonic", lambda: 0.0)
+    say(monkeypatch, QUIET)
 
 
 def rate_of_disk(path: Path, size: int, depth: int, seconds: float) -> DiskRate:
@@ -82,6 +84,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path):
     assert profile.matvec, "the rest is measured all the same"
 
 
+LOADED, UNTOLD = replace(QUIET, load=15.0), replace(QUIET, busy_s=None)
 refuse = raising(ConfigError("folder /cache: a test file cannot be written there (Permission denied)"))
 fail = raising(RuntimeError("CUDA error: out of memory\nand advice"))
 
@@ -94,8 +97,9 @@ fail = raising(RuntimeError("CUDA error: out of memory\nand advice"))
         (shutil, "disk_usage", lambda folder: SimpleNamespace(free=4 << 30), "disk", "warning: 4 GiB are free"),
         (measure, "measure_disk", lambda *args: DiskRate(*args[1:3], 1e9, False), "disk", "warning: .*O_DIRECT"),
         (machine, "available_host_nbytes", lambda: 512 * MIB, "memory", "warning: 512 MiB are free"),
-        (os, "getloadavg", lambda: (7.25, 0, 0), "cpu", "warning: 7.2 processes were running on 4 CPUs"),
-        (os, "getloadavg", lambda: (1.5, 9, 9), "cpu", None),
+        (neighbours, "read_system", lambda: LOADED, "busy machine", "warning: before measuring 15.0 proc.*not kept"),
+        (neighbours, "read_system", lambda: UNTOLD, "cpu", "note: /proc/stat cannot be read"),
+        (neighbours, "read_system", lambda: QUIET, "busy machine", None),
         (measure, "measure_devices", fail, "device", "warning: found but not usable: CUDA error: out of memory$"),
     ],
 )
@@ -104,7 +108,6 @@ def test_problems_of_the_machine_are_reported(
     where: Any, name: str, value: Any, subject: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(machine, "allowed_cpus", lambda: 4)
-    monkeypatch.setattr(os, "getloadavg", lambda: (0, 0, 0))
     monkeypatch.setattr(where, name, value)
     profile, problems = examine(tmp_path, QUICK)
     found = by_subject(problems).get(subject)

@@ -116,15 +116,19 @@ def run(args: DoctorOptions) -> int:
     if args.dir is not None and not args.dir.is_dir():
         raise ConfigError(f"dir={str(args.dir)!r}: not a folder")
     with reserved_stdout() as stdout:
-        from expertly.hardware.machine import Effort, Problem, examine
+        from expertly.hardware.machine import Effort, Problem, examine, is_disturbed
         from expertly.hardware.measure import machine_choice
         from expertly.native.kernels import choose_kernels
 
         if args.model is not None and args.hardware_out is None:
             return expect(args.model, args, folder, out, stdout)
         profile, problems = examine(folder, Effort(), say_what_is_measured())
+        is_kept = not is_disturbed(problems)
+        if not is_kept and args.hardware_out is not None:
+            raise ConfigError(f"hardware_out={args.hardware_out!r}: not written: {problems[-1].text}")
         try:
-            profile.write(out)
+            if is_kept:
+                profile.write(out)
         except ExpertlyError as error:
             problems.append(Problem("error", "profile", str(error)))
         kernels = choose_kernels()
@@ -133,7 +137,7 @@ def run(args: DoctorOptions) -> int:
             "codec_auto": None if profile.disk is None else asdict(machine_choice(profile)),
             "problems": [asdict(problem) for problem in problems],
             "kernels": {"name": kernels.name, "why": kernels.why},
-            "profile_path": str(out),
+            "profile_path": str(out) if is_kept else None,
         }
         if args.hardware_out is not None:
             made, about = measure_hardware(profile, args)
@@ -141,7 +145,7 @@ def run(args: DoctorOptions) -> int:
             facts |= {"hardware": made.as_dict(), "hardware_path": args.hardware_out}
         facts["seconds"] = time.monotonic() - start
         show(facts, args.json, lambda: report(profile, facts), stdout)
-        if not args.json and out.exists():
+        if not args.json and is_kept and out.exists():
             message(f"profile written to {out} after {format_seconds(facts['seconds'])}")
         if not args.json and args.hardware_out is not None:
             message(f"hardware file written to {args.hardware_out}")
@@ -255,7 +259,7 @@ def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: Tex
     """Forecast a model. The machine's profile is read from `out`, or measured now and written there. Exit code 2 where
     the model cannot run here.
     """
-    from expertly.hardware.machine import Effort, available_host_nbytes, examine
+    from expertly.hardware.machine import Effort, available_host_nbytes, examine, is_disturbed
     from expertly.lab.forecast import forecast, measured_hardware
     from expertly.model.needs import needs_of
 
@@ -268,8 +272,11 @@ def expect(model: str, args: DoctorOptions, folder: Path, out: Path, stdout: Tex
     if out.exists():
         profile = MachineProfile.read(out)
     else:
-        profile, _ = examine(folder, Effort(), say_what_is_measured())
-        profile.write(out)
+        profile, problems = examine(folder, Effort(), say_what_is_measured())
+        if is_disturbed(problems):
+            message(f"expertly: {problems[-1].text}")
+        else:
+            profile.write(out)
     with progress_bar("runs") as bar:
         hardware = measured_hardware(profile, bar.in_bytes, needs)
         free, progress = available_host_nbytes(), partial(bar, "simulating")

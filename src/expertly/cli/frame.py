@@ -9,14 +9,17 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import typer
 import typer.core
 from rich.markup import escape
 
+from expertly.core.errors import ConfigError
 from expertly.options import REQUIRED, OptionInfo, flag_of, words_of_today
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
@@ -40,7 +43,9 @@ def add_command(app: typer.Typer, name: str, function: Callable[..., int], *, hi
 
     class OptionsCommand(typer.core.TyperCommand):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            return super().parse_args(ctx, words_of_today(args, infos))
+            words = words_of_today(args, infos)
+            _refuse_no_path(words, infos)
+            return super().parse_args(ctx, words)
 
     def run(**values: Any) -> int:
         return function(options(**{name: values[name] for name in told}))
@@ -50,6 +55,16 @@ def add_command(app: typer.Typer, name: str, function: Callable[..., int], *, hi
     text = function.__doc__ or str(sys.modules[function.__module__].__doc__).partition("`: ")[2]
     text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(text[:1].upper() + text[1:]))
     app.command(name, cls=OptionsCommand, help=escape(text), hidden=hidden)(run)
+
+
+def _refuse_no_path(words: Sequence[str], infos: Mapping[str, OptionInfo]) -> None:
+    """Raises ConfigError where an option that takes a path has none, as of a variable of the shell that is not set: it
+    would mean the current folder.
+    """
+    for name in (name for name, info in infos.items() if info.type is Path and not info.is_argument):
+        flag = flag_of(name)
+        if f"{flag}=" in words or any(pair == (flag, "") for pair in pairwise(words)):
+            raise ConfigError(f"{name}='': must be the name of a file or a folder")
 
 
 def _parameter(one: Field[Any]) -> inspect.Parameter:

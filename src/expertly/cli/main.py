@@ -1,201 +1,261 @@
-"""The dispatcher: parses the command line, runs one command, and turns errors into one line and an exit code.
+"""The `expertly` process: its standard streams, Ctrl-C, and how it ends, whichever of `commands.py` runs.
 
-Exit codes: 0 done; 1 a bug of ours, with a traceback; 2 an error that the user can fix; 130 interrupted; 141 the reader
-of stdout has gone. With --json an error is also one JSON object on stdout, `{"error": {"type", "message"}}`.
+Exit codes: 0 done; 1 a bug of ours, with a traceback; 2 an error that the user can fix, in one line; 130 interrupted;
+141 the reader of stdout has gone. With --json an error is also one JSON object on stdout,
+`{"error": {"type", "message"}}`.
+
+A standard stream that is closed is /dev/null. An error of stdout ends the command, one of stderr never does.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import io
+import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
 
-import typer
-
-from expertly import __version__
-from expertly.cli import (
-    compare,
-    configure,
-    doctor,
-    learned,
-    pack,
-    reproduce,
-    run,
-    serve,
-    simulate,
-    systems,
-    trace,
-    train,
-    tune,
-)
-from expertly.cli.frame import add_command, group
-from expertly.cli.output import fitted, print_json, quiet_libraries
 from expertly.core.errors import ConfigError, ExpertlyError
 
-COMPLETE = "_EXPERTLY_COMPLETE"
-Command = Callable[..., int]
+# Nothing else is imported before `main` has seen to Ctrl-C: the commands take half a second.
 
-MAIN: dict[str, Command] = {
-    "run": run.run,
-    "serve": serve.run,
-    "pack": pack.run,
-    "doctor": doctor.run,
-    "tune": tune.run,
-    "bench": compare.bench,
+INTERRUPTED = 130
+READER_GONE = 141
+
+MAX_WORD, MAX_LINE = 256, 900
+"""Characters of an error: of a name or a value in it, and in all."""
+
+REFUSED_BY_SYSTEM = {
+    "can't start new thread": "the system refuses another thread (a limit of processes or of memory)",
+    "can't allocate memory": "the system refuses more memory (a limit, as of `ulimit -v` or of a container)",
+    "failed to map segment": "the system refuses more memory (a limit, as of `ulimit -v` or of a container)",
+    "Cannot allocate memory": "the system refuses more memory (a limit, as of `ulimit -v` or of a container)",
+    "error return without exception set": "a library could not be imported; perhaps the system refuses more memory",
+    "Too many open files": "the system refuses to open another file (a limit, as of `ulimit -n`)",
+    "determine home directory": "no home folder is known for this user; set HOME, or write the path without `~`",
 }
-LAB: dict[str, Command] = {
-    "simulate": simulate.run,
-    "compare": compare.run,
-    "reproduce": reproduce.run,
-    "train": train.run,
-    "configure": configure.run,
-    "systems": systems.run,
-}
-TRACE: dict[str, Command] = {
-    "record": trace.record,
-    "info": trace.info,
-    "import": trace.import_routing,
-    "synth": trace.synth,
-    "replay": trace.replay,
-}
-LEARNED: dict[str, Command] = {
-    "info": learned.info,
-    "build": learned.build,
-    "merge": learned.merge,
-    "export": learned.export,
-}
-
-MOVED = {
-    **{name: f"is `expertly lab {name}` now" for name in (*LAB, "trace", "learned")},
-    "train-predictor": "is `expertly lab train` now",
-    "maps": "is `expertly lab learned` now",
-    "maps trim": "is `expertly lab learned merge OUT FILE --capacity N` now",
-    "maps size": "has gone; `expertly lab learned info FILE` says what a file takes in memory when it is full",
-}
-"""Commands of the first edition, and what to type now."""
-
-REFUSED = {
-    **{
-        f"lab {name} --total-memory": "a trace knows only experts, and not what else takes memory; accepted: --memory. "
-        "`expertly doctor MODEL --total-memory SIZE` says how much a model leaves for experts"
-        for name in ("simulate", "reproduce")
-    },
-    "lab trace synth --workload": "has gone: made-up routing is Zipf's only; leave it out",
-    "lab trace import --format": "has gone: npz is the only format; leave it out",
-    "lab configure --plot": "has gone: the table has the same numbers, and --json prints them",
-}
-"""Options that commands had, or that others have, and what to do instead."""
-
-
-def make_app() -> typer.Typer:
-    app = group("Run Mixture-of-Experts models in the memory you give them.", MAIN)
-    add_command(app, "generate", run.generate, hidden=True)
-    lab = group("For research: routing traces, simulation, comparison, papers.", LAB)
-    lab.add_typer(group("Routing traces: record, import, make up, look at, replay.", TRACE), name="trace")
-    lab.add_typer(group("What systems learn while they run, and keep in files.", LEARNED), name="learned")
-    app.add_typer(lab, name="lab")
-
-    def show(asked: bool) -> None:
-        if asked:
-            typer.echo(f"expertly {__version__}")
-            raise typer.Exit
-
-    @app.callback()
-    def about(
-        version: bool = typer.Option(
-            False, "--version", help="Show the version.", metavar="", is_eager=True, callback=show
-        ),
-    ) -> None:
-        """Options that stand before a command."""
-
-    return app
+"""What libraries say, in exceptions of any class, where it is not their fault; and what a user is told."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's) and return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
-    quiet_libraries()
-    command = typer.main.get_command(make_app())
+    """Run the command line `argv` and return its exit code. None: the process's own command line, for whose streams and
+    signals this function sees until the process ends.
+    """
+    if argv is not None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
+        return _answer(argv, lambda: None)
+    _take_streams()
+    sys.excepthook, sys.unraisablehook = _show_bug, _unraisable
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored: a job in the background
+        return _answer(sys.argv[1:], lambda: None)
+    signal.signal(signal.SIGINT, _end_at_once)  # while modules are imported there is nothing to close
     try:
-        _refuse_moved(argv)
-        with _importable_folder():
-            if COMPLETE in os.environ:  # the shell asks what may stand here
-                command.main(prog_name="expertly")
-            with command.make_context("expertly", list(argv)) as context:
-                status: int = command.invoke(context)
+        return _answer(sys.argv[1:], lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    finally:
+        signal.signal(signal.SIGINT, _end_at_once)
+
+
+def _answer(argv: Sequence[str], begin: Callable[[], object]) -> int:
+    """`begin` is called when the command's modules are there."""
+    is_json = "--json" in argv
+    try:
+        _check_process()
+        for word in argv:
+            word.encode()  # bytes that are no UTF-8 come as lone surrogates
+        from expertly.cli import commands
+
+        begin()
+        status = commands.run_command(argv)
         sys.stdout.flush()
         return status
-    except typer.Exit as done:
-        return done.exit_code
-    except typer.TyperException as error:
-        wrong = _of_usage(error)
-        return 2 if wrong is None else _report(wrong, is_json="--json" in argv)
-    except ExpertlyError as error:
-        return _report(error, is_json="--json" in argv)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] == "expertly":
-            raise
-        missing = ConfigError(f"{error.name} is not installed in this Python; `pip install expertly` brings it")
-        return _report(missing, is_json="--json" in argv)
     except KeyboardInterrupt:
         print("expertly: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit: let that go nowhere instead of failing.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return INTERRUPTED
+    except BrokenPipeError as error:
+        return _leave_stdout() if error.filename == _STDOUT else _report(_of_system(error), is_json)
+    except ExpertlyError as error:
+        return _report(error, is_json)
+    except (Exception, MemoryError) as error:  # libraries refuse in exceptions of any class
+        wrong = _of_environment(error)
+        if wrong is None:
+            raise
+        return _report(wrong, is_json)
 
 
-def _refuse_moved(argv: Sequence[str]) -> None:
-    for name in (" ".join(argv[:2]), *argv[:1]):
-        if name in MOVED:
-            raise ConfigError(f"{name}: {MOVED[name]}")
-    for refused, instead in REFUSED.items():
-        *command, option = refused.split()
-        if [*argv[: len(command)]] == command and any(word.partition("=")[0] == option for word in argv):
-            raise ConfigError(f"{option}: {instead}")
+def _check_process() -> None:
+    """Raises ConfigError where no command could work."""
+    if sys.flags.optimize > 1:
+        raise ConfigError("PYTHONOPTIMIZE=2: transformers cannot be imported without its docstrings; accepted: 0 and 1")
+    if _is_folder_gone():  # Intel's library of products ends the process
+        raise ConfigError("the working directory was removed; go to one that exists")
+    if not os.environ.get("TERMINAL_WIDTH", "0").isdecimal():
+        raise ConfigError(f"TERMINAL_WIDTH={os.environ['TERMINAL_WIDTH']!r:.80}: must be a whole number")
 
 
-def _of_usage(error: typer.TyperException) -> ConfigError | None:
-    """The error of a command line that cannot be parsed; None where it was empty and help has been shown."""
-    context = getattr(error, "ctx", None)
-    path = "expertly" if context is None else context.command_path
-    wrong = error.format_message()
-    if not wrong:
-        return None
-    parameters = [] if context is None else context.command.params
-    several = [one.opts[0] for one in parameters if getattr(one, "multiple", False)]
-    more = f"; before each of several values: {', '.join(several)}" if several else ""
-    return ConfigError(f"{wrong.removesuffix('.')} (see {path} --help{more})")
-
-
-@contextlib.contextmanager
-def _importable_folder() -> Iterator[None]:
-    """Let parts of systems be imported from the current folder, as `python -m` does, but after everything that is
-    installed, so that no file there replaces a library. `python -P` turns it off.
+def _of_environment(error: Exception) -> ExpertlyError | None:
+    """What to tell the user of an error that the system, the installation or the text typed is the cause of; None for a
+    bug.
     """
+    if isinstance(error, UnicodeError):
+        text = getattr(error, "object", "")
+        return ConfigError(f"{text!r:.80}: must be UTF-8 ({getattr(error, 'reason', error)})")
+    if isinstance(error, MemoryError):
+        return ConfigError(REFUSED_BY_SYSTEM["can't allocate memory"])
+    if isinstance(error, OSError) and error.errno is not None:
+        return _of_system(error)
+    said = str(error)
+    for sentence, meaning in REFUSED_BY_SYSTEM.items():
+        if sentence in said:
+            return ConfigError(meaning)
+    if isinstance(error, ImportError) and error.name is not None and error.name.split(".")[0] != "expertly":
+        if isinstance(error, ModuleNotFoundError):
+            return ConfigError(f"{error.name} is not installed in this Python; `pip install expertly` brings it")
+        return ConfigError(f"{error.name}: cannot be imported ({said.splitlines()[0]:.200})")
+    return None
+
+
+def _of_system(error: OSError) -> ConfigError:
+    name = error.filename
+    reason = error.strerror or type(error).__name__
+    if not isinstance(name, str | bytes) or not name:  # a descriptor's number says nothing
+        return ConfigError(reason)
+    return ConfigError(f"{_cut(os.fsdecode(name), 80)}: {reason}")
+
+
+def _is_folder_gone() -> bool:
     try:
-        folder = os.getcwd()
-    except OSError:  # it was removed
-        folder = ""
-    if not folder or "" in sys.path or folder in sys.path or getattr(sys.flags, "safe_path", False):
-        yield
-        return
-    sys.path.append(folder)
-    try:
-        yield
-    finally:
-        if folder in sys.path:
-            sys.path.remove(folder)
+        os.getcwd()
+    except OSError:
+        return True
+    return False
 
 
 def _report(error: ExpertlyError, is_json: bool) -> int:
-    message = " ".join(str(error).split())
-    print(fitted(f"expertly: error: {message}", sys.stderr), file=sys.stderr)
+    message = " ".join(_cut(word, MAX_WORD) for word in str(error).split())
+    message = _cut(message, MAX_LINE)
+    line = f"expertly: error: {message}"
+    with contextlib.suppress(ImportError, MemoryError):  # the error may be that it cannot be imported
+        from expertly.cli.output import fitted
+
+        line = fitted(line, sys.stderr)
+    print(line, file=sys.stderr)
     if is_json:
-        print_json({"error": {"type": type(error).__name__, "message": message}})
+        try:
+            print(json.dumps({"error": {"type": type(error).__name__, "message": message}}, ensure_ascii=False))
+            sys.stdout.flush()
+        except OSError:  # stderr has said it
+            return _leave_stdout(2)
     return 2
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-(most // 4) :]}"
+
+
+def _leave_stdout(status: int = READER_GONE) -> int:
+    """Python flushes stdout once more at exit: let that go nowhere instead of failing."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+_STDOUT = "stdout"
+
+
+class _Stdout(io.FileIO):
+    """Its first error names it; from then on what is written goes nowhere."""
+
+    is_lost = False
+
+    def write(self, data: Any) -> int:
+        if self.is_lost:
+            return memoryview(data).nbytes
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.is_lost = True
+            error.filename = _STDOUT
+            raise
+
+
+class _Stderr(io.FileIO):
+    """What cannot be written goes nowhere."""
+
+    is_lost = False
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        self.is_lost = True
+        return memoryview(data).nbytes
+
+
+def _take_streams() -> None:
+    stdin, stdout, stderr = (_descriptor(number) for number in range(3))
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(stdin, closefd=False)
+    encoding, is_direct = "utf-8", False
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        encoding, is_direct = sys.stdout.encoding, sys.stdout.write_through
+    buffer = io.BufferedWriter(_Stdout(stdout, "w", closefd=False))
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(  # type: ignore[misc]
+        buffer,
+        encoding,
+        errors="replace",  # a terminal that lacks a character is no reason to stop
+        line_buffering=buffer.isatty(),
+        write_through=is_direct,
+    )
+    is_closed = sys.stderr is None
+    raw = _Stderr(stderr, "w", closefd=False)
+    raw.is_lost = is_closed
+    encoding = sys.stderr.encoding if isinstance(sys.stderr, io.TextIOWrapper) else "utf-8"
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(  # type: ignore[misc]
+        io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=True
+    )
+
+
+def _descriptor(number: int) -> int:
+    """Of a standard stream. One that is closed is opened on /dev/null: else the next file would get its number, and
+    what libraries print.
+    """
+    if (sys.stdin, sys.stdout, sys.stderr)[number] is not None:
+        return number
+    opened = os.open(os.devnull, os.O_RDWR)
+    os.set_inheritable(opened, True)
+    return opened
+
+
+def _end_at_once(number: int, frame: object) -> None:
+    os._exit(INTERRUPTED)
+
+
+def _unraisable(about: sys.UnraisableHookArgs) -> None:
+    """An interrupt in a place that cannot raise, as in a callback, comes again."""
+    if issubclass(about.exc_type, KeyboardInterrupt):
+        _thread.interrupt_main()
+    else:
+        sys.__unraisablehook__(about)
+
+
+def _show_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The traceback on stderr; in a file where that is closed."""
+    if issubclass(kind, KeyboardInterrupt):  # while the process ends
+        return
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(text, end="", file=sys.stderr)
+    buffer = getattr(sys.stderr, "buffer", None)
+    if getattr(getattr(buffer, "raw", None), "is_lost", False):
+        with contextlib.suppress(OSError):
+            descriptor, _ = tempfile.mkstemp(prefix="expertly-", suffix=".traceback")
+            with os.fdopen(descriptor, "w", errors="backslashreplace") as file:
+                file.write(text)

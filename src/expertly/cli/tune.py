@@ -59,12 +59,14 @@ def run(args: TuneOptions) -> int:
 
 def measured_machine() -> Hardware:
     """This machine as `expertly doctor --hardware-out` measures it, in less time."""
-    from expertly.hardware.machine import Effort, examine
+    from expertly.hardware.machine import Effort, examine, is_disturbed
     from expertly.hardware.simulated import machine_hardware
     from expertly.store.cache import cache_folder
 
-    effort = Effort(scratch_nbytes=256 << 20, write_s=2.0, reads_s=3.0, each_s=0.2, device_s=1.0)
-    profile, _ = examine(cache_folder(), effort)
+    effort = Effort(scratch_nbytes=256 << 20, write_s=2.0, reads_s=3.0, each_s=0.2, device_s=1.0, wait_s=3.0)
+    profile, problems = examine(cache_folder(), effort)
+    if is_disturbed(problems):  # the search begins with it; what is kept is measured side by side
+        message(f"expertly: {problems[-1].text}")
     return machine_hardware(profile)
 
 

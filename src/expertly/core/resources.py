@@ -19,7 +19,7 @@ MIN_DECODE_NBYTES = 256 << 10
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _CGROUP = Path("/sys/fs/cgroup")
-_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[a-z]*)\s*", re.IGNORECASE)
+_AMOUNT = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*(%|[a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
 
 def parse_memory(memory: str | int, whole_nbytes: int, field: str = "memory") -> int | None:
@@ -32,7 +32,7 @@ def parse_memory(memory: str | int, whole_nbytes: int, field: str = "memory") ->
     unit = match.group(2).lower() if match else None
     accepted = 'accepted are a share ("25%"), an amount ("1.5GiB", "800MB") and "auto"'
     if match is None or (unit != "%" and unit not in _UNITS):
-        raise ConfigError(f"{field}={memory!r}: {accepted}")
+        raise ConfigError(f"{field}={memory!r:.80}: {accepted}")
     amount = float(match.group(1))
     nbytes = int(whole_nbytes * amount / 100) if unit == "%" else int(amount * _UNITS[unit])
     if nbytes < 1:

@@ -6,6 +6,8 @@ they get what the dense part, the KV cache and activations of `context` tokens, 
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -359,8 +361,10 @@ def kv_cache_nbytes(config: dict[str, Any], context: int, itemsize: int) -> int:
 
 def available_host_nbytes() -> int:
     """Host memory this process may still take: the system's free memory, within all limits of its cgroups."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    free = next((int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"), 0)
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")  # without what the page cache could give
+    with contextlib.suppress(OSError):  # no /proc
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        free = next((int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"), free)
     for limit, usage, cache in _cgroup_limits():
         free = min(free, limit - usage + cache)
     return max(0, free)

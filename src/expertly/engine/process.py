@@ -145,7 +145,7 @@ def give_back_code() -> int:
     """
     library = ctypes.CDLL(None, use_errno=True)
     try:
-        smaps = Path("/proc/self/smaps").read_text()
+        smaps = Path("/proc/self/smaps").read_text(errors="replace")  # names of files may be in any encoding
     except OSError:
         return 0
     given_nbytes = 0

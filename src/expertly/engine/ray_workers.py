@@ -10,10 +10,13 @@ import contextlib
 import logging
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
+import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack
@@ -26,6 +29,7 @@ from expertly.engine.remote import Answer, AskedAnswer, Peer, PeerLostError
 
 try:
     import ray
+    from ray._private import ray_constants
     from ray.exceptions import GetTimeoutError, RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
@@ -37,6 +41,26 @@ _STORE_NBYTES = 256 << 20
 """Shared memory of a cluster on this machine alone, for the rows of long prompts."""
 
 _THIS_MACHINE = "127.0.0.1"
+
+_TAG = "EXPERTLY_CLUSTER"
+"""In the environment of each process of a cluster that was started here."""
+
+_END_THEM = """
+import os, signal, sys, time
+sys.stdin.buffer.read()  # ends with the process that holds the other end, or when the cluster is left
+time.sleep(1)
+for name in filter(str.isdecimal, os.listdir("/proc")):
+    try:
+        with open(f"/proc/{name}/environ", "rb") as file:
+            if sys.argv[1].encode() in file.read().split(bytes(1)):
+                os.kill(int(name), signal.SIGKILL)
+    except OSError:
+        pass
+"""
+"""A process that kills the others of a cluster when this one has ended. Ray sees to most of them before."""
+
+_watched: list[int] = []
+"""The end of the pipe that shows that process that this one is there."""
 
 _users: set[object] = set()
 """Models with workers in a cluster that was started or joined here. Ray has one cluster a process."""
@@ -62,7 +86,8 @@ def start_ray_workers(workers: str | int, memory: str | int, opened: ExitStack) 
         if is_here:
             options = {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_NBYTES}
         try:
-            ray.init(**options, log_to_driver=False, configure_logging=False)
+            with _own_cluster() if is_here else contextlib.nullcontext():
+                ray.init(**options, log_to_driver=False, configure_logging=False)
         except (RayError, OSError, ValueError, ConnectionError, RuntimeError) as error:
             raise ConfigError(f"workers={workers!r}: {str(error).splitlines()[0]}") from error
     own = ray.get_runtime_context().get_node_id()
@@ -83,10 +108,43 @@ def start_ray_workers(workers: str | int, memory: str | int, opened: ExitStack) 
     return peers
 
 
+@contextlib.contextmanager
+def _own_cluster() -> Iterator[None]:
+    """Ray's processes that are started meanwhile listen on this machine's own address alone, and end with this process,
+    however it ends: by themselves, Ray's agents go on after it was killed.
+    """
+    tag = f"{_TAG}={uuid.uuid4().hex}"
+    reading, writing = os.pipe()
+    try:
+        command = [sys.executable, "-I", "-S", "-c", _END_THEM, tag]
+        subprocess.Popen(command, stdin=reading, stdout=subprocess.DEVNULL, start_new_session=True)
+    except OSError:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+    _watched.append(writing)
+    before = {name: os.environ.get(name) for name in (_TAG, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR)}
+    is_enabled = ray_constants.ENABLE_RAY_CLUSTER
+    os.environ |= {_TAG: tag.partition("=")[2], ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = is_enabled
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def _leave(user: object) -> None:
     _users.discard(user)
     if not _users:
         ray.shutdown()
+        while _watched:
+            os.close(_watched.pop())
 
 
 class RayWorker:

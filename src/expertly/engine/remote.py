@@ -7,6 +7,7 @@ nobody else holds are computed here from the store, through staging slots, until
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from expertly.engine.group import ShardChannel
 
 _T = TypeVar("_T")
+
+_log = logging.getLogger("expertly.workers")
 
 OPENING_S = 180.0
 """How long a worker may take until it holds its experts: it starts Python and torch, and may load all of them."""
@@ -288,6 +291,7 @@ class RemoteShard:
     def _drop(self, error: BaseException) -> None:
         """From now on its experts are computed here, until it joins again."""
         self.problem = _words(error)
+        _log.warning("worker %s was lost: %s; its experts are computed here until it is back", self.name, self.problem)
         device = {**self._told["device"], "resident_bytes": 0}
         self._told = {**self._told, "device": device, "resident": [0] * self.share.geometry.num_experts}
         self.num_drops += 1
@@ -337,6 +341,7 @@ class RemoteShard:
         self._end_standby()
         self.problem = None
         self.num_joins += 1
+        _log.info("worker %s is back", self.name)
 
     def _end_standby(self) -> None:
         standby, self._standby = self._standby, None

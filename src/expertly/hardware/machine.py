@@ -20,6 +20,7 @@ from expertly.core.units import format_nbytes
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.process import keep_off_trapped_instructions
 from expertly.hardware import measure
+from expertly.hardware.neighbours import Watch
 from expertly.hardware.profile import DeviceProfile, DiskProfile, DiskRate, MachineProfile, MatvecRate
 
 SCRATCH_NBYTES = 1 << 30
@@ -38,6 +39,14 @@ class Problem:
     text: str
 
 
+_BUSY = "busy machine"
+
+
+def is_disturbed(problems: Iterable[Problem]) -> bool:
+    """Whether the machine was busy with something else while it was measured."""
+    return any(problem.subject == _BUSY for problem in problems)
+
+
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How long to measure, in seconds, and how much to write."""
@@ -47,13 +56,16 @@ class Effort:
     reads_s: float = 8.0
     each_s: float = 0.4  # of each thing measured in memory
     device_s: float = 2.0
+    wait_s: float = 10.0  # for a quiet moment
 
 
 def examine(
-    folder: Path, effort: Effort, progress: Callable[[str], None] | None = None
+    folder: Path, effort: Effort, progress: Callable[[str], None] | None = None, watch: Watch | None = None
 ) -> tuple[MachineProfile, list[Problem]]:
-    """Measure this machine, the disk in `folder`. `progress(what)` is called as each part begins."""
-    tell = progress or (lambda what: None)
+    """Measure this machine, the disk in `folder`. `progress(what)` is called as each part begins. Where `is_disturbed`
+    of the problems, nobody is to keep the figures.
+    """
+    tell, watch = progress or (lambda what: None), watch or Watch()
     keep_off_trapped_instructions()
     requirements = metadata.requires("expertly") if _installed("expertly") else []  # none: run from a source tree
     problems = version_problems(requirements or [], _installed)
@@ -62,10 +74,8 @@ def examine(
         alone = f"torch and a forward pass alone take about {format_nbytes(WORKING_NBYTES)}"
         text = f"{format_nbytes(available)} are free; {alone}"
         problems.append(Problem("warning", "memory", text))
-    load, num_cpus = os.getloadavg()[0], allowed_cpus()
-    if load > num_cpus / 2:
-        text = f"{load:.1f} processes were running on {num_cpus} CPUs in the last minute: the figures are too low"
-        problems.append(Problem("warning", "cpu", text))
+    num_cpus = allowed_cpus()
+    watch.wait(effort.wait_s)
     tell("disk")
     disk = _examine_disk(folder, effort, problems)
     tell("memory")
@@ -79,6 +89,12 @@ def examine(
     decoding = measure.measure_decoding(effort.each_s)
     tell("devices")
     devices = _examine_devices(effort.device_s, problems)
+    if (disturbance := watch.disturbance()) is not None:
+        text = f"{disturbance}: the figures are too low, and are not kept; measure again on a quiet machine"
+        problems.append(Problem("warning", _BUSY, text))
+    elif not watch.can_tell:
+        text = "/proc/stat cannot be read: it cannot be told whether other processes made the figures too low"
+        problems.append(Problem("note", "cpu", text))
     profile = MachineProfile(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         platform=platform.platform(),

@@ -7,14 +7,16 @@ import json
 import logging
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from expertly.core import processes
 from expertly.core.costs import CODECS, check_codec
 from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.core.headers import TensorSpec
@@ -62,6 +64,8 @@ from expertly.store.manifest import (
 from expertly.store.packed import DENSE_NAME, PackedStore, dense_by_format, is_packed_store, tiles_name
 from expertly.store.writer import Progress, StoreWriter, begun_codec, renew_extras
 
+T = TypeVar("T")
+
 DEMO_NAME = "demo"
 
 _ADAPTER_NAME = "adapter_config.json"
@@ -79,13 +83,15 @@ def pack_cached(
     progress: Progress | None = None,
     codec: str = "auto",
     quantize: str | None = None,
+    in_child: bool = False,
 ) -> PackedStore:
     """The packed store of `model`, made in the cache folder where it is not there yet.
 
     `model`: a checkpoint folder, a GGUF file, a packed store (opened as it is), a hub id (downloaded), or None or
     "demo" for the demo model. `codec`: "none", "planes" or "auto": that of the store that is there, or is being made;
     where that does not decide, what is faster on this machine by measuring, at most a second. `why_codec` of the store
-    says which it was. `quantize`: see `pack`. Raises ExpertlyError subclasses that say what is wrong with the model, an
+    says which it was. `quantize`: see `pack`. `in_child`: pack in a child process, so that this one is no larger
+    afterwards than where the store was there. Raises ExpertlyError subclasses that say what is wrong with the model, an
     option or the folder.
     """
     check_codec(codec)
@@ -100,7 +106,30 @@ def pack_cached(
     checkpoint = open_checkpoint(folder)
     weights = weights_of(checkpoint, dtype, quantize)
     folders = {one: _cached_folder(checkpoint, weights.label, cache_dir, one) for one in CODECS}
-    return _pack(checkpoint, folders, weights, codec, progress)
+    accepted = [path for name, path in folders.items() if codec in ("auto", name)]
+    if not in_child or any(map(is_packed_store, accepted)):
+        return _pack(checkpoint, folders, weights, codec, progress)
+
+    def work(report: Progress) -> str:
+        return _pack(checkpoint, folders, weights, codec, report).why_codec
+
+    why = in_child_of_torch(work, progress, f"packing {folder}")
+    return replace(_pack(checkpoint, folders, weights, codec, progress), why_codec=why)
+
+
+def in_child_of_torch(work: Callable[[Progress], T], progress: Progress | None, name: str) -> T:
+    """`processes.in_child` of work that reports progress, and uses torch."""
+    try:
+        num_native = len(os.listdir("/proc/self/task")) - threading.active_count()
+    except OSError:
+        num_native = 1
+
+    def run(tell: Callable[[tuple[int, int]], None]) -> T:
+        if num_native > 0:  # a pool of threads, which only the parent has: torch would wait for them
+            torch.set_num_threads(1)
+        return work(lambda done, total: tell((done, total)))
+
+    return processes.in_child(run, lambda told: None if progress is None else progress(*told), name)
 
 
 def pack(

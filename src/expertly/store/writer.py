@@ -60,7 +60,10 @@ _MAX_EXTRA_NBYTES = 64 << 20
 
 def partial_folder(folder: Path) -> Path:
     """Where a store is while it is made."""
-    return folder.with_name(f"{folder.name}.partial")
+    whole = Path(os.path.abspath(folder))
+    if not whole.name:
+        raise StoreError(f"{folder}: the root of the file system; must be a new or empty folder")
+    return whole.with_name(f"{whole.name}.partial")
 
 
 def begun_codec(folder: Path) -> str | None:
@@ -90,7 +93,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         progress: Progress | None,
         ratio: float = 1.0,
     ) -> None:
-        self.folder = folder
+        self.folder = Path(os.path.abspath(folder))  # "." cannot be replaced
         self._partial = partial_folder(folder)
         self._plan = plan
         self._dense = dense
