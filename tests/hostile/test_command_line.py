@@ -135,7 +135,7 @@ def test_a_bug_of_ours_is_not_lost_with_stderr(environment: dict[str, str], tmp_
     )
     environment["TMPDIR"] = str(tmp_path)
     for closing, num_files in (("", 0), (" 2>&-", 1), (" 2>/dev/full", 2)):
-        line = f"exec {sys.executable} -c \"$CODE\"{closing}"
+        line = f'exec {sys.executable} -c "$CODE"{closing}'
         done = subprocess.run(
             ["bash", "-c", line], env=environment | {"CODE": code}, capture_output=True, text=True, timeout=MAX_S
         )

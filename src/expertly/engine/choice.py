@@ -27,7 +27,7 @@ from expertly.engine.memory import MemoryRequest, divide
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.scheduler.presets import BASE_SYSTEM, default_system, get_system, paths_in
 from expertly.scheduler.system import System
-from expertly.store.cache import entry_folder, learned_beside
+from expertly.store.cache import entry_folder, learned_beside, mark_of
 from expertly.store.packed import PackedStore, is_packed_store
 
 FORMAT = "expertly-choices"
@@ -125,7 +125,7 @@ def save_choice(path: Path, identity: str, dtype: str, choice: TunedChoice) -> N
     head = {"format": FORMAT, "format_version": FORMAT_VERSION, "identity": identity, "dtype": dtype}
     with disk_errors(path, "saving the choice", StoreError, ""):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json_bytes({**head, "choices": [one.as_dict() for one in every]}))
+        write_atomic(path, json_bytes({**head, "choices": [one.as_dict() for one in every]}), mark_of("choices"))
 
 
 def _choice(where: str, raw: Any) -> TunedChoice:

@@ -1,6 +1,6 @@
 """Finds the fastest system for a model, its prompts and this machine: record, measure, search, verify, choose."""
 
-from __future__ import annotations
+from __future__ import os
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -291,7 +291,7 @@ def keep_learned(learned: Path, system: str, store: PackedStore) -> None:
     Raises StoreError where that cannot be written.
     """
     kind = get_system(system).learns
-    if kind is not None and learned.exists() and not (there := learned_beside(store.folder, kind)).exists():
+    if kind is not None and learned.exists() and not os.path.lexists(there := learned_beside(store.folder, kind)):
         with disk_errors(there, "saving what was learned", StoreError, ""):
             write_atomic(there, learned.read_bytes())
 
