@@ -107,7 +107,7 @@ def stand_in(module: Any, **changed: Any) -> None:
     """Change a module's class as `look_alike` does, until somebody sets an attribute of it: what was tried need not
     hold any more, so its own class returns.
     """
-    original = type(module)
+    original: Any = type(module)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name == "__class__":

@@ -1,7 +1,7 @@
 """The dense part of a loaded model at a few tokens: linear layers, norms and attention by the compiled kernels.
 
 A module is changed where it does what the kernel does, which is found by what it computes and not by its name; prompts,
-gradients, mixed dtypes, other devices, and whatever is not on a closed list (closed.py), stay transformers' and torch's.
+gradients, mixed dtypes, other devices, and what is not on a closed list (closed.py), stay transformers' and torch's.
 B sequences of S tokens; H heads, D width of a head, n tokens of a sequence that ask.
 """
 
@@ -598,7 +598,7 @@ class Joined:
         """Nobody replaced, moved or watches its parts since."""
         modules = module._modules
         for name, part, kind, addresses in self.parts:
-            if modules.get(name) is not part or type(part) is not kind or "forward" in part.__dict__:
+            if modules.get(name) is not part or part.__class__ is not kind or "forward" in part.__dict__:
                 return False
             if part._forward_hooks or part._forward_pre_hooks:
                 return False
