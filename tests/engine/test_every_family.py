@@ -30,10 +30,10 @@ REFUSED = {
 """Families that `expertly.load` refuses, with the reason that it gives in other words."""
 
 OWN_ATTENTION = {
-    "axk2": "indices", "deepseek_v32": "indices", "dots3_note_text": "indices", "glm_moe_dsa": "indices", "hy_v4": "indices",
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"), "indices"),
     "inkling_text": "position_bias",
     "minimax_m3_vl_text": "block_indices",
-}  # fmt: skip
+}
 """Families of which no layer's attention is a kernel's, and why."""
 
 

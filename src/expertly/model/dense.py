@@ -588,7 +588,7 @@ _NORMS = ("q_norm", "k_norm")
 class Joined:
     """What a module's own forward was found to do."""
 
-    parts: list[tuple[str, Any, type, list[tuple[str, int]]]]  # name, module, class and where its parameters are
+    parts: list[tuple[str, Any, Any, list[tuple[str, int]]]]  # name, module, class and where its parameters are
     projections: Projections
     then: tuple[torch.Tensor, torch.Tensor | None] | None  # of the layer behind attention, where it can be joined
     own: dict[str, Any]  # what the module tells attention beside what it is given
