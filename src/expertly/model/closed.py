@@ -23,6 +23,8 @@ from expertly.model.hooks import look_alike
 PLAIN = (nn.Parameter, torch.Tensor)
 """Other kinds of tensor, as quantizing makes them, have no memory of their own, or other bytes in it."""
 
+_STRIDED, _is_compiling = torch.strided, torch.compiler.is_compiling  # looked up several times a layer
+
 _MODULES = {"torch": torch.__name__, "nn": nn.__name__, "F": functional.__name__}
 _PACKAGES = (torch.__name__, transformers.__name__)
 
@@ -81,6 +83,8 @@ def takes_only(function: Any, *arguments: str) -> bool:
 
 def are_known(arguments: Mapping[str, Any], known: Set[str]) -> bool:
     """Whether each argument is a known one, or asks for nothing."""
+    if arguments.keys() <= known:
+        return True
     return all(value is None or value is False or name in known for name, value in arguments.items())
 
 
@@ -88,15 +92,15 @@ def are_plain(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether kernels may compute with these tensors, as numbers of the first one's dtype in the host's memory: nobody
     trains, traces or casts them. Asked at each call, as whoever has the model may have replaced or moved them.
     """
-    can_train = torch.is_grad_enabled()
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+    if _is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
+    dtype, can_train = first.dtype, torch.is_grad_enabled()
     for tensor in (first, *others):
         if tensor is not None and (
             type(tensor) not in PLAIN
-            or tensor.dtype != first.dtype
+            or tensor.dtype is not dtype
             or not tensor.is_cpu
-            or tensor.layout is not torch.strided
+            or tensor.layout is not _STRIDED
             or (can_train and tensor.requires_grad)
         ):
             return False
