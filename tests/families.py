@@ -130,6 +130,14 @@ def make_model(family: Family | str, seed: int = 0, dtype: torch.dtype = torch.f
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # for what is kept below as the family initialises it
         model = auto_class.from_config(family.make_config(), dtype=torch.float32)
+    draw_weights(model, seed)
+    generation_config = model.generation_config
+    generation_config.eos_token_id = None
+    generation_config.pad_token_id = 0
+    return model.to(dtype).eval()
+
+
+def draw_weights(model: PreTrainedModel, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     seen: set[int] = set()
     with torch.no_grad():
@@ -142,10 +150,6 @@ def make_model(family: Family | str, seed: int = 0, dtype: torch.dtype = torch.f
                     tensor.normal_(0.0, 0.1, generator=generator)
             else:
                 tensor.normal_(0.0, _std(name), generator=generator)
-    generation_config = model.generation_config
-    generation_config.eos_token_id = None
-    generation_config.pad_token_id = 0
-    return model.to(dtype).eval()
 
 
 def _std(name: str) -> float:

@@ -1,7 +1,7 @@
 """The dense part of a loaded model at a few tokens: linear layers, norms and attention by the compiled kernels.
 
 A module is changed where it does what the kernel does, which is found by what it computes and not by its name; prompts,
-gradients, mixed dtypes, other devices, and whatever is not recognised, stay transformers' and torch's.
+gradients, mixed dtypes, other devices, and what is not on a closed list (closed.py), stay transformers' and torch's.
 B sequences of S tokens; H heads, D width of a head, n tokens of a sequence that ask.
 """
 
@@ -22,15 +22,14 @@ from torch.nn import functional
 from torch.nn.functional import linear
 from torch.nn.modules.module import _has_any_global_hook  # type: ignore[attr-defined]
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
+from expertly.model.closed import are_known, are_plain, does_only, stand_in, takes_only, undecorated
 from expertly.model.hooks import CACHE, look_alike, places
 from expertly.model.tiled import TiledLayer
 from expertly.native.kernels import NORM_STYLES, Kernels, Projections
-
-_PLAIN = (nn.Parameter, torch.Tensor)
-"""Other kinds of tensor, as quantizing makes them, have no memory of their own, or other bytes in it."""
 
 
 def use_kernels(model: nn.Module, kernels: Kernels) -> int:
@@ -89,33 +88,17 @@ def _linear_of(
 
 
 def _are_few_of(kernels: Kernels, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether a linear layer's product is the kernels'. Parameters are looked at each time: whoever has the model may
-    have replaced, cast, moved or quantized them, or train them. One call for all: it runs several times a layer and
-    token.
-    """
+    """Whether a linear layer's product is the kernels'. One call for all: it runs several times a layer and token."""
     width = input.shape[-1]
     num_tokens = input.numel() // width if width else 0
-    can_train = torch.is_grad_enabled()
-    if (
-        torch.compiler.is_compiling()
-        or not 1 <= num_tokens <= kernels.most_tokens(input.dtype)
-        or not input.is_cpu
-        or weight.dim() != 2
-        or width != weight.shape[1]
-        or (can_train and input.requires_grad)
-        or torch.is_autocast_enabled("cpu")
-    ):
-        return False
-    for one in (weight,) if bias is None else (weight, bias):
-        if (
-            type(one) not in _PLAIN
-            or one.dtype != input.dtype
-            or not one.is_cpu
-            or one.stride(-1) != 1
-            or (can_train and one.requires_grad)
-        ):
-            return False
-    return True
+    return (
+        1 <= num_tokens <= kernels.most_tokens(input.dtype)
+        and are_plain(input, weight, bias)
+        and weight.dim() == 2
+        and width == weight.shape[1]
+        and weight.stride(1) == 1
+        and (bias is None or (bias.shape == weight.shape[:1] and bias.stride(0) == 1))
+    )
 
 
 def _use_functional(model: nn.Module, kernels: Kernels) -> int:
@@ -126,6 +109,7 @@ def _use_functional(model: nn.Module, kernels: Kernels) -> int:
         original = type(module)
         plain: Any = original.forward
         forward = FunctionType(plain.__code__, {**plain.__globals__, "F": ours}, plain.__name__, plain.__defaults__)
+        forward.__kwdefaults__ = plain.__kwdefaults__
         module.__class__ = look_alike(original, forward=forward)
     return len(modules)
 
@@ -166,8 +150,7 @@ def _use_routers(model: nn.Module, kernels: Kernels) -> None:
     styles: dict[Any, tuple[bool, torch.dtype] | None] = {}
     modules: list[Any] = list(model.modules())
     for module in modules:
-        code = getattr(type(module).forward, "__code__", None)
-        if code is None or not {"topk", "top_k"} <= set(code.co_names) <= ROUTER_NAMES:
+        if not hasattr(module, "top_k") or not _is_listed(module, ROUTER_NAMES):
             continue
         parameters = {name: (tuple(one.shape), one.dtype) for name, one in module.named_parameters(recurse=False)}
         if not {"weight"} <= set(parameters) <= {"weight", "bias"} or not _is_taken(module.weight, kernels):
@@ -219,27 +202,32 @@ def _router_style_of(module: Any, kernels: Kernels) -> tuple[bool, torch.dtype] 
 
 
 def _become_router(module: Any, is_normalised: bool, of_weights: torch.dtype, kernels: Kernels) -> None:
-    original, told = type(module), (module.top_k, vars(module).get("norm_topk_prob"))
+    original, top_k = type(module), module.top_k
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         if (
             hidden_states.dim() == 2
             and weight is not None
-            and told == (self.top_k, self.__dict__.get("norm_topk_prob"))
             and _are_few_of(kernels, hidden_states, weight, bias)
             and weight.is_contiguous()
         ):
-            x, top_k = hidden_states.contiguous(), self.top_k
+            x = hidden_states.contiguous()
             routed = kernels.router(x, weight, bias, top_k, of_weights, is_normalised=is_normalised)
             if routed is not None:
                 return routed
         return original.forward(self, hidden_states)  # type: ignore[attr-defined]
 
-    module.__class__ = look_alike(original, forward=forward)
+    stand_in(module, forward=forward)
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------
+
+
+_NORM_NAMES = {"weight", "_norm", "eps", "variance_epsilon", "dtype", "float", "float32", "to", "type_as", "torch"}
+_NORM_NAMES |= {"pow", "mean", "rsqrt", "F", "rms_norm", "normalized_shape"}
+_NORM_NAMES |= {"with_scale", "group_size", "shape", "reshape", "flatten"}
+"""What a norm may look up that is no more than what is tried."""
 
 
 def _use_norms(model: nn.Module, kernels: Kernels) -> int:
@@ -264,9 +252,7 @@ def _use_norms(model: nn.Module, kernels: Kernels) -> int:
 def _epsilon_of(module: Any) -> float | None:
     """Of a module that may be a norm: one vector of weights, and one input."""
     parameters = dict(module.named_parameters(recurse=False))
-    if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or next(module.children(), None) is not None:
-        return None
-    if len(inspect.signature(type(module).forward).parameters) != 2:
+    if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or not _is_listed(module, _NORM_NAMES):
         return None
     found = [value for name, value in vars(module).items() if "eps" in name and isinstance(value, float)]
     return found[0] if len(found) == 1 else None
@@ -281,6 +267,7 @@ def _style_of(module: Any, epsilon: float, kernels: Kernels) -> str | None:
     tried = (torch.randn(width, generator=generator) + 1).to(weight.dtype)
     x = torch.randn(16, width, generator=generator)
     x[8:] *= epsilon**0.5  # as large as the epsilon beside them
+    x[12:] *= 30 / epsilon**0.5
     x = x.to(weight.dtype)
     try:
         with torch.no_grad():
@@ -304,21 +291,24 @@ def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> N
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = self._parameters.get("weight")
         if (
-            torch.compiler.is_compiling()
-            or weight is None
-            or hidden_states.dtype != weight.dtype
-            or not (hidden_states.is_cpu and weight.is_cpu)
+            weight is None
+            or not are_plain(hidden_states, weight)
             or not 1 <= hidden_states.shape[:-1][:2].numel() <= kernels.most_tokens(weight.dtype)
-            or hidden_states.shape[-1] != weight.shape[0]
-            or type(weight) not in _PLAIN
+            or hidden_states.shape[-1:] != weight.shape
             or weight.stride(0) != 1
-            or (torch.is_grad_enabled() and (weight.requires_grad or hidden_states.requires_grad))
         ):
             return original.forward(self, hidden_states)  # type: ignore[no-any-return]
         return kernels.norm(hidden_states.contiguous(), weight, epsilon, style)
 
-    module.__class__ = look_alike(original, forward=forward)
+    stand_in(module, forward=forward)
     module._expertly_norm = epsilon, style
+
+
+def _is_listed(module: nn.Module, names: Set[str]) -> bool:
+    """Whether a module without others in it makes something of one tensor, by its parameters and `names` alone."""
+    forward = type(module).forward
+    is_whole = next(module.children(), None) is None and next(module.buffers(), None) is None
+    return is_whole and does_only(forward, names, type(module)) and takes_only(forward, "self", "")
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -326,8 +316,27 @@ def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> N
 _NAME = "expertly"
 """Of the attention function that attention modules of loaded models ask transformers for."""
 
-_HEEDED = {"cache", "position_bias", "softcap", "s_aux"}
-"""Arguments that transformers' `sdpa` heeds or refuses, beside those that `_attention` names."""
+_IDLE = {"position_ids", "sliding_window", "is_causal", "use_cache", "output_router_logits", "output_hidden_states"}
+_IDLE |= {"dropout"}  # which is 0
+"""Arguments that change nothing in `sdpa` and eager attention of a few tokens, whose mask says what they see."""
+
+_EAGER_NAMES = {"repeat_kv", "num_key_value_groups", "matmul", "softmax", "dropout", "training", "head_dim", "sinks"}
+_EAGER_NAMES |= {
+    "torch",
+    "nn",
+    "F",
+    "functional",
+    "dtype",
+    "float",
+    "float32",
+    "to",
+    "type",
+    "device",
+    "maybe_autocast",
+}
+_EAGER_NAMES |= {"transpose", "contiguous", "shape", "reshape", "view", "expand", "unsqueeze", "cat"}
+_EAGER_NAMES |= {"max", "values", "tanh", "sigmoid", "logsumexp"}
+"""What an eager attention may look up that is no more than what is tried."""
 
 
 def _use_attention(model: nn.Module, kernels: Kernels) -> int:
@@ -342,9 +351,10 @@ def _use_attention(model: nn.Module, kernels: Kernels) -> int:
             continue
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig) and _is_taken_of(module, kernels):
-            knows_eager = config._attn_implementation == "eager" and _is_usual(module, kernels)
-            if knows_eager or config._attn_implementation == "sdpa":
-                module._expertly_kernels, module._expertly_knows_eager = kernels, knows_eager
+            is_eager = config._attn_implementation == "eager"
+            eager = _eager_as_tried(module, kernels) if is_eager else None
+            if eager is not None or config._attn_implementation == "sdpa":
+                module._expertly_kernels, module._expertly_eager = kernels, eager
                 module.config = NamesAttention(config)
                 num_changed += 1
                 _join_projections(module, kernels)
@@ -361,27 +371,46 @@ def _is_taken_of(module: nn.Module, kernels: Kernels) -> bool:
     return first is not None and _is_taken(first, kernels)
 
 
-def _is_usual(module: Any, kernels: Kernels) -> bool:
-    """Does the eager attention of a module's own file compute what the kernel does, sinks included?"""
-    eager, sinks = eager_of(module), getattr(module, "sinks", None)
+@dataclass(frozen=True)
+class _Eager:
+    """The eager attention of a module's own file, which computes what the kernel does."""
+
+    function: Any
+    known: Set[str]  # arguments
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Eager:
+        return self
+
+
+def _eager_as_tried(module: Any, kernels: Kernels) -> _Eager | None:
+    """Where it computes what the kernel does, with masks, bounds and sinks, of small and of large scores."""
+    function, sinks = eager_of(module), module._parameters.get("sinks")
     groups = getattr(module, "num_key_value_groups", None)
-    dtype = torch.bfloat16 if sinks is None else sinks.dtype
-    if eager is None or not isinstance(groups, int) or not kernels.most_tokens(dtype, None):
-        return False
+    if not isinstance(groups, int) or not does_only(function, _EAGER_NAMES):
+        return None
+    if not kernels.most_tokens(torch.float32, None) or (sinks is not None and not _is_taken(sinks, kernels)):
+        return None
     num_heads = 2 * groups if sinks is None else len(sinks)
+    sizes = (num_heads, 3), (num_heads // groups, 5), (num_heads // groups, 5)
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(2, heads, tokens, 16, generator=generator).to(dtype)
-        for heads, tokens in ((num_heads, 1), (num_heads // groups, 5), (num_heads // groups, 5))
-    )
-    more = {} if sinks is None else {"s_aux": sinks}
-    try:
-        with torch.no_grad():
-            expected = eager(module, q, k, v, None, scaling=0.3, dropout=0.0, **more)[0]
-    except Exception:  # whatever it is, it is another attention
-        return False
-    got = kernels.attention(q, k, v, 0.3, sinks=sinks)
-    return expected.shape == got.shape and torch.allclose(got.float(), expected.float(), rtol=2e-2, atol=2e-2)
+    mask = torch.zeros(2, 1, 3, 5)
+    mask[0, :, :2, 3:] = torch.finfo(mask.dtype).min
+    takes_softcap = "softcap" in inspect.signature(function).parameters
+    for scale in (0.3, 30.0):
+        q, k, v = (torch.randn(2, heads, num, 16, generator=generator) for heads, num in sizes)
+        for softcap in (0.0, 2.0) if takes_softcap else (0.0,):
+            bound: dict[str, Any] = {"softcap": softcap} if softcap else {}
+            more = bound if sinks is None else {**bound, "s_aux": sinks}
+            try:
+                with torch.no_grad():
+                    expected = function(module, q, k, v, mask, scaling=scale, dropout=0.0, **more)[0]
+            except Exception:  # whatever it is, it is another attention
+                return None
+            got = kernels.attention(q, k, v, scale, mask, sinks=sinks, softcap=softcap)
+            if expected.shape != got.shape or not torch.allclose(got, expected.float(), rtol=1e-3, atol=1e-3):
+                return None
+    heeded = {"softcap"} if takes_softcap else set()
+    return _Eager(function, _IDLE | heeded | ({"s_aux"} if sinks is not None else set()))
 
 
 def eager_of(module: nn.Module) -> Any:
@@ -391,9 +420,10 @@ def eager_of(module: nn.Module) -> Any:
 
 def _asks_for_attention(kind: type[nn.Module]) -> bool:
     """Does its forward look the function up, and decide nothing else by the name?"""
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    if code is None or "_attn_implementation" not in code.co_names or "get_interface" not in code.co_names:
+    forward = undecorated(kind.forward)
+    if forward is None or not {"_attn_implementation", "get_interface"} <= set(forward.__code__.co_names):
         return False
+    code = forward.__code__
     texts = {text for one in code.co_consts for text in (one if isinstance(one, tuple) else (one,))}
     return not texts & {"eager", "sdpa"}
 
@@ -437,7 +467,7 @@ def _attention(
         return asked(query, key, value, {**more, "scaling": scaling}), None
     kernels: Kernels = module._expertly_kernels
     name = object.__getattribute__(module.config._expertly_config, "_attn_implementation")  # past transformers' Python
-    if _is_known(module, name, kernels, more) and _is_native(kernels, query, key, value, attention_mask, more):
+    if _is_known(module, name, scaling, more) and _is_native(kernels, query, key, value, attention_mask, more):
         out = kernels.attention(
             query,
             key,
@@ -453,17 +483,22 @@ def _attention(
     return function(module, query, key, value, attention_mask, scaling=scaling, **more)  # type: ignore[no-any-return]
 
 
-def _is_known(module: Any, name: str, kernels: Kernels, more: dict[str, Any]) -> bool:
+def _is_known(module: Any, name: str, scaling: Any, more: dict[str, Any]) -> bool:
     """Whether what the model asks for is what the kernel computes, with these arguments. Only eager attention gives
     its weights, so it computes when somebody collects them.
     """
     if name == "sdpa":
-        heeded = _HEEDED & more.keys()
-        return not heeded or all(more[argument] is None for argument in heeded)
-    if name != "eager" or not module._expertly_knows_eager or more.get("output_attentions"):
-        return False
-    sinks = more.get("s_aux")
-    if sinks is not None and not (type(sinks) in _PLAIN and _is_taken(sinks, kernels) and sinks.is_contiguous()):
+        is_own = ALL_ATTENTION_FUNCTIONS[name] is sdpa_attention_forward
+        return is_own and are_known(more, _IDLE) and (scaling is None or type(scaling) is float)
+    eager: _Eager | None = module._expertly_eager
+    if (
+        name != "eager"
+        or eager is None
+        or eager_of(module) is not eager.function
+        or type(scaling) is not float
+        or not are_known(more, eager.known)
+        or more.get("s_aux") is not module._parameters.get("sinks")
+    ):
         return False
     collected = output_capturing._active_collector.get()
     return collected is None or not any("attentions" in key for key in collected)
@@ -477,19 +512,18 @@ def _is_native(
     mask: torch.Tensor | None,
     more: dict[str, Any],
 ) -> bool:
-    num_tokens = query.shape[2]
+    num_tokens, sinks = query.shape[2], more.get("s_aux")
     if (
-        torch.compiler.is_compiling()
-        or num_tokens > kernels.most_tokens(query.dtype, None)
-        or not query.is_cpu
-        or not query.dtype == key.dtype == value.dtype
+        num_tokens > kernels.most_tokens(query.dtype, None)
+        or not are_plain(query, key, value)
         or key.shape[:3] != value.shape[:3]
         or (key.shape[0], key.shape[3]) != (query.shape[0], query.shape[3])
         or not query.stride(3) == key.stride(3) == value.stride(3) == 1
         or query.shape[1] % key.shape[1]
         or not query.numel()
         or not key.shape[2]
-        or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+        or (sinks is not None and not (are_plain(sinks) and sinks.shape == query.shape[1:2] and sinks.is_contiguous()))
+        or (sinks is not None and sinks.dtype not in kernels.dtypes)
         or more.get("dropout")
     ):
         return False
@@ -497,6 +531,7 @@ def _is_native(
         return num_tokens == 1
     return (
         (num_tokens == 1 or num_tokens < key.shape[2])  # else it is a prompt
+        and are_plain(mask)
         and mask.dim() == 4
         and mask.shape[2:] == (num_tokens, key.shape[2])
         and mask.shape[0] in (1, query.shape[0])
@@ -531,6 +566,20 @@ _NAMES |= {"attention_dropout", "scaling", "sliding_window", "sinks"}
 trial do not show.
 """
 
+_ROTATION_NAMES = {
+    "rotate_half",
+    "_apply_rotary_emb",
+    "unsqueeze",
+    "cat",
+    "chunk",
+    "stack",
+    "flatten",
+    "shape",
+    "torch",
+}
+_ROTATION_NAMES |= {"repeat_interleave", "dtype", "float", "to"}
+"""The same of `apply_rotary_pos_emb`."""
+
 _LINEARS = ("q_proj", "k_proj", "v_proj")
 _NORMS = ("q_norm", "k_norm")
 
@@ -539,7 +588,7 @@ _NORMS = ("q_norm", "k_norm")
 class Joined:
     """What a module's own forward was found to do."""
 
-    parts: list[tuple[str, Any, list[tuple[str, int]]]]  # name, module and where its parameters are, as they were tried
+    parts: list[tuple[str, Any, Any, list[tuple[str, int]]]]  # name, module, class and where its parameters are
     projections: Projections
     then: tuple[torch.Tensor, torch.Tensor | None] | None  # of the layer behind attention, where it can be joined
     own: dict[str, Any]  # what the module tells attention beside what it is given
@@ -548,8 +597,10 @@ class Joined:
     def is_as_tried(self, module: Any) -> bool:
         """Nobody replaced, moved or watches its parts since."""
         modules = module._modules
-        for name, part, addresses in self.parts:
-            if modules.get(name) is not part or part._forward_hooks or part._forward_pre_hooks:
+        for name, part, kind, addresses in self.parts:
+            if modules.get(name) is not part or part.__class__ is not kind or "forward" in part.__dict__:
+                return False
+            if part._forward_hooks or part._forward_pre_hooks:
                 return False
             parameters = part._parameters
             for name, address in addresses:
@@ -567,10 +618,14 @@ def is_usual_attention(kind: type[nn.Module], more: Set[str] = frozenset()) -> b
     """Does its forward look up nothing but what makes queries, keys and values of its input, and `more`, and asks with
     them?
     """
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    if code is None or not set(code.co_names) <= _NAMES | more:
+    forward = undecorated(kind.forward)
+    if forward is None or forward.__code__.co_varnames[: forward.__code__.co_argcount] != _ARGUMENTS:
         return False
-    return code.co_varnames[: code.co_argcount] == _ARGUMENTS and _asks_for_attention(kind)
+    rotate = forward.__globals__.get("apply_rotary_pos_emb")
+    if rotate is not None and not does_only(rotate, _ROTATION_NAMES):
+        return False
+    calls = {"apply_rotary_pos_emb", "eager_attention_forward"}
+    return does_only(forward, _NAMES | more, kind, calls) and _asks_for_attention(kind)
 
 
 def _join_projections(module: Any, kernels: Kernels) -> None:
@@ -616,22 +671,18 @@ def _join_projections(module: Any, kernels: Kernels) -> None:
             out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
         return out, weights
 
-    module.__class__ = look_alike(original, forward=forward)
+    stand_in(module, forward=forward)
     module._expertly_joined, module._expertly_is_tried = None, False
 
 
 def _are_few(module: Any, hidden: torch.Tensor, angles: Any, kernels: Kernels) -> bool:
     cos, sin = angles
-    weight = module.q_proj.weight
     return (
-        not torch.compiler.is_compiling()
-        and hidden.dim() == 3
+        hidden.dim() == 3
         and 1 <= hidden.shape[0] * hidden.shape[1] <= kernels.most_tokens(hidden.dtype)
-        and hidden.dtype == weight.dtype == cos.dtype == sin.dtype
-        and hidden.is_cpu
-        and not module.training
         and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
+        and are_plain(hidden, module.q_proj.weight, cos, sin)
+        and not module.training
     )
 
 
@@ -669,7 +720,7 @@ def _try(
     of_tensors = {argument: names[id(given)] for argument, given in tensors.items()}
     others = {argument: given for argument, given in own.items() if argument not in tensors}
     parts = [
-        (name, one, [(which, _address_of(parameter)) for which, parameter in one._parameters.items()])
+        (name, one, type(one), [(which, _address_of(parameter)) for which, parameter in one._parameters.items()])
         for name, one in named.items()
     ]
     then = (last.weight, last.bias) if "o_proj" in named else None

@@ -197,7 +197,7 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModelError:
 class Unvalued(TorchFunctionMode):
     """A mode in which a model is made or probed on the meta device without torch's Python implementations of meta
     operations, whose import takes 35 MiB: weights are not initialised, `arange` and (as zeros) the results of linear
-    layers are on the CPU. `drop_values` moves to the meta device what was computed on the CPU.
+    layers are on the CPU, unless joined to others. `drop_values` moves to the meta device what was computed on the CPU.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -214,6 +214,8 @@ class Unvalued(TorchFunctionMode):
                 raise ValueError(f"a table of {rows} rows; accepted: {_MAX_ARANGE}")
         if func is torch.arange and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "cpu"}
+        if func is torch.cat and any(part.is_meta for part in args[0]):
+            args = [part.to("meta") for part in args[0]], *args[1:]
         return func(*args, **kwargs)
 
 

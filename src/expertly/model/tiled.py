@@ -16,6 +16,7 @@ from torch.nn.functional import embedding, linear
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.formats import FORMATS, TiledFormat
 from expertly.formats.tiles import TILE_OUTPUTS
+from expertly.model.closed import are_plain
 from expertly.native.kernels import NO_DOWN, Kernels
 
 _DECODED_NBYTES = 8 << 20
@@ -82,11 +83,9 @@ class TiledLinear(TiledLayer, nn.Linear):  # type: ignore[override]
             or not num_tokens
             or width != self.in_features
             or input.dtype != dtype
-            or not (input.is_cpu and tiles.is_cpu)
-            or (bias is not None and (bias.dtype != dtype or not bias.is_cpu or not bias.is_contiguous()))
-            or (torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)))
-            or torch.is_autocast_enabled("cpu")
-            or torch.compiler.is_compiling()
+            or not are_plain(input, bias)
+            or not tiles.is_cpu
+            or (bias is not None and not bias.is_contiguous())
         ):
             return linear(input, self.weight, bias)
         x = input.reshape(num_tokens, width)

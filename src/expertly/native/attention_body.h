@@ -159,25 +159,30 @@ static void NAME(run_attention)(void *argument) {
 #endif
 }
 
-/* Rows [num, width] times 1 / root of their mean square, times `weight` as `style` says. */
+/* Rows [num, width] times 1 / root of their mean square, times `weight` as `style` says. Every instruction set has as
+ * many sums side by side, so that bfloat16's and float16's norms are the same bits with all of them.
+ */
 INLINE void NAME(norm_typed)(int dtype, int style, int64_t num, int64_t width, const char *x, int64_t x_nbytes,
                              const char *weight, float epsilon, char *out) {
     const int64_t itemsize = NAME(itemsize)(dtype);
     for (int64_t row = 0; row < num; row++, x += x_nbytes, out += width * itemsize) {
-        vf sum = {0};
+        vf sums[NORM_LANES / V] = {0};
         float rest = 0;
         int64_t j = 0;
-        for (; j + V <= width; j += V) {
-            float values[V];
-            for (int i = 0; i < V; i++) values[i] = NAME(value)(dtype, x + (j + i) * itemsize);
-            const vf some = *(vf *)values;
-            sum += some * some;
-        }
+        for (; j + NORM_LANES <= width; j += NORM_LANES)
+            for (int k = 0; k < NORM_LANES / V; k++) {
+                float values[V];
+                for (int i = 0; i < V; i++) values[i] = NAME(value)(dtype, x + (j + k * V + i) * itemsize);
+                const vf some = *(vf *)values;
+                sums[k] += some * some;
+            }
+        for (int num = NORM_LANES / V; num > 1; num /= 2)
+            for (int k = 0; k < num / 2; k++) sums[k] += sums[k + num / 2];
         for (; j < width; j++) {
             const float value = NAME(value)(dtype, x + j * itemsize);
             rest += value * value;
         }
-        const float factor = 1 / __builtin_sqrtf((NAME(total)(sum) + rest) / (float)width + epsilon);
+        const float factor = 1 / __builtin_sqrtf((NAME(total)(sums[0]) + rest) / (float)width + epsilon);
         for (j = 0; j < width; j++) {
             float value = NAME(value)(dtype, x + j * itemsize) * factor, w = 1;
             if (style == ROUNDED) {

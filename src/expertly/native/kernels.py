@@ -210,8 +210,6 @@ class Kernels:
             return sys.maxsize
         if weights is None:
             return TASK_TOKENS
-        if library.level == 0:  # whose vectors are short
-            return 1
         return _MAX_FLOAT32_TOKENS if dtype == torch.float32 else TASK_TOKENS
 
     def slots(self, *layer: Any) -> SlotProducts | None:

@@ -249,6 +249,7 @@ typedef struct {
 
 enum { BOOLEAN = 3, NO_MASK = 4 };               /* of mask_dtype; a mask of any other dtype is added to scores */
 enum { KEYS_CHUNK = 256 };                       /* keys of a chunk */
+enum { NORM_LANES = 16 };                        /* sums of a norm side by side */
 enum { UNSEEN = -60000 }; /* a mask's value below this hides the key; masks use their dtype's least, float16's is -65504 */
 enum { ROUNDED, WEIGHED, ONE_MORE, NUM_STYLES }; /* norms: rounded, then times weight; times weight; times 1 + weight */
 

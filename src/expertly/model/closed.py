@@ -1,0 +1,124 @@
+"""The rule by which modules run in the compiled kernels: only what is on a closed list does.
+
+A module's code looks up listed names and compares nothing, so that what was tried with a few numbers holds for all; a
+call has listed arguments; tensors are plain. For whatever else there is, the model's own code runs.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Mapping, Set
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from expertly.model.hooks import look_alike
+
+PLAIN = (nn.Parameter, torch.Tensor)
+"""Other kinds of tensor, as quantizing makes them, have no memory of their own, or other bytes in it."""
+
+_STRIDED, _is_compiling = torch.strided, torch.compiler.is_compiling  # looked up several times a layer
+
+_MODULES = {"torch": torch.__name__, "nn": nn.__name__, "F": functional.__name__}
+_PACKAGES = (torch.__name__, transformers.__name__)
+
+
+def does_only(function: Any, names: Set[str], kind: type = object, apart: Set[str] = frozenset()) -> bool:
+    """Whether the code of a function, or of a method of `kind`, looks up nothing but `names`, compares no values and
+    calls no function that does; those in `apart` are not looked into.
+    """
+    plain = undecorated(function)
+    if plain is None:
+        return False
+    code = plain.__code__
+    if not set(code.co_names) <= names or code.co_freevars or any(isinstance(it, CodeType) for it in code.co_consts):
+        return False
+    if any(step.opname in ("COMPARE_OP", "CONTAINS_OP") for step in dis.get_instructions(code)):
+        return False
+    for name in set(code.co_names) - apart:
+        member = plain.__globals__.get(name, getattr(kind, name, None))
+        if name in _MODULES and getattr(member, "__name__", None) != _MODULES[name]:
+            return False
+        if isinstance(member, FunctionType) and not _is_known(member, names, kind):
+            return False
+    return True
+
+
+def _is_known(function: FunctionType, names: Set[str], kind: type) -> bool:
+    """A method of all modules, whose name is a tensor's too, a helper of transformers' library, a copy of `repeat_kv`
+    (which compares a count), or code that does only this.
+    """
+    if function is getattr(nn.Module, function.__name__, None):
+        return True
+    if function.__module__.startswith(f"{transformers.__name__}.utils."):
+        return True
+    code, known = function.__code__, repeat_kv.__code__
+    is_copy = (code.co_code, code.co_names) == (known.co_code, known.co_names)
+    return (is_copy and code.co_consts[1:] == known.co_consts[1:]) or does_only(function, names, kind)
+
+
+def undecorated(function: Any) -> FunctionType | None:
+    """The function within decorators of torch and transformers; None where there is another decorator, or no code."""
+    while hasattr(function, "__wrapped__"):
+        if not str(getattr(function, "__globals__", {}).get("__name__")).startswith(_PACKAGES):
+            return None
+        function = function.__wrapped__
+    return function if isinstance(function, FunctionType) else None
+
+
+def takes_only(function: Any, *arguments: str) -> bool:
+    """Whether these are its arguments; an empty name stands for any."""
+    parameters = inspect.signature(function).parameters.values()
+    is_usual = all(parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+    names = [parameter.name for parameter in parameters]
+    pairs = zip(names, arguments, strict=False)
+    return is_usual and len(names) == len(arguments) and all(name == wanted or not wanted for name, wanted in pairs)
+
+
+def are_known(arguments: Mapping[str, Any], known: Set[str]) -> bool:
+    """Whether each argument is a known one, or asks for nothing."""
+    if arguments.keys() <= known:
+        return True
+    return all(value is None or value is False or name in known for name, value in arguments.items())
+
+
+def are_plain(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether kernels may compute with these tensors, as numbers of the first one's dtype in the host's memory: nobody
+    trains, traces or casts them. Asked at each call, as whoever has the model may have replaced or moved them.
+    """
+    if _is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    dtype, can_train = first.dtype, torch.is_grad_enabled()
+    for tensor in (first, *others):
+        if tensor is not None and (
+            type(tensor) not in PLAIN
+            or tensor.dtype is not dtype
+            or not tensor.is_cpu
+            or tensor.layout is not _STRIDED
+            or (can_train and tensor.requires_grad)
+        ):
+            return False
+    return True
+
+
+def stand_in(module: Any, **changed: Any) -> None:
+    """Change a module's class as `look_alike` does, until somebody sets an attribute of it: what was tried need not
+    hold any more, so its own class returns.
+    """
+    original: Any = type(module)
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        if name == "__class__":
+            object.__setattr__(self, name, value)
+            return
+        if name != "training" and not name.startswith("_expertly_"):
+            object.__setattr__(self, "__class__", original)
+        original.__setattr__(self, name, value)
+
+    module.__class__ = look_alike(original, **changed, __setattr__=__setattr__)
