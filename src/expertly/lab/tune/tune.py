@@ -1,7 +1,8 @@
 """Finds the fastest system for a model, its prompts and this machine: record, measure, search, verify, choose."""
 
-from __future__ import os
+from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
