@@ -36,7 +36,7 @@ def pipe(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "10^5 stop strings": (fields(stop_strings=[str(at) for at in range(10**5)]), "stop_strings: 100000 entries"),
+    "10 000 stop strings": (fields(stop_strings=[str(at) for at in range(10**4)]), "stop_strings: 10000 entries"),
     "17 stop strings": (fields(stop_strings=[str(at) for at in range(17)]), "stop_strings=['0'"),
     "a stop string of 10^6": (fields(stop_strings="x" * 10**6), "stop_strings: 1000000 characters"),
     "an empty stop string": (fields(stop_strings=[""]), "stop_strings=['']"),

@@ -138,14 +138,18 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "4 GiB of sentencepiece": (sparse("tokenizer.model"), "tokenizer.model: 4294967296 bytes"),
     "4 GiB of merges": (sparse("merges.txt"), "merges.txt: 4294967296 bytes"),
     "a long regular expression": (split("a" * 10**7), "pattern.Regex: 10000000 characters"),
-    "10^5 added tokens": (added(*({"id": 128 + at} for at in range(10**5))), "added_tokens: 100004 entries"),
-    "10^5 special tokens": (
-        settings(additional_special_tokens=[str(at) for at in range(10**5)]),
-        f"{SETTINGS}: additional_special_tokens: 100000 entries",
+    "40 000 added tokens": (added(*({"id": 128 + at} for at in range(40_000))), "added_tokens: 40004 entries"),
+    "20 000 special tokens": (
+        settings(additional_special_tokens=[str(at) for at in range(20_000)]),
+        f"{SETTINGS}: additional_special_tokens: 20000 entries",
     ),
-    "10^5 normalisers": (replaced(*[1] * 10**5), "normalizers: 100000 entries"),
+    "300 normalisers": (replaced(*[1] * 300), "normalizers: 300 entries"),
     "a long prefix": (parts(normalizer={"type": "Prepend", "prepend": "x" * 5000}), "makes 5000 characters of one"),
     "texts that grow": (replaced(1000, 1000, 1000), "normalizer: makes 1000000000 characters of one"),
+    "answers that grow": (
+        parts(decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 8000}),
+        "decoder: makes 8000 characters of one",
+    ),
     "deep": (content(VOCABULARY, '{"x": ' + "[" * 10**5 + "]" * 10**5 + "}"), f"{VOCABULARY}: not JSON"),
     "deep settings": (content(SETTINGS, '{"x": ' + "[" * 900 + "]" * 900 + "}"), f"{SETTINGS}: x.0.0.0"),
     # kinds of files

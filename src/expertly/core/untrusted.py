@@ -70,7 +70,7 @@ VOCABULARY = Bounds(96 << 20, text=1 << 20, long={"added_tokens": 1 << 15}, skip
 long; those of `model` are checked where they are read, and looking at each would take as long.
 """
 
-TOKENIZER_PART = Bounds(0, items=1024, text=1 << 13)
+TOKENIZER_PART = Bounds(0, items=256, text=1 << 13)
 """What `tokenizer.json` has beside the vocabulary: the longest text is a regular expression."""
 
 TEMPLATE = Bounds(1 << 20)

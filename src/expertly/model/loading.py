@@ -55,7 +55,7 @@ _TOKENIZER_FILES = (
 
 
 _MAX_GROWTH = 64
-"""Characters that a normalizer may make of one: three for the byte of a space, in released ones."""
+"""Characters that a normaliser or a decoder may make of one: released ones write one mark for a space."""
 
 
 def load_dense(
@@ -214,18 +214,17 @@ def _check_settings(path: Path, *, has_vocabulary: bool) -> None:
 def _check_vocabulary(path: Path) -> None:
     """Refuse a `tokenizer.json` that is long where vocabularies are not, or makes long texts of short ones."""
     tokenizer = read_json_object(path, CheckpointError, VOCABULARY)
-    growth = 1
     for name, part in tokenizer.items():
         if name in ("model", "added_tokens"):
             continue
+        growth = 1
         for step in _steps(part):
             step.pop("precompiled_charsmap", None)
-            made = [step.get(key) for key in ("content", "prepend")]
-            if name == "normalizer":
-                growth *= max([1, *(len(text) for text in made if isinstance(text, str))])
+            written = (step.get(key) for key in ("content", "prepend"))
+            growth *= max([1, *(len(text) for text in written if isinstance(text, str))])
         check_value(part, f"{path}: {name}", TOKENIZER_PART, CheckpointError)
-    if growth > _MAX_GROWTH:
-        raise CheckpointError(f"{path}: normalizer: makes {growth} characters of one; accepted: {_MAX_GROWTH}")
+        if growth > _MAX_GROWTH and name in ("normalizer", "decoder"):
+            raise CheckpointError(f"{path}: {name}: makes {growth} characters of one; accepted: {_MAX_GROWTH}")
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
