@@ -20,6 +20,7 @@ from expertly.cli.main import main
 from expertly.core.errors import CheckpointError, ExpertlyError, ModelUseError
 from expertly.engine.memory import beside_experts
 from expertly.formats import FORMATS
+from expertly.model.dequantizer import BlockDequantizer
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack
 from expertly.model.tiled import TiledEmbedding, TiledLayer
@@ -344,6 +345,18 @@ def test_scales_that_are_not_those_of_the_blocks_are_refused(
     quantization = {"quant_method": "fp8", "weight_block_size": block}
     set_config(source, quantization_config=quantization)
     refused(source, CheckpointError, message, "float32")
+
+
+def test_experts_in_fp4_are_decoded_as_transformers_decodes_them() -> None:
+    """As DeepSeek-V4 has them beside layers in FP8: two numbers in a byte, a scale for each 32."""
+    dice = torch.Generator().manual_seed(3)
+    codes = torch.randint(-128, 128, (48, 64), generator=dice, dtype=torch.int8)
+    scales = torch.randint(110, 130, (48, 4), generator=dice, dtype=torch.uint8)
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+    assert torch.equal(BlockDequantizer(quantization | {"expert_dtype": "fp4"}).weight(codes, scales), wanted)
+    with pytest.raises(CheckpointError, match=r"weights in torch\.int8: must be FP8"):
+        BlockDequantizer(quantization).weight(codes, scales)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), "a row"])

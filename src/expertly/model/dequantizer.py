@@ -198,6 +198,8 @@ class BlockDequantizer:
     def weight(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """A decoded matrix in float32. Raises CheckpointError where the scales are none of it, or no numbers."""
         is_fp4 = codes.dtype in (torch.int8, torch.uint8)
+        if is_fp4 and not self._is_fp4:
+            raise CheckpointError(f"weights in {codes.dtype}: must be FP8, as config.json has it")
         values = codes.float()
         if is_fp4:
             pairs = codes.view(torch.uint8)
