@@ -325,6 +325,7 @@ def test_blocks_of_fp8_are_as_large_as_the_config_says(name: str, tmp_path: Path
     [
         ([128, 128], (2, 1), r"shape \[2, 1\]: must be \[2, 2\] for \[160, 192\] weights"),
         ([64, 64], (2, 2), r"shape \[2, 3\]: must be \[3, 5\] for \[192, 320\] weights"),
+        ([128, 128], (1, 1), r"shape \[1, 1\]: must be \[2, 2\]"),
         ([128, 128], (3, 2), r"shape \[3, 2\]: must be \[2, 2\]"),
         (None, (2, 2), r"shape \[2, 3\]: must be \[192, 1\]"),
         ([128], (2, 2), r"weight_block_size=\[128\]: must be two whole numbers above 0, or null"),
