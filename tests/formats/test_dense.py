@@ -20,6 +20,7 @@ from expertly.cli.main import main
 from expertly.core.errors import CheckpointError, ExpertlyError, ModelUseError
 from expertly.engine.memory import beside_experts
 from expertly.formats import FORMATS
+from expertly.model.dequantizer import BlockDequantizer
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack
 from expertly.model.tiled import TiledEmbedding, TiledLayer
@@ -324,6 +325,7 @@ def test_blocks_of_fp8_are_as_large_as_the_config_says(name: str, tmp_path: Path
     [
         ([128, 128], (2, 1), r"shape \[2, 1\]: must be \[2, 2\] for \[160, 192\] weights"),
         ([64, 64], (2, 2), r"shape \[2, 3\]: must be \[3, 5\] for \[192, 320\] weights"),
+        ([128, 128], (1, 1), r"shape \[1, 1\]: must be \[2, 2\]"),
         ([128, 128], (3, 2), r"shape \[3, 2\]: must be \[2, 2\]"),
         (None, (2, 2), r"shape \[2, 3\]: must be \[192, 1\]"),
         ([128], (2, 2), r"weight_block_size=\[128\]: must be two whole numbers above 0, or null"),
@@ -344,6 +346,18 @@ def test_scales_that_are_not_those_of_the_blocks_are_refused(
     quantization = {"quant_method": "fp8", "weight_block_size": block}
     set_config(source, quantization_config=quantization)
     refused(source, CheckpointError, message, "float32")
+
+
+def test_experts_in_fp4_are_decoded_as_transformers_decodes_them() -> None:
+    """As DeepSeek-V4 has them beside layers in FP8: two numbers in a byte, a scale for each 32."""
+    dice = torch.Generator().manual_seed(3)
+    codes = torch.randint(-128, 128, (48, 64), generator=dice, dtype=torch.int8)
+    scales = torch.randint(110, 130, (48, 4), generator=dice, dtype=torch.uint8)
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+    assert torch.equal(BlockDequantizer(quantization | {"expert_dtype": "fp4"}).weight(codes, scales), wanted)
+    with pytest.raises(CheckpointError, match=r"weights in torch\.int8: must be FP8"):
+        BlockDequantizer(quantization).weight(codes, scales)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), "a row"])

@@ -155,6 +155,9 @@ class BlockDequantizer:
                 f"quantization_config.weight_block_size={block!r:.80}: must be two whole numbers above 0, or null"
             )
         self._block: tuple[int, int] | None = None if block is None else (block[0], block[1])
+        self._may_be_one = (
+            quantization.get("weight_block_size") is None
+        )  # a scale for a whole matrix, as AutoFP8 has it
         self._is_fp4 = quantization.get("expert_dtype") == "fp4"
 
     def check(self, tensors: Mapping[str, TensorRef]) -> None:
@@ -169,24 +172,24 @@ class BlockDequantizer:
                 beside = f"{' and '.join(scales)} are" if scales else f"there is no {stem}{_SCALE}"
                 raise CheckpointError(f"{ref.path}: tensor {name!r}: {ref.dtype}, and {beside} beside it")
             shape = (*ref.shape[:-1], ref.shape[-1] * 2) if is_fp4 else ref.shape
-            found = tensors[scales[0]].shape
-            if self._block_of(shape, found, is_fp4) is None:
+            of_scales = tensors[scales[0]].shape
+            if self._block_of(shape, of_scales, is_fp4) is None:
                 raise CheckpointError(
-                    f"{tensors[scales[0]].path}: tensor {scales[0]!r}: shape {list(found)}: must be "
+                    f"{tensors[scales[0]].path}: tensor {scales[0]!r}: shape {list(of_scales)}: must be "
                     f"{self._expected(shape, is_fp4)} for {list(shape)} weights, as config.json has it "
                     f"(weight_block_size={None if self._block is None else list(self._block)})"
                 )
 
     def _expected(self, shape: Sequence[int], is_fp4: bool) -> list[int]:
         block = (1, 32) if is_fp4 else self._block or (1, shape[-1])
-        return [*shape[:-2], *(-(-size // one) for size, one in zip(shape[-2:], block, strict=True))]
+        return [*shape[:-2], *(-(-size // step) for size, step in zip(shape[-2:], block, strict=True))]
 
     def _block_of(self, shape: Sequence[int], scales: Sequence[int], is_fp4: bool) -> tuple[int, int] | None:
         """The rows and columns that share a scale; None where so many scales are none of this shape."""
         if list(scales) == self._expected(shape, is_fp4):
             return (1, 32) if is_fp4 else self._block or (1, shape[-1])
-        is_one = len(shape) == 2 and all(size == 1 for size in scales)  # of all weights
-        return (shape[0], shape[1]) if is_one and not is_fp4 else None
+        is_one = self._may_be_one and not is_fp4 and len(shape) == 2 and all(size == 1 for size in scales)
+        return (shape[0], shape[1]) if is_one else None
 
     def converted(self, transforms: Sequence[Any]) -> list[Any]:
         """The model's transforms, extended to make weights from quantised tensors, too."""
@@ -198,6 +201,8 @@ class BlockDequantizer:
     def weight(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """A decoded matrix in float32. Raises CheckpointError where the scales are none of it, or no numbers."""
         is_fp4 = codes.dtype in (torch.int8, torch.uint8)
+        if is_fp4 and not self._is_fp4:
+            raise CheckpointError(f"weights in {codes.dtype}: must be FP8, as config.json has it")
         values = codes.float()
         if is_fp4:
             pairs = codes.view(torch.uint8)

@@ -93,7 +93,7 @@ class GgufFiles:
         parts = [path]
         if match is not None:
             stem = path.name[: match.start()]
-            parts = [path.with_name(f"{stem}-{one + 1:05d}-of-{num:05d}{SUFFIX}") for one in range(num)]
+            parts = [path.with_name(f"{stem}-{place + 1:05d}-of-{num:05d}{SUFFIX}") for place in range(num)]
         metadata: dict[str, Any] = {}
         tensors: dict[str, TensorRef] = {}
         headers: dict[str, bytes] = {}
