@@ -19,9 +19,6 @@ from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.model import sandbox_process
 from expertly.model.sandbox_process import LENGTH
 
-PROCESS_NBYTES = 20 << 20
-"""Memory of the process while it waits; a third of it is code that all of them share."""
-
 _START_S = 60.0
 """For the process to start, on a machine that is busy with something else."""
 
