@@ -106,16 +106,16 @@ SCHEMAS: dict[str, tuple[Any, str]] = {
 }
 
 CASES: dict[str, tuple[tuple[str, Any], str]] = {
-    "a prompt of 3 MB": (text("a" * 3 * MIB), "accepted: 512 tokens"),
-    "a prompt of 3 MB of spaces": (text(" " * 3 * MIB), "accepted: 512 tokens"),
+    "a prompt of 3 MB": (text("a" * 3 * MIB), "accepted: 512 together"),
+    "a prompt of 3 MB of spaces": (text(" " * 3 * MIB), "accepted: 512 together"),
     "a prompt that may fit by its length": (text("a" * 30_000), "accepted: 512 together"),
-    "prompts": (text(["b" * (MIB // 5)] * 16), "accepted: 512 tokens"),
+    "prompts": (text(["b" * (MIB // 5)] * 16), "accepted: 512 together"),
     "tokens": (text([1] * 60_000), "accepted: 512 together"),
     "300 000 tokens": (text([1] * 300_000), "JSON values"),
     "token lists": (text([[1] * 4000] * 16), "accepted: 512 together"),
-    "a message of 3 MB": (chat("a" * 3 * MIB), "accepted: 512 tokens"),
-    "an item of 3 MB": (items("a" * 3 * MIB), "accepted: 512 tokens"),
-    "instructions of 3 MB": (items("a", instructions="a" * 3 * MIB), "accepted: 512 tokens"),
+    "a message of 3 MB": (chat("a" * 3 * MIB), "accepted: 512 together"),
+    "an item of 3 MB": (items("a" * 3 * MIB), "accepted: 512 together"),
+    "instructions of 3 MB": (items("a", instructions="a" * 3 * MIB), "accepted: 512 together"),
     "arguments of 3 MB": (
         chat(
             [
@@ -127,7 +127,7 @@ CASES: dict[str, tuple[tuple[str, Any], str]] = {
                 }
             ]
         ),
-        "512 tokens",
+        "512 together",
     ),
     "400 messages of 250 parts": (
         chat([{"role": "user", "content": [{"type": "text", "text": "a"}] * 250}] * 400),
@@ -139,7 +139,7 @@ CASES: dict[str, tuple[tuple[str, Any], str]] = {
     "items without a type": (items([{}] * 30_000), "input"),
     "1 000 000 empty lists": (chat([[]] * 1_000_000), "JSON values"),
     "500 000 names": (chat(extra={str(number): 0 for number in range(200_000)}), "JSON values"),
-    "60 000 unknown fields": (chat("a" * 70_000, **{f"x{number}": 0 for number in range(30_000)}), "512 tokens"),
+    "60 000 unknown fields": (chat("a" * 70_000, **{f"x{number}": 0 for number in range(30_000)}), "512 together"),
     "many tools": (chat(tools=[{}] * 20_000), "at most 128"),
     "many stop strings": (text(stop=["a"] * 20_000), "stop"),
     "a long stop string": (text(stop="a" * MIB), "at most 256"),
@@ -463,7 +463,7 @@ def test_a_body_that_does_not_come_frees_its_place(hostile: Serving, monkeypatch
             third.sendall(large * 4)
             raise ConnectionError(third.recv(1000))
         assert [connection.recv(1000).split()[1] for connection in slow] == [b"408"] * 2
-        assert "512 tokens" in refusal(client.post(path, json=text("a" * 3 * MIB)[1]))
+        assert "512 together" in refusal(client.post(path, json=text("a" * 3 * MIB)[1]))
     for connection in slow:
         connection.close()
     assert bodies._nbytes == 0

@@ -19,9 +19,6 @@ from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.model import sandbox_process
 from expertly.model.sandbox_process import LENGTH
 
-PROCESS_NBYTES = 20 << 20
-"""Memory of the process while it waits; a third of it is code that all of them share."""
-
 _START_S = 60.0
 """For the process to start, on a machine that is busy with something else."""
 
@@ -176,7 +173,7 @@ class Sandbox:
         self._end()
         if status == -signal.SIGPROF:
             return SlowError(f"did not end in {self._cpu_s:g} s")
-        if status == -signal.SIGKILL:
+        if status in (-signal.SIGKILL, -signal.SIGABRT):  # of the system, of Rust where it gets no memory
             return self._too_large()
         name = signal.Signals(-status).name if status < 0 else f"exit code {status}"
         return ConfigError(f"ended its process ({name})")

@@ -7,12 +7,13 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from expertly.core.errors import ConfigError
 from expertly.core.untrusted import Bounds, check_value
 from expertly.model.answers import CALL_MARKS
-from expertly.model.sandbox import Sandbox
+from expertly.model.sandbox import Sandbox, SlowError
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.schema import Tool
 
@@ -35,6 +36,9 @@ COMPILE_CPU_S = 1.0
 999 983 takes it 7 s. A schema of 1 000 properties takes 0.1 s.
 """
 
+FIRST_COMPILE_CPU_S = 0.2
+"""The same at first. A grammar that takes longer is compiled again where such grammars wait for each other."""
+
 COMPILE_S = 4.0
 """The same in time."""
 
@@ -49,16 +53,20 @@ STACK_NBYTES = 256 << 20
 
 
 class Grammars:
-    """Makes grammars for one tokenizer, in a thread of its own. Making the first one takes a moment."""
+    """Makes grammars for one tokenizer, in threads of their own. Making the first one takes a moment."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._ends = list(ends)
         self._of_library: Any = None
-        self._thread = ThreadPoolExecutor(1, "expertly-serve-grammars")
-        self._has_thread = False
-        self._sandbox = Sandbox("grammars", ("llguidance",), COMPILE_CPU_S, COMPILE_S, COMPILE_NBYTES, nice=NICE)
+        self._library_lock = threading.Lock()
+        self._threads = [_thread_with_stack(f"expertly-serve-grammars-{number}") for number in range(2)]
+        packages = ("llguidance",)
+        self._sandboxes = (
+            Sandbox("grammars", packages, FIRST_COMPILE_CPU_S, COMPILE_S, COMPILE_NBYTES),
+            Sandbox("grammars", packages, COMPILE_CPU_S, COMPILE_S, COMPILE_NBYTES, nice=NICE),
+        )
 
     async def of_schema(self, schema: dict[str, Any]) -> LLMatcher:
         """A grammar of JSON that follows `schema`. Raises ApiError naming what the schema asks for that is not
@@ -86,27 +94,30 @@ class Grammars:
         return await self._made("tools", "lark", make)
 
     def close(self) -> None:
-        self._sandbox.close()
-        self._thread.shutdown(cancel_futures=True)
+        for sandbox in self._sandboxes:
+            sandbox.close()
+        for thread in self._threads:
+            thread.shutdown(cancel_futures=True)
 
     async def _made(self, param: str, kind: str, make: Callable[[], str]) -> LLMatcher:
-        if not self._has_thread:
-            self._has_thread = True
-            before = threading.stack_size(STACK_NBYTES)
+        """Compiles `make()`, a text of this kind. Raises ApiError."""
+        for thread, sandbox in zip(self._threads, self._sandboxes, strict=True):
             try:
-                self._thread.submit(lambda: None)  # starts it
-            finally:
-                threading.stack_size(before)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, param, kind, make)
+                call = partial(self._compiled, sandbox, param, kind, make)
+                return await asyncio.get_running_loop().run_in_executor(thread, call)
+            except SlowError as error:
+                problem = str(error)
+            except ConfigError as error:
+                problem = str(error)
+                break
+        raise invalid(f"{param}: cannot be kept: compiling it {problem}", param)
 
-    def _compiled(self, param: str, kind: str, make: Callable[[], str]) -> LLMatcher:
-        """Compiles `make()`, a text of this kind, in the sandbox and then here."""
-        library, tokenizer = self._library(param)
+    def _compiled(self, sandbox: Sandbox, param: str, kind: str, make: Callable[[], str]) -> LLMatcher:
+        """Compiles in the sandbox, and then here. Raises ApiError, and ConfigError where the sandbox ends."""
+        with self._library_lock:
+            library, tokenizer = self._library(param)
         text = make()
-        try:
-            letter, problem = self._sandbox.ask(json.dumps({"kind": kind, "text": text}).encode())
-        except ConfigError as error:
-            raise invalid(f"{param}: cannot be kept: compiling it {error}", param) from None
+        letter, problem = sandbox.ask(json.dumps({"kind": kind, "text": text}).encode())
         if letter == b"T":
             grammar = getattr(library.LLMatcher, f"grammar_from_{kind}")(text)
             limits = library.LLParserLimits(verbose_errors=False)
@@ -132,6 +143,17 @@ class Grammars:
             except ValueError as error:
                 raise _cannot(param, f"the model's tokenizer cannot be constrained: {error}") from None
         return llguidance, self._of_library
+
+
+def _thread_with_stack(name: str) -> ThreadPoolExecutor:
+    """A thread with a stack of STACK_NBYTES."""
+    thread = ThreadPoolExecutor(1, name)
+    before = threading.stack_size(STACK_NBYTES)
+    try:
+        thread.submit(lambda: None)  # starts it
+    finally:
+        threading.stack_size(before)
+    return thread
 
 
 def one_line(problem: str) -> str:

@@ -227,8 +227,8 @@ class Prompts:
 
     def _too_long(self, length: int, param: str) -> ApiError:
         return invalid(
-            f"{param}: {length} characters are more than {self._context} tokens; accepted: {self._context} tokens with "
-            "those to write",
+            f"{param}: {length} characters are more than {self._context} tokens; accepted: {self._context} together "
+            "with those to write",
             param,
             "context_length_exceeded",
         )
