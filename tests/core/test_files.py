@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from expertly.core.files import replacing
+from expertly.core.files import replacing, write_atomic
 
 
 def test_replaces_when_the_block_ends(tmp_path: Path) -> None:
@@ -29,15 +29,42 @@ def test_replaces_when_the_block_ends(tmp_path: Path) -> None:
     assert (tmp_path / "b").stat().st_mode == (tmp_path / "c").stat().st_mode
 
 
-def test_the_target_of_a_symbolic_link_is_replaced(tmp_path: Path) -> None:
-    path, link = tmp_path / "a", tmp_path / "links" / "b"
-    link.parent.mkdir()
-    link.symlink_to("../a")
-    for content in (b"new where nothing was", b"new"):
-        with replacing(link) as file:
-            file.write(content)
-        assert link.is_symlink() and path.read_bytes() == content
-    assert os.listdir(link.parent) == ["b"]
+@pytest.mark.parametrize("name", ["b", ".b.tmp"])
+@pytest.mark.parametrize("kind", ["a link", "a dangling link", "a pipe", "a folder", "a second name of a file"])
+def test_nothing_is_written_through_a_link_or_onto_no_file(tmp_path: Path, kind: str, name: str) -> None:
+    """Neither where the file goes nor where it is made."""
+    precious, path = tmp_path / "precious", tmp_path / "folder" / name
+    path.parent.mkdir()
+    precious.write_bytes(b"mine")
+    {
+        "a link": lambda: path.symlink_to(precious),
+        "a dangling link": lambda: path.symlink_to(tmp_path / "nowhere"),
+        "a pipe": lambda: os.mkfifo(path),
+        "a folder": path.mkdir,
+        "a second name of a file": lambda: path.hardlink_to(precious),
+    }[kind]()
+    before = path.lstat()
+    if kind == "a second name of a file" and name == "b":  # which is replaced, not written
+        write_atomic(path, b"new")
+        assert path.read_bytes() == b"new"
+    else:
+        with pytest.raises(FileExistsError, match=r"is in the way \('\.?b"):
+            write_atomic(path.with_name("b"), b"new")
+        assert path.lstat() == before and os.listdir(path.parent) == [name]
+    assert precious.read_bytes() == b"mine" and not (tmp_path / "nowhere").exists()
+
+
+def test_only_a_file_with_the_mark_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for content in (None, b"", b"with a mark, older"):
+        if content is not None:
+            path.write_bytes(content)
+        write_atomic(path, b"with a mark", b"mark")
+        assert path.read_bytes() == b"with a mark"
+    path.write_bytes(b"mine")
+    with pytest.raises(FileExistsError, match="not expertly's"):
+        write_atomic(path, b"with a mark", b"mark")
+    assert path.read_bytes() == b"mine" and os.listdir(tmp_path) == ["a"]
 
 
 def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_what_is_no_json_object_is_refused(path: Path, data: bytes) -> None:
 def test_a_file_that_is_too_large_is_not_read(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(17 << 20)
-    with pytest.raises(StoreError, match="must be at most"):
+    with pytest.raises(StoreError, match="accepted: "):
         read_choices(path, "abc", "bfloat16")
 
 
@@ -141,9 +141,14 @@ def test_nothing_that_it_names_is_imported(path: Path) -> None:
     assert "names code by its path" in said and "antigravity" not in sys.modules
 
 
-def test_a_damaged_file_is_replaced(path: Path) -> None:
-    path.write_text("{")
+def test_a_damaged_file_is_replaced_and_none_of_another_kind(path: Path) -> None:
+    save(path, CHOICE)
+    path.write_text(path.read_text()[:-20])
     assert save(path, CHOICE) == [CHOICE]
+    path.write_text("mine")
+    with pytest.raises(StoreError, match="not expertly's: it stays"):
+        save(path, CHOICE)
+    assert path.read_text() == "mine"
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -49,9 +49,10 @@ def test_a_cached_store_of_another_version_is_packed_again_and_what_was_learned_
     manifest, learned = store.folder / MANIFEST_NAME, learned_beside(store.folder, "maps")
     learned.write_text("learned")
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": FORMAT_VERSION - 1}))
-    (store.folder / "left_by_the_other_version").touch()
+    (store.folder / "somebody's").write_text("mine")
     pack_cached(source, cache_dir=tmp_path).verify(full=True)
-    assert learned.exists() and not (store.folder / "left_by_the_other_version").exists()
+    assert learned.exists() and not (store.folder / "somebody's").exists()
+    assert store.folder.with_name(f"{store.folder.name}.removed").joinpath("somebody's").read_text() == "mine"
 
 
 def test_a_changed_source_is_packed_anew_and_its_old_store_refused(tmp_path: Path) -> None:

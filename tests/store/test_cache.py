@@ -49,7 +49,7 @@ def test_what_was_learned_stays_until_the_last_codec_goes(tmp_path: Path) -> Non
         write_store(folder)
         write_store(in_planes, PLANES)
         maps = learned_beside(folder, "maps")
-        maps.write_text("learned")
+        maps.write_text('{"format":"expertly-maps"}')
         remove_entry(first.name, tmp_path)
         assert maps.exists()
         remove_entry(second.name, tmp_path)

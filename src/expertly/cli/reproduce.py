@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from expertly.cli.output import message, print_json, progress_bar, table
 from expertly.core.errors import ConfigError
+from expertly.core.files import write_atomic
 from expertly.lab.papers.settings import ReproduceOptions
 
 if TYPE_CHECKING:
@@ -70,10 +71,10 @@ def _write(args: ReproduceOptions, session: Session, results: list[Result]) -> N
         for name, text in markdown(page.stem, _command(args), session.about(), results).items():
             path = page.parent / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            write_atomic(path, text.encode())
         if page != args.out:
             text = json.dumps(session.facts(results), indent=1)
-            (args.out / "results.json").write_text(text + "\n", encoding="utf-8")
+            write_atomic(args.out / "results.json", (text + "\n").encode())
     except OSError as error:
         raise ConfigError(f"out={str(args.out)!r}: cannot be written ({error.strerror or error})") from None
 

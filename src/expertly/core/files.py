@@ -1,4 +1,5 @@
-"""Small files: written completely or not at all, JSON values as dataclasses, and messages for when the disk refuses.
+"""Files: written completely or not at all, never through a link, deleted by name, locked; JSON values as dataclasses;
+and messages for when the disk refuses.
 
 `core/untrusted.py` reads them.
 """
@@ -8,11 +9,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -22,6 +26,9 @@ from expertly.core.errors import ExpertlyError
 
 MAX_TEXT = 4096
 """Characters of a text that `from_json` takes."""
+
+_MARKED_NBYTES = 16 << 20
+"""A file's mark is among its first so many bytes."""
 
 
 @contextmanager
@@ -55,21 +62,22 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, mark: bytes = b"") -> None:
     """Replace `path` by `data`, as `replacing` does."""
-    with replacing(path) as file:
+    with replacing(path, mark) as file:
         file.write(data)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, mark: bytes = b"") -> Iterator[BinaryIO]:
     """An empty file that takes the place of `path` when the block ends, and is removed when it fails.
 
     After a crash `path` holds either all that was written or what it held before. Writers of the same path (threads or
     processes) wait for each other, and the last one wins. A killed writer leaves one hidden file, which the next one
-    uses. A symbolic link stays: the file that it leads to is replaced.
+    uses. Nothing is written through a link: raises FileExistsError where `path` or the hidden file is a link, a folder,
+    a pipe or a device, or where `path` is not empty and lacks `mark`, which all files of its kind have.
     """
-    path = Path(os.path.realpath(path)) if path.is_symlink() else path
+    check_replaceable(path, mark)
     temporary = path.with_name(f".{path.name}.tmp")
     with _locked(temporary) as file:
         try:
@@ -77,6 +85,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+            check_replaceable(path, mark)  # something may have come meanwhile
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -84,24 +93,190 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
+def check_replaceable(path: Path, mark: bytes = b"") -> None:
+    """Raises FileExistsError where `replacing` would."""
+    if (about := about_path(path)) is None:
+        return
+    if not stat.S_ISREG(about.st_mode):
+        raise in_the_way(path, about)
+    if mark and about.st_size and not has_mark(path, mark):
+        raise FileExistsError(errno.EEXIST, "a file is in the way that is not expertly's: it stays", str(path))
+
+
+def has_mark(path: Path, mark: bytes) -> bool:
+    """Whether a regular file, and no link, has these bytes."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    with os.fdopen(fd, "rb") as file:
+        return stat.S_ISREG(os.fstat(fd).st_mode) and mark in file.read(_MARKED_NBYTES)
+
+
+def about_path(path: Path) -> os.stat_result | None:
+    """What is at `path`, a link not followed; None: nothing."""
+    try:
+        return os.lstat(path)
+    except FileNotFoundError:
+        return None
+
+
+def in_the_way(path: Path, about: os.stat_result) -> FileExistsError:
+    """The error of what is at `path` and is not to be replaced."""
+    kind = _KINDS.get(stat.S_IFMT(about.st_mode), "a device")
+    return FileExistsError(errno.EEXIST, f"{kind} is in the way ({path.name!r:.80}): it stays", str(path))
+
+
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def create(path: Path, flags: int = 0) -> int:
+    """The descriptor of a new file, for writing. A regular file that is there, and no link, is deleted first. Raises
+    FileExistsError where something else is there.
+    """
+    about = about_path(path)
+    if about is not None and stat.S_ISREG(about.st_mode):
+        path.unlink(missing_ok=True)
+    elif about is not None:
+        raise in_the_way(path, about)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o666)
+
+
+def check_folder(path: Path) -> None:
+    """Raises FileExistsError where something other than a folder, such as a link to one, is at `path`."""
+    if (about := about_path(path)) is not None and not stat.S_ISDIR(about.st_mode):
+        raise in_the_way(path, about)
+
+
+def remove_files(folder: Path, is_ours: Callable[[str], bool], *, last: str = "", links: bool = False) -> list[str]:
+    """Delete the files of a folder whose names are ours, `last` behind all others. Returns the names that stay. No link
+    is followed: one is deleted, as a link, if it has such a name and `links` says so. Raises FileExistsError where the
+    folder is a link to one.
+    """
+    check_folder(folder)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        kept = []
+        for name in sorted(os.listdir(fd), key=lambda name: (name == last, name)):
+            with suppress(FileNotFoundError):  # another process was first
+                mode = os.lstat(name, dir_fd=fd).st_mode
+                if is_ours(name) and (stat.S_ISREG(mode) or (links and stat.S_ISLNK(mode))):
+                    os.unlink(name, dir_fd=fd)
+                else:
+                    kept.append(name)
+    finally:
+        os.close(fd)
+    return kept
+
+
+def remove_folder(folder: Path, is_ours: Callable[[str], bool], *, last: str = "", links: bool = False) -> list[str]:
+    """`remove_files`, and the folder where nothing stays in it."""
+    kept = remove_files(folder, is_ours, last=last, links=links)
+    if not kept:
+        with suppress(FileNotFoundError):  # another process was first
+            folder.rmdir()
+    return kept
+
+
+# -- locks -------------------------------------------------------------------------------------------------------------
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[BinaryIO]:
     """The file at `path`, made where it is missing, open, and locked while the block runs."""
     while True:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        with os.fdopen(os.open(path, flags, 0o666), "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with os.fdopen(open_lock(path), "r+b") as file:
+            take_lock(file.fileno(), path, lambda: os.fstat(file.fileno()).st_size)
             try:
-                if _is_at(path, file):  # else another writer has renamed it in the meantime
+                if is_at(path, file.fileno()):  # else another writer has renamed it in the meantime
                     yield file
                     return
             finally:
                 fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a forked child has it, too
 
 
-def _is_at(path: Path, file: BinaryIO) -> bool:
+def open_lock(path: Path) -> int:
+    """The descriptor of a regular file, made where it is missing, that has no second name. Raises FileExistsError where
+    something else is there; it follows no link, and does not wait, as opening a pipe would.
+    """
+    about = about_path(path)
+    if about is not None and not stat.S_ISREG(about.st_mode):
+        raise in_the_way(path, about)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    about = os.fstat(fd)
+    if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+        os.close(fd)
+        raise in_the_way(path, about)
+    return fd
+
+
+def take_lock(fd: int, path: Path, progress: Callable[[], object]) -> None:
+    """Lock an open file. While another process has the lock, says so and waits as long as that process gets on: as long
+    as `progress` changes or, for a while, its processor time. Raises TimeoutError naming it where it does not. File
+    systems without locks must do without.
+    """
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            return
+        raise
+    since = progressed = time.monotonic()
+    pause_s, is_said, before = 0.001, False, (progress(), _processor_time(lock_holder(fd)))
+    while True:
+        time.sleep(pause_s)
+        with suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        now, pid = time.monotonic(), lock_holder(fd)
+        after = progress(), _processor_time(pid)
+        since = now if after != before else since
+        progressed = now if after[0] != before[0] else progressed
+        before, pause_s = after, min(2 * pause_s, 0.1)
+        holder = "another process" if pid is None else f"process {pid}"
+        if not is_said and pause_s == 0.1:
+            logging.getLogger("expertly").warning("waiting for %s, which has locked %s", holder, path)
+            is_said = True
+        if now - progressed > _LONGEST_WAIT_S or (pid is not None and now - since > _IDLE_WAIT_S):
+            text = f"{holder} has locked {path} and does not get on; end it, or try again later"
+            raise TimeoutError(errno.ETIMEDOUT, text, str(path))
+
+
+_IDLE_WAIT_S, _LONGEST_WAIT_S = 12.0, 600.0
+"""So long a lock is waited for whose holder takes no processor time; and while it does, but makes no progress."""
+
+
+def lock_holder(fd: int) -> int | None:
+    """The process that has locked an open file; None where the system does not say."""
+    about = os.fstat(fd)
+    place = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()  # 1: FLOCK ADVISORY WRITE 708 fe:00:1034 0 EOF
+            if words[1] == "FLOCK" and words[5] == place and int(words[4]) > 0:
+                return int(words[4])
+    return None
+
+
+def _processor_time(pid: int | None) -> tuple[str, ...] | None:
+    with suppress(OSError):
+        return tuple(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[11:13])
+    return None
+
+
+def is_at(path: Path, fd: int) -> bool:
+    """Whether an open file is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
     except FileNotFoundError:
         return False
 

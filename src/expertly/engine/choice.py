@@ -7,6 +7,7 @@ The file is read as hostile input: all of it is checked before any of it is used
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,15 +27,13 @@ from expertly.engine.memory import MemoryRequest, divide
 from expertly.policies.allocation.moepic import SplitPlan
 from expertly.scheduler.presets import BASE_SYSTEM, default_system, get_system, paths_in
 from expertly.scheduler.system import System
-from expertly.store.cache import entry_folder, learned_beside
+from expertly.store.cache import entry_folder, learned_beside, mark_of
 from expertly.store.packed import PackedStore, is_packed_store
 
 FORMAT = "expertly-choices"
 FORMAT_VERSION = 1
 MAX_CHOICES = 64
 """For one model. The oldest is dropped."""
-
-MAX_FILE_NBYTES = 16 << 20
 
 MAX_GAINS = 16
 
@@ -98,14 +97,8 @@ def read_choices(path: Path, identity: str, dtype: str) -> list[TunedChoice]:
     Raises StoreError naming the file, the field, its value and what is accepted where the file is damaged, or of
     another version, model or dtype.
     """
-    try:
-        nbytes = path.stat().st_size
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return []
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read ({error.strerror})") from None
-    if nbytes > MAX_FILE_NBYTES:
-        raise StoreError(f"{path}: {nbytes} bytes; must be at most {MAX_FILE_NBYTES}")
     raw = read_json_object(path, StoreError)
     expected = {"format": FORMAT, "format_version": FORMAT_VERSION, "identity": identity, "dtype": dtype}
     for name, accepted in expected.items():
@@ -132,7 +125,7 @@ def save_choice(path: Path, identity: str, dtype: str, choice: TunedChoice) -> N
     head = {"format": FORMAT, "format_version": FORMAT_VERSION, "identity": identity, "dtype": dtype}
     with disk_errors(path, "saving the choice", StoreError, ""):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json_bytes({**head, "choices": [one.as_dict() for one in every]}))
+        write_atomic(path, json_bytes({**head, "choices": [one.as_dict() for one in every]}), mark_of("choices"))
 
 
 def _choice(where: str, raw: Any) -> TunedChoice:

@@ -16,11 +16,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from expertly.core.errors import ConfigError, StoreError
+from expertly.core.files import check_replaceable
 from expertly.data import demo_predictor
 from expertly.engine.runtime import Executor
 from expertly.policies.base import Policy
 from expertly.policies.eviction import EvictionPolicy
-from expertly.policies.learned import Array, Arrays, LearnedState, LearnedStore, Snapshot, read_learned, save_learned
+from expertly.policies.learned import (
+    MARK,
+    Array,
+    Arrays,
+    LearnedState,
+    LearnedStore,
+    Snapshot,
+    read_learned,
+    save_learned,
+)
 from expertly.policies.predictor.learned import LearnedWeights
 from expertly.scheduler.system import System
 from expertly.store.cache import learned_beside
@@ -129,7 +139,7 @@ def _writable(asked: str | Path) -> Path:
     with contextlib.suppress(*_NO_PATH):
         path = Path(asked).expanduser()
         try:
-            is_possible = stat.S_ISREG(path.stat().st_mode)
+            is_possible = stat.S_ISREG(path.lstat().st_mode)  # nothing is written through a link
         except FileNotFoundError:
             is_possible = path.parent.is_dir()
         if is_possible and not os.access(path.resolve().parent, os.W_OK):
@@ -161,7 +171,7 @@ class SavedState:
         self._is_auto = is_auto
         self._unit = self._learned.unit
         self._saved = self._learned.generation
-        self._is_kept = False  # the file holds more than the policy can, and is not overwritten
+        self._is_kept = False  # the file is none of ours, or holds more than the policy can, and is not overwritten
         self._has_failed = False  # the last write failed
         self._exchange: LearnedExchange | None = None
         self._due_s = time.monotonic() + SAVE_EVERY_S
@@ -177,7 +187,7 @@ class SavedState:
         """
         if self.path is None:
             return
-        if not self.path.exists():
+        if not os.path.lexists(self.path):
             self.why_nothing = f"there was no {self.path}"
             return
         mine = self._learned
@@ -189,7 +199,12 @@ class SavedState:
             if not self._is_auto:
                 raise
             self.problem = self.why_nothing = str(error)
-            warnings.warn(f"expertly: starting without {self._unit}, the file will be replaced: {error}", stacklevel=2)
+            then = "the file will be replaced"
+            try:
+                check_replaceable(self.path, MARK)
+            except OSError:
+                self._is_kept, then = True, "and what is learned is not saved, since this is no file of expertly's"
+            warnings.warn(f"expertly: starting without {self._unit}, {then}: {error}", stacklevel=2)
             return
         self.num_read = theirs.num_learned
         self._policy.adopt(theirs)

@@ -21,6 +21,7 @@ from torch.nn.functional import linear, silu
 
 from expertly.core.costs import CodecCosts, Link
 from expertly.core.errors import ConfigError
+from expertly.core.files import remove_files
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
 from expertly.core.resources import NUM_READERS, allowed_cpus, computing_threads, decoding_threads, granted_cpus
@@ -71,13 +72,14 @@ def scratch_file(folder: Path, nbytes: int, seconds: float) -> Iterator[ScratchF
     """A file of `write_scratch`, removed afterwards. Raises ConfigError where it cannot be written."""
     path = folder / f".doctor-{os.getpid()}.scratch"
     try:
-        try:
-            for other in folder.glob(".doctor-*.scratch"):  # of processes that were killed
-                if not Path("/proc", other.name.split("-")[1].split(".")[0]).exists():
-                    other.unlink(missing_ok=True)
-            written = write_scratch(path, nbytes, seconds)
-        except OSError as error:
-            raise ConfigError(f"folder {folder}: a test file cannot be written there ({error.strerror})") from error
+        for other in folder.glob(".doctor-*.scratch"):  # of processes that were killed
+            pid = other.name.removeprefix(".doctor-").removesuffix(".scratch")
+            if pid.isdecimal() and Path("/proc/self").exists() and not Path("/proc", pid).exists():
+                remove_files(folder, other.name.__eq__)
+        written = write_scratch(path, nbytes, seconds)
+    except OSError as error:
+        raise ConfigError(f"folder {folder}: a test file cannot be written there ({error.strerror})") from error
+    try:
         yield ScratchFile(path, *written)
     finally:
         path.unlink(missing_ok=True)

@@ -126,7 +126,7 @@ class MachineProfile:
         """Replace `path` atomically. Raises ConfigError where it cannot be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, (json.dumps(self.as_dict(), indent=1) + "\n").encode())
+            write_atomic(path, (json.dumps(self.as_dict(), indent=1) + "\n").encode(), b'"format_version"')
         except OSError as error:
             raise ConfigError(f"machine profile {path}: cannot be written ({error.strerror})") from error
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from expertly.core.errors import ConfigError
+from expertly.core.files import replacing
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -174,8 +175,8 @@ class Picture:
 def save(figure: Any, path: Path) -> None:
     """Save in the format of the name's suffix. Raises ConfigError where it cannot be written."""
     try:
-        with drawing():
-            figure.savefig(path, dpi=150)
+        with drawing(), replacing(path) as file:
+            figure.savefig(file, dpi=150, format=path.suffix.removeprefix(".") or None)
     except OSError as error:
         raise ConfigError(f"plot={str(path)!r}: cannot be written ({error.strerror or error})") from None
 

@@ -14,7 +14,7 @@ from expertly.core.errors import CheckpointError, DownloadError
 from expertly.core.files import existing_parent
 from expertly.core.headers import read_safetensors_header, tensor_info
 from expertly.core.untrusted import is_plain_name, read_json_object
-from expertly.store.cache import check_space
+from expertly.store.cache import check_space, store_errors
 from expertly.store.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, TensorRef, check_claims
 
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
@@ -150,8 +150,9 @@ class HubModel:
         path = folder / name
         cached = try_to_load_from_cache(self.name, name, revision=self.commit)
         if isinstance(cached, str):
-            path.unlink(missing_ok=True)
-            path.symlink_to(Path(cached).resolve())
+            with store_errors(folder, f"linking {name}"):
+                path.unlink(missing_ok=True)
+                path.symlink_to(Path(cached).resolve())
         else:  # the hub's client notices a file of another commit
             if path.is_symlink():
                 path.unlink()

@@ -4,7 +4,7 @@ model and a shard.
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from expertly.model.packing import Packing, check_codec_of, local_folder, open_s
 from expertly.store.cache import check_space, entry_folder, make_room_for_this_version, store_errors
 from expertly.store.checkpoint import Checkpoint
 from expertly.store.packed import DENSE_NAME, PackedStore, is_packed_store
+from expertly.store.removal import begin_download, remove_in_place
 from expertly.store.writer import Progress, StoreWriter, begun_codec, partial_folder
 
 
@@ -52,7 +53,7 @@ def pack_streamed(
     beside = folder or entry_folder("hub", hub.commit, "shards", cache_dir)
     here = beside.with_name(f"{beside.name}.download")
     with store_errors(here, "making the folder"):
-        here.mkdir(parents=True, exist_ok=True)
+        begin_download(here, hub.files)
     hub.fetch_small_files(here)
     checkpoint = hub.checkpoint(here)
     weights = weights_of(checkpoint, dtype)
@@ -74,10 +75,15 @@ def pack_streamed(
     except (StoreError, DownloadError):
         raise
     except Exception:  # it would fail again
-        shutil.rmtree(here, ignore_errors=True)
+        _remove(here)
         raise
-    shutil.rmtree(here, ignore_errors=True)
+    _remove(here)
     return replace(store, why_codec="it was asked for, or begun in it, or weights that are streamed are not measured")
+
+
+def _remove(here: Path) -> None:
+    with contextlib.suppress(OSError):
+        remove_in_place(here)
 
 
 class _Stream:

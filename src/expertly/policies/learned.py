@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import stat
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -34,6 +33,7 @@ from expertly.core.headers import (
     parse_safetensors_header,
     safetensors_header,
 )
+from expertly.core.untrusted import open_file
 
 VERSION = 1
 
@@ -43,6 +43,9 @@ MAX_CAPACITY = 1 << 20
 MAX_NBYTES = 1 << 36  # that a file may take in memory: a small file must not claim all there is
 
 OF_A_TRACE = "trace:"  # begins the identity of a state made of a trace whose model was not named
+
+MARK = b'"expertly-'
+"""In every header: no other file is replaced."""
 
 NO_CHECKSUM = "0" * 8
 _CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{8})"')
@@ -337,7 +340,7 @@ def save_learned(path: Path, learned: LearnedState | Snapshot, identity: str, ab
         crc = zlib.crc32(_bytes_of(array), crc)
     sealed = safetensors_header(specs, metadata | {"checksum": f"{crc:08x}"})
     assert without_checksum(sealed) == (raw, f"{crc:08x}")
-    with disk_errors(path.parent, f"writing {path.name}", StoreError, ""), replacing(path) as file:
+    with disk_errors(path.parent, f"writing {path.name}", StoreError, ""), replacing(path, MARK) as file:
         file.write(sealed)
         for array in arrays.values():
             file.write(_bytes_of(array))
@@ -352,9 +355,7 @@ def read_learned(
     of another version or model, or that holds numbers that cannot have been learned.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for who writes it
-            raise StoreError(f"{path}: cannot be read (not a file)")
-        with FileIO(path) as file:
+        with open_file(path, StoreError) as file:
             nbytes = os.fstat(file.fileno()).st_size
             raw = header_bytes_of(file, path, StoreError)
             infos = parse_safetensors_header(path, raw, StoreError, nbytes)

@@ -13,13 +13,16 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
 
 from expertly.core.costs import HostCompute, Link
 from expertly.core.errors import ConfigError, TraceError
+from expertly.core.files import create
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
+from expertly.core.untrusted import open_file
 from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
 from expertly.policies.known import Known
 from expertly.scheduler.budget import Budget
@@ -232,7 +235,7 @@ class DecisionsFile:
         self._crc = 0
         self._process = os.getpid()
         try:
-            self._file = path.open("w", encoding="utf-8")
+            self._file = os.fdopen(create(path), "w", encoding="utf-8")
         except OSError as error:
             raise self._problem(error) from None
         try:
@@ -278,7 +281,7 @@ def replay_file(path: Path, *, may_import: bool = False) -> tuple[dict[str, Any]
     may not.
     """
     try:
-        with path.open("rb") as file:
+        with BufferedReader(open_file(path, TraceError)) as file:
             lines = _unsealed(file, str(path))
             header = read_header(next(lines, ""), str(path))
             return header, replay(lines, _scheduler(header, f"{path}, line 1", may_import), str(path))

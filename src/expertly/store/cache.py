@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertly.core.errors import ConfigError, StoreError
-from expertly.core.files import disk_errors, existing_parent
+from expertly.core.files import disk_errors, existing_parent, has_mark, lock_holder
 from expertly.store.manifest import Manifest
 from expertly.store.packed import is_packed_store, stored_ratio
+from expertly.store.removal import LOCK_NAME, remove_store
 
 CACHE_VARIABLE = "EXPERTLY_CACHE"
 
@@ -119,15 +120,24 @@ def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
     lock = _lock_of(entry.folder)
     try:
         with store_errors(entry.folder, "removing it"):
-            _remove_folder(entry.folder)
+            remove_store(entry.folder)
             name = entry.folder.name
             other_codec = name.removesuffix(_PLANES) if name.endswith(_PLANES) else name + _PLANES
             for kind in () if entry.folder.with_name(other_codec).is_dir() else LEARNED:
-                learned_beside(entry.folder, kind).unlink(missing_ok=True)
+                path = learned_beside(entry.folder, kind)
+                if has_mark(path, mark_of(kind)):
+                    path.unlink(missing_ok=True)
+                elif os.path.lexists(path):
+                    logging.getLogger("expertly").warning("%s: kept: nothing that expertly learned", path)
     finally:
         if lock >= 0:
             os.close(lock)
     return entry
+
+
+def mark_of(kind: str) -> bytes:
+    """What every file of a kind of LEARNED has near its beginning."""
+    return f'"expertly-{kind}"'.encode()
 
 
 def make_room_for_this_version(folder: Path) -> None:
@@ -142,17 +152,7 @@ def make_room(folder: Path, why: str) -> None:
     """Remove the cached store at `folder`, so that it is packed again. Raises StoreError where it cannot be removed."""
     logging.getLogger("expertly").warning("%s: %s; packing again", folder, why)
     with store_errors(folder, "removing it"), contextlib.suppress(FileNotFoundError):  # another process was first
-        _remove_folder(folder)
-
-
-def _remove_folder(folder: Path) -> None:
-    # Renamed first: an interrupted removal must not leave a folder that looks like a whole store.
-    doomed = folder.with_name(f"{folder.name.removesuffix('.removed')}.removed")
-    if doomed != folder:
-        if doomed.exists():
-            shutil.rmtree(doomed)
-        folder.rename(doomed)
-    shutil.rmtree(doomed)
+        remove_store(folder, is_for_another=True)
 
 
 def _is_source(entry: CacheEntry, name: str) -> bool:
@@ -176,12 +176,14 @@ def _entry(path: Path) -> CacheEntry:
 def _lock_of(folder: Path) -> int:
     """Take the lock of an unfinished store: it must not be removed while a process writes it."""
     try:
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return -1
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
+        pid = lock_holder(fd)
         os.close(fd)
-        raise StoreError(f"{folder}: another process is packing it; end that first") from None
+        holder = "" if pid is None else f" (process {pid})"
+        raise StoreError(f"{folder}: another process is packing it{holder}; end that first") from None
     return fd

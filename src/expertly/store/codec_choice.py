@@ -17,7 +17,7 @@ import numpy as np
 
 from expertly.core.costs import CodecCosts
 from expertly.core.errors import ConfigError, StoreError, TransferError
-from expertly.core.files import existing_parent
+from expertly.core.files import create, existing_parent
 from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
 from expertly.core.resources import NUM_READERS, allowed_cpus, decoding_threads
 from expertly.core.units import format_nbytes, format_rate
@@ -195,9 +195,9 @@ def disk_rate_at(folder: Path) -> float:
     """
     place = existing_parent(folder)
     path = place / f".expertly-{os.getpid()}-{threading.get_ident()}.scratch"
+    with store_errors(place, "writing a file to measure the disk with"):
+        write_scratch(path, _SCRATCH_NBYTES)
     try:
-        with store_errors(place, "writing a file to measure the disk with"):
-            write_scratch(path, _SCRATCH_NBYTES)
         with _opened([path]) as files:
             path.unlink()  # while it is open: a process that is killed leaves no file
             return sum(_rates(_reader(files), NUM_READERS, _SECONDS))
@@ -312,15 +312,20 @@ def write_scratch(path: Path, nbytes: int, seconds: float = math.inf) -> tuple[i
     """
     block = np.random.default_rng(0).integers(0, 256, _BLOCK_NBYTES, np.uint8)
     written, start = 0, time.perf_counter()
-    with path.open("xb", buffering=0) as file:
-        while written < nbytes and (not written or time.perf_counter() - start < seconds):
-            block[::4096] += 1  # no two blocks alike
-            view = block.data
-            while view:
-                view = view[file.write(view) :]
-            os.fdatasync(file.fileno())
-            written += _BLOCK_NBYTES
-        elapsed = time.perf_counter() - start
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    fd = create(path)
+    try:
+        with os.fdopen(fd, "wb", buffering=0) as file:
+            while written < nbytes and (not written or time.perf_counter() - start < seconds):
+                block[::4096] += 1  # no two blocks alike
+                view = block.data
+                while view:
+                    view = view[file.write(view) :]
+                os.fdatasync(fd)
+                written += _BLOCK_NBYTES
+            elapsed = time.perf_counter() - start
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
     return written, written / elapsed

@@ -15,11 +15,13 @@ from expertly.core.files import from_json, json_bytes, write_atomic
 from expertly.core.geometry import LayerGeometry, stored_as
 from expertly.core.headers import BITS
 from expertly.core.units import format_share
-from expertly.core.untrusted import is_plain_name, read_json_object
+from expertly.core.untrusted import Bounds, is_plain_name, read_file, read_json_object
 from expertly.formats import FORMATS, check_format
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
+JOURNAL_NAME = "progress.json"
+"""The same while a store is made: it has the files that are done."""
 
 STORE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Dtypes of stored experts: torch's name to safetensors' name."""
@@ -57,9 +59,9 @@ class FileEntry:
         if self.nbytes > most_nbytes:
             raise StoreError(f"{path}: {self.nbytes} bytes, more than the {most_nbytes} accepted: {again}")
         try:
-            raw = path.read_bytes()
-        except OSError as error:
-            raise StoreError(f"{path}: cannot be read ({error.strerror}): {again}") from None
+            raw = read_file(path, Bounds(most_nbytes), StoreError)
+        except StoreError as error:
+            raise StoreError(f"{error}: {again}") from None
         if len(raw) != self.nbytes or zlib.crc32(raw) != self.checksum:
             found = f"checksum {zlib.crc32(raw):08x}, but {MANIFEST_NAME} says {self.checksum:08x}"
             raise StoreError(f"{path}: {found}: {again}")

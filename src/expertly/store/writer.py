@@ -6,10 +6,9 @@ import contextlib
 import errno
 import fcntl
 import json
-import logging
 import mmap
 import os
-import shutil
+import stat
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,13 +23,25 @@ import xxhash
 
 from expertly.core.costs import CODECS
 from expertly.core.errors import CheckpointError, DownloadError, StoreError
-from expertly.core.files import json_bytes, sync_folder, write_atomic
+from expertly.core.files import (
+    about_path,
+    check_folder,
+    create,
+    is_at,
+    json_bytes,
+    open_lock,
+    remove_files,
+    sync_folder,
+    take_lock,
+    write_atomic,
+)
 from expertly.core.geometry import PAGE_NBYTES, LayerGeometry
 from expertly.core.headers import TensorSpec, safetensors_header
+from expertly.core.untrusted import Bounds, open_file, read_file, read_json_object
 from expertly.store.cache import check_space, store_errors
 from expertly.store.checkpoint import INDEX_NAME, Bytes
 from expertly.store.frames import FrameEncoder, frames_per_expert, index_bytes, index_name, padded, planes_name
-from expertly.store.manifest import FileEntry, Manifest
+from expertly.store.manifest import JOURNAL_NAME, FileEntry, Manifest
 from expertly.store.packed import (
     DENSE_NAME,
     PackedStore,
@@ -41,13 +52,11 @@ from expertly.store.packed import (
     is_extra,
     is_packed_store,
 )
+from expertly.store.removal import LOCK_NAME, check_partial, is_store_name, listed_names, remove_in_place
 from expertly.store.sums import BlockSummer, sums_name
 
 Progress = Callable[[int, int], None]
 """`progress(done_nbytes, total_nbytes)`."""
-
-_JOURNAL_NAME = "progress.json"
-_LOCK_NAME = "lock"
 
 _PART_SUFFIX = ".part"
 _PART_CHUNK_NBYTES = 8 << 20
@@ -65,10 +74,9 @@ def partial_folder(folder: Path) -> Path:
 
 def begun_codec(folder: Path) -> str | None:
     """The codec of a store for `folder` that was begun and not finished; None where none was."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads((partial_folder(folder) / _JOURNAL_NAME).read_bytes())
-        if isinstance(found, dict) and found.get("codec") in CODECS:
-            return str(found["codec"])
+    with contextlib.suppress(StoreError):
+        codec = read_json_object(partial_folder(folder) / JOURNAL_NAME, StoreError).get("codec")
+        return codec if codec in CODECS else None
     return None
 
 
@@ -110,7 +118,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
             self._report(0)
         except BaseException:
             if not self._done:  # there is nothing to resume
-                shutil.rmtree(self._partial, ignore_errors=True)
+                self._remove()
             self.close()
             raise
 
@@ -119,7 +127,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         if not self.folder.is_dir() or not any(self.folder.iterdir()):
             return None
         store = PackedStore.open(self.folder, self._plan.identity, self._plan.stamp)
-        shutil.rmtree(self._partial, ignore_errors=True)
+        self._remove()
         return store
 
     def is_done(self, name: str) -> bool:
@@ -167,7 +175,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         """The bytes of one of its tensors; each chunk is only valid until the next."""
         with (
             store_errors(self._partial, "reading what was packed"),
-            (self._partial / _part_name(number)).open("rb") as f,
+            open_file(self._partial / _part_name(number), StoreError) as f,
         ):
             f.seek(begin)
             while nbytes:
@@ -194,7 +202,8 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
 
     def copy_extras(self, source: Path) -> None:
         """Tokenizer and the like."""
-        self._mark(copy_extras(source, self._partial))
+        with store_errors(self._partial, "copying small files"):
+            self._mark(copy_extras(source, self._partial, ()))
 
     def finish(self) -> PackedStore:
         """Write index and manifest, and give the store its name."""
@@ -202,11 +211,11 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         self.write_file(INDEX_NAME, dense_index(names, sum(spec.nbytes for spec in self._dense)))
         with store_errors(self._partial, "finishing the store"):
             replace(self._plan, files=dict(sorted(self._done.items()))).write(self._partial)
-            (self._partial / _JOURNAL_NAME).unlink()
+            (self._partial / JOURNAL_NAME).unlink()
             sync_folder(self._partial)
             self._partial.rename(self.folder)
             sync_folder(self.folder.parent)
-            (self.folder / _LOCK_NAME).unlink()
+            (self.folder / LOCK_NAME).unlink()
         return PackedStore.open(self.folder, self._plan.identity, self._plan.stamp)
 
     def close(self) -> None:
@@ -219,8 +228,12 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception) and not isinstance(error, StoreError | DownloadError):  # it would fail again
-            shutil.rmtree(self._partial, ignore_errors=True)
+            self._remove()
         self.close()
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            remove_in_place(self._partial)
 
     def _write_tensors(self, name: str, specs: Sequence[TensorSpec], chunks: Iterable[Bytes]) -> FileEntry:
         header = safetensors_header(specs)
@@ -270,7 +283,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         """Files that are done, all of them or, after a crash, none."""
         self._done.update(entries)
         with store_errors(self._partial, "recording progress"):
-            write_atomic(self._partial / _JOURNAL_NAME, json_bytes(self._journal(self._done)))
+            write_atomic(self._partial / JOURNAL_NAME, json_bytes(self._journal(self._done)))
 
     def _journal(self, done: Mapping[str, FileEntry]) -> dict[str, Any]:
         dense = [[spec.name, spec.dtype, list(spec.shape)] for spec in self._dense]
@@ -278,23 +291,21 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
 
     def _resume(self) -> None:
         """Keep the files that are done; remove everything else of ours."""
-        path = self._partial / _JOURNAL_NAME
-        found: Any = None
-        with contextlib.suppress(OSError, ValueError, RecursionError):  # none yet, or torn: start over
-            found = json.loads(path.read_bytes())
-        expected = self._journal({})
-        if isinstance(found, dict) and {**found, "files": {}, "source": self._plan.source} == expected:
+        path = self._partial / JOURNAL_NAME
+        raw: dict[str, Any] = {}
+        with contextlib.suppress(StoreError):  # none yet, or torn: start over
+            raw = read_json_object(path, StoreError)
+        if {**raw, "files": {}, "source": self._plan.source} == self._journal({}):
             with contextlib.suppress(StoreError):
-                files = Manifest.from_dict(path, found).files
+                files = Manifest.from_dict(path, raw).files
                 self._done = {
-                    name: one
-                    for name, one in files.items()
-                    if _size(self._partial / name) == one.nbytes and not is_extra(name)  # these may have changed
+                    name: entry
+                    for name, entry in files.items()
+                    if _size(self._partial / name) == entry.nbytes and not is_extra(name)  # these may have changed
                 }
+        kept, listed = {LOCK_NAME, JOURNAL_NAME, *self._done}, listed_names(self._partial)
         with store_errors(self._partial, "clearing the folder"):
-            for stale in self._partial.iterdir():
-                if stale.name not in (_LOCK_NAME, _JOURNAL_NAME, *self._done):
-                    stale.unlink()
+            remove_files(self._partial, lambda name: name not in kept and (name in listed or is_store_name(name)))
             write_atomic(path, json_bytes(self._journal(self._done)))
 
     def _report(self, nbytes: int) -> None:
@@ -309,11 +320,12 @@ class _LargeFile(contextlib.AbstractContextManager["_LargeFile"]):
     """
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
-            self._fd = os.open(path, flags | os.O_DIRECT, 0o666)
-        except (OSError, AttributeError):  # EINVAL where unsupported; no O_DIRECT outside Linux
-            self._fd = os.open(path, flags, 0o666)
+            self._fd = create(path, os.O_DIRECT)
+        except (OSError, AttributeError) as error:  # EINVAL where unsupported; no O_DIRECT outside Linux
+            if isinstance(error, FileExistsError):
+                raise
+            self._fd = create(path)
         self._free = deque(memoryview(mmap.mmap(-1, _WRITE_NBYTES)) for _ in range(_NUM_WRITES))
         self._used = 0  # of the first of them
         self._writing: deque[Future[None]] = deque()
@@ -373,7 +385,8 @@ class _LargeFile(contextlib.AbstractContextManager["_LargeFile"]):
 
 def renew_extras(store: PackedStore, source: Path) -> PackedStore:
     """The store with the small files that lie beside the checkpoint's weights now."""
-    entries = copy_extras(source, store.folder)
+    with store_errors(store.folder, "renewing its small files"):
+        entries = copy_extras(source, store.folder, store.manifest.files)
     files = {name: one for name, one in store.manifest.files.items() if not is_extra(name)} | entries
     if files == store.manifest.files:
         return store
@@ -383,28 +396,27 @@ def renew_extras(store: PackedStore, source: Path) -> PackedStore:
     return replace(store, manifest=manifest)
 
 
-def copy_extras(source: Path, folder: Path) -> dict[str, FileEntry]:
+def copy_extras(source: Path, folder: Path, listed: Iterable[str]) -> dict[str, FileEntry]:
     """Bring the small files beside a checkpoint's weights up to date in its store. What has not changed is not written;
-    what transformers would read and the checkpoint has no more is removed. Returns entries of what it would read.
+    what the store's manifest has `listed` and the checkpoint has no more is removed. Returns entries of what
+    transformers would read.
     """
+    check_folder(folder)
     entries = {}
-    for path in sorted(folder.iterdir()):
-        if _is_read(path) and _is_extra(path) and not _is_extra(source / path.name):
-            with store_errors(folder, f"removing {path.name}"):
-                path.unlink(missing_ok=True)
     for path in sorted(source.iterdir()):
         if not _is_extra(path):
             continue
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+        data = read_file(path, Bounds(_MAX_EXTRA_NBYTES), CheckpointError)
         with store_errors(folder, f"writing {path.name}"):
             target = folder / path.name
-            if not target.is_file() or target.read_bytes() != data:
+            is_same = _size(target) == len(data) and read_file(target, Bounds(len(data)), StoreError) == data
+            if not is_same and (_is_read(path) or about_path(target) is None):
                 write_atomic(target, data)
         if _is_read(path):
             entries[path.name] = FileEntry(len(data), zlib.crc32(data))
+    gone = {name for name in listed if is_extra(name) and name not in entries}
+    with store_errors(folder, "removing what the checkpoint has no more"):
+        remove_files(folder, lambda name: name in gone)
     return entries
 
 
@@ -424,47 +436,42 @@ def _is_extra(path: Path) -> bool:
 def _check_place(folder: Path, partial: Path) -> None:
     """Refuse to write over what is not ours."""
     with store_errors(folder, "looking at it"):
-        if folder.exists() and not folder.is_dir():
+        if not folder.is_symlink() and folder.exists() and not folder.is_dir():
             raise StoreError(f"{folder}: a file is in the way; must be a new or empty folder")
+        check_folder(folder)
         if folder.is_dir() and any(folder.iterdir()) and not is_packed_store(folder):
             raise StoreError(f"{folder}: holds other files; must be a new or empty folder, or a packed store")
-        if (
-            partial.exists()
-            and not (partial / _LOCK_NAME).exists()
-            and (not partial.is_dir() or any(partial.iterdir()))
-        ):
-            raise StoreError(f"{partial}: in the way, and not left by packing; move it, or choose another folder")
+        check_partial(partial)
 
 
 def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
+    """Of a regular file; -1 where there is something else."""
+    about = about_path(path)
+    return about.st_size if about is not None and stat.S_ISREG(about.st_mode) else -1
 
 
 def _acquire(partial: Path) -> int:
     """The descriptor of a locked lock file in `partial`, which is made where it is not there."""
+    path = partial / LOCK_NAME
     while True:
+        check_folder(partial)
         partial.mkdir(parents=True, exist_ok=True)
         try:
-            fd = os.open(partial / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = open_lock(path)
         except FileNotFoundError:  # its owner finished and renamed the folder
             continue
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                logging.getLogger("expertly").warning("waiting for another process that writes %s", partial)
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                    raise  # those are file systems without locks, which must do without
-            if os.path.samestat(os.fstat(fd), os.stat(partial / _LOCK_NAME)):
+            take_lock(fd, path, lambda: _state(partial))
+            if is_at(path, fd):
                 return fd
-        except FileNotFoundError:
-            pass
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)
+
+
+def _state(partial: Path) -> object:
+    """Changes as long as another process packs there."""
+    with contextlib.suppress(OSError):
+        return [(path.name, path.lstat().st_mtime_ns, path.lstat().st_size) for path in partial.iterdir()]
+    return None

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import TraceError
-from expertly.core.files import disk_errors
+from expertly.core.files import create, disk_errors, remove_folder
 from expertly.core.geometry import DenseShape
 from expertly.trace.manifest import write_manifest
 from expertly.trace.schema import (
     DTYPES,
+    MANIFEST_NAME,
     REQUESTS_NAME,
     REQUIRED,
     SCORINGS,
@@ -34,6 +35,10 @@ from expertly.trace.schema import (
     trace_field,
 )
 from expertly.trace.shards import ROWS_LEFT, TAIL_NAME, read_tail, record_dtype, shard_name, write_shard
+
+_NAMES = re.compile(
+    rf"{re.escape(MANIFEST_NAME)}|{re.escape(REQUESTS_NAME)}|rows-\d{{5,}}\.safetensors|tail\.bin|\..*\.tmp"
+)
 
 SHARD_NBYTES = 256 << 20
 """A shard of wide rows has fewer of them than `rows_per_shard`, so that it stays below this."""
@@ -207,8 +212,17 @@ def whole_trace(folder: Path, **arguments: Any) -> Iterator[TraceWriter]:
         with writer:
             yield writer
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_trace(folder)
         raise
+
+
+def remove_trace(folder: Path) -> None:
+    """Delete the files of a trace, and the folder where nothing else is in it. Raises OSError, where the folder is a
+    link, too.
+    """
+    if os.path.lexists(folder):
+        remove_folder(folder, lambda name: _NAMES.fullmatch(name) is not None, last=MANIFEST_NAME)
 
 
 def _converted(field: FieldInfo, values: Array, num_rows: int) -> Array:
@@ -232,7 +246,7 @@ def _converted(field: FieldInfo, values: Array, num_rows: int) -> Array:
 
 
 def _open_appending(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    return create(path, os.O_APPEND)
 
 
 def _write_all(fd: int, data: bytes | memoryview) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -16,7 +15,7 @@ from typing import Any
 
 import expertly
 from expertly.core.errors import ConfigError
-from expertly.core.files import disk_errors, finite, write_atomic
+from expertly.core.files import check_replaceable, disk_errors, finite, write_atomic
 from expertly.core.geometry import Geometry
 from expertly.core.resources import allowed_cpus, cpu_name
 from expertly.engine.memory import available_host_nbytes
@@ -48,6 +47,7 @@ from expertly.sim.hardware import Hardware
 from expertly.sim.schedule import Schedule, Selection
 from expertly.sim.study import Memory, Progress, Study
 from expertly.trace.reader import Trace
+from expertly.trace.writer import remove_trace
 
 NUM_REQUESTS, NUM_TOKENS = 5, 24
 """Defaults with a model: requests, and new tokens of each."""
@@ -382,9 +382,9 @@ def prepare(folder: Path, command: str, force: bool = False) -> None:
             if not force and any((folder / name).exists() for name in (REPORT, RESULTS)):
                 raise ConfigError(f"out={str(folder)!r}: holds an earlier comparison; --force replaces it")
             for name in (REPORT, RESULTS, COMMAND):
+                check_replaceable(folder / name)
                 (folder / name).unlink(missing_ok=True)
-            if (folder / TRACE).is_dir() and not (folder / TRACE).is_symlink():
-                shutil.rmtree(folder / TRACE)
+            remove_trace(folder / TRACE)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / COMMAND, (command + "\n").encode())
 

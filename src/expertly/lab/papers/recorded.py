@@ -4,7 +4,6 @@ trained. Each is made once and kept in the cache folder.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 from expertly.core.errors import ExpertlyError
 from expertly.lab.papers.runs import Subject
 from expertly.store.cache import cache_folder
+from expertly.trace.writer import remove_trace
 
 PROMPTS = {False: 90, True: 30}
 """By --quick."""
@@ -119,8 +119,8 @@ def _once(name: str, make: Callable[[Path], None], what: str, say: Callable[[str
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         made = Path(scratch) / folder.name
         make(made)
-        shutil.rmtree(folder, ignore_errors=True)  # what another version left
         try:
+            remove_trace(folder)  # what another version left
             made.replace(folder)
         except OSError as error:
             if not (folder / "manifest.json").is_file():  # else another process was first

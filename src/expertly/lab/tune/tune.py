@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -291,7 +292,7 @@ def keep_learned(learned: Path, system: str, store: PackedStore) -> None:
     Raises StoreError where that cannot be written.
     """
     kind = get_system(system).learns
-    if kind is not None and learned.exists() and not (there := learned_beside(store.folder, kind)).exists():
+    if kind is not None and learned.exists() and not os.path.lexists(there := learned_beside(store.folder, kind)):
         with disk_errors(there, "saving what was learned", StoreError, ""):
             write_atomic(there, learned.read_bytes())
 
