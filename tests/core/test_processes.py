@@ -138,7 +138,7 @@ def test_a_child_that_is_killed_is_named_with_its_work() -> None:
 
     with pytest.raises(ExpertlyError, match=r"^packing m: .* was killed \(SIGKILL\), perhaps for want of memory$"):
         in_child(die, print, "packing m")
-    with pytest.raises(ExpertlyError, match="packing m: .* ended with exit code 3"):
+    with pytest.raises(ExpertlyError, match=r"packing m: .* ended with exit code 3"):
         in_child(lambda tell: os._exit(3), print, "packing m")
 
 

@@ -49,7 +49,11 @@ PROCESSES: dict[str, Case] = {
     "stdout closed": ("X prints >&-", 0, "a message"),
     "stderr closed": ("X refuses 2>&-", 2, ""),
     "all closed": ("X prints <&- >&- 2>&-", 0, ""),
-    "stdout full": ("X prints >/dev/full 2>said; code=$?; grep -v message said >&2; exit $code", 2, "stdout: No space left on device"),
+    "stdout full": (
+        "X prints >/dev/full 2>said; code=$?; grep -v message said >&2; exit $code",
+        2,
+        "stdout: No space left on device",
+    ),
     "stdout full, an error": ("X refuses --json >/dev/full", 2, "error: no"),
     "stderr full": ("X prints 2>/dev/full >/dev/null", 0, ""),
     "stderr full, an error": ("X refuses 2>/dev/full", 2, ""),
