@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from expertly.core.errors import ConfigError, ExpertlyError
-from expertly.core.processes import as_finished, in_processes
+from expertly.core.processes import as_finished, in_child, in_processes
+from expertly.engine import process
 
 
 def made(folder: Path) -> Path:
@@ -98,3 +100,71 @@ def test_who_is_interrupted_or_killed_leaves_no_process(number: int, tmp_path: P
     while not are_gone(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+# -- work whose memory goes back -------------------------------------------------------------------------------------
+
+
+def test_a_child_tells_answers_and_raises_as_if_it_were_here() -> None:
+    heard = list[int]()
+
+    def work(tell: Callable[[int], None]) -> str:
+        for number in range(3):
+            tell(number)
+        return f"in {os.getpid()}"
+
+    assert in_child(work, heard.append, "counting") != f"in {os.getpid()}" and heard == [0, 1, 2]
+    with pytest.raises(ConfigError, match=r"^memory=1: too little$") as raised:
+        in_child(lambda tell: fail(ConfigError("memory=1: too little")), heard.append, "failing")
+    assert "in fail" in str(raised.value.__cause__), "where it was raised"
+    with pytest.raises(RuntimeError, match="Unpicklable: of a library"):
+        in_child(lambda tell: fail(unpicklable()), heard.append, "failing")
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def unpicklable() -> Exception:
+    class Unpicklable(Exception):
+        pass
+
+    return Unpicklable("of a library")
+
+
+def test_a_child_that_is_killed_is_named_with_its_work() -> None:
+    def die(tell: Callable[[Any], None]) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(ExpertlyError, match=r"^packing m: .* was killed \(SIGKILL\), perhaps for want of memory$"):
+        in_child(die, print, "packing m")
+    with pytest.raises(ExpertlyError, match=r"packing m: .* ended with exit code 3"):
+        in_child(lambda tell: os._exit(3), print, "packing m")
+
+
+def test_an_interrupt_ends_the_child_in_order(tmp_path: Path) -> None:
+    def work(tell: Callable[[int], None]) -> None:
+        try:
+            tell(os.getpid())
+            time.sleep(600)
+        finally:
+            (tmp_path / "left in order").touch()
+
+    pids = list[int]()
+
+    def interrupt(pid: int) -> None:
+        pids.append(pid)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_child(work, interrupt, "waiting")
+    assert (tmp_path / "left in order").exists() and not Path("/proc", str(pids[0])).exists()
+
+
+def test_memory_of_a_child_goes_back() -> None:
+    def work(tell: Callable[[Any], None]) -> int:
+        return len(bytes(os.urandom(1 << 20)) * 200)
+
+    before = process.rss_nbytes()
+    assert in_child(work, print, "filling") == 200 << 20
+    assert process.rss_nbytes() - before < 50 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -18,21 +19,18 @@ from typing import Any
 
 import httpx
 import pytest
+import ray
 
 import expertly
 from expertly.api import handle
 from expertly.core.errors import TransferError
-from expertly.engine import pair
+from expertly.engine import pair, ray_workers
 from expertly.engine.wire import Kind
 from tests.engine.conftest import Case, Cases
 from tests.engine.failing import raising
 from tests.engine.observe import loaded
 from tests.families import generate, make_checkpoint, make_tokenizer, reference_generate
 from tests.tables import IS_FULL
-
-ray = pytest.importorskip("ray")
-
-from expertly.engine import ray_workers  # noqa: E402  (it needs Ray)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -57,7 +55,9 @@ def until_all_are_back(model: Any, case: Case) -> None:
         time.sleep(0.2)
 
 
-def test_killed_and_stopped_processes(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_and_stopped_processes(
+    cases: Cases, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     asked, plain = set[int](), ray_workers.RayPeer.ask
     monkeypatch.setattr(
         ray_workers.RayPeer, "ask", lambda peer, message: (asked.add(message[0]), plain(peer, message))[1]
@@ -70,7 +70,10 @@ def test_killed_and_stopped_processes(cases: Cases, monkeypatch: pytest.MonkeyPa
         assert len({*pids, os.getpid()}) == 3 and all(one["bytes_received"] for one in workers_of(model))
 
         os.kill(pids[0], signal.SIGKILL)
+        begin = time.monotonic()
         assert generate(model, case.prompts) == case.tokens
+        assert time.monotonic() - begin < 10, "a closed connection is death at once"
+        assert [one.levelname for one in caplog.records if "worker local-1 was lost" in one.message] == ["WARNING"]
         assert [one["drops"] for one in workers_of(model)] == [1, 0]
         until_all_are_back(model, case)
         assert workers_of(model)[0]["pid"] not in pids, "a new process"
@@ -82,6 +85,56 @@ def test_killed_and_stopped_processes(cases: Cases, monkeypatch: pytest.MonkeyPa
         until_all_are_back(model, case)
         assert workers_of(model)[1]["pid"] == pids[1], "the same process"
         assert Kind.OPEN in asked and Kind.LAYER not in asked, "layers go over gloo, also to a worker that is back"
+
+
+def listening(tag: str) -> list[str]:
+    """Addresses on which the processes of a cluster that was started here listen for others."""
+    inodes = set()
+    for pid in processes_of(tag):
+        with contextlib.suppress(OSError):
+            inodes |= {os.readlink(fd) for fd in Path("/proc", str(pid), "fd").iterdir()}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                found.append(words[1].partition(":")[0])
+    return found
+
+
+def processes_of(tag: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdecimal() and f"EXPERTLY_CLUSTER={tag}".encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def test_local_workers_are_for_this_machine_alone_and_end_with_it(cases: Cases, tmp_path: Path) -> None:
+    code = (
+        "import expertly, sys\n"
+        f"model, _ = expertly.load({str(cases['qwen3_moe'].store)!r}, workers=1, memory='25%', worker_memory='25%')\n"
+        "pid = [one['worker']['pid'] for one in expertly.stats(model).as_dict()['devices'] if one['worker']][0]\n"
+        "print(pid, flush=True); sys.stdin.read()"
+    )
+    running = subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=subprocess.PIPE, text=True)
+    try:
+        assert running.stdout is not None
+        pid = int(running.stdout.readline())
+        environ = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
+        (tag,) = (one.decode().partition("=")[2] for one in environ if one.startswith(b"EXPERTLY_CLUSTER="))
+        addresses = listening(tag)
+        assert len(processes_of(tag)) >= 4 and addresses, "gcs, raylet, agents, a worker"
+        loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+        assert set(addresses) <= loopback
+    finally:
+        running.kill()
+        running.wait()
+    deadline = time.monotonic() + 20
+    while left := processes_of(tag):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
 
 
 def test_the_cluster_ends_with_the_last_model_that_uses_it(cases: Cases) -> None:

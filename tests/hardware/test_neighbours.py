@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from expertly.hardware.neighbours import Reading, Watch, read_system
+from expertly.hardware.neighbours import QuietWatch, Reading, read_system
 from tests.hardware.readings import QUIET, after, iterate
 
 FOUR_CPUS = 4
@@ -45,7 +45,7 @@ def test_others_on_the_machine_are_seen_before_and_meanwhile(name: str) -> None:
     before, meanwhile, said = DISTURBED[name]
     begin = UNKNOWN if before.busy_s is None else QUIET
     readings = iterate(begin, begin, before, meanwhile)
-    watch = Watch(lambda: next(readings), lambda seconds: None, FOUR_CPUS)
+    watch = QuietWatch(lambda: next(readings), lambda seconds: None, FOUR_CPUS)
     watch.wait(0.0)
     disturbance = watch.disturbance()
     assert disturbance is None if said is None else disturbance is not None and said in disturbance
@@ -56,12 +56,12 @@ def test_a_quiet_moment_is_waited_for_and_not_for_ever() -> None:
     busy = [after(QUIET, second, busy_s=4.0 * second) for second in range(8)]
     quiet = after(busy[-1], 1)
     readings, slept = iterate(QUIET, *busy, quiet), list[float]()
-    watch = Watch(lambda: next(readings), slept.append, FOUR_CPUS)
+    watch = QuietWatch(lambda: next(readings), slept.append, FOUR_CPUS)
     watch.wait(60.0)
     assert watch.disturbance() is None and len(slept) == len(busy)
 
     readings = iterate(QUIET, *busy)
-    watch = Watch(lambda: next(readings), slept.append, FOUR_CPUS)
+    watch = QuietWatch(lambda: next(readings), slept.append, FOUR_CPUS)
     watch.wait(3.0)
     assert "before measuring other processes took 100%" in str(watch.disturbance())
 

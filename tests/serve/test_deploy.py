@@ -66,7 +66,6 @@ def test_what_the_container_copies_is_there() -> None:
 
 def test_rays_file_is_of_options_that_there_are() -> None:
     yaml = pytest.importorskip("yaml")
-    pytest.importorskip("ray.serve")
     from expertly.serve import ray_app
 
     read: dict[str, Any] = yaml.safe_load((DEPLOY / "ray.yaml").read_text(encoding="utf-8"))

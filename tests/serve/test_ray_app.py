@@ -12,13 +12,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import ray
 
 import expertly
 from expertly.core.errors import ConfigError
 from tests.serve.conftest import KEY, greedy
-
-ray = pytest.importorskip("ray")
-pytest.importorskip("ray.serve")
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 

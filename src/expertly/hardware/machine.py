@@ -20,7 +20,7 @@ from expertly.core.units import format_nbytes
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
 from expertly.engine.process import keep_off_trapped_instructions
 from expertly.hardware import measure
-from expertly.hardware.neighbours import Watch
+from expertly.hardware.neighbours import QuietWatch
 from expertly.hardware.profile import DeviceProfile, DiskProfile, DiskRate, MachineProfile, MatvecRate
 
 SCRATCH_NBYTES = 1 << 30
@@ -60,12 +60,12 @@ class Effort:
 
 
 def examine(
-    folder: Path, effort: Effort, progress: Callable[[str], None] | None = None, watch: Watch | None = None
+    folder: Path, effort: Effort, progress: Callable[[str], None] | None = None, watch: QuietWatch | None = None
 ) -> tuple[MachineProfile, list[Problem]]:
     """Measure this machine, the disk in `folder`. `progress(what)` is called as each part begins. Where `is_disturbed`
     of the problems, nobody is to keep the figures.
     """
-    tell, watch = progress or (lambda what: None), watch or Watch()
+    tell, watch = progress or (lambda what: None), watch or QuietWatch()
     keep_off_trapped_instructions()
     requirements = metadata.requires("expertly") if _installed("expertly") else []  # none: run from a source tree
     problems = version_problems(requirements or [], _installed)

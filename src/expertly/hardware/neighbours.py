@@ -54,7 +54,7 @@ def read_system(proc: Path = Path("/proc")) -> Reading:
     return Reading(time.monotonic(), os.getloadavg()[0], own_s, busy_s, stolen_s, pressure_s)
 
 
-class Watch:
+class QuietWatch:
     """Looks before and while something is measured: `wait`, measure, `disturbance`."""
 
     def __init__(
