@@ -8,13 +8,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from expertly.core.costs import HostCompute, Link
-from expertly.core.errors import ConfigError, ModelUseError
+from expertly.core.errors import ConfigError, ModelUseError, StoreError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement, Together
 from expertly.core.units import format_share
@@ -97,6 +98,7 @@ def open_model(
         loaded = _open_dense(chosen, engine)
         system, why_system = _begin_prediction(chosen, loaded, engine)
         tokenizer = load_tokenizer(chosen.store.extras)
+        chosen.store.check_since()
         if on_host:
             process.give_back_heap()
             process.give_back_code()
@@ -240,7 +242,7 @@ def _packed(model: str | None, asked: LoadOptions, progress: Progress | None) ->
     packing = _labelled(progress, "packing")
     store = pack_cached(model, asked.dtype, progress=packing, codec=asked.codec, quantize=asked.quantize)
     if asked.verify != "never":
-        store.check_dense()
+        store = replace(store, checked=store.check_dense())
         if store.codec == "none" and not store.sums:
             logging.getLogger("expertly").warning(
                 "%s was packed before experts had checksums: a damaged one is not noticed; `expertly pack --verify` of "
@@ -250,6 +252,8 @@ def _packed(model: str | None, asked: LoadOptions, progress: Progress | None) ->
     store.check_claims()
     if asked.verify == "never":
         store = store.unchecked()
+    elif asked.verify == "always":
+        store = replace(store, check_every=1)
     return store if asked.quantize is None else measured(store, progress=_labelled(progress, "measuring"))
 
 
@@ -307,10 +311,22 @@ def _open_engine(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitS
     threads = None
     if store.codec != "none" and len(targets) == 1 and kind_of(targets[0]).runs_on_host:  # readers decode beside it
         threads = ComputeThreads(shares[0][0], shares[0][1].memory_nbytes)
-    engine = Engine(executor, threads)
+    engine = Engine(executor, threads, partial(_damage, store))
     opened.callback(engine.close)
     engine.reuse = save_of_eviction(executor, store, chosen.files)
     return engine
+
+
+def _damage(store: PackedStore, layer: int | None) -> str | None:
+    """What is wrong with the store's experts of a layer, or (None) with its dense part, in a sentence."""
+    try:
+        if layer is None:
+            store.check_dense()
+        else:
+            store.check_layer(layer)
+    except StoreError as error:
+        return str(error)
+    return None
 
 
 def _share_misses(chosen: _Chosen, targets: Sequence[torch.device], dtype: torch.dtype) -> MissSplit | None:

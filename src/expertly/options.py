@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 HASH = "hash"
 PREDICT = ("auto", "thread", "inline")
-VERIFY = ("first", "never")
+VERIFY = ("sampled", "always", "never")
 CPU_MISSES = ("auto", "never", "always")
 GRAPHS = ("auto", "never")
 
@@ -284,11 +284,11 @@ class LoadOptions:
         choices=lambda: PREDICT,
         was="matcher",
     )
-    verify: Literal["first", "never"] = option(
-        "first",
-        "when the store's checksums are compared: first (config and dense part while loading, "
-        "each part of an expert when it is first read) or never; compressed experts are compared "
-        "at every read",
+    verify: Literal["sampled", "always", "never"] = option(
+        "sampled",
+        "which reads are compared with the store's checksums: sampled (config and dense part while loading, each part "
+        "of an expert when it is first read, and then one in 64 reads of it), always (every read) or never; compressed "
+        "experts are compared at every read",
         metavar="WHEN",
         panel=ADVANCED,
         choices=lambda: VERIFY,
@@ -319,6 +319,8 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        if self.verify == "first":  # its name until reads were sampled
+            object.__setattr__(self, "verify", "sampled")
         for name, accepted in (
             ("predict", PREDICT),
             ("verify", VERIFY),

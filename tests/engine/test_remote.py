@@ -330,7 +330,7 @@ def test_another_store_version_or_model_is_refused_by_name(
     with monkeypatch.context() as patched:
         told = wire.asking(Kind.HELLO, {"version": 9, "expert_nbytes": 1})
         patched.setattr(cluster.wire, "asking", lambda kind, content: told)
-        refused(patched, store, r"workers: w0: ConfigError: its messages are of version 2, the engine's of 9; install")
+        refused(patched, store, r"workers: w0: ConfigError: its messages are of version 3, the engine's of 9; install")
 
 
 def test_a_copy_in_the_workers_own_cache_is_found(

@@ -1,8 +1,9 @@
-"""Sums of experts that are stored as they are: what is read first is compared, once, however spans lie to blocks."""
+"""Sums of experts that are stored as they are: what is compared, and when, however spans lie to blocks."""
 
 from __future__ import annotations
 
 import json
+import random
 import zlib
 from contextlib import closing
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 
 from expertly.core.errors import StoreError, TransferError
 from expertly.core.geometry import LayerGeometry
-from expertly.engine.reading import FirstReads
+from expertly.engine.reading import BlockChecks
 from expertly.store.packed import PackedStore
 from expertly.store.reader import ExpertFile
 from tests.store.builders import PLAN, expert_bytes, write_store
@@ -38,7 +39,7 @@ def flip(path: Path, at: int) -> None:
     [(1, 0, "0"), (2, 0, "1"), (4, 0, "3"), (8, 4, "6 to 7"), (3, 2, "2"), (64, 4, "48 to 63")],
 )
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_each_block_is_compared_once(
+def test_each_block_is_compared_when_it_is_first_read(
     store: PackedStore, segments: int, num_read_again: int, told: str, is_damaged: bool
 ) -> None:
     path, begin = store.extents[0]
@@ -49,23 +50,55 @@ def test_each_block_is_compared_once(
     sums = store.layer_file(0).sums
     assert sums is not None
     with closing(ExpertFile(path)) as file:
-        first_reads = FirstReads(0, file, begin, LAYER.expert_nbytes, nbytes, sums)
+        checks = BlockChecks(0, file, begin, LAYER.expert_nbytes, nbytes, sums)
         raw, again_nbytes = path.read_bytes()[begin + expert * LAYER.expert_nbytes :], 0
         for number in range(segments):
             first, view = number * nbytes, memoryview(raw)[number * nbytes : (number + 1) * nbytes]
-            if is_damaged and first + nbytes > 3 * BLOCK and not first_reads.are_over(expert, first, nbytes):
+            is_due = checks.is_due(expert, first, nbytes)
+            if is_damaged and first + nbytes > 3 * BLOCK and is_due:
                 with pytest.raises(
                     TransferError, match=rf"{path.name}: layer 0, expert {expert}, segments? {told}: .*pack"
                 ):
-                    first_reads.check(expert, first, view)
-                assert not first_reads.are_over(expert, first, nbytes)  # nor the next time
-                continue
-            again_nbytes += first_reads.check(expert, first, view)
-            assert first_reads.are_over(expert, first, nbytes)
+                    checks.check(expert, first, view)
+                assert checks.is_due(expert, first, nbytes)  # the next time, too
+            elif is_due:
+                again_nbytes += checks.check(expert, first, view)
+                assert not checks.is_due(expert, first, nbytes)
         if not is_damaged:
             assert again_nbytes == num_read_again * BLOCK
-            assert not first_reads.check(expert, 0, memoryview(bytes(LAYER.expert_nbytes)))  # not looked at any more
-        assert not first_reads.are_over(0, 0, 1)
+        assert checks.is_due(0, 0, 1)
+
+
+@pytest.mark.parametrize("every", [1, 2, 64])
+@pytest.mark.parametrize("segments", [1, 3, 4, 64])
+def test_a_block_that_changes_is_found_within_so_many_reads_of_it(
+    store: PackedStore, segments: int, every: int
+) -> None:
+    """Whenever it changes, and whichever of its parts are read."""
+    (path, begin), sums, nbytes = store.extents[0], store.sums[0], LAYER.expert_nbytes // segments
+    dice = random.Random(segments)
+    with closing(ExpertFile(path)) as file:
+        checks = BlockChecks(0, file, begin, LAYER.expert_nbytes, nbytes, sums, every)
+        raw, longest, num_checks = path.read_bytes()[begin:], 0, 0
+        for _ in range(30):
+            since = dict.fromkeys(range(4), 0)
+            for _ in range(dice.randrange(200)):
+                first = dice.randrange(segments) * nbytes
+                blocks = range(first // BLOCK, -(-(first + nbytes) // BLOCK))
+                for block in blocks:
+                    since[block] += 1
+                if checks.is_due(2, first, nbytes):
+                    before = bytes(checks._left)
+                    view = memoryview(raw)[2 * LAYER.expert_nbytes + first :][:nbytes]
+                    checks.check(2, first, view)
+                    num_checks += 1
+                    compared = [block for block in blocks if checks._left[8 + block] != before[8 + block] or every == 1]
+                    for block in compared:
+                        longest = max(longest, since[block])
+                        since[block] = 0
+                assert max(since.values()) < every or every == 1
+        assert longest <= every
+        assert num_checks
 
 
 def test_a_store_of_before_there_were_sums_opens_and_verifying_adds_them(store: PackedStore) -> None:
@@ -85,7 +118,7 @@ def test_a_store_of_before_there_were_sums_opens_and_verifying_adds_them(store: 
     again.verify(full=True)
     expert = expert_bytes(0, 2, PLAN_OF_BLOCKS)
     with closing(ExpertFile(again.extents[0][0])) as file:
-        FirstReads(0, file, again.extents[0][1], len(expert), len(expert), sums[0]).check(2, 0, expert.data)
+        BlockChecks(0, file, again.extents[0][1], len(expert), len(expert), sums[0]).check(2, 0, expert.data)
 
 
 @pytest.mark.parametrize("is_old", [False, True])

@@ -73,7 +73,7 @@ def open_workers(
             "name": peer.name,
             "folder": str(store.folder.absolute()),
             "store": facts,
-            "verifies": bool(store.sums) or store.codec != "none",
+            "check_every": store.check_every if store.sums or store.codec != "none" else 0,
             "segments": share.geometry.segments_per_expert,
             "experts": share.experts,
             "system": system.name,

@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import platform
+import random
 import sys
 import threading
 import time
@@ -29,10 +30,10 @@ from expertly.core.geometry import PAGE_NBYTES, SECTOR_NBYTES, Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import MIN_DECODE_NBYTES
 from expertly.engine.numa import MemoryNode
-from expertly.store.frames import FrameDecoder, FrameIndex, padded
+from expertly.store.frames import FrameDecoder, FrameIndex, padded, read_frames
 from expertly.store.packed import LayerFile
-from expertly.store.reader import ExpertFile
-from expertly.store.sums import Sums
+from expertly.store.reader import ExpertFile, is_changed
+from expertly.store.sums import CHECK_EVERY, Sums
 
 MIN_READ_NBYTES = 1 << 20
 """The smallest read of plain experts: splitting further is slowed by the interpreter lock. (Of compressed ones it is
@@ -66,6 +67,9 @@ Read = Callable[[], Moved]
 """Brings a part of a span into its slots, in the reader that calls it. Raises TransferError."""
 
 
+_CHANGED = "was written to while in use"
+
+
 class Source:
     """Makes reads of spans. Called by the thread that submits; readers call the reads."""
 
@@ -82,6 +86,41 @@ class Source:
 
     def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
         """The reads that fill `buffer`, all of the span's slots, and the bytes that they take from disk."""
+        raise NotImplementedError
+
+    def arrived(self, span: Span, buffer_of: Callable[[Span], memoryview], *, is_last: bool) -> None:
+        """Look whether the file has been written to that this span was read from. If so, all of its bytes are compared,
+        and these. Raises TransferError naming the file where they are others. `is_last`: nothing else is being read.
+        """
+        file = self._files[span.layer]
+        now, before = os.fstat(file.fd), file.about
+        if now.st_ctime_ns == before.st_ctime_ns and now.st_mtime_ns == before.st_mtime_ns:
+            return
+        if now.st_size != before.st_size:
+            sizes = f"{before.st_size} bytes then, {now.st_size} now" + ", truncated" * (now.st_size < before.st_size)
+            raise TransferError(f"{file.path}: {_CHANGED} ({sizes}); restore it, or remove the store and pack again")
+        try:
+            if now.st_mtime_ns != before.st_mtime_ns:  # else it may only have another name, or none any more
+                self._compare_layer(span.layer)
+            self._compare_again(span, buffer_of)
+        except TransferError as error:
+            raise TransferError(f"{file.path}: {_CHANGED}: {error}") from None
+        if is_last:
+            file.about = now
+
+    def explained(self, layer: int, error: Exception) -> Exception:
+        """The error of a read, which says so if the file has been written to."""
+        file = self._files[layer]
+        if isinstance(error, TransferError) and is_changed(file.about, os.fstat(file.fd)):
+            return TransferError(f"{file.path}: {_CHANGED}: {error}")
+        return error
+
+    def _compare_layer(self, layer: int) -> None:
+        """Compare all bytes of a layer's file with their checksums. Raises TransferError."""
+        raise NotImplementedError
+
+    def _compare_again(self, span: Span, buffer_of: Callable[[Span], memoryview]) -> None:
+        """The same for a span that was read, and for everything else when it is read next."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -103,8 +142,8 @@ def make_source(store: ExtentSource, geometry: Geometry, num_readers: int) -> So
 
 
 class PlainSource(Source):
-    """Experts that are not compressed: a read goes straight from the file into the slots. Each block is compared with
-    its checksum when it is first read.
+    """Experts that are not compressed: a read goes straight from the file into the slots. Some are compared with their
+    checksums: see BlockChecks.
     """
 
     batch_nbytes = MIN_READ_NBYTES
@@ -112,26 +151,24 @@ class PlainSource(Source):
     def __init__(self, files: list[ExpertFile], layers: list[LayerFile], geometry: Geometry, num_readers: int) -> None:
         super().__init__(files, layers, geometry, num_readers)
         self.is_direct = all(file.direct_fd >= 0 for file in files)
-        self._first_reads: list[FirstReads | None] = []
+        self._checks: list[BlockChecks | None] = []
         self._expert_nbytes = [shape.expert_nbytes for shape in geometry.layers]
-        for layer, (_, begin, _, sums, _) in enumerate(layers):
+        for layer, (file, (_, begin, _, sums, _, every)) in enumerate(zip(files, layers, strict=True)):
             nbytes = self._expert_nbytes[layer], self._segment_nbytes[layer]
-            self._first_reads.append(None if sums is None else FirstReads(layer, files[layer], begin, *nbytes, sums))
+            self._checks.append(None if sums is None else BlockChecks(layer, file, begin, *nbytes, sums, every))
 
     def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
         layer, nbytes = span.layer, len(buffer)
-        file, (_, begin, _, _, places) = self._files[layer], self._layers[layer]
+        file, (_, begin, _, _, places, _) = self._files[layer], self._layers[layer]
         place, first = places[span.expert], span.segment * self._segment_nbytes[layer]
         offset = begin + place * self._expert_nbytes[layer] + first
-        first_reads = self._first_reads[layer]
-        if first_reads is not None and (
-            place not in first_reads.unchecked or first_reads.are_over(place, first, nbytes)
-        ):
-            first_reads = None
+        checks = self._checks[layer]
+        if checks is not None and not checks.is_due(place, first, nbytes):
+            checks = None
         size = MIN_READ_NBYTES
         if nbytes > size:
             size = max(size, padded(-(-nbytes // self._num_readers)))
-        block = 0 if first_reads is None else first_reads.block_nbytes
+        block = 0 if checks is None else checks.block_nbytes
         if block and not block % SECTOR_NBYTES:
             size = -(-size // block) * block  # each read gets whole blocks
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
@@ -141,11 +178,26 @@ class PlainSource(Source):
             request, check = (file.direct_fd, offset + at, address + at, len(part)), None
             # The rule of ExpertFile.read_into, not a call of it: a miss is to go through few files (bench/walk.py).
             is_direct = file.direct_fd >= 0 and not (request[1] | request[2] | request[3]) % file.alignment
-            if first_reads is not None:
-                check = partial(first_reads.check, place, first + at, part)
+            if checks is not None:
+                check = partial(checks.check, place, first + at, part)
                 is_direct = is_direct and not ((first + at) % block or len(part) % block)  # else checking reads, too
             reads.append(PlainRead(file, offset + at, part, request if is_direct else None, check))
         return reads, nbytes
+
+    def _compare_layer(self, layer: int) -> None:
+        if (checks := self._checks[layer]) is not None:
+            checks.begin_again()
+            buffer = memoryview(bytearray(self._expert_nbytes[layer]))
+            for place in range(len(self._layers[layer].sums or ())):
+                self._files[layer].read_into(self._layers[layer].begin + place * len(buffer), [buffer])
+                checks.check(place, 0, buffer)
+
+    def _compare_again(self, span: Span, buffer_of: Callable[[Span], memoryview]) -> None:
+        place, first = self._layers[span.layer].places[span.expert], span.segment * self._segment_nbytes[span.layer]
+        if (checks := self._checks[span.layer]) is None:
+            raise TransferError("it has no checksums, or they are not compared: load the model again")
+        checks.begin_again()
+        checks.check(place, first, buffer_of(span))
 
 
 @dataclass(slots=True)
@@ -166,10 +218,21 @@ class PlainRead:
         return Moved(0 if is_direct else len(self.buffer), again_nbytes=again_nbytes)
 
 
-class FirstReads:
-    """Compares each block of a layer with its sum when it is first read. Any thread may call."""
+class BlockChecks:
+    """Compares each block of a layer with its sum when it is first read, and then at least at every 64th read of it
+    (`check_every` of the store): a block that changes is found within so many reads. Any thread may call.
+    """
 
-    def __init__(self, layer: int, file: ExpertFile, begin: int, expert_nbytes: int, segment_nbytes: int, sums: Sums):
+    def __init__(
+        self,
+        layer: int,
+        file: ExpertFile,
+        begin: int,
+        expert_nbytes: int,
+        segment_nbytes: int,
+        sums: Sums,
+        every: int = CHECK_EVERY,
+    ) -> None:
         """`begin`: the offset of the first expert in the file; `segment_nbytes`: for messages, which name segments."""
         self._layer = layer
         self._file = file
@@ -177,46 +240,57 @@ class FirstReads:
         self._expert_nbytes = expert_nbytes
         self._segment_nbytes = segment_nbytes
         self._sums = sums
-        self.block_nbytes = expert_nbytes // len(sums[0])
-        self.unchecked = {expert: bytearray(len(blocks)) for expert, blocks in enumerate(sums)}
-        """Of experts with blocks to compare, by their places in the file: 1 for each block that has been."""
+        self._num_blocks = len(sums[0])
+        self.block_nbytes = expert_nbytes // self._num_blocks
+        self._every = min(every, 256)
+        self._dice = random.Random(layer)
+        self._left = bytearray(len(sums) * self._num_blocks)
+        """Of each block: how many reads of it come before the next that is compared."""
 
-    def are_over(self, expert: int, first: int, nbytes: int) -> bool:
-        """Whether all blocks of these `nbytes`, from byte `first` of an expert, have been compared. `expert`: its place
-        in the file.
+    def is_due(self, expert: int, first: int, nbytes: int) -> bool:
+        """Count a read of `nbytes` from byte `first` of an expert. Whether it is one to `check`. `expert`: its place in
+        the file.
         """
-        block = self.block_nbytes
-        return self.unchecked.get(expert, b"").find(0, first // block, -(-(first + nbytes) // block)) < 0
+        at = expert * self._num_blocks
+        blocks = slice(at + first // self.block_nbytes, at - (-(first + nbytes) // self.block_nbytes))
+        left = self._left[blocks]
+        self._left[blocks] = left.translate(_ONE_LESS)
+        return 0 in left
+
+    def begin_again(self) -> None:
+        """Compare every block at its next read."""
+        self._left[:] = bytes(len(self._left))
 
     def check(self, expert: int, first: int, view: memoryview) -> int:
         """Compare the blocks of `view`, which was read from byte `first` of an expert. A block that is only partly in
-        it is read again as a whole; returns the bytes of these reads. Raises TransferError naming file, layer, expert
-        and segment where a block is damaged.
+        it is read again as a whole where it is due; returns the bytes of these reads. Raises TransferError naming file,
+        layer, expert and segment where a block is damaged.
         """
-        is_known, block, again_nbytes = self.unchecked.get(expert), self.block_nbytes, 0
-        if is_known is None:
-            return 0
+        at, block, again_nbytes = expert * self._num_blocks, self.block_nbytes, 0
+        left = self._every - 1 - self._dice.randrange(max(1, self._every // 4))  # not all at the same time
         for number in range(first // block, -(-(first + len(view)) // block)):
-            if is_known[number]:
-                continue
             begin = number * block - first
-            part = view[begin : begin + block]
-            if begin < 0 or len(part) < block:
+            part = view[begin : begin + block] if begin >= 0 else view[:0]
+            if len(part) < block:
+                if self._left[at + number]:
+                    continue
                 part = memoryview(bytearray(block))
                 self._file.read_into(self._begin + expert * self._expert_nbytes + number * block, [part])
                 again_nbytes += block
-            found, packed = xxhash.xxh3_64_intdigest(part), self._sums[expert][number]
-            if found != packed:
-                one, last = number * block // self._segment_nbytes, ((number + 1) * block - 1) // self._segment_nbytes
-                segments = f"segment {one}" if one == last else f"segments {one} to {last}"
+            checksum, packed = xxhash.xxh3_64_intdigest(part), self._sums[expert][number]
+            if checksum != packed:
+                low, high = number * block // self._segment_nbytes, ((number + 1) * block - 1) // self._segment_nbytes
+                segments = f"segment {low}" if low == high else f"segments {low} to {high}"
+                self._left[at + number] = 0
                 raise TransferError(
-                    f"{self._file.path}: layer {self._layer}, expert {expert}, {segments}: checksum {found:016x}, but "
-                    f"it was packed with {packed:016x}: damaged; remove the store and pack again"
+                    f"{self._file.path}: layer {self._layer}, expert {expert}, {segments}: checksum {checksum:016x}, "
+                    f"but it was packed with {packed:016x}: damaged; remove the store and pack again"
                 )
-            is_known[number] = 1
-        if 0 not in is_known:
-            self.unchecked.pop(expert, None)
+            self._left[at + number] = left
         return again_nbytes
+
+
+_ONE_LESS = bytes([0, *range(255)])
 
 
 class FrameSource(Source):
@@ -254,6 +328,14 @@ class FrameSource(Source):
             disk_nbytes += pages[1]
             frame += count
         return reads, disk_nbytes
+
+    def _compare_layer(self, layer: int) -> None:
+        index = self._indexes[layer]
+        for _ in read_frames(self._files[layer], index, range(index.num_experts)):
+            pass
+
+    def _compare_again(self, span: Span, buffer_of: Callable[[Span], memoryview]) -> None:
+        """Each read is compared."""
 
     def _read(
         self, layer: int, place: int, frames: range, pages: tuple[int, int], first: int, out: memoryview

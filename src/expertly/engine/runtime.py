@@ -76,8 +76,17 @@ Executor: TypeAlias = "Shard | ShardGroup"
 class Engine:
     """The `model.hooks.Runtime` of one model. One forward pass at a time."""
 
-    def __init__(self, executor: Executor, threads: ComputeThreads | None = None) -> None:
-        """`threads`: None where readers do not decode, or not on the processors that compute."""
+    def __init__(
+        self,
+        executor: Executor,
+        threads: ComputeThreads | None = None,
+        damage: Callable[[int | None], str | None] = lambda layer: None,
+    ) -> None:
+        """`threads`: None where readers do not decode, or not on the processors that compute. `damage`: a sentence on
+        what is wrong with the store's experts of a layer, or (None) with its dense part, if something is: NaN may come
+        from there.
+        """
+        self._damage = damage
         self.executor = executor
         self.threads = threads
         self.observer: Observer | None = None
@@ -161,14 +170,15 @@ class Engine:
         if is_pad is not None:
             is_nan &= ~torch.tensor(is_pad)
         if bool(is_nan.any()):
-            raise NanError(f"{self._trail.first_nan(is_nan)}: {NAN_REASONS}")
+            place, layer = self._trail.first_nan(is_nan)
+            raise NanError(f"{place}: {self._damage(layer) or NAN_REASONS}")
 
     def check_logits(self, logits: torch.Tensor) -> None:
         """Raises NanError where every row has NaN. A NaN in the head's weights is in all rows; one
         row may be padding.
         """
         if self._has_nan(logits[..., -1, :]) and bool(logits.isnan().any(dim=-1).all()):
-            raise NanError(f"the model's head gave NaN: {NAN_REASONS}")
+            raise NanError(f"the model's head gave NaN: {self._damage(None) or NAN_REASONS}")
 
     def _has_nan(self, values: torch.Tensor) -> bool:
         """False where there is none; True also where infinities cancel out. The host waits for the device once."""
@@ -369,14 +379,16 @@ class _Trail:
             hidden, result = hidden.sum(dim=-1, keepdim=True), result.sum(dim=-1, keepdim=True)
         self._layers.append((layer, hidden, result))
 
-    def first_nan(self, rows: torch.Tensor) -> str:
-        """A sentence about where the first NaN of these rows [T] came from."""
+    def first_nan(self, rows: torch.Tensor) -> tuple[str, int | None]:
+        """A sentence about where the first NaN of these rows [T] came from, and the layer whose experts gave it, if
+        experts did.
+        """
         for layer, hidden, result in self._layers:
             if _has_nan(hidden, rows):
-                return f"the dense part before the experts of MoE layer {layer} gave NaN"
+                return f"the dense part before the experts of MoE layer {layer} gave NaN", None
             if _has_nan(result, rows):
-                return f"the experts of MoE layer {layer} gave NaN"
-        return "the dense part behind the last MoE layer gave NaN"
+                return f"the experts of MoE layer {layer} gave NaN", layer
+        return "the dense part behind the last MoE layer gave NaN", None
 
 
 def _has_nan(values: torch.Tensor, rows: torch.Tensor) -> bool:

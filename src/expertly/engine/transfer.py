@@ -328,7 +328,8 @@ class Readers:
             raise TransferError(f"a thread that reads experts has ended{cause}") from self._ended_by
         self.num_in_flight -= 1
         if ticket.error is not None:
-            raise ticket.error
+            raise self._source.explained(ticket.span.layer, ticket.error)
+        self._source.arrived(ticket.span, self._buffer_of, is_last=not self.num_in_flight)
         return ticket.span
 
     def _gather(self) -> bool:

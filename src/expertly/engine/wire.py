@@ -20,7 +20,7 @@ from expertly.core.messages import Prediction, RouterRan
 from expertly.engine.compute import Dispatch
 from expertly.scheduler.observations import Seen
 
-VERSION = 2
+VERSION = 3
 """Of the messages and of what they ask for. An engine takes only workers of its own."""
 
 

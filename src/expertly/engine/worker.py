@@ -105,8 +105,7 @@ class ExpertWorker:
         """
         self.close()
         store = open_same_store(Path(told["folder"]), told["store"])
-        if not told["verifies"]:
-            store = store.unchecked()
+        store = replace(store, check_every=told["check_every"]) if told["check_every"] else store.unchecked()
         share = Share(store.geometry(told["segments"]), told["experts"])
         system = get_runnable(told["system"])
         if system.gate != "none":  # it times passes, of which a worker sees a part

@@ -84,6 +84,9 @@ def load_dense(
         raise CheckpointError(f"{folder}: the dense weights cannot be read: {error}") from error
     _check_report(folder, report)
     nn.Module.to(model, torch.device(device))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_cpu:  # else it is the file, mapped: who writes to that changes the model, who cuts it ends us
+            tensor.data = tensor.data.clone()
     model.requires_grad_(False)
     model.config.name_or_path = beside
     for layer, site in enumerate(manifest.sites):
@@ -111,7 +114,7 @@ def load_experts(store_folder: str | os.PathLike[str], manifest: Manifest, dtype
                     if (full := f"{site}.{name}") not in names:
                         raise CheckpointError(f"{path}: no tensor for {full}")
                     owner = module.get_submodule(name.rpartition(".")[0])
-                    values = dense.get_tensor(full).to(dtype)
+                    values = dense.get_tensor(full).to(dtype, copy=True)  # and not the file, mapped
                     if values.shape != parameter.shape:
                         raise CheckpointError(f"{path}: the config asks for another shape of {full}")
                     setattr(owner, name.rpartition(".")[2], nn.Parameter(values, requires_grad=False))

@@ -461,6 +461,8 @@ class Packing:
             writer.write_file("config.json", self.config_bytes())
             with extras_of(checkpoint) as extras:
                 writer.copy_extras(extras)
+            if replace(checkpoint).stamp != plan.stamp:  # which that of `checkpoint` itself remembers
+                raise CheckpointError(f"{checkpoint.folder}: its weights changed while they were packed; pack again")
             return writer.finish()
 
     def _plan_dense(self, groups: list[Group]) -> dict[TensorSpec, Group | None]:

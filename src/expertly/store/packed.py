@@ -8,7 +8,7 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,16 +16,18 @@ from typing import Any, NamedTuple
 import xxhash
 
 from expertly.core.errors import CheckpointError, StoreError
-from expertly.core.files import disk_errors, write_atomic
+from expertly.core.files import check_folder, disk_errors, write_atomic
 from expertly.core.geometry import PAGE_NBYTES, Geometry, LayerGeometry
 from expertly.core.headers import TensorInfo, TensorSpec, read_safetensors_header
-from expertly.core.untrusted import read_json_object
+from expertly.core.untrusted import open_file, read_json_object
 from expertly.formats import FORMATS
 from expertly.formats.tiles import TILE_OUTPUTS
 from expertly.store.checkpoint import INDEX_NAME, check_claims
 from expertly.store.frames import FrameIndex, checked_chunks, index_name, open_index, planes_name
-from expertly.store.manifest import IS_FLOAT, ITEMSIZE, MANIFEST_NAME, STORE_DTYPES, FileEntry, Manifest
-from expertly.store.sums import BlockSummer, Sums, open_sums, sums_name
+from expertly.store.manifest import IS_FLOAT, ITEMSIZE, JOURNAL_NAME, MANIFEST_NAME, STORE_DTYPES, FileEntry, Manifest
+from expertly.store.reader import is_changed
+from expertly.store.removal import MARK_NAME
+from expertly.store.sums import CHECK_EVERY, BlockSummer, Sums, open_sums, sums_name
 
 DENSE_NAME = "dense.safetensors"
 EXPERTS_KEY = "experts"
@@ -96,7 +98,7 @@ def stored_ratio(manifest: Manifest) -> float:
 
 _EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _EXTRA_NAMES = ("LICENSE", "NOTICE")
-_NOT_EXTRA = ("config.json", MANIFEST_NAME, "progress.json")
+_NOT_EXTRA = ("config.json", MANIFEST_NAME, JOURNAL_NAME, MARK_NAME)
 
 
 def is_extra(name: str) -> bool:
@@ -120,11 +122,11 @@ class LayerFile(NamedTuple):
     frames: FrameIndex | None
     """Where frames lie; None where experts are not compressed."""
     sums: Sums | None
-    """Checksums with which experts that are not compressed are compared when first read; None: they
-    are not compared.
-    """
+    """Checksums with which experts that are not compressed are compared; None: they are not."""
     places: Sequence[int]
     """Of each expert its place in the file, from 0."""
+    check_every: int = CHECK_EVERY
+    """How many reads of a block follow each other until one is compared; the first is, too."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,9 @@ class PackedStore:
     sums: tuple[Sums, ...] = ()  # by layer, where experts are not compressed; empty: reads are not compared
     why_codec: str = ""  # the reason, where expertly chose it
     checkpoint: Path | None = None  # the folder that it was opened for, which has newer small files
+    check_every: int = CHECK_EVERY  # see LayerFile
+    checked: Mapping[str, os.stat_result] = field(default_factory=dict)
+    """Files that were compared with the manifest, as they were then: see `check_since`."""
 
     @classmethod
     def open(cls, folder: Path, expect_identity: str | None = None, stamp: str = "") -> PackedStore:
@@ -186,7 +191,8 @@ class PackedStore:
         """Where the experts of a layer lie."""
         frames = self.frames[layer] if self.frames else None
         sums = self.sums[layer] if self.sums else None
-        return LayerFile(*self.extents[layer], frames, sums, range(self.manifest.layers[layer].num_experts))
+        places = range(self.manifest.layers[layer].num_experts)
+        return LayerFile(*self.extents[layer], frames, sums, places, self.check_every)
 
     @property
     def extras(self) -> Path:
@@ -243,22 +249,39 @@ class PackedStore:
         shapes |= {f"experts.{i}": experts_spec(layer, dtype).shape for i, layer in enumerate(layers)}
         check_claims(self.folder / "config.json", self.config, shapes, StoreError)
 
-    def check_dense(self) -> None:
+    def check_dense(self) -> Mapping[str, os.stat_result]:
         """Compare all files but experts with the manifest; older stores have no checksums of tokenizer and the like.
-        Raises StoreError naming the one that is damaged.
+        Returns what they were when they were read. Raises StoreError naming the one that is damaged.
         """
-        for name in ("config.json", INDEX_NAME, DENSE_NAME, *filter(is_extra, self.manifest.files)):
-            entry, checksum = self.manifest.files[name], 0
-            fast = None if entry.xxh3 is None else xxhash.xxh3_64()
-            for chunk in _chunks(self.folder / name, is_read_again=True):
-                if fast is None:
-                    checksum = zlib.crc32(chunk, checksum)
-                else:
-                    fast.update(chunk)
+        names = ("config.json", INDEX_NAME, DENSE_NAME, *filter(is_extra, self.manifest.files))
+        return {name: self._check(name) for name in names}
+
+    def check_since(self) -> None:
+        """Raises StoreError where one of the files that were `checked` has been written to, or replaced, since then."""
+        for name, about in self.checked.items():
+            if is_changed(about, _about(self.folder / name)):
+                raise StoreError(f"{self.folder / name}: was written to while the model was loaded; load it again")
+
+    def check_layer(self, layer: int) -> None:
+        """Compare the experts of a layer with the manifest. Raises StoreError naming the file that is damaged."""
+        for name in expert_files(self.codec, layer):
+            if name in self.manifest.files:
+                self._check(name)
+
+    def _check(self, name: str) -> os.stat_result:
+        entry, checksum, path = self.manifest.files[name], 0, self.folder / name
+        about = _about(path)
+        fast = None if entry.xxh3 is None else xxhash.xxh3_64()
+        for chunk in _chunks(path, is_read_again=True):
             if fast is None:
-                self._compare(name, checksum, entry.checksum)
+                checksum = zlib.crc32(chunk, checksum)
             else:
-                self._compare(name, fast.intdigest(), entry.xxh3)
+                fast.update(chunk)
+        if fast is None:
+            self._compare(name, checksum, entry.checksum)
+        else:
+            self._compare(name, fast.intdigest(), entry.xxh3)
+        return about
 
     def unchecked(self) -> PackedStore:
         """This store without comparison of reads with checksums."""
@@ -303,6 +326,7 @@ class PackedStore:
     def _add_sums(self, files: Sequence[bytes]) -> None:
         entries = {}
         with disk_errors(self.folder, "the store is whole; adding sums to it", StoreError, ""):
+            check_folder(self.folder)
             for layer, data in enumerate(files):
                 write_atomic(self.folder / sums_name(layer), data)
                 entries[sums_name(layer)] = FileEntry(len(data), zlib.crc32(data))
@@ -312,7 +336,7 @@ class PackedStore:
 def _chunks(path: Path, is_read_again: bool = False) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(_CHUNK_NBYTES))
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_file(path, StoreError) as file:
             while count := file.readinto(buffer):
                 yield buffer[:count]
             if hasattr(os, "posix_fadvise") and not is_read_again:
@@ -321,11 +345,15 @@ def _chunks(path: Path, is_read_again: bool = False) -> Iterator[memoryview]:
         raise StoreError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _check_size(path: Path, nbytes: int) -> None:
+def _about(path: Path) -> os.stat_result:
     try:
-        about = path.stat()
+        return path.stat()
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror}); remove the store and pack again") from None
+
+
+def _check_size(path: Path, nbytes: int) -> None:
+    about = _about(path)
     if not stat.S_ISREG(about.st_mode):  # to open a pipe would wait for ever
         raise StoreError(f"{path}: must be a file; remove the store and pack again")
     size = about.st_size

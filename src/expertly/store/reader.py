@@ -12,6 +12,7 @@ from pathlib import Path
 
 from expertly.core.errors import StoreError, TransferError
 from expertly.core.geometry import PAGE_NBYTES, SECTOR_NBYTES
+from expertly.core.untrusted import open_file
 
 _MAX_BUFFERS = 1024
 """IOV_MAX of Linux."""
@@ -34,16 +35,19 @@ class ExpertFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise StoreError(f"{path}: cannot be opened ({error.strerror})") from None
+            with open_file(path, StoreError) as file:
+                self.fd = os.dup(file.fileno())
+        except StoreError as error:
+            raise StoreError(f"{path}: cannot be opened ({str(error).removeprefix(f'{path}: ')})") from None
+        self.about = os.fstat(self.fd)
+        """What it was when it was opened."""
         try:
             self.direct_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except (OSError, AttributeError):  # EINVAL where unsupported; no O_DIRECT outside Linux
             self.direct_fd = -1
         self.alignment = PAGE_NBYTES if self.direct_fd < 0 or not _reads_sectors(self.direct_fd) else SECTOR_NBYTES
         if hasattr(os, "posix_fadvise"):  # no readahead
-            os.posix_fadvise(self._buffered, 0, 0, os.POSIX_FADV_RANDOM)
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     @property
     def is_direct(self) -> bool:
@@ -57,12 +61,12 @@ class ExpertFile:
         accepts the read. A read that fails because the system is overloaded is retried a few times. Raises
         TransferError naming file and offset on a read error or where the file ends early.
         """
-        assert self._buffered >= 0, "read after close"
+        assert self.fd >= 0, "read after close"
         buffers = [view if view.format == "B" else view.cast("B") for view in buffers]
         direct = self.direct_fd >= 0 and offset % self.alignment == 0 and all(map(self._is_aligned, buffers))
         total = sum(map(len, buffers))
         try:
-            direct = self._read(self.direct_fd if direct else self._buffered, offset, buffers)
+            direct = self._read(self.direct_fd if direct else self.fd, offset, buffers)
         except OSError as error:
             raise TransferError(
                 f"{self.path}: reading {total} bytes at offset {offset} failed ({error.strerror or error})"
@@ -81,7 +85,7 @@ class ExpertFile:
             except OSError as error:
                 # The device needs larger blocks than pages, or a short read has left a part that is not aligned.
                 if fd == self.direct_fd and error.errno == errno.EINVAL:
-                    fd = self._buffered
+                    fd = self.fd
                     continue
                 pause = next(pauses, None) if error.errno in _PASSING else None
                 if pause is None:
@@ -104,7 +108,7 @@ class ExpertFile:
         if hasattr(os, "posix_fadvise"):
             first = offset // PAGE_NBYTES * PAGE_NBYTES
             end = -(-(offset + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
-            os.posix_fadvise(self._buffered, first, end - first, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.fd, first, end - first, os.POSIX_FADV_DONTNEED)
 
     def _is_aligned(self, view: memoryview) -> bool:
         if len(view) % self.alignment:
@@ -113,10 +117,19 @@ class ExpertFile:
 
     def close(self) -> None:
         """Idempotent. No read may be under way."""
-        for fd in (self._buffered, self.direct_fd):
+        for fd in (self.fd, self.direct_fd):
             if fd >= 0:
                 os.close(fd)
-        self._buffered = self.direct_fd = -1
+        self.fd = self.direct_fd = -1
+
+
+def is_changed(before: os.stat_result, now: os.stat_result) -> bool:
+    """Whether what is at a path has been replaced, or may have been written to."""
+
+    def of(about: os.stat_result) -> tuple[int, ...]:
+        return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+
+    return of(before) != of(now)
 
 
 def _reads_sectors(direct_fd: int) -> bool:

@@ -1,4 +1,4 @@
-"""Checksums of uncompressed experts, which find a flipped byte when it is first read.
+"""Checksums of uncompressed experts, which find a flipped byte when it is first read, or soon after it was flipped.
 
 An expert is F equal blocks of whole neurons, as many as it would have frames (`frames.frames_per_expert`). Beside the
 file of a layer's experts lies a file of sums (`sums_name`): a safetensors file of `checksum` U64 [E, F], the xxh3_64 of
@@ -20,6 +20,9 @@ from expertly.store.manifest import FileEntry
 
 Sums = tuple[tuple[int, ...], ...]
 """Checksums of a layer, by expert and block."""
+
+CHECK_EVERY = 64
+"""Of so many reads of a block that follow each other, at least one is compared with its checksum."""
 
 
 def sums_name(layer: int) -> str:

@@ -1,0 +1,300 @@
+"""A store that changes under a model that runs: its text is the model's, or there is an error that names the file."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import expertly
+from expertly.api import handle
+from expertly.core.errors import ExpertlyError, NanError, TransferError
+from expertly.core.messages import Span
+from expertly.engine import reading
+from expertly.engine.runtime import Engine
+from expertly.engine.transfer import Readers
+from expertly.model.packing import pack
+from expertly.store.packed import PackedStore, experts_name
+from expertly.store.sums import CHECK_EVERY
+from tests.families import generate, make_checkpoint, make_prompts
+from tests.store.builders import write_store
+
+PROMPTS = make_prompts(2, length=14)
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("changed")
+    checkpoint = make_checkpoint("qwen3_moe", folder / "model", tokenizer=True)
+    return {codec: pack(checkpoint, folder / codec, codec=codec).folder for codec in ("none", "planes")}
+
+
+@pytest.fixture
+def store(stores: dict[str, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(stores["none"], tmp_path / "store")
+
+
+@contextmanager
+def loaded(store: Path, **options: Any) -> Iterator[Any]:
+    defaults = {"memory": "25%", "learned": "off", "system": "lru"} | (
+        {} if "devices" in options else {"device": "cpu"}
+    )
+    model, _ = expertly.load(str(store), **(defaults | options))
+    try:
+        yield model
+    finally:
+        expertly.unload(model)
+
+
+# -- what is done to a file --------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    """A bit of every 64th byte of its second half, in place."""
+    with path.open("r+b") as file:
+        raw = np.frombuffer(path.read_bytes(), np.uint8).copy()
+        raw[len(raw) // 2 :: 64] ^= 0x40
+        file.write(raw.tobytes())
+
+
+def flip_in_secret(path: Path) -> None:
+    """And set its times back."""
+    about = path.stat()
+    flip(path)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+def replace_by(path: Path, change: Callable[[Path], Any]) -> None:
+    """Another file takes its name."""
+    other = path.with_name("other")
+    shutil.copy(path, other)
+    change(other)
+    other.replace(path)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+WRONG: dict[str, Callable[[Path], Any]] = {
+    "bits flip": flip,
+    "bits flip, with the times of before": flip_in_secret,
+    "it is cut": truncate,
+    "it is emptied": lambda path: os.truncate(path, 0),
+    "it grows": lambda path: os.truncate(path, path.stat().st_size + 4096),
+    "it is overwritten by zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+}
+
+RIGHT: dict[str, Callable[[Path], Any]] = {
+    "another takes its name": lambda path: replace_by(path, flip),
+    "it is deleted": Path.unlink,
+    "it gets another name": lambda path: path.rename(path.with_name("other")),
+    "it gets a second name": lambda path: path.with_name("second").hardlink_to(path),
+    "it is touched": Path.touch,
+    "its mode changes": lambda path: path.chmod(0o600),
+    "it is overwritten by the same": lambda path: path.write_bytes(path.read_bytes()),
+}
+
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "four segments": {"segments": 4, "system": "moepic"},
+    "prefetched": {"system": "expertly"},
+    "two devices": {"devices": "cpu:0,cpu:1"},
+    "every read": {"verify": "always"},
+    "planes": {"codec": "planes"},
+}
+
+
+def run(model: Any, right: list[list[int]], num: int = 3) -> None:
+    """Generate some times. Raises what `generate` raises; never is a token wrong."""
+    for _ in range(num):
+        assert generate(model, PROMPTS) == right
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_wrong_bytes_are_an_error_before_they_are_text(how: str, stores: dict[str, Path], tmp_path: Path) -> None:
+    """One that names the file, until that has its bytes back, and the model goes on."""
+    store = shutil.copytree(stores[HOW[how].get("codec", "none")], tmp_path / "store")
+    path, _ = PackedStore.open(store).extents[1]
+    whole = path.read_bytes()
+    with loaded(store, **HOW[how]) as model:
+        right = generate(model, PROMPTS)
+        for name, change in WRONG.items():
+            change(path)
+            for _ in range(2):
+                with pytest.raises(TransferError, match=rf"{path.name}: was written to while in use"):
+                    run(model, right)
+            path.write_bytes(whole)
+            run(model, right, 1)
+            for shard in handle(model).engine.executor.shards:
+                shard.scheduler.check()
+            assert path.read_bytes() == whole, name
+
+
+@pytest.mark.parametrize("codec", ["none", "planes"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_bytes_stay_the_models_text(name: str, codec: str, stores: dict[str, Path], tmp_path: Path) -> None:
+    store = shutil.copytree(stores[codec], tmp_path / "store")
+    with loaded(store) as model:
+        right = generate(model, PROMPTS)
+        RIGHT[name](PackedStore.open(store).extents[1][0])
+        run(model, right)
+
+
+@pytest.mark.parametrize("file", ["dense.safetensors", "config.json", "manifest.json", "tokenizer.json"])
+def test_what_was_read_whole_may_change(file: str, store: Path) -> None:
+    """The model has it in its own memory: the file is no part of it any more."""
+    whole = (store / file).read_bytes()
+    with loaded(store) as model:
+        right = generate(model, PROMPTS)
+        for change in [*WRONG.values(), *RIGHT.values()]:
+            change(store / file)
+            run(model, right, 1)
+            (store / file).write_bytes(whole)
+
+
+# -- what no time of a file shows --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4, 8])
+@pytest.mark.parametrize("is_prefetch", [False, True])
+def test_a_block_that_changes_unseen_is_found_within_64_reads_of_it(
+    segments: int, is_prefetch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a disk changes it. Reads of it are counted from then on; it is read whole, or in parts, among others."""
+    monkeypatch.setattr(reading.Source, "arrived", lambda *args, **named: None)
+    store = write_store(tmp_path / "m")
+    geometry, dice = store.geometry(segments), random.Random(segments)
+    nbytes, num_experts = geometry.segment_nbytes(0), geometry.layers[0].num_experts
+    memory = memoryview(reading._mapped(num_experts * segments * nbytes).numpy())
+
+    def slot(span: Span) -> memoryview:
+        begin = (span.expert * segments + span.segment) * nbytes
+        return memory[begin : begin + span.num_segments * nbytes]
+
+    longest = 0
+    for num_before in (0, 1, 47, 63, 64, 200):
+        with closing(Readers(store, geometry, slot)) as readers:
+
+            def read(expert: int, readers: Readers = readers) -> bool:
+                """Whether the read had the expert's first segment."""
+                segment = dice.randrange(segments)
+                span = Span(0, expert, segment, dice.randint(1, segments - segment), 0)
+                (readers.prefetch if is_prefetch else readers.submit)([span])
+                readers.wait()
+                return not span.segment
+
+            for _ in range(num_before):
+                read(dice.randrange(num_experts))
+            with store.extents[0][0].open("r+b") as file:
+                file.seek(store.extents[0][1] + geometry.layers[0].expert_nbytes)
+                (before,) = file.read(1)
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([before ^ 1]))
+                file.flush()
+                num_reads, is_found = 0, False
+                while not is_found:
+                    try:
+                        num_reads += read(1)
+                    except TransferError as error:
+                        assert "expert 1, segment" in str(error) and "damaged" in str(error)
+                        is_found, num_reads = True, num_reads + 1
+                    assert num_reads <= CHECK_EVERY
+                longest = max(longest, num_reads)
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([before]))
+    assert 1 < longest <= CHECK_EVERY == 64
+
+
+@pytest.mark.parametrize(("verify", "most"), [("sampled", CHECK_EVERY), ("always", 1)])
+def test_a_model_finds_it_too(verify: str, most: int, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: dict[int, int] = {}
+    monkeypatch.setattr(reading.Source, "arrived", lambda *args, **named: None)
+    reads = reading.PlainSource.reads
+
+    def counting(self: Any, span: Span, buffer: memoryview) -> Any:
+        if span.layer == 1:
+            counts[span.expert] = counts.get(span.expert, 0) + 1
+        return reads(self, span, buffer)
+
+    monkeypatch.setattr(reading.PlainSource, "reads", counting)
+    with loaded(store, verify=verify) as model:
+        generate(model, PROMPTS)
+        counts.clear()
+        flip(store / experts_name(1))
+        with pytest.raises(TransferError, match=experts_name(1)):
+            for _ in range(200):
+                generate(model, PROMPTS)
+    assert max(counts.values()) <= most + 1  # one more may be in flight
+
+
+# -- older stores, while loading, NaN ----------------------------------------------------------------------------------
+
+
+def test_a_store_without_sums_says_so_and_is_watched(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manifest = PackedStore.open(store).manifest
+    replace(manifest, files={name: one for name, one in manifest.files.items() if ".sums." not in name}).write(store)
+    with loaded(store) as model:
+        assert caplog.text.count("expertly pack --verify") == 1
+        with pytest.raises(TransferError, match=r"was written to while in use: .*no checksums"):
+            right = generate(model, PROMPTS)
+            flip(store / experts_name(1))
+            run(model, right)
+
+
+@pytest.mark.parametrize("file", ["dense.safetensors", "config.json", "tokenizer.json"])
+def test_what_changes_while_a_model_is_loaded_is_told(file: str, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Engine.__init__
+
+    def change_first(*args: Any, **named: Any) -> None:
+        with (store / file).open("ab") as opened:
+            opened.write(b" ")
+        made(*args, **named)
+
+    monkeypatch.setattr(Engine, "__init__", change_first)
+    told = rf"{file}: was written to while|{file}.*bytes at the end|cannot be read"
+    with pytest.raises(ExpertlyError, match=told), loaded(store):
+        pass
+
+
+@pytest.mark.parametrize("name", ["bits flip", "another takes its name", "it grows"])
+def test_a_checkpoint_that_changes_while_it_is_packed_is_told(name: str, tmp_path: Path) -> None:
+    source = make_checkpoint("qwen3_moe", tmp_path / "model")
+    (path,) = source.glob("*.safetensors")
+    changes = [(WRONG | RIGHT)[name]]
+
+    def progress(done: int, total: int) -> None:
+        if 0 < done < total and changes:
+            changes.pop()(path)
+
+    with pytest.raises(ExpertlyError, match=r"changed while they were packed|truncated|cannot be read"):
+        pack(source, tmp_path / "store", progress=progress)
+    assert not changes and not (tmp_path / "store").exists() and not (tmp_path / "store.partial").exists()
+
+
+@pytest.mark.parametrize("file", ["dense.safetensors", experts_name(2)])
+def test_nan_is_not_blamed_on_the_checkpoint_where_the_store_has_changed(file: str, store: Path) -> None:
+    path = store / file
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2 :] = np.full(len(raw) - len(raw) // 2, 0xFF, np.uint8).tobytes()
+    path.write_bytes(raw)
+    with (
+        loaded(store, verify="never") as model,
+        pytest.raises(NanError, match=rf"gave NaN: .*{file}: checksum .*damaged"),
+    ):
+        generate(model, PROMPTS)
+
+
+def test_an_unknown_way_to_verify_is_refused(store: Path) -> None:
+    with pytest.raises(ExpertlyError, match="verify='often': unknown; accepted: sampled, always, never"):
+        expertly.load(str(store), verify="often")
+    with loaded(store, verify="first"):  # its old name
+        pass
