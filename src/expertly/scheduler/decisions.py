@@ -13,7 +13,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +21,6 @@ from expertly.core.errors import ConfigError, TraceError
 from expertly.core.files import create
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
-from expertly.core.untrusted import open_file
 from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
 from expertly.policies.known import Known
 from expertly.scheduler.budget import Budget
@@ -281,7 +279,7 @@ def replay_file(path: Path, *, may_import: bool = False) -> tuple[dict[str, Any]
     may not.
     """
     try:
-        with BufferedReader(open_file(path, TraceError)) as file:
+        with path.open("rb") as file:
             lines = _unsealed(file, str(path))
             header = read_header(next(lines, ""), str(path))
             return header, replay(lines, _scheduler(header, f"{path}, line 1", may_import), str(path))

@@ -34,8 +34,11 @@ class ExpertFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with open_file(path, StoreError) as file:
-            self.fd = os.dup(file.fileno())
+        try:
+            with open_file(path, StoreError) as file:
+                self.fd = os.dup(file.fileno())
+        except StoreError as error:
+            raise StoreError(f"{path}: cannot be opened ({str(error).removeprefix(f'{path}: ')})") from None
         self.about = os.fstat(self.fd)
         """What it was when it was opened."""
         try:
