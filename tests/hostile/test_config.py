@@ -83,6 +83,8 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "padding far below": (fields(pad_token_id=-500), "pad_token_id=-500"),
     "a pair's flag": (fields(is_encoder_decoder=True), "is_encoder_decoder=True"),
     "a method's name": (fields(to_dict=3), "to_dict=3"),
+    "a class method's name": (fields(from_dict=3), "from_dict=3"),
+    "a property's name": (fields(is_encoder=3, rope_parameters=None, rope_scaling="yarn"), "config.json: "),
     "a nonsense dtype": (fields(dtype="nonsense"), "config.json: dtype='nonsense'"),
     "a long dtype": (fields(dtype="x" * 200_000), "config.json: dtype='xxxx"),
     "a list of dtypes": (fields(dtype=["bfloat16"]), "dtype="),
@@ -122,6 +124,9 @@ RUNS: dict[str, Callable[[Path], None]] = {
     "how it was trained": fields(
         output_hidden_states=True, output_attentions=True, output_router_logits=True, problem_type=5, pruned_heads=5,
         id2label=["x"], label2id=5, sub_configs={"a": 1}, attribute_map={"hidden_size": "vocab_size"}, __class__="x",
+    ),
+    "fields by the names of older releases": fields(
+        torch_dtype="float32", rope_scaling=None, rope_theta=1e4, rope_parameters=None, architectures=None
     ),
     "no quantisation": quantized({}),
     "endless positions": fields(max_position_embeddings=10**18, transformers_version=5, bos_token_id=10**6),

@@ -377,6 +377,8 @@ WORKING: dict[str, dict[str, Any]] = {
             "expert_weights_scale": 0.0,
             "quantize.imatrix.file": "x",
             "general.tags": ["a", "b"],
+            "split.no": 0,
+            "split.count": 0,  # as of parts that were merged
         }
     },
     "keys of another architecture": {"metadata": {"tokenizer.ggml.unused": 1, "general.name": "\n" * 500}},

@@ -100,8 +100,7 @@ def read_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
     if not fields.get("quantization_config"):
         fields.pop("quantization_config", None)
     for name in fields:
-        member = inspect.getattr_static(config_class, name, None)
-        if inspect.isroutine(member) or isinstance(member, property | classmethod):
+        if inspect.isroutine(inspect.getattr_static(config_class, name, None)):
             raise CheckpointError(f"{path}: {name}={fields[name]!r:.80}: not a field of a config")
     try:
         with quiet():
@@ -196,8 +195,8 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModelError:
 
 class Unvalued(TorchFunctionMode):
     """A mode in which a model is made or probed on the meta device without torch's Python implementations of meta
-    operations, whose import takes 35 MiB: weights are not initialised, `arange` and (as zeros) the results of linear
-    layers are on the CPU, unless joined to others. `drop_values` moves to the meta device what was computed on the CPU.
+    operations, whose import takes 35 MiB: weights are not initialised, `arange`, `tensor` and (as zeros) the results of
+    linear layers are on the CPU, unless joined to others. `drop_values` moves to the meta device what was computed on the CPU.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,7 +211,7 @@ class Unvalued(TorchFunctionMode):
             rows = max((n for n in (*args, *kwargs.values()) if isinstance(n, int | float)), default=0)
             if rows > _MAX_ARANGE:
                 raise ValueError(f"a table of {rows} rows; accepted: {_MAX_ARANGE}")
-        if func is torch.arange and kwargs.get("device") is None:
+        if func in (torch.arange, torch.tensor) and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "cpu"}
         if func is torch.cat and any(part.is_meta for part in args[0]):
             args = [part.to("meta") for part in args[0]], *args[1:]

@@ -117,9 +117,9 @@ class GgufFiles:
 
 def _check_part(part: Path, fields: Mapping[str, Any], place: int, num: int, first: Mapping[str, Any]) -> None:
     """Raises CheckpointError where a file is not part `place` of `num` of the model of the `first` one's metadata."""
-    default = (place, num) if num == 1 else (None, None)  # a file that is not split has neither
-    said = tuple(fields.get(key, value) for key, value in zip(("split.no", "split.count"), default, strict=True))
-    if said != (place, num):
+    said = fields.get("split.no"), fields.get("split.count")
+    is_whole = num == 1 and said in ((None, None), (0, 0))  # llama.cpp writes 0 where it merges parts
+    if said != (place, num) and not is_whole:
         raise CheckpointError(f"{part}: split.no={said[0]!r:.80}, split.count={said[1]!r:.80}: disagree with its name")
     for key, value in fields.items() if first else ():
         if key.startswith("split.") or (key.startswith("general.") and key != "general.architecture"):
