@@ -140,7 +140,7 @@ REFUSED = {
         ("--plot /nowhere/out.png", "plot='/nowhere/out.png': '/nowhere' is not a folder"),
         ("--chrome-trace /nowhere/out.json", "chrome_trace='/nowhere/out.json': cannot be written"),
         ("--chrome-trace /tmp", "chrome_trace='/tmp': a folder"),
-        ("--chrome-trace ''", "chrome_trace='.': a folder"),
+        ("--chrome-trace ''", "chrome_trace='': must be the name of a file"),
         ("--arrivals /nowhere.csv", "arrivals /nowhere.csv: cannot be read"),
     ],
     "lab configure TRACE": [

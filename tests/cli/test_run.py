@@ -222,7 +222,7 @@ def test_a_chat_is_for_people(model: Path, monkeypatch: pytest.MonkeyPatch, caps
         ({"eos_token_id": [[1]]}, "eos_token_id="),
         ({"repetition_penalty": 0}, "penalty"),
         ({"bad_words_ids": [[10**7]]}, "10000000"),
-        ({"cache_implementation": "nope"}, "nope"),
+        ({"cache_implementation": "nope"}, None),
         ({"stop_strings": ["x", ""]}, "stop_strings="),
         ({"stop_strings": ["x"]}, None),
         ([], "an object"),

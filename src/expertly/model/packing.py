@@ -99,10 +99,10 @@ def pack_cached(
     if folder is None and quantize is None:
         folder = _streamed(str(model), dtype, codec, cache_dir)
     folder = folder or _download(str(model), stores_folder(cache_dir), dtype, quantize, cache_dir)
-    _check_files(folder)
     if is_packed_store(folder):
         why = "the packed store is in it" if codec == "auto" else "it was asked for"
         return replace(open_store(folder, dtype, codec, quantize=quantize), why_codec=why)
+    _check_files(folder)
     checkpoint = open_checkpoint(folder)
     weights = weights_of(checkpoint, dtype, quantize)
     folders = {one: _cached_folder(checkpoint, weights.label, cache_dir, one) for one in CODECS}
