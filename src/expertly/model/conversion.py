@@ -107,7 +107,7 @@ def _is_rowwise(operation: Any) -> bool:
         return bool(operation.dim == 0)
     is_known = name in (
         *("Concatenate", "ConcatenateRows", "Transpose", "Interleave"),
-        *("Mxfp4Dequantize", "BlockDequantize", "GroupDequantize"),
+        *("Mxfp4Dequantize", "Dequantize"),
     )
     return is_known and all(getattr(operation, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
 

@@ -321,20 +321,8 @@ _IDLE |= {"dropout"}  # which is 0
 """Arguments that change nothing in `sdpa` and eager attention of a few tokens, whose mask says what they see."""
 
 _EAGER_NAMES = {"repeat_kv", "num_key_value_groups", "matmul", "softmax", "dropout", "training", "head_dim", "sinks"}
-_EAGER_NAMES |= {
-    "torch",
-    "nn",
-    "F",
-    "functional",
-    "dtype",
-    "float",
-    "float32",
-    "to",
-    "type",
-    "device",
-    "maybe_autocast",
-}
-_EAGER_NAMES |= {"transpose", "contiguous", "shape", "reshape", "view", "expand", "unsqueeze", "cat"}
+_EAGER_NAMES |= {"torch", "nn", "F", "functional", "dtype", "float", "float32", "to", "type", "device"}
+_EAGER_NAMES |= {"maybe_autocast", "transpose", "contiguous", "shape", "reshape", "view", "expand", "unsqueeze", "cat"}
 _EAGER_NAMES |= {"max", "values", "tanh", "sigmoid", "logsumexp"}
 """What an eager attention may look up that is no more than what is tried."""
 
@@ -547,37 +535,16 @@ def _is_native(
 
 _ARGUMENTS = ("self", "hidden_states", "position_embeddings", "attention_mask", CACHE)
 
-_NAMES = {
-    "shape",
-    "head_dim",
-    "view",
-    "transpose",
-    "reshape",
-    "contiguous",
-    "getattr",
-    "config",
-    "training",
-    "layer_idx",
-}
-_NAMES |= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "use_qk_norm", "apply_rotary_pos_emb", "update"}
-_NAMES |= {"ALL_ATTENTION_FUNCTIONS", "get_interface", "_attn_implementation", "eager_attention_forward"}
-_NAMES |= {"attention_dropout", "scaling", "sliding_window", "sinks"}
+_NAMES = {"shape", "head_dim", "view", "transpose", "reshape", "contiguous", "getattr", "config", "training"}
+_NAMES |= {"layer_idx", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "use_qk_norm"}
+_NAMES |= {"apply_rotary_pos_emb", "update", "ALL_ATTENTION_FUNCTIONS", "get_interface", "_attn_implementation"}
+_NAMES |= {"eager_attention_forward", "attention_dropout", "scaling", "sliding_window", "sinks"}
 """What a forward may look up that does no more than what is joined: another name may be a step that the tokens of the
 trial do not show.
 """
 
-_ROTATION_NAMES = {
-    "rotate_half",
-    "_apply_rotary_emb",
-    "unsqueeze",
-    "cat",
-    "chunk",
-    "stack",
-    "flatten",
-    "shape",
-    "torch",
-}
-_ROTATION_NAMES |= {"repeat_interleave", "dtype", "float", "to"}
+_ROTATION_NAMES = {"rotate_half", "_apply_rotary_emb", "unsqueeze", "cat", "chunk", "stack", "flatten", "shape"}
+_ROTATION_NAMES |= {"torch", "repeat_interleave", "dtype", "float", "to"}
 """The same of `apply_rotary_pos_emb`."""
 
 _LINEARS = ("q_proj", "k_proj", "v_proj")

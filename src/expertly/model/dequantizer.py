@@ -51,10 +51,7 @@ class GroupDequantizer:
 
     def converted(self, transforms: Sequence[Any]) -> list[Any]:
         """The model's transforms, extended to make weights from quantised tensors, too."""
-        operation = GroupDequantize(self)
-        escaped = [suffix.replace(".", r"\.") + "$" for suffix in self.suffixes]
-        alone = WeightConverter(escaped, ".weight", [GroupDequantize(self, is_alone=True)])
-        return [*_extended(transforms, (".weight", *self.suffixes), operation), alone]
+        return _extended(transforms, self)
 
     def weight(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """A decoded matrix, in the dtype of its scales. Raises CheckpointError where it has none of the formats."""
@@ -67,10 +64,11 @@ class GroupDequantizer:
         raise CheckpointError(f"{self.suffixes[at]}: {tensors[at].dtype}: must be {accepted}")
 
 
-def _extended(transforms: Sequence[Any], suffixes: Sequence[str], operation: ConversionOps) -> list[Any]:
-    """The transforms; those that make something of weights first collect the tensors with these suffixes, and make
-    weights of them by the operation.
+def _extended(transforms: Sequence[Any], quantizer: GroupDequantizer | BlockDequantizer) -> list[Any]:
+    """The transforms; those that make something of weights first make these of quantised tensors, which one more does
+    alone.
     """
+    suffixes = tuple(dict.fromkeys((".weight", *quantizer.suffixes)))
     made: list[Any] = []
     for transform in transforms:
         sources = transform.source_patterns if isinstance(transform, WeightConverter) else []
@@ -79,17 +77,20 @@ def _extended(transforms: Sequence[Any], suffixes: Sequence[str], operation: Con
             continue
         stems = [source.removesuffix(".weight") for source in sources]
         names = [f"{stem}{suffix}$" for stem in stems for suffix in suffixes]
-        copy = WeightConverter(names, transform.target_patterns, [operation, *transform.operations])
+        copy = WeightConverter(names, transform.target_patterns, [Dequantize(quantizer), *transform.operations])
         copy.scope_prefix = getattr(transform, "scope_prefix", None)
         copy.base_model_prefix = getattr(transform, "base_model_prefix", None)
         made.append(copy)
-    return made
+    escaped = [suffix.replace(".", r"\.") + "$" for suffix in quantizer.suffixes]
+    return [*made, WeightConverter(escaped, ".weight", [Dequantize(quantizer, is_alone=True)])]
 
 
-class GroupDequantize(ConversionOps):  # type: ignore[misc]
-    """The operation of a GroupDequantizer. `is_alone`: its result is the parameter; no other operation follows."""
+class Dequantize(ConversionOps):  # type: ignore[misc]
+    """The operation of a GroupDequantizer or a BlockDequantizer. `is_alone`: its result is the parameter; no other
+    operation follows.
+    """
 
-    def __init__(self, hf_quantizer: GroupDequantizer, is_alone: bool = False) -> None:
+    def __init__(self, hf_quantizer: GroupDequantizer | BlockDequantizer, is_alone: bool = False) -> None:
         self.hf_quantizer = hf_quantizer
         self._is_alone = is_alone
 
@@ -105,20 +106,21 @@ class GroupDequantize(ConversionOps):  # type: ignore[misc]
         made: Tensors = {}
         matrices: dict[str, dict[str, Any]] = {}
         suffixes = self.hf_quantizer.suffixes
-        for pattern in source_patterns:
+        for pattern in filter(input_dict.__contains__, source_patterns):
             name = pattern.removesuffix("$").replace(r"\.", ".")
             suffix = next((one for one in suffixes if name.endswith(one)), None)
-            if pattern in input_dict and suffix is None:
+            if suffix is None:
                 made[pattern] = input_dict[pattern]
-            elif pattern in input_dict and suffix is not None:
+            else:
                 matrices.setdefault(name.removesuffix(suffix), {})[suffix] = pattern
-        for found in matrices.values():
-            tensors = [_listed(input_dict[found[suffix]]) for suffix in suffixes]
+        for patterns in matrices.values():
+            in_order = [patterns[suffix] for suffix in suffixes if suffix in patterns]
+            tensors = [_listed(input_dict[pattern]) for pattern in in_order]
             try:
                 weights = [self.hf_quantizer.weight(parts) for parts in zip(*tensors, strict=True)]
             except CheckpointError as error:
                 raise CheckpointError(f"{full_layer_name}: {error}") from None
-            made[found[suffixes[0]]] = weights
+            made[in_order[0]] = weights
         if self._is_alone:
             ((only,),) = made.values()
             return {full_layer_name: only}
@@ -146,6 +148,8 @@ class BlockDequantizer:
     columns evenly by the number of scales, and so gives 192 rows in blocks of 128 the wrong ones.
     """
 
+    suffixes = (_WEIGHT, _SCALE)
+
     def __init__(self, quantization: Mapping[str, Any]) -> None:
         """Raises UnsupportedModelError naming the field of the config that is not supported."""
         block = quantization.get("weight_block_size", (BLOCK, BLOCK))
@@ -155,9 +159,8 @@ class BlockDequantizer:
                 f"quantization_config.weight_block_size={block!r:.80}: must be two whole numbers above 0, or null"
             )
         self._block: tuple[int, int] | None = None if block is None else (block[0], block[1])
-        self._may_be_one = (
-            quantization.get("weight_block_size") is None
-        )  # a scale for a whole matrix, as AutoFP8 has it
+        # A scale for a whole matrix, as AutoFP8 has it.
+        self._may_be_one = quantization.get("weight_block_size") is None
         self._is_fp4 = quantization.get("expert_dtype") == "fp4"
 
     def check(self, tensors: Mapping[str, TensorRef]) -> None:
@@ -194,12 +197,15 @@ class BlockDequantizer:
     def converted(self, transforms: Sequence[Any]) -> list[Any]:
         """The model's transforms, extended to make weights from quantised tensors, too."""
         renamings = [WeightRenaming(ending.replace(".", r"\.") + "$", _SCALE) for ending in _SCALES[1:]]
-        patterns = [r"\.weight$", r"\.weight_scale_inv$"]
-        alone = WeightConverter(patterns, _WEIGHT, [BlockDequantize(self, is_alone=True)])
-        return [*renamings, *_extended(transforms, (_WEIGHT, _SCALE), BlockDequantize(self)), alone]
+        return [*renamings, *_extended(transforms, self)]
 
-    def weight(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """A decoded matrix in float32. Raises CheckpointError where the scales are none of it, or no numbers."""
+    def weight(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A decoded matrix in float32; one without scales as it is. Raises CheckpointError where the scales are none of
+        it, or no numbers.
+        """
+        if len(tensors) == 1:
+            return tensors[0]
+        codes, scales = tensors
         is_fp4 = codes.dtype in (torch.int8, torch.uint8)
         if is_fp4 and not self._is_fp4:
             raise CheckpointError(f"weights in {codes.dtype}: must be FP8, as config.json has it")
@@ -217,38 +223,3 @@ class BlockDequantizer:
         for dim, size in ((-2, rows), (-1, columns)):
             factors = factors.repeat_interleave(min(block[dim], size), dim).narrow(dim, 0, size)
         return values.mul_(factors)
-
-
-class BlockDequantize(ConversionOps):  # type: ignore[misc]
-    """The operation of a BlockDequantizer. `is_alone`: its result is the parameter; no other operation follows."""
-
-    def __init__(self, hf_quantizer: BlockDequantizer, is_alone: bool = False) -> None:
-        self.hf_quantizer = hf_quantizer
-        self._is_alone = is_alone
-
-    @torch.no_grad()
-    def convert(
-        self,
-        input_dict: Tensors,
-        source_patterns: list[str],
-        target_patterns: list[str],
-        full_layer_name: str = "",
-        **others: Any,
-    ) -> Tensors:
-        made: Tensors = {}
-        for pattern in source_patterns:
-            scale = f"{pattern.removesuffix('$')}_scale_inv$"
-            if pattern not in input_dict or pattern.endswith("_scale_inv$"):
-                continue
-            weights = _listed(input_dict[pattern])
-            if scale in input_dict:
-                scales = _listed(input_dict[scale])
-                try:
-                    weights = [self.hf_quantizer.weight(*both) for both in zip(weights, scales, strict=True)]
-                except CheckpointError as error:
-                    raise CheckpointError(f"{full_layer_name}: {error}") from None
-            made[pattern] = weights
-        if self._is_alone:
-            (((only,)),) = made.values()
-            return {full_layer_name: only}
-        return made

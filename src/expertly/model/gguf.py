@@ -78,36 +78,29 @@ _FIELDS: dict[str, tuple[str, _Kind]] = {
 
 _NEUTRAL: dict[str, _Kind] = {
     "attention.causal": _one_of(True),
-    "attention.clamp_kqv": _one_of(0),
-    "attention.max_alibi_bias": _one_of(0),
-    "attention.output_scale": _one_of(0, 1),
-    "attention.sliding_window": _one_of(0),
-    "attention.temperature_length": _one_of(0),
-    "attention.temperature_scale": _one_of(0),
-    "attn_logit_softcapping": _one_of(0),
-    "final_logit_softcapping": _one_of(0),
-    "router_logit_softcapping": _one_of(0),
-    "embedding_scale": _one_of(0, 1),
-    "logit_scale": _one_of(0, 1),
-    "residual_scale": _one_of(0, 1),
-    "expert_gating_func": _one_of(0, 1),
-    "expert_group_count": _one_of(0, 1),
-    "expert_group_used_count": _one_of(0, 1),
-    "expert_shared_count": _one_of(0),
-    "expert_shared_feed_forward_length": _one_of(0),
-    "expert_weights_scale": _one_of(0, 1),
-    "interleave_moe_layer_step": _one_of(0, 1),
-    "leading_dense_block_count": _one_of(0),
-    "moe_every_n_layers": _one_of(0, 1),
-    "n_deepstack_layers": _one_of(0),
     "pooling_type": _one_of(0),
-    "rope.scaling.alpha": _one_of(0, 1),
     "rope.scaling.finetuned": _FLAG,  # says how the model was made
     "rope.scaling.yarn_attn_factor": _one_of(1),  # llama.cpp computes another
-    "rope.scaling.yarn_log_multiplier": _one_of(0),
-    "swin_norm": _one_of(False),
     "tensor_data_layout": _one_of(""),
-    "use_parallel_residual": _one_of(False),
+    **dict.fromkeys(("swin_norm", "use_parallel_residual"), _one_of(False)),
+    **dict.fromkeys(
+        (
+            *("attention.clamp_kqv", "attention.max_alibi_bias", "attention.sliding_window"),
+            *("attention.temperature_length", "attention.temperature_scale", "attn_logit_softcapping"),
+            *("final_logit_softcapping", "router_logit_softcapping", "expert_shared_count"),
+            *("expert_shared_feed_forward_length", "leading_dense_block_count", "n_deepstack_layers"),
+            "rope.scaling.yarn_log_multiplier",
+        ),
+        _one_of(0),
+    ),
+    **dict.fromkeys(
+        (
+            *("attention.output_scale", "embedding_scale", "logit_scale", "residual_scale", "rope.scaling.alpha"),
+            *("expert_gating_func", "expert_group_count", "expert_group_used_count", "expert_weights_scale"),
+            *("interleave_moe_layer_step", "moe_every_n_layers"),
+        ),
+        _one_of(0, 1),
+    ),
 }
 """Keys of any architecture that change nothing with these values; 0 mostly means that there is no such thing. A key
 that is neither here nor in the architecture's row is refused, as it may change the arithmetic.

@@ -100,7 +100,8 @@ def read_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
     if not fields.get("quantization_config"):
         fields.pop("quantization_config", None)
     for name in fields:
-        if inspect.isroutine(inspect.getattr_static(config_class, name, None)):
+        member = inspect.getattr_static(config_class, name, None)
+        if inspect.isroutine(member) or isinstance(member, classmethod) or getattr(member, "fset", True) is None:
             raise CheckpointError(f"{path}: {name}={fields[name]!r:.80}: not a field of a config")
     try:
         with quiet():
@@ -116,6 +117,8 @@ def _of_the_model(value: Any) -> Any:
     """A config's fields, and those of the configs in it, without `_OF_A_RUN`. JSON has no infinity: transformers writes
     an object for it.
     """
+    if isinstance(value, list):
+        return [_of_the_model(inner) for inner in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {"__float__"}:
@@ -195,8 +198,9 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModelError:
 
 class Unvalued(TorchFunctionMode):
     """A mode in which a model is made or probed on the meta device without torch's Python implementations of meta
-    operations, whose import takes 35 MiB: weights are not initialised, `arange`, `tensor` and (as zeros) the results of
-    linear layers are on the CPU, unless joined to others. `drop_values` moves to the meta device what was computed on the CPU.
+    operations, whose import takes 35 MiB: weights are not initialised, `arange`, tensors of lists and (as zeros) the
+    results of linear layers are on the CPU, unless joined to others. `drop_values` moves to the meta device what was
+    computed on the CPU.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,7 +215,8 @@ class Unvalued(TorchFunctionMode):
             rows = max((n for n in (*args, *kwargs.values()) if isinstance(n, int | float)), default=0)
             if rows > _MAX_ARANGE:
                 raise ValueError(f"a table of {rows} rows; accepted: {_MAX_ARANGE}")
-        if func in (torch.arange, torch.tensor) and kwargs.get("device") is None:
+        is_list = func is torch.tensor and isinstance(args[0], list) and args[0]  # by an empty one devices are asked
+        if (func is torch.arange or is_list) and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "cpu"}
         if func is torch.cat and any(part.is_meta for part in args[0]):
             args = [part.to("meta") for part in args[0]], *args[1:]
