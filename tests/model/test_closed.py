@@ -314,6 +314,27 @@ def test_what_is_set_after_the_trial_is_heeded(name: str, ran: list[str]) -> Non
     assert "projections" not in ran
 
 
+@pytest.mark.parametrize("name", ["rotation", "Qwen3MoeRMSNorm", "Qwen3MoeAttention"])
+def test_what_is_patched_in_the_family_after_the_trial_is_heeded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain: Any = make_model("qwen3_moe").eval()
+    ours, ids = copy.deepcopy(plain), torch.tensor(make_prompts(1, length=3))
+    use_kernels(ours, choose_kernels())
+    with torch.no_grad():
+        before = ours(ids).logits
+
+        def scaled(function: Any, *arguments: Any, **more: Any) -> Any:
+            made = function(*arguments, **more)
+            return made * 1.5 if isinstance(made, torch.Tensor) else (made[0] * 1.5, *made[1:])
+
+        place, attribute = (
+            (modeling, "apply_rotary_pos_emb") if name == "rotation" else (getattr(modeling, name), "forward")
+        )
+        function = getattr(place, attribute)
+        monkeypatch.setattr(place, attribute, lambda *args, **more: scaled(function, *args, **more))
+        assert not torch.allclose(plain(ids).logits, before, rtol=1e-2)
+        torch.testing.assert_close(ours(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 # -- routers -----------------------------------------------------------------------------------------------------------
 
 

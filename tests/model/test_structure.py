@@ -90,6 +90,24 @@ def test_configs_that_make_no_model(tmp_path: Path, text: Any, error: type[Exper
         find_experts(build_meta_model(read_config(tmp_path)), 2)
 
 
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+_LONG |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.1, 2.2, 2.3]}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("mixtral", {"rope_parameters": _LONG, "head_dim": 8}),
+        ("mixtral", {"per_layer_config": {}}),
+        ("nemotron_h", {"time_step_limit": [0.0, {"__float__": "Infinity"}]}),
+    ],
+)
+def test_configs_as_transformers_writes_them(tmp_path: Path, model_type: str, fields: dict[str, Any]) -> None:
+    config = MIXTRAL if model_type == "mixtral" else {"model_type": model_type, "hidden_size": 64, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    assert find_experts(build_meta_model(tmp_path), 2)
+
+
 @pytest.mark.parametrize("named", ["MixtralForCausalLM", "MixtralModel", "SomebodysOwnForCausalLM"])
 def test_the_class_built_generates(tmp_path: Path, named: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL | {"architectures": [named]}))

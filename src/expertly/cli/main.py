@@ -32,11 +32,11 @@ READER_GONE = 141
 MAX_WORD, MAX_LINE = 256, 900
 """Characters of an error: of a name or a value in it, and in all."""
 
+NO_MEMORY = "the system refuses more memory (a limit, as of `ulimit -v` or of a container)"
+
 REFUSED_BY_SYSTEM = {
     "can't start new thread": "the system refuses another thread (a limit of processes or of memory)",
-    "can't allocate memory": "the system refuses more memory (a limit, as of `ulimit -v` or of a container)",
-    "failed to map segment": "the system refuses more memory (a limit, as of `ulimit -v` or of a container)",
-    "Cannot allocate memory": "the system refuses more memory (a limit, as of `ulimit -v` or of a container)",
+    **dict.fromkeys(("can't allocate memory", "failed to map segment", "Cannot allocate memory"), NO_MEMORY),
     "error return without exception set": "a library could not be imported; perhaps the system refuses more memory",
     "Too many open files": "the system refuses to open another file (a limit, as of `ulimit -n`)",
     "determine home directory": "no home folder is known for this user; set HOME, or write the path without `~`",
@@ -94,8 +94,10 @@ def _check_process() -> None:
     """Raises ConfigError where no command could work."""
     if sys.flags.optimize > 1:
         raise ConfigError("PYTHONOPTIMIZE=2: transformers cannot be imported without its docstrings; accepted: 0 and 1")
-    if _is_folder_gone():  # Intel's library of products ends the process
-        raise ConfigError("the working directory was removed; go to one that exists")
+    try:
+        os.getcwd()
+    except OSError:  # Intel's library of products ends the process
+        raise ConfigError("the working directory was removed; go to one that exists") from None
     if not os.environ.get("TERMINAL_WIDTH", "0").isdecimal():
         raise ConfigError(f"TERMINAL_WIDTH={os.environ['TERMINAL_WIDTH']!r:.80}: must be a whole number")
 
@@ -108,7 +110,7 @@ def _of_environment(error: Exception) -> ExpertlyError | None:
         text = getattr(error, "object", "")
         return ConfigError(f"{text!r:.80}: must be UTF-8 ({getattr(error, 'reason', error)})")
     if isinstance(error, MemoryError):
-        return ConfigError(REFUSED_BY_SYSTEM["can't allocate memory"])
+        return ConfigError(NO_MEMORY)
     if isinstance(error, OSError) and error.errno is not None:
         return _of_system(error)
     said = str(error)
@@ -128,14 +130,6 @@ def _of_system(error: OSError) -> ConfigError:
     if not isinstance(name, str | bytes) or not name:  # a descriptor's number says nothing
         return ConfigError(reason)
     return ConfigError(f"{_cut(os.fsdecode(name), 80)}: {reason}")
-
-
-def _is_folder_gone() -> bool:
-    try:
-        os.getcwd()
-    except OSError:
-        return True
-    return False
 
 
 def _report(error: ExpertlyError, is_json: bool) -> int:

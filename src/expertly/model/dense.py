@@ -286,12 +286,13 @@ def _style_of(module: Any, epsilon: float, kernels: Kernels) -> str | None:
 
 
 def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> None:
-    original = type(module)
+    original, as_tried = type(module), type(module).forward
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = self._parameters.get("weight")
         if (
             weight is None
+            or original.forward is not as_tried
             or not are_plain(hidden_states, weight)
             or not 1 <= hidden_states.shape[:-1][:2].numel() <= kernels.most_tokens(weight.dtype)
             or hidden_states.shape[-1:] != weight.shape
@@ -555,7 +556,8 @@ _NORMS = ("q_norm", "k_norm")
 class Joined:
     """What a module's own forward was found to do."""
 
-    parts: list[tuple[str, Any, Any, list[tuple[str, int]]]]  # name, module, class and where its parameters are
+    parts: list[tuple[str, Any, Any, Any, list[tuple[str, int]]]]
+    """Name, module, class, the forward of its own class, and where its parameters are."""
     projections: Projections
     then: tuple[torch.Tensor, torch.Tensor | None] | None  # of the layer behind attention, where it can be joined
     own: dict[str, Any]  # what the module tells attention beside what it is given
@@ -564,10 +566,10 @@ class Joined:
     def is_as_tried(self, module: Any) -> bool:
         """Nobody replaced, moved or watches its parts since."""
         modules = module._modules
-        for name, part, kind, addresses in self.parts:
-            if modules.get(name) is not part or part.__class__ is not kind or "forward" in part.__dict__:
+        for name, part, kind, forward, addresses in self.parts:
+            if modules.get(name) is not part or part.__class__ is not kind or kind.__base__.forward is not forward:
                 return False
-            if part._forward_hooks or part._forward_pre_hooks:
+            if "forward" in part.__dict__ or part._forward_hooks or part._forward_pre_hooks:
                 return False
             parameters = part._parameters
             for name, address in addresses:
@@ -597,9 +599,11 @@ def is_usual_attention(kind: type[nn.Module], more: Set[str] = frozenset()) -> b
 
 def _join_projections(module: Any, kernels: Kernels) -> None:
     """From the first few tokens on, where it is found to be possible."""
-    original = type(module)
+    original, as_tried = type(module), type(module).forward
     if not is_usual_attention(original):
         return
+    names = undecorated(as_tried).__globals__  # type: ignore[union-attr]
+    rotate = names.get("apply_rotary_pos_emb")
     if not all(type(getattr(module, name, None)) is FewTokensLinear for name in _LINEARS):
         return
     if not all(
@@ -618,7 +622,12 @@ def _join_projections(module: Any, kernels: Kernels) -> None:
         if cache is None:
             cache = kwargs.pop("past_key_values", None)
         joined: Joined | None = self._expertly_joined
-        few = isinstance(position_embeddings, tuple) and _are_few(self, hidden_states, position_embeddings, kernels)
+        few = (
+            original.forward is as_tried
+            and names.get("apply_rotary_pos_emb") is rotate
+            and isinstance(position_embeddings, tuple)
+            and _are_few(self, hidden_states, position_embeddings, kernels)
+        )
         if few and joined is None and not self._expertly_is_tried:
             self._expertly_is_tried = True
             joined = self._expertly_joined = _try(self, original, hidden_states, position_embeddings, kernels, kwargs)
@@ -686,10 +695,10 @@ def _try(
         return None
     of_tensors = {argument: names[id(given)] for argument, given in tensors.items()}
     others = {argument: given for argument, given in own.items() if argument not in tensors}
-    parts = [
-        (name, one, type(one), [(which, _address_of(parameter)) for which, parameter in one._parameters.items()])
-        for name, one in named.items()
-    ]
+    parts = []
+    for name, part in named.items():
+        addresses = [(key, _address_of(value)) for key, value in part._parameters.items()]
+        parts.append((name, part, type(part), type(part).__base__.forward, addresses))  # type: ignore[union-attr]
     then = (last.weight, last.bias) if "o_proj" in named else None
     num_angles = angles[0].shape[-1]
     for width in (num_angles, 2 * num_angles):  # of numbers that are rotated

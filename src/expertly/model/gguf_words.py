@@ -11,6 +11,7 @@ from typing import Any
 import transformers
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
+from expertly.model.loading import tokenizer_errors
 from expertly.model.structure import quiet
 from expertly.store.gguf import GgufFiles, GgufList
 
@@ -140,15 +141,9 @@ def tokenizer_folder(files: GgufFiles, class_name: str) -> Iterator[Path]:
         if files.metadata.get("tokenizer.ggml.model", "none") not in _NONE:
             link = Path(made) / "model.gguf"  # alone in its folder: transformers reads what lies beside it, too
             link.symlink_to(files.path.absolute())
-            try:
-                with quiet():
-                    reader = getattr(transformers, class_name)
-                    tokenizer = reader.from_pretrained(made, gguf_file=link.name, local_files_only=True)
-                    link.unlink()
-                    tokenizer.save_pretrained(made)
-            except BaseException as error:  # tokenizers raises plain Exceptions, and panics beside them
-                if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                    raise
-                reason = " ".join(str(error).split())
-                raise CheckpointError(f"{files.path}: its tokenizer cannot be read: {reason:.200}") from error
+            with tokenizer_errors(f"{files.path}: its tokenizer cannot be read"), quiet():
+                reader = getattr(transformers, class_name)
+                tokenizer = reader.from_pretrained(made, gguf_file=link.name, local_files_only=True)
+                link.unlink()
+                tokenizer.save_pretrained(made)
         yield Path(made)

@@ -176,10 +176,8 @@ def tokenizer_errors(doing: str, failure: type[ExpertlyError] = CheckpointError)
         yield
     except ExpertlyError:
         raise
-    except Exception as cause:
-        raise failure(f"{doing}: {first_line(cause)}") from cause
     except BaseException as cause:
-        if type(cause).__name__ != "PanicException":
+        if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
             raise
         raise failure(f"{doing}: {first_line(cause)}") from cause
 

@@ -561,7 +561,8 @@ class Packing:
                 continue
             is_float = all(self._checkpoint.tensors[name].dtype in IS_FLOAT for name in names)
             if self._checkpoint.gguf or (group.is_dequantized and not is_float):
-                self._check_gguf_shape(group)
+                if self._checkpoint.gguf and group.converter is None:
+                    self._check_gguf_shape(group)
                 spec = TensorSpec(
                     self._dense_name(group), STORE_DTYPES[self._dtype], self._conversion.shape(group.target)
                 )
@@ -580,8 +581,7 @@ class Packing:
     def _check_gguf_shape(self, group: Group) -> None:
         """Of a dense tensor; a vector may stand for a matrix of one row."""
         ref, expected = self._checkpoint.tensors[group.names[0]], self._conversion.shape(group.target)
-        is_made = not self._checkpoint.gguf or group.converter is not None
-        if not is_made and expected not in (ref.shape, (1, *ref.shape)):
+        if expected not in (ref.shape, (1, *ref.shape)):
             raise CheckpointError(
                 f"{ref.path}: tensor {group.names[0]!r}: shape {list(ref.shape)}, but its metadata makes it "
                 f"{list(expected)}"

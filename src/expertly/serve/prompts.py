@@ -17,15 +17,13 @@ from typing import Any, TypeVar
 from expertly.core.errors import ConfigError
 from expertly.model.answers import AnswerFormat, known_template
 from expertly.model.generation import check_tokens
+from expertly.model.loading import tokenizer_errors
 from expertly.model.templates import RENDER_NBYTES, Renderer, SlowTemplateError, TooLongError
 from expertly.model.text import bytes_of
 from expertly.serve.errors import ApiError, invalid, unavailable
 from expertly.serve.schema import Message, Tool
 
 MAX_CONTEXT = 1 << 20
-
-MAX_REASON = 300
-"""Characters of a tokenizer's error."""
 
 FIRST_RENDER_CPU_S = 0.15
 """Processor time of a conversation's first try, and FIRST_RENDER_S its time. 400 messages with tools take 0.01 s. One
@@ -90,10 +88,8 @@ class Prompts:
         self._reader_lock = threading.Lock()
         self.tokenizer = tokenizer
         self._writer = copy.deepcopy(tokenizer)
-        try:
+        with tokenizer_errors("the model's tokenizer cannot read a text", ConfigError):
             self._writer.encode("a")  # sets its state; two threads may use it from now on
-        except BaseException as error:  # see `_reason_of`
-            raise ConfigError(f"the model's tokenizer cannot read a text: {_reason_of(error)}") from None
         self._context = context
         self.max_characters = context * max(LEAST_LONGEST_TOKEN, *map(len, tokenizer.get_vocab()))
         self._threads = {name: ThreadPoolExecutor(1, f"expertly-serve-{name}") for name in _LANES}
@@ -160,13 +156,10 @@ class Prompts:
         """The text of tokens. `special`: with special tokens, which are no text. Raises ConfigError where the tokenizer
         fails at them.
         """
-        try:
-            with self._reader_lock:
-                text: str = self._reader.decode(
-                    list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
-                )
-        except BaseException as error:  # see `_reason_of`
-            raise ConfigError(f"the model's tokenizer cannot write these tokens: {_reason_of(error)}") from None
+        with tokenizer_errors("the model's tokenizer cannot write these tokens", ConfigError), self._reader_lock:
+            text: str = self._reader.decode(
+                list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+            )
         return text
 
     def piece(self, token: int) -> tuple[str, bytes]:
@@ -201,20 +194,21 @@ class Prompts:
         return await self._in(lane, partial(self._encode, text, param, options))
 
     def _encode(self, text: str, param: str, options: dict[str, bool]) -> list[int]:
-        least = 0
+        begins = range(0, len(text), PIECE) if len(text) > PIECE else ()
         try:
-            if len(text) > PIECE:
-                for begin in range(0, len(text), PIECE):
+            with tokenizer_errors("the model's tokenizer cannot read it", ConfigError):
+                least = 0
+                for begin in begins:
                     least += len(self._writer.encode(text[begin : begin + PIECE], **options)) - _PIECE_SLACK
                     if least > self._context:
-                        raise self._too_long(len(text), param)
-            tokens: list[int] = self._writer.encode(text, **options)
-        except ApiError:
-            raise
-        except BaseException as error:  # see `_reason_of`
-            reason = _reason_of(error)
-            log.warning("the tokenizer failed at a prompt of %d characters: %s", len(text), reason)
-            raise invalid(f"{param}: the model's tokenizer cannot read it: {reason}", param) from None
+                        break
+                else:
+                    tokens: list[int] = self._writer.encode(text, **options)
+        except ConfigError as error:
+            log.warning("the tokenizer failed at a prompt of %d characters: %s", len(text), error)
+            raise invalid(f"{param}: {error}", param) from None
+        if least > self._context:
+            raise self._too_long(len(text), param)
         self.check_tokens(tokens, param)
         return tokens
 
@@ -232,15 +226,6 @@ class Prompts:
             param,
             "context_length_exceeded",
         )
-
-
-def _reason_of(error: BaseException) -> str:
-    """One line about what a tokenizer raised: `tokenizers` raises plain Exception, and panics, which are none. Raises
-    `error` where it is neither.
-    """
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-        raise error
-    return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
 
 
 def as_told(tools: Sequence[Tool]) -> list[dict[str, Any]]:
