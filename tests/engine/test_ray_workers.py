@@ -56,7 +56,10 @@ def until_all_are_back(model: Any, case: Case) -> None:
 
 
 def test_killed_and_stopped_processes(
-    cases: Cases, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cases: Cases,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     asked, plain = set[int](), ray_workers.RayPeer.ask
     monkeypatch.setattr(
@@ -77,6 +80,7 @@ def test_killed_and_stopped_processes(
         assert [one["drops"] for one in workers_of(model)] == [1, 0]
         until_all_are_back(model, case)
         assert workers_of(model)[0]["pid"] not in pids, "a new process"
+        assert "raylet" not in "".join(capfd.readouterr()), "Ray's own message would be the second"
 
         os.kill(pids[1], signal.SIGSTOP)
         assert generate(model, case.prompts) == case.tokens

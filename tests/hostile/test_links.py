@@ -232,6 +232,7 @@ def test_an_interrupted_removal_is_finished_by_the_next(tmp_path: Path) -> None:
     doomed = store.with_name(f"{store.name}.removed")
     store.rename(doomed)
     (doomed / "dense.safetensors").unlink()
+    assert [entry.problem for entry in list_entries(tmp_path)] == ["removing it was interrupted"], "no model's store"
     write_store(store)
     remove_entry(store.name, tmp_path)
     assert not any(stores_folder(tmp_path).iterdir())

@@ -50,6 +50,8 @@ def test_a_cached_store_of_another_version_is_packed_again_and_what_was_learned_
     learned.write_text("learned")
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": FORMAT_VERSION - 1}))
     (store.folder / "somebody's").write_text("mine")
+    with pytest.raises(StoreError, match=r"format_version=\d: .*`expertly pack`"):
+        pack_cached(store.folder)
     pack_cached(source, cache_dir=tmp_path).verify(full=True)
     assert learned.exists() and not (store.folder / "somebody's").exists()
     assert store.folder.with_name(f"{store.folder.name}.removed").joinpath("somebody's").read_text() == "mine"

@@ -128,15 +128,17 @@ def in_child(work: Callable[[Callable[[Any], None]], Result], hear: Callable[[An
     work `name`, where the child is killed.
     """
     receiving, sending = os.pipe()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            stream.flush()  # else the child has a copy
     parent = os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # an interrupt is for this process
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, for any fork beside threads
-            child = os.fork()
+            try:
+                child = os.fork()
+            except OSError as error:
+                os.close(receiving)
+                os.close(sending)
+                raise ExpertlyError(f"{name}: the system refuses another process ({error.strerror})") from error
         if not child:
             os.close(receiving)
             _be_child(work, sending, parent)
@@ -155,11 +157,15 @@ def in_child(work: Callable[[Callable[[Any], None]], Result], hear: Callable[[An
 def _be_child(work: Callable[[Callable[[Any], None]], Any], sending: int, parent: int) -> NoReturn:
     status = 1
     gc.freeze()  # a collection would write to all that is shared
+    held = sys.stdout, sys.stderr  # noqa: F841  they would write what they have when they go
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was begun is left in order
-        sys.stdout = sys.stderr = os.fdopen(
-            2, "w", 1, errors="backslashreplace", closefd=False
-        )  # no thread's lock on it
+        try:
+            sys.stdout = sys.stderr = os.fdopen(
+                2, "w", 1, errors="backslashreplace", closefd=False
+            )  # no thread's lock on it
+        except OSError:  # closed
+            sys.stdout = sys.stderr = None
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(status)
@@ -203,10 +209,11 @@ def _result_of(receiving: int, hear: Callable[[Any], None], child: int, name: st
                 error.__cause__ = _InChildError(trace)
                 raise error
             hear(content)
-    _, status = os.waitpid(child, 0)
-    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    how = f"was killed ({signal.Signals(number).name})" if number else f"ended with exit code {status >> 8}"
-    reason = ", perhaps for want of memory" if number == signal.SIGKILL else ""
+    how = "ended without an answer"
+    with contextlib.suppress(ChildProcessError):  # this process ignores SIGCHLD, or its handler waited first
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+    reason = ", perhaps for want of memory" if how.endswith("(SIGKILL)") else ""
     raise ExpertlyError(f"{name}: the process that did it {how}{reason}")
 
 

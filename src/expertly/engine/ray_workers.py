@@ -30,6 +30,7 @@ from expertly.engine.remote import Answer, AskedAnswer, Peer, PeerLostError
 try:
     import ray
     from ray._private import ray_constants
+    from ray._private import worker as ray_driver
     from ray.exceptions import GetTimeoutError, RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
@@ -85,6 +86,8 @@ def start_ray_workers(workers: str | int, memory: str | int, opened: ExitStack) 
         options: dict[str, Any] = {"address": text}
         if is_here:
             options = {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_NBYTES}
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        ray_driver._worker_logs_enabled = False  # it tells of dead workers at length, and RemoteShard in a line
         try:
             with _own_cluster() if is_here else contextlib.nullcontext():
                 ray.init(**options, log_to_driver=False, configure_logging=False)
@@ -143,6 +146,7 @@ def _leave(user: object) -> None:
     _users.discard(user)
     if not _users:
         ray.shutdown()
+        ray_driver._worker_logs_enabled = True
         while _watched:
             os.close(_watched.pop())
 

@@ -159,12 +159,18 @@ def _is_source(entry: CacheEntry, name: str) -> bool:
     return bool(entry.source) and (entry.source == name or entry.source == os.path.abspath(name))
 
 
+_UNFINISHED = {
+    ".partial": "unfinished: packing the model again completes it",
+    ".download": "unfinished: packing the model again completes it",
+    ".removed": "removing it was interrupted",
+}
+
+
 def _entry(path: Path) -> CacheEntry:
     nbytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-    if not is_packed_store(path):
-        unfinished = "unfinished: packing the model again completes it"
-        is_unfinished = path.suffix in (".partial", ".download")
-        return CacheEntry(path.name, path, nbytes, unfinished if is_unfinished else "not a whole store")
+    problem = _UNFINISHED.get(path.suffix, "" if is_packed_store(path) else "not a whole store")
+    if problem:
+        return CacheEntry(path.name, path, nbytes, problem)
     try:
         of = Manifest.read(path)
     except StoreError as error:

@@ -18,7 +18,9 @@ from expertly.core.units import format_share
 from expertly.core.untrusted import Bounds, is_plain_name, read_file, read_json_object
 from expertly.formats import FORMATS, check_format
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+"""Of 2 are stores with wrong weights, made of FP8 checkpoints whose rows are not whole blocks."""
+
 MANIFEST_NAME = "manifest.json"
 JOURNAL_NAME = "progress.json"
 """The same while a store is made: it has the files that are done."""
@@ -152,7 +154,8 @@ class Manifest:
         version = raw.get("format_version")
         if type(version) is not int or version != FORMAT_VERSION:
             raise StoreError(
-                f"{path}: format_version={version!r:.80}: this version of expertly reads {FORMAT_VERSION}; pack again"
+                f"{path}: format_version={version!r:.80}: this version of expertly reads {FORMAT_VERSION}; remove the "
+                "store and pack again with `expertly pack`"
             )
         found = {"codec": "none", **_OPTIONAL, **raw}  # older stores lack some of these
         layers, files = found.get("layers"), found.get("files")
