@@ -31,6 +31,9 @@ MAX_VALUES = 16384
 MAX_REFERENCES = 512
 """Different schemas that `$ref` leads to: the library recurses through them."""
 
+_NOTES = frozenset(("title", "description", "default", "$comment"))
+_VALUES = frozenset(("const", "enum"))
+
 COMPILE_CPU_S = 1.0
 """Processor time to compile a grammar, which is done first in a sandbox: the library ends for no limit. A multiple of
 999 983 takes it 7 s. A schema of 1 000 properties takes 0.1 s.
@@ -80,8 +83,9 @@ class Grammars:
 
         def make() -> str:
             calls = []
-            for tool in tools:
-                arguments = tool.function.parameters or {"type": "object"}
+            for number, tool in enumerate(tools):
+                # a document of its own: its references are to its own definitions
+                arguments = {"$id": f"urn:tool:{number}"} | (tool.function.parameters or {"type": "object"})
                 properties = {"name": {"const": tool.function.name}, "arguments": arguments}
                 calls.append(
                     {"type": "object", "properties": properties, "required": ["name", "arguments"]}
@@ -163,11 +167,25 @@ def one_line(problem: str) -> str:
 
 def _text(schema: dict[str, Any], param: str) -> str:
     """JSON in one line: a model that may write white space between values may write it for ever."""
+    schema = without_notes(schema)
     check_schema(schema, param)
     text = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
     if len(text) > BOUNDS.nbytes:
         raise invalid(f"{param}: {len(text)} characters; accepted: {BOUNDS.nbytes}", param)
     return text
+
+
+def without_notes(schema: Any) -> Any:
+    """A schema without what it says to people, which may be long. In a value that is to be written nothing is that."""
+    if isinstance(schema, list):
+        return [without_notes(value) for value in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value if name in _VALUES else without_notes(value)
+        for name, value in schema.items()
+        if not (name in _NOTES and isinstance(value, str))  # else it is a property of that name
+    }
 
 
 def check_schema(schema: dict[str, Any], param: str) -> None:
@@ -176,7 +194,7 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
         check_value(schema, param, BOUNDS, ConfigError)
     except ConfigError as error:
         raise invalid(str(error), param) from None
-    num_values = 0
+    num_values = longest = 0
     references = set()
     left: list[Any] = [schema]
     while left:
@@ -185,15 +203,23 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
         if isinstance(value, dict):
             if isinstance(value.get("$ref"), str):
                 references.add(value["$ref"])
+            longest = max(longest, *(len(json.dumps(constant)) for constant in _constants(value)), 0)
             left += value.values()
         elif isinstance(value, list):
             left += value
     for number, most, name in (
         (num_values, MAX_VALUES, "values"),
         (len(references), MAX_REFERENCES, "different schemas that $ref leads to"),
+        (longest, 2 * BOUNDS.text, "characters of a constant"),
     ):
         if number > most:
             raise invalid(f"{param}: {number} {name}; accepted: {most}", param)
+
+
+def _constants(schema: dict[str, Any]) -> list[Any]:
+    """Values that are written as they are. Of a list, too, each token takes as long as its text does."""
+    choices = schema.get("enum")
+    return [schema.get("const"), *(choices if isinstance(choices, list) else ())]
 
 
 def _cannot(param: str, why: str) -> ApiError:
