@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -510,8 +511,8 @@ def test_too_many_connections_do_not_keep_others_out(hostile: Serving, monkeypat
     with hostile.http() as client:
         for path, body in (text(), chat()):
             assert client.post(path, json=body).status_code == 200
-    with pytest.raises(ConnectionResetError):
-        begun[0].recv(1)
+    with suppress(ConnectionResetError):
+        assert begun[0].recv(1) == b"", "it is closed"
     for each in begun:
         each.close()
 

@@ -34,6 +34,11 @@ MAX_REFERENCES = 512
 _NOTES = frozenset(("title", "description", "default", "$comment"))
 _VALUES = frozenset(("const", "enum"))
 
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
+"""Else the library makes tokens of all that must come next, anew for each: 0.5 s for names of 200 000 characters.
+The sandbox does: so it sees what comes behind the beginning.
+"""
+
 COMPILE_CPU_S = 1.0
 """Processor time to compile a grammar, which is done first in a sandbox: the library ends for no limit. A multiple of
 999 983 takes it 7 s. A schema of 1 000 properties takes 0.1 s.
@@ -76,7 +81,7 @@ class Grammars:
         supported.
         """
         param = "response_format"
-        return await self._made(param, "json_schema", lambda: _text(schema, param))
+        return await self._made(param, lambda: f"start: %json {_text(schema, param)}")
 
     async def of_call(self, tools: Sequence[Tool]) -> LLMatcher:
         """A grammar of one call of one of `tools`, as JSON between marks. Raises ApiError."""
@@ -95,7 +100,7 @@ class Grammars:
             schema = _text({"anyOf": calls}, "tools")
             return f"start: {opening} call {closing}\ncall: %json {schema}"
 
-        return await self._made("tools", "lark", make)
+        return await self._made("tools", make)
 
     def close(self) -> None:
         for sandbox in self._sandboxes:
@@ -103,11 +108,11 @@ class Grammars:
         for thread in self._threads:
             thread.shutdown(cancel_futures=True)
 
-    async def _made(self, param: str, kind: str, make: Callable[[], str]) -> LLMatcher:
-        """Compiles `make()`, a text of this kind. Raises ApiError."""
+    async def _made(self, param: str, make: Callable[[], str]) -> LLMatcher:
+        """Compiles `make()`. Raises ApiError."""
         for thread, sandbox in zip(self._threads, self._sandboxes, strict=True):
             try:
-                call = partial(self._compiled, sandbox, param, kind, make)
+                call = partial(self._compiled, sandbox, param, make)
                 return await asyncio.get_running_loop().run_in_executor(thread, call)
             except SlowError as error:
                 problem = str(error)
@@ -116,14 +121,14 @@ class Grammars:
                 break
         raise invalid(f"{param}: cannot be kept: compiling it {problem}", param)
 
-    def _compiled(self, sandbox: Sandbox, param: str, kind: str, make: Callable[[], str]) -> LLMatcher:
+    def _compiled(self, sandbox: Sandbox, param: str, make: Callable[[], str]) -> LLMatcher:
         """Compiles in the sandbox, and then here. Raises ApiError, and ConfigError where the sandbox ends."""
         with self._library_lock:
             library, tokenizer = self._library(param)
         text = make()
-        letter, problem = sandbox.ask(json.dumps({"kind": kind, "text": text}).encode())
+        letter, problem = sandbox.ask(json.dumps({"text": text}).encode())
         if letter == b"T":
-            grammar = getattr(library.LLMatcher, f"grammar_from_{kind}")(text)
+            grammar = library.LLMatcher.grammar_from_lark(_NO_FORCING + text)
             limits = library.LLParserLimits(verbose_errors=False)
             matcher: LLMatcher = library.LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
             if not matcher.is_error():
@@ -161,8 +166,11 @@ def _thread_with_stack(name: str) -> ThreadPoolExecutor:
 
 
 def one_line(problem: str) -> str:
-    """What is wrong with a grammar, without the library's state, which it puts between marks behind."""
-    return " ".join(problem.partition("\n<")[0].split())
+    """What is wrong with a grammar, without the library's state, which it puts between marks behind, and without the
+    grammar.
+    """
+    problem = problem.partition("\n<")[0].partition("\n   1 |")[0]
+    return " ".join(problem.rpartition("failed to compile JSON schema: ")[2].split())
 
 
 def _text(schema: dict[str, Any], param: str) -> str:
