@@ -8,12 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 
 from expertly.model.templates import Renderer
+from expertly.serve import connection as connections
 from expertly.serve.reading import count_values
 from expertly.serve.server import Assembled
 from expertly.serve.settings import host_of, is_loopback
@@ -87,6 +89,8 @@ SCHEMAS: dict[str, tuple[Any, str]] = {
     "10 000 required names": ({"type": "object", "required": [f"r{number}" for number in range(10000)]}, "1024"),
     "required names, often": ({"anyOf": [{"required": [f"r{n}" for n in range(1000)]}] * 25}, "16384"),
     "a long constant": ({"const": "x" * 200_000}, "4096"),
+    "a constant of a list": ({"const": [["x" * 4000] * 3] * 20}, "characters of a constant; accepted: 8192"),
+    "a constant among choices": ({"enum": ["a", ["x" * 4000] * 3]}, "characters of a constant; accepted: 8192"),
     "long names": ({"type": "object", "properties": {"x" * 300_000: {}}}, "262144"),
     "a large multiple": ({"type": "integer", "multipleOf": 9_999_991}, "compiling it"),
     "many multiples": (
@@ -140,6 +144,11 @@ CASES: dict[str, tuple[tuple[str, Any], str]] = {
     "1 000 000 empty lists": (chat([[]] * 1_000_000), "JSON values"),
     "500 000 names": (chat(extra={str(number): 0 for number in range(200_000)}), "JSON values"),
     "60 000 unknown fields": (chat("a" * 70_000, **{f"x{number}": 0 for number in range(30_000)}), "512 together"),
+    "300 parts of a message": (
+        chat([{"role": "user", "content": [{"type": "text", "text": "a"}] * 300}]),
+        "at most 256",
+    ),
+    "10 000 prompts": (text(["a"] * 10_000), "at most 16"),
     "many tools": (chat(tools=[{}] * 20_000), "at most 128"),
     "many stop strings": (text(stop=["a"] * 20_000), "stop"),
     "a long stop string": (text(stop="a" * MIB), "at most 256"),
@@ -165,6 +174,13 @@ SERVED = {
     "a schema that is recursive": schema(
         {"$ref": "#/$defs/a", "$defs": {"a": properties(3, {"type": "array", "items": {"$ref": "#/$defs/a"}})}}
     ),
+    "notes that are long": schema(
+        {"description": "d" * 9000, **properties(2, {"type": "string", "title": "t" * 9000})}
+    ),
+    "properties that are named as notes": schema(
+        properties(2) | {"properties": {"title": {"description": "d" * 9000}}}
+    ),
+    "a tool with definitions of its own": tool(references(3)),
     "400 properties": schema(properties(400)),
     "300 references": schema(references(300, lambda value: {"type": "object", "properties": {"a": value}})),
     "a pattern of patterns": schema({"type": "string", "pattern": "(a{1000}){1000}"}),
@@ -482,6 +498,39 @@ def test_a_connection_that_brings_no_request_is_closed(demo: tuple[Any, Any]) ->
         assert busy.recv(100).startswith(b"HTTP/1.1 200")
         for connection in (silent, slow, busy):
             connection.close()
+
+
+def test_too_many_connections_do_not_keep_others_out(hostile: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has been waited for longest goes, whether it is silent or its headers or its body do not end."""
+    monkeypatch.setattr(connections, "MAX_WAITED_FOR", 12)
+    host, _, port = hostile.url.removeprefix("http://").partition(":")
+    begun = []
+    for number in range(30):
+        begun.append(socket.create_connection((host, int(port)), timeout=20))
+        begun[-1].sendall((b"", b"GET / HTTP/1.1\r\nHost: ", POST + LENGTH + b"\r\n{")[number % 3])
+    with hostile.http() as client:
+        for path, body in (text(), chat()):
+            assert client.post(path, json=body).status_code == 200
+    with suppress(ConnectionResetError):
+        assert begun[0].recv(1) == b"", "it is closed"
+    for each in begun:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ",
+        POST + LENGTH + b"\r\n" + BODY + b"GET /health HTTP/1.1\r\nX: ",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\n GET /health HTTP/1.1\r\nX: ",
+    ],
+)
+def test_headers_without_an_end_are_not_read(head: bytes, hostile: Serving) -> None:
+    host, _, port = hostile.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as sender, pytest.raises(OSError, match=r"reset|pipe"):
+        sender.sendall(head)
+        for _ in range(500):
+            sender.sendall(b"a" * (1 << 16))
 
 
 def test_values_are_counted_before_they_are_made() -> None:

@@ -8,6 +8,7 @@ import json
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from expertly.model.generation import generate, generation_config, max_positions
 from expertly.model.hooks import CACHE
 from expertly.model.loading import tokenizer_errors
 from expertly.model.speculation import NUM_DRAFTED
+from expertly.model.templates import Renderer
 from expertly.model.text import TextStreamer
 from expertly.sim.future import belady_hits
 
@@ -130,6 +132,8 @@ class Chat:
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
+        self._renderer = Renderer()
+        weakref.finalize(self, self._renderer.sandbox.close)
         self._cache: Any = None
         self._cached: list[int] = []  # the tokens that the cache holds
         self._said: list[int] = []  # all tokens up to the last answer's end
@@ -170,7 +174,7 @@ class Chat:
         """The whole conversation as tokens. Where the tokens of earlier answers still give the conversation's text they
         are kept as they were made, because the KV cache holds them: tokenising their text again often gives others.
         """
-        tokens = tokens_of(self._tokenizer, self.messages, is_raw=self.is_raw)
+        tokens = tokens_of(self._tokenizer, self.messages, is_raw=self.is_raw, renderer=self._renderer)
         before, text = self._text(self._said), self._text(tokens)
         if not before or not text.startswith(before):
             return tokens  # a template that says less of an answer than the model did

@@ -173,7 +173,7 @@ class Sandbox:
         self._end()
         if status == -signal.SIGPROF:
             return SlowError(f"did not end in {self._cpu_s:g} s")
-        if status in (-signal.SIGKILL, -signal.SIGABRT):  # of the system, of Rust where it gets no memory
+        if status == -signal.SIGABRT:  # of Rust where it gets no memory
             return self._too_large()
         name = signal.Signals(-status).name if status < 0 else f"exit code {status}"
         return ConfigError(f"ended its process ({name})")

@@ -136,8 +136,7 @@ class GrammarService:
 
     def answer(self, request: dict[str, Any]) -> tuple[bytes, str]:
         matcher_type = self._library.LLMatcher
-        text = request["text"]
-        grammar = getattr(matcher_type, "grammar_from_" + request["kind"])(text)
+        grammar = matcher_type.grammar_from_lark(request["text"])
         limits = self._library.LLParserLimits(verbose_errors=False)
         matcher = matcher_type(self._tokenizer, grammar, limits=limits, log_level=0)
         for _ in range(FIRST_BYTES):

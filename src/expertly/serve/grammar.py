@@ -31,6 +31,14 @@ MAX_VALUES = 16384
 MAX_REFERENCES = 512
 """Different schemas that `$ref` leads to: the library recurses through them."""
 
+_NOTES = frozenset(("title", "description", "default", "$comment"))
+_VALUES = frozenset(("const", "enum"))
+
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
+"""Else the library makes tokens of all that must come next, anew for each: 0.5 s for names of 200 000 characters.
+The sandbox does: so it sees what comes behind the beginning.
+"""
+
 COMPILE_CPU_S = 1.0
 """Processor time to compile a grammar, which is done first in a sandbox: the library ends for no limit. A multiple of
 999 983 takes it 7 s. A schema of 1 000 properties takes 0.1 s.
@@ -73,15 +81,16 @@ class Grammars:
         supported.
         """
         param = "response_format"
-        return await self._made(param, "json_schema", lambda: _text(schema, param))
+        return await self._made(param, lambda: f"start: %json {_text(schema, param)}")
 
     async def of_call(self, tools: Sequence[Tool]) -> LLMatcher:
         """A grammar of one call of one of `tools`, as JSON between marks. Raises ApiError."""
 
         def make() -> str:
             calls = []
-            for tool in tools:
-                arguments = tool.function.parameters or {"type": "object"}
+            for number, tool in enumerate(tools):
+                # a document of its own: its references are to its own definitions
+                arguments = {"$id": f"urn:tool:{number}"} | (tool.function.parameters or {"type": "object"})
                 properties = {"name": {"const": tool.function.name}, "arguments": arguments}
                 calls.append(
                     {"type": "object", "properties": properties, "required": ["name", "arguments"]}
@@ -91,7 +100,7 @@ class Grammars:
             schema = _text({"anyOf": calls}, "tools")
             return f"start: {opening} call {closing}\ncall: %json {schema}"
 
-        return await self._made("tools", "lark", make)
+        return await self._made("tools", make)
 
     def close(self) -> None:
         for sandbox in self._sandboxes:
@@ -99,11 +108,11 @@ class Grammars:
         for thread in self._threads:
             thread.shutdown(cancel_futures=True)
 
-    async def _made(self, param: str, kind: str, make: Callable[[], str]) -> LLMatcher:
-        """Compiles `make()`, a text of this kind. Raises ApiError."""
+    async def _made(self, param: str, make: Callable[[], str]) -> LLMatcher:
+        """Compiles `make()`. Raises ApiError."""
         for thread, sandbox in zip(self._threads, self._sandboxes, strict=True):
             try:
-                call = partial(self._compiled, sandbox, param, kind, make)
+                call = partial(self._compiled, sandbox, param, make)
                 return await asyncio.get_running_loop().run_in_executor(thread, call)
             except SlowError as error:
                 problem = str(error)
@@ -112,14 +121,14 @@ class Grammars:
                 break
         raise invalid(f"{param}: cannot be kept: compiling it {problem}", param)
 
-    def _compiled(self, sandbox: Sandbox, param: str, kind: str, make: Callable[[], str]) -> LLMatcher:
+    def _compiled(self, sandbox: Sandbox, param: str, make: Callable[[], str]) -> LLMatcher:
         """Compiles in the sandbox, and then here. Raises ApiError, and ConfigError where the sandbox ends."""
         with self._library_lock:
             library, tokenizer = self._library(param)
         text = make()
-        letter, problem = sandbox.ask(json.dumps({"kind": kind, "text": text}).encode())
+        letter, problem = sandbox.ask(json.dumps({"text": text}).encode())
         if letter == b"T":
-            grammar = getattr(library.LLMatcher, f"grammar_from_{kind}")(text)
+            grammar = library.LLMatcher.grammar_from_lark(_NO_FORCING + text)
             limits = library.LLParserLimits(verbose_errors=False)
             matcher: LLMatcher = library.LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
             if not matcher.is_error():
@@ -157,17 +166,34 @@ def _thread_with_stack(name: str) -> ThreadPoolExecutor:
 
 
 def one_line(problem: str) -> str:
-    """What is wrong with a grammar, without the library's state, which it puts between marks behind."""
-    return " ".join(problem.partition("\n<")[0].split())
+    """What is wrong with a grammar, without the library's state, which it puts between marks behind, and without the
+    grammar.
+    """
+    problem = problem.partition("\n<")[0].partition("\n   1 |")[0]
+    return " ".join(problem.rpartition("failed to compile JSON schema: ")[2].split())
 
 
 def _text(schema: dict[str, Any], param: str) -> str:
     """JSON in one line: a model that may write white space between values may write it for ever."""
+    schema = without_notes(schema)
     check_schema(schema, param)
     text = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
     if len(text) > BOUNDS.nbytes:
         raise invalid(f"{param}: {len(text)} characters; accepted: {BOUNDS.nbytes}", param)
     return text
+
+
+def without_notes(schema: Any) -> Any:
+    """A schema without what it says to people, which may be long. In a value that is to be written nothing is that."""
+    if isinstance(schema, list):
+        return [without_notes(value) for value in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value if name in _VALUES else without_notes(value)
+        for name, value in schema.items()
+        if not (name in _NOTES and isinstance(value, str))  # else it is a property of that name
+    }
 
 
 def check_schema(schema: dict[str, Any], param: str) -> None:
@@ -176,7 +202,7 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
         check_value(schema, param, BOUNDS, ConfigError)
     except ConfigError as error:
         raise invalid(str(error), param) from None
-    num_values = 0
+    num_values = longest = 0
     references = set()
     left: list[Any] = [schema]
     while left:
@@ -185,15 +211,23 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
         if isinstance(value, dict):
             if isinstance(value.get("$ref"), str):
                 references.add(value["$ref"])
+            longest = max(longest, *(len(json.dumps(constant)) for constant in _constants(value)), 0)
             left += value.values()
         elif isinstance(value, list):
             left += value
     for number, most, name in (
         (num_values, MAX_VALUES, "values"),
         (len(references), MAX_REFERENCES, "different schemas that $ref leads to"),
+        (longest, 2 * BOUNDS.text, "characters of a constant"),
     ):
         if number > most:
             raise invalid(f"{param}: {number} {name}; accepted: {most}", param)
+
+
+def _constants(schema: dict[str, Any]) -> list[Any]:
+    """Values that are written as they are. Of a list, too, each token takes as long as its text does."""
+    choices = schema.get("enum")
+    return [schema.get("const"), *(choices if isinstance(choices, list) else ())]
 
 
 def _cannot(param: str, why: str) -> ApiError:

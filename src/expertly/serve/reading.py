@@ -137,8 +137,9 @@ def _from_pydantic(error: ValidationError) -> ApiError:
     every = error.errors(include_url=False, include_context=False, include_input=False)
     outer, of_list = every[0]["loc"][:-1], ("function-", "tagged-", "list[", "constrained-")
     first = every[0]
-    if first["loc"][-1:] == ("str",):  # of what may be a text or a list: the list's errors go deeper where it is one
-        first = max((one for one in every if one["loc"][: len(outer)] == outer), key=lambda one: len(one["loc"]))
+    if first["loc"][-1:] == ("str",):  # of what may be a text or a list: a list's are of its length, or go deeper
+        near = [one for one in every if one["loc"][: len(outer)] == outer]
+        first = max(near, key=lambda one: (one["type"] in ("too_long", "too_short"), len(one["loc"])))
     path = [str(part) for part in first["loc"] if part != "str" and not str(part).startswith(of_list)]
     message = first["msg"]
     if first["type"] == "value_error":  # one of ours, which begins with the field

@@ -20,6 +20,7 @@ from expertly.core.errors import ConfigError
 from expertly.model.batching import Batch, Limits, OneAtATime, Stepper, end_tokens, why_not_together
 from expertly.model.generation import stop_strings
 from expertly.serve.app import make_app
+from expertly.serve.connection import Connection
 from expertly.serve.memory import MAX_BATCH_TOKENS, PAGE_TOKENS, cache_for, memory_of, room_for
 from expertly.serve.metrics import RequestMetrics
 from expertly.serve.prompts import Prompts
@@ -149,6 +150,8 @@ class ApiServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 assembled.app,
+                http=Connection,
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -208,19 +211,12 @@ class ApiServer(uvicorn.Server):
         task.add_done_callback(self._tasks.discard)
 
     async def _close_silent(self) -> None:
-        """uvicorn closes what is silent behind a request, and not what has not begun one, or not ended its headers."""
-        silent: dict[Any, tuple[Any, float]] = {}  # each with its last request, and since when it is silent
         while True:
             await asyncio.sleep(self._silent_s / 4)
-            now, before = time.monotonic(), silent
-            silent = {}
-            for connection in self.server_state.connections:
-                request = getattr(connection, "cycle", None)
-                if request is None or request.response_complete:
-                    last, since = before.get(connection, (None, now))
-                    silent[connection] = (request, since if last is request else now)
-            for connection, (_, since) in silent.items():
-                if now - since >= self._silent_s and connection.transport is not None:
+            before = time.monotonic() - self._silent_s
+            connections: Any = list(self.server_state.connections)
+            for connection in connections:
+                if connection.is_silent and connection.since <= before:
                     connection.transport.close()
 
     async def _drain(self) -> None:
