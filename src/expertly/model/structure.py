@@ -137,8 +137,9 @@ def _check_text(path: Path, config: PreTrainedConfig) -> None:
     if type(padding) is int and type(vocabulary) is int and not -vocabulary <= padding < vocabulary:
         raise CheckpointError(f"{path}: pad_token_id={padding}: must be below vocab_size={vocabulary}")
     window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
-    if type(window) is int and window <= 0 and (kinds is None or "sliding_attention" in kinds):
-        raise CheckpointError(f"{path}: sliding_window={window}: must be above 0, or null")
+    slides = window is not None if kinds is None else "sliding_attention" in kinds
+    if slides and (window is None or (type(window) is int and window <= 0)):
+        raise CheckpointError(f"{path}: sliding_window={window}: must be above 0{', or null' if kinds is None else ''}")
     is_pair = type(config) in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
     if is_pair != config.is_encoder_decoder and (is_pair or type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING):
         raise CheckpointError(
@@ -196,7 +197,8 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModelError:
 class Unvalued(TorchFunctionMode):
     """A mode in which a model is made or probed on the meta device without torch's Python implementations of meta
     operations, whose import takes 35 MiB: weights are not initialised, `arange`, `tensor` and (as zeros) the results of
-    linear layers are on the CPU, unless joined to others. `drop_values` moves to the meta device what was computed on the CPU.
+    linear layers are on the CPU, unless joined to others. `drop_values` moves what was computed there to the meta
+    device.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
