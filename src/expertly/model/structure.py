@@ -196,7 +196,7 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModelError:
 
 class Unvalued(TorchFunctionMode):
     """A mode in which a model is made or probed on the meta device without torch's Python implementations of meta
-    operations, whose import takes 35 MiB: weights are not initialised, `arange`, `tensor` and (as zeros) the results of
+    operations, whose import takes 35 MiB: weights are not initialised, `arange` and (as zeros) the results of
     linear layers are on the CPU, unless joined to others. `drop_values` moves what was computed there to the meta
     device.
     """
@@ -213,7 +213,7 @@ class Unvalued(TorchFunctionMode):
             rows = max((n for n in (*args, *kwargs.values()) if isinstance(n, int | float)), default=0)
             if rows > _MAX_ARANGE:
                 raise ValueError(f"a table of {rows} rows; accepted: {_MAX_ARANGE}")
-        if func in (torch.arange, torch.tensor) and kwargs.get("device") is None:
+        if func is torch.arange and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "cpu"}
         if func is torch.cat and any(part.is_meta for part in args[0]):
             args = [part.to("meta") for part in args[0]], *args[1:]
