@@ -102,6 +102,11 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a list of activations": (fields(hidden_act=["silu"]), "hidden_act"),
     "a window of 0": (fields(sliding_window=0, use_sliding_window=True), "sliding_window=0"),
     "a window below 0": (fields(sliding_window=-4, use_sliding_window=True), "sliding_window=-4"),
+    "layers that slide without a window": (
+        fields(layer_types=["sliding_attention"] * 3),
+        "sliding_window=None: must be",
+    ),
+    "layers of another family": (fields(layer_types=["linear_attention"] * 3), "config.json: transformers refuses it"),
     "epsilon below 0": (fields(rms_norm_eps=-1.0), "rms_norm_eps=-1.0"),
     "epsilon NaN": (fields(rms_norm_eps=NAN), "rms_norm_eps=nan"),
     "epsilon as text": (fields(rms_norm_eps="1e-6"), "rms_norm_eps"),

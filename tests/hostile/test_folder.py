@@ -37,9 +37,9 @@ def renamed(old: str, new: str) -> Callable[[Path], None]:
     return weights(lambda tensors: {k.replace(old, new): v for k, v in tensors.items()})
 
 
-def header(**entry: Any) -> Callable[[Path], None]:
+def header(name: str = "t", **entry: Any) -> Callable[[Path], None]:
     """A file with one tensor that its header describes so."""
-    raw = json.dumps({"t": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]} | entry}).encode()
+    raw = json.dumps({name: {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]} | entry}).encode()
     return lambda folder: (folder / WEIGHTS).write_bytes(len(raw).to_bytes(8, "little") + raw + b"x") and None
 
 
@@ -101,7 +101,24 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "an index that leads elsewhere": (index(b="../b.safetensors"), "must be a file name in the same folder"),
     "a long name": (
         weights(lambda tensors: {k.replace("model.norm", "n" * 100_000): v for k, v in tensors.items()}),
-        "a name of 100007 characters; accepted: 512",
+        "a name of 100007 characters; accepted: 512 that can",
+    ),
+    "a name that writes to a terminal": (
+        renamed("model.norm", "\x1b[31mnorm"),
+        "\\x1b[31mnorm.weight': a name of 16 characters",
+    ),
+    "half a character as name": (header("\ud800"), "tensor '\\ud800': a name of 1"),
+    "experts of two layouts": (
+        weights(lambda tensors: tensors | {"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(8, 32, 32)}),
+        "model.layers.1.mlp.experts",
+    ),
+    "whole numbers in a dense layer": (
+        weights(lambda tensors: {k: v.to(torch.int64) if "q_proj" in k else v for k, v in tensors.items()}),
+        "q_proj.weight': dtype='I64': must be BF16, F16, F32 or F64",
+    ),
+    "eight bits without a scale": (
+        weights(lambda tensors: {k: v.to(torch.float8_e4m3fn) if "q_proj" in k else v for k, v in tensors.items()}),
+        "q_proj.weight': dtype='F8_E4M3': must be",
     ),
     "100 002 dimensions": (header(shape=[1] * 100_002), "100002 dimensions; accepted: 64"),
     "a header with long lists": (header(shape=[1] * (1 << 19)), "header: t.shape: 524288 entries"),

@@ -134,7 +134,7 @@ def _of_system(error: OSError) -> ConfigError:
 
 def _report(error: ExpertlyError, is_json: bool) -> int:
     message = " ".join(_cut(word, MAX_WORD) for word in str(error).split())
-    message = _cut(message, MAX_LINE)
+    message = "".join(char if char.isprintable() else "?" for char in _cut(message, MAX_LINE))
     line = f"expertly: error: {message}"
     with contextlib.suppress(ImportError, MemoryError):  # the error may be that it cannot be imported
         from expertly.cli.output import fitted

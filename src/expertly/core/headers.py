@@ -101,9 +101,11 @@ def parse_safetensors_header(
     """
     entries = _parse(path, raw, failure)
     entries.pop("__metadata__", None)
-    long = next((name for name in entries if len(name) > MAX_NAME), None)
-    if long is not None:
-        raise failure(f"{path}: tensor {long[:80]!r}...: a name of {len(long)} characters; accepted: {MAX_NAME}")
+    odd = next((name for name in entries if len(name) > MAX_NAME or not name.isprintable()), None)
+    if odd is not None:
+        raise failure(
+            f"{path}: tensor {odd[:80]!r}: a name of {len(odd)} characters; accepted: {MAX_NAME} that can be printed"
+        )
     start = 8 + len(raw)
     data_nbytes = (path.stat().st_size if file_nbytes is None else file_nbytes) - start
     tensors = {name: tensor_info(f"{path}: tensor {name!r}", entry, start, failure) for name, entry in entries.items()}

@@ -94,7 +94,8 @@ class Group:
         """The number in each name at the star of `pattern`; empty where renaming hides it."""
         shape = re.compile(pattern.removesuffix("$").replace("*", r"(\d+)"))
         found = [shape.search(name) for name in self.sources[pattern]]
-        return [int(match.group(match.lastindex or 0)) for match in found if match] if all(found) else []
+        matches = [match for match in found if match and match.lastindex]
+        return [int(match[match.lastindex or 0]) for match in matches] if len(matches) == len(found) else []
 
 
 def _is_dequantizing(operation: Any) -> bool:
@@ -197,6 +198,10 @@ class Conversion:
     def shape(self, target: str) -> tuple[int, ...]:
         """The parameter's shape by the config."""
         return tuple(self._parameters[target].shape)
+
+    def is_float(self, target: str) -> bool:
+        """Whether the parameter's numbers are floats."""
+        return self._parameters[target].is_floating_point()
 
     def missing(self, groups: Mapping[str, Group]) -> list[str]:
         """Parameters that no group makes, without tied ones and those that transformers allows to be missing."""

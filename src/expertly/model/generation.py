@@ -168,14 +168,16 @@ def generate(model: Any, tokens: Sequence[int], config: Any, **more: Any) -> Any
         return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **more)
     except (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError) as error:
         *_, last = traceback.walk_tb(error.__traceback__)
-        if not last[0].f_globals.get("__name__", "").startswith("transformers.generation."):
+        module = last[0].f_globals.get("__name__", "")
+        if not module.startswith(("transformers.generation.", "transformers.cache_utils")):
             raise
         reason = " ".join(str(error).split())
         if config.prompt_lookup_num_tokens is not None:
             raise ConfigError(
                 f"speculate='prompt-lookup': transformers refuses it with this model: {reason}"
             ) from error
-        raise CheckpointError(f"{model.config.name_or_path}: {FILE_NAME}: transformers refuses it: {reason}") from error
+        name = FILE_NAME if "generation" in module else "config.json"
+        raise CheckpointError(f"{model.config.name_or_path}: {name}: transformers refuses it: {reason}") from error
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, name: str = "prompt") -> None:

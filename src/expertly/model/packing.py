@@ -575,6 +575,12 @@ class Packing:
                         f"{ref.path}: tensor {name!r}: shape {list(ref.shape)}, but config.json makes it "
                         f"{list(self._conversion.shape(group.target))}"
                     )
+                is_cast = group.converter is None and self._conversion.is_float(group.target)
+                if is_cast and ref.dtype not in IS_FLOAT:
+                    raise CheckpointError(
+                        f"{ref.path}: tensor {name!r}: dtype={ref.dtype!r}: must be BF16, F16, F32 or F64 (or "
+                        "quantised, with a quantization_config in config.json that transformers can undo)"
+                    )
                 plan[TensorSpec(name, ref.dtype, ref.shape)] = None
         return plan
 

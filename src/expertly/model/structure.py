@@ -140,8 +140,9 @@ def _check_text(path: Path, config: PreTrainedConfig) -> None:
     if type(padding) is int and type(vocabulary) is int and not -vocabulary <= padding < vocabulary:
         raise CheckpointError(f"{path}: pad_token_id={padding}: must be below vocab_size={vocabulary}")
     window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
-    if type(window) is int and window <= 0 and (kinds is None or "sliding_attention" in kinds):
-        raise CheckpointError(f"{path}: sliding_window={window}: must be above 0, or null")
+    slides = window is not None if kinds is None else "sliding_attention" in kinds
+    if slides and (window is None or (type(window) is int and window <= 0)):
+        raise CheckpointError(f"{path}: sliding_window={window}: must be above 0{', or null' if kinds is None else ''}")
     is_pair = type(config) in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
     if is_pair != config.is_encoder_decoder and (is_pair or type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING):
         raise CheckpointError(
