@@ -1,20 +1,19 @@
 """Large and hostile requests to a server in a memory cgroup of exactly its --total-memory: nothing may be killed.
 
-    python bench/bodies.py --requests 1000
+    python bench/bodies.py [--requests 1000] [--memory-mib 520] [--clients 4]
 
-Needs memory cgroups of version 1. Prints one JSON object; fails where the server ended, or a request was answered by
-anything but its own status.
+Needs memory cgroups of version 1. Fails where the server or a process of it was killed, a plain request was not
+answered, or a hostile one got another status than its own. "closed": answered before the client had sent all.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from common import memory_cgroup, options, print_report
 
-CGROUPS = Path("/sys/fs/cgroup/memory")
 MIB = 1 << 20
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -70,90 +69,71 @@ PLAIN: list[tuple[str, Make]] = [
 ]
 
 
-def sizes_of(group: Path) -> list[dict[str, int]]:
-    """MiB of each process: all, at most so far, and what is not of files."""
-    found = []
+RIGHT = ("plain 200", "hostile 200", "hostile 400", "hostile 429", "hostile closed")
+
+
+def rss_mib(group: Path) -> dict[str, int]:
+    """Of all processes of a cgroup together: the memory that they take, and what of it is not of files."""
+    sums: Counter[str] = Counter()
     for pid in (group / "cgroup.procs").read_text().split():
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        about = {line.split(":")[0]: line.split()[1] for line in lines if ":" in line and len(line.split()) > 1}
-        found.append({name: int(about[name]) >> 10 for name in ("VmRSS", "VmHWM", "RssAnon")})
-    return found
+        sums.update({line.split(":")[0]: int(line.split()[1]) >> 10 for line in lines if line.startswith("Rss")})
+    return {"rss_mib": sums["RssAnon"] + sums["RssFile"] + sums["RssShmem"], "anonymous_mib": sums["RssAnon"]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--memory", type=int, default=520, help="MiB, of the server and of its cgroup")
-    parser.add_argument("--clients", type=int, default=4)
-    arguments = parser.parse_args()
-    group = Path(tempfile.mkdtemp(prefix="expertly-bodies-", dir=CGROUPS))
-    (group / "memory.limit_in_bytes").write_text(str(arguments.memory * MIB))
-    command = [sys.executable, "-m", "expertly", "serve", "--port", "0", "--json"]
-    server = subprocess.Popen(
-        [*command, "--total-memory", f"{arguments.memory}MiB"],
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: Path(group, "cgroup.procs").write_text("0") and None,
-    )
-    assert server.stdout is not None
-    url = json.loads(server.stdout.readline())["url"]
-    before = sizes_of(group)
+    args = options(__doc__, requests=1000, memory_mib=520, clients=4, out=None)
     statuses: Counter[str] = Counter()
     times: list[float] = []
+    with memory_cgroup(args.memory_mib * MIB) as group:
 
-    def ask(number: int) -> None:
-        random_ = random.Random(number)
-        kind = "plain" if number % 2 else "hostile"
-        path, make = random_.choice(PLAIN if number % 2 else HOSTILE)
-        body = {"model": "demo", **make(random_)}
-        with httpx.Client(base_url=url, timeout=120) as client:
-            begin = time.monotonic()
-            try:
-                status = str(client.post(path, json=body).status_code)
-            except httpx.TransportError:  # a 413 or a 429 before the body was read
-                status = "closed"
-            if number % 2:
-                times.append(time.monotonic() - begin)
-        statuses[f"{kind} {status}"] += 1
+        def enter() -> None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
 
-    begin = time.monotonic()
-    with ThreadPoolExecutor(arguments.clients) as clients:
-        list(clients.map(ask, range(arguments.requests)))
-    seconds = time.monotonic() - begin
-    is_alive = server.poll() is None and httpx.get(f"{url}/health", timeout=60).status_code == 200
-    control = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
-    usage = int((group / "memory.max_usage_in_bytes").read_text())
-    fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    after = sizes_of(group)
-    server.terminate()
-    code = server.wait(60)
-    for _ in range(50):
-        try:
-            os.rmdir(group)
-            break
-        except OSError:
+        command = [sys.executable, "-m", "expertly", "serve", "--port", "0", "--json"]
+        command += ["--total-memory", f"{args.memory_mib}MiB"]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=enter)
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        before = rss_mib(group)
+
+        def ask(number: int) -> None:
+            dice, is_plain = random.Random(number), bool(number % 2)
+            path, make = dice.choice(PLAIN if is_plain else HOSTILE)
+            with httpx.Client(base_url=url, timeout=120) as client:
+                begin = time.monotonic()
+                try:
+                    status = str(client.post(path, json={"model": "demo", **make(dice)}).status_code)
+                except httpx.TransportError:  # a 413 or a 429 before the body was read
+                    status = "closed"
+                if is_plain:
+                    times.append(time.monotonic() - begin)
+            statuses[f"{'plain' if is_plain else 'hostile'} {status}"] += 1
+
+        begin = time.monotonic()
+        with ThreadPoolExecutor(args.clients) as clients:
+            list(clients.map(ask, range(args.requests)))
+        seconds = time.monotonic() - begin
+        is_alive = server.poll() is None and httpx.get(f"{url}/health", timeout=60).status_code == 200
+        control = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
+        peak_mib = int((group / "memory.max_usage_in_bytes").read_text()) / MIB
+        after = rss_mib(group)
+        server.terminate()
+        server.wait(60)
+        while (group / "cgroup.procs").read_text():  # children that end with it
             time.sleep(0.1)
-    result = {
-        "requests": arguments.requests,
-        "seconds": round(seconds, 1),
-        "statuses": dict(sorted(statuses.items())),
-        "is_alive": is_alive,
-        "exit_code": code,
-        "oom_kills": int(control.get("oom_kill", 0)),
-        "limit_mib": arguments.memory,
-        "peak_mib": usage / MIB,
-        "anonymous_mib": int(fields["total_rss"]) / MIB,
-        "processes_mib": {"before": before, "after": after},
-        "plain_s": {"median": round(sorted(times)[len(times) // 2], 3), "longest": round(max(times), 3)},
+    row = {
+        "requests": args.requests,
+        "seconds": seconds,
+        "killed": int(control.get("oom_kill", 0)),
+        "peak_mib": peak_mib,
     }
-    print(json.dumps(result))
-    wrong = [
-        name
-        for name in statuses
-        if name not in ("plain 200", "hostile 200", "hostile 400", "hostile 429", "hostile closed")
-    ]
-    if wrong or not is_alive or result["oom_kills"]:
-        sys.exit(f"wrong: {wrong}, alive: {is_alive}, killed: {result['oom_kills']}")
+    row |= {f"{name} at first": value for name, value in before.items()} | after
+    row |= {"plain_s": statistics.median(times), "longest plain_s": max(times)} | dict(sorted(statuses.items()))
+    print_report("bodies", [row], vars(args), args.out)
+    wrong = [name for name in statuses if name not in RIGHT]
+    if wrong or not is_alive or row["killed"]:
+        sys.exit(f"wrong: {wrong}, alive: {is_alive}, killed: {row['killed']}")
 
 
 if __name__ == "__main__":
