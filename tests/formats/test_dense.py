@@ -355,9 +355,9 @@ def test_experts_in_fp4_are_decoded_as_transformers_decodes_them() -> None:
     scales = torch.randint(110, 130, (48, 4), generator=dice, dtype=torch.uint8)
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
-    assert torch.equal(BlockDequantizer(quantization | {"expert_dtype": "fp4"}).weight(codes, scales), wanted)
+    assert torch.equal(BlockDequantizer(quantization | {"expert_dtype": "fp4"}).weight((codes, scales)), wanted)
     with pytest.raises(CheckpointError, match=r"weights in torch\.int8: must be FP8"):
-        BlockDequantizer(quantization).weight(codes, scales)
+        BlockDequantizer(quantization).weight((codes, scales))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), "a row"])

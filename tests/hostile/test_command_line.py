@@ -123,8 +123,8 @@ TYPED: dict[str, tuple[list[str], str]] = {
     "no path, with =": (["pack", "demo", "--out="], "out='': must be the name of a file or a folder"),
     "a prompt that is no text": (["run", "demo", "h\udcff"], "must be UTF-8"),
     "a temperature below what a float divides by": (["run", "demo", "hi", "--temperature", "1e-320"], "from 0.0001"),
-    "a long value": (["pack", "demo", "--dtype", "x" * 5000], " ... "),
-    "a value of many words": (["pack", "demo", "--dtype", "x " * 5000], " ... "),
+    "a long command": (["x" * 5000], " ... "),
+    "a command of many words": (["x " * 5000], " ... "),
 }
 AMOUNTS = ("", " ", "-1", "NaN%", "inf", "1e400", "٣GiB", "9" * 400 + "GiB", "0x10", "1,5GiB", "0", "50%%")
 

@@ -59,7 +59,7 @@ def tokens_of(
     CheckpointError where the tokenizer fails. `renderer`: renders it; None starts a process for this conversation
     alone.
     """
-    from expertly.model.loading import tokenizer_errors
+    from expertly.model.loading import held_stderr, tokenizer_errors
 
     if is_raw or not has_template(tokenizer):
         text, how = "".join(message["content"] for message in messages), {}
@@ -70,7 +70,7 @@ def tokens_of(
 
         with Renderer() as renderer:
             return tokens_of(tokenizer, messages, renderer=renderer)
-    with tokenizer_errors("prompt: the tokenizer cannot read it"):
+    with tokenizer_errors("prompt: the tokenizer cannot read it"), held_stderr():
         return list(tokenizer(text, return_token_type_ids=False, **how)["input_ids"])
 
 

@@ -1,14 +1,15 @@
 """The rule by which modules run in the compiled kernels: only what is on a closed list does.
 
-A module's code looks up listed names and compares nothing, so that what was tried with a few numbers holds for all; a
-call has listed arguments; tensors are plain. For whatever else there is, the model's own code runs.
+A module's code looks up listed names and compares nothing, so that what was tried with a few numbers holds for all.
+For whatever else there is, the model's own code runs. At each call arguments are listed ones (dense.py), and tensors
+plain (native/kernels.py).
 """
 
 from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -19,11 +20,6 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from expertly.model.hooks import look_alike
-
-PLAIN = (nn.Parameter, torch.Tensor)
-"""Other kinds of tensor, as quantizing makes them, have no memory of their own, or other bytes in it."""
-
-_STRIDED, _is_compiling = torch.strided, torch.compiler.is_compiling  # looked up several times a layer
 
 _MODULES = {"torch": torch.__name__, "nn": nn.__name__, "F": functional.__name__}
 _PACKAGES = (torch.__name__, transformers.__name__)
@@ -79,32 +75,6 @@ def takes_only(function: Any, *arguments: str) -> bool:
     names = [parameter.name for parameter in parameters]
     pairs = zip(names, arguments, strict=False)
     return is_usual and len(names) == len(arguments) and all(name == wanted or not wanted for name, wanted in pairs)
-
-
-def are_known(arguments: Mapping[str, Any], known: Set[str]) -> bool:
-    """Whether each argument is a known one, or asks for nothing."""
-    if arguments.keys() <= known:
-        return True
-    return all(value is None or value is False or name in known for name, value in arguments.items())
-
-
-def are_plain(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether kernels may compute with these tensors, as numbers of the first one's dtype in the host's memory: nobody
-    trains, traces or casts them. Asked at each call, as whoever has the model may have replaced or moved them.
-    """
-    if _is_compiling() or torch.is_autocast_enabled("cpu"):
-        return False
-    dtype, can_train = first.dtype, torch.is_grad_enabled()
-    for tensor in (first, *others):
-        if tensor is not None and (
-            type(tensor) not in PLAIN
-            or tensor.dtype is not dtype
-            or not tensor.is_cpu
-            or tensor.layout is not _STRIDED
-            or (can_train and tensor.requires_grad)
-        ):
-            return False
-    return True
 
 
 def stand_in(module: Any, **changed: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -26,10 +26,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
-from expertly.model.closed import are_known, are_plain, does_only, stand_in, takes_only, undecorated
+from expertly.model.closed import does_only, stand_in, takes_only, undecorated
 from expertly.model.hooks import CACHE, look_alike, places
 from expertly.model.tiled import TiledLayer
-from expertly.native.kernels import NORM_STYLES, Kernels, Projections
+from expertly.native.kernels import NORM_STYLES, Kernels, Projections, are_plain
 
 
 def use_kernels(model: nn.Module, kernels: Kernels) -> int:
@@ -92,8 +92,8 @@ def _are_few_of(kernels: Kernels, input: torch.Tensor, weight: torch.Tensor, bia
     width = input.shape[-1]
     num_tokens = input.numel() // width if width else 0
     return (
-        1 <= num_tokens <= kernels.most_tokens(input.dtype)
-        and are_plain(input, weight, bias)
+        are_plain(input, weight, bias)
+        and 1 <= num_tokens <= kernels.most_tokens(input.dtype)
         and weight.dim() == 2
         and width == weight.shape[1]
         and weight.stride(1) == 1
@@ -478,19 +478,26 @@ def _is_known(module: Any, name: str, scaling: Any, more: dict[str, Any]) -> boo
     """
     if name == "sdpa":
         is_own = ALL_ATTENTION_FUNCTIONS[name] is sdpa_attention_forward
-        return is_own and are_known(more, _IDLE) and (scaling is None or type(scaling) is float)
+        return is_own and _are_known(more, _IDLE) and (scaling is None or type(scaling) is float)
     eager: _Eager | None = module._expertly_eager
     if (
         name != "eager"
         or eager is None
         or eager_of(module) is not eager.function
         or type(scaling) is not float
-        or not are_known(more, eager.known)
+        or not _are_known(more, eager.known)
         or more.get("s_aux") is not module._parameters.get("sinks")
     ):
         return False
     collected = output_capturing._active_collector.get()
     return collected is None or not any("attentions" in key for key in collected)
+
+
+def _are_known(arguments: Mapping[str, Any], known: Set[str]) -> bool:
+    """Whether each argument is a known one, or asks for nothing."""
+    if arguments.keys() <= known:
+        return True
+    return all(value is None or value is False or name in known for name, value in arguments.items())
 
 
 def _is_native(
@@ -503,8 +510,8 @@ def _is_native(
 ) -> bool:
     num_tokens, sinks = query.shape[2], more.get("s_aux")
     if (
-        num_tokens > kernels.most_tokens(query.dtype, None)
-        or not are_plain(query, key, value)
+        not are_plain(query, key, value)
+        or num_tokens > kernels.most_tokens(query.dtype, None)
         or key.shape[:3] != value.shape[:3]
         or (key.shape[0], key.shape[3]) != (query.shape[0], query.shape[3])
         or not query.stride(3) == key.stride(3) == value.stride(3) == 1
@@ -655,9 +662,9 @@ def _are_few(module: Any, hidden: torch.Tensor, angles: Any, kernels: Kernels) -
     cos, sin = angles
     return (
         hidden.dim() == 3
-        and 1 <= hidden.shape[0] * hidden.shape[1] <= kernels.most_tokens(hidden.dtype)
         and not torch.is_grad_enabled()
         and are_plain(hidden, module.q_proj.weight, cos, sin)
+        and 1 <= hidden.shape[0] * hidden.shape[1] <= kernels.most_tokens(hidden.dtype)
         and not module.training
     )
 

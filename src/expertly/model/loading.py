@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -158,7 +159,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
     if vocabulary.exists():
         _check_vocabulary(vocabulary)
     config = read_config(folder) if (folder / "config.json").exists() else PreTrainedConfig()
-    with tokenizer_errors(f"{folder}: the tokenizer cannot be read"), quiet():
+    with tokenizer_errors(f"{folder}: the tokenizer cannot be read"), quiet(), held_stderr():
         return AutoTokenizer.from_pretrained(
             os.fspath(folder), config=config, local_files_only=True, trust_remote_code=False
         )
@@ -180,6 +181,32 @@ def tokenizer_errors(doing: str, failure: type[ExpertlyError] = CheckpointError)
         if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
             raise
         raise failure(f"{doing}: {first_line(cause)}") from cause
+
+
+@contextlib.contextmanager
+def held_stderr() -> Iterator[None]:
+    """What is written to stderr's descriptor meanwhile is written when the block ends, and not where Rust panics: it
+    writes some lines about that, and the error says it.
+    """
+    try:
+        stderr = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    is_panic = False
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException as cause:
+            is_panic = type(cause).__name__ == "PanicException"
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            with contextlib.suppress(OSError):
+                os.write(2, b"" if is_panic else held.read())
 
 
 def _check_settings(path: Path, *, has_vocabulary: bool) -> None:

@@ -16,8 +16,7 @@ from torch.nn.functional import embedding, linear
 from expertly.core.errors import ConfigError, ModelUseError
 from expertly.formats import FORMATS, TiledFormat
 from expertly.formats.tiles import TILE_OUTPUTS
-from expertly.model.closed import are_plain
-from expertly.native.kernels import NO_DOWN, Kernels
+from expertly.native.kernels import NO_DOWN, Kernels, are_plain
 
 _DECODED_NBYTES = 8 << 20
 """Of rows that are decoded at a time."""

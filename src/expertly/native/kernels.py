@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from expertly.core.errors import ConfigError
 from expertly.core.messages import Span
@@ -41,6 +42,11 @@ _MAX_FLOAT32_TOKENS = 4
 
 VERSION = 26
 """Of the interface that is called here; products.c says the same number."""
+
+PLAIN = (nn.Parameter, torch.Tensor)
+"""Other kinds of tensor, as quantizing makes them, have no memory of their own, or other bytes in it."""
+
+_STRIDED, _is_compiling = torch.strided, torch.compiler.is_compiling  # looked up several times a layer
 
 NO_DOWN = -1
 """In place of down's format: the blocks of one matrix."""
@@ -78,6 +84,25 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 """Functions of products.c, by their names without "expertly_". They release the interpreter lock and return 0, or -1
 where memory is short or the request is not one of theirs.
 """
+
+
+def are_plain(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether kernels may compute with these tensors, as numbers of the first one's dtype in the host's memory: nobody
+    trains, traces or casts them. Asked at each call, as whoever has the model may have replaced or moved them.
+    """
+    if _is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    dtype, can_train = first.dtype, torch.is_grad_enabled()
+    for tensor in (first, *others):
+        if tensor is not None and (
+            type(tensor) not in PLAIN
+            or tensor.dtype is not dtype
+            or not tensor.is_cpu
+            or tensor.layout is not _STRIDED
+            or (can_train and tensor.requires_grad)
+        ):
+            return False
+    return True
 
 
 @dataclass(frozen=True)

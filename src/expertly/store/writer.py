@@ -51,6 +51,7 @@ from expertly.store.packed import (
     experts_spec,
     is_extra,
     is_packed_store,
+    is_text,
 )
 from expertly.store.removal import LOCK_NAME, check_partial, is_store_name, listed_names, remove_in_place
 from expertly.store.sums import BlockSummer, sums_name
@@ -401,8 +402,8 @@ def renew_extras(store: PackedStore, source: Path) -> PackedStore:
 
 def copy_extras(source: Path, folder: Path, listed: Iterable[str]) -> dict[str, FileEntry]:
     """Bring the small files beside a checkpoint's weights up to date in its store. What has not changed is not written;
-    what the store's manifest has `listed` and the checkpoint has no more is removed. Returns entries of what
-    transformers would read.
+    what the store's manifest has `listed` and the checkpoint has no more is removed. A text that somebody put there
+    stays. Returns the entries of the store's own.
     """
     check_folder(folder)
     entries = {}
@@ -413,19 +414,15 @@ def copy_extras(source: Path, folder: Path, listed: Iterable[str]) -> dict[str, 
         with store_errors(folder, f"writing {path.name}"):
             target = folder / path.name
             is_same = _size(target) == len(data) and read_file(target, Bounds(len(data)), StoreError) == data
-            if not is_same and (_is_read(path) or about_path(target) is None):
+            is_others = is_text(path.name) and path.name not in listed and about_path(target) is not None
+            if not is_same and not is_others:
                 write_atomic(target, data)
-        if _is_read(path):
+        if is_same or not is_others:
             entries[path.name] = FileEntry(len(data), zlib.crc32(data))
     gone = {name for name in listed if is_extra(name) and name not in entries}
     with store_errors(folder, "removing what the checkpoint has no more"):
         remove_files(folder, lambda name: name in gone)
     return entries
-
-
-def _is_read(path: Path) -> bool:
-    """Whether transformers may read it, which people's texts are not."""
-    return path.suffix not in ("", ".md", ".txt") or path.name in ("vocab.txt", "merges.txt")
 
 
 def _part_name(number: int) -> str:
