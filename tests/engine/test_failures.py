@@ -122,7 +122,7 @@ def test_a_read_error_on_one_device_names_it_and_the_next_request_works(
     case, original = cases["qwen3_moe"], ExpertFile.read_into
     with loaded_on(TWO, case.store, system=system, segments=4) as model:
         assert generate(model, case.prompts) == case.tokens
-        files = {id(file) for file in handle(model).engine.executor.shards[number].device._readers._source._files}
+        files = {id(file) for file in handle(model).engine.executor.shards[number].device._readers._source.files}
 
         def failing(file: ExpertFile, *args: Any) -> bool:
             if id(file) in files:

@@ -57,7 +57,7 @@ def of_devices(model: Any) -> list[dict[str, Any]]:
 def owners_of_files(model: Any) -> dict[int, int]:
     """Identity of an open file -> the device whose threads read it."""
     shards: list[Any] = list(group_of(model).shards)
-    return {id(file): number for number, one in enumerate(shards) for file in one.device._readers._source._files}
+    return {id(file): number for number, one in enumerate(shards) for file in one.device._readers._source.files}
 
 
 # -- the same tokens -------------------------------------------------------------------------------------------------

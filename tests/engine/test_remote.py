@@ -244,7 +244,7 @@ def test_a_worker_that_cannot_read_is_dropped(
     case = cases["qwen3_moe"]
     with with_workers(case.store, memory="40%", worker_memory="15%") as model:
         assert generate(model, case.prompts) == case.tokens
-        files, original = peers[0].worker._shard.device._readers._source._files, ExpertFile.read_into
+        files, original = peers[0].worker._shard.device._readers._source.files, ExpertFile.read_into
 
         def fails(file: ExpertFile, offset: int, buffers: Sequence[memoryview]) -> bool:
             if any(file is one for one in files):

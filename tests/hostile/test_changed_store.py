@@ -170,7 +170,7 @@ def test_a_block_that_changes_unseen_is_found_within_64_reads_of_it(
     segments: int, is_prefetch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a disk changes it. Reads of it are counted from then on; it is read whole, or in parts, among others."""
-    monkeypatch.setattr(reading.Source, "arrived", lambda *args, **named: None)
+    monkeypatch.setattr(reading.Source, "changed", lambda *args, **named: None)
     store = write_store(tmp_path / "m")
     geometry, dice = store.geometry(segments), random.Random(segments)
     nbytes, num_experts = geometry.segment_nbytes(0), geometry.layers[0].num_experts
@@ -217,7 +217,7 @@ def test_a_block_that_changes_unseen_is_found_within_64_reads_of_it(
 @pytest.mark.parametrize(("verify", "most"), [("sampled", CHECK_EVERY), ("always", 1)])
 def test_a_model_finds_it_too(verify: str, most: int, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: dict[int, int] = {}
-    monkeypatch.setattr(reading.Source, "arrived", lambda *args, **named: None)
+    monkeypatch.setattr(reading.Source, "changed", lambda *args, **named: None)
     reads = reading.PlainSource.reads
 
     def counting(self: Any, span: Span, buffer: memoryview) -> Any:

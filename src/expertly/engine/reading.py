@@ -79,7 +79,8 @@ class Source:
     """Whether aligned reads bypass the page cache and need no reader: see `ReadQueue`."""
 
     def __init__(self, files: list[ExpertFile], layers: list[LayerFile], geometry: Geometry, num_readers: int) -> None:
-        self._files = files
+        self.files = files
+        """By layer. Where the times of one are not those of its `about` any more, call `changed`."""
         self._layers = layers
         self._num_readers = num_readers
         self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
@@ -88,14 +89,14 @@ class Source:
         """The reads that fill `buffer`, all of the span's slots, and the bytes that they take from disk."""
         raise NotImplementedError
 
-    def arrived(self, span: Span, buffer_of: Callable[[Span], memoryview], *, is_last: bool) -> None:
-        """Look whether the file has been written to that this span was read from. If so, all of its bytes are compared,
-        and these. Raises TransferError naming the file where they are others. `is_last`: nothing else is being read.
+    def changed(
+        self, span: Span, now: os.stat_result, buffer_of: Callable[[Span], memoryview], *, is_last: bool
+    ) -> None:
+        """The file that a span was read from is `now` another. If it was written to, all of its bytes are compared, and
+        these. Raises TransferError naming the file where they are others. `is_last`: nothing else is being read.
         """
-        file = self._files[span.layer]
-        now, before = os.fstat(file.fd), file.about
-        if now.st_ctime_ns == before.st_ctime_ns and now.st_mtime_ns == before.st_mtime_ns:
-            return
+        file = self.files[span.layer]
+        before = file.about
         if now.st_size != before.st_size:
             sizes = f"{before.st_size} bytes then, {now.st_size} now" + ", truncated" * (now.st_size < before.st_size)
             raise TransferError(f"{file.path}: {_CHANGED} ({sizes}); restore it, or remove the store and pack again")
@@ -110,7 +111,7 @@ class Source:
 
     def explained(self, layer: int, error: Exception) -> Exception:
         """The error of a read, which says so if the file has been written to."""
-        file = self._files[layer]
+        file = self.files[layer]
         if isinstance(error, TransferError) and is_changed(file.about, os.fstat(file.fd)):
             return TransferError(f"{file.path}: {_CHANGED}: {error}")
         return error
@@ -125,8 +126,8 @@ class Source:
 
     def close(self) -> None:
         """Close files. Idempotent."""
-        while self._files:
-            self._files.pop().close()
+        while self.files:
+            self.files.pop().close()
 
 
 def make_source(store: ExtentSource, geometry: Geometry, num_readers: int) -> Source:
@@ -159,7 +160,7 @@ class PlainSource(Source):
 
     def reads(self, span: Span, buffer: memoryview) -> tuple[Sequence[Read], int]:
         layer, nbytes = span.layer, len(buffer)
-        file, (_, begin, _, _, places, _) = self._files[layer], self._layers[layer]
+        file, (_, begin, _, _, places, _) = self.files[layer], self._layers[layer]
         place, first = places[span.expert], span.segment * self._segment_nbytes[layer]
         offset = begin + place * self._expert_nbytes[layer] + first
         checks = self._checks[layer]
@@ -189,7 +190,7 @@ class PlainSource(Source):
             checks.begin_again()
             buffer = memoryview(bytearray(self._expert_nbytes[layer]))
             for place in range(len(self._layers[layer].sums or ())):
-                self._files[layer].read_into(self._layers[layer].begin + place * len(buffer), [buffer])
+                self.files[layer].read_into(self._layers[layer].begin + place * len(buffer), [buffer])
                 checks.check(place, 0, buffer)
 
     def _compare_again(self, span: Span, buffer_of: Callable[[Span], memoryview]) -> None:
@@ -331,7 +332,7 @@ class FrameSource(Source):
 
     def _compare_layer(self, layer: int) -> None:
         index = self._indexes[layer]
-        for _ in read_frames(self._files[layer], index, range(index.num_experts)):
+        for _ in read_frames(self.files[layer], index, range(index.num_experts)):
             pass
 
     def _compare_again(self, span: Span, buffer_of: Callable[[Span], memoryview]) -> None:
@@ -343,7 +344,7 @@ class FrameSource(Source):
         """Decode frames of the expert at `place` in the file into `out`, from byte `first` of its weights on."""
         offset, disk_nbytes = pages
         stored, decoder = self._scratch.memory[:disk_nbytes], self._scratch.decoder
-        is_direct = self._files[layer].read_into(offset, [stored])
+        is_direct = self.files[layer].read_into(offset, [stored])
         start_ns = time.thread_time_ns()
         index, size, done = self._indexes[layer], self._indexes[layer].frame_nbytes, 0
         for frame in frames:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -329,7 +330,10 @@ class Readers:
         self.num_in_flight -= 1
         if ticket.error is not None:
             raise self._source.explained(ticket.span.layer, ticket.error)
-        self._source.arrived(ticket.span, self._buffer_of, is_last=not self.num_in_flight)
+        file = self._source.files[ticket.span.layer]
+        now, before = os.fstat(file.fd), file.about
+        if now.st_ctime_ns != before.st_ctime_ns or now.st_mtime_ns != before.st_mtime_ns:
+            self._source.changed(ticket.span, now, self._buffer_of, is_last=not self.num_in_flight)
         return ticket.span
 
     def _gather(self) -> bool:

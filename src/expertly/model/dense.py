@@ -209,8 +209,11 @@ def _become_router(module: Any, is_normalised: bool, of_weights: torch.dtype, ke
         if (
             hidden_states.dim() == 2
             and weight is not None
-            and _are_few_of(kernels, hidden_states, weight, bias)
+            and are_plain(hidden_states, weight, bias)
+            and 1 <= hidden_states.shape[0] <= kernels.most_tokens(hidden_states.dtype)
+            and weight.shape[1:] == hidden_states.shape[1:]
             and weight.is_contiguous()
+            and (bias is None or (bias.shape == weight.shape[:1] and bias.stride(0) == 1))
         ):
             x = hidden_states.contiguous()
             routed = kernels.router(x, weight, bias, top_k, of_weights, is_normalised=is_normalised)
@@ -446,17 +449,26 @@ def _attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     then: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    are_ours: bool = False,
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As transformers' attention functions: query [B, H, n, D] over key and value [B, G, S, ...], to [B, n, H, W]; or
     what the linear layer of `then`, weight and bias, makes of it, [B, n, rows], where the kernel computes both.
+    `are_ours`: kernels have just written query, key and value, so they are plain.
     """
     asked: Callable[..., torch.Tensor] | None = module.__dict__.get("_expertly_asked")
     if asked is not None:
         return asked(query, key, value, {**more, "scaling": scaling}), None
     kernels: Kernels = module._expertly_kernels
     name = object.__getattribute__(module.config._expertly_config, "_attn_implementation")  # past transformers' Python
-    if _is_known(module, name, scaling, more) and _is_native(kernels, query, key, value, attention_mask, more):
+    if name == "sdpa":
+        is_known = ALL_ATTENTION_FUNCTIONS[name] is sdpa_attention_forward and (
+            scaling is None or type(scaling) is float
+        )
+        is_known = is_known and (more.keys() <= _IDLE or _are_known(more, _IDLE))
+    else:
+        is_known = name == "eager" and _is_known_eager(module, scaling, more)
+    if is_known and _is_native(kernels, query, key, value, attention_mask, more, are_ours):
         out = kernels.attention(
             query,
             key,
@@ -472,17 +484,13 @@ def _attention(
     return function(module, query, key, value, attention_mask, scaling=scaling, **more)  # type: ignore[no-any-return]
 
 
-def _is_known(module: Any, name: str, scaling: Any, more: dict[str, Any]) -> bool:
-    """Whether what the model asks for is what the kernel computes, with these arguments. Only eager attention gives
-    its weights, so it computes when somebody collects them.
+def _is_known_eager(module: Any, scaling: Any, more: dict[str, Any]) -> bool:
+    """Whether the eager attention that the model asks for is what the kernel computes, with these arguments. Only it
+    gives its weights, so it computes when somebody collects them.
     """
-    if name == "sdpa":
-        is_own = ALL_ATTENTION_FUNCTIONS[name] is sdpa_attention_forward
-        return is_own and _are_known(more, _IDLE) and (scaling is None or type(scaling) is float)
     eager: _Eager | None = module._expertly_eager
     if (
-        name != "eager"
-        or eager is None
+        eager is None
         or eager_of(module) is not eager.function
         or type(scaling) is not float
         or not _are_known(more, eager.known)
@@ -495,8 +503,6 @@ def _is_known(module: Any, name: str, scaling: Any, more: dict[str, Any]) -> boo
 
 def _are_known(arguments: Mapping[str, Any], known: Set[str]) -> bool:
     """Whether each argument is a known one, or asks for nothing."""
-    if arguments.keys() <= known:
-        return True
     return all(value is None or value is False or name in known for name, value in arguments.items())
 
 
@@ -507,10 +513,11 @@ def _is_native(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     more: dict[str, Any],
+    are_ours: bool,
 ) -> bool:
     num_tokens, sinks = query.shape[2], more.get("s_aux")
     if (
-        not are_plain(query, key, value)
+        not (are_ours or are_plain(query, key, value))
         or num_tokens > kernels.most_tokens(query.dtype, None)
         or key.shape[:3] != value.shape[:3]
         or (key.shape[0], key.shape[3]) != (query.shape[0], query.shape[3])
@@ -633,7 +640,10 @@ def _join_projections(module: Any, kernels: Kernels) -> None:
             original.forward is as_tried
             and names.get("apply_rotary_pos_emb") is rotate
             and isinstance(position_embeddings, tuple)
-            and _are_few(self, hidden_states, position_embeddings, kernels)
+            and hidden_states.dim() == 3
+            and not (self.training or torch.is_grad_enabled())
+            and are_plain(hidden_states, self.q_proj.weight, *position_embeddings)
+            and 1 <= hidden_states.shape[:2].numel() <= kernels.most_tokens(hidden_states.dtype)
         )
         if few and joined is None and not self._expertly_is_tried:
             self._expertly_is_tried = True
@@ -649,24 +659,14 @@ def _join_projections(module: Any, kernels: Kernels) -> None:
         own = joined.own
         if joined.named:
             own = {**own, **{argument: getattr(self, name) for argument, name in joined.named.items()}}
-        out, weights = _attention(self, query, key, value, attention_mask, then=joined.then, **own, **kwargs)
+        how = {"then": joined.then, "are_ours": kept is not None, **own, **kwargs}
+        out, weights = _attention(self, query, key, value, attention_mask, **how)
         if out.dim() == 4:
             out = self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
         return out, weights
 
     stand_in(module, forward=forward)
     module._expertly_joined, module._expertly_is_tried = None, False
-
-
-def _are_few(module: Any, hidden: torch.Tensor, angles: Any, kernels: Kernels) -> bool:
-    cos, sin = angles
-    return (
-        hidden.dim() == 3
-        and not torch.is_grad_enabled()
-        and are_plain(hidden, module.q_proj.weight, cos, sin)
-        and 1 <= hidden.shape[0] * hidden.shape[1] <= kernels.most_tokens(hidden.dtype)
-        and not module.training
-    )
 
 
 def _try(

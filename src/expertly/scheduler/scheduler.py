@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from itertools import repeat
+from operator import add
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
@@ -202,7 +204,7 @@ class Scheduler:
         self._needed = frozenset()
         first = self._first_of[router.layer]
         policy = self.cache.partitions[router.layer].policy
-        policy.used([first + expert for expert in router.experts], router.num_tokens, router.batch_tokens)
+        policy.used(list(map(add, router.experts, repeat(first))), router.num_tokens, router.batch_tokens)
         if self.allocation.is_online:
             quotas = self.allocation.ran(router, self._recall)
             if quotas is not None:
@@ -273,7 +275,7 @@ class Scheduler:
         """
         layer, first, queue = router.layer, self._first_of[router.layer], self.queue
         self._cancel(layer, cancelled)
-        self._needed = frozenset([first + expert for expert in router.experts])
+        self._needed = frozenset(map(add, router.experts, repeat(first)))
         num_spared = 0
         for eid in queue.router_ran(router, self.cache.is_decoding):
             if eid in self._needed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
+from itertools import filterfalse
 from random import Random
 from typing import Any
 
@@ -42,7 +43,7 @@ class LRU(EvictionPolicy):
                 order.move_to_end(expert)
 
     def victims(self, protected: Container[int]) -> Iterator[int]:
-        return (expert for expert in self._order if expert not in protected)
+        return filterfalse(protected.__contains__, self._order)
 
 
 class LFU(ScoredPolicy):
