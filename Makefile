@@ -25,43 +25,51 @@ DIST_STAMP := dist/.expertly-dist
 WHEEL := build/wheel
 WHEEL_STAMP := $(WHEEL)/.expertly-torch
 
-.PHONY: help setup ready demo test lint types unit triton format docs compiled dist test-dist test-versions clean
+.PHONY: help setup ready browser demo test test-lab lint types unit triton format docs dist test-dist test-versions clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    set up and let the demo model answer with a quarter of its experts in memory"
 	@echo "make test    set up, lint, check types, run the tests"
+	@echo "make test-lab    the tests of the second distribution, lab/"
 	@echo "make setup   make $(VENV) with expertly and its development tools in it"
 	@echo "make triton  the tests of the kernels over slots, in Triton's interpreter and compiler; no GPU is needed"
 	@echo "make format  rewrite the code as 'make lint' wants it"
 	@echo "make docs    write the tables of README and docs/ from bench/results, and the site into site/"
-	@echo "make compiled       a compiled copy of the package in build/compiled, which simulates in half the time (docs/architecture.md)"
-	@echo "make dist    the wheel and the source distribution, in dist/"
-	@echo "make test-dist      install that wheel in an environment of its own; run the demo, and a test, from it"
+	@echo "make dist    the wheels and the source distributions of expertly and expertly-lab, in dist/"
+	@echo "make test-dist      install the wheels in an environment of their own; run the demo and the lab from them"
 	@echo "make test-versions  the tests of the engine with the oldest and the newest transformers that pyproject.toml names"
 	@echo "make clean   remove $(VENV) and caches"
 
 setup: $(STAMP)
 
 # All that tests need and that takes one processor: for `make -j2 ready`, before what takes all of them.
-ready: $(STAMP) $(WHEEL_STAMP) $(DIST_STAMP) $(TRITON_STAMP)
+ready: browser $(STAMP) $(WHEEL_STAMP) $(DIST_STAMP) $(TRITON_STAMP)
 
 # The stamp is the last thing made, so a set-up that was interrupted starts over. PyTorch goes first and alone: as a
 # dependency of something else pip may choose a build of several gigabytes. Systems that ship Python without ensurepip
 # get their pip from the interpreter's own. Where there is a C compiler, installing builds the faster products.
-$(STAMP): pyproject.toml $(shell find src -name '*.[ch]')
+$(STAMP): pyproject.toml lab/pyproject.toml $(shell find src -name '*.[ch]')
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "expertly needs Python 3.10 or newer; this is " + sys.version.split()[0] + ": make PYTHON=...")'
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || \
 	    { $(PYTHON) -m venv --without-pip $(VENV_FLAGS) $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	@echo "Installing PyTorch, expertly and its development tools into $(VENV), compiling kernels: a few minutes."
 	$(if $(strip $(TORCH)),$(PIP) install --quiet $(PIP_FLAGS) "$(TORCH)")
-	$(PIP) install --quiet $(PIP_FLAGS) --editable '.[dev]'
+	$(PIP) install --quiet $(PIP_FLAGS) --editable '.[dev]' --editable ./lab
 	@touch $@
 
 demo: $(STAMP)
 	$(BIN)/expertly run demo "The old man looked at the sea and said" --memory 25% --max-new-tokens 100
 
-test: lint types unit $(if $(filter Linux,$(shell uname -s)),triton)
+test: browser lint types unit $(if $(filter Linux,$(shell uname -s)),triton)
+
+# Pages are tested in a real browser: one that is there, else Debian's where it may be installed.
+browser:
+	@for name in chromium chromium-browser google-chrome chrome; do command -v $$name >/dev/null && exit 0; done; \
+	    root=; [ "$$(id -u)" = 0 ] || root="sudo -n"; \
+	    install="$$root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20"; \
+	    { $$install update && $$install install -y --no-install-recommends chromium; } </dev/null >/dev/null 2>&1 || \
+	    echo "No Chromium here, and none can be installed: tests of pages in a browser will be skipped."
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -70,13 +78,22 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# Of a folder: those that may run beside others, then those that may not.
+define pytest
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone" $(1)
+	files=$$(grep -rl --include='*.py' 'mark\.alone' $(1)) || exit 0; \
+	    $(BIN)/python -m pytest -q -m alone $$files
+endef
+
 unit: $(STAMP)
 ifeq ($(strip $(PYTEST_FLAGS)),)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone"
-	$(BIN)/python -m pytest -q -p no:schemathesis -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
+	$(call pytest,tests)
 else
 	$(BIN)/python -m pytest -q $(PYTEST_FLAGS)
 endif
+
+test-lab: $(STAMP)
+	$(call pytest,lab/tests)
 
 # In a folder of its own: beside torch it makes processes that import torch._dynamo 70 MiB larger, which tests would see.
 $(TRITON_STAMP): $(STAMP)
@@ -98,19 +115,12 @@ docs: $(DOCS_STAMP)
 	$(BIN)/python tools/docs_tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# A copy, since a compiled module beside its source would hide later edits of that.
-compiled: build/compiled
-
-build/compiled: $(STAMP) setup.py mypyc.ini $(shell find src -name '*.py')
-	rm -rf $@ build/lib*
-	$(PIP) install --quiet --no-deps --no-build-isolation --target $@ .
-	@touch $@
-
 dist: $(DIST_STAMP)
 
-$(DIST_STAMP): $(STAMP) setup.py mypyc.ini MANIFEST.in README.md $(shell find src -type f -not -name '*.so' -not -name '*.pyc' -not -path '*.egg-info/*')
+$(DIST_STAMP): $(STAMP) MANIFEST.in README.md $(shell find src lab/src -type f -not -name '*.so' -not -name '*.pyc' -not -path '*.egg-info/*')
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+	$(BIN)/python -m build --no-isolation --outdir dist lab >/dev/null
 	@ls -l dist
 	@touch $@
 
@@ -124,10 +134,15 @@ $(WHEEL_STAMP):
 # Elsewhere than in the checkout, so that nothing but the wheel is found; in a new environment each time.
 test-dist: $(DIST_STAMP) $(WHEEL_STAMP)
 	@rm $(WHEEL_STAMP)
-	$(WHEEL)/bin/pip install --quiet --no-compile $(PIP_FLAGS) dist/*.whl
+	$(WHEEL)/bin/pip install --quiet --no-compile $(PIP_FLAGS) dist/expertly-*.whl
+	! $(WHEEL)/bin/expertly lab
 	cd $(WHEEL) && bin/expertly run demo "The old man looked at the sea and said" --memory 25% --max-new-tokens 20
-	$(WHEEL)/bin/pip install --quiet --no-compile $(PIP_FLAGS) pytest pytest-timeout
-	$(WHEEL)/bin/python -m pytest -q tests/test_wheel.py
+	$(if $(shell command -v cc),cd $(WHEEL) && bin/python -c "from expertly.native.kernels import choose_kernels; \
+	    from expertly.policies.reuse import compiled_reuse; \
+	    assert choose_kernels().name.startswith('native') and compiled_reuse()")
+	$(WHEEL)/bin/pip install --quiet --no-compile $(PIP_FLAGS) dist/expertly_lab-*.whl
+	rm -rf $(WHEEL)/trace && cd $(WHEEL) && bin/expertly lab trace synth trace --tokens 50 && \
+	    bin/expertly lab simulate trace --system lru,adapmoe --memory 25%
 
 test-versions: $(STAMP)
 	set -e; for version in $(TRANSFORMERS); do rm -rf build/versions; $(PYTHON) -m venv build/versions; \
@@ -138,4 +153,4 @@ test-versions: $(STAMP)
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist site
 	find src -name '*.so' -delete
-	find src tests tools bench -name __pycache__ -type d -exec rm -rf {} +
+	find src lab tests tools bench -name __pycache__ -type d -exec rm -rf {} +

@@ -94,7 +94,8 @@ def main() -> None:
         other.mkdir()
         archive = subprocess.run(["git", "archive", args.commit], cwd=ROOT, capture_output=True, check=True).stdout
         subprocess.run(["tar", "-x", "-C", other], input=archive, check=True)
-        build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        setup = "from setuptools import setup; setup()"
+        build = [sys.executable, "-c", setup, "-q", "build_ext", "--inplace"]
         subprocess.run(build, cwd=other, check=True, stdout=subprocess.DEVNULL)
         trees = []
         for source in (ROOT, other):

@@ -31,17 +31,17 @@ from typing import Any
 
 from common import options, print_report
 
-from expertly.arguments import split
-from expertly.cli.inputs import trace_geometry
-from expertly.policies.eviction.reuse import ReuseModel, ReuseTraining
 from expertly.policies.learned import ModelShape
-from expertly.scheduler.presets import get_system
-from expertly.sim.hardware import Hardware
-from expertly.sim.schedule import Schedule, Selection, first_rows, make_schedule
-from expertly.sim.study import Memory, Study
-from expertly.sim.training import teach
-from expertly.sim.workload import RowRange
-from expertly.trace.reader import Trace
+from expertly.policies.reuse import ReuseModel, ReuseTraining
+from expertly.scheduler.systems import get_system
+from expertly_lab.cli.arguments import split
+from expertly_lab.cli.inputs import trace_geometry
+from expertly_lab.sim.hardware import Hardware
+from expertly_lab.sim.schedule import Schedule, Selection, first_rows, make_schedule
+from expertly_lab.sim.study import Memory, Study
+from expertly_lab.sim.training import teach
+from expertly_lab.sim.workload import RowRange
+from expertly_lab.trace.reader import Trace
 
 PLAIN = ("lru", "lfu")
 OTHERS = ("lcp", "fmoe")

@@ -14,7 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -75,26 +75,15 @@ def inflated_model(
 
 
 @contextmanager
-def cgroup(controller: str, limit: str, value: str) -> Iterator[Path]:
-    """A cgroup (version 1) with that limit, removed afterwards. Raises OSError where it cannot be made."""
-    folder = Path("/sys/fs/cgroup") / controller / f"expertly-bench-{uuid.uuid4().hex[:8]}"
+def memory_cgroup(nbytes: int) -> Iterator[Path]:
+    """A memory cgroup (version 1), removed afterwards. Raises OSError where it cannot be made."""
+    folder = Path("/sys/fs/cgroup/memory") / f"expertly-bench-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     try:
-        (folder / limit).write_text(value)
+        (folder / "memory.limit_in_bytes").write_text(str(nbytes))
         yield folder
     finally:
         folder.rmdir()
-
-
-def memory_cgroup(nbytes: int) -> AbstractContextManager[Path]:
-    return cgroup("memory", "memory.limit_in_bytes", str(nbytes))
-
-
-def disk_cgroup(folder: Path, mb_per_s: int) -> AbstractContextManager[Path]:
-    """Its processes read the disk of `folder` so fast."""
-    device = os.stat(folder).st_dev
-    limit = f"{os.major(device)}:{os.minor(device)} {mb_per_s * 10**6}"
-    return cgroup("blkio", "blkio.throttle.read_bps_device", limit)
 
 
 def child(script: str, arguments: dict[str, Any], cgroup: Path | None = None, timeout: float = 900) -> Any:
@@ -125,7 +114,7 @@ def child_arguments() -> dict[str, Any] | None:
 def play(model: Any, tokens: Sequence[int], num_prompt: int) -> dict[str, Any]:
     """Feed a request: its times, and what the experts did in its decode steps."""
     import expertly
-    from expertly.lab.playing import feed
+    from expertly_lab.playing import feed
 
     before = expertly.stats(model).as_dict()["phases"]["decode"]
     played = feed(model, tokens, num_prompt)
@@ -140,10 +129,10 @@ def predictor_of(model: Any, folder: Path) -> Path:
     from expertly.api import handle
     from expertly.data import demo_predictor
     from expertly.policies.learned import read_learned, save_learned
-    from expertly.policies.predictor.learned import LearnedWeights
+    from expertly.policies.promoe import LearnedWeights
 
     file, out = read_learned(demo_predictor(), LearnedWeights), folder / "predictor.safetensors"
-    save_learned(out, file.learned, handle(model).store.manifest.identity, file.header.about)
+    save_learned(out, file.learned, handle(model).store.manifest.identity, file.about)
     return out
 
 
@@ -194,50 +183,23 @@ def drop_page_cache(folder: Path) -> None:
                 os.close(fd)
 
 
-def earlier_report(out: str | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """The report at `out`, to add rows to; an empty one where there is none. Ends with a sentence where its rows cannot
-    stand beside those of this run: of another commit, machine or settings.
-    """
-    if out is None or not Path(out).exists():
-        return {"results": [], "command": None}
-    report: dict[str, Any] = json.loads(Path(out).read_text())
-    now = {"commit": commit_of(ROOT), "versions": _versions(), "machine": _machine(), "settings": settings}
-    here, there = (
-        {"commit": one["commit"], "versions": one["versions"]}
-        | {name: one["machine"][name] for name in ("cpu", "cores")}
-        | one["settings"]
-        for one in (now, report)
-    )
-    if here["commit"] is None or here["commit"].endswith("+changes"):
-        sys.exit(f"{out} exists, and commit={here['commit']!r} here; accepted: a commit without changes, or a new file")
-    for name in {**here, **there}:
-        if here.get(name) != there.get(name):
-            sys.exit(f"{out}: {name}={there.get(name)!r}; accepted: {here.get(name)!r}, as in this run, or a new file")
-    return report
-
-
-def print_report(
-    name: str, rows: list[dict[str, Any]], settings: dict[str, Any], out: str | None = None, earlier: str | None = None
-) -> None:
+def print_report(name: str, rows: list[dict[str, Any]], settings: dict[str, Any], out: str | None = None) -> None:
     """Print `rows`, and what `write_report` writes."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(c[i]) for c in [columns, *cells]) for i in range(len(columns))]
     for line in [columns, *cells]:
         print("  ".join(value.rjust(width) for value, width in zip(line, widths, strict=True)))
-    print(json.dumps(write_report(name, rows, settings, out, earlier)))
+    print(json.dumps(write_report(name, rows, settings, out)))
 
 
 def write_report(
-    name: str, rows: list[dict[str, Any]], settings: dict[str, Any], out: str | None = None, earlier: str | None = None
+    name: str, rows: list[dict[str, Any]], settings: dict[str, Any], out: str | None = None
 ) -> dict[str, Any]:
-    """A report, which is written to `out` where given, else to `$EXPERTLY_BENCH_OUT/<name>.json`. `earlier`: the
-    commands that measured some of its rows before.
-    """
-    command = " ".join(["python", *sys.argv])
+    """A report, which is written to `out` where given, else to `$EXPERTLY_BENCH_OUT/<name>.json`."""
     report = {
         "benchmark": name,
-        "command": " && ".join(dict.fromkeys([*(earlier.split(" && ") if earlier else ()), command])),
+        "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit_of(ROOT),
         "versions": _versions(),

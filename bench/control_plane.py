@@ -19,8 +19,8 @@ from common import options, print_report
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
 from expertly.scheduler.budget import split_budget
-from expertly.scheduler.presets import SYSTEMS
 from expertly.scheduler.scheduler import Scheduler
+from expertly.scheduler.systems import SYSTEMS
 
 LAYERS, EXPERTS, TOP_K, SEGMENTS = 26, 64, 8, 4
 
@@ -48,7 +48,7 @@ def absent(control: Scheduler, layer: int, wanted: list[int]) -> list[int]:
     """K experts of a layer that are not resident, `wanted` first."""
     first = control.geometry.first_expert_id(layer)
     order = [*wanted, *(e for e in range(EXPERTS) if e not in wanted)]
-    return [e for e in order if not control.slots.resident[first + e]][:TOP_K]
+    return [e for e in order if not control.slots.num_resident[first + e]][:TOP_K]
 
 
 def run(system: str, share: float, tokens: list[list[list[int]]], all_miss: bool = False) -> dict[str, Any]:
@@ -70,9 +70,7 @@ def run(system: str, share: float, tokens: list[list[list[int]]], all_miss: bool
             while loading:
                 span = loading.pop()
                 control.loaded(span)
-                following = control.computed([span])
-                if following is not None:
-                    loading += following.loads
+                loading += control.computed([span])
             control.end_layer()
             elapsed = (time.perf_counter_ns() - start) / 1e3
             if number < len(tokens) // 2:

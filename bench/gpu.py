@@ -5,7 +5,7 @@
 Two models: an inflated demo model in bfloat16, and gpt-oss-20b's shape in MXFP4 with random weights and as many layers
 as come to those bytes. All decode the same tokens; the host has room for all experts. Kernel rows: what the kernels
 over slots reach, and its share of the memory's bandwidth. `least_copy_s`: a step's bytes over the bandwidth of
-pinned copies. The package `moe_infinity`, if it is installed, decodes the first model, too.
+pinned copies.
 
 Rows are measured one after the other in a process of their own, what matters most first, and the file is written after
 each. A row that fails, or takes too long, says why; the next ones run in a new process. What the time does not suffice
@@ -14,7 +14,6 @@ for is named and left out. `--prepare` only makes and packs both models, if they
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -34,6 +33,7 @@ from torch.nn.functional import silu
 from expertly.api import handle
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
+from expertly.engine import cuda
 from expertly.engine.reading import layer_rows
 from expertly.formats import expert_format
 from expertly.native.kernels import choose_kernels
@@ -102,12 +102,12 @@ def kernels(form: str, hidden: int, width: int, top_k: int, device: str) -> dict
     return {"experts_a_call": top_k, "experts_bytes_per_s": rate(shape.nbytes, graph.replay, torch.cuda.synchronize)}
 
 
-def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str, graphs: str) -> dict[str, Any]:
+def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str) -> dict[str, Any]:
     """Behind a long prompt of other tokens. All experts are in the host's memory before: none is read from disk."""
-    settings: dict[str, Any] = {"memory": memory, "device": device, "learned": "off", "graphs": graphs}
+    settings: dict[str, Any] = {"memory": memory, "device": device, "learned": "off"}
     settings |= {} if device == "cpu" else {"host_memory": "100%"}
-    system, _, without = system.partition(" without ")
-    settings |= {without: "never"} if without else {}
+    if system == "resident without graphs":
+        system, cuda.KIND.recorder = "resident", lambda device: None  # type: ignore[method-assign]
     if system == "promoe":
         model, _ = expertly.load(str(folder), system="lru", **settings)
         settings["predictor"] = predictor_of(model, folder.parent)
@@ -128,22 +128,10 @@ def measure(folder: Path, system: str, memory: str, num_tokens: int, device: str
     return row
 
 
-def moe_infinity(folder: Path, memory: str, num_tokens: int, device: str) -> dict[str, Any]:
-    """MoE-Infinity's own package, used as its README has it, with the same share of the device's memory."""
-    config = {"offload_path": f"{folder}-moe-infinity", "device_memory_ratio": int(memory[:-1]) / 100}
-    made = importlib.import_module("moe_infinity").MoE(str(folder), config)
-    ids = torch.arange(NUM_PROMPT, device=device)[None]
-    ends = [time.perf_counter()]
-    for num_new in (2, 2, 2 + num_tokens):
-        made.generate(ids, max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False)
-        ends.append(time.perf_counter())
-    return {"tpot_s": (ends[3] - 2 * ends[2] + ends[1]) / num_tokens}
-
-
 # -- one after the other -----------------------------------------------------------------------------------------------
 
 
-def work(job: Job, device: str, gib: float, num_tokens: int, graphs: str = "auto") -> dict[str, Any]:
+def work(job: Job, device: str, gib: float, num_tokens: int) -> dict[str, Any]:
     """In the process that measures: what a job finds."""
     system, memory = job["system"], job.get("memory", "")
     if system == "bandwidths":
@@ -160,9 +148,7 @@ def work(job: Job, device: str, gib: float, num_tokens: int, graphs: str = "auto
     if system == "prepare":
         expertly.unload(expertly.load(str(folder), device=device, system="lru", memory="25%", learned="off")[0])
         return {"seconds": time.perf_counter() - begin}
-    if system == "package moe_infinity":
-        return moe_infinity(folder, memory, num_tokens, device)
-    return measure(folder, system, memory, num_tokens, device, graphs)
+    return measure(folder, system, memory, num_tokens, device)
 
 
 def jobs(device: str) -> list[Job]:
@@ -176,10 +162,9 @@ def jobs(device: str) -> list[Job]:
     first += [("expertly-ahead", "50%"), ("on-demand", "25%"), ("expertly-ahead", "25%"), ("on-demand", "50%")]
     models = ("bfloat16", "mxfp4")
     found += [{"system": system, "memory": memory, "model": model} for model in models for system, memory in first]
-    package = importlib.util.find_spec("moe_infinity") is not None and device == "cuda"
     for memory in ("50%", "25%", "75%"):
-        for system in (*(["package moe_infinity"] if package else []), *SYSTEMS):
-            of = models[: 1 if system in ("promoe", "package moe_infinity") else 2]  # no predictor of mxfp4
+        for system in SYSTEMS:
+            of = models[: 1 if system == "promoe" else 2]  # no predictor of mxfp4
             found += [{"system": system, "memory": memory, "model": one} for one in of if (system, memory) not in first]
     return found
 
@@ -199,9 +184,7 @@ def prepared(more: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def measured(todo: Sequence[Job], more: dict[str, Any], ends_at: float) -> Iterator[dict[str, Any]]:
-    """A row for each job that the time suffices for, from a process that is started again where it fails; without CUDA
-    graphs where `resident` failed.
-    """
+    """A row for each job that the time suffices for, from a process that is started again where it fails."""
     todo = list(todo)
     while todo and time.monotonic() < ends_at:
         with child(todo, more) as process:
@@ -219,7 +202,6 @@ def measured(todo: Sequence[Job], more: dict[str, Any], ends_at: float) -> Itera
                     row = {"error": f"not done in {limit:.0f} s" if late.is_set() else f"exit {process.wait()}"}
                 yield {**todo.pop(0), **row}
                 if "error" in row:
-                    more = more | ({"graphs": "never"} if job["system"] == "resident" else {})
                     break
             process.kill()
 

@@ -10,6 +10,7 @@ PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 export EXPERTLY_CACHE=${EXPERTLY_CACHE:-$(mktemp -d)} EXPERTLY_BENCH_DIR=${EXPERTLY_BENCH_DIR:-$(mktemp -d)}
 "$PYTHON" -c 'import expertly.api, pytest, pytest_timeout' || { echo "gpu_check: $PYTHON lacks a package"; exit 2; }
+"$PYTHON" -c 'from setuptools import setup; setup()' -q build_ext --inplace >/dev/null 2>&1 || echo "gpu_check: no kernels for the processor were compiled"
 failed=0
 gpu=tests/engine/test_gpu.py
 if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; then

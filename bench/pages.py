@@ -32,8 +32,8 @@ def make_requests(model: Path, count: int, num_prompt: int, num_tokens: int) -> 
 
 def record_requests(model: Any, requests: list[dict[str, Any]], folder: Path, *, full: bool = True) -> None:
     """Record what a loaded model routes while it is fed these requests, as a trace in a new folder."""
-    from expertly.lab.playing import feed
-    from expertly.lab.recording import record
+    from expertly_lab.playing import feed
+    from expertly_lab.recording import record
 
     with record(model, folder, full=full, name="demo") as recording:
         for one in requests:

@@ -13,9 +13,9 @@ Without that folder experts are drawn at random, some more often than others (Zi
 
 Each system runs in a process of its own, in a memory cgroup of dense part + experts' share + 1 GiB, or of the size that
 stands in place of a share (6GiB); the first request only fills caches. A router that is asked early (`expertly-ahead`)
-names what was recorded, each expert with the accuracy .905 that ProMoE measured, and the row says "modelled"; a gate
-stops that where steps are slower for it (not with `:gate=none`). `floor`: the larger of the time of computing when all
-experts are resident and of Belady's bytes at the disk's rate, both measured in the same run.
+names what was recorded, each expert with the accuracy .905 that ProMoE measured, and the row says "modelled". `floor`:
+the larger of the time of computing when all experts are resident and of Belady's bytes at the disk's rate, both
+measured in the same run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch
 from common import GIB, ROOT, child, memory_cgroup, options, print_report, run
 from safetensors.torch import save_file
 
-from expertly.lab.playing import forward
+from expertly.model.playing import forward
 
 MODELS = ROOT / "bench" / "models"
 GROUP = 128
@@ -212,7 +212,7 @@ def play(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def belady_nbytes(requests: list[np.ndarray], capacity: int, num_experts: int, expert_nbytes: int) -> float:
     """A token, of the decode steps after the first request; `num_experts` of a layer."""
-    from expertly.sim.future import belady_hits
+    from expertly_lab.sim.future import belady_hits
 
     demands = [
         layer * num_experts + expert
@@ -231,8 +231,8 @@ def main() -> None:
         tokens=48, threads=2, routing=str(ROUTING), dtype=None, out=None,
     )  # fmt: skip
     from expertly.core.resources import parse_memory
+    from expertly.hardware.measure import measure_disk
     from expertly.model.packing import pack
-    from expertly.store.codec_choice import disk_rate_of
     from expertly.store.packed import PackedStore
 
     source = work_folder(args.model)
@@ -242,7 +242,7 @@ def main() -> None:
     store = PackedStore.open(folder) if is_packed else pack(source, folder, args.dtype)
     requests, origin = recorded(Path(args.routing), args.requests + 1, args.tokens, args.model)
     layer = store.manifest.layers[0]
-    disk = disk_rate_of(path for path, _ in store.extents)
+    disk = measure_disk(store.extents[0][0], 1 << 20, 4, 0.3).nbytes_per_s
     common = {"store": str(folder)} | {
         key: vars(args)[key] for key in ("model", "routing", "requests", "tokens", "threads")
     }

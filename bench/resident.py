@@ -1,8 +1,8 @@
 """`resident` against plain transformers with the same model in RAM: decode, and prefill of 256 tokens.
 
-    python bench/resident.py [--experts-gib 3] [--rounds 7] [--kernels auto] [--segments 1,4] [--cached 25%,50%]
-    python bench/resident.py --kernels native,torch --segments 1    what the compiled products gain
-    python bench/resident.py --experts-gib 0 --segments 1 --cached 50% --decode 48    a layer of small experts
+    python bench/resident.py [--experts-gib 3] [--rounds 7] [--kernels auto] [--cached 25%,50%]
+    python bench/resident.py --kernels native,torch    what the compiled products gain
+    python bench/resident.py --experts-gib 0 --cached 50% --decode 48    a layer of small experts
 
 Bounds: decode within 1.10x of transformers' fastest experts implementation for P = 1 and P = 4, prefill within 1.15x;
 the demo model's own small experts (0 GiB) 0.2 ms a layer, and 0.35 ms beside an `lru` cache of half of them.
@@ -42,7 +42,7 @@ def seconds(model: Any, ids: torch.Tensor, cache: Any, clock: Callable[[], float
 def main() -> None:
     keep_off_trapped_instructions()
     args = options(
-        __doc__, experts_gib=3.0, rounds=7, prefill=256, decode=16, threads=torch.get_num_threads(), segments="1,4",
+        __doc__, experts_gib=3.0, rounds=7, prefill=256, decode=16, threads=torch.get_num_threads(),
         kernels="auto", cached="", clock=tuple(CLOCKS),
     )  # fmt: skip
     clock = CLOCKS[args.clock]
@@ -50,15 +50,13 @@ def main() -> None:
     folder = inflated_model(args.experts_gib) if args.experts_gib else demo_folder()
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     models: dict[str, Any] = {f"transformers {name}": plain for name in IMPLEMENTATIONS}
-    systems = [("resident", "100%", part) for part in args.segments.split(",")]
-    systems += [("lru", memory, "1") for memory in args.cached.split(",") if memory]
+    systems = [("resident", "100%"), *(("lru", memory) for memory in args.cached.split(",") if memory)]
     for kernels in args.kernels.split(","):
         os.environ[VARIABLE] = kernels
-        for system, memory, segments in systems:
-            wanted: dict[str, Any] = {"system": system, "memory": memory, "segments": int(segments), "device": "cpu"}
-            model, tokenizer = expertly.load(str(folder), learned="off", **wanted)
+        for system, memory in systems:
+            model, tokenizer = expertly.load(str(folder), system=system, memory=memory, learned="off", device="cpu")
             how = expertly.stats(model).as_dict()["kernels"]["name"]
-            models[f"{system} {'' if system == 'resident' else memory + ' '}P={segments}, {how}"] = model
+            models[f"{system} {'' if system == 'resident' else memory + ' '}{how}"] = model
     torch.manual_seed(0)
     first, num_tokens = tokenizer("The", return_tensors="pt")["input_ids"], PAST + args.decode
     most = max(args.prefill, (args.rounds + 1) * num_tokens)

@@ -17,8 +17,8 @@ from typing import Any
 
 from common import child, options, print_report, run
 
-from expertly.lab import synth
-from expertly.scheduler.presets import SYSTEMS
+from expertly.scheduler.systems import SYSTEMS
+from expertly_lab import synth
 
 LAYERS, EXPERTS, TOP_K = 26, 64, 6
 MEMORY = "25%"
@@ -29,10 +29,10 @@ def measure(folder: str, system: str, iterations: int, segments: int) -> dict[st
     """Simulate the first `iterations` tokens of a trace in this process."""
     from expertly.core.geometry import LayerGeometry
     from expertly.engine.process import peak_rss_nbytes
-    from expertly.sim.hardware import Hardware
-    from expertly.sim.schedule import Selection, make_schedule
-    from expertly.sim.study import Memory, Study
-    from expertly.trace.reader import Trace
+    from expertly_lab.sim.hardware import Hardware
+    from expertly_lab.sim.schedule import Selection, make_schedule
+    from expertly_lab.sim.study import Memory, Study
+    from expertly_lab.trace.reader import Trace
 
     trace = Trace.open(Path(folder))
     layers = (LayerGeometry(EXPERTS, TOP_K, 2048, 1408, 3, 2),) * LAYERS

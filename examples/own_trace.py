@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 
 import expertly
-from expertly.lab.recording import record
-from expertly.trace.reader import Trace
+from expertly_lab.recording import record
+from expertly_lab.trace.reader import Trace
 
 folder = Path(sys.argv[1])
 prompts = sys.argv[2:] or ["Once upon a time", "The ship left the harbour at dawn", "She opened the letter and"]

@@ -18,13 +18,13 @@ matplotlib.use("agg")
 from matplotlib import pyplot
 
 import expertly
-from expertly.lab.recording import record
 from expertly.policies.eviction import ScoredPolicy
-from expertly.scheduler.presets import get_system
-from expertly.sim.hardware import Hardware
-from expertly.sim.schedule import Selection, make_schedule
-from expertly.sim.study import Memory, Study
-from expertly.trace.reader import Trace
+from expertly.scheduler.systems import get_system
+from expertly_lab.recording import record
+from expertly_lab.sim.hardware import Hardware
+from expertly_lab.sim.schedule import Selection, make_schedule
+from expertly_lab.sim.study import Memory, Study
+from expertly_lab.trace.reader import Trace
 
 PROMPTS = ("Once upon a time", "The ship left the harbour at dawn", "She opened the letter and", "A grey cat wanted")
 

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from expertly.lab.compare import engine
-from expertly.policies.allocation import ALLOCATIONS
-from expertly.policies.eviction import EVICTIONS
-from expertly.policies.predictor import PREDICTORS
-from expertly.policies.prefetch import PREFETCHES
-from expertly.scheduler.presets import SYSTEMS
+from expertly.cli import run, serve
+from expertly.cli.commands import GROUPS
+from expertly.engine import process
+from expertly.policies.registry import ALLOCATIONS, EVICTIONS, PREDICTORS, PREFETCHES
+from expertly.scheduler.systems import SYSTEMS
 
 PRELOADED = [
-    *("expertly.cli.main", "expertly.lab.compare.player", "expertly.serve.server", "expertly.engine.cpu"),
+    *("tests.commands", "expertly.cli.main", "expertly.cli.chat", "expertly.serve.server", "expertly.engine.cpu"),
     *("transformers.generation.continuous_batching", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
 ]
 
@@ -81,13 +80,15 @@ def _run(
     """Leads a process group of its own. `files` are stdin, where it is not as it is, stdout and stderr."""
     from expertly.cli.main import main
 
+    keep_the_code_of_libraries()
+    gc.freeze()  # a collection that looks through what this is forked from makes a copy of it
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     if path is not None:
         sys.path.insert(0, str(path))
-        for registry in (EVICTIONS, PREDICTORS, PREFETCHES, ALLOCATIONS, SYSTEMS):
+        for registry in (GROUPS, EVICTIONS, PREDICTORS, PREFETCHES, ALLOCATIONS, SYSTEMS):
             registry._entries = None  # what is installed there was read by whom this is forked from
     for number, file in enumerate(files):
         if file is not None:
@@ -103,11 +104,24 @@ def _run(
     sys.exit(main(list(arguments)))
 
 
+def keep_the_code_of_libraries(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Each load and command gives it back to the system (engine/test_process.py): here, that and getting it again took
+    a third.
+    """
+    for module in (process, run, serve):
+        set_attribute(module, "give_back_code", lambda: 0)
+    set_attribute(process, "give_back_heap", lambda: None)
+
+
 @pytest.fixture(scope="session")
 def imported() -> Iterator[Any]:
     """A context whose processes are forked from one that has imported what they need."""
+    yield from importing(PRELOADED)
+
+
+def importing(modules: Sequence[str]) -> Iterator[Any]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([*modules])
     yield context
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
@@ -130,11 +144,3 @@ def start(imported: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     for one in started:
         one.process.kill()
         one.process.join()
-
-
-@pytest.fixture(scope="module")
-def forked(imported: Any) -> Iterator[None]:
-    """Workers of comparisons that this process runs begin with everything imported, too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "multiprocessing", SimpleNamespace(get_context=lambda _: imported))
-        yield

@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import ssl
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from expertly.engine import process
-from tests.commands import forked, imported, start
+from tests import commands
+from tests.commands import imported, start
 
-__all__ = ["forked", "imported", "start"]
+__all__ = ["imported", "start"]
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -28,9 +29,10 @@ process.keep_off_trapped_instructions()  # before any reference model multiplies
 
 
 LONGEST = (
-    *("cli/test_compare.py", "serve/test_many.py", "serve/test_fuzz.py", "lab/papers/test_runs.py"),
-    *("test_examples.py", "test_extending.py", "cli/test_compare_trace.py", "cli/test_tune.py"),
-    *("test_golden_engine.py", "test_golden.py", "engine/test_process.py", "formats/test_formats.py"),
+    *("cli/test_compare.py", "serve/test_many.py", "serve/test_fuzz.py", "papers/test_runs.py"),
+    *("test_examples.py", "test_extending.py", "cli/test_compare_trace.py"),
+    *("engine/test_ray_workers.py", "engine/test_every_family.py", "engine/test_process.py"),
+    *("hostile/test_tokenizer.py", "test_golden_engine.py", "test_golden.py", "formats/test_formats.py"),
     *("engine/test_lossless.py", "scheduler/test_random_systems.py", "tools/test_peers.py"),
 )
 """These files run first: no worker is to begin a long one when the others have nothing left."""
@@ -46,10 +48,8 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def keep_the_code_of_libraries() -> Iterator[None]:
-    """Each load gives it back to the system (engine/test_process.py): here, that and getting it again took a third."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "give_back_code", lambda: 0)
-        patch.setattr(process, "give_back_heap", lambda: None)
+        commands.keep_the_code_of_libraries(patch.setattr)
         yield
 
 
@@ -68,6 +68,16 @@ def keep_collections_short() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that is skipped fails where the reason has a word of EXPERTLY_TEST_REQUIRES."""
+    report = yield
+    required = [word for word in os.environ.get("EXPERTLY_TEST_REQUIRES", "").split(",") if word]
+    if report.skipped and isinstance(report.longrepr, tuple) and any(word in report.longrepr[2] for word in required):
+        report.outcome, report.longrepr = "failed", f"{item.nodeid}: not to be skipped here: {report.longrepr[2]}"
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

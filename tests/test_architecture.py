@@ -23,24 +23,22 @@ ROOMS = (
     "policies",
     "testing",
     "scheduler",
-    "trace",
     "store",
     "model",
-    "sim",
     "engine",
-    "hardware",
     "arguments",
     "options",
     "api",
+    "bench",
+    "hardware",
     "serve",
-    "lab",
     "cli",
     "__main__",
 )
 """From the lowest to the highest: a room imports only rooms below it (docs/architecture.md)."""
-APART = {"engine": {"sim"}, "store": {"scheduler", "trace"}, "model": {"scheduler", "trace"}, "sim": {"store", "model"}}
-"""Rooms below that a room does without: engine and simulator are two drivers of one scheduler."""
-PURE = ("core", "data", "policies", "testing", "scheduler", "trace", "sim")
+APART = {"store": {"scheduler"}, "model": {"scheduler"}}
+"""Rooms below that a room does without."""
+PURE = ("core", "data", "policies", "testing", "scheduler")
 """Importable, and all of it usable, without torch."""
 
 
@@ -107,6 +105,17 @@ def test_import_directions():
     assert violations(is_wrong) == []
 
 
+def test_nothing_of_the_lab_is_imported_and_nothing_that_plots():
+    assert violations(lambda path, name: name.split(".")[0] in ("expertly_lab", "matplotlib", "pandas", "scipy")) == []
+
+
+def test_no_test_of_the_product_needs_the_lab():
+    paths = (REPOSITORY / "tests").rglob("*.py")
+    assert [
+        path for path in paths for name, _ in imports_of(path) if name.split(".")[0] in ("lab", "expertly_lab")
+    ] == []
+
+
 def test_class_names_are_unique():
     places = defaultdict(list)
     for path in modules():
@@ -165,7 +174,7 @@ def run_without_torch(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_sim_and_below_import_without_torch():
+def test_pure_rooms_import_without_torch():
     names = [
         ".".join(("expertly", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in modules() if is_pure(path)
     ]
@@ -176,7 +185,7 @@ def test_sim_and_below_import_without_torch():
 
 
 def test_command_line_answers_without_torch():
-    commands = [["--help"], ["lab", "systems"], ["lab", "systems", "--json"], ["generate", "--help"]]
+    commands = [["--help"], ["systems"], ["systems", "--json"], ["run", "--help"]]
     code = f"from expertly.cli.main import main\nfor one in {commands}: assert main(one) == 0; print('answered')"
     done = run_without_torch(code)
     assert done.returncode == 0, done.stderr

@@ -46,30 +46,3 @@ def test_own_policy(run: Run) -> None:
     assert lru.startswith("lru: ") and own.startswith("lru:eviction=own_policy.LeastUsed: ")
     assert lru.split()[-2] != own.split()[-2]  # it decided otherwise,
     assert first == second  # and no token changed
-
-
-def test_own_trace_and_what_is_simulated_of_it(run: Run, tmp_path: Path) -> None:
-    told = run("own_trace.py", tmp_path / "trace", "Once upon a time", "The sea")
-    assert told.startswith("2 requests, ") and told.count("\nlayer ") == 12
-    rates = run("simulate_and_plot.py", tmp_path / "trace", tmp_path / "plot.png")
-    assert list(simulated(rates)) == ["lru", "lfu", "Fading", "belady-global", "oracle"]
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def simulated(printed: str) -> dict[str, int]:
-    """Of each system, the hit rate of the least memory in percent."""
-    rows = (line.split(":") for line in printed.strip().split("\n"))
-    return {name.strip(): int(said.split("%")[0]) for name, said in rows}
-
-
-def test_from_a_model_to_a_plot_beside_the_bounds(run: Run, tmp_path: Path) -> None:
-    hits = simulated(run("simulate_and_plot.py", tmp_path / "plot.png"))
-    assert hits["belady-global"] >= max(hits["lru"], hits["lfu"], hits["Fading"]) > 0
-    assert hits["Fading"] not in (hits["lru"], hits["lfu"]), "it decides for itself"
-    assert (tmp_path / "plot.png").stat().st_size > 10_000
-
-
-def test_several_devices(run: Run) -> None:
-    told = run("several_devices.py").strip()
-    assert told.startswith("cpu:0: 192 experts, ") and "\nOnce upon a time" in told
-    assert told.endswith("\nthe same on one device")

@@ -11,7 +11,7 @@ import torch
 
 import expertly
 from expertly.core.errors import ConfigError
-from expertly.options import LOAD_OPTIONS, LoadOptions, names_of_today
+from expertly.options import LOAD_OPTIONS, LoadOptions
 from tests.command_lines import parse
 
 
@@ -28,10 +28,10 @@ def test_the_reference_has_every_option():
 
 
 def test_the_command_line_has_the_same_names_and_defaults():
-    for command in ("run", "serve", "lab trace record"):
-        given = parse(command.split() + ["--prompts", "x", "--out", "y"] * ("record" in command))
+    for command in ("run", "serve"):
+        given = parse([command])
         for name, one in LOAD_OPTIONS.items():
-            assert given[name] == one.default or (command, name) == ("lab trace record", "learned")
+            assert given[name] == one.default
 
 
 @pytest.mark.parametrize(
@@ -45,31 +45,15 @@ def test_a_dtype_is_a_name_or_what_torch_has(given: object, name: str | None):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"predict": "soon"}, "predict='soon'.*auto, thread, inline"),
+        ({"verify": "soon"}, "verify='soon'.*sampled, always, never"),
         ({"memory": "25%", "total_memory": "8GiB"}, "memory='25%' and total_memory='8GiB'.*one of the two"),
-        ({"segments": 0}, "segments=0.*from 1"),
-        ({"segments": True}, "segments=True.*from 1"),
+        ({"context": 0}, "context=0.*from 1"),
+        ({"context": True}, "context=True.*from 1"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(options: dict[str, object], says: str):
     with pytest.raises(ConfigError, match=says):
         LoadOptions(**options)
-
-
-@pytest.mark.parametrize("value", ["30%", 0.3, "device", ""])
-def test_an_option_that_has_gone_says_what_to_use(value: object):
-    with pytest.raises(ConfigError, match=r"compressed=.*codec='planes'.*memory="):
-        expertly.load("no-such-folder", compressed=value)
-
-
-def test_options_are_taken_under_the_names_that_they_had():
-    told = names_of_today({"maps": "off", "ring": 2, "matcher": "inline", "compressed": "auto", "memory": "25%"})
-    options = LoadOptions(**told)
-    assert (options.learned, options.staging_slots, options.predict, options.memory) == ("off", 2, "inline", "25%")
-    given = parse(["run", "--maps", "off", "--ring=2", "--memory", "25%", "--matcher", "inline", "--compressed", "0"])
-    assert {name: given[name] for name in told} == told
-    with pytest.raises(ConfigError, match="maps='off': is called learned now"):
-        names_of_today({"maps": "off", "learned": "auto"})
 
 
 def test_an_option_that_there_is_not():

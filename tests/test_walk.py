@@ -10,10 +10,9 @@ import pytest
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 
 
-@pytest.mark.alone  # on a busy machine experts arrive one by one, with a call or two more for each
 @pytest.mark.parametrize(
     ("system", "memory", "files", "calls", "of"),
-    [("resident", "100%", 10, 40, ""), ("expertly", "25%", 16, 120, "_2_or_3")],
+    [("resident", "100%", 10, 40, ""), ("expertly", "25%", 16, 120, "_of_two_loads")],
 )
 def test_one_layer_of_one_step(
     monkeypatch: pytest.MonkeyPatch, system: str, memory: str, files: int, calls: int, of: str

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from expertly.policies.learned import save_learned
-from expertly.policies.predictor.learned import LearnedWeights, Mlp, pairs
+from expertly.policies.learned import ModelShape, save_learned
+from expertly.policies.promoe import LearnedWeights, Mlp, pairs
 from expertly.store.cache import learned_beside
 from expertly.store.manifest import Manifest
 
@@ -40,7 +40,7 @@ def random_weights(
             )
             mlps[source, target] = Mlp(*(one.astype(np.float16) for one in arrays))
     num_experts, top_k = (tuple(getattr(one, name) for one in layers) for name in ("num_experts", "top_k"))
-    return LearnedWeights(num_experts, top_k, starts, distances, mlps)
+    return LearnedWeights(ModelShape(num_experts, top_k), starts, distances, mlps)
 
 
 def put_beside(store: Path, hidden_size: int) -> Path:

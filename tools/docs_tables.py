@@ -5,7 +5,7 @@
 
 A page asks for a table with a comment, in YAML; the table is written between it and the closing mark:
 
-    <!-- results: fidelity.json
+    <!-- results: simulated.json
     where: {system: [lru, fmoe], memory: {25%: a quarter}}
     columns:
       system: "`{system}`"

@@ -10,11 +10,11 @@ class Floor:
     """Global Belady on a recorded trace, by the budget."""
 
     def __init__(self, folder: Path, layers: Any) -> None:
-        from expertly.sim.hardware import Hardware
-        from expertly.sim.schedule import Schedule
-        from expertly.sim.study import Study
-        from expertly.sim.workload import RowRange
-        from expertly.trace.reader import Trace
+        from expertly_lab.sim.hardware import Hardware
+        from expertly_lab.sim.schedule import Schedule
+        from expertly_lab.sim.study import Study
+        from expertly_lab.sim.workload import RowRange
+        from expertly_lab.trace.reader import Trace
 
         trace = Trace.open(folder)
         spans = [RowRange(None, 0, trace.num_rows)]
@@ -24,8 +24,8 @@ class Floor:
     def nbytes_a_token(self, memory_nbytes: int) -> float:
         """Of decode, over all requests, the cache empty at first."""
         if memory_nbytes not in self._found:
-            from expertly.scheduler.presets import get_system
-            from expertly.sim.study import Memory
+            from expertly.scheduler.systems import get_system
+            from expertly_lab.sim.study import Memory
 
             budget = Memory(str(memory_nbytes)).budget(self._study.geometry)
             simulator = self._study.simulate(get_system("belady-global"), budget)

@@ -23,25 +23,17 @@ class Ended(Exception):
 class Player:
     """What it was asked last is answered before anything else is asked. Raises Ended where the process ends."""
 
-    def __init__(self, settings: dict[str, Any], *groups: Path) -> None:
-        """`groups`: cgroups of version 1. The setting `checkout`, where it is there: which one's `expertly` and
-        benchmark run.
-        """
+    def __init__(self, settings: dict[str, Any], group: Path | None = None) -> None:
+        """`group`: a cgroup of version 1."""
 
         def enter() -> None:
-            for group in groups:
+            if group is not None:
                 (group / "cgroup.procs").write_text(str(os.getpid()))
 
-        self._groups = groups
+        self._group = group
         env = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}  # which ours sets
-        child = HERE / "child.py"
-        if "checkout" in settings:
-            root = Path(settings["checkout"]).resolve()
-            child = root / "bench" / "peers" / "child.py"
-            env["PYTHONPATH"] = os.pathsep.join([str(root / "src"), env.get("PYTHONPATH", "")])
-            env["EXPERTLY_CACHE"] = str(root / "build" / "cache")  # its stores may be of another format
         self._process = subprocess.Popen(
-            [sys.executable, str(child), json.dumps(settings)],
+            [sys.executable, str(HERE / "child.py"), json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             preexec_fn=enter,
@@ -88,6 +80,6 @@ class Player:
 
     def _how(self) -> str:
         code = self._process.wait(60)
-        if code == -signal.SIGKILL and self._groups:
+        if code == -signal.SIGKILL and self._group is not None:
             return "killed: out of memory in its cgroup"
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

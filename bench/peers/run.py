@@ -1,20 +1,15 @@
 """`expertly` against llama.cpp's mmap and accelerate's disk offload: the same model, cgroup and tokens, in turns.
 
     python bench/peers/run.py [--sizes 4x,2x,ram] [--peers expertly,llama.cpp,accelerate] [--requests 3] [--tokens 32]
-                              [--systems lru,expertly,expertly-ahead] [--codecs none,auto,mxfp4] [--threads 1,2]
-                              [--model like|3gib] [--experts Q4_0|MXFP4] [--beside CHECKOUT]
+                              [--systems lru,expertly,expertly-ahead] [--formats none,mxfp4] [--threads 1,2]
+                              [--model like|3gib] [--experts Q4_0|MXFP4]
 
 `4x`: a memory cgroup (version 1) of a quarter of the whole model's bytes, for each process, from its first byte on;
-`4x@250`: and a disk of 250 MB/s; `ram`: all the memory there is. `--workers`: `expertly` also with so many workers of
-one thread on this machine, each in such a cgroup; itself it is in none, because of Ray's own processes, but gives
-experts as much as a worker.
-`beyond_s`: of layers, beyond the longest computing of any member. Peers take turns, request by request, and each
-request with each number of threads; what is fed does not depend on what a model would choose. `--experts`: a GGUF
-file with experts rounded to that type, which `expertly` and llama.cpp both run; `--codecs` mxfp4, int4, int8: experts
-rounded to it. `--memory`: of `expertly`; auto is what is left in its cgroup. The first request only fills caches.
-`--beside`: also the `expertly` of another checkout of this repository, a former one with its own benchmark; `to_beside`
-compares with the fastest of its systems. A peer whose package (extra `peers`) is not there is left out, and said so.
-Columns: docs/peers.md.
+`ram`: all the memory there is. Peers take turns, request by request, and each request with each number of threads; what
+is fed does not depend on what a model would choose. `--experts`: a GGUF file with experts rounded to that type, which
+`expertly` and llama.cpp both run; `--formats` mxfp4, int4, int8: experts rounded to it. `--memory`: of `expertly`; auto
+is what is left in its cgroup. The first request only fills caches. A peer whose package (extra `peers`) is not there is
+left out, and said so. Columns: docs/peers.md. Beside another commit: bench/beside.py.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the other benchmarks' helpers
 
-from common import commit_of, disk_cgroup, drop_page_cache, inflated_model, memory_cgroup, options, print_report
+from common import drop_page_cache, inflated_model, memory_cgroup, options, print_report
 from floor import Floor
 from pages import make_requests, record_requests
 from players import Ended, Player
@@ -60,9 +55,9 @@ class Entry:
         except Ended as ended:
             self.status, self.player = f"{ended} in request {len(self.answers.get(threads, ())) + 1}", None
 
-    def start(self, groups: list[Path]) -> None:
+    def start(self, group: Path | None) -> None:
         try:
-            self.player = Player(self.settings, *groups)
+            self.player = Player(self.settings, group)
         except Ended as ended:
             self.status = f"{ended} while loading"
 
@@ -70,12 +65,12 @@ class Entry:
 def main() -> None:
     args = options(
         __doc__, sizes="4x,2x,ram", peers="expertly,llama.cpp,accelerate", systems="lru,expertly,expertly-ahead",
-        codecs="none,auto", memory="auto", threads="1,2", model=tuple(MODELS), beside=None, experts=None, workers=0,
+        formats="none", memory="auto", threads="1,2", model=tuple(MODELS), experts=None,
         requests=3, prompt=256, tokens=32, out=None,
     )  # fmt: skip
     peers = [peer for peer in args.peers.split(",") if _is_there(peer)]
     if args.experts:
-        args.codecs = "none"
+        args.formats = "none"
         peers = [peer for peer in peers if peer != "accelerate"]  # which has no GGUF
     model = inflated_model(**MODELS[args.model], no_zeros=True)
     requests = make_requests(model, args.requests + 1, args.prompt, args.tokens)
@@ -84,8 +79,7 @@ def main() -> None:
         bench = Bench(args, model, requests, context, Path(scratch))
         rows = [row for size in args.sizes.split(",") for row in bench.run(size, peers)]
         bench.compare(rows)
-    settings = {key: value for key, value in vars(args).items() if key not in ("out", "beside")}
-    settings["beside"] = args.beside and commit_of(Path(args.beside))
+    settings = {key: value for key, value in vars(args).items() if key != "out"}
     print_report("peers", rows, settings | bench.facts, args.out)
 
 
@@ -102,11 +96,11 @@ class Bench:
         self._context, self._scratch = context, scratch
         if args.experts:
             self._model = model = self._gguf
-        self._stores = {one: pack_cached(model, codec=one) for one in ("none", "planes")[: 1 if args.experts else 2]}
-        self._layers = self._stores["none"].manifest.layers
-        self._nbytes = self._stores["none"].experts_nbytes + self._stores["none"].dense_nbytes
+        self._store = pack_cached(model)
+        self._layers = self._store.manifest.layers
+        self._nbytes = self._store.experts_nbytes + self._store.dense_nbytes
         self._disk: list[float] = []
-        loaded, _ = expertly.load(str(model), system="lru", memory="25%", codec="none", learned="off", device="cpu")
+        loaded, _ = expertly.load(str(model), system="lru", memory="25%", learned="off", device="cpu")
         record_requests(loaded, requests, scratch / "routing", full=False)
         expertly.unload(loaded)
         self._floor = Floor(scratch / "routing", self._layers)
@@ -114,21 +108,16 @@ class Bench:
 
     def run(self, size: str, peers: list[str]) -> list[dict[str, Any]]:
         """The rows of one size; no processes are left."""
-        part, _, mb_per_s = size.partition("@")
-        limit = None if part == "ram" else int(self._nbytes / float(part.removesuffix("x")))
+        limit = None if size == "ram" else int(self._nbytes / float(size.removesuffix("x")))
         entries = [entry for peer in peers for entry in self._entries(peer, limit)]
         threads = [int(number) for number in self._args.threads.split(",")]
         with ExitStack() as stack:
-            files = {self._model, *(store.folder for store in self._stores.values())}
+            files = {self._model, self._store.folder}
             files |= {Path(entry.settings["gguf"]).parent for entry in entries if "gguf" in entry.settings}
             for folder in files:
                 drop_page_cache(folder)
             for entry in entries:
-                num = self._args.workers if "worker_memory" in entry.settings else 0
-                entry.settings["workers"] = [str(stack.enter_context(memory_cgroup(limit))) for _ in range(num)]
-                groups = [] if limit is None or num else [memory_cgroup(limit)]
-                groups += [disk_cgroup(self._stores["none"].folder, int(mb_per_s))] if mb_per_s else []
-                entry.start([stack.enter_context(group) for group in groups])
+                entry.start(None if limit is None else stack.enter_context(memory_cgroup(limit)))
                 if entry.player is not None:
                     stack.callback(entry.player.close)
             for turn, request in enumerate(self._requests):
@@ -163,24 +152,12 @@ class Bench:
             kind = "transformers" if limit is None else "disk offload"
             return [Entry({"peer": peer, "kind": kind}, base | {"cpu_bytes": cpu, "offload_folder": str(folder)})]
         if limit is None:
-            resident = [Entry({"peer": peer, "kind": "resident"}, base | _ours("resident", "none", "100%"))]
-            return [*resident, *self._beside(resident)]
-        found = [
-            Entry({"peer": peer, "kind": f"{system}, {codec}"}, base | _ours(system, codec, self._args.memory))
+            return [Entry({"peer": peer, "kind": "resident"}, base | _ours("resident", "none", "100%"))]
+        return [
+            Entry({"peer": peer, "kind": f"{system}, {form}"}, base | _ours(system, form, self._args.memory))
             for system in self._args.systems.split(",")
-            for codec in self._args.codecs.split(",")
+            for form in self._args.formats.split(",")
         ]
-        for one in found[: len(found) if self._args.workers else 0]:
-            about = one.settings | dict.fromkeys(("memory", "worker_memory"), limit - BESIDE_NBYTES)
-            found.append(Entry(one.row | {"kind": f"{one.row['kind']}, {self._args.workers} workers"}, about))
-        return [*found, *self._beside(found)]
-
-    def _beside(self, entries: list[Entry]) -> list[Entry]:
-        """The same with the other checkout."""
-        if self._args.beside is None:
-            return []
-        about = {"checkout": str(self._args.beside)}
-        return [Entry(one.row | {"peer": "beside"}, one.settings | about) for one in entries]
 
     def _rows(self, entry: Entry, size: str, limit: int | None, threads: list[int]) -> list[dict[str, Any]]:
         found = []
@@ -195,7 +172,7 @@ class Bench:
                 row["peak_rss_bytes"] = max(one["peak_rss_bytes"] for one in answers)
                 row |= {"tpots": [one["tpot_s"] for one in warm], "greedy": [one["greedy"] for one in answers]}
                 facts = entry.player.loaded["facts"] if entry.player is not None else {}
-                row |= {key: facts[key] for key in ("memory_bytes", "dense_bytes", "codec_is", "why") if key in facts}
+                row |= {key: facts[key] for key in ("memory_bytes", "dense_bytes", "why") if key in facts}
             found.append(row)
         return found
 
@@ -210,7 +187,7 @@ class Bench:
             chosen = [a == b for x, y in zip(row["greedy"], reference, strict=False) for a, b in zip(x, y, strict=True)]
             row["greedy_agreement"] = sum(chosen) / len(chosen)
             alike = [one for one in rows if (one["size"], one["threads"]) == (row["size"], row["threads"])]
-            for peer in ("llama.cpp", "accelerate", "beside"):
+            for peer in ("llama.cpp", "accelerate"):
                 theirs = [one for one in alike if one["peer"] == peer and "tpots" in one]
                 if theirs and row["peer"] != peer:
                     best = min(theirs, key=lambda one: one["tpot_s"])
@@ -232,15 +209,13 @@ class Bench:
         self.facts["whys"] = {f"{row['size']} {row['kind']}": row.pop("why") for row in rows if "why" in row}
 
     def _disk_rate(self) -> float:
-        from expertly.store.codec_choice import disk_rate_of
+        from expertly.hardware.measure import measure_disk
 
-        return disk_rate_of(path for path, _ in self._stores["none"].extents)
+        return measure_disk(self._store.extents[0][0], 1 << 20, 4, 0.3).nbytes_per_s
 
 
-def _ours(system: str, codec: str, memory: str) -> dict[str, Any]:
-    is_rounded = codec in ("mxfp4", "int4", "int8")
-    about = {"codec": "auto" if is_rounded else codec, "quantize": codec if is_rounded else None}
-    return {"system": system, "memory": memory, **about}
+def _ours(system: str, form: str, memory: str) -> dict[str, Any]:
+    return {"system": system, "memory": memory, "quantize": None if form == "none" else form}
 
 
 def _is_there(peer: str) -> bool:

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 # How long torch's threads spin before they sleep, read when torch is imported: a millisecond in place of many, in which
-# they take a processor from the kernels' own threads and from whoever else is on the machine (docs/log.md).
+# they take a processor from the kernels' own threads and from whoever else is on the machine (docs/log/).
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

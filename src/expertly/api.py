@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,38 +15,36 @@ import torch
 from expertly.core.costs import HostCompute, Link
 from expertly.core.errors import ConfigError, ModelUseError, StoreError
 from expertly.core.geometry import Geometry, fitting_segments
-from expertly.core.placement import Placement, Together
+from expertly.core.placement import Placement
 from expertly.core.units import format_share
 from expertly.engine import process
-from expertly.engine.choice import LoadSettings, find_choice
-from expertly.engine.cluster import memory_of_workers, open_workers, start_workers
-from expertly.engine.device import choose_devices, kind_of
-from expertly.engine.group import make_executor
+from expertly.engine.cluster import Cluster, memory_of_workers, open_workers, start_workers
+from expertly.engine.device import choose_device, kind_of
+from expertly.engine.host import MissSplit
 from expertly.engine.learned import LearnedFiles, find_files, find_weights, save_of_eviction
 from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
-from expertly.engine.observe import CannotLookAheadError, choose_predict, make_prefetching
+from expertly.engine.observe import CannotLookAheadError, make_prefetching
+from expertly.engine.reading import ExtentSource
+from expertly.engine.remembered import auto_system
 from expertly.engine.remote import Peer
 from expertly.engine.rounding import measured
-from expertly.engine.runtime import ComputeThreads, Engine
+from expertly.engine.runtime import Engine, Executor
+from expertly.engine.shard import Shard
 from expertly.engine.stats import Stats
+from expertly.engine.worker import StoreOfShare
 from expertly.model.dense import use_kernels
 from expertly.model.graphs import use_graphs
 from expertly.model.hooks import between_passes, check_passes, experts_modules
 from expertly.model.loading import load_dense, load_tokenizer
-from expertly.model.packing import in_child_of_torch, pack_cached
+from expertly.model.packing import pack_cached
 from expertly.model.speculation import Speculation
 from expertly.model.tiled import use_tiles
 from expertly.native.kernels import choose_kernels
-from expertly.options import HASH, LOAD_OPTIONS, LoadOptions, described, names_of_today
-from expertly.policies.allocation.moepic import SplitPlan, read_plan
+from expertly.options import LOAD_OPTIONS, LoadOptions, described
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
-from expertly.scheduler.decisions import DecisionsFile, header_of, record
-from expertly.scheduler.misses import MissSplit
-from expertly.scheduler.presets import AUTO_SYSTEM, BASE_SYSTEM, get_runnable, without_prediction
-from expertly.scheduler.system import System
+from expertly.scheduler.systems import AUTO_SYSTEM, BASE_SYSTEM, System, get_runnable, without_prediction
 from expertly.store.packed import PackedStore
-from expertly.trace.reader import Trace
 
 
 @dataclass(frozen=True)
@@ -73,10 +69,9 @@ def load(model: str | None = None, *, progress: Progress | None = None, **option
 
     Raises ExpertlyError subclasses that name the option and what is accepted; TypeError for an unknown option.
     """
-    told = names_of_today(options)
-    if unknown := [name for name in told if name not in LOAD_OPTIONS]:
+    if unknown := [name for name in options if name not in LOAD_OPTIONS]:
         raise TypeError(f"load() takes no option {unknown[0]!r}; accepted: {', '.join(LOAD_OPTIONS)}")
-    return open_model(model, LoadOptions(**told), progress)
+    return open_model(model, LoadOptions(**options), progress)
 
 
 def open_model(
@@ -88,13 +83,13 @@ def open_model(
     """`load` with options that are checked. `cache`: the bounds of a server's KV cache; the handle's `division` says
     what it gets.
     """
-    targets = choose_devices(asked.device, asked.devices)
-    on_host = kind_of(targets[0]).runs_on_host
+    target = choose_device(asked.device)
+    on_host = kind_of(target).runs_on_host
     with ExitStack() as opened:  # closed again if a later step raises
         if on_host:
             process.give_back_code()  # that only imports ran, before anything else takes the memory
-        chosen = _choose(model, asked, targets, progress, cache, opened)
-        engine = _open_engine(chosen, targets, opened)
+        chosen = _choose(model, asked, target, progress, cache, opened)
+        engine = _open_engine(chosen, target, opened)
         loaded = _open_dense(chosen, engine)
         system, why_system = _begin_prediction(chosen, loaded, engine)
         tokenizer = load_tokenizer(chosen.store.extras)
@@ -106,7 +101,7 @@ def open_model(
             engine.preload(_labelled(progress, "loading"))
         finalizer = weakref.finalize(loaded, opened.pop_all().close)
     loaded._expertly_tokenizer = tokenizer
-    loaded._expertly_speculation = speculation = Speculation(engine.decode_counts)
+    loaded._expertly_speculation = speculation = Speculation()
     view = Stats(engine, system, chosen.store, chosen.division.reason, why_system, speculation)
     loaded._expertly_handle = Handle(chosen.store, engine, view, chosen.division, finalizer)
     return loaded, tokenizer
@@ -120,13 +115,10 @@ class _Chosen:
     system: System
     why_system: str | None  # None: the user named it
     store: PackedStore
-    predict: str  # thread or inline
-    order: str
     files: LearnedFiles
     weights: LearnedState | None
     placement: Placement
     division: Division
-    known: Known
     peers: Sequence[Peer]
     worker_nbytes: Sequence[int]  # memory for experts in each
 
@@ -134,7 +126,7 @@ class _Chosen:
 def _choose(
     model: str | None,
     asked: LoadOptions,
-    targets: Sequence[torch.device],
+    target: torch.device,
     progress: Progress | None,
     cache: Callable[[PackedStore], SharedCache] | None,
     opened: ExitStack,
@@ -143,54 +135,31 @@ def _choose(
     hold: `opened` ends them. Packs the model at its first use.
     """
     why_system = store = request = None
-    is_alone = len(targets) == 1 and asked.workers is None
+    is_alone = asked.workers is None
     if asked.system == AUTO_SYSTEM:
         store = _packed(model, asked, progress)
         request = _memory_request(asked, store, cache)
-        settled = LoadSettings(asked.segments, asked.codec, asked.plan, asked.predictor)
-        name, settled, why_system = find_choice(store, settled, request, targets, is_alone=is_alone)
-        if settled.codec != asked.codec:
-            store = None
-        asked = replace(asked, system=name, **settled._asdict())
+        name, why_system = auto_system(store, request, target, is_alone=is_alone)
+        asked = replace(asked, system=name)
     system = get_runnable(asked.system)
-    order, predict = system.ordered(asked.order), choose_predict(system, asked.predict)
-    if not is_alone and asked.decisions is not None:
-        several = f"{len(targets)} devices" if asked.workers is None else "workers"
-        raise ConfigError(f"decisions={str(asked.decisions)!r}: {several} decide apart; accepted: one device")
-    on_host = kind_of(targets[0]).runs_on_host
+    on_host = kind_of(target).runs_on_host
     if on_host:
         process.keep_few_primitives()
         process.give_back_large_blocks()
         process.keep_off_trapped_instructions()
     choose_kernels(runs_on_host=on_host)  # refused before the model is packed
     store = store or _packed(model, asked, progress)
-    is_replayed = asked.decisions is not None
-    num_members = len(targets) if asked.workers is None else len(targets) + 1
-    files = find_files(asked.learned, system, store, num_devices=num_members, is_replayed=is_replayed)
+    files = find_files(asked.learned, system, store, has_workers=not is_alone)
     weights = find_weights(asked.predictor, system, store)
     fitting = fitting_segments(store.manifest.layers, system.segments)
-    geometry = store.geometry(asked.segments or fitting)
+    geometry = store.geometry(fitting)
     request = request or _memory_request(asked, store, cache)
-    together = None
-    if asked.placement != HASH:
-        together = Trace.open(Path(asked.placement).expanduser()).chosen_together(geometry)
     peers: Sequence[Peer] = ()
     if asked.workers is not None:
         peers = start_workers(asked.workers, asked.worker_memory, opened)
     process.give_back_heap()  # before free memory is counted
-    placement, division, memories = _place(
-        store,
-        geometry,
-        system,
-        request,
-        targets=targets,
-        peers=peers,
-        worker_memory=asked.worker_memory,
-        together=together,
-    )
-    known = Known() if asked.plan is None else Known(given=(_read_plan(asked.plan, system, placement, division),))
-    given = asked, system, why_system, store, predict, order, files, weights, placement, division, known
-    return _Chosen(*given, peers, memories)
+    placement, division, memories = _place(store, geometry, system, request, target, peers, asked.worker_memory)
+    return _Chosen(asked, system, why_system, store, files, weights, placement, division, peers, memories)
 
 
 def _place(
@@ -198,59 +167,43 @@ def _place(
     geometry: Geometry,
     system: System,
     request: MemoryRequest,
-    *,
-    targets: Sequence[torch.device],
+    target: torch.device,
     peers: Sequence[Peer],
     worker_memory: str | int,
-    together: Together | None,
 ) -> tuple[Placement, Division, list[int]]:
-    """Which device or worker has which experts, and the memory for them on the devices and in each worker."""
-    fewest = min(layer.num_experts for layer in geometry.layers)
-    if peers and len(targets) + len(peers) > fewest:
-        most = max(0, fewest - len(targets))
-        raise ConfigError(f"workers: {len(peers)}, but a layer has {fewest} experts; accepted: at most {most}")
-    placement = Placement(geometry, len(targets))
+    """Which experts the device and each worker have, and the memory for them there."""
     if not peers:
-        return placement, divide(store, [one.geometry for one in placement.shares], system, request, targets), []
-    streaming = get_runnable(BASE_SYSTEM)  # whose experts need not all fit on the devices
-    alone = divide(store, [one.geometry for one in placement.shares], streaming, request, targets)
-    own = [budget.memory_nbytes for budget in alone.budgets]
+        return Placement(geometry, [1]), divide(store, geometry, system, request, target), []
+    alone = divide(store, geometry, get_runnable(BASE_SYSTEM), request, target)  # whose experts need not all fit here
+    own = alone.budget.memory_nbytes
     memories, is_divided = memory_of_workers(
-        peers, geometry.nbytes, worker_memory, sum(own), is_own_stated=request.is_stated
+        peers, geometry.nbytes, worker_memory, own, is_own_stated=request.is_stated
     )
     if is_divided:
-        own = [memories[0] // len(own)] * len(own)
-        request = replace(request, at_most=sum(own))
-    placement = Placement.by_memory(geometry, [*own, *memories], together)
+        own = memories[0]
+        request = replace(request, at_most=own)
+    placement = Placement.by_memory(geometry, [own, *memories])
     if system.keeps_everything:
         request = replace(request, memory=None)
     elif request.is_stated:
-        request = replace(request, memory=sum(own))
-    division = divide(store, [one.geometry for one in placement.shares[: len(targets)]], system, request, targets)
-    nbytes = [share.geometry.nbytes for share in placement.shares]
-    held, verb = sum(nbytes[len(targets) :]), "compute" if sum(nbytes) == geometry.nbytes else "hold"
+        request = replace(request, memory=own)
+    here, *away = (share.geometry for share in placement.shares)
+    division = divide(store, here, system, request, target)
+    held = sum(one.nbytes for one in away) / geometry.nbytes
     reason = alone.reason if request.is_stated else division.reason
-    workers = f"1 worker {verb}s" if len(peers) == 1 else f"{len(peers)} workers {verb}"
-    reason = f"{reason}; {workers} {format_share(held / geometry.nbytes)} of the experts"
+    workers = "1 worker computes" if len(peers) == 1 else f"{len(peers)} workers compute"
+    reason = f"{reason}; {workers} {format_share(held)} of the experts"
     return placement, replace(division, reason=reason), memories
 
 
 def _packed(model: str | None, asked: LoadOptions, progress: Progress | None) -> PackedStore:
-    """The model's store, checked as the option `verify` says. It is packed, and what rounding costs is measured, in a
-    child, so that this process is no larger at a model's first use than later. Raises StoreError where the dense part
-    is damaged, or the config claims more than there is.
+    """The model's store, checked as the option `verify` says; made at the first use. Raises StoreError where the dense
+    part is damaged, or the config claims more than there is.
     """
     packing = _labelled(progress, "packing")
-    how: dict[str, Any] = {"codec": asked.codec, "quantize": asked.quantize, "in_child": True}
-    store = pack_cached(model, asked.dtype, progress=packing, **how)
+    store = pack_cached(model, asked.dtype, progress=packing, quantize=asked.quantize)
     if asked.verify != "never":
         store = replace(store, checked=store.check_dense())
-        if store.codec == "none" and not store.sums:
-            logging.getLogger("expertly").warning(
-                "%s was packed before experts had checksums: a damaged one is not noticed; `expertly pack --verify` of "
-                "it reads it once and adds them (verify=never: this is not said)",
-                store.folder,
-            )
     store.check_claims()
     if asked.verify == "never":
         store = store.unchecked()
@@ -259,12 +212,7 @@ def _packed(model: str | None, asked: LoadOptions, progress: Progress | None) ->
     rounding = store.manifest.rounding
     if asked.quantize is None or rounding is None or rounding.cost is not None:
         return store
-    manifest = in_child_of_torch(
-        lambda report: measured(store, progress=report).manifest,
-        _labelled(progress, "measuring"),
-        f"measuring what {asked.quantize} costs",
-    )
-    return replace(store, manifest=manifest)
+    return measured(store, progress=_labelled(progress, "measuring"))
 
 
 def _memory_request(
@@ -275,53 +223,27 @@ def _memory_request(
         context = context(load_tokenizer(store.extras))
         context = min(context, store.positions or context)  # no text is longer
     shared = None if cache is None else cache(store)
-    return MemoryRequest(asked.memory, asked.staging_slots, context, asked.total_memory, cache=shared)
+    return MemoryRequest(asked.memory, context, asked.total_memory, cache=shared)
 
 
-def _read_plan(plan: str | Path | SplitPlan, system: System, placement: Placement, division: Division) -> SplitPlan:
-    """The option `plan`. Raises ConfigError where it cannot be read, or does not fit system, model and memory."""
-    if len(placement.shares) > 1:
-        num = len(placement.shares)
-        raise ConfigError(f"plan={str(plan)!r}: {num} devices or workers share experts out; accepted: one device")
-    read = plan if isinstance(plan, SplitPlan) else read_plan(plan)
-    system.check_plan(read, placement.geometry, division.budgets[0])
-    return read
-
-
-def _open_engine(chosen: _Chosen, targets: Sequence[torch.device], opened: ExitStack) -> Engine:
-    """The engine with its devices, slots, readers and schedulers; `opened` closes them."""
-    system, store, known, options = chosen.system, chosen.store, chosen.known, chosen.options
-    dtype = getattr(torch, store.manifest.dtype)
-    here, away = chosen.placement.shares[: len(targets)], chosen.placement.shares[len(targets) :]
-    shares = [
-        (share.geometry, system.budget(share.geometry, budget, known))
-        for share, budget in zip(here, chosen.division.budgets, strict=True)
-    ]
-    split = _share_misses(chosen, targets, dtype)
-    schedulers = [system.scheduler(geometry, budget, known, chosen.order, split) for geometry, budget in shares]
-    if options.decisions is not None:
-        ((geometry, budget),) = shares
-        file = DecisionsFile(
-            Path(options.decisions), header_of(system, geometry, budget, chosen.order, known.get(SplitPlan), split)
-        )
-        opened.callback(file.close)
-        schedulers = [record(schedulers[0], file.write)]
-    remotes = open_workers(
-        chosen.peers,
-        away,
-        memories=chosen.worker_nbytes,
-        store=store,
-        system=system,
-        staging=options.staging_slots,
-        deadline_s=options.worker_deadline,
-    )
-    host_memory = options.host_memory if split is None else chosen.placement.geometry.nbytes  # what it counts on
-    executor = make_executor(chosen.placement, targets, schedulers, store, dtype, host_memory, remotes)
+def _open_engine(chosen: _Chosen, target: torch.device, opened: ExitStack) -> Engine:
+    """The engine with its device, slots, readers and scheduler, and workers; `opened` closes them."""
+    system, store, known, options = chosen.system, chosen.store, Known(), chosen.options
+    dtype, kind = getattr(torch, store.manifest.dtype), kind_of(target)
+    here, *away = chosen.placement.shares
+    geometry, budget = here.geometry, system.budget(here.geometry, chosen.division.budget, known)
+    split = _share_misses(chosen, target, dtype)
+    scheduler = system.scheduler(geometry, budget, known, split)
+    remotes = open_workers(chosen.peers, away, memories=chosen.worker_nbytes, store=store, system=system)
+    host_memory = options.host_memory if split is None else geometry.nbytes  # what it counts on
+    host_nbytes = kind.host_nbytes(target, host_memory, geometry.nbytes)
+    source: ExtentSource = StoreOfShare(store, here) if remotes else store
+    device = kind.make(target, source, geometry, scheduler.budget.pool_slots(), dtype, host_nbytes)
+    opened.callback(device.close)
+    shard = Shard(str(target), scheduler, device)
+    executor: Executor = Cluster(chosen.placement, shard, remotes) if remotes else shard
     opened.callback(executor.close)
-    threads = None
-    if store.codec != "none" and len(targets) == 1 and kind_of(targets[0]).runs_on_host:  # readers decode beside it
-        threads = ComputeThreads(shares[0][0], shares[0][1].memory_nbytes)
-    engine = Engine(executor, threads, partial(_damage, store))
+    engine = Engine(executor, partial(_damage, store))
     opened.callback(engine.close)
     engine.reuse = save_of_eviction(executor, store, chosen.files)
     return engine
@@ -339,30 +261,32 @@ def _damage(store: PackedStore, layer: int | None) -> str | None:
     return None
 
 
-def _share_misses(chosen: _Chosen, targets: Sequence[torch.device], dtype: torch.dtype) -> MissSplit | None:
+def _share_misses(chosen: _Chosen, target: torch.device, dtype: torch.dtype) -> MissSplit | None:
     """How many missing experts the processor computes, as the option `cpu_misses` says; None: it computes none."""
-    asked, kind, geometry = chosen.options.cpu_misses, kind_of(targets[0]), chosen.placement.geometry
+    asked, kind, geometry = chosen.options.cpu_misses, kind_of(target), chosen.placement.geometry
     if asked == "never":
         return None
-    nbytes = kind.host_nbytes(targets[0], chosen.options.host_memory, geometry.nbytes)
+    if asked == "auto" and not choose_kernels().library and any(one.format for one in geometry.layers):
+        return None  # torch decodes formats at a small part of the rate that is measured: of products
+    nbytes = kind.host_nbytes(target, chosen.options.host_memory, geometry.nbytes)
     costs = None
     if not nbytes:
-        why = f"there is no host tier behind {targets[0]}"
-    elif len(targets) > 1 or chosen.options.workers is not None:
-        why = "several devices, or workers, have the experts"
-    elif not chosen.system.can_share_misses(chosen.order):
-        why = f"system {chosen.system.name!r} does not know all of a layer's misses at once, or keeps parts of experts"
+        why = f"there is no host tier behind {target}"
+    elif chosen.options.workers is not None:
+        why = "workers have experts"
+    elif not chosen.system.can_share_misses:
+        why = f"system {chosen.system.name!r} keeps parts of experts, or all of them"
     elif nbytes < geometry.nbytes:
         why = "the host tier does not hold all experts (host_memory)"
     else:
         why = "nobody measured copies and products here"
-        costs = kind.miss_costs(targets[0], dtype)
+        costs = kind.miss_costs(target, dtype)
     if costs is None:
         if asked == "always":
             raise ConfigError(f"cpu_misses='always': {why}; accepted: auto, never")
         return None
     if asked == "always":  # with copies of 11 days the processor is always sooner
-        return MissSplit(geometry, Link(1e18, 0, 10**15), HostCompute(1e18, 1e18, 0, 1.0))
+        return MissSplit(geometry, Link(1e18, 10**15), HostCompute(1e18, 1e18, 0, 1.0))
     split = MissSplit(geometry, *costs)
     pays = any(split.num_on_host(layer, [1] * one.top_k, 1, 0) for layer, one in enumerate(geometry.layers))
     return split if pays else None
@@ -370,14 +294,14 @@ def _share_misses(chosen: _Chosen, targets: Sequence[torch.device], dtype: torch
 
 def _open_dense(chosen: _Chosen, engine: Engine) -> Any:
     """The model with its dense part, whose experts `engine` computes."""
-    store, home = chosen.store, engine.executor.shards[0]
+    store, home = chosen.store, engine.executor.shard
     dtype = getattr(torch, store.manifest.dtype)
     loaded = load_dense(store.folder, store.manifest, dtype, home.device.torch_device, engine, store.extras)
     engine.executor.bind(experts_modules(loaded))
     use_tiles(loaded, home.kernels)
     use_kernels(loaded, home.kernels)
     recorder = kind_of(home.device.torch_device).recorder(home.device.torch_device)
-    if recorder is not None and chosen.options.graphs != "never" and len(engine.executor.shards) == 1:
+    if recorder is not None and engine.executor is home:
         use_graphs(loaded, home.kernels, recorder)
     if chosen.division.room is not None:
         check_passes(loaded, chosen.division.room.check)
@@ -386,19 +310,19 @@ def _open_dense(chosen: _Chosen, engine: Engine) -> Any:
 
 def _begin_prediction(chosen: _Chosen, loaded: Any, engine: Engine) -> tuple[System, str | None]:
     """Connect the system's predictor, if it has one. The system that runs, and the reason where the user did not name
-    it: a system with a prefetch gate runs without prediction if the model's routers cannot look ahead.
+    it: it runs without prediction then if the model's routers cannot look ahead.
     """
     system, why = chosen.system, chosen.why_system
     try:
         engine.prefetching = make_prefetching(
-            system, loaded, chosen.store, engine, chosen.predict, chosen.files, weights=chosen.weights
+            system, loaded, chosen.store, engine, chosen.files, weights=chosen.weights
         )
     except CannotLookAheadError as error:
-        if system.gate == "none":
+        if why is None:
             raise
         without = without_prediction(system)
         fallback = f"system {system.name} runs as {without.name}: {error}"
-        return without, fallback if why is None else f"{why}; {fallback}"
+        return without, f"{why}; {fallback}"
     return system, why
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,3 +39,17 @@ def refusal(capsys: Captured, *words: object) -> str:
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("expertly: error: ") and err.count("\n") == 1, err
     return err.removeprefix("expertly: error: ").rstrip()
+
+
+def assert_refused(capsys: Captured, words: str, said: str, folder: Path, **places: Path) -> None:
+    """The command ends with exit code 2, an error that has `said` in it, and no file in `folder`, which is the current
+    one. There, PIPE is one that nobody writes to; other `places` stand for paths.
+    """
+    os.mkfifo(folder / "PIPE")
+    typed = [str(places.get(word, word)) for word in shlex.split(words)]
+    assert main(typed) == 2
+    out, err = capsys.readouterr()
+    *messages, error = err.splitlines()
+    assert out == "" and said in error.removeprefix("expertly: error: ") != error, err
+    assert all(line.startswith("expertly: ") for line in messages)
+    assert not [path for path in folder.rglob("*") if path.is_file() and path.name != "command.txt"]

@@ -48,31 +48,6 @@ def test_packs_lists_verifies_and_removes(capsys: Captured, model: Path, cache: 
     assert not store.exists()
 
 
-def test_packs_in_the_codec_that_is_asked_for(capsys: Captured, model: Path, tmp_path: Path) -> None:
-    packed = run_json(capsys, str(model), "--codec", "planes")
-    assert (packed["codec"], packed["why_codec"]) == ("planes", "it was asked for")
-    assert packed["ratio"] == packed["expert_stored_bytes"] / packed["expert_bytes"] < 1
-    plain = run_json(capsys, str(model), "--codec", "none")
-    assert (plain["codec"], plain["ratio"]) == ("none", 1) and plain["store"] != packed["store"]
-    listed = run_json(capsys, "--list")["stores"]
-    assert [(entry["codec"], entry["ratio"] < 1) for entry in listed] == [("none", False), ("planes", True)]
-    assert run_json(capsys, "--verify", packed["store"])["ratio"] == packed["ratio"]
-    assert "  planes  " in told(capsys, "pack", "--list")
-    assert main(["pack", str(model), "--out", str(tmp_path / "store"), "--codec", "planes"]) == 0
-    err = capsys.readouterr().err
-    assert "144 KiB in float32, stored in 0." in err and "codec planes: it was asked for" in err
-    assert main(["pack", str(model)]) == 0
-    assert "codec none: 144 KiB of experts are too few for measuring to pay" in capsys.readouterr().err
-
-
-def test_a_cache_folder_that_cannot_be_made_is_named(
-    capsys: Captured, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "file"))
-    assert "Not a directory); choose another folder with --out or EXPERTLY_CACHE" in refused(capsys, model)
-
-
 def test_says_the_same_to_people(capsys: Captured, model: Path, tmp_path: Path) -> None:
     assert main(["pack", str(model), "--out", str(tmp_path / "store"), "--dtype", "bfloat16"]) == 0
     captured = capsys.readouterr()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -102,15 +101,6 @@ def test_raw_and_a_model_without_a_template_continue_the_text(model: Path, chatt
     for folder, captured in ((chatting, raw), (model, without)):
         assert captured.out.startswith(written(continued(folder, "Hello")))
     assert "no chat template" in without.err and "no chat template" not in raw.err
-
-
-def test_json_is_one_object(chatting: Path, capsys: Captured):
-    assert run(chatting, "Hello", "--json") == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["text"] == written(expected(chatting, [("user", "Hello")]))
-    assert result["tokens"] == NUM_TOKENS and 0 <= result["hit_rate"] <= 1 and result["tpot_s"] > 0
-    assert 0 < result["memory_bytes"] <= result["expert_bytes"] / 2
-    assert result["hit_rate"] <= result["best_hit_rate"] <= 1, "lru cannot do better than a cache that knows the answer"
 
 
 def test_a_line_that_is_no_utf_8_is_told_and_the_chat_goes_on(
@@ -213,41 +203,6 @@ def test_a_chat_is_for_people(model: Path, monkeypatch: pytest.MonkeyPatch, caps
     type_lines(monkeypatch)
     assert main(["run", str(model), "--memory", "50%", "--json"]) == 2
     assert "json: a chat is for people" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),  # None: it does not matter to a greedy answer, or many write it
-    [
-        ({"temperature": "hot", "do_sample": True}, "temperature='hot'"),
-        ({"eos_token_id": [[1]]}, "eos_token_id="),
-        ({"repetition_penalty": 0}, "penalty"),
-        ({"bad_words_ids": [[10**7]]}, "10000000"),
-        ({"cache_implementation": "nope"}, None),
-        ({"stop_strings": ["x", ""]}, "stop_strings="),
-        ({"stop_strings": ["x"]}, None),
-        ([], "an object"),
-        ({"temperature": 0.0, "top_k": -1, "do_sample": True}, None),
-        ({"suppress_tokens": [5], "bad_words_ids": [[6]], "forced_eos_token_id": 2}, None),
-    ],
-)
-def test_a_generation_config_of_nonsense_is_refused_in_a_line(
-    config: Any, named: str | None, chatting: Path, tmp_path: Path, capsys: Captured
-):
-    folder = Path(shutil.copytree(chatting, tmp_path / "model"))
-    (folder / "generation_config.json").write_text(json.dumps(config))
-    status = main(["run", str(folder), "Hi", "--memory", "50%", "--max-new-tokens", "4"])
-    told = capsys.readouterr().err
-    assert status == (0 if named is None else 2), told
-    assert named is None or (named in told and "generation_config.json" in told)
-
-
-def test_a_tokenizer_of_another_model_is_refused(chatting: Path, tmp_path: Path, capsys: Captured):
-    folder = Path(shutil.copytree(chatting, tmp_path / "model"))
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["model"]["vocab"]["Z"] = 5000
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert run(folder, "--raw", "Z") == 2
-    assert "token 5000; accepted: 0 to 127" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [("Hi",), ()])

@@ -31,9 +31,7 @@ def words(model: Path, *arguments: str) -> tuple[str, ...]:
     return "run", str(model), PROMPT, "--raw", "--max-new-tokens", "20", *arguments
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--system", "lfu"), ("--segments", "4"), ("--system", "on-demand", "--staging-slots", "2")]
-)
+@pytest.mark.parametrize("arguments", [("--system", "lfu"), ("--system", "lru:segments=4"), ("--system", "on-demand")])
 def test_json_is_one_object_with_the_same_text(
     model: Path, expected: str, arguments: tuple[str, ...], capsys: Captured
 ):
@@ -48,11 +46,6 @@ def test_json_is_one_object_with_the_same_text(
     assert "layers" not in result
 
 
-def test_generate_is_run_as_it_was_called_before(model: Path, expected: str, capsys: Captured):
-    typed = ("generate", model, "--prompt", PROMPT, "--max-new-tokens", "20", "--matcher", "auto", "--maps", "off")
-    assert answer(capsys, *typed)["text"] == expected
-
-
 def test_stats_adds_a_table_by_layer_and_phase(model: Path, capsys: Captured):
     lines = told(capsys, *words(model, "--memory", "50%", "--stats")).splitlines()
     rows = [line.split()[:2] for line in lines if line.split()[1:2] == ["decode"]]
@@ -60,37 +53,6 @@ def test_stats_adds_a_table_by_layer_and_phase(model: Path, capsys: Captured):
     result = answer(capsys, *words(model, "--memory", "50%", "--stats"))
     assert [layer["layer"] for layer in result["layers"]] == [0, 1, 2]
     assert sum(layer["decode"]["misses"] for layer in result["layers"]) == result["phases"]["decode"]["misses"]
-
-
-def test_several_devices_write_the_same_and_are_told_apart(model: Path, expected: str, capsys: Captured):
-    arguments = ("--memory", "60%", "--devices", "cpu:0,cpu:1", "--stats")
-    result = answer(capsys, *words(model, *arguments))
-    assert result["text"] == expected and [one["device"] for one in result["devices"]] == ["cpu:0", "cpu:1"]
-    assert result["bytes_loaded"] == sum(one["bytes_loaded"] for one in result["devices"])
-    out = told(capsys, *words(model, *arguments))
-    assert sum(line.startswith("cpu:") for line in out.splitlines()) == 4, "a table by device"
-
-
-def test_shares_that_are_not_equal_are_shown(model: Path, capsys: Captured):
-    arguments = ("--memory", "50%", "--system", "lru:allocation=adapmoe", "--stats", "--max-new-tokens", "3")
-    shown = "[experts kept by layer 3 3 3 | allocation adapmoe | learned online, from 2 decoded tokens | moves 0]"
-    assert shown in told(capsys, *words(model, *arguments))
-
-
-def test_compressed_experts_say_what_they_save_and_cost(model: Path, expected: str, capsys: Captured):
-    arguments = ("--memory", "75%", "--codec", "planes", "--stats")
-    out = told(capsys, *words(model, *arguments))
-    assert out.startswith(expected.rstrip("\n"))
-    (line,) = (line for line in out.splitlines() if line.startswith("[codec planes: it was asked for | stored in "))
-    for part in ("decoded ", " of processor time", "read "):
-        assert part in line
-    assert "threads that compute beside decoders: " in line
-    result = answer(capsys, *words(model, *arguments))
-    assert result["text"] == expected
-    assert result["codec"]["name"] == "planes" and 0 < result["codec"]["ratio"] < 1
-    assert min(result[key] for key in ("bytes_disk", "bytes_decoded", "decode_s")) > 0
-    plain = told(capsys, *words(model, "--memory", "75%", "--codec", "none", "--stats"))
-    assert "\n[codec none: it was asked for | read " in plain
 
 
 def test_sampling_repeats_with_the_seed(model: Path, expected: str, capsys: Captured):
@@ -133,15 +95,13 @@ def test_a_system_that_predicts_says_what_came_of_it(model: Path, expected: str,
     out = told(capsys, *words(model, *arguments, "--stats"))
     assert expected.strip() in out
     (line,) = [line for line in out.splitlines() if "of experts in memory" in line]
-    for word in ("prefetch accuracy", "coverage", "predictions late", "system fmoe:distance=2"):
+    for word in ("prefetch accuracy", "coverage", "system fmoe:distance=2"):
         assert word in line
     rows = [line.split("  ")[0] for line in out.splitlines()]
-    for label in ("experts predicted", "experts loaded ahead", "misses that it spared", "needed, predicted 2 ahead"):
-        assert label in rows
-    for label in ("there in time, predicted 1 ahead", "GOODPRED, predicted 1 ahead", "GOODPRED, predicted 2 ahead"):
+    for label in ("experts predicted", "experts loaded ahead", "misses that it spared", "needed experts that it named"):
         assert label in rows
     assert f"learned {maps} (0 maps at the start)" in out
-    result = answer(capsys, *words(model, *arguments, "--predict", "inline"))
+    result = answer(capsys, *words(model, *arguments))
     assert result["text"] == expected
-    assert result["prediction"]["maps_read"] > 0 and result["prediction"]["matcher"] == "inline"
+    assert result["prediction"]["maps_read"] > 0
     assert result["phases"]["decode"]["accuracy_by_distance"].keys() <= {"1", "2"}

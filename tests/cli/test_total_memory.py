@@ -11,14 +11,10 @@ import pytest
 
 import expertly
 from expertly import api
-from expertly.cli.commands import REFUSED
 from expertly.engine import memory as engine_memory
-from expertly.hardware import machine
-from expertly.lab import forecast
-from expertly.lab.compare.comparison import Comparison, share_out
-from expertly.lab.compare.settings import ComparisonSettings
-from expertly.sim.hardware import Hardware
-from tests.cli.asking import Captured, answer, refusal
+from expertly.hardware import forecast, machine
+from expertly.hardware.forecast import Speed
+from tests.cli.asking import Captured, answer
 from tests.command_lines import command_of, flags_of
 from tests.families import make_checkpoint
 from tests.hardware.test_profile import PROFILE
@@ -26,7 +22,6 @@ from tests.hardware.test_profile import PROFILE
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `tune` finds of it is of no use to others."""
     return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", seed=17, tokenizer=True)
 
 
@@ -50,63 +45,28 @@ def left(model: Path, total: int) -> int:
     return nbytes
 
 
-def test_configure(model: Path, total: int, left: int, capsys: Captured) -> None:
-    words = ("--total-memory", total, "--tokens", 8, "--seconds", 0, "--device", "cpu")
-    found = answer(capsys, "lab", "configure", model, *words)
-    (result,) = found["results"]
-    assert result["memory"] == str(left) and 0 < result["memory_bytes"] <= left
-    assert found["times"] == f"measured here, on cpu, with total memory {total}"
-    assert f"--memory {left} " in result["command"], "a run with the plan takes no other memory"
-
-
-def test_tune(model: Path, total: int, left: int, tmp_path: Path, capsys: Captured) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "Once"}\n{"prompt": "2 + 2 ="}\n')
-    words = ("--prompts", prompts, "--time-limit", "2s", "--max-new-tokens", 4, "--codec", "none", "--device", "cpu")
-    found = answer(capsys, "tune", model, "--total-memory", total, *words)
-    assert found["memory_bytes"] == left and f"total memory {total}" in found["memory_reason"]
+def test_bench(model: Path, total: int, left: int, capsys: Captured) -> None:
+    words = ("--total-memory", total, "--requests", 1, "--tokens", 2, "--rounds", 1, "--device", "cpu", "--raw")
+    found = answer(capsys, "bench", model, *words)
+    assert {(row["memory"], row["memory_bytes"]) for row in found["rows"]} == {(str(total), left)}
 
 
 def test_doctor(model: Path, total: int, capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "examine", lambda *_: (replace(PROFILE, devices=()), []))
-    monkeypatch.setattr(forecast, "measured_hardware", lambda *_: Hardware.read("laptop-nvme"))
+    monkeypatch.setattr(forecast, "measured_speed", lambda *_: Speed(3e10, 3e10, 0, 3e9, 0, None, None))
     found = answer(capsys, "doctor", model, "--total-memory", total, "--out", tmp_path / "machine.json")
     assert found["memory_nbytes"] == total
     assert found["fitting_share"] == pytest.approx(0.6, abs=0.02)
     assert found["command"] == f"expertly run {model} --total-memory {total}"
 
 
-@pytest.mark.parametrize("name", ["simulate", "reproduce"])
-def test_a_trace_has_nothing_but_experts(name: str, capsys: Captured) -> None:
-    for words in (("--total-memory", "8GiB"), ("--total-memory=8GiB",)):
-        said = refusal(capsys, "lab", name, "TRACE", *words)
-        assert said.startswith("--total-memory: a trace knows only experts") and "accepted: --memory" in said
-
-
-def test_every_command_that_takes_memory_takes_all_of_it_or_says_why_not() -> None:
+def test_every_command_that_takes_memory_that_loads_a_model_takes_all_of_it() -> None:
     def leaves(command: Any, path: str) -> Iterator[tuple[str, set[str]]]:
         for name, below in getattr(command, "commands", {}).items():
             yield from leaves(below, f"{path} {name}".strip())
         yield path, flags_of(command)
 
     found = {path: flags for path, flags in leaves(command_of([])[0], "") if "--memory" in flags}
-    assert len(found) > 8
-    refused = {path for path, flags in found.items() if "--total-memory" not in flags}
-    assert {f"{path} --total-memory" for path in refused} <= REFUSED.keys()
-
-
-def test_compare_and_bench() -> None:
-    """Each total becomes what it leaves for experts: whole KiB, or all of them."""
-    experts = 90 << 20
-
-    class Worker:
-        def ask(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-            assert method == "load" and arguments["memory"] == "auto"
-            left = {"1GiB": 20_000_000, "1000MiB": 19_999_999, "8GiB": experts}[arguments["total_memory"]]
-            return {"memory_bytes": left, "expert_bytes": experts}
-
-    totals = ("1GiB", "1000MiB", "8GiB")
-    comparison = Comparison(ComparisonSettings(("lru",), totals, total_memories=totals), "", {})
-    worker: Any = Worker()
-    assert share_out(comparison, worker, {"plan": None, "predictor": "auto"}).memories == ("19531KiB", "100%")
-    assert comparison.notes[0] == "total memory 1GiB leaves 19531KiB for experts"
+    assert {"run", "serve", "bench"} <= found.keys()
+    of_experts = {"lab simulate", "lab reproduce", "lab compare"}  # which compare budgets of experts alone
+    assert {path for path, flags in found.items() if "--total-memory" not in flags} <= of_experts

@@ -22,7 +22,7 @@ def test_sizes_follow_from_the_shape() -> None:
     assert one.nbytes == 4 * one.expert_nbytes
     geometry = Geometry((one, one), 4)
     assert geometry.segment_nbytes(0) * 4 == one.expert_nbytes
-    assert geometry.neurons_per_segment(1) == 2
+    assert geometry.blocks_per_segment(1) == 2
     assert geometry.nbytes == 2 * one.nbytes
 
 
@@ -45,6 +45,8 @@ def test_segments_that_do_not_divide_are_named_with_those_that_do() -> None:
         Geometry((layer(),), 3)
     with pytest.raises(ConfigError, match="segments=0"):
         Geometry((layer(),), 0)
+    with pytest.raises(ConfigError, match="without MoE layers"):
+        Geometry(())
 
 
 @pytest.mark.parametrize(
@@ -55,30 +57,13 @@ def test_impossible_fields_are_named(field: str, value: int) -> None:
         layer(**{field: value})
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"format": "x", "block_size": 4},  # of no bytes
-        {"format": "x", "block_size": 4, "block_nbytes": -8},
-        {"block_size": 4},  # of no format
-        {"block_nbytes": 8},
-    ],
-)
-def test_blocks_have_bytes_where_there_is_a_format(fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="blocks have bytes where there is a format"):
-        layer(**fields)
-    with pytest.raises(ConfigError):
-        LayerGeometry.from_dict(layer().as_dict() | {"format": "", "block_size": 1, "block_nbytes": 0} | fields)
-
-
 def test_blocks_are_what_an_expert_can_be_cut_between() -> None:
+    of_no_bytes, of_no_format = {"format": "x", "block_size": 4}, {"block_size": 4}
+    for fields in (of_no_bytes, of_no_bytes | {"block_nbytes": -8}, of_no_format, {"block_nbytes": 8}):
+        with pytest.raises(ConfigError, match="blocks have bytes where there is a format"):
+            layer(**fields)
     one = layer(width=24, format="x", block_size=4, block_nbytes=100)
-    assert one.num_blocks == 6 and one.expert_nbytes == 600 and LayerGeometry.from_dict(one.as_dict()) == one
+    assert one.num_blocks == 6 and one.expert_nbytes == 600
     assert Geometry((one,), 3).blocks_per_segment(0) == 2
     with pytest.raises(ConfigError, match=r"segments=4: .* 24, in blocks of 4 \(x\); accepted up to 64: 1, 2, 3, 6$"):
         Geometry((one,), 4)
-
-
-def test_a_model_without_experts_is_refused() -> None:
-    with pytest.raises(ConfigError, match="without MoE layers"):
-        Geometry(())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from expertly.core.observation import layer_ahead, normalised_scores, scores_of_choices
+from expertly.core.observation import layer_ahead, scores_of_choices
 
 
 @pytest.mark.parametrize("stack", [range(5), range(2, 7), range(1), range(3, 4)])
@@ -34,16 +34,3 @@ def test_signed_ids_below_zero_choose_nothing_and_negative_weights_count_as_none
     scores = scores_of_choices(np.array([[-1, 2, 9]]), np.array([[1.0, 0.5, 1.0]]), 3)
     np.testing.assert_array_equal(scores, [[0, 0, 1]])
     np.testing.assert_array_equal(scores_of_choices(np.array([[0, 1]]), np.array([[-1.0, 2.0]]), 2), [[0, 1]])
-
-
-@pytest.mark.parametrize("num_experts", [8, 256])
-def test_scores_that_were_normalised_keep_their_16_bits(num_experts: int) -> None:
-    logits = np.random.default_rng(1).standard_normal((50, num_experts)) * 4
-    exact = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    recorded = exact.astype(np.float16)
-    np.testing.assert_array_equal(normalised_scores(recorded), recorded.astype(np.float32))
-
-
-def test_other_scores_are_normalised_row_by_row() -> None:
-    recorded = np.array([[0.5, 0.5], [3.0, 1.0], [0.0, 0.0], [-1.0, 0.25]], np.float16)
-    np.testing.assert_array_equal(normalised_scores(recorded), [[0.5, 0.5], [0.75, 0.25], [0, 0], [0, 1]])

@@ -18,10 +18,7 @@ from expertly.core.untrusted import (
     Bounds,
     check_model_files,
     check_value,
-    open_file,
-    read_file,
     read_json_object,
-    read_text,
 )
 
 SMALL = Bounds(nbytes=1000, depth=3, items=4, text=8, long={"labels": 6})
@@ -60,18 +57,9 @@ def test_what_is_no_file_is_named_and_never_waited_for(
     make, sentence = KINDS[kind]
     path = tmp_path / "config.json"
     make(path)
-    begun = time.monotonic()
     with pytest.raises(CheckpointError, match=sentence) as refused:
         read_json_object(path, CheckpointError, SMALL)
-    assert str(path) in str(refused.value) and time.monotonic() - begun < 1
-
-
-def test_a_link_to_a_file_is_one(tmp_path: Path) -> None:
-    (tmp_path / "blob").write_text('\ufeff{"a": 1}')
-    (tmp_path / "config.json").symlink_to("blob")
-    assert read_json_object(tmp_path / "config.json", CheckpointError) == {"a": 1}
-    with open_file(tmp_path / "config.json", CheckpointError) as file:
-        assert file.read(3) == b"\xef\xbb\xbf"
+    assert str(path) in str(refused.value)
 
 
 CONTENTS: dict[str, tuple[bytes, str]] = {
@@ -108,10 +96,10 @@ def test_a_message_stays_short(tmp_path: Path) -> None:
     assert len(str(refused.value)) < 200
 
 
-def test_bytes_and_text(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"\xc3\xa9")
-    assert read_file(tmp_path / "a", SMALL, CheckpointError) == b"\xc3\xa9"
-    assert read_text(tmp_path / "a", SMALL, CheckpointError) == "é"
+def test_a_link_to_a_file_is_one(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_text('\ufeff{"a": 1}')
+    (tmp_path / "config.json").symlink_to("blob")
+    assert read_json_object(tmp_path / "config.json", CheckpointError) == {"a": 1}
 
 
 def test_files_that_transformers_opens_are_checked_and_others_are_nobodys(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from expertly.model.packing import pack
-from expertly.scheduler import observations
 from tests.engine.peers import ThreadPeer, put_in_threads
 from tests.families import HIDDEN_SIZE, generate, load_reference, logits_of, make_checkpoint, make_prompts
 from tests.weights import put_beside
@@ -40,14 +38,6 @@ class Case:
     def logits(self) -> torch.Tensor:
         return logits_of(self.reference, self.prompts)
 
-    def compressed(self, store: Path) -> Case:
-        """The same model in a new store, in planes."""
-        pack(self.folder, store, codec="planes")
-        put_beside(store, HIDDEN_SIZE)
-        found = copy.copy(self)
-        found.store = store
-        return found
-
 
 class Cases:
     """Made when first asked for."""
@@ -70,12 +60,6 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     return Cases(tmp_path_factory.mktemp("families"))
 
 
-@pytest.fixture(scope="session")
-def planes(cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """A case whose experts are stored compressed."""
-    return cases["qwen3_moe"].compressed(tmp_path_factory.mktemp("planes") / "store")
-
-
 @pytest.fixture
 def own(cases: Cases, tmp_path: Path) -> tuple[Case, Path]:
     """A case, and a copy of its store that may be damaged and has nothing beside it."""
@@ -87,14 +71,3 @@ def own(cases: Cases, tmp_path: Path) -> tuple[Case, Path]:
 def peers(monkeypatch: pytest.MonkeyPatch) -> list[ThreadPeer]:
     """The workers of models that are loaded with some."""
     return put_in_threads(monkeypatch)
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predictor threads read all that passes show, however far behind they are."""
-    monkeypatch.setattr(observations, "PASSES_WAITING", 1000)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)

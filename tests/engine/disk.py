@@ -1,26 +1,66 @@
-"""Files of experts that answer when they are told to, each segment filled with one byte of its own."""
+"""What readers call in place of the system's pread: files of experts that answer when they are told to, each segment
+filled with one byte of its own; reads that fail, or wait.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-from expertly.core.errors import TransferError
+import pytest
+
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
+from expertly.engine import transfer
 from expertly.store.packed import LayerFile
+
+_PREAD = ctypes.CFUNCTYPE(
+    ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong, use_errno=True
+)
+_KEPT: list[object] = []
+"""Readers may outlive the patch."""
+Pread = Callable[[int, memoryview, int], int]
+"""(file, buffer, offset) -> bytes read. May raise OSError."""
 
 Read = tuple[int, int]
 """(layer, expert) of one read."""
 
 
+class Preads:
+    """Readers opened from now on call `call`, which may be replaced while they run."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, call: Pread | None = None) -> None:
+        self.call: Pread = call or (lambda file, buffer, offset: os.preadv(file, [buffer], offset))
+        self._function = _PREAD(self._pread)
+        _KEPT.append(self._function)
+        library = transfer._library()
+        assert library is not None
+        original = library.open
+        patch.setattr(library, "open", lambda num, layers, _: original(num, layers, self._function))
+
+    def _pread(self, file: int, address: int, nbytes: int, offset: int) -> int:
+        buffer = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+        try:
+            return self.call(file, buffer, offset)
+        except OSError as error:
+            ctypes.set_errno(error.errno or errno.EIO)
+            return -1
+
+
+def path_of(file: int) -> Path:
+    """Of an open file."""
+    return Path(os.readlink(f"/proc/self/fd/{file}"))
+
+
 class Disk:
-    """An ExtentSource, and what to put in the place of ExpertFile: `open`. Each read is noted when it begins, and ends
+    """An ExtentSource, whose files `put` has readers open and read. Each read is noted when it begins, and ends
     when it is let go; with `dice` after a moment, at random.
     """
 
@@ -35,15 +75,20 @@ class Disk:
         self._changed = threading.Condition()
 
     def layer_file(self, layer: int) -> LayerFile:
-        return LayerFile(Path(str(layer)), 0, None, None, range(self.geometry.layers[layer].num_experts))
+        return LayerFile(Path(str(layer)), 0, None, range(self.geometry.layers[layer].num_experts))
 
-    def open(self, path: Path) -> SimpleNamespace:
-        def read_into(offset: int, buffers: Sequence[memoryview]) -> bool:
-            return self._read(int(path.name), offset, buffers[0])
+    def put(self, patch: pytest.MonkeyPatch) -> None:
+        """Readers opened from now on have its files."""
+        layers: dict[int, int] = {}
+        Preads(patch, lambda file, buffer, offset: self._read(layers[file], offset, buffer))
 
-        fd = os.open(__file__, os.O_RDONLY)  # which nobody writes to
-        unchanged = {"fd": fd, "about": os.fstat(fd), "close": lambda: os.close(fd)}
-        return SimpleNamespace(path=path, read_into=read_into, direct_fd=-1, alignment=512, **unchanged)
+        def open_file(path: Path) -> SimpleNamespace:
+            fd = os.open(__file__, os.O_RDONLY)  # which nobody writes to
+            layers[fd] = int(path.name)
+            unchanged = {"fd": fd, "about": os.fstat(fd), "close": lambda: os.close(fd)}
+            return SimpleNamespace(path=path, direct_fd=-1, alignment=512, **unchanged)
+
+        patch.setattr(transfer, "ExpertFile", open_file)
 
     def content(self, span: Span) -> bytes:
         """The bytes of a span."""
@@ -76,7 +121,7 @@ class Disk:
     def _byte(self, layer: int, expert: int, segment: int) -> int:
         return 1 + (101 * layer + 7 * expert + 59 * segment) % 255
 
-    def _read(self, layer: int, offset: int, buffer: memoryview) -> bool:
+    def _read(self, layer: int, offset: int, buffer: memoryview) -> int:
         nbytes = self.geometry.segment_nbytes(layer)
         segments = self.geometry.segments_per_expert
         expert = offset // (segments * nbytes)
@@ -92,11 +137,11 @@ class Disk:
         with self._changed:
             self.num_ended += 1
         if self.fails(layer, expert):
-            raise TransferError(f"layer {layer} expert {expert} cannot be read")
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         done = 0
         while done < len(buffer):
             expert, segment = divmod((offset + done) // nbytes, segments)
             count = min(len(buffer) - done, nbytes - (offset + done) % nbytes)
             buffer[done : done + count] = bytes([self._byte(layer, expert, segment)]) * count
             done += count
-        return False
+        return done

@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import expertly
 from expertly.api import handle
+from expertly.scheduler.systems import System
+from tests.scheduler.decisions import Decision, record, replay
 
 COUNTS = ("hits", "partial_hits", "misses")
 
@@ -72,15 +75,52 @@ def recording(reference: nn.Module) -> Iterator[Recorder]:
 
 @contextmanager
 def loaded(store: Any, **kwargs: Any) -> Iterator[Any]:
-    """A model on the CPU, checked and unloaded at the end; a quarter of the memory and no saved maps unless said."""
-    where = {} if "devices" in kwargs else {"device": "cpu"}
-    model, _ = expertly.load(str(store), **({"memory": "25%", "learned": "off"} | where | kwargs))
+    """A model on the CPU, checked and unloaded at the end; a quarter of the memory and no saved maps unless said.
+    `segments`: P, of the system `expertly` where none is named.
+    """
+    segments = kwargs.pop("segments", None)
+    if kwargs.get("system") == "resident":  # which keeps whole experts
+        segments = None
+    if segments is not None:
+        kwargs["system"] = f"{kwargs.get('system', 'expertly')}:segments={segments}"
+    model, _ = expertly.load(str(store), **({"memory": "25%", "learned": "off", "device": "cpu"} | kwargs))
     try:
+        assert segments in (None, expertly.stats(model).as_dict()["segments"])
         yield model
-        for device in handle(model).engine.executor.shards:
-            device.scheduler.check()
+        handle(model).engine.scheduler.check()
     finally:
         expertly.unload(model)
+
+
+class Decisions:
+    """What schedulers decided, each with a function that makes it anew."""
+
+    def __init__(self) -> None:
+        self.of_schedulers: list[tuple[list[Decision], Callable[[], Any]]] = []
+
+    def difference(self) -> str | None:
+        """Of one scheduler: where a new one decides otherwise."""
+        ((decisions, again),) = self.of_schedulers
+        return replay(decisions, again())
+
+    def num(self, name: str | None = None) -> int:
+        """Calls of this name, or of all."""
+        return sum(name in (None, one.name) for decisions, _ in self.of_schedulers for one in decisions)
+
+
+@contextmanager
+def recorded_decisions() -> Iterator[Decisions]:
+    """Record what schedulers decide that are made while the block runs."""
+    make, found = System.scheduler, Decisions()
+
+    def scheduler(system: System, *args: Any, **kwargs: Any) -> Any:
+        decisions: list[Decision] = []
+        found.of_schedulers.append((decisions, lambda: make(system, *args, **kwargs)))
+        return record(make(system, *args, **kwargs), decisions.append)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(System, "scheduler", scheduler)
+        yield found
 
 
 def counts(model: Any, phase: str) -> tuple[int, ...]:
@@ -97,8 +137,11 @@ def assert_streamed(model: Any) -> None:
     assert stats["memory_bytes"] < stats["expert_bytes"]
 
 
-def reader_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("expertly-")]
+def reader_threads() -> list[str]:
+    """Names of the threads that an engine started and has not ended."""
+    compiled = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    named = [thread.name for thread in threading.enumerate()]
+    return [name for name in (*compiled, *named) if name.startswith("expertly-") and name != "expertly-team"]
 
 
 def open_files(folder: Any) -> list[str]:

@@ -79,9 +79,6 @@ class ThreadPeer:
     def call(self, message: bytes) -> ThreadAnswer:
         return self.ask(message)
 
-    def tell(self, message: bytes) -> None:
-        self.ask(message)
-
     def kill(self) -> None:
         self.is_dead = True
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,23 +10,11 @@ import pytest
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Prediction
 from expertly.core.observation import Began, Routed, Want
-from expertly.policies.predictor import PREDICTORS, Predictor
-from expertly.policies.predictor.popularity import Popularity
+from expertly.policies.prediction import Predictor
+from expertly.policies.registry import PREDICTORS
 
-SYSTEM = "lru:prediction=popularity:distance=2"
+SYSTEM = "lru:prediction=put:distance=2"
 """What runs a predictor that was `put`."""
-
-
-def put(monkeypatch: pytest.MonkeyPatch, make: Callable[[Geometry], Predictor]) -> str:
-    """The system whose predictor `make` makes."""
-
-    class Put(Popularity):
-        @classmethod
-        def make(cls, geometry: Geometry, *given: Any) -> Predictor:
-            return make(geometry)
-
-    monkeypatch.setitem(PREDICTORS.built_in, "popularity", Put)
-    return SYSTEM
 
 
 class Diary(Predictor):
@@ -40,10 +26,8 @@ class Diary(Predictor):
         self.began: list[Began] = []
         self.routed: list[list[Routed]] = []
         self.ends: list[bool] = []
-        self.threads: set[str] = set()
 
     def begin_iteration(self, began: Began) -> Iterable[Prediction]:
-        self.threads.add(threading.current_thread().name)
         self.began.append(began)
         self.routed.append([])
         return ()
@@ -76,18 +60,16 @@ class Everything(Predictor):
             yield Prediction(layer, list(range(num_experts)), share, layer - now, 0.0, share)
 
 
-class Slow(Everything):
-    """The same, and takes its time."""
+def put(monkeypatch: pytest.MonkeyPatch, make: Callable[[Geometry], Predictor]) -> str:
+    """The system whose predictor `make` makes."""
 
-    def __init__(self, geometry: Geometry, seconds: float) -> None:
-        super().__init__(geometry)
-        self._seconds = seconds
-        self.num_calls = 0
+    class Put(Everything):
+        @classmethod
+        def make(cls, geometry: Geometry, *given: Any) -> Predictor:
+            return make(geometry)
 
-    def router_ran(self, routed: Routed) -> Iterable[Prediction]:
-        self.num_calls += 1
-        time.sleep(self._seconds)
-        return super().router_ran(routed)
+    monkeypatch.setitem(PREDICTORS.built_in, "put", Put)
+    return SYSTEM
 
 
 class Failing(Everything):

@@ -19,7 +19,6 @@ from expertly.core.messages import Span
 from expertly.engine import cpu
 from expertly.engine.cuda import CopyThread, CudaDevice
 from expertly.model.hooks import experts_modules
-from expertly.sim.link import Clock
 from tests.families import HIDDEN_SIZE, NUM_EXPERTS
 
 POISON = 0xFF
@@ -64,7 +63,7 @@ class LateValues:
         here.copy_(values)
 
 
-class Accelerator(LateValues, Clock):
+class Accelerator(LateValues):
     """CudaStreams on a virtual clock.
 
     `now_ns` is the time of the host, which runs ahead of its kernels; a copy occupies the link for as long as `link`
@@ -78,7 +77,7 @@ class Accelerator(LateValues, Clock):
         """`kernel_ns`: of what was queued before each mark of the compute stream; `host_ns`: of queueing that, or a
         copy.
         """
-        super().__init__()
+        self.now_ns = 0
         self.compute_free_ns = 0
         self.num_synchronised = 0
         self.copied: list[Copied] = []
@@ -399,7 +398,7 @@ def run_random_layers(model: Any, num_tokens: int) -> None:
 
 def usual_accelerator() -> Accelerator:
     """Whose copies of these models' segments (some kB) take several of its kernels."""
-    return Accelerator(Link(2e8, 3_000, 1_000), kernel_ns=10_000, host_ns=1_000, wake_ns=2_000)
+    return Accelerator(Link(2e8, 3_000), kernel_ns=10_000, host_ns=1_000, wake_ns=2_000)
 
 
 def put_in_place(

@@ -12,6 +12,7 @@ from transformers import ContinuousBatchingConfig
 import expertly
 from expertly.api import handle
 from expertly.core.observation import IterationInfo
+from expertly.engine.runtime import dispatch
 from expertly.store.packed import PackedStore
 from tests.engine.conftest import Cases
 from tests.engine.observe import assert_streamed, counts, loaded, recording
@@ -60,7 +61,7 @@ def test_a_batch_counts_each_expert_once_a_layer(cases: Cases) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_prompt_that_needs_many_more_experts_than_the_pool_holds(family: str, cases: Cases) -> None:
-    """One staging slot and nothing kept, every expert of every layer needed: each is read once a layer, in turn."""
+    """Staging slots alone, every expert of every layer needed: each is read once a layer, in turn."""
     case = cases[family]
     prompt = [make_prompts(1, length=120, seed=9)[0]]
     reference = case.reference
@@ -69,15 +70,62 @@ def test_a_prompt_that_needs_many_more_experts_than_the_pool_holds(family: str, 
     needed = recorder.num_demands(lambda call: len(call.index) == 120)
     num_layers = FAMILIES[family].num_moe_layers
     assert needed >= 7 * num_layers
-    for segments, staging in ((1, 1), (4, 1), (4, 3)):
-        nbytes = PackedStore.open(case.store).geometry().nbytes
-        slots = nbytes * staging // (8 * num_layers * segments)
-        with loaded(case.store, memory=slots, staging_slots=staging, segments=segments) as model:
+    geometry = PackedStore.open(case.store).geometry()
+    nbytes = geometry.nbytes
+    for segments in (1, 4):
+        slots = nbytes * geometry.layers[0].top_k // (8 * num_layers)
+        with loaded(case.store, memory=slots, segments=segments) as model:
             assert generate(model, prompt, 3) == expected
             stats = expertly.stats(model).as_dict()
             assert stats["kept_bytes"] == 0
             assert stats["phases"]["prefill"]["misses"] == needed
             assert stats["phases"]["prefill"]["bytes_loaded"] == needed * nbytes // (8 * num_layers), "each once"
+
+
+# -- choices grouped by expert -----------------------------------------------------------------------------------------
+
+
+def info(is_prefill: list[bool], is_pad: list[bool] | None = None) -> IterationInfo:
+    return IterationInfo(
+        is_prefill=np.array(is_prefill),
+        is_pad=None if is_pad is None else np.array(is_pad),
+        num_requests=1,
+        phase="prefill" if any(is_prefill) else "decode",
+    )
+
+
+def test_a_single_token_keeps_the_router_order() -> None:
+    work = dispatch(3, torch.tensor([[5, 0, 7]]), 8, info([False]))
+    assert work.router.layer == 3
+    assert work.router.experts == [5, 0, 7]
+    assert work.router.num_tokens == [1, 1, 1] and work.router.is_decode == [True] * 3
+    assert work.positions == {5: 0, 0: 1, 7: 2} and work.rows is None
+
+
+def test_many_tokens_list_experts_by_first_choice_and_rows_by_token() -> None:
+    work = dispatch(0, torch.tensor([[4, 1], [1, 2], [4, 2]]), 8, info([True] * 3))
+    assert work.router.experts == [4, 1, 2]
+    assert work.router.num_tokens == [2, 2, 2] and work.router.batch_tokens == 3
+    assert work.router.is_decode == [False] * 3
+    assert work.rows is not None
+    assert {e: rows.tolist() for e, rows in work.rows.items()} == {4: [0, 4], 1: [1, 2], 2: [3, 5]}
+
+
+def test_pads_are_computed_but_not_counted() -> None:
+    work = dispatch(0, torch.tensor([[6, 1], [1, 2]]), 8, info([True, True], [True, False]))
+    assert work.router.experts == [6, 1, 2]
+    assert work.router.num_tokens == [0, 1, 1] and work.router.batch_tokens == 1
+    assert work.rows is not None and work.rows[6].tolist() == [0]
+
+
+def test_a_mixed_batch_marks_what_a_decoding_request_needs() -> None:
+    work = dispatch(0, torch.tensor([[0, 1], [1, 2], [2, 3]]), 8, info([True, True, False]))
+    assert dict(zip(work.router.experts, work.router.is_decode, strict=True)) == {
+        0: False,
+        1: False,
+        2: True,
+        3: True,
+    }
 
 
 # -- continuous batching ---------------------------------------------------------------------------------------------
@@ -92,9 +140,7 @@ def run_batch(model: Any, prompts: list[list[int]], max_new_tokens: int = 6, **l
     return [output.generated_tokens for output in outputs.values()]
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"), [("qwen3_moe", {"system": "fmoe", "memory": "50%", "predict": "inline"}), ("gpt_oss", {})]
-)
+@pytest.mark.parametrize(("family", "settings"), [("qwen3_moe", {"system": "fmoe", "memory": "50%"}), ("gpt_oss", {})])
 def test_continuous_batching_mixes_phases(family: str, settings: dict[str, Any], cases: Cases) -> None:
     """Eight tokens a pass and prompts longer than that: some requests decode while others are still being read."""
     case = cases[family]

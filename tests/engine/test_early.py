@@ -54,14 +54,13 @@ def test_tokens_and_decisions_are_the_same(
     """With kernels that take much longer than copies: an eviction overwrites nothing that a queued kernel reads, which
     the accelerator checks.
     """
-    case, found = cases["qwen3_moe"], []
-    options = {"predict": "inline"} if system in ("expertly-ahead", "moe-infinity") else {}
+    case, found, predicts = cases["qwen3_moe"], [], system in ("expertly-ahead", "moe-infinity")
     for most_tokens in (4, 0):
         monkeypatch.setattr(compute, "_EARLY_TOKENS", most_tokens)
-        accelerator = Accelerator(Link(1e10, 0, 0), host_ns=100)
+        accelerator = Accelerator(Link(1e10, 0), host_ns=100)
         made = put_in_place(monkeypatch, share, lambda accelerator=accelerator: accelerator)  # type: ignore[misc]
         put_slot_kernels(monkeypatch, accelerator, span_ns=50_000)
-        with loaded(case.store, memory=memory, system=system, segments=segments, **options) as model:
+        with loaded(case.store, memory=memory, system=system, segments=segments) as model:
             for _ in range(2):
                 assert generate(model, case.prompts) == case.tokens
             made[0].tier.check()
@@ -70,9 +69,9 @@ def test_tokens_and_decisions_are_the_same(
         found.append([{name: phases[phase][name] for name in COUNTS} for phase in ("prefill", "decode")])
         assert (kernels["early"] > 0) == (most_tokens > 0) and kernels["torch"] == 0
         assert kernels["early"] <= phases["decode"]["hits"]
-        if segments == 1 and not options:
+        if segments == 1 and not predicts:
             assert kernels["early"] == phases["decode"]["hits"] * (most_tokens > 0), "whatever is there"
-    assert found[0] == found[1] or options, "when a prefetch arrives depends on the disk"
+    assert found[0] == found[1] or predicts, "when a prefetch arrives depends on the disk"
 
 
 @pytest.mark.parametrize("segments", [1, 4])
@@ -86,7 +85,7 @@ def test_random_choices_are_computed_as_without_an_accelerator(
     for share in (0, 25, 45, 100):
         with monkeypatch.context() as patch:
             if share:
-                accelerator = Accelerator(Link(1e10, 0, 0), host_ns=100)
+                accelerator = Accelerator(Link(1e10, 0), host_ns=100)
                 put_in_place(patch, make=lambda accelerator=accelerator: accelerator)  # type: ignore[misc]
                 kernels = put_slot_kernels(patch, accelerator, span_ns=50_000)
             memory = f"{share or 100}%"
@@ -111,7 +110,7 @@ def test_what_is_resident_is_computed_while_the_host_decides(cases: Cases, monke
     for most_tokens, expected_ns in ((4, 50_000), (0, 80_000)):
         with monkeypatch.context() as patch:
             patch.setattr(compute, "_EARLY_TOKENS", most_tokens)
-            accelerator = Accelerator(Link(1e9, 0, 0))
+            accelerator = Accelerator(Link(1e9, 0))
             put_in_place(patch, make=lambda accelerator=accelerator: accelerator)  # type: ignore[misc]
             put_slot_kernels(patch, accelerator, span_ns=10_000)
             with loaded(cases["qwen3_moe"].store, system="resident", memory="100%") as model:
@@ -153,7 +152,7 @@ def test_a_layer_outside_of_a_pass_is_counted_at_once(cases: Cases, monkeypatch:
     with loaded(cases["qwen3_moe"].store, system="resident", memory="100%") as model:
         engine, (module, *_) = handle(model).engine, experts_modules(model)
         engine.forward_experts(module, 0, torch.randn(1, HIDDEN_SIZE), torch.tensor([[1, 4, 6]]), torch.ones(1, 3))
-        assert engine.decode_counts() == (3, 0)
+        assert engine.executor.shard.layer_counters(0).decode.demands == 3
 
 
 def test_a_pass_that_fails_counts_what_ran(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:

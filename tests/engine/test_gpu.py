@@ -11,8 +11,10 @@ import torch
 
 import expertly
 from expertly.api import handle
+from expertly.engine import cuda
 from expertly.engine.device import kind_of
 from expertly.model.hooks import experts_modules
+from expertly.store.packed import PackedStore
 from tests.engine.conftest import Case, Cases
 from tests.engine.observe import Call
 from tests.engine.test_compute import TOLERANCE, reference_calls, relative_error, run
@@ -20,30 +22,42 @@ from tests.families import FAMILIES, HIDDEN_SIZE, NUM_EXPERTS, generate, load_re
 
 pytestmark = pytest.mark.gpu
 
-Expected = tuple[int, list[list[int]], torch.Tensor]
-"""How many tokens are generated for each prompt, these, and logits of the prompts."""
+Expected = tuple[int, list[list[int]], torch.Tensor, torch.Tensor]
+"""How many tokens are generated for each prompt, these, logits of the prompts, and how far each may be from them."""
 
 
 @contextmanager
-def loaded(case: Case, **settings: Any) -> Iterator[Any]:
-    where = {} if "devices" in settings else {"device": "cuda", "cpu_misses": "never", "graphs": "never"}
-    model, _ = expertly.load(str(case.store), **({"memory": "25%", "learned": "off"} | where | settings))
+def loaded(case: Case, *, graphs: bool = False, segments: int | None = None, **settings: Any) -> Iterator[Any]:
+    usual = {"memory": "25%", "learned": "off", "device": "cuda", "cpu_misses": "never"}
+    if segments is not None:
+        settings["system"] = f"{settings.get('system', 'expertly')}:segments={segments}"
+    with pytest.MonkeyPatch.context() as patch:
+        if not graphs:
+            patch.setattr(cuda.KIND, "recorder", lambda device: None)
+        model, _ = expertly.load(str(case.store), **(usual | settings))
     yield model
-    for shard in handle(model).engine.executor.shards:
-        assert shard.device.stats()["copied_nbytes"] > 0
-        shard.scheduler.check()
+    engine = handle(model).engine
+    assert engine.device.stats()["copied_nbytes"] > 0
+    engine.scheduler.check()
     expertly.unload(model)
 
 
 def reference_of(case: Case, num_tokens: int = 12) -> Expected:
     reference = load_reference(case.folder).to("cuda")
-    return num_tokens, generate(reference, case.prompts, num_tokens), logits_of(reference, case.prompts)
+    tokens, logits = generate(reference, case.prompts, num_tokens), logits_of(reference, case.prompts)
+    reference.set_experts_implementation("eager")  # the others refuse double precision
+    exact = logits_of(reference.double(), case.prompts)
+    rounding = (logits - exact).abs().max()  # jamba's is 4e-4, four times the usual bound
+    assert rounding < 1e-3
+    return num_tokens, tokens, logits, (1e-5 + 1e-4 * logits.abs()).clamp(min=rounding)
 
 
 def assert_same(model: Any, case: Case, expected: Expected) -> None:
-    num_tokens, tokens, logits = expected
+    """Within 1e-4 of the reference, or no farther than its own float32 is from double precision."""
+    num_tokens, tokens, logits, allowed = expected
     assert generate(model, case.prompts, num_tokens) == tokens
-    torch.testing.assert_close(logits_of(model, case.prompts), logits, rtol=1e-4, atol=1e-5)
+    too_far = (logits_of(model, case.prompts) - logits).abs() > allowed
+    assert not too_far.any(), f"{int(too_far.sum())} of {too_far.numel()} logits"
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"])
@@ -54,13 +68,13 @@ def assert_same(model: Any, case: Case, expected: Expected) -> None:
 def test_no_system_changes_a_token(system: str, family: str, cases: Cases) -> None:
     case = cases[family]
     expected = reference_of(case)
-    with loaded(case, memory="45%", system=system, predict="inline") as model:
+    with loaded(case, memory="45%", system=system) as model:
         for _ in range(2):
             assert_same(model, case, expected)
         stats = expertly.stats(model).as_dict()
         assert stats["synchronisations_per_pass"] <= len(stats["layers"]) + 2
-        configuring = handle(model).engine.executor.shards[0].configuring
-        assert configuring is None or configuring.times.is_known, "by the device's clock"
+        times = handle(model).engine.executor.shard.times
+        assert times is None or times.is_known, "by the device's clock"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -89,12 +103,12 @@ def test_graphs_change_no_token(system: str, family: str, cases: Cases) -> None:
     reference = load_reference(case.folder).to("cuda")
     expected = [generate(reference, [prompt], 30) for prompt in case.prompts]
     memory = "100%" if system == "resident" else "45%"
-    for graphs in ("auto", "never"):
+    for graphs in (True, False):
         with loaded(case, memory=memory, system=system, graphs=graphs) as model:
             for _ in range(2):
                 assert [generate(model, [prompt], 30) for prompt in case.prompts] == expected
             stats = expertly.stats(model).as_dict()
-            assert (stats["kernels"]["graphs"] > 0) == (graphs == "auto" and family != "deepseek_v3")
+            assert (stats["kernels"]["graphs"] > 0) == (graphs and family != "deepseek_v3")
 
 
 def test_the_processor_and_the_link_are_measured_at_once() -> None:
@@ -102,15 +116,6 @@ def test_the_processor_and_the_link_are_measured_at_once() -> None:
     assert costs is not None
     link, host = costs
     assert link.nbytes_per_s > 1e9 and host.nbytes_per_s > 1e8 and 1.0 <= host.link_slowdown < 10
-
-
-@pytest.mark.parametrize("segments", [1, 4])
-def test_compressed_experts_change_no_token(segments: int, planes: Case) -> None:
-    expected = reference_of(planes)
-    with loaded(planes, host_memory="80%", segments=segments) as model:
-        for _ in range(2):
-            assert_same(model, planes, expected)
-        assert expertly.stats(model).as_dict()["bytes_decoded"] > 0
 
 
 def test_device_memory_is_the_budget_and_is_given_back(cases: Cases) -> None:
@@ -125,10 +130,12 @@ def test_device_memory_is_the_budget_and_is_given_back(cases: Cases) -> None:
 
 
 def test_a_reused_slot_waits_for_the_kernels_that_read_it(cases: Cases) -> None:
-    """One staging slot of a segment: each copy overwrites what the kernel before it reads."""
+    """Staging slots alone: each copy overwrites what a kernel before it reads."""
     case = cases["qwen3_moe"]
+    geometry = PackedStore.open(case.store).geometry()
+    least = geometry.nbytes * geometry.layers[0].top_k // geometry.num_experts
     expected = reference_of(case, 40)
-    with loaded(case, memory="6%", staging_slots=1, segments=4, host_memory="100%") as model:
+    with loaded(case, memory=least, segments=4, host_memory="100%") as model:
         for _ in range(5):
             assert_same(model, case, expected)
 
@@ -139,7 +146,7 @@ def test_prefetching_changes_no_token(segments: int, memory: str, host_memory: s
     case = cases["qwen3_moe"]
     expected = reference_of(case, 40)
     settings = {"memory": memory, "host_memory": host_memory, "segments": segments}
-    with loaded(case, system="fmoe", predict="inline", **settings) as model:
+    with loaded(case, system="fmoe", **settings) as model:
         for _ in range(2):
             assert_same(model, case, expected)
         engine = handle(model).engine
@@ -172,22 +179,6 @@ def test_nothing_but_the_routers_choice_makes_the_host_wait(num_tokens: int, cas
                 engine.forward_experts(modules[step % 3], step % 3, hidden, ids, weights)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("segments", [1, 4])
-@pytest.mark.parametrize("devices", ["cuda:0,cuda:0", "cuda:0,cuda:1"])
-def test_several_devices_change_no_token(devices: str, segments: int, cases: Cases) -> None:
-    """Also where the model runs on a stream of its own: what each thread queues is ordered by events alone."""
-    if devices.endswith("1") and torch.cuda.device_count() < 2:
-        pytest.skip("there is one device")
-    for family, system in (("qwen3_moe", "lru"), ("gpt_oss", "fmoe")):
-        case = cases[family]
-        expected = reference_of(case, 40)
-        with loaded(case, memory="60%", system=system, segments=segments, devices=devices) as model:
-            for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    assert_same(model, case, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

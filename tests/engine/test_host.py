@@ -17,16 +17,16 @@ from expertly.core.errors import ConfigError
 from expertly.engine import cpu
 from expertly.engine.host import measure_misses
 from expertly.native.kernels import VARIABLE
-from expertly.scheduler.decisions import replay_file
 from tests.engine.conftest import Cases
 from tests.engine.failing import raising
-from tests.engine.observe import loaded
+from tests.engine.observe import loaded, recorded_decisions
 from tests.engine.streams import put_in_place, run_random_layers
 from tests.families import generate
+from tests.model.checkpoints import make_mxfp4_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
 
-EQUAL = Link(1e9, 0, 0), HostCompute(1e9, 1e18, 0, 1.0)
+EQUAL = Link(1e9, 0), HostCompute(1e9, 1e18, 0, 1.0)
 """A copy takes as long as computing on the host."""
 
 
@@ -38,17 +38,24 @@ def accelerator(monkeypatch: pytest.MonkeyPatch, costs: Any = EQUAL, **more: Any
     return made
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize(("family", "segments"), [("qwen3_moe", 1), ("qwen3_moe", 4), ("gpt_oss", 1), ("mixtral", 1)])
-@pytest.mark.parametrize("asked", ["auto", "always"])
-@pytest.mark.parametrize("system", ["lru", "expertly", "expertly-ahead"])
+@pytest.mark.parametrize(
+    ("system", "asked", "family", "segments", "kernels"),
+    [
+        ("lru", "auto", "qwen3_moe", 1, "auto"),
+        ("lru", "always", "gpt_oss", 1, "torch"),
+        ("expertly", "auto", "mixtral", 1, "torch"),
+        ("expertly", "always", "qwen3_moe", 4, "auto"),
+        ("expertly-ahead", "auto", "gpt_oss", 1, "auto"),
+        ("expertly-ahead", "auto", "qwen3_moe", 4, "torch"),
+        ("expertly-ahead", "always", "mixtral", 1, "auto"),
+    ],
+)
 def test_tokens_do_not_depend_on_where_a_missing_expert_is_computed(
     system: str, asked: str, family: str, segments: int, kernels: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, kernels)
     case, made = cases[family], accelerator(monkeypatch)
     options = {"system": system, "segments": segments, "cpu_misses": asked}
-    options["predict"] = "inline" if system == "expertly-ahead" else "auto"
     with loaded(case.store, memory="60%", **options) as model:
         for _ in range(3):
             assert generate(model, case.prompts) == case.tokens
@@ -76,16 +83,15 @@ def test_the_forward_thread_waits_for_the_device_once_a_layer(
         assert sum(stats[phase]["computed_on_host"] for phase in stats) > 0
 
 
-def test_decisions_with_a_host_replay(cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, path = cases["qwen3_moe"], tmp_path / "decisions"
+def test_decisions_with_a_host_replay(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases["qwen3_moe"]
     accelerator(monkeypatch)
-    with loaded(case.store, memory="45%", system="expertly", decisions=path) as model:
+    with recorded_decisions() as decisions, loaded(case.store, memory="45%", system="expertly") as model:
         generate(model, case.prompts)
         stats = expertly.stats(model).as_dict()
         assert stats["phases"]["decode"]["computed_on_host"] > 0
         assert "of the misses were computed by the processor" in report(stats)
-    header, replayed = replay_file(path)
-    assert header["host"]["nbytes_per_s"] == 1e9 and replayed.num_layers > 10 and replayed.difference is None
+    assert decisions.num("end_layer") > 10 and decisions.difference() is None
 
 
 def test_always_is_always(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +105,7 @@ def test_always_is_always(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_host_that_does_not_pay_computes_nothing(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases["qwen3_moe"]
-    accelerator(monkeypatch, (Link(1e9, 0, 0), HostCompute(1e8, 1e18, 0, 1.0)))
+    accelerator(monkeypatch, (Link(1e9, 0), HostCompute(1e8, 1e18, 0, 1.0)))
     with loaded(case.store, memory="45%") as model:
         assert generate(model, case.prompts) == case.tokens
         assert handle(model).engine.scheduler.split is None
@@ -108,6 +114,21 @@ def test_a_host_that_does_not_pay_computes_nothing(cases: Cases, monkeypatch: py
         assert handle(model).engine.scheduler.split is None
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_host_without_kernels_for_a_format_is_not_asked(
+    kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured are products of whole weights: torch decodes a format a hundred times as slowly."""
+    monkeypatch.setenv(VARIABLE, kernels)
+    folder = make_mxfp4_checkpoint(tmp_path / "checkpoint")
+    accelerator(monkeypatch)
+    with loaded(folder, memory="45%") as model:
+        assert (handle(model).engine.scheduler.split is None) == (kernels == "torch")
+    with loaded(folder, memory="45%", cpu_misses="always") as model:
+        assert handle(model).engine.scheduler.split is not None
+
+
+@pytest.mark.usefixtures("peers")
 def test_where_no_host_can_compute_always_is_refused(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(why: str, **options: Any) -> None:
         with pytest.raises(ConfigError, match=rf"^cpu_misses='always': {why}.*; accepted: auto, never$"):
@@ -117,9 +138,9 @@ def test_where_no_host_can_compute_always_is_refused(cases: Cases, monkeypatch: 
     with pytest.raises(ConfigError, match=r"^cpu_misses='mostly': unknown; accepted: auto, never, always$"):
         expertly.load(str(cases["qwen3_moe"].store), cpu_misses="mostly")
     accelerator(monkeypatch)
-    refused("several devices", devices="cpu:0,cpu:1")
-    refused("system 'resident' does not", system="resident")
-    refused("system 'moepic' does not", system="moepic")
+    refused("workers have experts", device="cpu", workers=1)
+    for system in ("resident", "moepic"):
+        refused(f"system '{system}' keeps parts of experts, or all of them", system=system)
     monkeypatch.setattr(cpu.KIND, "host_nbytes", lambda device, host_memory, nbytes: nbytes - 1)
     refused("the host tier does not hold all experts", device="cpu")
 
@@ -128,7 +149,7 @@ def test_a_host_that_fails_fails_the_pass_and_the_next_one_runs(cases: Cases, mo
     case = cases["qwen3_moe"]
     accelerator(monkeypatch)
     with loaded(case.store, memory="45%", cpu_misses="always") as model:
-        host = handle(model).engine.executor.shards[0]._host
+        host = handle(model).engine.executor.shard._host
         with monkeypatch.context() as patch:
             patch.setattr(host._device, "reach", raising(ZeroDivisionError()))
             with pytest.raises(ZeroDivisionError):
@@ -138,6 +159,6 @@ def test_a_host_that_fails_fails_the_pass_and_the_next_one_runs(cases: Cases, mo
 
 def test_what_is_measured_is_what_both_do_at_once() -> None:
     link, host = measure_misses(torch.bfloat16, lambda: time.sleep(0.002), 1 << 20, 0.02)
-    assert 1e8 < link.nbytes_per_s <= (1 << 20) / 0.002
+    assert 1e5 < link.nbytes_per_s <= (1 << 20) / 0.002
     assert 1e7 < host.nbytes_per_s < 1e13 and host.flops_per_s > host.nbytes_per_s
-    assert 1.0 <= host.link_slowdown < 10
+    assert 1.0 <= host.link_slowdown < 100

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,10 @@ from expertly.api import handle
 from expertly.core.errors import BudgetError
 from expertly.model.hooks import experts_modules
 from expertly.native.kernels import VARIABLE, libraries
-from expertly.scheduler.decisions import replay_file
-from expertly.scheduler.presets import get_system, runnable_systems
+from expertly.scheduler.systems import SYSTEMS, get_system
 from tests.engine.conftest import Case, Cases
-from tests.engine.observe import loaded
+from tests.engine.observe import loaded, recorded_decisions
 from tests.families import FAMILIES, HIDDEN_SIZE, NUM_EXPERTS, NUM_NEW_TOKENS, generate, load_reference, logits_of
-from tests.scheduler.drive import WAYS
 from tests.tables import IS_FULL
 
 LEAST = "least"
@@ -66,13 +63,8 @@ def test_float32_tokens_and_logits_are_the_reference(number: int, family: str, c
 
 
 PARTS = (  # beside the presets
-    *("lru:prediction=token-id", "fmoe:scope=layer:allocation=split:theta=0.25"),
+    "fmoe:scope=layer:allocation=split:theta=0.25",
     "lru:prediction=lookahead:distance=2:next_token=yes",
-    *(f"lru:prediction=lookahead:preemption={preemption}:order={order}" for order, preemption in WAYS[1:]),
-    *(
-        f"lru:prediction=lookahead:preemption={preemption}:transfer=synchronous:order={order}"
-        for order, preemption in WAYS[1:]
-    ),
 )
 
 
@@ -88,27 +80,25 @@ def feed(model: Any, num_iterations: int) -> None:
             engine.forward_experts(module, layer, hidden, chosen, torch.full((num_tokens, 3), 0.5))
 
 
-@pytest.mark.parametrize(("number", "system"), enumerate([*runnable_systems(), *PARTS]))
-def test_no_system_changes_a_token_and_each_decides_the_same_again(
-    number: int, system: str, cases: Cases, tmp_path: Path
-) -> None:
-    """What an engine decided, a new scheduler decides from what was told, byte for byte."""
-    case, path, parts = cases["qwen3_moe"], tmp_path / "decisions.jsonl", get_system(system)
+@pytest.mark.parametrize(("number", "system"), enumerate([*SYSTEMS.built_in, *PARTS]))
+def test_no_system_changes_a_token_and_each_decides_the_same_again(number: int, system: str, cases: Cases) -> None:
+    """What an engine decided, a new scheduler decides from what was told."""
+    case, parts = cases["qwen3_moe"], get_system(system)
     memory, segments = "100%" if parts.keeps_everything else "25%" if number % 3 else "50%", (1, 4)[number % 2]
     num_fed = 80 if parts.prediction == "none" else 0
-    with loaded(case.store, memory=memory, system=system, segments=segments, decisions=path) as model:
+    with (
+        recorded_decisions() as decisions,
+        loaded(case.store, memory=memory, system=system, segments=segments) as model,
+    ):
         for _ in range(2):
             assert generate(model, case.prompts) == case.tokens
         decode = expertly.stats(model).as_dict()["phases"]["decode"]
         assert decode["hit_rate"] == 1.0 if parts.keeps_everything else decode["misses"] + decode["partial_hits"] > 0
-        if ":transfer=synchronous" in system:  # with the router's own prediction
-            assert decode["prefetched_in_time"] == decode["prefetched_needed"] > 0, "no demand finds it under way"
         feed(model, num_fed)
-    header, replayed = replay_file(path)
-    assert replayed.difference is None
-    assert (header["system"], header["segments"], header["order"]) == (parts.name, segments, parts.order)
-    assert replayed.num_layers == (2 * NUM_NEW_TOKENS + num_fed) * 3
-    assert parts.keeps_everything or replayed.num_calls > 4 * replayed.num_layers, "there were loads"
+    assert decisions.difference() is None
+    num_layers = decisions.num("end_layer")
+    assert num_layers == (2 * NUM_NEW_TOKENS + num_fed) * 3
+    assert parts.keeps_everything or decisions.num() > 4 * num_layers, "there were loads"
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
@@ -139,7 +129,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_own(family: str, cases:
         if family != "switch_transformers":
             reference.set_experts_implementation(way)
         errors.append((logits_of(reference, case.prompts).float() - case.logits).abs().max())
-    settings = {"system": "fmoe", "predict": "inline"} if family in ("qwen3_moe", "gpt_oss") else {"system": "lru"}
+    settings = {"system": "fmoe"} if family in ("qwen3_moe", "gpt_oss") else {"system": "lru"}
     with loaded(case.folder, dtype="bfloat16", segments=4, **settings) as model:
         if settings["system"] == "fmoe":
             generate(model, case.prompts)  # it learns, and prefetches

@@ -18,12 +18,12 @@ from expertly.engine.memory import (
     MemoryRequest,
     RoomBeside,
     available_host_nbytes,
-    choose_amounts,
+    choose_amount,
     divide,
     kv_cache_nbytes,
     pass_nbytes,
 )
-from expertly.scheduler.presets import get_runnable
+from expertly.scheduler.systems import get_runnable
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_auto_leaves_room_for_the_dense_part_the_cache_and_working_memory(
     geometry = Geometry((LayerGeometry(8, 2, 1024, experts >> 15, 2, 2),))
     assert geometry.nbytes == experts
     beside = BesideExperts(dense, WORKING_NBYTES, cache >> 12)
-    (chosen,), reason, room = choose_amounts([CPU], [geometry], beside, 4096)
+    chosen, reason, room = choose_amount(CPU, geometry, beside, 4096)
     assert chosen == nbytes
     assert says in reason and "4096 tokens" in reason
     assert room == available - dense - WORKING_NBYTES - chosen
@@ -87,7 +87,7 @@ def test_a_stated_total_is_of_everything(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(memory, "rss_nbytes", lambda: GIB)
     geometry = Geometry((LayerGeometry(8, 2, 1024, 1 << 18, 2, 2),))  # 8 GiB of experts
     beside = BesideExperts(GIB, 0, 1 << 18)  # 1 GiB of KV cache for 4096 tokens
-    (chosen,), reason, room = choose_amounts([CPU], [geometry], beside, 4096, "5GiB")
+    chosen, reason, room = choose_amount(CPU, geometry, beside, 4096, "5GiB")
     assert (chosen, room) == (2 * GIB, GIB)
     assert reason == (
         "total memory 5GiB: 2 GiB (25.0% of the experts): of 5 GiB this process takes 1 GiB; dense weights take "
@@ -103,10 +103,10 @@ def test_where_less_is_enough_for_experts_the_rest_is_room(monkeypatch: pytest.M
     store: Any = SimpleNamespace(config=config, dense_nbytes=GIB, manifest=SimpleNamespace(layers=(), dense_formats={}))
     rooms = []
     for at_most in (None, GIB):
-        found = divide(store, [geometry], get_runnable("lru"), MemoryRequest(context=100, at_most=at_most), [CPU])
+        found = divide(store, geometry, get_runnable("lru"), MemoryRequest(context=100, at_most=at_most), CPU)
         assert found.room is not None
         rooms.append(found.room.nbytes)
-        assert found.budgets[0].memory_nbytes <= (at_most or 2 * GIB)
+        assert found.budget.memory_nbytes <= (at_most or 2 * GIB)
     assert rooms[1] - rooms[0] == GIB
 
 

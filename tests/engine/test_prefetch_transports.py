@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,15 +18,14 @@ from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.observation import Routed
-from expertly.engine import cuda, reading
+from expertly.engine import cuda
 from expertly.engine.cpu import CpuDevice
 from expertly.engine.cuda import CudaDevice
 from expertly.engine.device import Device
-from expertly.policies.eviction.simple import LRU
+from expertly.policies.lru import LRU
 from expertly.scheduler.budget import split_budget
-from expertly.scheduler.loop import Prefetcher, run_layer
-from expertly.scheduler.observations import InlineChannel
-from expertly.testing.made_up import ListFuture
+from expertly.scheduler.loop import InlineChannel, Prefetcher, run_layer
+from expertly.scheduler.slots import LOADING, PREFETCHING
 from tests.engine import streams
 from tests.engine.disk import Disk
 from tests.engine.streams import Accelerator, Mark, RandomStreams
@@ -35,13 +34,7 @@ from tests.scheduler.soak import LAYERS, RandomPredictor, nothing_seen, random_r
 
 pytestmark = pytest.mark.timeout(120)
 
-RUNS = [
-    (0.4, "resident", "early"),
-    (0.6, "resident", "early"),
-    (0.6, "id", "early"),
-    (0.5, "resident", "late"),
-    (0.6, "id", "late"),
-]
+SHARES = (0.4, 0.5, 0.6, 0.7, 0.8)
 
 
 class WatchedDevice(CudaDevice):
@@ -73,7 +66,7 @@ def make(kind: str, disk: Any, shape: Geometry, slots: list[int], dice: random.R
     nbytes = int(shape.nbytes * 0.45) if "little" in kind else shape.nbytes
     device = torch.device("cpu")
     if kind.startswith("accelerator"):
-        link = Link(dice.choice([1e8, 1e9, 1e10]), dice.choice([0, 2000]), dice.choice([0, 500]))
+        link = Link(dice.choice([1e8, 1e9, 1e10]), dice.choice([0, 2000]))
         times = {name: dice.choice([0, 300, 20_000]) for name in ("kernel_ns", "host_ns", "wake_ns")}
         return streams.WatchedDevice(device, Accelerator(link, **times), disk, shape, slots, torch.bfloat16, nbytes)
     if kind.startswith("threads"):
@@ -94,9 +87,9 @@ class Counted:
         self._happened["prefetched"] += len(spans)
         self._device.prefetch(spans)
 
-    def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
-        cancelled = self._device.cancel(layer, experts)
-        assert all(span.layer == layer and (experts is None or span.expert in experts) for span in cancelled)
+    def cancel(self, layer: int) -> list[Span]:
+        cancelled = self._device.cancel(layer)
+        assert all(span.layer == layer for span in cancelled)
         self._happened["cancelled"] += len(cancelled)
         return cancelled
 
@@ -117,10 +110,10 @@ def test_whatever_is_predicted_every_byte_is_right(
     kind: str, segments: int, ahead: str, failures: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: Counter[str] = Counter()
-    for share, order, preemption in RUNS:
-        way = {"order": order, "preemption": preemption, "ahead": ahead}
-        happened += soak(kind, segments, share, failures, way, monkeypatch)
-    assert happened["prefetched"] > 50 and happened["cancelled"] > 5
+    for share in SHARES:
+        happened += soak(kind, segments, share, failures, ahead, monkeypatch)
+    assert happened["prefetched"] > 50
+    assert happened["cancelled"] > 5 or kind == "cpu", "there, prefetches go on by themselves"
     assert bool(happened["failed"]) == bool(failures)
 
 
@@ -129,19 +122,18 @@ def soak(
     segments: int,
     share: float,
     failures: float,
-    way: dict[str, str],
+    ahead: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Counter[str]:
-    seed = f"{share} {way['order']} {way['preemption']}"
+    seed = f"{share}"
     dice, bad_luck, happened = random.Random(seed), random.Random(seed), Counter[str]()
     shape = Geometry(LAYERS, segments)
     routers = random_routers(dice, 20)
-    future = ListFuture(shape, [(router.layer, router.experts) for router in routers])
     budget = split_budget(shape, int(shape.nbytes * share))
-    control = CheckedScheduler(shape, budget, lambda capacity, layers: LRU(), future=future, **way)
+    control = CheckedScheduler(shape, budget, lambda capacity, layers: LRU(), ahead=ahead)
     disk = Disk(shape, random.Random(seed))
     disk.fails = lambda layer, expert: bad_luck.random() < failures
-    monkeypatch.setattr(reading, "ExpertFile", disk.open)
+    disk.put(monkeypatch)
     monkeypatch.setattr(cuda, "AHEAD_NBYTES", dice.choice([1, 2 * shape.segment_nbytes(0)]))
     device = make(kind, disk, shape, budget.pool_slots(), dice)
     transport, predictor = Counted(device, happened), RandomPredictor(dice, shape, routers)
@@ -149,13 +141,13 @@ def soak(
 
     def compute(spans: Sequence[Span]) -> None:
         for span in spans:
-            neurons = shape.neurons_per_segment(span.layer)
+            neurons = shape.blocks_per_segment(span.layer)
             rows = device.rows(span.layer)[span.slot * neurons : (span.slot + span.num_segments) * neurons]
             assert bytes(rows.contiguous().view(torch.uint8).numpy()) == disk.content(span)
         device.used(spans)
 
     for step, router in enumerate(routers):
-        future.step = predictor.step = step
+        predictor.step = step
         try:
             if router.layer == 0:
                 prefetcher.begin_iteration(nothing_seen)
@@ -185,7 +177,6 @@ def soak(
 
 def in_flight_nbytes(control: CheckedScheduler) -> int:
     shape = control.geometry
-    return sum(
-        mask.bit_count() * shape.segment_nbytes(shape.layer_of_expert(eid))
-        for eid, mask in enumerate(control.slots.in_flight)
-    )
+    slots = control.slots
+    coming = [unit for unit, state in enumerate(slots.state) if state in (LOADING, PREFETCHING)]
+    return sum(shape.segment_nbytes(slots.layer_of[unit // slots.num_parts]) for unit in coming)

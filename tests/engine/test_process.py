@@ -133,7 +133,7 @@ def make_big_store(
                 flat[start : start + (1 << 16)] = flat[: len(flat[start : start + (1 << 16)])]
     model.save_pretrained(folder / "checkpoint")
     del model
-    return pack(folder / "checkpoint", folder / "store", codec="none", quantize=quantize).folder
+    return pack(folder / "checkpoint", folder / "store", quantize=quantize).folder
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ import transformers.models.qwen3_moe.modeling_qwen3_moe, transformers.generation
 from expertly.engine.process import peak_rss_nbytes
 before = peak_rss_nbytes()
 import expertly
-model, _ = expertly.load(sys.argv[1], memory="25%", segments=int(sys.argv[2]), device="cpu")
+model, _ = expertly.load(sys.argv[1], memory="25%", system="expertly:segments=4", device="cpu")
 ids = torch.randint(2, 128, (1, 64), generator=torch.Generator().manual_seed(0))
 model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
 stats = expertly.stats(model).as_dict()
@@ -179,7 +179,7 @@ print(peak_rss_nbytes() - before, handle(model).store.dense_nbytes, stats["memor
 
 
 def test_peak_memory_is_dense_weights_and_budget(big_store: Path) -> None:
-    result = run_python(PEAK, str(big_store), "4")
+    result = run_python(PEAK, str(big_store))
     assert result.returncode == 0, result.stderr
     taken, dense, budget, experts = map(int, result.stdout.split())
     assert experts == 288 << 20
@@ -193,7 +193,7 @@ import expertly
 from expertly.api import handle
 from expertly.engine.process import peak_rss_nbytes
 from tests.engine.observe import rss_nbytes
-model, _ = expertly.load(memory="25%", device="cpu", codec="none")
+model, _ = expertly.load(memory="25%", device="cpu")
 resident, dice = [], torch.Generator().manual_seed(0)
 for num_tokens in range(96, 288, 48):
     ids = torch.randint(2, 8000, (1, num_tokens), generator=dice)
@@ -209,7 +209,7 @@ def test_little_memory_is_taken_beside_weights_and_cache() -> None:
     result = run_python(BESIDE, limit=240)
     assert result.returncode == 0, result.stderr
     peak, *resident = map(int, result.stdout.split())
-    assert peak <= 400 * 10**6, f"{peak / 1e6:.0f} MB"
+    assert peak <= 410 * 10**6, f"{peak / 1e6:.0f} MB"
     assert resident[-1] - resident[1] < 16 << 20, "new lengths cost nothing that stays"
 
 

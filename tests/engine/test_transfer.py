@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import mmap
+import os
 import random
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
+import xxhash
 
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Span
-from expertly.engine import reading
-from expertly.engine.reading import MIN_READ_NBYTES, ReadQueue
+from expertly.engine import transfer
 from expertly.engine.transfer import Readers
 from expertly.store.packed import LayerFile
 from expertly.store.reader import ExpertFile
-from tests.engine.disk import Disk
+from tests.engine.disk import Disk, Preads
+from tests.engine.observe import reader_threads
 
 pytestmark = pytest.mark.timeout(180)
 
-SMALL, LARGE = 4096, 4 * MIN_READ_NBYTES
+MIB = 1 << 20
+"""The smallest piece of a span."""
+SMALL, LARGE = 4096, 4 * MIB
 
 
 class Bench:
@@ -36,7 +39,7 @@ class Bench:
 
     def __init__(self, expert_nbytes: int, monkeypatch: pytest.MonkeyPatch, num_readers: int = 4) -> None:
         self.disk = Disk(Geometry((LayerGeometry(64, 1, 2048, expert_nbytes // 4096, 2, 1),) * 3))
-        monkeypatch.setattr(reading, "ExpertFile", self.disk.open)
+        self.disk.put(monkeypatch)
         self.slots = [bytearray(expert_nbytes) for _ in range(64)]
         self.readers = Readers(self.disk, self.disk.geometry, lambda p: memoryview(self.slots[p.slot]), num_readers)
 
@@ -78,32 +81,23 @@ class OnDisk:
         self.readers = Readers(self, geometry, self.slot)
 
     def layer_file(self, layer: int) -> LayerFile:
-        return LayerFile(self.path, 0, None, None, range(self.num_experts))
+        return LayerFile(self.path, 0, None, range(self.num_experts))
 
     def slot(self, span: Span) -> memoryview:
         return self.memory[span.slot * self.nbytes : (span.slot + 1) * self.nbytes]
 
 
-@pytest.fixture(params=[2 * 4096, 5 * MIN_READ_NBYTES // 2], ids=["small", "large"])
+@pytest.fixture(params=[2 * 4096, 5 * MIB // 2], ids=["small", "large"])
 def on_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[OnDisk]:
     bench = OnDisk(tmp_path / "experts", request.param)
     yield bench
     bench.readers.close()
 
 
-def needs_no_reader(bench: OnDisk) -> None:
-    try:
-        ReadQueue().close()
-    except OSError:
-        pytest.skip("this system has no such reads")
-    with contextlib.closing(ExpertFile(bench.path)) as file:
-        if not file.is_direct:
+def test_loads_and_prefetches_bypass_the_page_cache(on_disk: OnDisk) -> None:
+    with contextlib.closing(ExpertFile(on_disk.path)) as file:
+        if file.direct_fd < 0:
             pytest.skip("this file system has no O_DIRECT")
-
-
-def test_loads_and_prefetches_need_no_reader(on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_no_reader(on_disk)
-    monkeypatch.setattr(ExpertFile, "read_into", lambda *_: pytest.fail("a reader read"))
     for begin in (on_disk.readers.submit, on_disk.readers.prefetch, on_disk.readers.submit):
         on_disk.memory[:] = bytes(len(on_disk.memory))
         wanted = [span(expert) for expert in (6, 1, 4, 0, 2, 7)]
@@ -112,27 +106,10 @@ def test_loads_and_prefetches_need_no_reader(on_disk: OnDisk, monkeypatch: pytes
         for one in wanted:
             assert bytes(on_disk.slot(one)) == bytes([1 + one.expert]) * on_disk.nbytes
         assert on_disk.readers.poll() is None
-    assert on_disk.readers.stats()["disk_nbytes"] == 18 * on_disk.nbytes
-    assert on_disk.readers.stats()["buffered_nbytes"] == 0
+    assert on_disk.readers.stats() == {"disk_nbytes": 18 * on_disk.nbytes, "buffered_nbytes": 0}
 
 
-def test_prefetches_without_a_reader_begin_only_when_called(on_disk: OnDisk) -> None:
-    needs_no_reader(on_disk)
-    assert on_disk.readers.prefetches_when_called
-    wanted = [span(expert) for expert in range(6)]
-    on_disk.readers.prefetch(wanted)
-    time.sleep(0.2)
-    there = [bytes(on_disk.slot(one)) == bytes([1 + one.expert]) * on_disk.nbytes for one in wanted]
-    assert there == [expert < (4 if on_disk.nbytes < MIN_READ_NBYTES else 1) for expert in range(6)]
-    assert on_disk.readers.poll() is not None
-    time.sleep(0.2)
-    assert len(on_disk.readers.cancel(0)) == (0 if on_disk.nbytes < MIN_READ_NBYTES else 4), "polling began more"
-    while on_disk.readers.num_in_flight:
-        on_disk.readers.wait()
-
-
-def test_a_reader_reads_what_cannot_bypass_the_page_cache(on_disk: OnDisk) -> None:
-    needs_no_reader(on_disk)
+def test_what_cannot_bypass_the_page_cache_is_read_through_it(on_disk: OnDisk) -> None:
     on_disk.memory = memoryview(mmap.mmap(-1, on_disk.num_experts * on_disk.nbytes + 64))[64:]
     on_disk.readers.submit([span(6)])
     on_disk.readers.prefetch([span(1)])
@@ -141,53 +118,17 @@ def test_a_reader_reads_what_cannot_bypass_the_page_cache(on_disk: OnDisk) -> No
     assert on_disk.readers.stats()["buffered_nbytes"] == 2 * on_disk.nbytes
 
 
-def test_prefetches_begin_when_the_last_load_is_read_without_a_reader(on_disk: OnDisk) -> None:
-    needs_no_reader(on_disk)
-    on_disk.readers.submit([span(0), span(1)])
-    on_disk.readers.prefetch([span(2), span(3), span(4), span(5)])
-    assert on_disk.readers.cancel(0, [5]) == [span(5)]
-    assert [on_disk.readers.wait().expert for _ in range(5)][2:] == [2, 3, 4] or on_disk.nbytes < MIN_READ_NBYTES
-    assert not on_disk.readers.num_in_flight
-
-
-def test_more_reads_than_the_system_takes_at_once_wait_for_it(on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_no_reader(on_disk)
-    begin, room = ReadQueue.begin, [2, 0, 1]
-    monkeypatch.setattr(ReadQueue, "begin", lambda queue, reads: begin(queue, reads[: room.pop(0) if room else 64]))
-    on_disk.readers.submit([span(0), span(1), span(2)])
-    on_disk.readers.prefetch([span(3), span(4), span(5)])
+def test_prefetches_go_on_while_nobody_calls(on_disk: OnDisk) -> None:
+    on_disk.readers.prefetch([span(expert) for expert in range(6)])
+    end = time.monotonic() + 20
+    while bytes(on_disk.slot(span(5))) != bytes([6]) * on_disk.nbytes:
+        assert time.monotonic() < end
+        time.sleep(0.001)
     assert {on_disk.readers.wait().expert for _ in range(6)} == set(range(6))
-    for expert in range(6):
-        assert bytes(on_disk.slot(span(expert))) == bytes([1 + expert]) * on_disk.nbytes
-    assert len(room) < 3 and not on_disk.readers.num_in_flight
-
-
-def test_reads_that_fail_or_find_no_room_are_done_by_readers(on_disk: OnDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first two fail and leave nothing, and then the system takes no more, in the middle of a large span."""
-    needs_no_reader(on_disk)
-    begin, ended, room, failing = ReadQueue.begin, ReadQueue.ended, [1, 1], [-5, -5]
-
-    def fail(queue: ReadQueue, timeout_ns: int = 0) -> list[tuple[int, int]]:
-        found = ended(queue, timeout_ns)
-        for tag, _ in found:
-            buffer = on_disk.readers._queued[tag].read.buffer
-            buffer[:] = bytes(len(buffer))
-        return [(tag, failing.pop() if failing else nbytes) for tag, nbytes in found]
-
-    monkeypatch.setattr(ReadQueue, "begin", lambda queue, reads: begin(queue, reads[: room.pop() if room else 0]))
-    monkeypatch.setattr(ReadQueue, "ended", fail)
-    on_disk.readers.submit([span(0), span(1)])
-    on_disk.readers.prefetch([span(2), span(3)])
-    assert {on_disk.readers.wait().expert for _ in range(4)} == set(range(4))
-    for expert in range(4):
-        assert bytes(on_disk.slot(span(expert))) == bytes([1 + expert]) * on_disk.nbytes
-    on_disk.readers.prefetch([span(4)])
-    assert on_disk.readers.wait() == span(4), "and they go on"
-    assert not failing and not on_disk.readers.num_in_flight
 
 
 @pytest.mark.parametrize("is_prefetch", [False, True])
-def test_a_read_without_a_reader_that_falls_short_is_explained(is_prefetch: bool, on_disk: OnDisk) -> None:
+def test_a_read_that_falls_short_is_explained(is_prefetch: bool, on_disk: OnDisk) -> None:
     with on_disk.path.open("r+b") as file:
         file.truncate(on_disk.nbytes)
     for spans in ([span(0), span(5)], [span(5)], [span(0)]):  # what is still there may have been written to, too
@@ -197,13 +138,90 @@ def test_a_read_without_a_reader_that_falls_short_is_explained(is_prefetch: bool
         on_disk.readers.drain()
 
 
-def test_draining_waits_for_reads_without_a_reader(on_disk: OnDisk) -> None:
+def test_draining_waits_for_reads(on_disk: OnDisk) -> None:
     for _ in range(20):
         on_disk.readers.submit([span(expert) for expert in range(8)])
         on_disk.readers.drain()
         on_disk.memory[:] = bytes(len(on_disk.memory))
         assert on_disk.readers.poll() is None
     assert not any(on_disk.memory), "a read went on after that"
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EINTR, errno.ENOMEM])
+def test_a_read_of_an_overloaded_system_is_tried_again(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Preads(monkeypatch)
+    with contextlib.closing(OnDisk(tmp_path / "experts", SMALL).readers) as readers:
+        working, failures = reads.call, [number, number]
+
+        def sometimes(file: int, buffer: memoryview, offset: int) -> int:
+            if failures:
+                raise OSError(failures.pop(), "for now")
+            return working(file, buffer, offset)
+
+        reads.call = sometimes
+        readers.submit([span(3)])
+        assert readers.wait() == span(3) and not failures
+
+
+def test_a_read_that_comes_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Preads(monkeypatch, lambda file, buffer, offset: os.preadv(file, [buffer[: 1 + len(buffer) // 3]], offset))
+    bench = OnDisk(tmp_path / "experts", SMALL)
+    with contextlib.closing(bench.readers) as readers:
+        readers.submit([span(3)])
+        assert readers.wait() == span(3) and bytes(bench.slot(span(3))) == bytes([4]) * SMALL
+
+
+def test_an_error_names_file_offset_and_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(file: int, buffer: memoryview, offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    Preads(monkeypatch, fails)
+    with contextlib.closing(OnDisk(tmp_path / "experts", SMALL).readers) as readers:
+        readers.submit([span(3)])
+        with pytest.raises(
+            TransferError, match=rf"experts: reading {SMALL} bytes at offset {3 * SMALL} failed \(Input"
+        ):
+            readers.wait()
+        assert readers.poll() is None and not readers.num_in_flight
+
+
+def test_checksums_are_those_of_the_reference() -> None:
+    """XXH3 of the library beside xxhash's, of lengths around its stripes and blocks."""
+    (path,) = (Path(transfer.__file__).parents[1] / "native").glob("_readers*.so")
+    xxh3 = ctypes.CDLL(str(path)).expertly_xxh3
+    xxh3.restype, xxh3.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_int64)
+    dice = random.Random(0)
+    for nbytes in (
+        241,
+        255,
+        256,
+        257,
+        1023,
+        1024,
+        1025,
+        1088,
+        1089,
+        2049,
+        *(dice.randrange(241, 99_999) for _ in range(50)),
+    ):
+        data = dice.randbytes(nbytes)
+        assert xxh3(data, nbytes) == xxhash.xxh3_64_intdigest(data), nbytes
+
+
+def test_without_the_library_who_waits_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_library", lambda: None)
+    bench = OnDisk(tmp_path / "experts", SMALL)
+    with contextlib.closing(bench.readers) as readers:
+        readers.prefetch([span(1), span(2)])
+        readers.submit([span(3)])
+        assert readers.wait() == span(3), "loads come first"
+        assert readers.cancel(0) == [span(1), span(2)] and readers.poll() is None
+        os.truncate(bench.path, SMALL)
+        readers.submit([span(4)])
+        with pytest.raises(TransferError, match="truncated"):
+            readers.wait()
 
 
 def span(expert: int, layer: int = 0) -> Span:
@@ -236,11 +254,11 @@ def test_of_small_spans_as_many_as_readers_are_under_way(make: MakeBench) -> Non
     assert bench.disk.until_begun(5)[4:] == [(0, 4)], "in the order in which they were submitted"
     bench.readers.submit([span(20), span(21)])
     bench.disk.let_end((0, 0), (0, 1))
+    assert {read[1] for read in bench.disk.until_begun(7)[5:]} == {20, 21}
     bench.wait(3)
-    assert {read[1] for read in bench.disk.until_begun(6)[5:]} <= {20, 21}
     bench.disk.let_end((0, 3), (0, 4))
     bench.wait(2)
-    assert len(bench.disk.until_begun(6)) == 6, "small loads travel together, and nothing begins beside them"
+    assert {read[1] for read in bench.disk.until_begun(7)[5:]} == {20, 21}, "nothing else begins beside loads"
     bench.disk.let_all_end()
     assert {one.expert for one in bench.wait(5)} == {20, 21, 5, 6, 7}
     assert {read[1] for read in bench.disk.begun[5:7]} == {20, 21}
@@ -252,8 +270,7 @@ def test_cancelled_is_what_no_reader_has_begun_of_the_layer_and_may_be_loaded(ma
     readers.prefetch([span(1), span(2, layer=1), span(3), span(4), span(5, layer=1)])
     bench.disk.until_begun(4)
     assert readers.asked_nbytes == 5 * LARGE
-    assert readers.cancel(0, [1, 3, 5]) == [span(3)], "1 is under way, and 5 is another layer's"
-    assert readers.cancel(0) == [span(4)]
+    assert readers.cancel(0) == [span(3), span(4)], "1 is under way, and 5 is another layer's"
     assert readers.cancel(0) == []
     assert readers.num_in_flight == 3 and readers.asked_nbytes == 3 * LARGE
     readers.submit([span(4)])
@@ -277,7 +294,7 @@ def test_a_failed_read_is_raised_and_the_others_come(make: MakeBench) -> None:
         try:
             seen.append(bench.readers.wait().expert)
         except TransferError as error:
-            seen.append(-int(str(error).split("expert ")[1].split()[0]))
+            seen.append(-int(str(error).split("offset ")[1].split()[0]) // SMALL)
     assert sorted(seen) == [-9, -1, 0, 2, 3]
     bench.readers.prefetch([span(5)])
     assert bench.wait(1) == [span(5)], "the readers live on"
@@ -296,10 +313,10 @@ def test_drain_drops_what_has_not_begun(make: MakeBench) -> None:
 
     threading.Thread(target=let_end_when_all_else_is_cancelled, daemon=True).start()
     bench.readers.drain()
-    assert set(bench.disk.begun) == {(0, 0), (0, 50)}
+    assert set(bench.disk.begun) == {(0, 0)}, "neither the other prefetches nor the load that waited"
     assert bench.disk.num_ended == len(bench.disk.begun), "nothing is being read any more"
     assert bench.readers.num_in_flight == 0 and bench.readers.poll() is None
-    assert bench.readers.asked_nbytes == 2 * LARGE
+    assert bench.readers.asked_nbytes == LARGE
     bench.readers.prefetch([span(3)])
     bench.readers.submit([span(4)])
     assert {one.expert for one in bench.wait(2)} == {3, 4}, "and it goes on"
@@ -307,14 +324,15 @@ def test_drain_drops_what_has_not_begun(make: MakeBench) -> None:
 
 def test_close_ends_with_work_queued(make: MakeBench) -> None:
     bench = make(SMALL)
-    before = threading.active_count()
+    while len(reader_threads()) < 4:  # they name themselves
+        time.sleep(0.001)
     bench.readers.prefetch([span(i) for i in range(40)])
     bench.disk.until_begun(4)
     bench.readers.submit([span(i) for i in range(40, 50)])
     bench.disk.let_all_end()
     bench.readers.close()
     bench.readers.close()
-    assert threading.active_count() == before - 4
+    assert not reader_threads()
     num_begun = len(bench.disk.begun)
     time.sleep(0.02)
     assert len(bench.disk.begun) == num_begun
@@ -332,47 +350,7 @@ def test_prefetches_behind_loads_start_by_themselves(make: MakeBench) -> None:
         bench.wait(2)
 
 
-def test_an_interrupt_at_any_line_of_the_caller_leaves_readers_that_work(make: MakeBench) -> None:
-    bench = make(SMALL)
-    bench.disk.let_all_end()
-    readers = bench.readers
-
-    def use() -> None:
-        readers.prefetch([span(1), span(2, layer=1), span(3)])
-        readers.submit([span(4), span(5)])
-        readers.cancel(0)
-        while readers.num_in_flight:
-            readers.wait()
-
-    for at in range(1, 10_000):
-        left = at
-
-        def trace(frame: FrameType, event: str, arg: object) -> Any:
-            nonlocal left
-            if "/expertly/engine/" not in frame.f_code.co_filename:
-                return None
-            left -= event == "line"
-            if event == "line" and left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-            return trace
-
-        sys.settrace(trace)
-        try:
-            use()
-            break
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
-        readers.drain()
-        readers.prefetch([span(6)])
-        readers.submit([span(7)])
-        assert {one.expert for one in bench.wait(2)} == {6, 7}, f"line {at}"
-    assert at > 50
-
-
-@pytest.mark.parametrize("expert_nbytes", [SMALL, 5 * MIN_READ_NBYTES // 2])
+@pytest.mark.parametrize("expert_nbytes", [SMALL, 5 * MIB // 2])
 def test_soak(expert_nbytes: int, make: MakeBench) -> None:
     """Whatever races with what, every span comes once, whole, or is cancelled, never both."""
     bench = make(expert_nbytes)
@@ -389,7 +367,7 @@ def test_soak(expert_nbytes: int, make: MakeBench) -> None:
         free.append(one.slot)
         counts[how] += 1
 
-    for _ in range(1000):
+    for _ in range(400):
         what = dice.random()
         if what < 0.4:
             count, is_prefetch = min(len(free), dice.randint(1, 6)), dice.random() < 0.6
@@ -414,4 +392,25 @@ def test_soak(expert_nbytes: int, make: MakeBench) -> None:
     while in_flight:
         end(readers.wait(), "arrived")
     assert readers.poll() is None
-    assert counts["cancelled"] > 20 and counts["arrived"] > 100 and counts["dropped"]
+    assert counts["cancelled"] > 5 and counts["arrived"] > 100 and counts["dropped"]
+
+
+def test_a_forked_child_closes_what_is_in_flight_without_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has none of the threads, of which one may hold the lock."""
+    library = transfer._library()
+    with contextlib.closing(OnDisk(tmp_path / "experts", SMALL).readers) as readers:
+        readers.prefetch([span(expert) for expert in range(8)])
+        child = os.fork()
+        if not child:
+            for name in ("cancel", "drain", "hush", "close"):
+                monkeypatch.setattr(library, name, lambda *_: os._exit(3))
+            readers.close()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_library_of_another_version_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_VERSION", transfer._VERSION + 1)
+    assert transfer._library.__wrapped__() is None

@@ -66,28 +66,26 @@ def make_gguf(
     kinds = gguf.GGMLQuantizationType
     path.parent.mkdir(parents=True, exist_ok=True)
     writer, dice = gguf.GGUFWriter(path, architecture, split_max_tensors=split), np.random.default_rng(1)
-    writer.add_block_count(3)
-    writer.add_context_length(512)
-    writer.add_embedding_length(hidden)
-    is_minimax = architecture == "minimax-m2"
-    writer.add_feed_forward_length(intermediate if is_minimax else 48)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    is_qwen2 = architecture == "qwen2moe"
+    is_minimax, is_qwen2 = architecture == "minimax-m2", architecture == "qwen2moe"
     head = hidden // 4 if is_qwen2 else 16
-    writer.add_key_length(head)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_expert_count(NUM_EXPERTS)
-    writer.add_expert_used_count(2)
-    writer.add_expert_feed_forward_length(intermediate)
-    writer.add_vocab_size(VOCAB_SIZE)
+    usual = {
+        "block_count": 3,
+        "context_length": 512,
+        "embedding_length": hidden,
+        "feed_forward_length": intermediate if is_minimax else 48,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": head,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 10000.0,
+        "expert_count": NUM_EXPERTS,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": intermediate,
+        "vocab_size": VOCAB_SIZE,
+        **({"rope.dimension_count": 8, "expert_gating_func": 2} if is_minimax else {}),  # by sigmoid
+        **({"expert_shared_feed_forward_length": 64} if is_qwen2 else {}),
+    }
     _add_words(writer, words, "qwen2")
-    if is_minimax:
-        writer.add_rope_dimension_count(8)
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if is_qwen2:
-        writer.add_expert_shared_feed_forward_length(64)
 
     def add(name: str, shape: tuple[int, ...], kind: str = "F32", std: float = 0.15, mean: float = 0.0) -> None:
         changed = (others or {}).get(name, kind)
@@ -129,11 +127,8 @@ def make_gguf(
         add(f"{blk}.ffn_down_exps.weight", (NUM_EXPERTS, hidden, intermediate), of_down)
     for name, shape in (more or {}).items():
         writer.add_tensor(name, (dice.standard_normal(shape) * 0.15).astype(np.float32))
-    set_metadata(writer, architecture, metadata or {})
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    set_metadata(writer, architecture, {**usual, **(metadata or {})})
+    _write(writer)
     return path if not split else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
@@ -190,10 +185,7 @@ def make_gpt_oss_gguf(path: Path, source: Path, words: Sequence[str] = (), **met
         "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
     } | metadata
     writer = gguf.GGUFWriter(path, "gpt-oss")
-    adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in said.items():
-        if value is not None:
-            adders[type(value)](f"gpt-oss.{key}", value)
+    set_metadata(writer, "gpt-oss", said)
     _add_words(writer, words, "gpt-4o")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT_OSS, config["num_hidden_layers"])
 
@@ -223,11 +215,15 @@ def make_gpt_oss_gguf(path: Path, source: Path, words: Sequence[str] = (), **met
             writer.add_tensor(f"{stem}.weight", blocks(f"{experts}.{fused}", rows), raw_dtype=kind)
             bias = tensors[f"{experts}.{fused}_bias"][:, rows].float().numpy()
             writer.add_tensor(f"{stem}.bias", np.ascontiguousarray(bias))
+    _write(writer)
+    return path
+
+
+def _write(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def _add_words(writer: gguf.GGUFWriter, words: Sequence[str], pre: str) -> None:

@@ -1,16 +1,47 @@
-"""transformers' model of a quantised checkpoint, with the weights that it has dequantised."""
+"""Quantised checkpoints that libraries made (checkpoints/README.md), and transformers' model of a dequantised one."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
+from expertly.formats import group_formats
+from tests.families import load_reference
 from tests.formats.gguf_files import load_gguf
-from tests.formats.gptq_files import load_gptq
-from tests.model.checkpoints import load_dequantised
+from tests.model.checkpoints import load_dequantised, read_tensors, set_config, write_checkpoint
+
+CHECKPOINTS = Path(__file__).with_name("checkpoints")
+
+
+def library_checkpoint(folder: Path, dtype: torch.dtype | None = None, name: str = "gptq") -> Path:
+    """A copy. `dtype`: that its config says, in place of that of the model that was quantised."""
+    shutil.copytree(CHECKPOINTS / name, folder, dirs_exist_ok=True)
+    if dtype is not None:
+        set_config(folder, dtype=str(dtype).removeprefix("torch."))
+    return folder
+
+
+def load_gptq(source: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """transformers' model with the weights of the library, which has told a digest of each as it computes them."""
+    config = json.loads((source / "config.json").read_text())
+    dtype = dtype or getattr(torch, config["dtype"])
+    computed = "bfloat16" if dtype == torch.bfloat16 else "float16"
+    form, tensors = group_formats(config["quantization_config"], computed)[0], read_tensors(source)
+    plain = {name: one for name, one in tensors.items() if not name.endswith(form.suffixes)}
+    for stem, digest in json.loads((source / "weights.json").read_text())[computed].items():
+        parts = [tensors[stem + suffix] for suffix in form.suffixes]
+        weight = form.dequantised(parts, *form.size_of(parts)).contiguous()
+        assert hashlib.sha256(weight.view(torch.uint8).numpy()).hexdigest()[:16] == digest, stem
+        plain[f"{stem}.weight"] = weight
+    assert len(plain) + (len(form.suffixes) - 1) * sum(name.endswith(".qweight") for name in tensors) == len(tensors)
+    folder = write_checkpoint(source.with_name(f"{source.name}-plain"), plain, source, quantization_config=None)
+    return load_reference(folder, dtype=dtype)
 
 
 @cache  # some take seconds to dequantise

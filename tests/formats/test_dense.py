@@ -24,16 +24,14 @@ from expertly.model.dequantizer import BlockDequantizer
 from expertly.model.needs import needs_of
 from expertly.model.packing import pack
 from expertly.model.tiled import TiledEmbedding, TiledLayer
-from expertly.native.kernels import VARIABLE, Kernels, libraries
+from expertly.native.kernels import VARIABLE, libraries
 from expertly.store.manifest import MANIFEST_NAME
 from expertly.store.packed import PackedStore
 from tests.engine.observe import loaded
 from tests.families import generate, logits_of, make_prompts
 from tests.formats.gguf_files import make_gguf
-from tests.formats.gptq_files import library_checkpoint
-from tests.formats.references import reference_of
+from tests.formats.references import library_checkpoint, reference_of
 from tests.model.checkpoints import (
-    assert_holds_what_transformers_loads,
     change,
     load_dequantised,
     make_fp8_checkpoint,
@@ -66,10 +64,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, torch.dtype], Path], set[str]]] = {
     "fp8 qwen3_moe": (partial(fp8, "qwen3_moe"), {"q_proj", "k_proj", "v_proj"}),
     "fp8 deepseek_v3": (partial(fp8, "deepseek_v3"), {"q_a_proj", "gate_proj", "up_proj", "down_proj"}),
     "int4_g32 qwen3_moe": (make_int4_checkpoint, {"q_proj", "k_proj", "v_proj", "o_proj"}),
-    "int4_g32_zeros_f16 autoawq": (
-        partial(library_checkpoint, name="autoawq"),
-        {"q_proj", "k_proj", "v_proj", "o_proj"},
-    ),
+    "int4_g32_zeros_f16 autoawq": (partial(library_checkpoint, name="autoawq"), {"q_proj", "k_proj", "v_proj"}),
     "q4_k qwen3moe": (
         partial(gguf, architecture="qwen3moe", dense="Q4_K"),
         {"embed_tokens", "q_proj", "k_proj", "v_proj", "lm_head"},
@@ -180,15 +175,6 @@ def test_models_in_bfloat16(name: str, sources: Any) -> None:
 
 
 @needs_kernels
-def test_a_dtype_that_is_named_undoes_them_as_it_does_experts(sources: Any, tmp_path: Path) -> None:
-    source, kept = sources("int4_g32 qwen3_moe", torch.bfloat16)
-    store = pack(source, tmp_path / "store", "bfloat16")
-    assert_holds_what_transformers_loads(store, source, reference_of(source))
-    assert not store.manifest.dense_formats and store.dense_nbytes > kept.dense_nbytes
-    assert sum(kept.dense_by_format(is_decoded=True).values()) == store.dense_nbytes
-
-
-@needs_kernels
 def test_what_people_do_with_a_model(sources: Any) -> None:
     _, store = sources("fp8 qwen3_moe")
     with loaded(store.folder, memory="50%") as model:
@@ -198,10 +184,7 @@ def test_what_people_do_with_a_model(sources: Any) -> None:
         model.load_state_dict(state)
         assert "Linear(in_features=128" in repr(layer) and "format=fp8" in repr(layer)
         assert model.dtype == torch.float32 and model.to("cpu") is model
-        duplicate, prompts = copy.deepcopy(model), make_prompts(1, length=14)
-        assert duplicate.get_submodule(path).tiles.data_ptr() != layer.tiles.data_ptr()
-        assert generate(duplicate, prompts) == generate(model, prompts)
-        for refused in (partial(model.save_pretrained, "nowhere"), model.half):
+        for refused in (partial(model.save_pretrained, "nowhere"), model.half, partial(copy.deepcopy, model)):
             with pytest.raises(ModelUseError, match="experts are not in it"):
                 refused()
         with pytest.raises(ModelUseError, match=r"keeps its bytes in fp8 .*dtype='float32'"):
@@ -233,7 +216,7 @@ def test_a_table_of_embeddings(sources: Any, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('.q_proj": "fp8"', '.q_proj": "fp5"', r"dense_formats=.*must be an object of formats; accepted: mxfp4, fp8"),
+        ('.q_proj": "fp8"', '.q_proj": "fp5"', r"dense_formats='fp5': accepted: mxfp4, fp8"),
         ("0.self_attn.q_proj", "9.self_attn.q_proj", r"another dense part: model.layers.9.self_attn.q_proj: .*pack it"),
         ("0.self_attn.q_proj", "0.input_layernorm", r"input_layernorm: a Qwen3MoeRMSNorm, not a linear layer or table"),
         ('.q_proj": "fp8"', '.q_proj": "q8_0"', r"the config asks for another shape of model.layers.0.*q_proj.tiles"),
@@ -251,47 +234,16 @@ def test_a_manifest_that_lies_is_refused(old: str, new: str, message: str, sourc
         manifest.write_text(text)
 
 
-@needs_kernels
-def test_fp8_whose_last_block_has_fewer_outputs() -> None:
-    """As kv_a_proj_with_mqa of DeepSeek-V3, 576 outputs, which transformers does not dequantise."""
-    form, dice = FORMATS["fp8"], torch.Generator().manual_seed(2)
-    rows, columns = 576, 256
-    weights = torch.randn(rows, columns, generator=dice).to(torch.float8_e4m3fn)
-    scales = torch.rand(5, 2, generator=dice)
-    with pytest.raises(ValueError, match="not divisible"):
-        Fp8Dequantize(None)._dequantize_one(weights, scales, torch.float32)
-    padded = torch.cat((weights.view(torch.uint8), torch.zeros(64, columns, dtype=torch.uint8)))
-    wanted = Fp8Dequantize(None)._dequantize_one(padded.view(torch.float8_e4m3fn), scales, torch.float32)[:rows]
-    blocks = torch.from_numpy(form.pack(form.parts_of((weights, scales), rows, columns)))
-    assert torch.equal(form.decode(blocks), wanted)
-    decoded = torch.empty(rows, columns)
-    Kernels(AVAILABLE[0], "for a test").tile_decode(form.kernel, blocks.data_ptr(), decoded)
-    assert torch.equal(decoded, wanted)
-
-
 OUTPUTS = {"hidden_size": 192, "moe_intermediate_size": 320, "shared_expert_intermediate_size": 448, "head_dim": 40}
+KEPT = {"hidden_size": 128, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 448, "head_dim": 48}
 IN_BLOCKS: dict[str, tuple[str, Any, str, dict[str, Any], str | None]] = {
     "rows of 192, 320 and 448": ("qwen2_moe", 128, "weight_scale_inv", OUTPUTS, "float32"),
-    "by the other name": ("qwen2_moe", 128, "weight_scale", OUTPUTS, "float32"),
     "blocks that are no squares": ("qwen3_moe", (64, 96), "weight_scale_inv", OUTPUTS, None),
     "a scale for each 32 of a row": ("qwen3_moe", (1, 32), "weight_scale_inv", OUTPUTS, None),
     "by DeepSeek-V4's name": ("qwen3_moe", 48, "scale", OUTPUTS, None),
-    "one scale for all": ("qwen3_moe", 1 << 30, "weight_scale_inv", OUTPUTS, None),
     "small layers": ("deepseek_v3", 48, "weight_scale_inv", {"hidden_size": 72, "moe_intermediate_size": 40}, None),
-    "kept": (
-        "qwen2_moe",
-        128,
-        "weight_scale_inv",
-        {"hidden_size": 128, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 448, "head_dim": 48},
-        None,
-    ),
-    "kept by the other name": (
-        "qwen2_moe",
-        128,
-        "weight_scale",
-        {"hidden_size": 256, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 960, "head_dim": 80},
-        None,
-    ),
+    "kept": ("qwen2_moe", 128, "weight_scale_inv", KEPT, None),
+    "kept by the other name": ("qwen2_moe", 128, "weight_scale", KEPT, None),
 }
 """Of each case the family, the block, the end of the scales' names, sizes, and the dtype that is asked for."""
 
@@ -324,13 +276,10 @@ def test_blocks_of_fp8_are_as_large_as_the_config_says(name: str, tmp_path: Path
     ("block", "scales", "message"),
     [
         ([128, 128], (2, 1), r"shape \[2, 1\]: must be \[2, 2\] for \[160, 192\] weights"),
-        ([64, 64], (2, 2), r"shape \[2, 3\]: must be \[3, 5\] for \[192, 320\] weights"),
         ([128, 128], (1, 1), r"shape \[1, 1\]: must be \[2, 2\]"),
-        ([128, 128], (3, 2), r"shape \[3, 2\]: must be \[2, 2\]"),
         (None, (2, 2), r"shape \[2, 3\]: must be \[192, 1\]"),
         ([128], (2, 2), r"weight_block_size=\[128\]: must be two whole numbers above 0, or null"),
         ([0, 128], (2, 2), r"weight_block_size=\[0, 128\]: must be two whole"),
-        ("128", (2, 2), r"weight_block_size='128': must be two whole"),
         ([True, 128.0], (2, 2), r"weight_block_size=\[True, 128.0\]: must be two whole"),
     ],
 )
@@ -378,24 +327,6 @@ def test_a_scale_of_a_whole_matrix_or_row(shape: Any, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "scaled", tensors, source, quantization_config=quantization)
     prompts = make_prompts(2, length=14)
     with loaded(pack(tmp_path / "scaled", tmp_path / "store").folder, memory="50%") as model:
-        assert generate(model, prompts) == generate(reference, prompts)
-
-
-@needs_kernels
-def test_deepseek_with_such_a_layer(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "kv_lora_rank": 256, "qk_rope_head_dim": 16}
-    source = make_fp8_checkpoint("deepseek_v3", tmp_path / "source", torch.float32, 128, **sizes)
-    whole, made = read_tensors(source), {}
-    for name in [name for name in whole if name.endswith("kv_a_proj_with_mqa.weight")]:
-        codes, scales = whole[name].mul(64).to(torch.float8_e4m3fn), torch.tensor([[0.02], [0.01], [0.015]])
-        made |= {name: codes, f"{name}_scale_inv": scales}
-        whole[name] = codes.float() * scales.repeat_interleave(128, 0)[:272]
-    config = json.loads((source / "config.json").read_text())
-    reference = load_dequantised(write_checkpoint(tmp_path / "whole", whole, source))
-    write_checkpoint(tmp_path / "kept", {**whole, **made}, source, quantization_config=config["quantization_config"])
-    prompts = make_prompts(2, length=14)
-    with loaded(pack(tmp_path / "kept", tmp_path / "store").folder, memory="50%") as model:
-        assert any(path.endswith("kv_a_proj_with_mqa") for path in tiled(model))
         assert generate(model, prompts) == generate(reference, prompts)
 
 

@@ -28,6 +28,11 @@ def system_of(name: str) -> str:
     return name.split(" ")[0]
 
 
+def preset_of(name: str) -> str:
+    """The preset that the system of the case is, or is made of."""
+    return system_of(name).split(":")[0]
+
+
 def read_cases(file: str, folder: Path = FOLDER) -> dict[str, Case]:
     cases: dict[str, Case] = json.loads((folder / file).read_text(encoding="utf-8"))
     return cases
@@ -62,8 +67,8 @@ def run_command(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def all_systems() -> list[str]:
-    """The presets, as `expertly lab systems` lists them."""
-    status, printed = run_command("lab", "systems")
+    """The presets, as `expertly systems` lists them."""
+    status, printed = run_command("systems")
     assert status == 0
     return [system["name"] for system in printed["systems"]]
 

@@ -1,11 +1,9 @@
 """What the engine counts while the demo model generates a few tokens, of every preset that it can run.
 
-In float32, with one thread, and predicting within the pass (`predict="inline"`), what is routed and predicted is the
-same in every run. What is not: who prefetches finds more or less of it there, as the disk is fast or slow; that moves
-hits, what is evicted, and what is still prefetched. So a system that predicts has two kinds of cases: at every memory
-all counts, with transfers that take no time (see `make_transfers_instant`); and at one memory, as users run it ("as it
-is"), the counts that do not depend on time. Two presets decide by times that they measure, `expertly-ahead` in its gate
-and `moepic` in its allocation: they have the second kind only, and the same without that has the first.
+In float32, with one thread, what is routed and predicted is the same in every run. What is not: who prefetches finds
+more or less of it there, as the disk is fast or slow; that moves hits, what is evicted, and what is still prefetched.
+So a system that predicts has two kinds of cases: at every memory all counts, with transfers that take no time (see
+`make_transfers_instant`); and at one memory, as users run it ("as it is"), the counts that do not depend on time.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from functools import cache, partial
 from typing import Any
 
 import expertly
-from tests.golden.cases import MEMORIES, SEGMENTS, Case, case_name, first_words, run_command
+from tests.golden.cases import MEMORIES, SEGMENTS, Case, case_name, first_words, preset_of, run_command
 
 FILE = "engine.json"
 PROMPTS = (
@@ -31,13 +29,9 @@ COUNTS = (
     *("bytes_loaded", "prefetched_bytes", "wasted_bytes", "predicted", "predicted_needed"),
     *("predicted_resident", "predicted_of", "prefetched", "prefetched_needed", "prefetched_in_time"),
 )
-WITHOUT_PREDICTIONS = TIMELESS[:4]
-"""The same of a system with a gate: which steps are predicted hangs on what steps take."""
-TIMED = {"expertly-ahead": "expertly-ahead:gate=none", "moepic": "moepic:start=half"}
-"""Presets that decide by times that they measure, and what stands in for them."""
 AS_IT_IS = " as it is"
-REFUSED = ("belady", "belady-global", "oracle", "modelled-lookahead")
-"""They know the future: an engine says that it cannot run them."""
+REFUSED = ("belady", "belady-global", "oracle", "modelled-lookahead", "mixtral-offloading", "moe-infinity-lfu")
+"""They know the future, or are for simulation: an engine says that it cannot run them."""
 NUM_RUNS = 3
 
 
@@ -66,16 +60,14 @@ def make_transfers_instant(model: Any) -> None:
 
 
 def case_names() -> list[str]:
-    """Of all cases: the presets as `expertly lab systems` lists them."""
+    """Of all cases: the presets as `expertly systems` lists them."""
     names, as_they_are = [], []
     for preset, prediction in _predictions().items():
         if preset in REFUSED:
             names.append(case_name(preset, "25%", 1))
             continue
         memories = ("25%", "100%") if preset == "resident" else MEMORIES
-        names += [
-            case_name(TIMED.get(preset, preset), memory, segments) for memory in memories for segments in SEGMENTS
-        ]
+        names += [case_name(preset, memory, segments) for memory in memories for segments in SEGMENTS]
         if prediction != "none":
             as_they_are.append(case_name(preset, "25%", 4) + AS_IT_IS)
     return [*names, *as_they_are]
@@ -88,22 +80,20 @@ def run(name: str) -> Case:
 
     system, memory, segments = name.removesuffix(AS_IT_IS).split(" ")
     predicts = _predictions()[system.split(":")[0]] != "none"
-    settings = {"predict": "inline"} if predicts else {}
+    if system != "resident":
+        system = f"{system}:segments={segments.removeprefix('P=')}"
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         model, _ = expertly.load(
             system=system,
             memory=memory,
-            segments=int(segments.removeprefix("P=")),
             device="cpu",
             dtype="float32",
-            codec="none",
             learned="off",
-            **settings,
         )
     except Exception as error:  # whichever: it is compared
-        return {"error": first_words(str(error))}
+        return {"error": first_words(str(error).replace(f"{name.split()[0]}:segments={segments[2:]}", name.split()[0]))}
     try:
         if predicts and not name.endswith(AS_IT_IS):
             make_transfers_instant(model)
@@ -117,9 +107,7 @@ def run(name: str) -> Case:
     finally:
         expertly.unload(model)
         torch.set_num_threads(num_threads)
-    fields = COUNTS
-    if name.endswith(AS_IT_IS):
-        fields = WITHOUT_PREDICTIONS if name.startswith("expertly-ahead ") else TIMELESS
+    fields = TIMELESS if name.endswith(AS_IT_IS) else COUNTS
     for counts in phases.values():
         counts["demands"] = counts["hits"] + counts["partial_hits"] + counts["misses"]
     of_phases = {f"{phase}_{field}": counts[field] for phase, counts in phases.items() for field in fields}
@@ -130,7 +118,7 @@ def record(systems: Sequence[str]) -> dict[str, Case]:
     """All cases of these presets. Raises AssertionError where several runs of one do not agree."""
     cases = {}
     for name in case_names():
-        if name.split(" ")[0].split(":")[0] not in systems:
+        if preset_of(name) not in systems:
             continue
         cases[name] = run(name)
         for _ in range(NUM_RUNS - 1):
@@ -142,6 +130,6 @@ def record(systems: Sequence[str]) -> dict[str, Case]:
 @cache
 def _predictions() -> Mapping[str, str]:
     """What each preset predicts by; "none" where it predicts nothing."""
-    status, printed = run_command("lab", "systems")
+    status, printed = run_command("systems")
     assert status == 0
     return {system["name"]: system["prediction"] for system in printed["systems"]}

@@ -23,7 +23,6 @@ COMMANDS = """
 import sys, time, types
 from expertly.core.errors import ConfigError
 def run_command(argv):
-    if argv[0] == "fails": raise ZeroDivisionError("a bug")
     if argv[0] == "refuses": raise ConfigError("no")
     if argv[0] == "sleeps": print("asleep", flush=True); time.sleep(60)
     if argv[0] == "prints": print("a result", chr(0x2713)); print("a message", file=sys.stderr)
@@ -66,7 +65,6 @@ PROCESSES: dict[str, Case] = {
     "a working folder that was removed": ("mkdir gone; cd gone; rmdir ../gone; X prints", 2, "was removed"),
     "without docstrings": ("PYTHONOPTIMIZE=2 X prints", 2, "PYTHONOPTIMIZE=2: "),
     "without assertions": ("PYTHONOPTIMIZE=1 X prints >/dev/null", 0, "a message"),
-    "a width of nonsense": ("TERMINAL_WIDTH=x X prints", 2, "TERMINAL_WIDTH='x'"),
 }
 
 
@@ -103,24 +101,14 @@ def test_ctrl_c_is_no_traceback_at_any_time(command: str, environment: dict[str,
     assert err == ("" if command == "imports" else "expertly: interrupted\n")
 
 
-def test_a_bug_of_ours_is_not_lost_with_stderr(environment: dict[str, str], tmp_path: Path) -> None:
-    for closing, num_files in (("", 0), (" 2>&-", 1), (" 2>/dev/full", 2)):
-        done = shell(f"X fails{closing}", environment, tmp_path)
-        files = list(tmp_path.glob("expertly-*.traceback"))
-        assert done.returncode == 1 and len(files) == num_files
-        assert all("ZeroDivisionError: a bug" in file.read_text() for file in files)
-        assert ("ZeroDivisionError: a bug" in done.stderr) == (not closing)
-
-
 TYPED: dict[str, tuple[list[str], str]] = {
     "a model": (["pack", LONG], "File name too long"),
-    "a path": (["lab", "trace", "info", f"./{LONG}"], "File name too long"),
-    "a deep path": (["lab", "trace", "info", "a/" * 3000], "File name too long"),
     "a store": (["pack", "--verify", LONG], "File name too long"),
+    "a deep store": (["pack", "--verify", "a/" * 3000], "File name too long"),
     "a home of nobody": (["run", "~nobody-of-this-name/m", "hello"], "no home folder is known"),
     "the root": (["pack", "demo", "--out", "/"], "the root of the file system"),
-    "no path": (["pack", "demo", "--out", ""], "out='': must be the name of a file or a folder"),
-    "no path, with =": (["pack", "demo", "--out="], "out='': must be the name of a file or a folder"),
+    "no path": (["pack", "demo", "--out", ""], "'--out': '': must be the name of a file or a folder"),
+    "no path, with =": (["pack", "demo", "--out="], "'--out': '': must be the name of a file or a folder"),
     "a prompt that is no text": (["run", "demo", "h\udcff"], "must be UTF-8"),
     "a temperature below what a float divides by": (["run", "demo", "hi", "--temperature", "1e-320"], "from 0.0001"),
     "a long command": (["x" * 5000], " ... "),

@@ -70,10 +70,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         edited("config.json", lambda config: config.update(model_type="mixtral", num_local_experts=8)),
         "renamed, or of another model_type",
     ),
-    "names of nobody": (
-        renamed("model.", "x.y."),
-        "renamed, or of another model_type",
-    ),
     "no name that is known": (
         weights(lambda tensors: {f"t{at}": tensor for at, tensor in enumerate(tensors.values())}),
         "none of its",
@@ -87,7 +83,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         "model.layers.1.mlp.experts: the checkpoint has 7 experts, but config.json says 8 (tensor "
         "'model.layers.1.mlp.experts.0.gate_proj.weight' and its like): expert 3 is not in the checkpoint",
     ),
-    "a matrix of an expert less": (without(EXPERT), "expert 3 is not in the checkpoint"),
     "one missing tensor": (
         without("model.norm.weight"),
         "model: no tensor for model.norm.weight: config.json makes it",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from expertly.native.kernels import Kernels
 from tests.families import make_checkpoint
 from tests.model.toy import Toy
 
@@ -39,3 +42,30 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+Calls = dict[str, list[int]]
+"""Tokens of each call of the kernels' functions, by their names."""
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What modules have asked of kernels so far."""
+    calls: Calls = {}
+
+    def counted(name: str, function: Any, num_tokens: Callable[..., int]) -> Any:
+        def call(self: Kernels, first: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.setdefault(name, []).append(num_tokens(first))
+            return function(self, first, *args, **kwargs)
+
+        return call
+
+    for name, num_tokens in {
+        "attention": lambda query: query.shape[2],
+        "dots": lambda tasks: tasks[2],
+        "norm": lambda x: x.shape[:-1].numel(),
+        "projections": lambda x: x.shape[:2].numel(),
+        "router": len,
+    }.items():
+        monkeypatch.setattr(Kernels, name, counted(name, getattr(Kernels, name), num_tokens))
+    return calls

@@ -1,4 +1,4 @@
-"""A hub on this machine: what its client asks for, and what lies on the disk when a shard is asked for."""
+"""A hub on this machine, and what its client asks for."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-NAME = "maker/model"
+NAME, COMMIT = "maker/model", "c0ffee" + "0" * 34
 
 
 @dataclass
 class FakeHub:
-    """Serves the files of `folder` as NAME. `watched`: files below it with this ending are counted at each download."""
+    """Serves the files of `folder` as NAME."""
 
     folder: Path
-    watched: Path
     url: str = ""
-    commit: str = "c0ffee" + "0" * 34
     downloads: list[str] = field(default_factory=list)  # whole files, not ranges
-    most_shards: int = 0  # that lay below `watched` when one was asked for
-    fails_at: str | None = None  # a file whose download breaks off
 
     def siblings(self) -> list[dict[str, object]]:
         found = []
@@ -56,7 +52,7 @@ def served(hub: FakeHub) -> Iterator[FakeHub]:
                 self._send(200, json.dumps(sized).encode(), {}, is_head)
                 return
             if path.startswith(f"/api/models/{NAME}"):
-                told = {"id": NAME, "sha": hub.commit, "siblings": hub.siblings(), "tags": [], "private": False}
+                told = {"id": NAME, "sha": COMMIT, "siblings": hub.siblings(), "tags": [], "private": False}
                 self._send(200, json.dumps(told).encode(), {}, is_head)
                 return
             file = hub.folder / path.rpartition("/")[2]
@@ -64,29 +60,25 @@ def served(hub: FakeHub) -> Iterator[FakeHub]:
                 self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, is_head)
                 return
             data = file.read_bytes()
-            headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": hub.commit}
+            headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
             asked = self.headers.get("Range")
             if not is_head and asked is None:
                 hub.downloads.append(file.name)
-                if file.suffix == ".safetensors":
-                    hub.most_shards = max(hub.most_shards, len(list(hub.watched.rglob("*.download/*.safetensors"))))
             if not is_head and asked is not None:
                 begin, end = asked.removeprefix("bytes=").split("-")
                 last = min(int(end or len(data) - 1), len(data) - 1)
                 headers["Content-Range"] = f"bytes {begin}-{last}/{len(data)}"
                 self._send(206, data[int(begin) : last + 1], headers, is_head)
                 return
-            self._send(200, data, headers, is_head, breaks=not is_head and file.name == hub.fails_at)
+            self._send(200, data, headers, is_head)
 
-        def _send(self, status: int, data: bytes, headers: dict[str, str], is_head: bool, breaks: bool = False) -> None:
+        def _send(self, status: int, data: bytes, headers: dict[str, str], is_head: bool) -> None:
             self.send_response(status)
             for name, value in {"Content-Length": str(len(data)), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
             if not is_head:
-                self.wfile.write(data[: len(data) // 2] if breaks else data)
-            if breaks:
-                self.close_connection = True
+                self.wfile.write(data)
 
         def log_message(self, format: str, *args: object) -> None:
             pass

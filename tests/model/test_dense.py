@@ -1,8 +1,7 @@
-"""The dense part at a few tokens: attention and norms of the compiled kernels against torch's and transformers'."""
+"""The dense part at a few tokens: modules of transformers that the compiled kernels compute."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any
 
@@ -15,126 +14,13 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from expertly.model import dense
-from expertly.model.dense import use_kernels
-from expertly.native.kernels import Kernels, Library, choose_kernels, libraries
+from expertly.model.dense import FewTokensLinear, use_kernels
+from expertly.native.kernels import TASK_TOKENS, choose_kernels, libraries
 from tests.families import FAMILIES, make_model, make_prompts
+from tests.model.conftest import Calls
 
 AVAILABLE, WHY = libraries()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no compiled kernels: {WHY}")
-
-SHAPES = [  # sequences, heads, key heads, tokens, keys, widths of keys and of values
-    (1, 8, 2, 1, 1, 32, 32),
-    (1, 8, 2, 1, 300, 64, 64),
-    (2, 4, 4, 3, 257, 80, 48),
-    (1, 6, 2, 16, 600, 192, 128),
-    (3, 5, 5, 1, 13, 20, 7),
-]
-CLOSE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-6}
-
-
-def attention_of(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As it is written down, in float64."""
-    groups, num_keys = q.shape[1] // k.shape[1], k.shape[2]
-    k, v = (one.double().repeat_interleave(groups, 1) for one in (k, v))
-    scores = q.double() @ k.transpose(2, 3) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
-    if sinks is not None:
-        column = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, column), dim=-1)
-    return (scores.softmax(dim=-1)[..., :num_keys] @ v).transpose(1, 2)
-
-
-@pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention(library: Library, shape: tuple[int, ...]) -> None:
-    batch, heads, key_heads, tokens, keys, key_width, value_width = shape
-    dice = torch.Generator().manual_seed(0)
-    kernels = Kernels(library, "")
-    for dtype in CLOSE.keys() & library.dtypes.keys():
-        q = torch.randn(batch, tokens, heads, key_width, generator=dice).to(dtype).transpose(1, 2)
-        k = torch.randn(batch, keys, key_heads, key_width, generator=dice).to(dtype).transpose(1, 2)
-        v = torch.randn(batch, key_heads, keys, value_width, generator=dice).to(dtype)
-        seen = torch.rand(batch, 1, tokens, keys, generator=dice) > 0.3
-        seen[..., 0] = True
-        added = torch.randn(1, heads, tokens, keys, generator=dice).to(dtype)
-        ways: list[dict[str, Any]] = [
-            {},
-            {"softcap": 3.0},
-            {"sinks": torch.randn(heads, generator=dice).to(dtype)},
-            {"mask": seen},
-            {"mask": added},
-        ]
-        for way in ways:
-            got = kernels.attention(q, k, v, key_width**-0.5, **way)
-            expected = attention_of(q, k, v, key_width**-0.5, **way)
-            assert got.shape == expected.shape and got.is_contiguous()
-            assert (got.double() - expected).abs().max() < CLOSE[dtype] * expected.abs().max(), (dtype, way.keys())
-
-
-@pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
-@pytest.mark.parametrize("heads", [4, 6, 16])
-def test_keys_of_other_sequences_are_left_out(library: Library, heads: int) -> None:
-    """Sixteen sequences side by side, as continuous batching has them: each is as alone, and most do not even read the
-    keys of the first, which are NaN.
-    """
-    num, lengths, kernels = 16, [60, 1, 300, *range(40, 53)], Kernels(library, "")
-    dice = torch.Generator().manual_seed(0)
-    ends = [sum(lengths[: i + 1]) for i in range(num)]
-    for dtype in CLOSE.keys() & library.dtypes.keys():
-        q = torch.randn(1, heads, num, 32, generator=dice).to(dtype)
-        k, v = (torch.randn(1, 2, ends[-1], 32, generator=dice).to(dtype) for _ in range(2))
-        mask = torch.full((1, 1, num, ends[-1]), torch.finfo(dtype).min, dtype=dtype)
-        for i, (end, length) in enumerate(zip(ends, lengths, strict=True)):
-            mask[..., i, end - length : end] = 0
-        k[..., : lengths[0], :] = torch.nan
-        for given in (mask, mask == 0):
-            together = kernels.attention(q, k, v, 0.2, given)
-            for i in range(4, num):
-                own = slice(ends[i] - lengths[i], ends[i])
-                alone = attention_of(q[:, :, i : i + 1], k[:, :, own], v[:, :, own], 0.2)
-                error = (together[:, i : i + 1].double() - alone).abs().max()
-                assert error < CLOSE[dtype] * alone.abs().max(), (dtype, i)
-
-
-@pytest.mark.parametrize("library", AVAILABLE, ids=lambda library: library.name)
-def test_a_token_that_sees_nothing_is_zero_whatever_its_neighbours_see(library: Library) -> None:
-    dice, kernels = torch.Generator().manual_seed(0), Kernels(library, "")
-    for dtype in CLOSE.keys() & library.dtypes.keys():
-        q, k, v = (torch.randn(1, 4, num, 32, generator=dice).to(dtype) for num in (3, 40, 40))
-        mask = torch.full((1, 1, 3, 40), torch.finfo(dtype).min, dtype=dtype)
-        mask[..., 1:, :20] = 0
-        for given in (mask, mask == 0):
-            assert not kernels.attention(q, k, v, 0.2, given)[:, 0].any()
-
-
-def test_threads_change_nothing_and_nan_is_passed_on() -> None:
-    kernels = choose_kernels()
-    q, k, v = (torch.randn(1, heads, num, 128).bfloat16() for heads, num in ((8, 1), (4, 2000), (4, 2000)))
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for num in (1, 2):
-            torch.set_num_threads(num)
-            results.append(kernels.attention(q, k, v, 0.1))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(*results)
-    k[0, 0, 1234, 5] = torch.nan
-    out = kernels.attention(q, k, v, 0.1)
-    assert out[0, 0, :2].isnan().all() and not out[0, 0, 2:].isnan().any(), "the heads of that key head"
-    blind = torch.zeros(1, 1, 1, 2000, dtype=torch.bool)
-    assert (kernels.attention(q, v, v, 0.1, blind) == 0).all(), "a row that sees nothing is zero"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -195,22 +81,17 @@ def test_what_a_user_sets_is_heeded() -> None:
     assert other.config._attn_implementation == "sdpa"
 
 
-def test_arguments_that_are_not_the_kernels() -> None:
-    """Keys that a batch shares are torch's: the kernel would read behind them. So is what `sdpa` alone heeds."""
+def test_keys_that_a_batch_shares_are_torchs() -> None:
+    """The kernel would read behind them."""
     model, kernels = make_model("qwen3_moe", dtype=torch.bfloat16).eval(), choose_kernels()
     use_kernels(model, kernels)
-    module = model.model.layers[0].self_attn
-    function = ALL_ATTENTION_FUNCTIONS["expertly"]
+    module, function = model.model.layers[0].self_attn, ALL_ATTENTION_FUNCTIONS["expertly"]
     q, k = torch.randn(3, 4, 1, 8).bfloat16(), torch.randn(1, 2, 5, 8).bfloat16()
     with torch.no_grad():
         shared = function(module, q, k, k, None, scaling=0.3)[0]
         assert kernels.num_attention == 0
         each = function(module, q, k.expand(3, 2, 5, 8), k.expand(3, 2, 5, 8), None, scaling=0.3)[0]
-        assert kernels.num_attention == 1
-        function(module, q, k.expand(3, 2, 5, 8), k.expand(3, 2, 5, 8), None, scaling=0.3, cache=object())
-        with contextlib.suppress(ValueError):  # which newer transformers' own raises
-            function(module, q, k.expand(3, 2, 5, 8), k.expand(3, 2, 5, 8), None, scaling=0.3, softcap=5.0)
-    assert kernels.num_attention == 1, "caches of continuous batching are not the kernel's"
+    assert kernels.num_attention == 1
     torch.testing.assert_close(shared, each, rtol=2e-2, atol=2e-2)
 
 
@@ -251,33 +132,19 @@ def test_norms_are_known_by_what_they_compute(kind: Any, dtype: torch.dtype) -> 
     assert got.requires_grad and torch.equal(got, module(x)), "what is trained is torch's"
 
 
-@pytest.fixture
-def routed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each call that chose experts."""
-    asked: list[int] = []
-    router = Kernels.router
-
-    def counted(self: Kernels, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        asked.append(len(x))
-        return router(self, x, *args, **kwargs)
-
-    monkeypatch.setattr(Kernels, "router", counted)
-    return asked
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"])
 def test_routers_choose_for_few_tokens_by_the_kernels(
-    family: str, dtype: torch.dtype, routed: list[int], monkeypatch: pytest.MonkeyPatch
+    family: str, dtype: torch.dtype, ran: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = make_model(family, dtype=dtype).eval()
     router = next(module for module in model.modules() if "Router" in type(module).__name__)
     changed, few = copy.deepcopy(router), choose_kernels().most_tokens(dtype)
-    assert use_kernels(changed, choose_kernels()) == 1 and routed
+    assert use_kernels(changed, choose_kernels()) == 1 and "router" in ran
     with monkeypatch.context() as context:
         context.setattr(dense, "_use_routers", lambda *_: None)
         assert use_kernels(router, choose_kernels()) == 1, "its logits"
-    routed.clear()
+    ran.clear()
     hidden = torch.randn(few + 1, router.weight.shape[1]).to(dtype)
     close = 1e-2 if dtype == torch.bfloat16 else 1e-5
     with torch.no_grad():
@@ -285,27 +152,162 @@ def test_routers_choose_for_few_tokens_by_the_kernels(
             found, expected = changed(hidden[:num_tokens]), router(hidden[:num_tokens])
             assert torch.equal(found[0], expected[0]) and torch.equal(found[2], expected[2])
             torch.testing.assert_close(found[1], expected[1], rtol=close, atol=0)
-    assert routed == [1, few], "a prompt is torch's"
+    assert ran["router"] == [1, few], "a prompt is torch's"
     changed(hidden[:1])[0].float().sum().backward()
-    assert routed == [1, few] and changed.weight.grad is not None, "so is what is trained"
+    assert ran["router"] == [1, few] and changed.weight.grad is not None, "so is what is trained"
 
 
-@pytest.mark.parametrize("how", ["fewer experts", "another step", "a bias of its own"])
-def test_other_routers_are_left_alone(how: str, routed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["another step", "a bias of its own"])
+def test_other_routers_are_left_alone(how: str, ran: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     router: Any = make_model("qwen3_moe", dtype=torch.bfloat16).eval().model.layers[0].mlp.gate
     own = type(router).forward
     if how == "another step":  # which common numbers do not show
         monkeypatch.setattr(
             type(router), "forward", lambda self, hidden_states: own(self, hidden_states.clamp(-99, 99))
         )
-    elif how == "a bias of its own":
+    else:
         router.e_score_correction_bias = nn.Parameter(torch.ones(len(router.weight)))
     changed = copy.deepcopy(router)
     use_kernels(changed, choose_kernels())
-    routed.clear()
-    if how == "fewer experts":
-        changed.top_k = router.top_k = 1
+    ran.clear()
     hidden = torch.randn(1, router.weight.shape[1]).bfloat16()
     with torch.no_grad():
         assert torch.equal(changed(hidden)[2], router(hidden)[2])
-    assert routed == []
+    assert "router" not in ran
+
+
+# -- linear layers -----------------------------------------------------------------------------------------------------
+
+
+def made(dtype: torch.dtype, bias: bool) -> tuple[nn.Linear, nn.Linear]:
+    """A module, and the same one changed."""
+    torch.manual_seed(0)
+    plain = nn.Linear(70, 33, bias=bias, dtype=dtype).requires_grad_(False)
+    changed = copy.deepcopy(plain)
+    assert use_kernels(changed, choose_kernels()) == 1
+    return plain, changed
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(70,), (1, 70), (4, 70), (1, 1, 70), (2, 2, 70), (1, 3, 1, 70)])
+def test_a_few_tokens_of_any_shape(ran: Calls, dtype: torch.dtype, bias: bool, shape: tuple[int, ...]) -> None:
+    plain, changed = made(dtype, bias)
+    x = torch.randn(shape).to(dtype)
+    actual, exact = changed(x), nn.functional.linear(x.double(), plain.weight.double())
+    exact = exact if plain.bias is None else exact + plain.bias.double()
+    assert ran["dots"] == [x.numel() // 70]
+    assert actual.shape == plain(x).shape and actual.dtype == dtype
+    rounding = max(1.01 * float((exact.to(dtype) - exact).abs().max()), 2e-6)  # float32's sums round, too
+    assert (actual - exact).abs().max() <= rounding, "rounded once"
+
+
+def test_inputs_that_are_views(ran: Calls) -> None:
+    _, changed = made(torch.bfloat16, False)
+    wide = torch.randn(3, 140).bfloat16()
+    a_token_each = torch.randn(1, 3, 70).bfloat16().transpose(0, 1)  # whose middle stride is that of all rows
+    views = wide[:, ::2], wide[:, 70:], wide[:1].expand(3, -1)[:, :70], torch.randn(70, 2).bfloat16().T, a_token_each
+    for view in views:
+        assert torch.equal(changed(view), changed(view.clone(memory_format=torch.contiguous_format)))
+    assert len(ran["dots"]) == 10
+
+
+def test_what_does_not_gain_stays_as_it_is() -> None:
+    model = nn.Sequential(
+        nn.Linear(8, 8, dtype=torch.float64), nn.Linear(8, 8, dtype=torch.bfloat16), nn.Bilinear(8, 8, 8)
+    )
+    assert use_kernels(model, choose_kernels("torch")) == 0
+    assert use_kernels(model, choose_kernels()) == 1
+    assert [type(module) for module in model] == [nn.Linear, FewTokensLinear, nn.Bilinear]
+    assert repr(model[1]) == repr(nn.Linear(8, 8)) and isinstance(model[1], nn.Linear)
+
+
+@pytest.mark.slow
+def test_what_is_compiled_is_torchs(ran: Calls) -> None:
+    plain, changed = made(torch.bfloat16, True)
+    x = torch.randn(1, 70).bfloat16()
+    assert torch.equal(torch.compile(changed, backend="eager", fullgraph=True)(x), plain(x))
+    assert not ran
+
+
+# -- queries, keys and values: the same to the bit as the model's own steps, or not at all -------------------------
+
+JOINED = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}
+"""Families whose attention is of the usual kind, among others."""
+LONG = TASK_TOKENS + 1
+"""Tokens of a prompt that is not few."""
+
+
+def with_kernels(model: nn.Module, *, joins: bool) -> nn.Module:
+    """A copy with the kernels."""
+    model = copy.deepcopy(model).eval()
+    with pytest.MonkeyPatch.context() as patched:
+        if not joins:
+            patched.setattr(dense, "_join_projections", lambda *_: None)
+        use_kernels(model, choose_kernels())
+    return model
+
+
+def steps(model: Any, num_sequences: int = 1, width: int = 1) -> list[torch.Tensor]:
+    """Logits of a prompt and of three steps of `width` tokens."""
+    ids = torch.randint(1, 50, (num_sequences, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        output = model(ids[:, :LONG], use_cache=True)
+        found = [output.logits]
+        for i in range(3):
+            cut = slice(LONG + i * width, LONG + (i + 1) * width)
+            output = model(ids[:, cut], past_key_values=output.past_key_values, use_cache=True)
+            found.append(output.logits)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not FAMILIES[name].is_encoder_decoder])
+def test_families_join_their_projections(family: str, dtype: torch.dtype, ran: Calls) -> None:
+    model = make_model(family, dtype=dtype)
+    ours, theirs = (with_kernels(model, joins=joins) for joins in (True, False))
+    for num_sequences, width in ((1, 1), (3, 1), (1, 2)):
+        found, expected = steps(ours, num_sequences, width), steps(theirs, num_sequences, width)
+        assert all(map(torch.equal, found, expected))
+    joined = [module for module in ours.modules() if getattr(module, "_expertly_joined", None) is not None]
+    calls = ran.get("projections", [])
+    assert not joined or calls
+    if family in JOINED:
+        assert len(joined) == model.config.num_hidden_layers
+        assert calls.count(3) == 3 * len(joined) and calls.count(2) == 3 * len(joined)
+        assert calls.count(1) in (4 * len(joined), 5 * len(joined)), "of three steps, and of a trial or two"
+
+
+def test_prompts_and_training_are_the_models_own(ran: Calls) -> None:
+    model: Any = with_kernels(make_model("qwen3_moe", dtype=torch.bfloat16), joins=True)
+    ids = torch.arange(1, LONG + 1)[None]
+    model(ids)
+    model(ids[:, :1])
+    with torch.no_grad():
+        model(ids)
+        model.train()
+        model(ids[:, :1])
+    assert "projections" not in ran
+
+
+def test_a_forward_with_another_step_is_left_alone(monkeypatch: pytest.MonkeyPatch, ran: Calls) -> None:
+    """Of tokens that it does not touch, a step shows nothing."""
+    model: Any = make_model("qwen3_moe", dtype=torch.bfloat16)
+    kind = type(model.model.layers[0].self_attn)
+    own = kind.forward
+
+    def clipped(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any,
+        attention_mask: Any,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        hidden_states = hidden_states.clamp(-1e4, 1e4)
+        given = () if cache is None else (cache,)  # else it is among the others, under its older name
+        return own(self, hidden_states, position_embeddings, attention_mask, *given, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", clipped)
+    steps(with_kernels(model, joins=True))
+    assert "projections" not in ran

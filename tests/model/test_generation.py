@@ -10,8 +10,10 @@ import torch
 from transformers import GenerationConfig
 
 from expertly.core.errors import CheckpointError, ConfigError
-from expertly.model.generation import check_length, check_tokens, generate, generation_config
+from expertly.model.generation import check_tokens, generate, generation_config
+from expertly.model.playing import answer
 from tests.families import make_model
+from tests.model.conftest import Toys
 
 
 def test_tokens_that_are_none_of_the_models_are_named() -> None:
@@ -39,15 +41,17 @@ def test_tokens_are_chosen_as_was_asked(
     assert (made.max_new_tokens, made.num_beams, made.pad_token_id) == (12, 1, 7)
 
 
-@pytest.mark.parametrize(("positions", "is_refused"), [(8, True), (16, False), (-1, False), (None, False)])
-def test_an_answer_longer_than_the_model_is_refused(positions: int | None, is_refused: bool) -> None:
-    text = SimpleNamespace(max_position_embeddings=positions)
-    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda decoder: text))
-    if is_refused:
-        with pytest.raises(ConfigError, match="max_new_tokens=12: accepted: at most the model's 8 positions"):
-            check_length(model, 12)
-    else:
-        check_length(model, 12)
+def test_a_greedy_answer_token_by_token_is_that_of_generate(toys: Toys, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = toys["qwen3_moe"].model, [5, 9, 2, 7]
+    expected = tuple(model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0, 4:].tolist())
+    tokens, played = answer(model, prompt, 6)
+    assert tokens == expected
+    assert len(played.steps_s) == 5 and min(played.ttft_s, *played.steps_s) > 0
+    assert played.tpot_s is not None and played.seconds == pytest.approx(played.ttft_s + 5 * played.tpot_s)
+    assert answer(model, prompt, 1)[1].tpot_s is None
+    for ends in (expected[2], [127, expected[2]]):
+        monkeypatch.setattr(model.generation_config, "eos_token_id", ends)
+        assert answer(model, prompt, 6)[0] == expected[: expected.index(expected[2]) + 1]
 
 
 def test_only_what_transformers_refuses_is_the_checkpoints_fault() -> None:

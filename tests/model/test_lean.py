@@ -9,7 +9,7 @@ RUN = """
 import contextlib, io, sys
 from expertly.cli.main import main
 with contextlib.redirect_stdout(io.StringIO()):
-    assert main("run demo Hello --memory 50% --codec none --max-new-tokens 8".split()) == 0
+    assert main("run demo Hello --memory 50% --max-new-tokens 8".split()) == 0
 from expertly.engine.process import peak_rss_nbytes
 is_there = lambda name: hasattr(sys.modules.get(name), "__file__")  # else it is put off
 print(peak_rss_nbytes(), [name for name in sys.argv[1:] if is_there(name)])
@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel as St
 own = Stack.__init__
 Stack.__init__ = lambda self, config: (own(self, config), torch.fft.fft(torch.empty(4, dtype=torch.float32)))[0]
 with contextlib.redirect_stdout(io.StringIO()):
-    assert main("run demo Hello --memory 50% --codec none --max-new-tokens 2".split()) == 0
+    assert main("run demo Hello --memory 50% --max-new-tokens 2".split()) == 0
 print(is_there("torch._meta_registrations"))
 print(isinstance(masks.TransformGetItemToIndex(), torch.overrides.TorchFunctionMode), torch._dynamo.config.verbose)
 marked = torch.compiler.disable(lambda: 7)
@@ -47,7 +47,7 @@ WEIGHTS_NBYTES = 8336000 + (18 << 20)
 
 
 def test_run_imports_and_takes_no_more_than_it_needs() -> None:
-    pack_cached(None, codec="none")  # packing imports more
+    pack_cached(None)  # packing imports more
     result = run_python(RUN, *TAILS, limit=240)
     assert result.returncode == 0, result.stderr
     first, needed, second, third = result.stdout.splitlines()

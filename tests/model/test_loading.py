@@ -50,15 +50,6 @@ def test_bfloat16_keeps_the_dtypes_that_the_reference_has(family: str, toys: Toy
     assert all(dtypes[name] == tensor.dtype for name, tensor in toy.model.state_dict().items())
 
 
-def test_tied_weights_stay_tied_and_shards_load(toys: Toys, tmp_path: Path) -> None:
-    model = toys["ernie4_5_moe"].model
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    sharded = make_checkpoint("qwen3_moe", tmp_path / "sharded", max_shard_size="20KB")
-    assert len(list(sharded.glob("*.safetensors"))) > 2
-    toy = Toy.make(sharded, tmp_path / "store")
-    assert generate(toy.model, make_prompts(2)) == generate(toy.reference, make_prompts(2))
-
-
 def test_two_models_of_one_family_and_a_plain_one_do_not_mix(toys: Toys, tmp_path: Path) -> None:
     first, prompts = toys["qwen3_moe"], make_prompts(2)
     second = Toy.make(make_checkpoint("qwen3_moe", tmp_path / "other", seed=5), tmp_path / "other-store").model
@@ -125,7 +116,3 @@ def test_tokenizer_or_none(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer("Once upon")["input_ids"]) == "Once upon"
-    (tmp_path / "tokenizer.json").write_text("{")
-    (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(CheckpointError, match="tokenizer"):
-        load_tokenizer(tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, Qwen3VLMoeForConditionalGeneration
 
-from expertly.core.errors import ConfigError, UnsupportedModelError
-from expertly.model.packing import pack
+from expertly.core.errors import CheckpointError, ConfigError
+from expertly.model.packing import default_dtype, pack
+from expertly.store.checkpoint import Checkpoint
 from tests.families import FAMILIES, NUM_EXPERTS, make_checkpoint, make_model
 from tests.model.checkpoints import (
     assert_holds_what_transformers_loads,
@@ -83,13 +85,6 @@ def test_quantisation_is_undone_as_transformers_does(tmp_path: Path, kind: str) 
         assert_holds_what_transformers_loads(store, source, **wanted)
 
 
-def test_another_quantisation_is_refused_by_name(tmp_path: Path) -> None:
-    source = make_checkpoint("qwen3_moe", tmp_path / "source")
-    for method in ("hqq", "bitsandbytes", "unheard-of", None, 3):
-        set_config(source, quantization_config={"quant_method": method, "bits": 4})
-        refused(source, UnsupportedModelError, rf"quant_method={method!r}.*supported: none, fp8, mxfp4")
-
-
 def test_float16_is_refused_where_a_weight_does_not_fit(tmp_path: Path) -> None:
     source = make_checkpoint("qwen3_moe", tmp_path / "source")
     change(
@@ -113,35 +108,17 @@ def test_nan_and_infinity_are_weights_like_others(tmp_path: Path) -> None:
     assert read_experts(pack(source, tmp_path / "half", "float16"), 0).isnan().any()
 
 
-def test_a_layout_that_only_shapes_tell_is_read(tmp_path: Path) -> None:
-    """qwen3_vl_moe: transformers transposes where the checkpoint's shape is not the model's."""
-    text = {
-        "vocab_size": 128, "hidden_size": 32, "moe_intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2,
-    }  # fmt: skip
-    vision: dict[str, Any] = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
-    vision |= {"out_hidden_size": 32, "deepstack_visual_indexes": [0]}
-    config = AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=vision)
-    source = tmp_path / "source"
-    Qwen3VLMoeForConditionalGeneration(config).save_pretrained(source)
-    turned = {n: t.transpose(1, 2) if "experts" in n else t for n, t in read_tensors(source).items()}
-    stores = [pack(source, tmp_path / "one"), pack(write_checkpoint(tmp_path / "b", turned, source), tmp_path / "two")]
-    reference = Qwen3VLMoeForConditionalGeneration.from_pretrained(source)
-    for store in stores:
-        assert_holds_what_transformers_loads(store, source, reference)
-
-
-def pack_and_tell(source: Path, folder: Path, warm: Path, how: dict[str, str]) -> None:
+def pack_and_tell(source: Path, folder: Path, warm: Path, quantize: str | None) -> None:
     """Writes beside the store by how many bytes this process has grown."""
 
     def status(key: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
-    pack(warm, folder.with_name("warm"), codec="planes")  # all that is imported late, and all pages of a small model
+    pack(warm, folder.with_name("warm"))  # all that is imported late, and all pages of a small model
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
-    pack(source, folder, **how)
+    pack(source, folder, quantize=quantize)
     folder.with_name("grown").write_text(str(status("VmHWM") - before))
 
 
@@ -163,11 +140,104 @@ def test_packing_needs_little_memory(tmp_path: Path, imported: Any) -> None:
         {"format": "pt"},
     )
     warm = make_checkpoint("qwen3_moe", tmp_path / "warm", dtype=torch.bfloat16)
-    for how in ({"codec": "none"}, {"codec": "planes"}, {"codec": "auto"}, {"quantize": "mxfp4"}):
-        (name,) = how.values()
+    for quantize in (None, "mxfp4"):
+        name = str(quantize)
         (tmp_path / name).mkdir()
-        process = imported.Process(target=pack_and_tell, args=(source, tmp_path / name / "store", warm, how))
+        process = imported.Process(target=pack_and_tell, args=(source, tmp_path / name / "store", warm, quantize))
         process.start()
         process.join()
         assert process.exitcode == 0
-        assert int((tmp_path / name / "grown").read_text()) < 40 << 20, how  # of 60 MB dense and 75 MB of experts
+        assert int((tmp_path / name / "grown").read_text()) < 40 << 20, name  # of 60 MB dense and 75 MB of experts
+
+
+# -- bad checkpoints, which are refused by name and leave nothing behind -----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints to be copied and spoiled, by how they hold their experts."""
+    folder = tmp_path_factory.mktemp("layouts")
+    return {
+        "per expert": make_checkpoint("qwen3_moe", folder / "qwen3_moe"),
+        "fused": make_fused_checkpoint("qwen3_moe", folder / "fused"),
+        "modules": make_checkpoint("switch_transformers", folder / "switch"),
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_begun(tmp_path: Path) -> Iterator[None]:
+    """All of this is found before anything is written."""
+    yield
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.fixture
+def source(tmp_path: Path, layouts: dict[str, Path]) -> Path:
+    return Path(shutil.copytree(layouts["per expert"], tmp_path / "source"))
+
+
+def test_the_dtype_is_the_config_s_or_that_of_most_bytes(tmp_path: Path) -> None:
+    source = make_checkpoint("qwen3_moe", tmp_path / "source", dtype=torch.bfloat16)
+    assert default_dtype(Checkpoint.open(source)) == "bfloat16"
+    for fields, expected in (
+        ({"dtype": "float16"}, "float16"),
+        ({"dtype": None, "torch_dtype": "torch.float32"}, "float32"),
+        ({"dtype": None, "torch_dtype": None}, "bfloat16"),
+        ({"torch_dtype": None, "text_config": {"dtype": "float16"}}, "float16"),
+    ):
+        set_config(source, **fields)
+        assert default_dtype(Checkpoint.open(source)) == expected
+
+
+LAYOUTS = ("per expert", "fused", "modules")
+
+
+@pytest.mark.parametrize("num_experts", [NUM_EXPERTS - 1, NUM_EXPERTS + 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_expert_count_that_disagrees_is_named(
+    tmp_path: Path, layouts: dict[str, Path], layout: str, num_experts: int
+) -> None:
+    source = Path(shutil.copytree(layouts[layout], tmp_path / "source"))
+
+    def cut_router(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        is_router = name.endswith(("gate.weight", "classifier.weight"))
+        return tensor[:1].expand(num_experts, -1) if is_router else tensor
+
+    change(source, cut_router)
+    is_named = "num_local_experts" in (source / "config.json").read_text()
+    set_config(source, **{"num_local_experts" if is_named else "num_experts": num_experts})
+    refused(source, CheckpointError, rf"config\.json says {num_experts}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_of_another_shape_than_the_config_s_are_named(
+    tmp_path: Path, layouts: dict[str, Path], layout: str
+) -> None:
+    source = Path(shutil.copytree(layouts[layout], tmp_path / "source"))
+    set_config(source, **({"d_ff": 24} if layout == "modules" else {"moe_intermediate_size": 24}))
+    refused(source, CheckpointError, r"tensor '.*expert.*' \(\[.*\]\): makes .* of shape .* but config\.json says")
+
+
+Change = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "message"),
+    [
+        ("layers.2.mlp.experts", lambda one: None, r"no tensor for model\.layers\.2\.mlp\.experts\.gate_up_proj"),
+        (".up_proj", lambda one: one[:, :-1], r"cannot be made into model\.layers\.0\.mlp\.experts\.gate_up_proj"),
+        ("experts", lambda one: one.to(torch.int8), r"experts\.0\.gate_proj\.weight': dtype='I8': .* must be BF16"),
+        ("lm_head.weight", lambda one: one[:-1], r"'lm_head\.weight': .*\[127, 32\].* config\.json .*\[128, 32\]"),
+    ],
+)
+def test_a_tensor_that_is_not_as_it_should_be_is_named(source: Path, part: str, changed: Change, message: str) -> None:
+    change(source, lambda name, tensor: changed(tensor) if part in name else tensor)
+    refused(source, CheckpointError, message)
+
+
+def test_tensors_that_transformers_ignores_are_left_out(source: Path, tmp_path: Path) -> None:
+    tensors = read_tensors(source) | {"model.layers.9.mlp.experts.0.up_proj.weight": torch.ones(16, 32)}
+    extended = write_checkpoint(tmp_path / "extended", tensors, source)
+    store = pack(extended, tmp_path / "store")
+    assert not [name for name in store.dense if "layers.9" in name]
+    assert_holds_what_transformers_loads(store, extended)

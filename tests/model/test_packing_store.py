@@ -1,11 +1,10 @@
-"""Stores that packing makes: resumed after SIGKILL, found again, never another model's, in the codec that is faster."""
+"""Stores that packing makes: resumed after SIGKILL, found again, never another model's."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,14 @@ from safetensors.torch import load_file, save_file
 
 import expertly
 from expertly.core.errors import CheckpointError, ConfigError, StoreError
-from expertly.model import packing as packing_module
 from expertly.model.generation import generate, generation_config
 from expertly.model.packing import pack, pack_cached
 from expertly.store.cache import learned_beside, list_entries
 from expertly.store.checkpoint import Checkpoint
-from expertly.store.codec_choice import CodecChoice
 from expertly.store.manifest import FORMAT_VERSION, MANIFEST_NAME
-from expertly.store.packed import PackedStore
-from expertly.store.writer import partial_folder
 from tests.families import make_checkpoint
 from tests.model.checkpoints import change, read_experts, read_tensors
-from tests.store.builders import files_of, stored_experts
+from tests.store.builders import files_of
 
 
 def test_the_first_use_packs_and_the_next_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,16 +112,6 @@ def test_a_copy_shares_the_store_if_it_keeps_times_and_else_has_its_own(tmp_path
     assert {entry.problem for entry in list_entries(tmp_path)} == {None}
 
 
-def test_a_cached_store_without_a_stamp_is_packed_again(tmp_path: Path) -> None:
-    source = make_checkpoint("mixtral", tmp_path / "source")
-    store = pack_cached(source, cache_dir=tmp_path)
-    explicit = pack(source, tmp_path / "explicit")
-    for one in (store, explicit):
-        replace(one.manifest, stamp="").write(one.folder)
-    assert pack_cached(source, cache_dir=tmp_path).manifest == store.manifest
-    assert pack(source, explicit.folder).manifest.stamp == "", "which nobody can tell any more"
-
-
 def test_folders_of_the_same_weights_keep_their_small_files_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,18 +136,6 @@ def test_folders_of_the_same_weights_keep_their_small_files_apart(
     assert files_of(stores[0].folder) == before
 
 
-def test_what_lies_beside_the_weights_is_brought_up_to_date(tmp_path: Path) -> None:
-    source = make_checkpoint("mixtral", tmp_path / "source")
-    store = pack(source, tmp_path / "store")
-    (source / "generation_config.json").write_text('{"max_new_tokens": 7}')
-    pack(source, tmp_path / "store", progress=lambda *now: pytest.fail("packed again")).verify(full=True)
-    assert (store.folder / "generation_config.json").read_text() == '{"max_new_tokens": 7}'
-    (source / "generation_config.json").unlink()
-    (store.folder / "notes.txt").write_text("somebody's own")
-    pack(source, tmp_path / "store").verify(full=True)
-    assert not (store.folder / "generation_config.json").exists() and (store.folder / "notes.txt").exists()
-
-
 @pytest.mark.parametrize(
     "model",
     ["./absent", "/absent/model", "a/b/c", "", "~/absent", "no spaces allowed", "-x-", "someone/something"],
@@ -173,94 +146,10 @@ def test_what_is_no_model_is_named(model: str) -> None:
         pack_cached(model)
 
 
-# -- codecs ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_demo_model_loses_no_bit_and_more_than_a_quarter_of_its_size(tmp_path: Path) -> None:
-    store = pack_cached("demo", "bfloat16", tmp_path, codec="planes")
-    assert store.codec == "planes" and store.ratio <= 0.72
-    assert store.folder.name.endswith("-bfloat16-planes")
-    plain = pack_cached("demo", "bfloat16", tmp_path, codec="none")
-    assert list(stored_experts(store)) == list(stored_experts(plain))
-    assert (store.folder / "dense.safetensors").read_bytes() == (plain.folder / "dense.safetensors").read_bytes()
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("mixtral", tmp_path_factory.mktemp("model") / "source", tokenizer=True)
-
-
-def test_what_is_packed_is_used_again(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model this small is not measured."""
-    monkeypatch.setattr(packing_module, "disk_rate_at", lambda folder: pytest.fail("measured"))
-    assert "too few for measuring to pay" in pack(source, tmp_path / "first").why_codec
-    store = pack_cached(source, cache_dir=tmp_path, codec="planes")
-    assert store.why_codec == "it was asked for"
-    again = pack_cached(source, cache_dir=tmp_path, progress=lambda *now: pytest.fail("packed again"))
-    assert (again.folder, again.codec, again.why_codec) == (store.folder, "planes", "the model is packed in it")
-    direct = pack_cached(store.folder)
-    assert (direct.codec, direct.why_codec) == ("planes", "the packed store is in it")
-    plain = pack_cached(source, cache_dir=tmp_path, codec="none")
-    assert plain.codec == "none" and plain.folder != store.folder
-    both = pack_cached(source, cache_dir=tmp_path, progress=lambda *now: pytest.fail("packed again"))
-    assert both.codec == "none" and "too few for measuring" in both.why_codec
-
-
-@pytest.mark.parametrize("codec", ["none", "planes"])
-def test_auto_packs_what_measuring_chose(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, codec: str
-) -> None:
-    monkeypatch.setattr(packing_module, "choose_for", lambda *args: CodecChoice(codec, "it is so here"))
-    for store in (pack_cached(source, cache_dir=tmp_path), pack(source, tmp_path / "store")):
-        assert (store.codec, store.why_codec) == (codec, "it is so here")
-        assert PackedStore.open(store.folder).codec == codec
-    assert not list(tmp_path.rglob("*.partial"))
-
-
-def test_auto_measures_between_two_stores_on_their_own_bytes(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stores = {codec: pack_cached(source, cache_dir=tmp_path, codec=codec) for codec in ("none", "planes")}
-    seen = []
-
-    def choose(layers: object, sample: object, disk: object) -> CodecChoice:
-        seen.append((layers, sample().ratio, disk()))
-        return CodecChoice("planes", "it is so here")
-
-    monkeypatch.setattr(packing_module, "choose_for", choose)
-    store = pack_cached(source, cache_dir=tmp_path, progress=lambda *now: pytest.fail("packed again"))
-    assert (store.folder, store.why_codec) == (stores["planes"].folder, "it is so here")
-    [(layers, ratio, disk)] = seen
-    assert layers == store.manifest.layers and disk > 0
-    assert ratio == pytest.approx(store.ratio, abs=0.1)
-
-
-def test_what_was_begun_is_finished_in_its_codec(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(done: int, total: int) -> None:
-        if done > total // 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pack(source, tmp_path / "store", progress=stop, codec="planes")
-    assert partial_folder(tmp_path / "store").is_dir()
-    monkeypatch.setattr(packing_module, "choose_for", lambda *args: pytest.fail("chosen anew"))
-    first: list[int] = []
-    store = pack(source, tmp_path / "store", progress=lambda done, total: first.append(done))
-    assert (store.codec, store.why_codec) == ("planes", "packing was begun in it") and first[0] > 0
-    assert files_of(store.folder) == files_of(pack(source, tmp_path / "whole", codec="planes").folder)
-
-
-def test_a_store_of_another_dtype_or_codec_is_refused(tmp_path: Path, source: Path) -> None:
-    store = tmp_path / "store"
-    pack(source, store, codec="planes")
-    for field, attempt in (
-        ("dtype='bfloat16': .* holds float32", lambda: pack(source, store, "bfloat16", codec="planes")),
-        ("dtype='float16': .* holds float32", lambda: pack_cached(store, "float16")),
-        ("codec='none': .* is in planes", lambda: pack(source, store, codec="none")),
-        ("codec='none': .* is in planes", lambda: pack_cached(store, codec="none")),
-        ("codec='zip': unknown; accepted: none, planes, auto", lambda: pack_cached(source, codec="zip")),
-    ):
-        with pytest.raises(ConfigError, match=field):
-            attempt()
+def test_a_store_is_of_one_dtype_and_not_packed_again(tmp_path: Path) -> None:
+    source, store = make_checkpoint("mixtral", tmp_path / "source"), tmp_path / "store"
+    pack(source, store)
+    with pytest.raises(ConfigError, match=r"dtype='bfloat16': .* holds float32"):
+        pack(source, store, "bfloat16")
     with pytest.raises(CheckpointError, match="already a packed store"):
         pack(store, tmp_path / "again")

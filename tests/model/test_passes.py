@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -77,25 +76,6 @@ def test_inputs_embeds_calls_without_a_cache_and_with_a_given_one(toys: Toys) ->
     ):
         assert summary(record(toy, run)) == expected
     assert {type(layer) for layer in cache.layers} == {RoomyLayer}, "a token is written beside the others"
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "glm4_moe", "hunyuan_v1_moe"])
-def test_continuous_batching_mixes_phases(family: str, toys: Toys) -> None:
-    """Requests of different length: a phase each, pads counted, the tokens of one prompt at a time."""
-    assert FAMILIES[family].runs_continuous_batching
-    toy, prompts = toys.fresh(family), make_prompts(3, length=9)
-    toy.model.generation_config.do_sample = False
-    outputs: dict[str, Any] = {}
-    settings: dict[str, Any] = {"max_new_tokens": 5, "progress_bar": False}
-    seen = record(toy, lambda model: outputs.update(model.generate_batch(inputs=prompts, **settings)))
-    actual = [output.generated_tokens for output in outputs.values()]
-    assert actual == [generate(toy.reference, [prompt], 5)[0] for prompt in prompts]
-    infos = [one.info for one in seen if one.ok]
-    real = [np.ones_like(info.is_prefill) if info.is_pad is None else ~info.is_pad for info in infos]
-    assert sum((info.is_prefill & rows).sum() for info, rows in zip(infos, real, strict=True)) == sum(map(len, prompts))
-    num_decode = sum((~info.is_prefill & rows).sum() for info, rows in zip(infos, real, strict=True))
-    assert num_decode == 3 * 4, "the first new token of each came from its prefill"
-    assert all(one.layer_rows and one.layer_rows[0][1] == len(one.info.is_prefill) for one in seen if one.ok)
 
 
 # -- sequences side by side in one row, as continuous batching has them ------------------------------------------------

@@ -64,9 +64,10 @@ def test_every_family_has_routers_that_explain_what_the_experts_received(family:
         num_experts, top_k = toy.manifest.layers[layer].num_experts, toy.manifest.layers[layer].top_k
         assert router.layer == layer and router.can_look_ahead
         assert router.scoring == ("sigmoid" if family in SIGMOID else "softmax")
-        assert_answers_as_its_weights_say(router, toy, layer)
         torch.testing.assert_close(inputs, hidden)
+        torch.testing.assert_close(router.logits(inputs), logits, rtol=1e-4, atol=1e-4)
         scores = router.normalised(logits)
+        torch.testing.assert_close(router.scores(inputs), scores, rtol=1e-4, atol=1e-4)
         assert scores.shape == (len(hidden), num_experts) and scores.dtype == torch.float32
         assert scores.min() >= 0
         torch.testing.assert_close(scores.sum(-1), torch.ones(len(hidden)))
@@ -81,28 +82,6 @@ def test_every_family_has_routers_that_explain_what_the_experts_received(family:
             chosen = scores.gather(-1, choice)
             shares = [one / one.sum(-1, keepdim=True) for one in (chosen, weights)]
             torch.testing.assert_close(*shares, rtol=1e-4, atol=1e-4)
-
-
-def assert_answers_as_its_weights_say(router: HookedRouter, toy: Toy, layer: int) -> None:
-    geometry = toy.manifest.layers[layer]
-    hidden = torch.randn(5, geometry.hidden_size, generator=torch.Generator().manual_seed(layer))
-    expected = linear_of(block_of(toy, layer), geometry.num_experts, hidden)
-    torch.testing.assert_close(router.logits(hidden), expected, rtol=1e-4, atol=1e-4)
-    scores = expected.sigmoid() if router.scoring == "sigmoid" else expected.softmax(-1)
-    torch.testing.assert_close(router.scores(hidden), scores / scores.sum(-1, keepdim=True), rtol=1e-4, atol=1e-4)
-
-
-def linear_of(block: Any, num_experts: int, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits by hand, from the one weight [E, H] beside the experts and its bias, if it has one."""
-    shape = (num_experts, hidden.shape[1])
-    (found,) = [
-        (module, weight)
-        for name, module in block.named_modules()
-        if not name.startswith("experts")
-        for key, weight in module.named_parameters(recurse=False)
-        if key == "weight" and weight.shape == shape
-    ]
-    return nn.functional.linear(hidden, found[1], getattr(found[0], "bias", None)).detach()
 
 
 def test_finding_tells_the_runtime_nothing_and_changes_nothing(toys: Toys) -> None:
@@ -158,35 +137,25 @@ def test_a_router_that_needs_more_than_hidden_states_cannot_look_ahead(toys: Toy
     assert [router.can_look_ahead for router in routers_of(toy)] == [True, True, False]
 
 
-@pytest.mark.parametrize("is_linear", [True, False])
-def test_routers_as_other_versions_write_them(is_linear: bool, toys: Toys) -> None:
-    """A plain linear layer beside the experts, and an output whose logits come last."""
+def test_a_router_that_is_a_plain_linear_layer(toys: Toys) -> None:
+    """As jamba's in transformers 5.17: the block itself makes the choice."""
     toy = toys.fresh("mixtral")
     for layer in range(3):
         block = block_of(toy, layer)
-        if is_linear:
-            linear = nn.Linear(32, 8, bias=False)
-            linear.weight = block.gate.weight
-            block.gate = linear
+        linear = nn.Linear(32, 8, bias=False)
+        linear.weight = block.gate.weight
+        block.gate = linear
 
         class Block(type(block)):  # type: ignore[misc]
             def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
                 flat = hidden_states.view(-1, hidden_states.shape[-1])
-                if is_linear:
-                    weights, index = self.gate(flat).softmax(-1).topk(2)
-                else:
-                    index, weights, _ = self.gate(flat)
+                weights, index = self.gate(flat).softmax(-1).topk(2)
                 return self.experts(flat, index, weights).view(hidden_states.shape)
 
         block.__class__ = Block
-        if not is_linear:
-
-            class Router(type(block.gate)):  # type: ignore[misc]
-                def forward(self, hidden_states: torch.Tensor) -> Any:
-                    logits, weights, index = super().forward(hidden_states)
-                    return index, weights, logits
-
-            block.gate.__class__ = Router
-    for layer, router in enumerate(routers_of(toy)):
+    routers = routers_of(toy)
+    seen, _ = watched(toy, routers)
+    for router in routers:
+        inputs, logits = seen[router.layer]
         assert router.scoring == "softmax" and router.can_look_ahead
-        assert_answers_as_its_weights_say(router, toy, layer)
+        torch.testing.assert_close(router.logits(inputs), logits, rtol=1e-4, atol=1e-4)

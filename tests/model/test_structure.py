@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from expertly.core.errors import CheckpointError, ExpertlyError, UnsupportedModelError
+from expertly.core.errors import UnsupportedModelError
 from expertly.core.geometry import LayerGeometry
-from expertly.model.structure import build_meta_model, dense_shape, find_experts, read_config
+from expertly.model.structure import build_meta_model, dense_shape, find_experts
 from tests.families import FAMILIES, HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_EXPERTS
 from tests.model.conftest import Toys
 
@@ -72,24 +72,6 @@ def test_experts_that_slots_cannot_compute_are_refused() -> None:
 MIXTRAL = FAMILIES["mixtral"].make_config().to_dict()
 
 
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
-    [
-        (None, CheckpointError, r"no config\.json"),
-        ("{", CheckpointError, r"config\.json"),
-        ({"model_type": "made_up"}, UnsupportedModelError, "made_up"),
-        ({"model_type": "mixtral", "hidden_size": "wide"}, CheckpointError, "config|hidden_size"),
-        (MIXTRAL | {"num_attention_heads": 0}, CheckpointError, "MixtralForCausalLM cannot be built"),
-        (MIXTRAL | {"num_experts_per_tok": 9}, CheckpointError, "num_experts_per_tok=9: must be 1 to 8"),
-    ],
-)
-def test_configs_that_make_no_model(tmp_path: Path, text: Any, error: type[ExpertlyError], message: str) -> None:
-    if text is not None:
-        (tmp_path / "config.json").write_text(text if isinstance(text, str) else json.dumps(text))
-    with pytest.raises(error, match=message):
-        find_experts(build_meta_model(read_config(tmp_path)), 2)
-
-
 _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 _LONG |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.1, 2.2, 2.3]}
 
@@ -114,25 +96,15 @@ def test_the_class_built_generates(tmp_path: Path, named: str) -> None:
     assert type(build_meta_model(tmp_path)).__name__ == "MixtralForCausalLM"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "switch_transformers"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_bytes_of_the_dense_part_by_hand(family: str, toys: Toys) -> None:
     toy = toys[family]
-    nbytes = {name: one.nbytes for name, one in toy.model.named_parameters()}
-    row = 32 * 4
-    if family == "qwen3_moe":  # three MoE layers; the table and the head are two
-        blocks = [f"model.layers.{i}." for i in range(3)]
-        rest = row + nbytes["model.norm.weight"] + nbytes["lm_head.weight"]
-    elif family == "deepseek_v3":  # the first of three layers is dense
-        blocks = [f"model.layers.{i}." for i in (1, 2)]
-        first = sum(n for name, n in nbytes.items() if name.startswith("model.layers.0."))
-        rest = row + nbytes["model.norm.weight"] + nbytes["lm_head.weight"] + first
-    else:  # every other block of both stacks; the table is the head
-        blocks = [f"{stack}.block.{i}." for stack in ("encoder", "decoder") for i in (1, 3)]
-        dense = tuple(f"{stack}.block.{i}." for stack in ("encoder", "decoder") for i in (0, 2))
-        tables = [name for name in nbytes if name.endswith("relative_attention_bias.weight")]
-        rest = sum(n for name, n in nbytes.items() if name.startswith(dense) and name not in tables)
-        rest += sum(nbytes[name] // toy.model.get_parameter(name).shape[0] for name in tables)
-        rest += nbytes["shared.weight"] + sum(n for name, n in nbytes.items() if "final_layer_norm" in name)
-    in_blocks = sum(n for name, n in nbytes.items() if name.startswith(tuple(blocks)))
+    nbytes = {name: weight.nbytes for name, weight in toy.model.named_parameters()}
+    rest = 32 * 4 + nbytes["model.norm.weight"] + nbytes["lm_head.weight"]  # a row of the table
+    blocks = [f"model.layers.{layer}." for layer in range(3)]
+    if family == "deepseek_v3":  # whose first layer has no experts
+        first = blocks.pop(0)
+        rest += sum(size for name, size in nbytes.items() if name.startswith(first))
+    in_blocks = sum(size for name, size in nbytes.items() if name.startswith(tuple(blocks)))
     found = dense_shape(toy.model)
     assert (found.layer_nbytes, found.head_nbytes) == (in_blocks // len(blocks), rest)

@@ -87,7 +87,7 @@ class Toy:
 
     @classmethod
     def make(cls, source: Path, store: Path, dtype: torch.dtype = torch.float32) -> Toy:
-        manifest = pack(source, store, str(dtype).removeprefix("torch."), codec="none").manifest
+        manifest = pack(source, store, str(dtype).removeprefix("torch.")).manifest
         reference = load_reference(source, dtype=dtype)
         runtime = ToyRuntime(reference, manifest)
         return cls(source, store, manifest, reference, runtime, load_dense(store, manifest, dtype, "cpu", runtime))

@@ -1,4 +1,4 @@
-"""The package builds without a C compiler, and runs; tests/test_wheel.py has one."""
+"""The package builds without a C compiler, and runs; `make test-dist` has one."""
 
 from __future__ import annotations
 

@@ -104,7 +104,6 @@ print(spins, "expertly-team" in tasks)
     [
         ("expertly", None, "10000 True"),
         ("torch, expertly", None, "None False"),
-        ("expertly", "ACTIVE", "None False"),
         ("expertly", "PASSIVE", "None True"),
     ],
 )

@@ -42,7 +42,7 @@ from expertly.native.triton_slots import MAX_TOKENS, Program, SlotCall, SlotProd
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the interpreter's process")
-compiled = pytest.mark.skipif(IS_INTERPRETED, reason="nothing is compiled in the interpreter's process")
+compiled = pytest.mark.skipif(IS_INTERPRETED, reason="not in the interpreter's process")
 pytestmark = pytest.mark.timeout(600)
 
 FORMATS = sorted(triton_slots._DECODERS)
@@ -366,8 +366,7 @@ def test_tokens_are_the_references(
 ) -> None:
     """Garbage is in a slot until its copy was waited for. The host waits once a layer, for the router's choice."""
     case, devices = families["qwen3_moe"], put_in_place(monkeypatch)
-    settings = {} if system == "lru" else {"predict": "inline"}
-    with loaded(case.store, memory="45%", system=system, segments=segments, **settings) as model:
+    with loaded(case.store, memory="45%", system=system, segments=segments) as model:
         assert generate(model, case.prompts) == case.tokens
         torch.testing.assert_close(logits_of(model, case.prompts), case.logits, rtol=1e-4, atol=1e-5)
         devices[0].tier.check()

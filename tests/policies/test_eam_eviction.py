@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from expertly.policies.eviction.eam import EPSILON, EAMEviction
+from expertly.policies.moe_infinity import EPSILON, EAMEviction
 from tests.scheduler.drive import geometry
 
 SHAPE = geometry(layers=4, experts=6, top_k=2)

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from expertly.policies.eviction import EVICTIONS, EvictionPolicy
-from expertly.policies.eviction.base import ScoredPolicy
-from expertly.policies.eviction.fmoe import FMoEEviction
-from expertly.policies.eviction.static import Static, StaticOptions
+from expertly.policies.eviction import EvictionPolicy, ScoredPolicy
+from expertly.policies.fmoe import FMoEEviction
 from expertly.policies.known import Known
+from expertly.policies.registry import EVICTIONS
+from expertly.policies.static import Static, StaticOptions
 from expertly.testing import EVICTION_CHECKS
 from expertly.testing.made_up import KNOWN
 from tests.scheduler.drive import geometry
@@ -81,11 +81,10 @@ def test_scored_victims_are_those_of_sorting_whatever_happened_before(seed: int)
                     policy.removed(got[1])
             if depth > len(expected):
                 assert next(asked, None) is None
-    assert policy._has_heap == (num == 300), "both ways were gone"
 
 
 def test_fmoe_is_the_papers_formula() -> None:
-    """1 / (p * freq) computed directly over a random history (section 4.5): p of the newest map of the layer."""
+    """1 / (p * freq) over a random history (section 4.5): p of the newest map of the layer, freq the visits."""
     dice, policy = random.Random(1), FMoEEviction(geometry(layers=4, experts=8))
     layers, num = 4, 8
     probability: dict[int, float] = {}
@@ -101,7 +100,7 @@ def test_fmoe_is_the_papers_formula() -> None:
         tokens = [dice.choice([0, 1, 5]) for _ in experts]
         policy.used(experts, tokens, 5)
         for expert, count in zip(experts, tokens, strict=True):
-            frequency[expert] += count
+            frequency[expert] += count > 0
         for expert in experts:
             if expert not in kept:
                 kept.add(expert)
@@ -115,16 +114,6 @@ def test_fmoe_is_the_papers_formula() -> None:
             for expert in got[:3]:
                 kept.remove(expert)
                 policy.removed(expert)
-
-
-def test_random_is_seeded_and_spreads() -> None:
-    def first(seed: int) -> list[int]:
-        policy = EVICTIONS["random"].make(SHAPE, 10, Known(seed=seed))
-        admit(policy, list(range(10)))
-        return [next(iter(policy.victims(set()))) for _ in range(200)]
-
-    assert first(1) == first(1) != first(2)
-    assert set(first(1)) == set(range(10))
 
 
 def test_static_learns_popularity_from_the_first_tokens_then_stays() -> None:

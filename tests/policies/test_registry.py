@@ -9,10 +9,8 @@ import pytest
 
 from expertly.core.errors import ConfigError
 from expertly.policies import registry
-from expertly.policies.eviction import EVICTIONS
-from expertly.policies.prefetch import PREFETCHES
-from expertly.policies.registry import OrNone, Registry
-from expertly.scheduler.presets import get_system
+from expertly.policies.registry import EVICTIONS, PREFETCHES, OrNone, Registry
+from expertly.scheduler.systems import get_system
 
 
 @pytest.fixture
@@ -20,8 +18,8 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a module that can be imported in this test alone."""
     name = f"outside_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(
-        "from expertly.scheduler.system import System\n"
-        "from expertly.policies.eviction import EVICTIONS\n"
+        "from expertly.scheduler.systems import System\n"
+        "from expertly.policies.registry import EVICTIONS\n"
         "NUMBER = 7\nTEXT = 'seven'\n"
         "from expertly.policies.prefetch import PrefetchOrder\n"
         "class Sooner(PrefetchOrder):\n"
@@ -142,17 +140,17 @@ def test_none_stands_before_the_names_of_a_registry() -> None:
     [
         ("int", "", "is the class Mine; accepted: a class that extends Predictor, whose options are a dataclass"),
         ("Colours", ":names=red", r"names='red': an option of type .*list.*; accepted: bool, int, float"),
-        ("Colours", ":window=3", "its option 'window' is called as a part is"),
+        ("Colours", ":scope=layer", "its option 'scope' is called as a part is"),
     ],
 )
 def test_options_that_could_not_be_written_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, spec: str, message: str
 ) -> None:
     name = f"options_{abs(hash((options, spec)))}"
-    field = "window: int = 1" if "window" in spec else "names: list[str] = field(default_factory=list)"
+    field = "scope: int = 1" if "scope" in spec else "names: list[str] = field(default_factory=list)"
     (tmp_path / f"{name}.py").write_text(
         "from dataclasses import dataclass, field\n"
-        "from expertly.policies.predictor import Predictor\n"
+        "from expertly.policies.prediction import Predictor\n"
         f"@dataclass(frozen=True)\nclass Colours:\n    {field}\n"
         f"class Mine(Predictor):\n    options = {options}\n    def router_ran(self, routed):\n        return ()\n",
         encoding="utf-8",
@@ -166,6 +164,6 @@ def test_parts_from_outside_make_a_system(outside: str) -> None:
     spec = f"fmoe:eviction={outside}.Counted:prefetch={outside}.Sooner:admission=best"
     system = get_system(spec)
     assert system.name == spec and get_system(system.name) == system
-    assert EVICTIONS[system.eviction].is_scored and PREFETCHES[system.prefetch].make().priority(0.5, 3) == 0.5
+    assert EVICTIONS[system.eviction].name == "lfu" and PREFETCHES[system.prefetch].make().priority(0.5, 3) == 0.5
     with pytest.raises(ConfigError, match=r"prefetch=.*NUMBER': is of type int; accepted: .*PrefetchOrder"):
         get_system(f"fmoe:prefetch={outside}.NUMBER")

@@ -16,20 +16,10 @@ import pytest
 
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import RouterRan
-from expertly.policies.eviction import EVICTIONS, reuse
-from expertly.policies.eviction.reuse import (
-    BATCH,
-    CARRIED,
-    DISCOUNT,
-    HORIZON,
-    KNOWN,
-    MEAN_RATE,
+from expertly.policies import reuse
+from expertly.policies.registry import EVICTIONS
+from expertly.policies.reuse import (
     NEAR_DISCOUNT,
-    OWN_WEIGHT,
-    RATE,
-    REACH,
-    SHARPNESS,
-    WEIGHED,
     LayerReuse,
     Reuse,
     ReuseModel,
@@ -74,179 +64,6 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PyDLL | Non
 @pytest.fixture
 def in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reuse, "compiled_reuse", lambda: None)
-
-
-class Reference:
-    """The model as docs/systems/expertly.md explains it, in float64, step by step. Layers are of one size."""
-
-    def __init__(self, num_layers: int, num_experts: int) -> None:
-        self.recent = np.zeros((num_layers, num_experts))
-        self.mean = np.zeros((num_layers, num_experts))
-        self.seen = [range(max(0, layer - REACH), min(num_layers, layer + REACH + 1)) for layer in range(num_layers)]
-        self.weights = [np.zeros((num_experts, len(seen), num_experts)) for seen in self.seen]
-        for layer, (weights, seen) in enumerate(zip(self.weights, self.seen, strict=True)):
-            for expert in range(num_experts):
-                weights[expert, seen.index(layer), expert] = OWN_WEIGHT
-        self.base = np.zeros((num_layers, num_experts))
-        self.steps: list[list[tuple[np.ndarray, np.ndarray, np.ndarray, set[int], list[Any]]]] = [
-            [] for _ in range(num_layers)
-        ]
-        self.tokens = [0] * num_layers
-        self.past = PastReference(num_layers, num_experts)
-        self.similar = SimilarReference(num_layers, num_experts)
-
-    def observe(self, router: RouterRan) -> np.ndarray:
-        """The value of each expert of the layer."""
-        layer, num = router.layer, router.batch_tokens
-        if len(self.steps[layer]) == BATCH + HORIZON:
-            self._learn(layer)
-        left = np.exp(-num / 2)
-        share = np.zeros(self.recent.shape[1])
-        for expert, tokens in zip(router.experts, router.num_tokens, strict=True):
-            share[expert] = tokens / num
-        self.recent[layer] = left * self.recent[layer] + (1 - left) * share
-        if not router.serves_decode:
-            self.steps[layer].clear()
-            self._follow(layer, self.recent[layer], num)
-        inputs = self.recent[list(self.seen[layer])].copy()
-        values = np.einsum("elf,lf->e", self.weights[layer], inputs) + self.base[layer]
-        used = {e for e, tokens in zip(router.experts, router.num_tokens, strict=True) if tokens}
-        classes = self.past.classes(layer, used, num, None if router.serves_decode else self.recent[layer])
-        similar = self.similar.values(layer, used) if router.serves_decode else self.similar.prompt()
-        self.steps[layer].append((inputs, values, similar, used, classes))
-        self.tokens[layer] += num
-        return self.past.worth(classes, values, similar)
-
-    def _learn(self, layer: int) -> None:
-        steps, change = self.steps[layer], np.zeros_like(self.weights[layer])
-        self.past.learn(layer, [step[1:] for step in steps])
-        for now in range(BATCH):
-            inputs, values, *_ = steps[now]
-            centred = inputs - self.mean[list(self.seen[layer])]
-            known = 1 - DISCOUNT**HORIZON
-            for expert in range(len(values)):
-                later = [DISCOUNT ** (k - 1) for k in range(1, HORIZON + 1) if expert in steps[now + k][3]]
-                error = sum(later) / known - values[expert]
-                change[expert] += RATE * error * centred / (1e-3 + (centred**2).sum())
-        self.weights[layer] += change
-        own = self.seen[layer].index(layer)
-        self._follow(layer, np.mean([steps[now][0][own] for now in range(BATCH)], axis=0), BATCH)
-        del steps[:BATCH]
-
-    def _follow(self, layer: int, recent: np.ndarray, num: int) -> None:
-        rate = max(1 - (1 - MEAN_RATE) ** num, num / max(num, self.tokens[layer]))
-        self.mean[layer] += rate * (recent - self.mean[layer])
-        mean = self.mean[list(self.seen[layer])]
-        at_mean = np.einsum("elf,lf->e", self.weights[layer], mean)
-        self.base[layer] = self.mean[layer] / (1 - DISCOUNT) - at_mean
-
-
-class SimilarReference:
-    """What followed similar steps: SimilarSteps, in float64, step by step."""
-
-    def __init__(self, num_layers: int, num_experts: int) -> None:
-        self.num_layers, self.num_experts = num_layers, num_experts
-        self.steps: list[dict[int, set[int]]] = [{}]  # layer -> experts
-        self.is_whole = [False]  # eight steps followed
-        self.alike = np.zeros(1)
-        self.num = 0
-        self.running = num_layers
-
-    def prompt(self) -> np.ndarray:
-        self.num, self.running, self.alike = 0, self.num_layers, 0 * self.alike
-        return np.zeros(self.num_experts)
-
-    def values(self, layer: int, used: set[int]) -> np.ndarray:
-        if layer <= self.running:
-            self.num += 1
-            self.steps.append({})
-            self.is_whole.append(False)
-            if self.num > HORIZON:
-                self.is_whole[-1 - HORIZON] = True
-            self.alike = np.array([0, *(self.alike * CARRIED)])
-        self.running = layer
-        for at, step in enumerate(self.steps[:-1]):
-            self.alike[at] += SHARPNESS / self.num_layers * len(step.get(layer, set()) & used) / len(used)
-        self.steps[-1][layer] = used
-        found, total = np.zeros(self.num_experts), 0.0
-        for at in range(max(0, len(self.steps) - reuse.STEPS), len(self.steps)):
-            if self.is_whole[at]:
-                likeness = np.exp(self.alike[at] - max(self.alike))
-                total += likeness
-                for k in range(1, HORIZON + 1):
-                    worth = NEAR_DISCOUNT ** (k - 1) / (1 - NEAR_DISCOUNT**HORIZON)
-                    found[list(self.steps[at + k].get(layer, set()))] += likeness * worth
-        return found / total if total else found
-
-
-class PastReference:
-    """What experts' own past says, and how much each prediction weighs: OwnPast, in float64, expert by expert."""
-
-    def __init__(self, num_layers: int, num_experts: int) -> None:
-        self.num_layers = num_layers
-        self.age = np.full((num_layers, num_experts), 10**6)
-        self.served = np.zeros((num_layers, num_experts), np.float32)  # as there: which class it is hangs on rounding
-        self.num_served = np.ones(num_layers, np.float32)
-        self.rate = np.zeros((num_layers, num_experts), int)  # seen last when the layer learned
-        self.seen: dict[tuple[int, int], Any] = {}  # (age, rate), as classes -> [sum of worths, number]
-        self.products = np.zeros((3, 4))
-        self.weights = np.array([0.3, 0.0, 0.5])  # of the model, similar steps and own past
-
-    def classes(self, layer: int, used: set[int], num: int, shares: np.ndarray | None) -> list[tuple[int, int]]:
-        self.age[layer] += 1
-        self.age[layer][list(used)] = 0
-        if shares is None:
-            self.served[layer][list(used)] += 1
-            self.num_served[layer] += 1
-        else:
-            for expert in used:
-                self.age[layer][expert] = min(num, round(1 / shares[expert]))
-            self.served[layer] += np.float32(num) * shares.astype(np.float32)
-            self.num_served[layer] += num
-            self._rate(layer)
-        return [*zip(map(self._age_class, self.age[layer]), self.rate[layer].tolist(), strict=True)]
-
-    def worth(self, classes: list[tuple[int, int]], values: np.ndarray, similar: np.ndarray) -> np.ndarray:
-        return self.weights @ np.stack([values, similar, [self._said(one) for one in classes]])
-
-    def learn(self, layer: int, steps: list[tuple[np.ndarray, np.ndarray, set[int], list[tuple[int, int]]]]) -> None:
-        """Four steps, and the eight after them."""
-        self.products *= np.exp(-BATCH / (WEIGHED * self.num_layers))
-        needed = []
-        for now, (values, similar, _, classes) in enumerate(steps[:BATCH]):
-            known = 1 - NEAR_DISCOUNT**HORIZON
-            later = [(NEAR_DISCOUNT ** (k - 1) / known, steps[now + k][2]) for k in range(1, HORIZON + 1)]
-            needed.append([sum(worth for worth, used in later if expert in used) for expert in range(len(values))])
-            said = np.stack([values, similar, [self._said(one) for one in classes]])
-            self.products += said @ np.stack([*said, needed[-1]]).T
-        squares = self.products[:, :3] + 5 * np.eye(3)
-        self.weights = np.linalg.solve(squares, self.products[:, 3] + [5 * 0.3, 0, 5 * 0.5])
-        for one in self.seen.values():
-            one *= np.exp(-BATCH / (KNOWN * self.num_layers))
-        for (*_, classes), worths in zip(steps, needed, strict=False):
-            for one, worth in zip(classes, worths, strict=True):
-                self.seen[one] = self.seen.get(one, np.zeros(2)) + np.array([worth, 1])
-        self.served[layer] *= np.float32((1 - MEAN_RATE) ** BATCH)
-        self.num_served[layer] *= np.float32((1 - MEAN_RATE) ** BATCH)
-        self._rate(layer)
-
-    def _rate(self, layer: int) -> None:
-        for expert, served in enumerate(self.served[layer]):
-            share = served / self.num_served[layer]
-            self.rate[layer, expert] = 0 if share <= 2**-13 else min(25, int(2 * (np.log2(share) + 13)))
-
-    def _age_class(self, age: int) -> int:
-        """0 to 8 by themselves, then four classes an octave; one of all beyond 1792."""
-        edges = [*range(9), *(num << octave for octave in range(8) for num in (10, 12, 14, 16))][:-1]
-        return sum(age > edge for edge in edges)
-
-    def _said(self, one: tuple[int, int]) -> float:
-        age, rate = one
-        edges = [*range(9), *(num << octave for octave in range(8) for num in (10, 12, 14, 16))][:-1]
-        steps = edges[age] if age < len(edges) else 2 * edges[-1]
-        first = min(1.0, 0.75 / (1 + steps) + 1.5 * 2 ** (rate / 2 - 13))
-        total, num = self.seen.get(one, (0.0, 0.0))
-        return (total + 4 * first) / (num + 4)
 
 
 def prompt(layer: int, dice: random.Random, tokens: int = 40) -> RouterRan:
@@ -301,26 +118,6 @@ def test_it_learns_from_the_choices_of_an_earlier_layer() -> None:
     found = _taught()[1]
     assert np.mean(found[:100]) < 0.6, "nobody knows it at the start"
     assert np.mean(found[-600:]) > 0.88
-
-
-def test_values_are_those_of_the_formulas(monkeypatch: pytest.MonkeyPatch, in_numpy: None) -> None:
-    """In lock-step with the reference over decode and prompts, with an expert that several tokens chose, and more steps
-    than are compared with the running one.
-    """
-    monkeypatch.setattr(reuse, "STEPS", 60)
-    dice, model, reference = random.Random(3), ReuseModel(SHAPE), Reference(LAYERS, EXPERTS)
-    for step in range(200):
-        for layer in range(LAYERS):
-            if step % 90 == 0:
-                router = prompt(layer, dice)
-            elif step % 7:
-                router = one_token(layer, dice.sample(range(4 + step % 3), 2))
-            else:
-                router = RouterRan(layer, [3, 9, 4], [2, 1, 0], [True, True, False], 2)
-            model.observe(router)
-            expected = reference.observe(router)
-            first = SHAPE.first_expert_id(layer)
-            np.testing.assert_allclose(model._values[first : first + EXPERTS], expected, atol=2e-3)
 
 
 @pytest.mark.parametrize("seed", seeds(1, 6))
@@ -560,10 +357,10 @@ def test_a_prompt_takes_nothing_from_the_layers_that_it_has_yet_to_reach() -> No
     for layers in steps(60, 1):
         for layer, experts in enumerate(layers):
             run_layer(control, layer, experts)
-    last = {eid for eid in np.flatnonzero(control.slots.resident) if SHAPE.layer_of_expert(eid) == LAYERS - 1}
+    last = {eid for eid in np.flatnonzero(control.slots.num_resident) if SHAPE.layer_of_expert(eid) == LAYERS - 1}
     for layer in range(LAYERS - 1):
         run_layer(control, layer, list(range(EXPERTS)), tokens=[5] * EXPERTS, decode=False)
-    assert last and last <= set(np.flatnonzero(control.slots.resident))
+    assert last and last <= set(np.flatnonzero(control.slots.num_resident))
 
 
 def test_experts_of_pads_alone_count_as_unused() -> None:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.core.observation import Routed
-from expertly.policies.eviction.simple import LRU
+from expertly.policies.lru import LRU
 from expertly.scheduler.budget import Budget, split_budget
-from expertly.scheduler.presets import SYSTEMS, get_system, runnable_systems
 from expertly.scheduler.scheduler import Scheduler
-from tests.scheduler.checked import CheckedScheduler, mask_of
-
-WAYS = [("resident", "early"), ("resident", "late"), ("id", "early"), ("id", "late")]
-"""(order, preemption): how a layer can run."""
+from expertly.scheduler.systems import SYSTEMS, get_system, runnable_systems
+from tests.scheduler.checked import CheckedScheduler
 
 
 def control_planes() -> list[str]:
@@ -31,15 +28,6 @@ def control_planes() -> list[str]:
     return list(found.values())
 
 
-def ways() -> list[tuple[str, str, str]]:
-    """(system, order, preemption): each control plane in every way that it can run."""
-    found = []
-    for system in control_planes():
-        has_choice = SYSTEMS[system].admission == "best"  # of all that a layer needs at once
-        found += [(system, *way) for way in (WAYS[:1] if has_choice else WAYS)]
-    return found
-
-
 def geometry(layers: int = 2, experts: int = 8, top_k: int = 2, segments: int = 1, width: int = 16) -> Geometry:
     return Geometry(tuple(LayerGeometry(experts, top_k, 4, width, 3, 2) for _ in range(layers)), segments)
 
@@ -49,21 +37,19 @@ def scheduler(
     share: float,
     system: str = "lru",
     staging: int | None = None,
-    order: str | None = None,
-    preemption: str = "early",
 ) -> Scheduler:
     """A scheduler whose whole budget is `share` of the experts."""
-    parts = replace(get_system(system), preemption=preemption)
+    parts = get_system(system)
     budget = parts.budget(shape, split_budget(shape, int(shape.nbytes * share), staging))
-    return parts.scheduler(shape, budget, order=order)
+    return parts.scheduler(shape, budget)
 
 
 @dataclass
 class Ran:
-    """What happened in one layer: masks computed and loaded by expert, in the order of the loads."""
+    """What happened in one layer: parts computed and loaded by expert, in the order of the loads."""
 
-    computed: dict[int, int] = field(default_factory=dict)
-    loaded: dict[int, int] = field(default_factory=dict)
+    computed: dict[int, set[int]] = field(default_factory=dict)
+    loaded: dict[int, set[int]] = field(default_factory=dict)
     loads: list[Span] = field(default_factory=list)
 
 
@@ -90,10 +76,7 @@ def run(control: Scheduler, router: RouterRan) -> Plan:
     while todo:
         span, is_here = todo.pop(0)
         assert is_here or control.loaded(span)
-        following = control.computed([span])
-        if following is not None:
-            todo += [(one, True) for one in following.ready]
-            todo += [(one, False) for one in [*following.in_flight, *following.loads]]
+        todo += [(one, False) for one in control.computed([span])]
     control.end_layer()
     return plan
 
@@ -114,44 +97,39 @@ def run_layer(
     ran = Ran()
     plan = control.begin_layer(RouterRan(layer, experts, tokens, flags, max(tokens)))
     ready, loading = list(plan.ready), list(plan.loads)
-    ran.loads += [*plan.loads, *plan.requested]
-    requested = list(plan.requested)  # computed when a later plan says so
+    ran.loads += plan.loads
     while ready or loading:
         take_load = bool(loading) and (not ready or (dice is not None and dice.random() < 0.5))
         source = loading if take_load else ready
         span = source.pop(dice.randrange(len(source)) if dice else 0)
         if take_load:
             assert control.loaded(span)
-            ran.loaded[span.expert] = ran.loaded.get(span.expert, 0) | mask_of(span)
-        assert not ran.computed.get(span.expert, 0) & mask_of(span), "no segment is computed twice"
-        ran.computed[span.expert] = ran.computed.get(span.expert, 0) | mask_of(span)
+            ran.loaded.setdefault(span.expert, set()).update(parts_of(span))
+        computed = ran.computed.setdefault(span.expert, set())
+        assert not computed.intersection(parts_of(span)), "no unit is computed twice"
+        computed.update(parts_of(span))
         following = control.computed([span])
-        if following is not None:
-            ready += following.ready
-            arriving = {span.expert for span in following.in_flight}  # they arrive as they were requested
-            loading += [*following.loads, *(span for span in requested if span.expert in arriving)]
-            requested = [*(span for span in requested if span.expert not in arriving), *following.requested]
-            ran.loads += [*following.loads, *following.requested]
-        if requested and dice is not None and dice.random() < 0.5:
-            span = requested.pop(dice.randrange(len(requested)))
-            assert not control.loaded(span), "its turn has not come"
-            ran.loaded[span.expert] = ran.loaded.get(span.expert, 0) | mask_of(span)
+        loading += following
+        ran.loads += following
         if check:
             control.slots.check()
-    assert not requested
     control.end_layer()
     if check:
         control.check()
-    full = control.slots.full
-    assert ran.computed == dict.fromkeys(experts, full), "every needed expert is computed, whole"
+    whole = set(range(control.slots.num_parts))
+    assert ran.computed == dict.fromkeys(experts, whole), "every needed expert is computed, whole"
     return ran
 
 
 def kept(control: Scheduler, layer: int) -> set[int]:
     """Experts of a layer that are wholly resident."""
-    first, full = control.geometry.first_expert_id(layer), control.slots.full
-    resident = control.slots.resident
-    return {e for e in range(control.geometry.layers[layer].num_experts) if resident[first + e] == full}
+    first, slots = control.geometry.first_expert_id(layer), control.slots
+    experts = range(control.geometry.layers[layer].num_experts)
+    return {expert for expert in experts if slots.num_resident[first + expert] == slots.num_parts}
+
+
+def parts_of(span: Span) -> range:
+    return range(span.segment, span.segment + span.num_segments)
 
 
 def routed(router: RouterRan) -> Callable[[], Routed]:

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.core.messages import Plan, Prediction, RouterRan, Span
+from expertly.core.messages import Prediction, RouterRan, Span
 from expertly.core.observation import Began, Routed
-from expertly.policies.admission import ADMISSIONS
 from expertly.policies.allocation import Allocation
-from expertly.policies.allocation.moepic import LayerSplit, SplitPlan
-from expertly.policies.eviction import EVICTIONS
-from expertly.policies.known import Known
-from expertly.policies.predictor.base import Predictor
-from expertly.policies.prefetch import PREFETCHES
+from expertly.policies.moepic import Configuration, LayerSplit, MoEpic
+from expertly.policies.prediction import Predictor
+from expertly.policies.registry import EVICTIONS, PREFETCHES
 from expertly.scheduler.budget import check_quotas, split_budget
-from expertly.scheduler.decisions import record, replay
-from expertly.scheduler.loop import Prefetcher, run_layer
-from expertly.scheduler.observations import InlineChannel
-from expertly.scheduler.prefetch_gate import PrefetchGate
+from expertly.scheduler.loop import InlineChannel, Prefetcher, run_layer
 from expertly.scheduler.scheduler import Scheduler
-from expertly.testing.made_up import ListFuture
 from tests.scheduler.checked import CheckedScheduler
+from tests.scheduler.decisions import Decision, record, replay
 
 SMALL, LARGE = LayerGeometry(5, 2, 4, 16, 3, 2), LayerGeometry(8, 3, 4, 32, 3, 2)
 LAYERS = (SMALL, LARGE, LARGE, SMALL)
@@ -63,8 +56,8 @@ class RandomLink:
         self.submitted += spans
         self.ahead += spans
 
-    def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
-        gone = [one for one in self.ahead if one.layer == layer and (experts is None or one.expert in experts)]
+    def cancel(self, layer: int) -> list[Span]:
+        gone = [one for one in self.ahead if one.layer == layer]
         self.ahead = [span for span in self.ahead if span not in gone]
         self.cancelled += gone
         return gone
@@ -197,19 +190,29 @@ class RandomQuotas(Allocation):
         return list(now)
 
 
-def random_plan(dice: random.Random, control: Scheduler) -> SplitPlan:
-    """Any splits that fit what is kept: parts of many, few whole ones, nothing."""
-    shape, left = control.geometry, list(control.budget.kept_slots)
-    layers: dict[int, LayerSplit] = {}
-    for layer in dice.sample(range(shape.num_layers), shape.num_layers):
-        size_class, one = shape.size_classes[layer], shape.layers[layer]
-        top = dice.randint(1, shape.segments_per_expert)
-        num = dice.randint(0, min(one.num_experts, left[size_class] // top))
-        most = min(left[size_class], one.num_experts * shape.segments_per_expert)
-        quota = dice.choice([num * top, most])
-        left[size_class] -= quota
-        layers[layer] = LayerSplit(num, top if num else 0, quota)
-    return SplitPlan(shape, tuple(layers[layer] for layer in range(shape.num_layers)))
+class RandomSplits(MoEpic):
+    """Any splits that fit what is kept, every few layers: parts of many, few whole ones, nothing."""
+
+    def __init__(self, shape: Geometry, dice: random.Random) -> None:
+        super().__init__(shape)
+        self.dice = dice
+
+    def ran(self, router: RouterRan, recall: Callable[[int], float]) -> list[int] | None:
+        super().ran(router, recall)
+        return self._take(self._any_configuration()) if self.dice.random() < 0.3 else None
+
+    def _any_configuration(self) -> Configuration:
+        shape, left, dice = self.geometry, list(self._kept_slots), self.dice
+        budgets, splits = [0] * shape.num_layers, [LayerSplit(0, 0, 0.0, 0.0)] * shape.num_layers
+        for layer in dice.sample(range(shape.num_layers), shape.num_layers):
+            size_class, one = shape.size_classes[layer], shape.layers[layer]
+            top = dice.randint(1, shape.segments_per_expert)
+            num = dice.randint(0, min(one.num_experts, left[size_class] // top))
+            most = min(left[size_class], one.num_experts * shape.segments_per_expert)
+            quota = dice.choice([num * top, most])
+            left[size_class] -= quota
+            budgets[layer], splits[layer] = quota, LayerSplit(num, top if num else 0, 0.0, 0.0)
+        return Configuration(tuple(budgets), tuple(splits))
 
 
 @dataclass
@@ -229,54 +232,50 @@ def soak(
     *,
     eviction: str = "lru",
     prefetch: str = "score",
-    has_gate: bool = False,
     allocation: Callable[[Geometry, random.Random], Allocation] | None = None,
-    plans: bool = False,
     failures: float = 0.0,
+    window: int | None = None,
     num_iterations: int = 7,
     admission: str = "always",
     **way: Any,
 ) -> Soaked:
-    """Run random layers under a CheckedScheduler, then make every decision again from what was told. `plans`: other
-    splits every few layers. `way`: what the Scheduler takes.
+    """Run random layers under a CheckedScheduler, then make every decision again from what was told. `way`:
+    what the Scheduler takes.
     """
     dice = random.Random(seed)
     shape = Geometry(LAYERS, segments)
     routers = random_routers(dice, num_iterations)
-    future = ListFuture(shape, [(router.layer, router.experts) for router in routers])
-    budget, lines = split_budget(shape, int(shape.nbytes * share), staging), list[str]()
+    budget, decisions = split_budget(shape, int(shape.nbytes * share), staging), list[Decision]()
 
-    def make(kind: type[Scheduler], **more: Any) -> Any:
+    def make(kind: type[Scheduler]) -> Any:
         return kind(
             shape,
             budget,
-            lambda capacity, layers: EVICTIONS[eviction].make(shape, capacity, Known(future=future)),
+            lambda capacity, layers: EVICTIONS[eviction].make(shape, capacity),
             prefetch=PREFETCHES[prefetch].make(),
-            admission=ADMISSIONS[admission].make(),
-            gate=PrefetchGate() if has_gate else None,
+            admission=admission,
             allocation=allocation and allocation(shape, random.Random(seed)),
             **way,
-            **more,
         )
 
-    control: CheckedScheduler = make(CheckedScheduler, future=future)
-    recorded = record(control, lines.append)
+    control: CheckedScheduler = make(CheckedScheduler)
+    if window is not None:
+        control.queue.window = window
+    recorded = record(control, decisions.append)
     link, predictor, happened = (
         RandomLink(dice, dice.choice([0.1, 0.4, 0.8])),
         RandomPredictor(dice, shape, routers),
         control.happened,
     )
-    times = accumulate(iter(lambda: dice.choice([1, 10, 1000]), 0))
-    prefetcher = Prefetcher(recorded, link, InlineChannel(predictor), now=partial(next, times))
+    prefetcher = Prefetcher(recorded, link, InlineChannel(predictor))
     link.fails = lambda: dice.random() < failures
 
     def compute(spans: Sequence[Span]) -> None:
-        assert not (control.is_synchronous and control.queue.num_in_flight), "what was predicted is there first"
         if dice.random() < failures:
             raise Failure
 
     for step, router in enumerate(routers):
-        future.step = predictor.step = step
+        predictor.step = step
         before = link.num_waits
         try:
             if router.layer == 0:
@@ -291,39 +290,25 @@ def soak(
             recorded.abandon()
         assert link.num_waits - before <= 200, "a layer ends"
         control.check()
-        if plans and dice.random() < 0.3:
-            recorded.configure(random_plan(dice, control))
-            control.check()
         _note(control, happened)
     happened["cancelled"] += len(link.cancelled)
     control.counts_agree()
     if not failures:
         phases = [phase for one in control.counters for phase in (one.decode, one.prefill)]
         assert link.moved_nbytes(shape) == sum(phase.loaded_nbytes for phase in phases)
-    steps = iter(control.steps)
-
-    class Again(Scheduler):
-        def begin_layer(self, router: RouterRan, cancelled: Sequence[Span] = ()) -> Plan:
-            future.step = next(steps)
-            return super().begin_layer(router, cancelled)
-
-    again: Scheduler = make(Again)
-    replayed = replay(lines, again, "here")
-    assert replayed.difference is None and replayed.num_calls == len(lines)
+    again: Scheduler = make(Scheduler)
+    again.queue.window = control.queue.window
+    assert decisions and replay(decisions, again) is None
     for one, other in zip(control.counters, again.counters, strict=True):
         assert one.decode == other.decode and one.prefill == other.prefill
     assert again.cache.quotas == control.cache.quotas and again.cache.tops == control.cache.tops
-    if control.gate is not None:
-        facts = control.gate.facts()
-        assert again.gate is not None and again.gate.facts() == facts
-        happened += Counter({name: facts[name] for name in ("steps_with", "steps_without")})
     return Soaked(control, link, happened)
 
 
 def _note(control: CheckedScheduler, happened: Counter[str]) -> None:
     """What is the case between two layers."""
     cache, shape = control.cache, control.geometry
-    if len(cache.distinct_partitions) == len(cache.partitions):
+    if len(cache.distinct_partitions()) == len(cache.partitions):
         assert [one.capacity for one in cache.partitions] == cache.quotas
         used = check_quotas(shape, cache.quotas)
         assert all(num <= most for num, most in zip(used, control.budget.kept_slots, strict=True))
@@ -331,5 +316,5 @@ def _note(control: CheckedScheduler, happened: Counter[str]) -> None:
         assert (cache.targets or cache.quotas) == control.allocation.said[-1]
     happened["on the way" if cache.targets else "there"] += 1
     happened["in flight"] += bool(control.slots.prefetching)
-    happened["tops"] += any(0 < top.bit_count() < shape.segments_per_expert for top in cache.tops)
-    happened["staged"] += any(cache.staged_of(shape.layer_of_expert(eid), eid) for eid in control.queue.waiting)
+    happened["tops"] += any(0 < top < shape.segments_per_expert for top in cache.tops)
+    happened["staged"] += any(cache.staged_of(eid) for eid in control.queue.waiting)

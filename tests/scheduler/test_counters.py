@@ -9,7 +9,6 @@ import pytest
 
 from expertly.core.messages import Phase, Prediction, RouterRan
 from expertly.scheduler.counters import Correlation, LayerCounters, PhaseCounters
-from expertly.scheduler.scheduler import count_demand
 from tests.scheduler.drive import geometry, run_layer, scheduler
 
 
@@ -17,7 +16,7 @@ def count(router: RouterRan, here: dict[int, int]) -> LayerCounters:
     """Counters after one demand; `here`: segments (of 4, 100 bytes each) of the experts not wholly resident."""
     counters = LayerCounters()
     missing = [position for position, expert in enumerate(router.experts) if expert in here]
-    count_demand(counters, router, missing, [here[router.experts[i]] for i in missing], 400, 4)
+    counters.count_demand(router, missing, [here[router.experts[i]] for i in missing], 400, 4)
     return counters
 
 
@@ -101,15 +100,14 @@ def test_confidence_is_correlated_with_the_hit_rate_of_the_surest_experts() -> N
         )
 
 
-@pytest.mark.parametrize("order", ["resident", "id"])
-def test_what_prefill_evicts_and_loads_is_counted_as_prefill(order: str) -> None:
+def test_what_prefill_loads_is_counted_as_prefill() -> None:
     shape = geometry(layers=1, experts=8, top_k=2)
-    control = scheduler(shape, 6 / 8, order=order)
+    control = scheduler(shape, 6 / 8)
     ran = run_layer(control, 0, list(range(8)), decode=False)
     counters, nbytes = control.counters[0], shape.layers[0].expert_nbytes
     assert counters.decode == PhaseCounters()
     assert counters.prefill.loaded_nbytes == len(ran.loads) * nbytes
-    assert counters.prefill.evicted_nbytes == (4 * nbytes if order == "id" else 0)
+    assert counters.prefill.evicted_nbytes == 0
 
 
 # -- correlations --------------------------------------------------------------------------------------------------
@@ -128,19 +126,16 @@ def test_a_correlation_is_pearsons_however_it_is_cut(seed: int) -> None:
     slope = dice.uniform(-2, 2)
     pairs = [(x, slope * x + dice.gauss(0, 0.3)) for x in (dice.random() + 100 * seed for _ in range(500))]
     expected = statistics.correlation([x for x, _ in pairs], [y for _, y in pairs])
-    assert correlation_of(pairs).pearson() == pytest.approx(expected, abs=1e-9)
     total, start = Correlation(), 0
     while start < len(pairs):
         stop = start + dice.randint(0, 90)
         total.merge(correlation_of(pairs[start:stop]))
         start = stop
-    assert total.pearson() == pytest.approx(expected, abs=1e-9)
-    assert total.count == 500
+    assert total.pearson() == pytest.approx(expected, abs=1e-9) and total.count == 500
 
 
 @pytest.mark.parametrize("pairs", [[], [(1, 2)], [(1, 2), (1, 3)], [(1, 2), (3, 2)], [(0.1, 0.3)] * 50])
 def test_constant_series_have_no_correlation(pairs: list[tuple[float, float]]) -> None:
-    assert correlation_of(pairs).pearson() is None
     total = correlation_of(pairs)
     total.merge(correlation_of(pairs))
     assert total.pearson() is None

@@ -30,29 +30,24 @@ def grown(run_token: Callable[[], None], before: int, then: int) -> int:
         tracemalloc.stop()
 
 
-def test_memory_is_the_same_after_many_more_predictions() -> None:
-    """Everything is kept: no victim is ever asked for, while scores rise and fall."""
-    control = scheduler(geometry(2, 16, 4), 1.0, "fmoe")
+@pytest.mark.parametrize(
+    ("system", "share", "window"), [("fmoe", 1.0, 8), ("fmoe", 0.4, 1), ("lru", 0.4, 0), ("static", 0.4, 0)]
+)
+def test_memory_is_the_same_after_many_more_tokens(system: str, share: float, window: int) -> None:
+    """Everything is kept: no victim is ever asked for, while scores rise and fall. Or most of the queue is never
+    reached. Or nothing is predicted.
+    """
+    control = scheduler(geometry(2, 16, 4, segments=2), share, system)
+    control.queue.window = window
     dice = random.Random(0)
 
     def run_token() -> None:
         for layer in range(2):
-            said = [dice.random() for _ in range(16)]
-            control.predict(Prediction(1 - layer, list(range(16)), sorted(said, reverse=True), 1, 0.5, said))
-            for span in control.prefetch():
-                control.loaded(span)
+            if window:
+                scores = sorted([dice.random() for _ in range(16)], reverse=True)
+                control.predict(Prediction(1 - layer, list(range(16)), scores, 1, 0.5, scores))
+                for span in control.prefetch():
+                    control.loaded(span)
             run_layer(control, layer, dice.sample(range(16), 4))
 
     assert grown(run_token, 60, 300) < 4096, "five times the tokens, not a page more"
-
-
-@pytest.mark.parametrize("system", ["lru", "lcp", "static"])
-def test_memory_is_the_same_after_many_more_tokens(system: str) -> None:
-    control = scheduler(geometry(2, 16, 4, segments=2), 0.4, system)
-    dice = random.Random(0)
-
-    def run_token() -> None:
-        for layer in range(2):
-            run_layer(control, layer, dice.sample(range(16), 4))
-
-    assert grown(run_token, 40, 240) < 4096, "six times the tokens, not a page more"

@@ -10,9 +10,9 @@ import pytest
 
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.scheduler.budget import split_budget
-from expertly.scheduler.presets import get_system
 from expertly.scheduler.scheduler import Scheduler
-from expertly.scheduler.slots import bits
+from expertly.scheduler.slots import RESIDENT
+from expertly.scheduler.systems import get_system
 from tests.scheduler.drive import geometry, run_layer
 from tests.tables import pairs
 
@@ -125,52 +125,53 @@ def by_the_slot(shape: Geometry, share: float, system: str) -> Scheduler:
     return parts.scheduler(shape, replace(budget, layer_quotas=tuple(shares)))
 
 
+def resident(control: Scheduler) -> dict[int, set[int]]:
+    """By expert, the parts that are there."""
+    parts: dict[int, set[int]] = {}
+    for unit, state in enumerate(control.slots.state):
+        if state == RESIDENT:
+            parts.setdefault(unit // control.slots.num_parts, set()).add(unit % control.slots.num_parts)
+    return parts
+
+
 KINDS = [["token"], ["token", "decode"], ["token", "token", "prefill", "decode", "mixed"]]
 
 
 SYSTEMS = ["lru", "lfu", "lcp", "on-demand", "on-demand:prefill=stream", "lcp:prefill=evict"]
+ALIKE = geometry(3, 10, 3).layers
+SMALL, LARGE = LayerGeometry(5, 2, 4, 16, 3, 2), LayerGeometry(9, 4, 4, 32, 3, 2)
 
 
-@pytest.mark.parametrize(("system", "segments", "kinds"), pairs(SYSTEMS, [1, 2, 4], KINDS))
-def test_every_decision_is_the_references(system: str, segments: int, kinds: list[str]) -> None:
-    layers, experts, top_k = 3, 10, 3
-    for share in (0.13, 0.31, 0.5, 0.77):
-        shape = geometry(layers, experts, top_k, segments)
+@pytest.mark.parametrize(
+    ("system", "layers", "segments", "kinds"),
+    [
+        *((system, ALIKE, segments, kinds) for system, segments, kinds in pairs(SYSTEMS, [1, 2, 4], KINDS)),
+        *((system, (SMALL, LARGE, LARGE, SMALL), 2, ["token", "mixed"]) for system in ("lru", "lfu", "lcp")),
+    ],
+)
+def test_every_decision_is_the_references(
+    system: str, layers: tuple[LayerGeometry, ...], segments: int, kinds: list[str]
+) -> None:
+    for share in (0.13, 0.31, 0.5, 0.77) if layers is ALIKE else (0.55,):
+        shape = Geometry(layers, segments)
         control = by_the_slot(shape, share, system)
         reference = Reference(shape, system, control.budget.layer_quotas)
         dice = random.Random(f"{share} {kinds}")
         seen: Counter[tuple[bool, str]] = Counter()
         for step in range(60):
-            for layer in range(layers):
-                chosen, tokens, decode = batch(dice, experts, top_k, dice.choice(kinds))
+            for layer, one in enumerate(layers):
+                chosen, tokens, decode = batch(dice, one.num_experts, one.top_k, dice.choice(kinds))
                 ran = run_layer(control, layer, chosen, tokens=tokens, decode=decode, dice=dice)
                 loads = reference.layer(layer, chosen, tokens, decode)
-                assert {e: set(bits(mask)) for e, mask in ran.loaded.items()} == loads, f"step {step}"
+                assert ran.loaded == loads, f"step {step}"
                 for expert, num, is_decode in zip(chosen, tokens, decode, strict=True):
                     if num:
                         missing = len(loads.get(expert, ()))
                         kind = "hits" if not missing else "misses" if missing == segments else "partial_hits"
                         seen[is_decode, kind] += 1
-                resident = {eid: set(bits(mask)) for eid, mask in enumerate(control.slots.resident) if mask}
-                assert resident == reference.kept, f"step {step}"
-        control.check()
+                assert resident(control) == reference.kept, f"step {step}"
+            control.check()
         for is_decode, kind in list(seen):
             phases = [one.decode if is_decode else one.prefill for one in control.counters]
             assert sum(getattr(phase, kind) for phase in phases) == seen[is_decode, kind]
         assert share < 0.5 or (seen[True, "hits"] and seen[True, "misses"]), "both happened"
-
-
-@pytest.mark.parametrize("system", ["lru", "lfu", "lcp"])
-def test_layers_of_several_shapes_decide_each_for_itself(system: str) -> None:
-    small, large = LayerGeometry(5, 2, 4, 16, 3, 2), LayerGeometry(9, 4, 4, 32, 3, 2)
-    shape = Geometry((small, large, large, small), 2)
-    control = by_the_slot(shape, 0.55, system)
-    reference = Reference(shape, system, control.budget.layer_quotas)
-    dice = random.Random(1)
-    for _ in range(60):
-        for layer, one in enumerate(shape.layers):
-            chosen, tokens, decode = batch(dice, one.num_experts, one.top_k, dice.choice(["token", "mixed"]))
-            ran = run_layer(control, layer, chosen, tokens=tokens, decode=decode, dice=dice, check=True)
-            loads = reference.layer(layer, chosen, tokens, decode)
-            assert {e: set(bits(mask)) for e, mask in ran.loaded.items()} == loads
-            assert {e: set(bits(m)) for e, m in enumerate(control.slots.resident) if m} == reference.kept

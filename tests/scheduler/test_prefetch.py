@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import random
-import tracemalloc
 
 import pytest
 
 from expertly.core.messages import Plan, Prediction, RouterRan
-from expertly.core.observation import Routed
-from expertly.policies.eviction.fmoe import FMoEEviction
-from expertly.policies.eviction.simple import LRU
-from expertly.policies.predictor.base import Predictor
-from expertly.policies.prefetch import PREFETCHES
-from expertly.scheduler.budget import Budget
-from expertly.scheduler.decisions import record, replay
-from expertly.scheduler.loop import Prefetcher, run_layer
-from expertly.scheduler.observations import InlineChannel
+from expertly.policies.fmoe import FMoEEviction
+from expertly.policies.lru import LRU
+from expertly.policies.registry import PREFETCHES
+from expertly.scheduler.budget import Budget, split_budget
+from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.prefetch import PrefetchQueue
 from expertly.scheduler.scheduler import Scheduler
-from tests.scheduler.drive import WAYS, geometry, made, one_token, prediction, routed, run
-from tests.scheduler.soak import InstantLink, nothing_seen
+from expertly.scheduler.systems import get_system
+from tests.scheduler.drive import geometry, made, one_token, prediction, run
 from tests.tables import seeds
 
 
@@ -36,63 +30,22 @@ def test_what_was_prefetched_into_staging_slots_is_kept_when_it_is_needed() -> N
     assert set(control.cache.partitions[0].kept) == {1, 5}, "the use does"
 
 
-def test_memory_of_the_queue_is_bounded_under_low_scores() -> None:
-    """The window is full, so what is predicted is never reached, and replaced by the next prediction of its layer."""
-    control = made(geometry(layers=2, experts=8, top_k=2), [2, 2], 2, window=1)
-    control.predict(prediction(0, [4]))
-    assert len(control.prefetch()) == 1, "it never arrives"
-    allocated = []
-    tracemalloc.start()
-    for step in range(5_000):
-        control.predict(Prediction(1, [5, 6], [0.2, 0.1], 1))
-        assert not control.prefetch()
-        if step in (500, 4_999):
-            allocated.append(tracemalloc.get_traced_memory()[0])
-    tracemalloc.stop()
-    assert allocated[1] < allocated[0] + 32_768, "a stale entry a step would be 400 KB"
-
-
-def test_a_prediction_that_came_too_late_still_decides_what_is_evicted() -> None:
-    """One cache of four over two layers; the second map of layer 0 comes when that layer has run, and makes 1 likelier
-    than 0.
-    """
-
-    class Late(Predictor):
-        def router_ran(self, routed: Routed) -> list[Prediction]:
-            late = Prediction(0, [1], [0.9], 0, 0.9, [0.05, 0.15, 0.8, 0.0])
-            sure = Prediction(1, [0], [0.6], 1, 0.9, [0.6, 0.1, 0.3, 0.0])
-            return [late, sure] if routed.layer == 0 else []
-
-    lines: list[str] = []
-
-    def new() -> Scheduler:
-        shape, budget = geometry(layers=2, experts=4, top_k=2), Budget(0, (2,), (4,), (2, 2))
-        return Scheduler(shape, budget, lambda capacity, layers: FMoEEviction(shape), scope="global")
-
-    control = record(new(), lines.append)
+def test_predicted_probabilities_decide_what_is_evicted() -> None:
+    """One cache of four over two layers; the second map of layer 0 makes 1 likelier than 0; the third says nothing."""
+    shape, budget = geometry(layers=2, experts=4, top_k=2), Budget(0, (2,), (4,), (2, 2))
+    control = Scheduler(shape, budget, lambda capacity, layers: FMoEEviction(shape), scope="global")
     run(control, one_token(0, [0, 1]))
     run(control, one_token(1, [0, 1]))
-    control.predict(Prediction(0, [1], [0.2], 1, 0.9, [0.15, 0.05, 0.8, 0.0]))
-    link = InstantLink()
-    prefetcher = Prefetcher(control, link, InlineChannel(Late()))
-    prefetcher.begin_iteration(nothing_seen)
-    run_layer(control, link, one_token(0, [0, 1]), lambda spans: None, prefetcher, routed(one_token(0, [0, 1])))
-    assert prefetcher.num_late == 1
-    assert set(control.cache.partitions[0].kept) == {0, 1, 4, 5}
-    control.predict(Prediction(0, [2], [0.8], 2, 0.9))  # says nothing of the others
+    control.predict(Prediction(0, [], [], 1, 0.9, [0.15, 0.05, 0.8, 0.0]))
+    control.predict(Prediction(1, [], [], 1, 0.9, [0.6, 0.1, 0.3, 0.0]))
+    control.predict(Prediction(0, [], [], 1, 0.9, [0.05, 0.15, 0.8, 0.0]))
+    control.predict(Prediction(0, [2], [0.8], 2, 0.9))
     assert [(span.layer, span.expert) for span in control.prefetch()] == [(0, 2)]
     assert set(control.cache.partitions[0].kept) == {1, 2, 4, 5}, "0 went: 0.05"
-    said = [[0, [1], [0.9], 0, 0.9, [0.05, 0.15, 0.8, 0.0]]]
-    assert [json.loads(line)[1] for line in lines if line.startswith('["foresee"')] == said
-    assert replay(lines, new(), "here").difference is None
-    without = [line for line in lines if not line.startswith('["foresee"')]
-    assert replay(without, new(), "here").difference is not None
 
 
 def test_a_layer_that_nobody_chose_an_expert_in() -> None:
-    for order, preemption in WAYS:
-        control = made(geometry(), [2, 2], 2, order=order, preemption=preemption)
-        assert run(control, RouterRan(0, [], [], [], 0)) == Plan()
+    assert run(made(geometry(), [2, 2], 2), RouterRan(0, [], [], [], 0)) == Plan()
 
 
 # -- the queue -----------------------------------------------------------------------------------------------------
@@ -146,20 +99,41 @@ def test_the_queue_agrees_with_a_scan_of_everything_predicted(prefetch: str, see
             layer = dice.randrange(LAYERS)
             experts = dice.sample(range(EXPERTS), dice.randint(0, EXPERTS))
             scores = [dice.choice([0.1, 0.25, 0.5, dice.random()]) for _ in experts]  # ties, and in any order
+            if prefetch == "fifo":  # which takes a prediction as it is listed, the surest first
+                scores.sort(reverse=True)
             queue.predict(Prediction(layer, experts, scores, 1))
             naive.predict(layer, experts, scores)
         elif action < 0.3:
             naive.now = queue.now = dice.randrange(LAYERS)
-            queue.router_ran(one_token(naive.now, [0]), True)
+            queue.router_ran(one_token(naive.now, [0]), PhaseCounters(), [0] * EXPERTS)
             naive.void(naive.now)
         elif action < 0.31:
             queue.clear()
             naive.queued, naive.now = [], LAYERS - 1
         else:
             first = naive.first()
-            assert queue._first() == (None if first is None else first[3])
+            assert queue.first() == (None if first is None else first[3])
             asked += first is not None
             if first is not None and dice.random() < 0.6:
-                queue._pop()
+                queue.pop()
                 naive.queued.remove(first)
     assert asked > 300
+
+
+@pytest.mark.parametrize(("prefetch", "loaded"), [("fifo", [2, 2, 1, 1]), ("score", [1, 1, 2, 2])])
+def test_first_in_first_out_or_the_surest_first(prefetch: str, loaded: list[int]) -> None:
+    """Layer 2 was predicted before layer 1, which is surer. Layer 3's queued prediction goes when its router runs, and
+    a new one of layer 2 comes behind layer 1's.
+    """
+    system = get_system(f"lru:prediction=lookahead:prefetch={prefetch}")
+    shape = geometry(layers=4, experts=8, top_k=2)
+    for again in (False, True):
+        control = system.scheduler(shape, split_budget(shape, shape.nbytes // 2))
+        control.queue.window = 8
+        control.predict(Prediction(3, [0, 1], [0.95, 0.9], 1))
+        control.predict(Prediction(2, [0, 1], [0.4, 0.3], 1))
+        control.predict(Prediction(1, [0, 1], [0.8, 0.7], 1))
+        if again:
+            control.predict(Prediction(2, [4, 5], [0.4, 0.3], 1))
+        run(control, one_token(3, [6, 7]))
+        assert [span.layer for span in control.prefetch()] == ([1, 1, 2, 2] if again else loaded)

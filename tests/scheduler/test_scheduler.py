@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from expertly.core.messages import Plan, Prediction, RouterRan, Span
+from expertly.core.messages import Prediction, RouterRan, Span
 from expertly.core.observation import Began, Routed
-from expertly.policies.predictor.base import Predictor
-from expertly.scheduler.loop import Prefetcher
+from expertly.policies.prediction import Predictor
+from expertly.scheduler.loop import InlineChannel, Prefetcher
 from expertly.scheduler.loop import run_layer as loop_layer
-from expertly.scheduler.observations import InlineChannel
+from expertly.scheduler.slots import LOADING
 from tests.scheduler.drive import (
     control_planes,
     geometry,
@@ -21,7 +21,6 @@ from tests.scheduler.drive import (
     one_token,
     prediction,
     routed,
-    run,
     run_layer,
     scheduler,
 )
@@ -48,15 +47,14 @@ def test_an_expert_waits_for_staging_slots_that_can_hold_it_whole() -> None:
     """The 4 staging slots are half taken by what expert 0 lacks: expert 1 waits rather than come in two parts."""
     control = scheduler(geometry(layers=1, experts=8, top_k=2, segments=4), 6 / 32, staging=4)
     run_layer(control, 0, [0], decode=False, check=True)
-    assert control.slots.resident[0] == 0b0011
+    assert control.slots.num_resident[0] == 2
     plan = control.begin_layer(RouterRan(0, [0, 1], [9, 1], [False, False], 9))
     assert [(span.expert, span.num_segments) for span in plan.loads] == [(0, 2)]
     for span in plan.ready:
-        assert control.computed([span]) == Plan(), "nothing fits yet"
+        assert not control.computed([span]), "nothing fits yet"
     control.loaded(plan.loads[0])
     following = control.computed([plan.loads[0]])
-    assert following is not None
-    assert [(span.expert, span.num_segments) for span in following.loads] == [(1, 4)]
+    assert [(span.expert, span.num_segments) for span in following] == [(1, 4)]
     control.abandon()
     control.check()
 
@@ -75,24 +73,6 @@ def test_a_failed_preload_can_begin_again() -> None:
             control.loaded(span)
     assert kept(control, 0) == {0, 1, 2, 3}
     assert run_layer(control, 0, [2, 1], check=True).loads == []
-
-
-@pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_in_the_default_order_late_loads_and_keeps_what_early_does(kind: str) -> None:
-    """Only the moment differs."""
-    dice = random.Random(kind)
-    controls = [
-        made(geometry(layers=2, experts=8, top_k=2, segments=2), [5, 6], 4, preemption=p) for p in ("early", "late")
-    ]
-    for step in range(200):
-        is_decode = kind == "decode" or step % 3 > 0
-        router = one_token(step % 2, dice.sample(range(8), dice.choice([2, 3, 6])), is_decode)
-        for control in controls:
-            run(control, router)
-    early, late = controls
-    for one, other in zip(early.counters, late.counters, strict=True):
-        assert one.decode == other.decode and one.prefill == other.prefill
-    assert early.cache.partitions[0].kept == late.cache.partitions[0].kept and early.counters[0].decode.hits > 0
 
 
 class SayingAll(Predictor):
@@ -116,7 +96,8 @@ class SayingAll(Predictor):
 def test_predictions_of_the_other_stack_and_layers_of_other_rows_are_left_out(layers: range | None) -> None:
     """An encoder runs layers 0 and 1, a decoder 2 and 3; a layer without `routed` is no part of the pass."""
     predictor, link, stack = SayingAll(), InstantLink(), layers or range(4)
-    control = made(geometry(layers=4, experts=8, top_k=2), [4] * 4, 2, window=99)
+    control = made(geometry(layers=4, experts=8, top_k=2), [4] * 4, 2)
+    control.queue.window = 99
     prefetcher = Prefetcher(control, link, InlineChannel(predictor))
     prefetcher.begin_iteration(nothing_seen, layers)
     assert [(span.layer, span.expert) for span in link.submitted] == [(layer, layer) for layer in stack]
@@ -127,19 +108,6 @@ def test_predictions_of_the_other_stack_and_layers_of_other_rows_are_left_out(la
         assert [(span.layer, span.expert) for span in link.submitted] == expected
     prefetcher.end_iteration(True)
     assert predictor.ends == [True]
-
-
-def test_by_id_and_early_missing_experts_are_requested_at_once_and_computed_in_turn() -> None:
-    control = made(geometry(layers=1, experts=8, top_k=2), [4], 2, order="id")
-    plan = control.begin_layer(one_token(0, [6, 2, 4]))
-    assert [span.expert for span in plan.loads] == [2] and [span.expert for span in plan.requested] == [4, 6]
-    assert not control.loaded(plan.requested[1]) and control.loaded(plan.loads[0]), "6 has come, but 2 is on"
-    following = control.computed([plan.loads[0]])
-    assert following == Plan(in_flight=[plan.requested[0]]), "4 is on its way"
-    assert control.loaded(plan.requested[0])
-    assert control.computed([plan.requested[0]]) == Plan(ready=[plan.requested[1]])
-    assert control.computed([plan.requested[1]]) is None
-    control.end_layer()
 
 
 class AtOnce:
@@ -174,10 +142,10 @@ def test_experts_that_come_in_segments_are_computed_whole_except_resident_tops(
 ) -> None:
     """Half of 1 is kept. The rest of it and all of 2 come in segments, in turns: (expert, first segment, segments)."""
     control = scheduler(geometry(layers=1, segments=4), 1 / 2, f"{system}:prediction=lookahead")
-    cache, slots = control.cache, control.slots
     transport, computed = AtOnce(), list[Span]()
-    cache.keep(0, 1, 0b11)
-    (top,) = cache.allocate(0, 1, 0b11, slots.awaited)
+    half = control.slots.units(1)[:2]
+    control.cache.keep(1, half)
+    (top,) = control.cache.allocate(1, half, LOADING)
     assert control.loaded(top)
     control.predict(prediction(0, [1, 2]))
     spans = control.prefetch()

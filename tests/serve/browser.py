@@ -106,7 +106,8 @@ def browser(path: str) -> Iterator[Tab]:
     to_it, from_us = os.pipe()
     to_us, from_it = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+        flags += [f"--disable-{asks}" for asks in ("background-networking", "component-update", "sync", "quic")]
         flags += ["--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
         # The protocol is spoken on the file descriptors 3 and 4.
         move = f"import os, sys; os.dup2({to_it}, 3); os.dup2({from_it}, 4); os.execv(sys.argv[1], sys.argv[1:])"

@@ -24,9 +24,6 @@ from expertly.serve.memory import PAGE_TOKENS
 from expertly.serve.scheduler import Room
 from expertly.serve.server import ApiServer, Assembled, assemble, bind
 from expertly.serve.settings import Access, ServeOptions
-from tests.engine.conftest import one_thread
-
-__all__ = ["one_thread"]
 
 KEY = "a-key-that-nobody-guesses"
 

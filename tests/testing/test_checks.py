@@ -9,11 +9,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from expertly.policies.eviction import EVICTIONS
-from expertly.policies.eviction.simple import LRU
-from expertly.policies.predictor import PREDICTORS, Predictor
-from expertly.policies.predictor.baselines import Index
-from expertly.policies.prefetch import ByProximity, PrefetchOrder
+from expertly.core.messages import Prediction
+from expertly.policies.fmoe import ByProximity
+from expertly.policies.lru import LRU
+from expertly.policies.prediction import Predictor, RankingPredictor
+from expertly.policies.prefetch import PrefetchOrder
 from expertly.testing import check_eviction, check_predictor, check_prefetch
 
 
@@ -27,14 +27,6 @@ class Unprotecting(LRU):
         return iter(list(self._order))
 
 
-class Draining(LRU):
-    def victims(self, protected: Container[int]) -> Iterator[int]:
-        while self._order:
-            expert, _ = self._order.popitem(last=False)
-            if expert not in protected:
-                yield expert
-
-
 class Padded(LRU):
     def used(self, experts, num_tokens, batch_tokens) -> None:
         super().used(experts, [num + 1 for num in num_tokens], batch_tokens)
@@ -44,11 +36,6 @@ class Swayed(LRU):
     def victims(self, protected: Container[int]) -> Iterator[int]:
         found = list(super().victims(protected))
         return iter(found[::-1] if protected else found)
-
-
-class Losing(LRU):
-    def expected(self, outlook) -> None:
-        self._order.pop(1, None)
 
 
 _DICE = Random(0)
@@ -66,10 +53,8 @@ class Unrepeatable(LRU):
     [
         (Forgetful, "what is kept is named once each"),
         (Unprotecting, "what is protected is no victim"),
-        (Draining, "what is kept is named once each"),
         (Padded, "an expert that served no token was not used"),
         (Swayed, "victims come in one order, whatever is protected"),
-        (Losing, "what is kept is named once each"),
         (Unrepeatable, "no token was not used|saw the same the victims are the same"),
     ],
 )
@@ -78,11 +63,23 @@ def test_an_eviction_policy_that_breaks_a_promise_is_told_which(policy: type[LRU
         check_eviction(policy)
 
 
-def test_what_a_policy_says_of_itself_is_checked() -> None:
-    check_eviction(EVICTIONS["lru"])
-    check_eviction(EVICTIONS["lcp"])
-    with pytest.raises(AssertionError, match="is_scored is said of a ScoredPolicy, and of no other; found 'Boasting'"):
-        check_eviction(type("Boasting", (LRU,), {"is_scored": True}))
+class Index(RankingPredictor):
+    """Names all experts of a layer by their numbers, so many layers ahead."""
+
+    name = "index"
+    gives_probabilities = False
+
+    def begin_iteration(self, began):
+        return [self._prediction(layer, layer + 1) for layer in range(min(self._distance, len(self._layers)))]
+
+    def router_ran(self, routed):
+        layer = routed.layer + self._distance
+        return [self._prediction(layer, self._distance)] if layer < len(self._layers) else []
+
+    def _prediction(self, layer: int, distance: int) -> Prediction:
+        num_experts = self._layers[layer].num_experts
+        experts = list(range(num_experts))
+        return Prediction(layer, experts, [1 / (distance + expert / num_experts) for expert in experts], distance)
 
 
 class Wrong(Index):
@@ -102,39 +99,34 @@ def wrong(change, gives_probabilities: bool = False) -> type[Predictor]:
     return type("WrongInItsWay", (Wrong,), said)
 
 
-@pytest.mark.parametrize(
-    ("change", "promise"),
-    [
-        (lambda one: replace(one, layer=(one.layer + 1) % 6), "a layer is `distance` ahead"),
-        (lambda one: replace(one, distance=0), "a distance is from 1 to"),
-        (lambda one: replace(one, experts=[*one.experts[:-1], 0]), "experts are named once, each with a score"),
-        (lambda one: replace(one, experts=[*one.experts[:-1], 99]), "experts are of the layer"),
-        (lambda one: replace(one, experts=[np.int64(e) for e in one.experts]), "experts are Python's ints"),
-        (lambda one: replace(one, scores=one.scores[::-1]), "scores fall"),
-        (lambda one: replace(one, scores=[np.float32(s) for s in one.scores]), "scores are Python's floats"),
-        (lambda one: replace(one, confidence=3.0), "a confidence is a float from -1 to 1"),
-        (lambda one: replace(one, probabilities=[0.1] * 12), "one that gives no probabilities gives none"),
-        (lambda one: replace(one, scores=[s + _DICE.random() for s in sorted(one.scores)][::-1]), "scores|the same"),
-    ],
-)
-def test_a_predictor_that_breaks_a_promise_is_told_which(change, promise: str) -> None:
-    with pytest.raises(AssertionError, match=promise):
-        check_predictor(wrong(change), distances=(1, 2))
+NONE = [  # of one that gives no probabilities
+    (lambda one: replace(one, layer=(one.layer + 1) % 6), "a layer is `distance` ahead"),
+    (lambda one: replace(one, distance=0), "a distance is from 1 to"),
+    (lambda one: replace(one, experts=[*one.experts[:-1], 0]), "experts are named once, each with a score"),
+    (lambda one: replace(one, experts=[*one.experts[:-1], 99]), "experts are of the layer"),
+    (lambda one: replace(one, experts=[np.int64(e) for e in one.experts]), "experts are Python's ints"),
+    (lambda one: replace(one, scores=one.scores[::-1]), "scores fall"),
+    (lambda one: replace(one, scores=[np.float32(s) for s in one.scores]), "scores are Python's floats"),
+    (lambda one: replace(one, confidence=3.0), "a confidence is a float from -1 to 1"),
+    (lambda one: replace(one, probabilities=[0.1] * 12), "one that gives no probabilities gives none"),
+    (lambda one: replace(one, scores=[s + _DICE.random() for s in sorted(one.scores)][::-1]), "scores|the same"),
+]
+GIVEN = [
+    (lambda one: one, "one that gives probabilities gives them with each prediction"),
+    (lambda one: replace(one, probabilities=[0.5]), "probabilities are of every expert"),
+    (lambda one: replace(one, probabilities=[2.0] * 12), "probabilities are from 0 to 1"),
+    (lambda one: replace(one, probabilities=[0.01] * 12), "at most the expert's probability"),
+    (lambda one: replace(one, probabilities=[1.0] * 12), "the probability times one factor"),
+]
 
 
 @pytest.mark.parametrize(
-    ("change", "promise"),
-    [
-        (lambda one: one, "one that gives probabilities gives them with each prediction"),
-        (lambda one: replace(one, probabilities=[0.5]), "probabilities are of every expert"),
-        (lambda one: replace(one, probabilities=[2.0] * 12), "probabilities are from 0 to 1"),
-        (lambda one: replace(one, probabilities=[0.01] * 12), "at most the expert's probability"),
-        (lambda one: replace(one, probabilities=[1.0] * 12), "the probability times one factor"),
-    ],
+    ("gives_probabilities", "change", "promise"),
+    [*((False, *row) for row in NONE), *((True, *row) for row in GIVEN)],
 )
-def test_probabilities_that_are_none_are_found(change, promise: str) -> None:
+def test_a_predictor_that_breaks_a_promise_is_told_which(gives_probabilities: bool, change, promise: str) -> None:
     with pytest.raises(AssertionError, match=promise):
-        check_predictor(wrong(change, gives_probabilities=True), distances=(1,))
+        check_predictor(wrong(change, gives_probabilities), distances=(1, 2))
 
 
 class Silent(Predictor):
@@ -166,7 +158,7 @@ def test_one_that_says_nothing_or_trusts_in_all_being_shown_is_found(predictor, 
 
 
 def test_what_keeps_its_promises_passes() -> None:
-    check_predictor(PREDICTORS["index"], distances=(1, 3))
+    check_predictor(Index, distances=(1, 3))
 
 
 def test_a_priority_that_falls_with_the_score_is_found() -> None:

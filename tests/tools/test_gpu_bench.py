@@ -18,14 +18,11 @@ import json, os, sys, time
 given = json.loads(sys.argv[2])
 for job in given["jobs"]:
     system = job["system"]
-    if system == "resident" and job["memory"] == "50%":
-        os.abort()
     if system == "dies":
         os.abort()
     if system == "hangs":
         time.sleep(600)
     answer = {"error": "out of memory"} if system == "fails" else {"tpot_s": 2.0 if system == "resident" else 3.0}
-    answer |= {"told": given.get("graphs")} if system == "tells" else {}
     print(json.dumps(answer), flush=True)
     if "error" in answer:
         sys.exit(1)
@@ -40,7 +37,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     stub = tmp_path / "stub.py"
     stub.write_text(STUB)
     monkeypatch.setattr(gpu, "__file__", str(stub))
-    monkeypatch.setattr(gpu, "ROW_S", 1.0)
+    monkeypatch.setattr(gpu, "ROW_S", 4.0)  # the others are done by then, on a busy machine too
     return gpu
 
 
@@ -63,7 +60,7 @@ def test_a_row_that_fails_costs_itself(gpu: Any, tmp_path: Path, monkeypatch: py
         ("dies", None, "exit -6"),
         ("lru", 1.5, None),
         ("fails", None, "out of memory"),
-        ("hangs", None, "not done in 1 s"),
+        ("hangs", None, "not done in 4 s"),
         ("expertly", 1.5, None),
     ]
     assert written == [1, 2, 3, 4, 5, 6], "after each row"
@@ -77,14 +74,3 @@ def test_what_the_time_does_not_suffice_for_is_named(gpu: Any, tmp_path: Path, m
     report = json.loads(out.read_text())
     assert [row["error"] for row in report["results"]] == ["not done in 1 s"]
     assert report["settings"]["left_out"] == ["lru, 50%"]
-
-
-def test_where_graphs_may_be_what_failed_the_others_run_without(
-    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out.json"
-    systems = (("tells", "50%"), ("resident", "50%"), ("tells", "50%"))
-    monkeypatch.setattr(gpu, "jobs", lambda device: [{"system": a, "memory": b, "model": "mxfp4"} for a, b in systems])
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--seconds", "60", "--out", str(out)])
-    gpu.main()
-    assert [row.get("told") for row in json.loads(out.read_text())["results"]] == [None, None, "never"]

@@ -17,7 +17,6 @@ OURS = {
     "model": str(DEMO),
     "system": "lru",
     "memory": "25%",
-    "codec": "none",
     "quantize": None,
     "context": 512,
 }

@@ -17,19 +17,16 @@ from typing import Any
 import torch
 
 import expertly
-from expertly import api
 from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
-from expertly.core.observation import IterationInfo
 from expertly.core.units import format_nbytes, format_number, format_seconds, format_share
-from expertly.lab.prompts import has_template, tokens_of
 from expertly.model.generation import generate, generation_config, max_positions
 from expertly.model.hooks import CACHE
 from expertly.model.loading import tokenizer_errors
+from expertly.model.prompts import has_template, tokens_of
 from expertly.model.speculation import NUM_DRAFTED
 from expertly.model.templates import Renderer
 from expertly.model.text import TextStreamer
-from expertly.sim.future import belady_hits
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,6 @@ class Turn:
     tpot_s: float | None  # mean of the tokens after the first
     generate_s: float
     hit_rate: float | None
-    best_hit_rate: float | None  # of a cache of this size that knows the answer beforehand and loads nothing ahead
     stall_share: float
     bytes_loaded: int
     was_stopped: bool
@@ -69,55 +65,13 @@ class Turn:
         if self.tpot_s:
             parts.append(f"{format_number(1 / self.tpot_s)} tokens/s")
         parts.append(f"TTFT {format_seconds(self.ttft_s)}")
-        best = f" (a perfect cache: {format_share(self.best_hit_rate)})"
-        parts.append(f"{format_share(self.hit_rate)} of experts hit{best}, {format_nbytes(self.bytes_loaded)} loaded")
+        parts.append(f"{format_share(self.hit_rate)} of experts hit, {format_nbytes(self.bytes_loaded)} loaded")
         parts.append(f"stall {format_share(self.stall_share)}")
         if self.rounded_to is not None:
             parts.append(f"experts rounded to {self.rounded_to}")
         if self.was_stopped:
             parts.append("stopped")
         return f"[{' | '.join(parts)}]"
-
-
-class DecodeDemands:
-    """Observes an engine: which experts decoding one answer needs, in order."""
-
-    wants_token_ids = False
-
-    def __init__(self, model: Any) -> None:
-        self._engine = api.handle(model).engine
-        self._is_decode = False
-        self._ran: list[tuple[int, torch.Tensor]] = []
-
-    def __enter__(self) -> DecodeDemands:
-        self._engine.observer = self
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._engine.observer = None
-
-    def begin_iteration(self, info: IterationInfo) -> None:
-        self._is_decode = info.phase == "decode"
-
-    def router_ran(
-        self, layer: int, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> None:
-        if self._is_decode:
-            self._ran.append((layer, top_k_index))
-
-    def end_iteration(self, ok: bool) -> None:
-        pass
-
-    def best_hit_rate(self, memory_nbytes: int) -> float | None:
-        """That of Belady's cache (which knows the answer beforehand) in this memory."""
-        geometry = self._engine.executor.geometry
-        demands: list[int] = []
-        for layer, ids in self._ran:
-            num_experts = geometry.layers[layer].num_experts
-            chosen = (one for one in set(ids.reshape(-1).tolist()) if 0 <= one < num_experts)
-            demands += [geometry.expert_id(layer, one) for one in chosen]
-        capacity = memory_nbytes // min(layer.expert_nbytes for layer in geometry.layers)
-        return belady_hits(demands, capacity) / len(demands) if demands else None
 
 
 class Chat:
@@ -203,7 +157,7 @@ class Chat:
             torch.manual_seed(sampling.seed)
         streamer = TextStreamer(self._decode, write)
         before, start_ns = expertly.stats(model).as_dict(), time.perf_counter_ns()
-        with _stopped_by_interrupt() as stop, DecodeDemands(model) as demands:
+        with _stopped_by_interrupt() as stop:
             cache, self._cache, self._cached = self._cache, None, []  # what fails half-way leaves none
             made = generate(
                 model,
@@ -233,7 +187,6 @@ class Chat:
             tpot_s=(times[-1] - times[0]) / 1e9 / (len(times) - 1) if len(times) > 1 else None,
             generate_s=seconds,
             hit_rate=hits / num_demands if num_demands else None,
-            best_hit_rate=demands.best_hit_rate(after["memory_bytes"]),
             stall_share=(after["stall_s"] - before["stall_s"]) / seconds,
             bytes_loaded=after["bytes_loaded"] - before["bytes_loaded"],
             was_stopped=stop.is_set(),

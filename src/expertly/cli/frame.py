@@ -9,9 +9,8 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -19,33 +18,25 @@ import typer
 import typer.core
 from rich.markup import escape
 
-from expertly.core.errors import ConfigError
-from expertly.options import REQUIRED, OptionInfo, flag_of, words_of_today
+from expertly.options import REQUIRED, OptionInfo, flag_of
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
 def group(help: str, commands: Mapping[str, Callable[..., int]]) -> typer.Typer:
     """A group of commands, as `expertly lab` is one."""
-    app = typer.Typer(help=help, no_args_is_help=True, context_settings=HELP_NAMES)
+    app = typer.Typer(help=help, no_args_is_help=True, context_settings=HELP_NAMES, add_completion=False)
     for name, function in commands.items():
         add_command(app, name, function)
     return app
 
 
-def add_command(app: typer.Typer, name: str, function: Callable[..., int], *, hidden: bool = False) -> None:
+def add_command(app: typer.Typer, name: str, function: Callable[..., int]) -> None:
     """Add `function` as a command. It takes the dataclass that its one parameter is annotated with, and returns the
     exit code. The command's help is the function's docstring, else that of its module behind "`expertly NAME`: ".
     """
     (options,) = (kind for what, kind in get_type_hints(function).items() if what != "return")
     told = {one.name: one for one in fields(options) if "option" in one.metadata}
-    infos: dict[str, OptionInfo] = {name: one.metadata["option"] for name, one in told.items()}
-
-    class OptionsCommand(typer.core.TyperCommand):
-        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            words = words_of_today(args, infos)
-            _refuse_no_path(words, infos)
-            return super().parse_args(ctx, words)
 
     def run(**values: Any) -> int:
         return function(options(**{name: values[name] for name in told}))
@@ -54,35 +45,21 @@ def add_command(app: typer.Typer, name: str, function: Callable[..., int], *, hi
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     text = function.__doc__ or str(sys.modules[function.__module__].__doc__).partition("`: ")[2]
     text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(text[:1].upper() + text[1:]))
-    app.command(name, cls=OptionsCommand, help=escape(text), hidden=hidden)(run)
-
-
-def _refuse_no_path(words: Sequence[str], infos: Mapping[str, OptionInfo]) -> None:
-    """Raises ConfigError where an option that takes a path has none, as of a variable of the shell that is not set: it
-    would mean the current folder.
-    """
-    for name in (name for name, info in infos.items() if info.type is Path and not info.is_argument):
-        flag = flag_of(name)
-        if f"{flag}=" in words or any(pair == (flag, "") for pair in pairwise(words)):
-            raise ConfigError(f"{name}='': must be the name of a file or a folder")
+    app.command(name, help=escape(text))(run)
 
 
 def _parameter(one: Field[Any]) -> inspect.Parameter:
     told: OptionInfo = one.metadata["option"]
     default = ... if one.default is REQUIRED else one.default
-    how: dict[str, Any] = {"metavar": told.metavar, "help": escape(told.help)}
-    if told.is_parsed:
+    how: dict[str, Any] = {"metavar": "" if told.type is bool else told.metavar, "help": escape(told.help)}
+    if told.is_parsed or told.type is Path:
         how["parser"] = _parser(told)
     kind: Any = told.type if isinstance(told.type, type) else str
     if told.is_several:
         kind = list[kind]
     if told.is_argument:
         return _keyword(one.name, typer.Argument(default, **how), kind)
-    if told.type is bool:
-        how["metavar"] = ""
     how |= {"hidden": told.panel is not None, "rich_help_panel": told.panel}
-    if told.choices is not None:
-        how["autocompletion"] = lambda incomplete: [name for name in told.known() if name.startswith(incomplete)]
     return _keyword(one.name, typer.Option(default, flag_of(one.name), **how), kind)
 
 
@@ -99,6 +76,8 @@ def _parser(told: OptionInfo) -> Callable[[Any], Any]:
         if not isinstance(text, str):
             return text
         try:
+            if told.type is Path and not text:  # as of a shell's variable that is not set: it would mean this folder
+                raise ValueError("the name of a file or a folder")
             return told.parse(text)
         except ValueError as error:
             raise typer.BadParameter(f"{text!r}: must be {error}") from None
@@ -114,5 +93,11 @@ def _help_all() -> inspect.Parameter:
             typer.echo(context.get_help())
             raise typer.Exit
 
-    how: dict[str, Any] = {"is_eager": True, "expose_value": False, "callback": show, "help": "Show every option."}
-    return _keyword("help_all", typer.Option(False, "--help-all", metavar="", **how), bool)
+    how: dict[str, Any] = {
+        "is_eager": True,
+        "expose_value": False,
+        "callback": show,
+        "help": "Show every option.",
+        "metavar": "",
+    }
+    return _keyword("help_all", typer.Option(False, "--help-all", **how), bool)

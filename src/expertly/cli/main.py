@@ -16,10 +16,7 @@ import json
 import os
 import signal
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 from expertly.core.errors import ConfigError, ExpertlyError
@@ -28,6 +25,9 @@ from expertly.core.errors import ConfigError, ExpertlyError
 
 INTERRUPTED = 130
 READER_GONE = 141
+
+OF_SERVER = ("fastapi", "uvicorn", "starlette", "prometheus_client")
+"""Packages that only the server needs."""
 
 MAX_WORD, MAX_LINE = 256, 900
 """Characters of an error: of a name or a value in it, and in all."""
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
         return _answer(argv, lambda: None)
     _take_streams()
-    sys.excepthook, sys.unraisablehook = _show_bug, _unraisable
+    sys.unraisablehook = _unraisable
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored: a job in the background
         return _answer(sys.argv[1:], lambda: None)
     signal.signal(signal.SIGINT, _end_at_once)  # while modules are imported there is nothing to close
@@ -98,8 +98,6 @@ def _check_process() -> None:
         os.getcwd()
     except OSError:  # Intel's library of products ends the process
         raise ConfigError("the working directory was removed; go to one that exists") from None
-    if not os.environ.get("TERMINAL_WIDTH", "0").isdecimal():
-        raise ConfigError(f"TERMINAL_WIDTH={os.environ['TERMINAL_WIDTH']!r:.80}: must be a whole number")
 
 
 def _of_environment(error: Exception) -> ExpertlyError | None:
@@ -119,7 +117,8 @@ def _of_environment(error: Exception) -> ExpertlyError | None:
             return ConfigError(meaning)
     if isinstance(error, ImportError) and error.name is not None and error.name.split(".")[0] != "expertly":
         if isinstance(error, ModuleNotFoundError):
-            return ConfigError(f"{error.name} is not installed in this Python; `pip install expertly` brings it")
+            package = "'expertly[serve]'" if error.name in OF_SERVER else "expertly"
+            return ConfigError(f"{error.name} is not installed in this Python; `pip install {package}` brings it")
         return ConfigError(f"{error.name}: cannot be imported ({said.splitlines()[0]:.200})")
     return None
 
@@ -185,12 +184,9 @@ class _Stdout(io.FileIO):
 class _Stderr(io.FileIO):
     """What cannot be written goes nowhere."""
 
-    is_lost = False
-
     def write(self, data: Any) -> int:
         with contextlib.suppress(OSError):
             return super().write(data)
-        self.is_lost = True
         return memoryview(data).nbytes
 
 
@@ -209,12 +205,9 @@ def _take_streams() -> None:
         line_buffering=buffer.isatty(),
         write_through=is_direct,
     )
-    is_closed = sys.stderr is None
-    raw = _Stderr(stderr, "w", closefd=False)
-    raw.is_lost = is_closed
     encoding = sys.stderr.encoding if isinstance(sys.stderr, io.TextIOWrapper) else "utf-8"
     sys.stderr = sys.__stderr__ = io.TextIOWrapper(  # type: ignore[misc]
-        io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=True
+        io.BufferedWriter(_Stderr(stderr, "w", closefd=False)), encoding, errors="backslashreplace", line_buffering=True
     )
 
 
@@ -239,17 +232,3 @@ def _unraisable(about: sys.UnraisableHookArgs) -> None:
         _thread.interrupt_main()
     else:
         sys.__unraisablehook__(about)
-
-
-def _show_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The traceback on stderr; in a file where that is closed."""
-    if issubclass(kind, KeyboardInterrupt):  # while the process ends
-        return
-    text = "".join(traceback.format_exception(kind, error, trace))
-    print(text, end="", file=sys.stderr)
-    buffer = getattr(sys.stderr, "buffer", None)
-    if getattr(getattr(buffer, "raw", None), "is_lost", False):
-        with contextlib.suppress(OSError):
-            descriptor, _ = tempfile.mkstemp(prefix="expertly-", suffix=".traceback")
-            with os.fdopen(descriptor, "w", errors="backslashreplace") as file:
-                file.write(text)

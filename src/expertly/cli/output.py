@@ -10,32 +10,21 @@ import contextlib
 import io
 import json
 import os
-import shlex
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
 from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Column as TableColumn
+from rich.progress import BarColumn, Progress, TaskID, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from expertly.core.files import finite
+from expertly.core.units import format_nbytes
 
 
 def print_json(result: Mapping[str, Any], stream: TextIO | None = None) -> None:
@@ -51,15 +40,27 @@ def message(text: str) -> None:
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """The text with lines broken between words, and rules of tables cut, where the stream is a terminal and narrower
-    than they are. A line that ends in a command to copy stays whole.
+    """The text for a terminal that is narrower: lines are broken between words, and what follows is indented; rules of
+    tables are cut. A line that ends in a command to copy stays whole.
     """
     if not stream.isatty():
         return text
-    width = max(40, shutil.get_terminal_size().columns)
-    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-    lines = (line[:width] if line.startswith("──") else line for line in text.split("\n"))
-    return "\n".join(line if ": expertly " in line else textwrap.fill(line, width, **how) for line in lines)
+    wrap = textwrap.TextWrapper(
+        max(40, shutil.get_terminal_size().columns),
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+
+    def broken(line: str) -> str:
+        if ": expertly " in line:
+            return line
+        if line.startswith("──"):
+            return line[: wrap.width]
+        wrap.subsequent_indent = " " * (2 + len(line) - len(line.lstrip(" ")))
+        return wrap.fill(line)
+
+    return "\n".join(map(broken, text.split("\n")))
 
 
 @contextlib.contextmanager
@@ -108,21 +109,10 @@ class ProgressBar:
         if self._task is None or self._what != (what, unit):
             if self._task is not None:
                 self._shown.remove_task(self._task)
-            self._what, self._task = (what, unit), self._shown.add_task(escape(what), total=total, unit=unit)
-        self._shown.update(self._task, completed=done, total=total)
-
-
-class _AmountColumn(ProgressColumn):
-    """How much is done of how much; for bytes also how fast."""
-
-    def __init__(self) -> None:
-        super().__init__(TableColumn(no_wrap=True))
-        self._nbytes, self._speed = DownloadColumn(binary_units=True), TransferSpeedColumn()
-
-    def render(self, task: Task) -> Text:
-        if task.fields["unit"] == "B":
-            return Text(" ").join([self._nbytes.render(task), self._speed.render(task)])
-        return Text(f"{task.completed:.0f}/{task.total or 0:.0f} {task.fields['unit']}", style="progress.download")
+            self._what, self._task = (what, unit), self._shown.add_task(escape(what), total=total, amount="")
+        is_bytes = unit == "B"
+        amount = f"{format_nbytes(done)} of {format_nbytes(total)}" if is_bytes else f"{done}/{total} {unit}"
+        self._shown.update(self._task, completed=done, total=total, amount=amount)
 
 
 @contextlib.contextmanager
@@ -131,7 +121,7 @@ def progress_bar(unit: str = "B") -> Iterator[ProgressBar]:
     if not sys.stderr.isatty():
         yield ProgressBar(None, unit)
         return
-    columns = ("{task.description}", BarColumn(), _AmountColumn(), TimeRemainingColumn())
+    columns = ("{task.description}", BarColumn(), "{task.fields[amount]}", TimeRemainingColumn())
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as shown:
         yield ProgressBar(shown, unit)
 
@@ -161,14 +151,16 @@ Column = tuple[str, Callable[[Any], str]]
 """Which figure a column shows, by its key, and how that is written."""
 
 
-def figures_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Column], width: int | None = None) -> str:
+def figures_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
     """A table with a row for each dictionary of figures; `columns` maps headers to figures. An unknown figure is "-";
-    an empty dictionary leaves an empty row. Within `width`, by default that of a terminal, names of systems take
-    several lines.
+    an empty dictionary leaves an empty row. On a narrow terminal names of systems take several lines.
     """
-    lines = [cells(row, columns.values()) if row else [""] * len(columns) for row in rows]
-    if width is not None:
-        return table(list(columns), lines, width=width, folded="system")
+    lines = [
+        ["-" if row[key] is None else write(row[key]) for key, write in columns.values()]
+        if row
+        else [""] * len(columns)
+        for row in rows
+    ]
     if "system" not in columns or sys.__stdout__ is None or not sys.__stdout__.isatty():
         return table(list(columns), lines)
     others = sum(2 + max(map(len, column)) for column in zip(columns, *lines, strict=True) if column[0] != "system")
@@ -176,7 +168,7 @@ def figures_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Colum
     return table(list(columns), lines, width=width, folded="system")
 
 
-def budgets_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column], width: int | None = None) -> str:
+def budgets_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
     """A figures_table of systems under several budgets. A budget is named in its first row, with a gap before it."""
     told: list[Mapping[str, Any]] = []
     memory = None
@@ -185,11 +177,7 @@ def budgets_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Colum
         if is_first and told and len(rows) > 3:
             told.append({})
         told.append(row if is_first else {**row, "memory": ""})
-    return figures_table(told, {"memory": ("memory", str), "system": ("system", str), **columns}, width)
-
-
-def cells(row: Mapping[str, Any], columns: Iterable[Column]) -> list[str]:
-    return ["-" if row[key] is None else write(row[key]) for key, write in columns]
+    return figures_table(told, {"memory": ("memory", str), "system": ("system", str), **columns})
 
 
 def in_brackets(*parts: str) -> str:
@@ -204,19 +192,3 @@ def show(result: Mapping[str, Any], is_json: bool, text: Callable[[], str], stre
         print_json(result, stream)
     else:
         print(fitted(text(), stream), file=stream, flush=True)
-
-
-def origin() -> dict[str, Any]:
-    """When and by which command a file was made, for the file itself."""
-    return {"created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": typed()}
-
-
-def typed() -> str:
-    """This process's command line, quoted for a shell."""
-    return shlex.join(["expertly", *sys.argv[1:]])
-
-
-def printable(value: object) -> str:
-    """A text from a file with control characters escaped, so that a terminal does not obey them."""
-    text = str(value)
-    return text if text.isprintable() else repr(text)

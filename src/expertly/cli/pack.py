@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertly.cli.output import Column, figures_table, message, print_json, progress_bar, reserved_stdout, show
-from expertly.core.costs import check_codec
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_seconds
 from expertly.formats import rounding_format
@@ -26,8 +25,6 @@ LISTED: dict[str, Column] = {
     "store": ("name", str),
     "size": ("bytes", format_nbytes),
     "dtype": ("dtype", str),
-    "codec": ("codec", str),
-    "ratio": ("ratio", "{:.2f}".format),
     "packed from": ("from", str),
 }
 
@@ -41,11 +38,6 @@ class PackOptions:
     dtype: str | None = load_option("dtype", panel=None)
     quantize: str | None = load_option("quantize", panel=None)
     text: Path | None = path_option(None, "a text to measure the cost of --quantize on (default: a few prompts)")
-    codec: str | None = load_option("codec", default=None, panel=None)
-    stream: bool = option(
-        False,
-        "download a hub id shard by shard, and delete each once it is packed: needs disk for one model and one shard",
-    )
     list: bool = option(False, "show the stores in the cache folder")
     remove: str | None = option(None, "remove a store from the cache folder", metavar="NAME")
     verify: Path | None = path_option(
@@ -63,7 +55,7 @@ def run(args: PackOptions) -> int:
         return _pack(args)
     if others != [None]:
         raise ConfigError(f"--{chosen} and --{others[0]}: accepted: one of the two")
-    for name in ("model", "out", "dtype", "quantize", "text", "codec", "stream"):
+    for name in ("model", "out", "dtype", "quantize", "text"):
         if getattr(args, name) not in (None, False):
             raise ConfigError(f"{name}={str(getattr(args, name))!r}: not accepted with --{chosen}")
     if args.remove is not None:
@@ -84,37 +76,26 @@ def _pack(args: PackOptions) -> int:
         raise ConfigError(f"text={str(args.text)!r}: accepted with --quantize, whose cost is measured on it")
     if args.text is not None and not args.text.is_file():
         raise ConfigError(f"text={str(args.text)!r}: no such file; must be a text in UTF-8")
-    if args.quantize is not None and args.stream:
-        raise ConfigError(
-            f"quantize={args.quantize!r} and stream: what rounding costs is measured with the whole checkpoint, and "
-            "streaming deletes its shards; accepted: one of the two"
-        )
-    codec = "auto" if args.codec is None else check_codec(args.codec)
     start = time.monotonic()
     with reserved_stdout() as stdout:
         from expertly.model.packing import pack, pack_cached, source_folder
 
         with progress_bar() as bar:
             progress = partial(bar, "packing")
-            if args.stream:
-                from expertly.model.streaming import pack_streamed
-
-                store = pack_streamed(args.model, args.out, args.dtype, codec, progress)
-            elif args.out is None:
-                store = pack_cached(args.model, args.dtype, progress=progress, codec=codec, quantize=args.quantize)
+            if args.out is None:
+                store = pack_cached(args.model, args.dtype, progress=progress, quantize=args.quantize)
             else:
-                source = source_folder(args.model, args.out, args.dtype, args.quantize)
-                store = pack(source, args.out, args.dtype, progress, codec, args.quantize)
+                source = source_folder(args.model, args.out if args.dtype is args.quantize is None else None)
+                store = pack(source, args.out, args.dtype, progress, args.quantize)
             if args.quantize is not None:
                 from expertly.engine.rounding import measured
 
                 store = measured(store, args.text, partial(bar, "measuring"))
     seconds = time.monotonic() - start
-    facts = {**_facts(store), "why_codec": store.why_codec, "seconds": seconds}
+    facts = {**_facts(store), "seconds": seconds}
     show(facts, args.json, lambda: str(store.folder), stdout)
     if not args.json:
         message(f"expertly: {_summary(store)}, {format_seconds(seconds)}")
-        message(f"expertly: codec {store.codec}: {store.why_codec}")
         if store.manifest.rounding is not None:
             message(f"expertly: experts are {store.manifest.rounding}")
     return 0
@@ -128,9 +109,7 @@ def _list(is_json: bool) -> int:
     rows = []
     for one in stores:
         dtype = f"{one['dtype']}, rounded" if one["rounded"] else one["dtype"] or None
-        known = {"dtype": dtype, "codec": one["codec"] or None}
-        known |= {"ratio": one["ratio"] if one["codec"] else None, "from": one["problem"] or one["source"]}
-        rows.append(one | known)
+        rows.append(one | {"dtype": dtype, "from": one["problem"] or one["source"]})
     show({"folder": str(cache.stores_folder()), "stores": stores}, is_json, lambda: figures_table(rows, LISTED))
     return 0
 
@@ -163,8 +142,6 @@ def _summary(store: PackedStore) -> str:
         whole = sum(layer.unquantised().nbytes for layer in manifest.layers)
         how = "as the checkpoint has them" if manifest.rounding is None else "rounded from the checkpoint's"
         experts += f" {how} ({format_nbytes(whole)} in {manifest.dtype})"
-    if store.codec != "none":
-        experts += f", stored in {store.ratio:.2f} of that"
     if manifest.dense_formats:
         formats = ", ".join(dict.fromkeys(manifest.dense_formats.values()))
         whole = sum(store.dense_by_format(is_decoded=True).values())
@@ -182,12 +159,9 @@ def _facts(store: PackedStore) -> dict[str, Any]:
         "model_type": manifest.model_type,
         "dtype": manifest.stored_as,
         "rounding": None if manifest.rounding is None else manifest.rounding.as_dict(),
-        "codec": store.codec,
-        "ratio": store.ratio,
         "layers": len(manifest.layers),
         "experts": sum(layer.num_experts for layer in manifest.layers),
         "expert_bytes": store.experts_nbytes,
-        "expert_stored_bytes": store.experts_stored_nbytes,
         "dense_bytes": store.dense_nbytes,
         "dense_formats": store.dense_by_format(),
         "store_bytes": store.nbytes,
@@ -195,15 +169,5 @@ def _facts(store: PackedStore) -> dict[str, Any]:
 
 
 def _entry_facts(entry: CacheEntry) -> dict[str, Any]:
-    return {
-        "name": entry.name,
-        "folder": str(entry.folder),
-        "bytes": entry.nbytes,
-        "source": entry.source,
-        "model_type": entry.model_type,
-        "dtype": entry.dtype,
-        "rounded": entry.is_rounded,
-        "codec": entry.codec,
-        "ratio": entry.ratio,
-        "problem": entry.problem,
-    }
+    facts = {name: getattr(entry, name) for name in ("name", "source", "model_type", "dtype", "problem")}
+    return {**facts, "folder": str(entry.folder), "bytes": entry.nbytes, "rounded": entry.is_rounded}

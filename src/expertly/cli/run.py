@@ -12,13 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from expertly.arguments import probability, seed, temperature
-from expertly.cli.inputs import load_model
+from expertly.cli.loading import load_model
 from expertly.cli.output import fitted, message, print_json, reserved_stdout
 from expertly.core.errors import ConfigError
 from expertly.core.units import format_nbytes, format_share
 from expertly.engine.process import give_back_code
-from expertly.options import ADVANCED, MODEL_HELP, REQUIRED, LoadOptions, argument, json_flag, option
+from expertly.options import (
+    ADVANCED,
+    MODEL_HELP,
+    LoadOptions,
+    argument,
+    json_flag,
+    option,
+    probability,
+    seed,
+    temperature,
+)
 
 if TYPE_CHECKING:
     from expertly.cli.chat import Chat
@@ -56,7 +65,7 @@ class RunOptions(LoadOptions):
     speculate: str = option(
         "off",
         "prompt-lookup: draft what follows the last words where they stand earlier in the text, and verify several "
-        "tokens in one pass wherever that is measured to be faster: for answers that repeat their prompt; or off",
+        "tokens in one pass, for answers that repeat their prompt; or off",
         metavar="NAME",
         panel=ADVANCED,
         choices=SPECULATE,
@@ -64,17 +73,6 @@ class RunOptions(LoadOptions):
     raw: bool = option(False, "continue the text, without chat template")
     stats: bool = option(False, "add tables of hits and misses by layer")
     json: bool = json_flag()
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateOptions(RunOptions):
-    prompt: str = option(REQUIRED, 'what to continue; "-" reads it from stdin', metavar="TEXT")
-    raw: bool = option(True, "the text is continued as it is; there is no other way here", panel=ADVANCED)
-
-
-def generate(args: GenerateOptions) -> int:
-    """Continue a text: the earlier name of `run --raw`."""
-    return run(args)
 
 
 def run(args: RunOptions) -> int:
@@ -88,8 +86,8 @@ def run(args: RunOptions) -> int:
         give_back_code()  # a third of the memory by now
         from expertly import api
         from expertly.cli.chat import Chat, ChatSampling
-        from expertly.lab.prompts import tokens_of
         from expertly.model.generation import check_length, check_some, max_positions
+        from expertly.model.prompts import tokens_of
 
         def context(tokenizer: Any) -> int:
             """Tokens of the one answer and what it answers."""
@@ -147,7 +145,7 @@ def _answer_once(conversation: Chat, model: Any, prompt: str, args: RunOptions, 
     if args.stats:
         from expertly.cli.stats_report import report
 
-        _write(out, f"\n{report(measures)}\n")
+        _write(out, f"\n{fitted(report(measures), out)}\n")
     return 130 if answer.was_stopped else 0
 
 
@@ -238,7 +236,6 @@ def _budget(measures: dict[str, Any]) -> str:
     if prediction is not None:
         accuracy, coverage = format_share(decode["accuracy"]), format_share(decode["coverage"])
         parts.append(f"prefetch accuracy {accuracy}, coverage {coverage}")
-        parts.append(f"{prediction['predictions_late']} predictions late")
         if prediction["failed"] is not None:
             parts.append(f"prediction failed: {prediction['failed']}")
     if measures["speculation"] is not None:

@@ -8,18 +8,14 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from expertly.cli.inputs import say_system
+from expertly.cli.loading import say_system
 from expertly.cli.output import message, progress_bar, reserved_stdout, show
-from expertly.core.errors import ConfigError
 from expertly.engine.process import give_back_code
 from expertly.options import json_flag, option
 from expertly.serve.settings import Access, ServeOptions
 
 if TYPE_CHECKING:
     from expertly.serve.service import About
-
-NEEDS = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2")
-"""Packages that `pip install 'expertly[serve]'` brings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +28,6 @@ class ServeCommand(ServeOptions):
 
 
 def run(args: ServeCommand) -> int:
-    _check_installed()
     from expertly.model.lean import import_lean
 
     import_lean()
@@ -61,16 +56,6 @@ def run(args: ServeCommand) -> int:
         finally:
             api.unload(assembled.model)
     return 0
-
-
-def _check_installed() -> None:
-    from importlib.util import find_spec
-
-    missing = [name for name in NEEDS if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"{', '.join(missing)}: not installed in this Python; `pip install 'expertly[serve]'` brings it"
-        )
 
 
 def _welcome(url: str, num_keys: int, about: About) -> str:

@@ -1,4 +1,7 @@
-"""The tables of `run --stats`: what a system hit, missed, loaded and predicted, by layer, device and phase."""
+"""The tables of `run --stats`: what a system hit, missed, loaded and predicted, by layer, device and phase.
+
+--json has more: predictions also by their distance.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,6 @@ _OF_PHASE = {
     "timeliness": "of these, in time",
     "coverage": "misses that it spared",
 }
-_OF_DISTANCE = {
-    "accuracy_by_distance": "needed",
-    "fetch_rate_by_distance": "there in time",
-    "goodpred_by_distance": "GOODPRED",
-}
 
 
 def report(result: dict[str, Any]) -> str:
@@ -67,22 +65,16 @@ def phase_table(phases: dict[str, Any]) -> str:
 
 
 def device_table(devices: list[dict[str, Any]]) -> str:
-    """A row for each device and phase; below, the way to each worker, and what binding memory to NUMA nodes could not
-    do.
-    """
-    nodes = []
+    """A row for each phase of the device and of each worker; below, the way to each worker."""
+    workers = []
     for one in devices:
         if (worker := one["worker"]) is not None:
             sent, received = format_nbytes(worker["bytes_sent"]), format_nbytes(worker["bytes_received"])
             times = f"{format_seconds(worker['call_s'])}, of which {format_seconds(worker['link_s'])} on the way"
             state = [] if worker["alive"] else [f"dropped: {worker['problem']}"]
             told = f"worker {one['device']}: {worker['calls']} calls in {times}"
-            nodes.append(in_brackets(told, f"{sent} sent, {received} received", f"{worker['drops']} drops", *state))
-        if (numa := one["numa"]) is not None:
-            problem = f"; {numa['problem']}" if numa["problem"] else ""
-            bound = f"{numa['node']}, {format_nbytes(numa['bound_bytes'])} bound{problem}"
-            nodes.append(in_brackets(f"{one['device']}: memory node {bound}"))
-    return "\n".join([figures_table(_by_phase(devices), _OF_DEVICE | _COUNTED), *nodes])
+            workers.append(in_brackets(told, f"{sent} sent, {received} received", f"{worker['drops']} drops", *state))
+    return "\n".join([figures_table(_by_phase(devices), _OF_DEVICE | _COUNTED), *workers])
 
 
 def _by_phase(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -95,23 +87,12 @@ def _prediction(prediction: dict[str, Any], phases: list[dict[str, Any]]) -> str
     for key, label in _OF_PHASE.items():
         shown = [str(one[key]) if isinstance(one[key], int) else format_share(one[key]) for one in phases]
         rows.append((label, *shown))
-    for key, label in _OF_DISTANCE.items():
-        of_distance = [one[key] or {} for one in phases]
-        for distance in sorted({distance for one in of_distance for distance in one}, key=int):
-            shares = [format_share(one.get(distance)) for one in of_distance]
-            rows.append((f"{label}, predicted {distance} ahead", *shares))
     facts = {
-        "predicts": prediction["matcher"],
-        "late": prediction["predictions_late"],
-        "contexts dropped": prediction["contexts_dropped"],
-        "collecting": format_seconds(prediction["collect_s"]),
         **{
             name.replace("_", " "): "-" if value is None else f"{value:.4g}"
             for name, value in prediction["predictor"].items()
         },
     }
-    if prediction["gate"] is not None:
-        facts["prefetching"] = prediction["gate"]["says"]
     if prediction["maps_file"] is not None:
         facts["learned"] = f"{prediction['maps_file']} ({prediction['maps_read']} maps at the start)"
     line = in_brackets(*(f"{name} {value}" for name, value in facts.items()))
@@ -119,22 +100,12 @@ def _prediction(prediction: dict[str, Any], phases: list[dict[str, Any]]) -> str
 
 
 def _storage(result: dict[str, Any]) -> str:
-    codec = result["codec"]
-    parts = [f"codec {codec['name']}: {codec['why']}"]
+    parts = []
     if (rounding := result["rounding"]) is not None:
         cost = "" if rounding["cost"] is None else " (KL {kl:.3g} nats, top-1 {top1:.1%})".format(**rounding["cost"])
-        parts.insert(0, f"experts rounded to {rounding['to']}{cost}")
+        parts.append(f"experts rounded to {rounding['to']}{cost}")
     if len(formats := result["dense"]["formats"]) > 1:
         parts.append("dense part " + ", ".join(f"{format_nbytes(size)} in {name}" for name, size in formats.items()))
-    if codec["name"] != "none":
-        decoded = format_nbytes(result["bytes_decoded"])
-        parts += [
-            f"stored in {format_share(codec['ratio'])} of the bytes",
-            f"decoded {decoded} in {format_seconds(result['decode_s'])} of processor time",
-        ]
-    if (threads := result["compute_threads"]) is not None:
-        number, passes = threads["beside_decoders"], threads["passes_with_fewer"]
-        parts.append(f"threads that compute beside decoders: {number}, in {passes} passes")
     return in_brackets(*parts, f"read {format_nbytes(result['bytes_disk'])}")
 
 

@@ -1,4 +1,4 @@
-"""`expertly lab systems`: the systems, their parts, and how to take other parts."""
+"""`expertly systems`: the systems, their parts, and how to take other parts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 from expertly.cli.output import fitted, message, print_json, table
 from expertly.options import json_flag
 from expertly.policies.base import describe_options
-from expertly.policies.predictor.base import ALL_LAYERS
-from expertly.scheduler.presets import SYSTEMS
-from expertly.scheduler.system import ACCEPTED, PARTS, REGISTRIES, System, names_of_options
+from expertly.policies.prediction import ALL_LAYERS
+from expertly.scheduler.systems import ACCEPTED, OF_PREDICTION, PARTS, REGISTRIES, SYSTEMS, System, names_of_options
 
-SHOWN = ("eviction", "scope", "allocation", "prediction", "prefetch", "distance", "transfer")
+SHOWN = ("eviction", "scope", "allocation", "prediction", "prefetch", "distance")
 _DEFAULTS = {field.name: field.default for field in fields(System)}
 OTHERS = tuple(part for part in PARTS if part not in SHOWN)
-OF_PREDICTION = ("prefetch", "ahead", "prefetching", "distance", "window")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +26,12 @@ class SystemsOptions:
 def run(args: SystemsOptions) -> int:
     for problem in [problem for registry in (SYSTEMS, *REGISTRIES.values()) for problem in registry.problems()]:
         message(f"expertly: note: {problem}")
+    accepted = {key: list(ACCEPTED.get(key, ())) for key in PARTS}  # empty where it is a number
     if args.json:
         systems = [_parts(system) | {"summary": system.summary} for system in SYSTEMS.values()]
-        print_json({"systems": systems, "parts": _accepted(), "options": _options()})
+        every = [(part, name) for part, registry in REGISTRIES.items() for name in registry]
+        by_policy = {f"{part}={name}": names for part, name in every if (names := names_of_options(part, name))}
+        print_json({"systems": systems, "parts": accepted, "options": by_policy})
         return 0
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
     shown = [key for key in SHOWN if width >= 100 or key not in ("allocation", "prefetch")]
@@ -47,8 +48,7 @@ def run(args: SystemsOptions) -> int:
     lines.append(
         "  --system fmoe:eviction=lru, --system lru:prediction=lookahead:distance=2, --system fmoe:semantic=no"
     )
-    for key, accepted in _accepted().items():
-        lines.append(f"{key}: {', '.join(accepted) if accepted else 'a whole number from 1'}")
+    lines += [f"{key}: {', '.join(values) if values else 'a whole number from 1'}" for key, values in accepted.items()]
     for part, registry in REGISTRIES.items():
         for name in registry:
             if options := describe_options(registry[name].options):
@@ -67,14 +67,3 @@ def _parts(system: System) -> dict[str, Any]:
     elif system.distance >= ALL_LAYERS:
         parts["distance"] = "all"
     return parts
-
-
-def _accepted() -> dict[str, list[str]]:
-    """The accepted values of each part; empty where it is a number."""
-    return {key: list(ACCEPTED.get(key, ())) for key in PARTS}
-
-
-def _options() -> dict[str, list[str]]:
-    """The names of each policy's options, by "prediction=NAME", "eviction=NAME" and so on."""
-    every = [(part, name) for part, registry in REGISTRIES.items() for name in registry]
-    return {f"{part}={name}": names for part, name in every if (names := names_of_options(part, name))}

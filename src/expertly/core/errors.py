@@ -37,6 +37,10 @@ class HardwareError(ConfigError):
     """A hardware or geometry description is unknown, malformed or does not fit what it is used for."""
 
 
+class GeometryError(ConfigError, ValueError):
+    """A layer's experts cannot have this shape. A ValueError, so that pydantic says in which layer of a file."""
+
+
 class TransferError(ExpertlyError):
     """Moving expert bytes failed (a read error, a failed copy). The batch it served has failed."""
 

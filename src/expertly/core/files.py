@@ -1,5 +1,5 @@
-"""Files: written completely or not at all, never through a link, deleted by name, locked; JSON values as dataclasses;
-and messages for when the disk refuses.
+"""Files: written completely or not at all, never through a link, deleted by name, locked; and messages for when the
+disk refuses.
 
 `core/untrusted.py` reads them.
 """
@@ -17,15 +17,10 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, BinaryIO, Union, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO
 
 from expertly.core.errors import ExpertlyError
-
-MAX_TEXT = 4096
-"""Characters of a text that `from_json` takes."""
 
 _MARKED_NBYTES = 16 << 20
 """A file's mark is among its first so many bytes."""
@@ -154,10 +149,9 @@ def check_folder(path: Path) -> None:
         raise in_the_way(path, about)
 
 
-def remove_files(folder: Path, is_ours: Callable[[str], bool], *, last: str = "", links: bool = False) -> list[str]:
-    """Delete the files of a folder whose names are ours, `last` behind all others. Returns the names that stay. No link
-    is followed: one is deleted, as a link, if it has such a name and `links` says so. Raises FileExistsError where the
-    folder is a link to one.
+def remove_files(folder: Path, is_ours: Callable[[str], bool], *, last: str = "") -> list[str]:
+    """Delete the files of a folder whose names are ours, `last` behind all others. Returns the names that stay: those
+    of links and folders, too. Raises FileExistsError where the folder is a link to one.
     """
     check_folder(folder)
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -166,7 +160,7 @@ def remove_files(folder: Path, is_ours: Callable[[str], bool], *, last: str = ""
         for name in sorted(os.listdir(fd), key=lambda name: (name == last, name)):
             with suppress(FileNotFoundError):  # another process was first
                 mode = os.lstat(name, dir_fd=fd).st_mode
-                if is_ours(name) and (stat.S_ISREG(mode) or (links and stat.S_ISLNK(mode))):
+                if is_ours(name) and stat.S_ISREG(mode):
                     os.unlink(name, dir_fd=fd)
                 else:
                     kept.append(name)
@@ -175,9 +169,9 @@ def remove_files(folder: Path, is_ours: Callable[[str], bool], *, last: str = ""
     return kept
 
 
-def remove_folder(folder: Path, is_ours: Callable[[str], bool], *, last: str = "", links: bool = False) -> list[str]:
+def remove_folder(folder: Path, is_ours: Callable[[str], bool], *, last: str = "") -> list[str]:
     """`remove_files`, and the folder where nothing stays in it."""
-    kept = remove_files(folder, is_ours, last=last, links=links)
+    kept = remove_files(folder, is_ours, last=last)
     if not kept:
         with suppress(FileNotFoundError):  # another process was first
             folder.rmdir()
@@ -190,18 +184,30 @@ def remove_folder(folder: Path, is_ours: Callable[[str], bool], *, last: str = "
 @contextmanager
 def _locked(path: Path) -> Iterator[BinaryIO]:
     """The file at `path`, made where it is missing, open, and locked while the block runs."""
+    with os.fdopen(lock_file(path), "r+b") as file:
+        try:
+            yield file
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a forked child has it, too
+
+
+def lock_file(path: Path) -> int:
+    """The descriptor of the file at `path`, made where it is missing, and locked: see `_take_lock`. Raises
+    FileExistsError where something else is there, FileNotFoundError where its folder is not.
+    """
     while True:
-        with os.fdopen(open_lock(path), "r+b") as file:
-            take_lock(file.fileno(), path, lambda: os.fstat(file.fileno()).st_size)
-            try:
-                if is_at(path, file.fileno()):  # else another writer has renamed it in the meantime
-                    yield file
-                    return
-            finally:
-                fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a forked child has it, too
+        fd = _open_lock(path)
+        try:
+            _take_lock(fd, path)
+            if _is_at(path, fd):  # else who had the lock has renamed the file, or its folder, in the meantime
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
 
 
-def open_lock(path: Path) -> int:
+def _open_lock(path: Path) -> int:
     """The descriptor of a regular file, made where it is missing, that has no second name. Raises FileExistsError where
     something else is there; it follows no link, and does not wait, as opening a pipe would.
     """
@@ -216,43 +222,37 @@ def open_lock(path: Path) -> int:
     return fd
 
 
-def take_lock(fd: int, path: Path, progress: Callable[[], object]) -> None:
-    """Lock an open file. While another process has the lock, says so and waits as long as that process gets on: as long
-    as `progress` changes or, for a while, its processor time. Raises TimeoutError naming it where it does not. File
-    systems without locks must do without.
+def _take_lock(fd: int, path: Path) -> None:
+    """Lock an open file. While another process has the lock, says so and waits as long as that process takes processor
+    time. Raises TimeoutError naming it where it does not. File systems without locks must do without.
     """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return
-    except BlockingIOError:
-        pass
-    except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-            return
-        raise
-    since = progressed = time.monotonic()
-    pause_s, is_said, before = 0.001, False, (progress(), _processor_time(lock_holder(fd)))
+    pause_s, since = 0.001, time.monotonic()
+    used: tuple[str, ...] | None = None  # processor time of the holder
     while True:
-        time.sleep(pause_s)
-        with suppress(BlockingIOError):
+        try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        now, pid = time.monotonic(), lock_holder(fd)
-        after = progress(), _processor_time(pid)
-        since = now if after != before else since
-        progressed = now if after[0] != before[0] else progressed
-        before, pause_s = after, min(2 * pause_s, 0.1)
+        except OSError as error:
+            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                return
+            if not isinstance(error, BlockingIOError):
+                raise
+        before, pid = used, lock_holder(fd)
+        used = _processor_time(pid)
         holder = "another process" if pid is None else f"process {pid}"
-        if not is_said and pause_s == 0.1:
-            logging.getLogger("expertly").warning("waiting for %s, which has locked %s", holder, path)
-            is_said = True
-        if now - progressed > _LONGEST_WAIT_S or (pid is not None and now - since > _IDLE_WAIT_S):
+        if before != used or pid is None:
+            since = time.monotonic()
+        elif time.monotonic() - since > _IDLE_WAIT_S:
             text = f"{holder} has locked {path} and does not get on; end it, or try again later"
             raise TimeoutError(errno.ETIMEDOUT, text, str(path))
+        if 0.05 < pause_s < 0.1:
+            logging.getLogger("expertly").warning("waiting for %s, which has locked %s", holder, path)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.1)
 
 
-_IDLE_WAIT_S, _LONGEST_WAIT_S = 12.0, 600.0
-"""So long a lock is waited for whose holder takes no processor time; and while it does, but makes no progress."""
+_IDLE_WAIT_S = 12.0
+"""So long a lock is waited for whose holder takes no processor time."""
 
 
 def lock_holder(fd: int) -> int | None:
@@ -273,7 +273,7 @@ def _processor_time(pid: int | None) -> tuple[str, ...] | None:
     return None
 
 
-def is_at(path: Path, fd: int) -> bool:
+def _is_at(path: Path, fd: int) -> bool:
     """Whether an open file is the one at `path`."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
@@ -302,49 +302,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return value
-
-
-def from_json(kind: Any, raw: Any, where: str, error: type[ExpertlyError]) -> Any:
-    """`raw`, from a JSON file, as `kind`: a dataclass, tuple[X, ...], dict[str, X], a union or a plain type. A class
-    with `from_dict` reads itself; keys that are no fields are ignored.
-
-    Raises `error` naming the field, its value and what is accepted; `where` is the name of `raw`.
-    """
-    if hasattr(kind, "from_dict"):
-        return kind.from_dict(raw)
-    if is_dataclass(kind):
-        names = [one.name for one in fields(kind)]
-        if not isinstance(raw, dict) or not raw.keys() >= set(names):
-            raise error(f"{where}={raw!r:.80}: must be an object of {', '.join(names)}")
-        hints = get_type_hints(kind)
-        return kind(**{name: from_json(hints[name], raw[name], f"{where}.{name}", error) for name in names})  # type: ignore[operator]
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        if raw is None and NoneType in arguments:
-            return None
-        kinds = [one for one in arguments if one is not NoneType]
-        fitting = kinds if len(kinds) == 1 else [one for one in kinds if one is type(raw)]
-        if not fitting:
-            raise error(f"{where}={raw!r:.80}: must be {' or '.join(_PLAIN[one] for one in kinds)}")
-        return from_json(fitting[0], raw, where, error)
-    if origin is tuple:
-        if not isinstance(raw, list):
-            raise error(f"{where}={raw!r:.80}: must be a list")
-        return tuple(from_json(arguments[0], item, f"{where}[{i}]", error) for i, item in enumerate(raw))
-    if origin is dict:
-        if not isinstance(raw, dict):
-            raise error(f"{where}={raw!r:.80}: must be an object")
-        return {name: from_json(arguments[1], item, f"{where}.{name:.80}", error) for name, item in raw.items()}
-    if kind is float and type(raw) in (int, float) and math.isfinite(raw):
-        return float(raw)
-    if type(raw) is kind and kind is not float and (kind is not str or len(raw) <= MAX_TEXT):
-        return raw
-    raise error(f"{where}={raw!r:.80}: must be {_PLAIN[kind]}")
-
-
-_PLAIN = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: f"a string of at most {MAX_TEXT} characters",
-}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import Any
+from typing import Annotated
 
-from expertly.core.errors import ConfigError
+from annotated_types import Ge
+
+from expertly.core.errors import ConfigError, GeometryError
 
 SECTOR_NBYTES = 512
 """Of most disks: the least alignment of a read past the page cache."""
@@ -34,22 +36,22 @@ class LayerGeometry:
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size", "intermediate_size", "itemsize", "block_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"geometry field {name}={getattr(self, name)}: must be at least 1")
+            if not 1 <= getattr(self, name) < 1 << 40:
+                raise GeometryError(f"geometry field {name}={getattr(self, name)}: must be from 1 to 2^40")
         is_blocked = self.block_size > 1 or self.block_nbytes > 0
         if (self.block_nbytes < 1) if self.format else is_blocked:
-            raise ConfigError(
+            raise GeometryError(
                 f"geometry fields format={self.format!r:.80}, block_size={self.block_size}, block_nbytes="
                 f"{self.block_nbytes}: blocks have bytes where there is a format, and only there"
             )
         if self.intermediate_size % self.block_size:
-            raise ConfigError(
+            raise GeometryError(
                 f"geometry field block_size={self.block_size}: must divide intermediate_size={self.intermediate_size}"
             )
         if self.num_matrices not in (2, 3):
-            raise ConfigError(f"geometry field num_matrices={self.num_matrices}: must be 2 or 3")
+            raise GeometryError(f"geometry field num_matrices={self.num_matrices}: must be 2 or 3")
         if self.top_k > self.num_experts:
-            raise ConfigError(f"geometry field top_k={self.top_k}: more than the {self.num_experts} experts")
+            raise GeometryError(f"geometry field top_k={self.top_k}: more than the {self.num_experts} experts")
 
     @property
     def neuron_nbytes(self) -> int:
@@ -73,34 +75,13 @@ class LayerGeometry:
         """The same experts, stored as they are computed with."""
         return replace(self, format="", block_size=1, block_nbytes=0)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For a file. Blocks are mentioned only where there is a format."""
-        return {name: value for name, value in asdict(self).items() if self.format or name not in _OF_FORMAT}
-
-    @classmethod
-    def from_dict(cls, raw: object) -> LayerGeometry:
-        """The inverse of `as_dict`, for any parsed JSON. Raises ConfigError naming the field and what is accepted."""
-        if not isinstance(raw, dict) or set(raw) not in ({*SIZE_FIELDS}, {*SIZE_FIELDS, *_OF_FORMAT}):
-            raise ConfigError(f"{raw!r:.80}: must be an object of {', '.join(SIZE_FIELDS)}")
-        for name, value in raw.items():
-            if name != "format" and (type(value) is not int or not 0 <= value < 1 << 40):
-                raise ConfigError(f"{name}={value!r:.80}: must be a whole number")
-        if not isinstance(raw.get("format", ""), str):
-            raise ConfigError(f"format={raw['format']!r:.80}: must be the name of a weight format")
-        return cls(**raw)
-
-
-_OF_FORMAT = ("format", "block_size", "block_nbytes")
-SIZE_FIELDS = tuple(field.name for field in fields(LayerGeometry) if field.name not in _OF_FORMAT)
-"""The fields that every layer has in a file."""
-
 
 @dataclass(frozen=True, slots=True)
 class DenseShape:
     """Bytes of weights outside the experts that one pass reads."""
 
-    layer_nbytes: int  # of one MoE layer's block: attention, norms, router, always-on experts
-    head_nbytes: int  # once: embedding rows, last norm, head
+    layer_nbytes: Annotated[int, Ge(0)]  # of one MoE layer's block: attention, norms, router, always-on experts
+    head_nbytes: Annotated[int, Ge(0)]  # once: embedding rows, last norm, head
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +146,8 @@ class Geometry:
     def segment_nbytes(self, layer: int) -> int:
         return self._segment_nbytes[layer]
 
-    def neurons_per_segment(self, layer: int) -> int:
-        return self.layers[layer].intermediate_size // self.segments_per_expert
-
     def blocks_per_segment(self, layer: int) -> int:
-        return self.neurons_per_segment(layer) // self.layers[layer].block_size
+        return self.layers[layer].num_blocks // self.segments_per_expert
 
     def expert_id(self, layer: int, expert: int) -> int:
         """Dense id of an expert over all layers."""

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from expertly.core.errors import ExpertlyError
 from expertly.core.geometry import PAGE_NBYTES
-from expertly.core.untrusted import HEADER, MAX_DIMENSIONS, MAX_NAME, check_value, open_file
+from expertly.core.untrusted import HEADER, MAX_DIMENSIONS, MAX_NAME, check_value, reading
 
 _DTYPES_OF_BITS = {
     4: "F4",
@@ -66,30 +66,20 @@ def read_safetensors_header(path: Path, failure: type[ExpertlyError]) -> dict[st
 
 def read_header_bytes(path: Path, failure: type[ExpertlyError]) -> bytes:
     """The raw JSON of the header, whose length has been checked against the file."""
-    with open_file(path, failure) as file:
-        try:
-            return header_bytes_of(file, path, failure)
-        except OSError as error:
-            raise failure(f"{path}: cannot be read ({error.strerror or error})") from None
+    with reading(path, failure) as file:
+        return header_bytes_of(file, path, failure)
 
 
 def header_bytes_of(file: FileIO, path: Path, failure: type[ExpertlyError]) -> bytes:
     """`read_header_bytes` for an open file at its beginning. Raises OSError where reading fails."""
-    size = os.fstat(file.fileno()).st_size
-    prefix = file.read(8)
-    if len(prefix) < 8:
-        raise failure(f"{path}: truncated: {size} bytes are too few for a safetensors file")
+    size, prefix = os.fstat(file.fileno()).st_size, file.read(8)
     nbytes = int.from_bytes(prefix, "little")
     if nbytes > HEADER.nbytes:
-        raise failure(
-            f"{path}: header length {nbytes}: more than the {HEADER.nbytes} bytes accepted; "
-            "damaged, or not a safetensors file"
-        )
-    if 8 + nbytes > size:
-        raise failure(f"{path}: truncated: header length {nbytes}, but the file has {size} bytes")
+        most = f"more than the {HEADER.nbytes} bytes accepted; damaged, or not a safetensors file"
+        raise failure(f"{path}: header length {nbytes}: {most}")
     raw = file.read(nbytes)
-    if len(raw) < nbytes:
-        raise failure(f"{path}: truncated while its header was read")
+    if len(prefix) < 8 or len(raw) < nbytes:
+        raise failure(f"{path}: truncated: header length {nbytes}, but the file has {size} bytes")
     return raw
 
 
@@ -101,30 +91,27 @@ def parse_safetensors_header(
     """
     entries = _parse(path, raw, failure)
     entries.pop("__metadata__", None)
-    odd = next((name for name in entries if len(name) > MAX_NAME or not name.isprintable()), None)
-    if odd is not None:
-        raise failure(
-            f"{path}: tensor {odd[:80]!r}: a name of {len(odd)} characters; accepted: {MAX_NAME} that can be printed"
-        )
-    start = 8 + len(raw)
-    data_nbytes = (path.stat().st_size if file_nbytes is None else file_nbytes) - start
-    tensors = {name: tensor_info(f"{path}: tensor {name!r}", entry, start, failure) for name, entry in entries.items()}
+    start, size = 8 + len(raw), path.stat().st_size if file_nbytes is None else file_nbytes
+    tensors = {}
+    for name, entry in entries.items():
+        if len(name) > MAX_NAME or not name.isprintable():
+            said = f"a name of {len(name)} characters; accepted: {MAX_NAME} that can be printed"
+            raise failure(f"{path}: tensor {name[:80]!r}: {said}")
+        tensors[name] = tensor_info(f"{path}: tensor {name!r}", entry, start, failure)
     ordered = sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end))
     expected, previous = start, "the header"
     for name, info in ordered:
-        if info.end > start + data_nbytes:
-            raise failure(
-                f"{path}: tensor {name!r}: data_offsets {[info.begin - start, info.end - start]} reach beyond the "
-                f"{data_nbytes} data bytes of the file (truncated?)"
-            )
-        if info.begin != expected:
-            what = "overlaps" if info.begin < expected else "leaves unused bytes after"
-            raise failure(
-                f"{path}: tensor {name!r}: data_offsets {[info.begin - start, info.end - start]}: {what} {previous}"
-            )
+        problem = ""
+        if info.end > size:
+            problem = f"reach beyond the {size - start} data bytes of the file (truncated?)"
+        elif info.begin != expected:
+            problem = f"{'overlaps' if info.begin < expected else 'leaves unused bytes after'} {previous}"
+        if problem:
+            offsets = [info.begin - start, info.end - start]
+            raise failure(f"{path}: tensor {name!r}: data_offsets {offsets}: {problem}")
         expected, previous = info.end, f"tensor {name!r}"
-    if expected != start + data_nbytes:
-        raise failure(f"{path}: {start + data_nbytes - expected} bytes at the end belong to no tensor")
+    if expected != size:
+        raise failure(f"{path}: {size - expected} bytes at the end belong to no tensor")
     return dict(ordered)
 
 
@@ -178,26 +165,19 @@ def tensor_info(where: str, entry: object, start: int, failure: type[ExpertlyErr
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in BITS:
         raise failure(f"{where}: dtype={dtype!r:.80}: unknown; accepted: {', '.join(BITS)}")
-    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+    if not _are_sizes(shape):
         raise failure(f"{where}: shape={shape!r:.80}: must be a list of whole numbers from 0")
     if len(shape) > MAX_DIMENSIONS:
         raise failure(f"{where}: shape={shape!s:.80}: {len(shape)} dimensions; accepted: {MAX_DIMENSIONS}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+    if not _are_sizes(offsets) or len(offsets) != 2:
         raise failure(f"{where}: data_offsets={offsets!r:.80}: must be two whole numbers from 0")
     begin, end = offsets
-    num_bits = BITS[dtype]
-    for size in shape:
-        num_bits *= size
-        if num_bits >> 70:  # longer than any file, unless a later 0 makes it nothing
-            num_bits = 0 if 0 in shape else num_bits
-            break
+    num_bits = 0 if 0 in shape else math.prod(shape) * BITS[dtype]  # of 64 sizes at most: no long computation
     if (end - begin) * 8 != num_bits:
-        raise failure(
-            f"{where}: data_offsets={offsets} hold {end - begin} bytes, but shape {shape!s:.80} of {dtype} needs "
-            f"{num_bits / 8:g}"
-        )
+        needed = f"shape {shape!s:.80} of {dtype} needs {num_bits / 8 if num_bits < 1 << 70 else math.inf:g}"
+        raise failure(f"{where}: data_offsets={offsets} hold {end - begin} bytes, but {needed}")
     return TensorInfo(dtype, tuple(shape), start + begin, start + end)
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 62 for size in value)

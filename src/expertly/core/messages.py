@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -44,7 +43,7 @@ class RouterRan:
     num_tokens: list[int]
     is_decode: list[bool]
     batch_tokens: int  # real tokens of the forward pass
-    is_part_of_decode: bool = False  # with several devices: the layer serves decode, if only on another device
+    is_part_of_decode: bool = False  # with workers: the layer serves decode, if only elsewhere
 
     @property
     def serves_decode(self) -> bool:
@@ -68,19 +67,15 @@ class Prediction:
     probabilities: list[float] | None = None  # that each expert of the layer is needed when it runs next
     outlook: tuple[float, ...] | None = None  # how likely each expert of the model (by dense id) is used again;
     # None: as the last prediction that had one said
-    copies: Sequence[int] = ()  # of `experts`, those whose prediction another device counts
 
 
 @dataclass(slots=True)
 class Plan:
-    """What the driver does next for a layer. Spans that are `in_flight` were prefetched, or are loaded for an earlier
-    plan: the driver computes them as they arrive.
-    """
+    """What the driver does for a layer. Spans that are `in_flight` were prefetched."""
 
     ready: list[Span] = field(default_factory=list)  # compute now
     loads: list[Span] = field(default_factory=list)  # load, and compute as they arrive
     in_flight: list[Span] = field(default_factory=list)  # compute as they arrive
-    requested: list[Span] = field(default_factory=list)  # load behind `loads`; a later plan says when to compute them
     on_host: list[int] = field(default_factory=list)  # experts that the host computes, from its own memory
     following: list[Span] = field(default_factory=list)  # of these: load as prefetches are, when the host has ended
 

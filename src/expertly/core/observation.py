@@ -22,9 +22,6 @@ Ids = npt.NDArray[Any]
 Want = Literal["token_ids", "embedding", "experts", "scores", "inputs", "lookahead"]
 """What a predictor may ask to see."""
 
-_TOLERANCE = 0.01
-"""Within which normalised scores sum to 1 after they were rounded to 16 bits."""
-
 
 @dataclass(frozen=True, slots=True)
 class IterationInfo:
@@ -83,11 +80,6 @@ class Routed:
     def layer(self) -> int:
         return self.router.layer
 
-    @property
-    def demand(self) -> RouterRan:
-        """`router`, by the name that it had when users' predictors were first documented."""
-        return self.router
-
 
 @dataclass(frozen=True, slots=True)
 class History:
@@ -122,17 +114,3 @@ def scores_of_choices(experts: Ids, weights: npt.NDArray[Any], num_experts: int)
     scores = scores.reshape(*experts.shape[:-1], num_experts + 1)
     scores[..., num_experts] = 0
     return np.ascontiguousarray(scores[..., :num_experts])
-
-
-def normalised_scores(recorded: npt.NDArray[Any]) -> Floats:
-    """Recorded scores [..., E], made to be at least 0 and to sum to 1. Rows that do so already, to 16 bits, and rows of
-    0 stay the same.
-    """
-    scores = recorded.astype(np.float32)
-    total = scores.sum(-1)
-    if (np.abs(total - 1) > _TOLERANCE).any() or scores.min(initial=0) < 0:
-        scores = np.maximum(scores, 0)
-        total = scores.sum(-1)
-        is_off = (np.abs(total - 1) > _TOLERANCE) & (total > 0)
-        scores[is_off] /= total[is_off][..., None]
-    return scores

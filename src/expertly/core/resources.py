@@ -13,9 +13,6 @@ from expertly.core.errors import BudgetError, ConfigError
 NUM_READERS = 4
 """Reader threads of an engine, and reads of one span. Disks are at their best from 4 in flight (`expertly doctor`)."""
 
-MIN_DECODE_NBYTES = 256 << 10
-"""The smallest read of compressed experts, in bytes of weights: a span is split over the readers, but not further."""
-
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _CGROUP = Path("/sys/fs/cgroup")
@@ -71,13 +68,3 @@ def _quota(cgroup: Path) -> float | None:
         quota_us, period_us = (int((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         return None if quota_us <= 0 else quota_us / period_us
     return None
-
-
-def decoding_threads(num_cpus: int, num_readers: int) -> int:
-    """How many readers decode at a time while a forward pass waits for them and computes nothing."""
-    return max(1, min(num_cpus, num_readers))
-
-
-def computing_threads(num_cpus: int, num_readers: int) -> int:
-    """How many threads compute while readers decode: half of the processors, or if more, all but one a reader."""
-    return max(1, num_cpus // 2, num_cpus - num_readers)

@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from expertly.core.errors import ExpertlyError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,9 @@ TOKENIZER_PART = Bounds(0, items=256, text=1 << 13)
 TEMPLATE = Bounds(1 << 20)
 """A chat template."""
 
+LEARNED = Bounds(1 << 36, depth=8, items=1 << 16)
+"""A file of what a policy learned, and the JSON in its header."""
+
 PROFILE = Bounds(1 << 20)
 """A description of a machine or a model in TOML."""
 
@@ -116,6 +123,16 @@ def open_file(path: Path, failure: type[ExpertlyError]) -> FileIO:
         raise failure(f"{path}: cannot be read ({getattr(cause, 'strerror', None) or cause})") from None
 
 
+@contextmanager
+def reading(path: Path, failure: type[ExpertlyError]) -> Iterator[FileIO]:
+    """`open_file`, while the block runs. Where reading it fails there, raises `failure`, too."""
+    with open_file(path, failure) as file:
+        try:
+            yield file
+        except OSError as cause:
+            raise failure(f"{path}: cannot be read ({cause.strerror or cause})") from None
+
+
 def check_model_files(folder: Path, failure: type[ExpertlyError]) -> None:
     """Check kind, size, depth and lengths of all files of a model's folder that transformers opens by itself, before it
     does. Raises `failure` naming the file.
@@ -140,12 +157,9 @@ def check_model_files(folder: Path, failure: type[ExpertlyError]) -> None:
 
 def read_file(path: Path, bounds: Bounds, failure: type[ExpertlyError]) -> bytes:
     """All bytes of a file. Raises `failure` naming the file, also where it is longer than `bounds` say."""
-    with open_file(path, failure) as file:
+    with reading(path, failure) as file:
         _check_size(path, file, bounds, failure)
-        try:
-            raw = file.read(bounds.nbytes + 1)
-        except OSError as cause:
-            raise failure(f"{path}: cannot be read ({cause.strerror or cause})") from None
+        raw = file.read(bounds.nbytes + 1)
     if len(raw) > bounds.nbytes:  # it grew
         raise failure(f"{path}: more than {bounds.nbytes} bytes; accepted: {bounds.nbytes}")
     return raw
@@ -169,6 +183,46 @@ def read_json_object(path: Path, failure: type[ExpertlyError], bounds: Bounds = 
         raise failure(f"{path}: holds a JSON {type(value).__name__}; must be an object")
     check_value(value, str(path), bounds, failure)
     return value
+
+
+OWN_FILE = {"extra": "forbid", "allow_inf_nan": False, "str_max_length": 4096}
+"""The `__pydantic_config__` of a dataclass that is a whole file of expertly's own; the dataclasses in it follow it."""
+
+
+def read_as(kind: type[T], path: Path, failure: type[ExpertlyError], hint: str = "", bounds: Bounds = SMALL) -> T:
+    """The JSON file at `path` as `kind`: see `parse_as`."""
+    try:
+        text = read_text(path, bounds, failure)
+    except failure as error:
+        raise failure(f"{error}{hint}") from None
+    return parse_as(kind, text, str(path), failure, hint)
+
+
+def parse_as(kind: type[T], text: str, name: str, failure: type[ExpertlyError], hint: str = "") -> T:
+    """JSON as `kind`, a dataclass whose annotations may bound its fields. Nothing is converted: a "1" is no number.
+    Raises `failure` saying `name`, the field, its value, what is accepted and then `hint`.
+    """
+    from pydantic import ValidationError  # a tenth of a second to import, and only files need it
+
+    try:
+        read: T = _adapter(cast(Hashable, kind)).validate_json(text, strict=True)
+        return read
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    first = next((one for one in errors if one["loc"] == ("format_version",)), errors[0])  # which explains the others
+    said = first["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("should", "must")
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part:.80}" for part in first["loc"]]
+    if first["type"] not in ("missing", "json_invalid"):
+        parts.append(f"={first['input']!r:.80}")
+    said = f"{''.join(parts).lstrip('.=')}: {said.replace('Invalid JSON', 'not JSON')}".removeprefix(": ")
+    raise failure(f"{name}: {said}{hint}")
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def check_value(value: Any, name: str, bounds: Bounds, failure: type[ExpertlyError]) -> None:

@@ -1,23 +1,35 @@
-"""Starts workers, asks what memory they have, and has them hold their experts."""
+"""A model's experts on this machine's device and in workers: starts the workers, asks what memory they have, has them
+hold their experts, and runs layers with them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 
 from expertly.core.errors import ConfigError
-from expertly.core.placement import Share
+from expertly.core.messages import Phase, Prediction
+from expertly.core.observation import Began, Routed
+from expertly.core.placement import Placement, RouterSplit, Share
 from expertly.core.units import format_nbytes
 from expertly.engine import wire
+from expertly.engine.compute import Dispatch, Early, part_of
 from expertly.engine.remote import Peer, RemoteShard, ask, result_of
+from expertly.engine.shard import Moments, Shard, Waits
 from expertly.engine.worker import SPARED_PERCENT, make_cpu_shard, store_facts
 from expertly.scheduler.budget import least_nbytes
-from expertly.scheduler.presets import BASE_SYSTEM, get_runnable
-from expertly.scheduler.system import System
+from expertly.scheduler.counters import LayerCounters, PhaseCounters
+from expertly.scheduler.loop import Channel
+from expertly.scheduler.systems import BASE_SYSTEM, System, get_runnable
 from expertly.store.packed import PackedStore
+
+PREDICTS_NOTHING = "expertly"
+"""The system of workers where this device's predicts: only this device prefetches."""
 
 
 def start_workers(workers: str | int, memory: str | int, opened: ExitStack) -> Sequence[Peer]:
@@ -32,7 +44,7 @@ def memory_of_workers(
 ) -> tuple[list[int], bool]:
     """What each worker can give experts, and whether workers and this process share one machine's memory equally.
 
-    `memory`: the option `worker_memory`. `own_nbytes`: what devices here would give experts without workers. With
+    `memory`: the option `worker_memory`. `own_nbytes`: what the device here would give experts without workers. With
     "auto", workers on this machine get equal parts of that, or where it `is_own_stated`, of what it leaves. Raises
     ConfigError where a worker does not answer, or is of another version.
     """
@@ -55,10 +67,10 @@ def open_workers(
     memories: Sequence[int],
     store: PackedStore,
     system: System,
-    staging: int | None,
-    deadline_s: float,
 ) -> list[RemoteShard]:
-    """Have each worker hold the experts of its share. Raises ConfigError naming the worker that cannot, and why."""
+    """Have each worker hold the experts of its share, by the same system, or by PREDICTS_NOTHING where that
+    predicts. Raises ConfigError naming the worker that cannot, and why.
+    """
     facts = store_facts(store.manifest)
     dtype = getattr(torch, store.manifest.dtype)
     base, found = get_runnable(BASE_SYSTEM), []
@@ -73,15 +85,127 @@ def open_workers(
             "name": peer.name,
             "folder": str(store.folder.absolute()),
             "store": facts,
-            "check_every": store.check_every if store.sums or store.codec != "none" else 0,
+            "check_every": store.check_every if store.sums else 0,
             "segments": share.geometry.segments_per_expert,
             "experts": share.experts,
-            "system": system.name,
+            "system": system.name if system.prediction == "none" else PREDICTS_NOTHING,
             "memory_nbytes": min(nbytes, needed),
-            "staging": staging,
         }
         standby = partial(make_cpu_shard, peer.name, store, share, base, least_nbytes(share.geometry))
-        found.append(RemoteShard(peer, share, wire.asking(wire.Kind.OPEN, opening), standby, dtype, deadline_s))
+        found.append(RemoteShard(peer, share, wire.asking(wire.Kind.OPEN, opening), standby, dtype))
     for one in found:  # all of them open at the same time
         one.wait_open()
     return found
+
+
+class Cluster:
+    """The Executor of a model with workers: hidden states are sent to them, this device computes its own experts, and
+    the workers' outputs are gathered (MoE-Infinity, appendix B.2).
+
+    The time a layer waits for transfers is that of the device or worker that ended last.
+    """
+
+    def __init__(self, placement: Placement, shard: Shard, remotes: Sequence[RemoteShard]) -> None:
+        """The shares of the placement are those of `shard`, then of `remotes`."""
+        self.placement = placement
+        self.geometry = placement.geometry
+        self.shard = shard
+        self.remotes = remotes
+        self._split = RouterSplit(placement.shares)
+        self.stamp, self.to_host = shard.stamp, shard.to_host
+        self._moments = Moments(shard.device)
+        self._times = [LayerCounters() for _ in placement.geometry.layers]  # stall_ns and expert_ns alone
+
+    def bind(self, modules: Sequence[nn.Module]) -> None:
+        self.shard.bind(modules, self.placement.shares[0].experts)
+        for remote in self.remotes:
+            remote.bind(modules)
+
+    def predict_from(self, channel: Channel) -> None:
+        self.shard.predict_from(ChannelOfShare(channel, self.placement.shares[0]))
+
+    def preload(self, layer: int) -> None:
+        self.shard.preload(layer)
+
+    def begin(self) -> None:
+        self.shard.begin()
+        for remote in self.remotes:
+            remote.begin()
+
+    def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
+        self.shard.begin_iteration(began, layers)
+
+    def run_layer(
+        self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None, early: Early | None = None
+    ) -> tuple[torch.Tensor, Waits]:
+        assert early is None, "which experts are here is known with the choice"
+        shard, layer, is_behind = self.shard, work.router.layer, self.shard.device.queues_uses
+        own, *away = (
+            part_of(work, router, share.experts[layer], hidden.device)
+            for share, router in zip(self.placement.shares, self._split(work.router), strict=True)
+        )
+        on_host = self.to_host(hidden).clone() if is_behind else hidden
+        for remote, part in zip(self.remotes, away, strict=True):
+            remote.send(part.work, on_host)
+        begin = shard.stamp()
+        own_outputs, waits = shard.run_layer(own.work, hidden, routed)
+        phase = Phase.DECODE if work.router.serves_decode else Phase.PREFILL
+        shard.note_times(layer, phase, begin, shard.stamp(), waits)
+        outputs = torch.empty(work.num_rows, hidden.shape[1], dtype=own_outputs.dtype, device=hidden.device)
+        if not work.covers_all_rows:
+            outputs.zero_()
+        outputs.index_copy_(0, own.rows, own_outputs)
+        for remote, part in zip(self.remotes, away, strict=True):
+            took = remote.take(part.work, on_host)
+            outputs.index_copy_(0, part.rows, took.outputs.to(hidden.device))
+            if remote.made_us_wait and not is_behind:  # an accelerator's stamps are no times
+                waits = [(0, took.waited_ns)]
+        return outputs, waits
+
+    def settle(self) -> None:
+        self._moments.settle()
+        self.shard.settle()
+        for remote in self.remotes:
+            remote.settle()
+
+    def note_times(self, layer: int, phase: Phase, begin: Any, end: Any, waits: Waits) -> None:
+        self._moments.note(begin, end, waits, partial(self._ran, self._times[layer].of(phase)))
+
+    def _ran(self, counters: PhaseCounters, begin_ns: int, end_ns: int, waited_ns: int) -> None:
+        counters.stall_ns += waited_ns
+        counters.expert_ns += end_ns - begin_ns
+
+    def layer_counters(self, layer: int) -> LayerCounters:
+        total = LayerCounters()
+        members: list[Shard | RemoteShard] = [self.shard, *self.remotes]
+        for member in members:
+            total.add(member.layer_counters(layer))
+        for phase in Phase:
+            one, times = total.of(phase), self._times[layer].of(phase)
+            one.stall_ns, one.expert_ns = times.stall_ns, times.expert_ns
+        return total
+
+    def abandon(self) -> None:
+        for remote in self.remotes:
+            remote.abandon()
+        self.shard.abandon()
+
+    def close(self) -> None:
+        self.shard.close()
+        for remote in self.remotes:
+            remote.close()
+
+
+class ChannelOfShare:
+    """The predictor's channel as this device's: each prediction is cut to the experts of its share."""
+
+    def __init__(self, channel: Channel, share: Share) -> None:
+        self.end_iteration = channel.end_iteration
+        self._channel = channel
+        self._share = share
+
+    def begin_iteration(self, began: Callable[[], Began]) -> Iterable[Prediction]:
+        return map(self._share.prediction, self._channel.begin_iteration(began))
+
+    def router_ran(self, routed: Callable[[], Routed]) -> Iterable[Prediction]:
+        return map(self._share.prediction, self._channel.router_ran(routed))

@@ -1,4 +1,4 @@
-"""The CPU: slots in RAM, filled straight from disk. `cpu:i` is a logical device with slots and threads of its own."""
+"""The CPU: slots in RAM, filled straight from disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.engine.device import Device, DeviceKind
 from expertly.engine.memory import available_host_nbytes
-from expertly.engine.numa import MemoryNode, node_of_cpu_device
 from expertly.engine.reading import ExtentSource, HostPool
 from expertly.engine.transfer import Readers
 from expertly.scheduler.budget import class_segment_nbytes
@@ -28,19 +27,16 @@ class CpuDevice:
         geometry: Geometry,
         slots_per_class: list[int],
         dtype: torch.dtype,
-        node: MemoryNode | None = None,
     ) -> None:
         self.torch_device = torch.device("cpu")
         self.dtype = dtype
         self.queues_uses = False
-        self.node = node
         self.host_memory: str | None = None
-        self._pool = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype, node)
+        self._pool = HostPool(geometry, slots_per_class, class_segment_nbytes(geometry), dtype)
         self.rows = self._pool.rows
-        self._readers = readers = Readers(store, geometry, self._pool.buffer, node=node)
+        self._readers = readers = Readers(store, geometry, self._pool.buffer)
         self.submit, self.prefetch, self.cancel = readers.submit, readers.prefetch, readers.cancel
         self.poll, self.drain, self.stats = readers.poll, readers.drain, readers.stats
-        self.prefetches_when_called = readers.prefetches_when_called
         self.waits: list[tuple[Any, Any]] = []
         self.stamp = time.perf_counter_ns
         self.to_host = torch.Tensor.detach  # they are in host memory
@@ -68,14 +64,8 @@ class CpuDevice:
 class _Cpu(DeviceKind):
     runs_on_host = True
 
-    def memory_of(self, device: torch.device) -> str:
-        return "cpu"
-
     def available_nbytes(self, device: torch.device) -> int:
         return available_host_nbytes()
-
-    def memory_node(self, device: torch.device) -> MemoryNode | None:
-        return None if device.index is None else node_of_cpu_device(device.index)
 
     def host_nbytes(self, device: torch.device, host_memory: str | int, expert_nbytes: int) -> int:
         if host_memory != "auto":
@@ -91,7 +81,7 @@ class _Cpu(DeviceKind):
         dtype: torch.dtype,
         host_nbytes: int,
     ) -> Device:
-        return CpuDevice(store, geometry, slots_per_class, dtype, self.memory_node(device))
+        return CpuDevice(store, geometry, slots_per_class, dtype)
 
 
 KIND = _Cpu()

@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,16 +23,15 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import parse_memory
 from expertly.core.units import format_nbytes
-from expertly.engine.device import Device, DeviceKind, Handover
+from expertly.engine.device import Device, DeviceKind
 from expertly.engine.host import MEASURED_NBYTES, measure_misses
 from expertly.engine.memory import WORKING_NBYTES, available_host_nbytes
-from expertly.engine.numa import MemoryNode, node_of_pci_device
 from expertly.engine.reading import ExtentSource, HostPool, layer_rows
 from expertly.engine.transfer import LOOK_EVERY_S, Readers
-from expertly.policies.eviction.simple import LRU
+from expertly.policies.lru import LRU
 from expertly.scheduler.budget import class_segment_nbytes, split_budget
 from expertly.scheduler.cache import Partition
-from expertly.scheduler.slots import SlotTable
+from expertly.scheduler.slots import ABSENT, LOADING, RESIDENT, SlotTable
 
 AHEAD_NBYTES = 8 << 20
 """While no more prefetched bytes are on the copy stream another segment joins them: the link does not wait for the
@@ -85,13 +83,11 @@ class CudaDevice:
         slots_per_class: list[int],
         dtype: torch.dtype,
         host_nbytes: int,
-        node: MemoryNode | None = None,
     ) -> None:
         """`host_nbytes`: RAM, pinned where the system allows it."""
         self.torch_device = device
         self.dtype = dtype
         self.queues_uses = True
-        self.node = node
         self.waits: list[tuple[Any, Any]] = []
         self.stamp, self.between_ns, self.to_host = streams.stamp, streams.between_ns, streams.to_host
         self.to_host_later, self.reach, self.to_device = streams.to_host_later, streams.reach, streams.to_device
@@ -107,7 +103,7 @@ class CudaDevice:
         made = streams.mark_compute()  # their memory may be what kernels that are still queued read last
         self._last_use: list[dict[int, Any]] = [dict.fromkeys(range(count), made) for count in slots_per_class]
         self._lock = threading.RLock()  # re-entrant: a garbage collection may close another model's device
-        self._changed = threading.Condition(self._lock)  # never entered itself: see PredictorThread
+        self._changed = threading.Condition(self._lock)  # entered by the lock: `with lock` is atomic for an interrupt
         self._waiting: dict[Span, _Transfer] = {}  # by host span being read
         self._copying: deque[_Transfer] = deque()  # loads whose last copy is queued
         self._needed: deque[_Transfer] = deque()  # loads for which the host tier has no room yet
@@ -120,7 +116,7 @@ class CudaDevice:
         self._failure: Exception | None = None  # of what went on by itself
         self._copied_nbytes = 0
         self._hit_nbytes = 0
-        self.tier = HostTier(streams, store, geometry, host_nbytes, dtype, node)
+        self.tier = HostTier(streams, store, geometry, host_nbytes, dtype)
         self.host_memory: str | None = self.tier.pinning
         streams.watch(self._ended)
 
@@ -141,7 +137,6 @@ class CudaDevice:
                 begin = self._streams.stamp() if begin is None else begin
                 self._advance()
                 self._streams.block(self._changed)
-                self.tier.readers.look()
         if begin is not None:
             self.waits.append((begin, self._streams.stamp()))
         return [span for spans in found for span in spans]
@@ -163,11 +158,11 @@ class CudaDevice:
                 self._prefetches.append(_Transfer(span, is_prefetch=True))
             self._begin_prefetches()
 
-    def cancel(self, layer: int, experts: Collection[int] | None = None) -> list[Span]:
+    def cancel(self, layer: int) -> list[Span]:
         """What is neither being read nor copied has not begun."""
 
         def is_meant(transfer: _Transfer) -> bool:
-            return transfer.span.layer == layer and (experts is None or transfer.span.expert in experts)
+            return transfer.span.layer == layer
 
         with self._lock:
             cancelled: list[Span] = []
@@ -176,7 +171,7 @@ class CudaDevice:
                 left = [transfer for transfer in queue if not is_meant(transfer)]
                 queue.clear()
                 queue.extend(left)
-            cancelled += [self._waiting.pop(host_span).span for host_span in self.tier.cancel(layer, experts)]
+            cancelled += [self._waiting.pop(host_span).span for host_span in self.tier.cancel(layer)]
             for transfer in self._waiting.values():
                 if is_meant(transfer):
                     transfer.is_prefetch = False
@@ -209,7 +204,6 @@ class CudaDevice:
                 if is_awaited or not self._promote_next():
                     begin = self._streams.stamp() if begin is None else begin
                     self._streams.block(self._changed)
-                    self.tier.readers.look()
         if mark is not None and not self._streams.is_past(mark):
             begin = self._streams.stamp() if begin is None else begin
             self._streams.hold_compute(mark)
@@ -436,7 +430,6 @@ class HostTier:
         geometry: Geometry,
         memory_nbytes: int,
         dtype: torch.dtype,
-        node: MemoryNode | None = None,
     ) -> None:
         try:
             slots = split_budget(geometry, memory_nbytes).pool_slots()
@@ -452,10 +445,19 @@ class HostTier:
         self._loading: dict[Span, None] = {}
         self._copied: dict[int, Any] = {}  # expert id -> mark of the last copy out of its slots, in their order
         with contextlib.ExitStack() as opened:  # closed from the last to the first
-            make = partial(HostPool, geometry, slots, self._slot_nbytes, dtype, node)
-            self.pool, self.pinning = _pinned_pool(streams, make, opened)
+            self.pool = HostPool(geometry, slots, self._slot_nbytes, dtype)
+            opened.callback(self.pool.close)
+            self.pinning = "registered"
+            """How it is page-locked. From memory that is not, copies are slower and make who queues them wait."""
+            with contextlib.ExitStack() as pinned:
+                try:
+                    for memory in self.pool.regions:
+                        pinned.callback(streams.register(memory))
+                    opened.push(pinned.pop_all())
+                except OSError as error:
+                    self.pinning = f"pageable; {error}"
             opened.callback(streams.synchronize)
-            self.readers = Readers(store, geometry, self.pool.buffer, node=node, arrived=streams.wake)
+            self.readers = Readers(store, geometry, self.pool.buffer, arrived=streams.wake)
             opened.callback(self.readers.close)
             self._opened = opened.pop_all()
 
@@ -468,32 +470,31 @@ class HostTier:
         `is_prefetch`: read behind all others, and have room only where nothing must be waited for and no expert of
         `spared` (ids) goes.
         """
-        geometry, slots = self._geometry, self._slots
-        eid, mask = self._segments(wanted)
-        cache = self._caches[geometry.size_classes[wanted.layer]]
-        here, missing = mask & slots.resident[eid], mask & ~slots.resident[eid]
-        assert not missing & slots.in_flight[eid], "a device span is asked for once"
+        slots = self._slots
+        units, eid = slots.units_of(wanted), self._expert(wanted)
+        cache = self._caches[self._geometry.size_classes[wanted.layer]]
+        resident = [unit for unit in units if slots.state[unit] == RESIDENT]
+        missing = [unit for unit in units if slots.state[unit] == ABSENT]
+        assert len(resident) + len(missing) == len(units), "a device span is asked for once"
         if missing:
-            if not self._make_room(cache, missing.bit_count(), eid, is_prefetch, spared):
+            if not self._make_room(cache, len(missing), eid, is_prefetch, spared):
                 return None
             cache.keep(eid, missing)
         cache.policy.used([eid], [1], 1)
-        found = slots.spans(eid, here) if here else []
-        reads = slots.allocate(eid, missing, slots.awaited) if missing else []
+        found = slots.spans(resident) if resident else []
+        reads = slots.allocate(missing, LOADING) if missing else []
         self._loading.update(dict.fromkeys(reads))
         (self.readers.prefetch if is_prefetch else self.readers.submit)(reads)
         return found, reads
 
     def find(self, wanted: Span) -> list[Span]:
         """The host spans of a device span that is here; none where a part of it is not."""
-        eid, mask = self._segments(wanted)
-        if self._slots.resident[eid] & mask != mask:
-            return []
-        return self._slots.spans(eid, mask)
+        units = self._slots.units_of(wanted)
+        return self._slots.spans(units) if all(self._slots.state[unit] == RESIDENT for unit in units) else []
 
-    def cancel(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Span]:
-        """Give up prefetched host spans of this layer, or of these experts of it, or all, that no reader has begun."""
-        cancelled = self.readers.cancel(layer, experts)
+    def cancel(self, layer: int | None = None) -> list[Span]:
+        """Give up prefetched host spans of this layer, or all, that no reader has begun."""
+        cancelled = self.readers.cancel(layer)
         for span in cancelled:
             del self._loading[span]
             self._release(span)
@@ -502,12 +503,11 @@ class HostTier:
     def arrived(self, span: Span) -> None:
         """A host span has been read."""
         del self._loading[span]
-        eid, mask = self._segments(span)
-        self._slots.arrived(eid, mask, self._slots.awaited)
+        self._slots.arrived(span)
 
     def copied(self, span: Span, mark: Any) -> None:
         """A copy of a host span has been queued before this mark."""
-        eid, _ = self._segments(span)
+        eid = self._expert(span)
         self._copied.pop(eid, None)
         self._copied[eid] = mark
 
@@ -528,37 +528,27 @@ class HostTier:
     @property
     def resident_nbytes(self) -> int:
         """Of the segments that are here. Any thread may ask."""
-        geometry = self._geometry
-        return sum(
-            mask.bit_count() * self._slot_nbytes[geometry.size_classes[geometry.layer_of_expert(eid)]]
-            for eid, mask in enumerate(self._slots.resident)
-        )
+        return self._slots.resident_nbytes
 
     def check(self) -> None:
-        """Slots, masks and budget agree."""
+        """Slots, units and budget agree."""
         slots = self._slots
         slots.check()
-        kept: dict[int, int] = {}
+        kept: list[int] = []
         for cache in self._caches:
-            assert cache.used == sum(mask.bit_count() for mask in cache.kept.values()) <= cache.capacity
-            kept.update(cache.kept)
-        loading = [0] * self._geometry.num_experts
-        for span in self._loading:
-            eid, mask = self._segments(span)
-            loading[eid] |= mask
-        assert loading == slots.in_flight
-        held = [here | coming for here, coming in zip(slots.resident, slots.in_flight, strict=True)]
-        assert [kept.get(eid, 0) for eid in range(self._geometry.num_experts)] == held
+            assert cache.num_kept == sum(map(len, cache.kept.values())) <= cache.capacity
+            kept += [unit for units in cache.kept.values() for unit in units]
+        loading = sorted(unit for span in self._loading for unit in slots.units_of(span))
+        assert loading == [unit for unit, state in enumerate(slots.state) if state == LOADING]
+        assert sorted(kept) == [unit for unit, state in enumerate(slots.state) if state != ABSENT]
 
-    def _segments(self, span: Span) -> tuple[int, int]:
-        """The expert id and the mask of its segments."""
-        eid = self._geometry.expert_id(span.layer, span.expert)
-        return eid, ((1 << span.num_segments) - 1) << span.segment
+    def _expert(self, span: Span) -> int:
+        return self._geometry.expert_id(span.layer, span.expert)
 
     def _release(self, span: Span) -> None:
-        eid, mask = self._segments(span)
-        self._caches[self._geometry.size_classes[span.layer]].drop(eid, mask)
-        self._slots.release(eid, mask)
+        units = self._slots.units_of(span)
+        self._caches[self._geometry.size_classes[span.layer]].drop(self._expert(span), units)
+        self._slots.release(units)
 
     def _make_room(
         self, cache: Partition, num_segments: int, wanted: int, is_prefetch: bool, spared: Collection[int]
@@ -568,40 +558,16 @@ class HostTier:
             return True
         while self._copied and self._streams.is_past(next(iter(self._copied.values()))):
             del self._copied[next(iter(self._copied))]
-        loading = (self._geometry.expert_id(span.layer, span.expert) for span in self._loading)
-        victims = cache.evict(short, {wanted, *spared, *self._copied, *loading})
-        if victims is None:
+        protected = {wanted, *spared, *self._copied, *map(self._expert, self._loading)}
+        victims, lacking = cache.victims(short, protected, whole=False)
+        if lacking:
             is_full = is_prefetch or self._loading or self._copied
             assert is_full, "the host tier holds at least one token's experts"
             return False
-        for eid, mask in victims:
-            self._slots.release(eid, mask)
+        for eid, units in victims:
+            cache.drop(eid, units)
+            self._slots.release(units)
         return True
-
-
-def _pinned_pool(
-    streams: CudaStreams, make: Callable[..., HostPool], opened: contextlib.ExitStack
-) -> tuple[HostPool, str]:
-    """A pool in page-locked memory: by registration, else by allocation, else in memory that is not, from which copies
-    are slower and make who queues them wait. How it is, and why not otherwise.
-    """
-    problems: list[str] = []
-    while True:
-        how = ("registered", "allocated", "pageable")[len(problems)]
-        try:
-            with contextlib.ExitStack() as trying:
-                if how == "allocated":
-                    trying.callback(streams.give_back)
-                pool = make(streams.allocate) if how == "allocated" else make()
-                trying.callback(pool.close)
-                for memory in pool.regions if how == "registered" else ():
-                    trying.callback(streams.register(memory))
-                opened.push(trying.pop_all())
-            return pool, "; ".join((how, *problems))
-        except OSError as error:
-            if how == "pageable":
-                raise
-            problems.append(str(error))
 
 
 # -- streams -------------------------------------------------------------------------------------------------------
@@ -766,19 +732,6 @@ class CudaStreams(CopyThread):
             raise OSError(f"{format_nbytes(nbytes)} cannot be registered ({error})")
         return lambda: runtime.cudaHostUnregister(address)
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Pinned bytes, of which torch takes a power of two. Raises OSError."""
-        if 1 << (nbytes - 1).bit_length() > available_host_nbytes():
-            raise OSError(f"{format_nbytes(nbytes)} cannot be allocated: torch takes the next power of two")
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            raise OSError(f"{format_nbytes(nbytes)} cannot be allocated ({error})") from error
-
-    def give_back(self) -> None:
-        """What was allocated and is free, to the system."""
-        _empty_host_cache()
-
 
 class CudaGraphs:
     """See `model.graphs.Recorder`. The default stream records nothing, and other threads go on with what they do."""
@@ -811,24 +764,6 @@ class CudaGraphs:
                 self.end()
 
 
-class CudaHandover(Handover):
-    """`home` is the first device. Which stream is current is each thread's own."""
-
-    def __init__(self, home: torch.device) -> None:
-        self._home = home
-
-    def give(self) -> Any:
-        return torch.accelerator.current_stream(self._home).record_event()
-
-    def take(self, mark: Any, device: torch.device) -> None:
-        for one in dict.fromkeys((self._home, device)):
-            torch.accelerator.current_stream(one).wait_event(mark)  # whichever device it is of
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Its memory is used again only behind what this thread's stream has queued until it is freed."""
-        tensor.record_stream(torch.accelerator.current_stream(self._home))
-
-
 # -- the kind --------------------------------------------------------------------------------------------------------
 
 
@@ -853,34 +788,23 @@ def _empty_host_cache() -> None:
 class _Cuda(DeviceKind):
     runs_on_host = False
 
-    def check(self, device: torch.device, field: str) -> None:
+    def check(self, device: torch.device) -> None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None or accelerator.type != device.type:
             why = "this machine (or this torch) has no CUDA device"
-            raise ConfigError(f"{field}={str(device)!r}: {why}; accepted: cpu")
+            raise ConfigError(f"device={str(device)!r}: {why}; accepted: cpu")
         count = torch.accelerator.device_count()
         if device.index is not None and device.index >= count:
             accepted = ", ".join(f"cuda:{i}" for i in range(count))
-            raise ConfigError(f"{field}={str(device)!r}: there is no such device; accepted: {accepted}")
+            raise ConfigError(f"device={str(device)!r}: there is no such device; accepted: {accepted}")
 
     def name(self, device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
-
-    def memory_of(self, device: torch.device) -> str:
-        return str(device)
 
     def available_nbytes(self, device: torch.device) -> int:
         """What is free now, what torch caches and does not use included."""
         free, _ = torch.accelerator.get_memory_info(device)
         return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-
-    def memory_node(self, device: torch.device) -> MemoryNode | None:
-        """By the PCI address, as sysfs spells it: domain:bus:device.function; None where torch does not say."""
-        found: Any = torch.cuda.get_device_properties(device)
-        domain, bus, number = (getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
-        if None in (domain, bus, number):
-            return None
-        return node_of_pci_device(f"{domain:04x}:{bus:02x}:{number:02x}.0")
 
     def host_nbytes(self, device: torch.device, host_memory: str | int, expert_nbytes: int) -> int:
         nbytes = parse_memory(host_memory, expert_nbytes)
@@ -899,8 +823,7 @@ class _Cuda(DeviceKind):
     ) -> Device:
         # cuDNN's attention makes a plan for each new length, which takes longer than several tokens; torch has others.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        node, streams = self.memory_node(device), CudaStreams(device)
-        return CudaDevice(device, streams, store, geometry, slots_per_class, dtype, host_nbytes, node)
+        return CudaDevice(device, CudaStreams(device), store, geometry, slots_per_class, dtype, host_nbytes)
 
     def miss_costs(self, device: torch.device, dtype: torch.dtype) -> tuple[Link, HostCompute]:
         costs = _measure_misses(device, dtype)
@@ -909,9 +832,6 @@ class _Cuda(DeviceKind):
 
     def recorder(self, device: torch.device) -> CudaGraphs:
         return CudaGraphs(device)
-
-    def handover(self, home: torch.device) -> CudaHandover:
-        return CudaHandover(home)
 
     def beside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         return torch.Stream(device)

@@ -16,7 +16,6 @@ from expertly.core.costs import HostCompute, Link
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
-from expertly.engine.numa import MemoryNode
 from expertly.engine.reading import ExtentSource
 from expertly.scheduler.loop import PrefetchTransport
 
@@ -32,8 +31,6 @@ class Device(PrefetchTransport, Protocol):
     torch_device: torch.device
     dtype: torch.dtype
     """Of the experts' outputs."""
-    node: MemoryNode | None
-    """The NUMA node of its host memory, on a machine with several."""
     host_memory: str | None
     """Whether the RAM behind it is page-locked, and if not, why; None if it has none."""
     queues_uses: bool
@@ -71,48 +68,25 @@ class Device(PrefetchTransport, Protocol):
         """Free threads, files and memory. Idempotent."""
 
 
-class Handover:
-    """Orders the kernels that the threads of several devices queue. No call makes the host wait.
-
-    This base class is for devices without queues, where a call returns when its work is done.
-    """
-
-    def give(self) -> Any:
-        """A mark behind everything that this thread has queued on the first device."""
-        return None
-
-    def take(self, mark: Any, device: torch.device) -> None:
-        """Whatever this thread queues later, on the first device and on `device`, runs after the mark."""
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor that another thread has made on the first device until this thread's kernels have read it."""
-
-
 class DeviceKind(Protocol):
     """What the engine asks of a kind of device. Methods with a body are defaults that suit a CPU."""
 
     runs_on_host: bool
     """Whether it computes with the host's memory and processors."""
 
-    def check(self, device: torch.device, field: str) -> None:
-        """Raises ConfigError naming `field` where this machine does not have the device."""
+    def check(self, device: torch.device) -> None:
+        """Raises ConfigError where this machine does not have the device."""
         return None
 
     def name(self, device: torch.device) -> str | None:
         """The driver's name for it; None: the device is the processor."""
         return None
 
-    def memory_of(self, device: torch.device) -> str:
-        """A name of the memory that it uses: devices with equal names share one memory."""
-
     def available_nbytes(self, device: torch.device) -> int:
         """Memory the device may still give this process."""
 
-    def memory_node(self, device: torch.device) -> MemoryNode | None:
-        """The NUMA node nearest to the device; None on a machine with a single node."""
-
     def host_nbytes(self, device: torch.device, host_memory: str | int, expert_nbytes: int) -> int:
-        """RAM for experts behind devices of this kind, from the option `host_memory`. Raises ConfigError."""
+        """RAM for experts behind the device, from the option `host_memory`. Raises ConfigError."""
 
     def make(
         self,
@@ -135,12 +109,8 @@ class DeviceKind(Protocol):
         """Makes graphs of kernels: see `model.graphs.Recorder`; None where the host queues none."""
         return None
 
-    def handover(self, home: torch.device) -> Handover:
-        """For the threads of several devices, the first of which is `home`."""
-        return Handover()
-
     def beside(self, device: torch.device) -> AbstractContextManager[Any]:
-        """A context in which a thread's kernels do not queue behind the model's."""
+        """A context, to be entered often, in which kernels do not queue behind the model's."""
         return nullcontext()
 
 
@@ -149,44 +119,25 @@ _ACCEPTED = "cpu, cuda, cuda:N"
 
 
 def kind_of(device: torch.device) -> DeviceKind:
-    """The kind of a device that `choose_devices` accepts."""
+    """The kind of a device that `choose_device` accepts."""
     assert device.type in _KINDS
     kind: DeviceKind = importlib.import_module(f"expertly.engine.{device.type}").KIND
     return kind
 
 
-def choose_devices(device: str | None, devices: str | Sequence[str] | None) -> list[torch.device]:
-    """The devices of the options `device` and `devices`; the first gets the dense part. Without either it is the
-    accelerator, where there is one. Several must have a number each, and may name one device twice. Raises ConfigError
-    naming what is accepted.
+def choose_device(name: str | None) -> torch.device:
+    """The device of the option `device`; None: the accelerator, where there is one. Raises ConfigError naming what is
+    accepted.
     """
-    if devices is None:
-        return [_device(device, "device")]
-    if device is not None:
-        raise ConfigError(f"device={device!r} and devices={devices!r}: accepted: one of the two")
-    names = devices.split(",") if isinstance(devices, str) else list(devices)
-    found = [_device(name.strip(), "devices") for name in names]
-    if not found:
-        raise ConfigError("devices=[]: accepted: cpu:0,cpu:1,... or cuda:0,cuda:1,...")
-    if len(found) == 1:
-        return found
-    for name, one in zip(names, found, strict=True):
-        if one.index is None:
-            raise ConfigError(f"devices={name!r}: which one? accepted: {one.type}:N, as in {one.type}:0,{one.type}:1")
-    if len({one.type for one in found}) > 1:
-        raise ConfigError(f"devices={','.join(names)!r}: accepted: devices of one kind, all cpu:N or all cuda:N")
-    return found
-
-
-def _device(name: str | None, field: str) -> torch.device:
     if name is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         name = accelerator.type if accelerator is not None else "cpu"
     try:
         target = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"{field}={name!r}: unknown; accepted: {_ACCEPTED}") from None
+        others = "; the option workers shares the experts with other processes" if "," in name else ""
+        raise ConfigError(f"device={name!r}: unknown; accepted: {_ACCEPTED}{others}") from None
     if target.type not in _KINDS:
-        raise ConfigError(f"{field}={name!r}: no backend for it; accepted: {_ACCEPTED}")
-    kind_of(target).check(target, field)
+        raise ConfigError(f"device={name!r}: no backend for it; accepted: {_ACCEPTED}")
+    kind_of(target).check(target)
     return target

@@ -1,4 +1,4 @@
-"""Divides memory: how much experts get, on each device, and the slots that makes.
+"""Divides memory: how much experts get, and the slots that makes.
 
 The option `memory` is for experts alone, `total_memory` for everything. Where neither states an amount for experts,
 they get what the dense part, the KV cache and activations of `context` tokens, and on a host the process itself, leave.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from expertly.engine.device import kind_of
 from expertly.engine.process import rss_nbytes
 from expertly.native.kernels import choose_kernels
 from expertly.scheduler.budget import Budget, least_nbytes, split_budget
-from expertly.scheduler.system import System
+from expertly.scheduler.systems import System
 from expertly.store.packed import PackedStore
 
 WORKING_NBYTES = 600 << 20
@@ -33,7 +32,7 @@ WORKING_NBYTES = 600 << 20
 BESIDE_NBYTES = 48 << 20
 """On a host: memory that a process with torch and transformers imported takes later, beside weights, KV cache,
 activations and the expert being computed. 6 to 15 MiB were measured; with 28 a model with wide experts was killed
-(docs/log.md). Code of libraries is not in it: it is resident already, or can be read again.
+(docs/log/). Code of libraries is not in it: it is resident already, or can be read again.
 """
 
 DEFAULT_CONTEXT = 4096
@@ -41,8 +40,6 @@ DEFAULT_CONTEXT = 4096
 
 CACHE_SHARE = 4
 """A server's KV cache takes at most a quarter of the memory that experts could have, or what they do not need."""
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,6 @@ class MemoryRequest:
     """
 
     memory: str | int | None = None
-    staging: int | None = None
     context: int | None = None
     total: str | int | None = None
     at_most: int | None = None
@@ -132,11 +128,11 @@ class RoomBeside:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The slots of each device and the reason for their number; memory beside experts, for `context` tokens. `room` is
-    None where the experts' amount was stated and the rest not counted.
+    """The slots and the reason for their number; memory beside experts, for `context` tokens. `room` is None where the
+    experts' amount was stated and the rest not counted.
     """
 
-    budgets: list[Budget]
+    budget: Budget
     reason: str
     beside: BesideExperts
     context: int
@@ -144,81 +140,66 @@ class Division:
 
 
 def divide(
-    store: PackedStore,
-    geometries: Sequence[Geometry],
-    system: System,
-    request: MemoryRequest,
-    targets: Sequence[torch.device],
+    store: PackedStore, geometry: Geometry, system: System, request: MemoryRequest, target: torch.device
 ) -> Division:
-    """Divide memory over devices, each with its share of the experts. System `resident` takes all experts and accepts
-    no less. Raises ConfigError (BudgetError) naming the option that cannot be met.
+    """Divide memory between a device's experts and the rest. System `resident` takes all experts and accepts no less.
+    Raises ConfigError (BudgetError) naming the option that cannot be met.
     """
     if request.context is not None and request.context < 1:
         raise ConfigError(f"context={request.context}: must be at least 1 token")
-    if request.total is not None and len(targets) > 1:
-        raise ConfigError(
-            f"total_memory={request.total!r}: {len(targets)} devices have memory of their own; accepted: memory, for "
-            "the experts of all"
-        )
-    itemsize = geometries[0].layers[0].itemsize
-    beside, context = beside_experts(store, itemsize, targets[0]), request.context or DEFAULT_CONTEXT
+    itemsize = geometry.layers[0].itemsize
+    beside, context = beside_experts(store, itemsize, target), request.context or DEFAULT_CONTEXT
     if request.cache is not None:
-        beside = request.cache.beside(beside, itemsize, runs_on_host=kind_of(targets[0]).runs_on_host)
+        beside = request.cache.beside(beside, itemsize, runs_on_host=kind_of(target).runs_on_host)
     if system.keeps_everything or request.is_stated:
-        return _divide_stated(geometries, system, request, targets, beside, context)
+        return _divide_stated(geometry, system, request, target, beside, context)
     if request.cache is not None:
-        left = _available(targets[0], request.total)[0] - beside.dense_nbytes - beside.fixed_nbytes
-        experts = sum(one.nbytes for one in _on_first(geometries, targets))
-        context = request.cache.tokens_in(max(left // CACHE_SHARE, left - experts), beside)
-    amounts, reason, room = choose_amounts(targets, geometries, beside, context, request.total)
-    if request.at_most is not None:
-        most = shares_of(request.at_most, geometries)
-        owners = [kind_of(target).memory_of(target) for target in targets]
-        room += sum(max(0, a - b) for a, b, owner in zip(amounts, most, owners, strict=True) if owner == owners[0])
-        amounts = [min(one, other) for one, other in zip(amounts, most, strict=True)]
+        left = _available(target, request.total)[0] - beside.dense_nbytes - beside.fixed_nbytes
+        context = request.cache.tokens_in(max(left // CACHE_SHARE, left - geometry.nbytes), beside)
+    chosen, reason, room = choose_amount(target, geometry, beside, context, request.total)
+    amount = chosen if request.at_most is None else min(chosen, request.at_most)
+    room += chosen - amount
     try:
-        budgets = _split_over(geometries, amounts, request.staging)
-        return Division(budgets, reason, beside, context, RoomBeside(room, beside))
+        budget = split_budget(geometry, amount)
+        return Division(budget, reason, beside, context, RoomBeside(room, beside))
     except BudgetError as error:
-        least, free = least_nbytes(geometries[0], request.staging), kind_of(targets[0]).available_nbytes(targets[0])
+        least, free = least_nbytes(geometry), kind_of(target).available_nbytes(target)
         total = None if request.total is None else parse_memory(request.total, free, "total_memory")
-        if total is None or amounts[0] >= least:
+        if total is None or amount >= least:
             raise BudgetError(f"{error}; {reason}") from None
-        enough = total + least - amounts[0] + beside.of_tokens(0, context) - room
+        enough = total + least - amount + beside.of_tokens(0, context) - room
         raise BudgetError(
             f"total_memory={request.total!r}: the least that works is about {-(-enough // 2**20)}MiB; {reason}"
         ) from None
 
 
 def _divide_stated(
-    geometries: Sequence[Geometry],
+    geometry: Geometry,
     system: System,
     request: MemoryRequest,
-    targets: Sequence[torch.device],
+    target: torch.device,
     beside: BesideExperts,
     context: int,
 ) -> Division:
     """The division where the user states the experts' amount, or the system keeps all. Memory must hold that and the
     rest: checked against `total_memory`, for a stated context on a host, and for a server on any device.
     """
-    total_nbytes = sum(one.nbytes for one in geometries)
-    nbytes = total_nbytes
+    nbytes = geometry.nbytes
     if request.is_stated:
         assert request.memory is not None
-        nbytes = parse_memory(request.memory, total_nbytes) or total_nbytes
-    if system.keeps_everything and nbytes < total_nbytes:
+        nbytes = parse_memory(request.memory, geometry.nbytes) or geometry.nbytes
+    if system.keeps_everything and nbytes < geometry.nbytes:
         raise ConfigError(
-            f"memory={request.memory!r}: system {system.name!r} keeps all experts and needs {total_nbytes} bytes (100%)"
+            f"memory={request.memory!r}: system {system.name!r} keeps all experts and needs {geometry.nbytes} bytes "
+            "(100%)"
         )
-    over = f" over {len(targets)} devices" if len(targets) > 1 else ""
-    reason = f"system {system.name}: all experts" if system.keeps_everything else f"memory {request.memory}{over}"
+    reason = f"system {system.name}: all experts" if system.keeps_everything else f"memory {request.memory}"
     room = None
-    amounts = [one.nbytes for one in geometries] if system.keeps_everything else shares_of(nbytes, geometries)
-    is_context_stated = request.context is not None and kind_of(targets[0]).runs_on_host
+    amount = geometry.nbytes if system.keeps_everything else nbytes
+    is_context_stated = request.context is not None and kind_of(target).runs_on_host
     if request.total is not None or request.cache is not None or is_context_stated:
-        available, what = _available(targets[0], request.total)
-        used = [min(amount, one.nbytes) for amount, one in zip(amounts, geometries, strict=True)]
-        kept = sum(_on_first(used, targets))
+        available, what = _available(target, request.total)
+        kept = min(amount, geometry.nbytes)
         room = RoomBeside(available - beside.dense_nbytes - beside.fixed_nbytes - kept, beside)
         if request.cache is not None:
             context = request.cache.tokens_in(room.nbytes, beside)
@@ -229,75 +210,31 @@ def _divide_stated(
             )
         if request.total is not None or request.cache is not None:
             reason = f"{reason}: {format_nbytes(kept)}; {what}; {beside.sentence(context)}"
-    budgets = _split_over(geometries, amounts, None if system.keeps_everything else request.staging)
-    return Division(budgets, reason, beside, context, room)
-
-
-def _on_first(values: Sequence[Value], targets: Sequence[torch.device]) -> list[Value]:
-    """The values of the devices that share the first one's memory."""
-    owners = [kind_of(target).memory_of(target) for target in targets]
-    return [value for value, owner in zip(values, owners, strict=True) if owner == owners[0]]
-
-
-def shares_of(nbytes: int, geometries: Sequence[Geometry]) -> list[int]:
-    """An amount divided over devices in proportion to their experts, rounded down."""
-    total = sum(one.nbytes for one in geometries)
-    return [nbytes * one.nbytes // total for one in geometries]
-
-
-def _split_over(geometries: Sequence[Geometry], amounts: Sequence[int], staging: int | None) -> list[Budget]:
-    """The slots of each device. Raises BudgetError naming the least memory for all of them together."""
-    if len(geometries) == 1:
-        return [split_budget(geometries[0], amounts[0], staging)]
-    is_possible = staging is None or staging > 0  # else `split_budget` refuses it
-    least = [least_nbytes(one, staging) if is_possible else 0 for one in geometries]
-    if any(amount < need for amount, need in zip(amounts, least, strict=True)):
-        total = sum(one.nbytes for one in geometries)
-        enough = max(-(-need * total // one.nbytes) for need, one in zip(least, geometries, strict=True))
-        raise BudgetError(
-            f"memory={sum(amounts)} bytes over {len(geometries)} devices: below the staging slots through which each "
-            f"streams its experts; the least that works is {enough} bytes"
-        )
-    return [split_budget(one, amount, staging) for one, amount in zip(geometries, amounts, strict=True)]
+    budget = split_budget(geometry, amount)
+    return Division(budget, reason, beside, context, room)
 
 
 # -- what is chosen where experts get what is left ---------------------------------------------------------------------
 
 
-def choose_amounts(
-    targets: Sequence[torch.device],
-    geometries: Sequence[Geometry],
+def choose_amount(
+    target: torch.device,
+    geometry: Geometry,
     beside: BesideExperts,
     context: int,
     total: str | int | None = None,
-) -> tuple[list[int], str, int]:
-    """The experts' amount on each device, the reason, and the bytes left on the first device for KV cache and
-    activations. It comes from `total`, or from the free memory, which logical devices share. The first device also
-    holds what is `beside` experts, for `context` tokens.
+) -> tuple[int, str, int]:
+    """The experts' amount, the reason, and the bytes left for KV cache and activations of `context` tokens. It comes
+    from `total`, or from the free memory.
     """
-    amounts = [0] * len(targets)
-    reasons = []
-    room = 0
-    owners = [kind_of(target).memory_of(target) for target in targets]
-    for owner in dict.fromkeys(owners):
-        here = [number for number, one in enumerate(owners) if one == owner]
-        of_experts = [geometries[number] for number in here]
-        expert_nbytes = sum(one.nbytes for one in of_experts)
-        available, what = _available(targets[here[0]], total)
-        own, tokens = (beside, context) if 0 in here else (BesideExperts(0, beside.fixed_nbytes, 0), 0)
-        left = available - own.dense_nbytes - own.fixed_nbytes
-        chosen = max(0, min(left - own.of_tokens(0, tokens), expert_nbytes))
-        for number, amount in zip(here, shares_of(chosen, of_experts), strict=True):
-            amounts[number] = amount
-        share = (
-            "all experts fit" if chosen == expert_nbytes else f"{format_share(chosen / expert_nbytes)} of the experts"
-        )
-        reason = f"{format_nbytes(chosen)} ({share}): {what}; {own.sentence(tokens)}"
-        reasons.append(reason if len(targets) == 1 else f"{owner}: {reason}")
-        room = left - chosen if 0 in here else room
-    over = f" over {len(targets)} devices" if len(targets) > 1 else ""
+    available, what = _available(target, total)
+    left = available - beside.dense_nbytes - beside.fixed_nbytes
+    chosen = max(0, min(left - beside.of_tokens(0, context), geometry.nbytes))
+    share = (
+        "all experts fit" if chosen == geometry.nbytes else f"{format_share(chosen / geometry.nbytes)} of the experts"
+    )
     name = "memory auto" if total is None else f"total memory {total}"
-    return amounts, f"{name}{over}: {'; '.join(reasons)}", room
+    return chosen, f"{name}: {format_nbytes(chosen)} ({share}): {what}; {beside.sentence(context)}", left - chosen
 
 
 def _available(target: torch.device, total: str | int | None) -> tuple[int, str]:

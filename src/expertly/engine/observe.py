@@ -1,19 +1,12 @@
-"""What predictors see of a model that runs, the thread on which they predict, and `Prefetching`, which joins both to an
-engine.
+"""What predictors see of a model that runs, and `Prefetching`, which joins them to an engine.
 
 T rows without pads, E experts, K top-k, H hidden, D distances looked ahead.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -22,18 +15,17 @@ import torch
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import LayerGeometry
-from expertly.core.messages import RouterRan
+from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Floats, IterationInfo, Routed, Want, layer_ahead, scores_of_choices
 from expertly.engine.device import kind_of
-from expertly.engine.learned import SAVE_EVERY_S, LearnedExchange, LearnedFiles, SavedState
+from expertly.engine.learned import LearnedFiles, SavedState
 from expertly.engine.runtime import Engine, Executor
 from expertly.model.hooks import saturated_half
 from expertly.model.routers import HookedRouter, find_routers
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
-from expertly.policies.predictor import Predictor
-from expertly.scheduler.observations import Channel, InlineChannel, ObservationQueue, Seen, Work
-from expertly.scheduler.system import System
+from expertly.policies.prediction import Predictor
+from expertly.scheduler.systems import System
 from expertly.store.packed import PackedStore
 
 Ids = npt.NDArray[np.int64]
@@ -101,7 +93,7 @@ class Collector:
     """Collects what a predictor, or a recording, sees of a forward pass. Routers are hooked from `attach` to `detach`.
 
     `begin` and `routed` keep references, and copies of what the model may overwrite. The functions that they return
-    compute the observation: call each once, in any thread. Values are rounded to float16, as in a trace, so that a
+    compute the observation: call each once. Values are rounded to float16, as in a trace, so that a
     predictor sees the same whether the model runs or its trace is replayed.
     """
 
@@ -116,15 +108,11 @@ class Collector:
         """`routers`: the routers of all layers, where one of OF_ROUTERS is wanted; `distance`: layers to look ahead.
         Raises CannotLookAheadError where a router cannot look ahead, ConfigError where one does not show its inputs.
         """
-        self.collect_ns = 0
-        """Time that the forward pass has spent in this class."""
         self._wants = frozenset(wants)
         self._layers = layers
         self._routers = routers if self._wants & OF_ROUTERS else ()
         self._embed = embed
         self._distance = min(distance, len(layers) - 1)
-        self.is_watching = True
-        """Whether this pass is observed. A prefetch gate may skip a pass."""
         self._requests = RequestNumbers()
         self._info: IterationInfo | None = None
         self._is_real: Mask | None = None  # None: all rows are
@@ -157,16 +145,13 @@ class Collector:
 
     def begin(self, info: IterationInfo) -> Callable[[], Began] | None:
         """A pass begins. None where all rows are pads."""
-        start = perf_counter_ns()
         self._seen = {}
         self._info = None
         requests, is_real = self._requests.of_rows(info), None if info.is_pad is None else ~info.is_pad
         if is_real is not None and not is_real.any():
             return None
         self._info, self._is_real = info, is_real
-        began = partial(self._began, info, requests, is_real)
-        self.collect_ns += perf_counter_ns() - start
-        return began
+        return partial(self._began, info, requests, is_real)
 
     def routed(
         self, ran: RouterRan, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -174,29 +159,22 @@ class Collector:
         """A router has chosen experts [T, K] with weights [T, K]. None where nobody observes the pass, or the layer has
         other rows than it.
         """
-        start = perf_counter_ns()
         seen = self._seen.pop(ran.layer, None)
-        if self._info is None or not self.is_watching or len(top_k_index) != len(self._info.is_prefill):
+        if self._info is None or len(top_k_index) != len(self._info.is_prefill):
             return None
         if seen is not None and len(seen[1]) != len(top_k_index):
             seen = None
-        routed = partial(self._routed, ran, top_k_index, top_k_weights, seen, self._is_real, self._info)
-        self.collect_ns += perf_counter_ns() - start
-        return routed
+        return partial(self._routed, ran, top_k_index, top_k_weights, seen, self._is_real, self._info)
 
     def end(self) -> None:
         self._info = None
         self._seen = {}
 
     def _router_ran(self, layer: int, inputs: torch.Tensor, logits: torch.Tensor) -> None:
-        if not self.is_watching:
-            return
-        start = perf_counter_ns()
         kept = inputs.detach().clone() if self._wants & {"lookahead", "inputs"} else None
         self._seen[layer] = kept, logits.detach()
-        self.collect_ns += perf_counter_ns() - start
 
-    # -- where the observation is used, perhaps in another thread --------------------------------------------------
+    # -- where the observation is used ----------------------------------------------------------------------------
 
     def _began(self, info: IterationInfo, requests: npt.NDArray[np.int64], is_real: Mask | None) -> Began:
         embedding = None
@@ -274,250 +252,86 @@ def _read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return values
 
 
-# -- the predictor's thread (fMoE, section 4.3) ------------------------------------------------------------------------
-
-
-class PredictorThread:
-    """A Channel whose predictor runs in a thread of its own.
-
-    `queue` decides which observations wait and which are dropped. An exception of the predictor ends the thread; the
-    next `take` raises it, once. The thread runs within `context`. It calls `save` when there is something new to save:
-    after `save_every_s` if nothing waits to be read, else after twice that time, between two observations.
-    """
-
-    def __init__(
-        self,
-        predictor: Predictor,
-        queue: ObservationQueue,
-        save: Callable[[], object] | None = None,
-        save_every_s: float = 60.0,
-        context: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        self.error: BaseException | None = None
-        """The exception that ended the thread."""
-        self._predictor = predictor
-        self._queue = queue
-        self._save = save
-        self._save_every_s = save_every_s
-        self._context = context
-        self._ready: deque[Seen] = deque()
-        self._untold: BaseException | None = None
-        self._busy_since: float | None = None  # when it read its first observation after the last `save`
-        self._is_open = True
-        self._ends_at: float | None = None  # the thread ends then, even if observations wait
-        self._saves_last = False  # the thread closed itself: nobody else can save after it
-        self._lock = threading.RLock()  # re-entrant: a garbage collection may close another model's channel
-        self._changed = threading.Condition(self._lock)
-        self._thread = threading.Thread(target=self._serve, name="expertly-predictor", daemon=True)
-        self._thread.start()
-
-    # -- the forward pass's side -------------------------------------------------------------------------------
-    # These methods take the lock, not the condition: `with lock` is atomic for an interrupt (Ctrl-C), while one within
-    # the condition's own Python code could leave the lock held.
-
-    @property
-    def num_dropped(self) -> int:
-        """Observations that were dropped unread because too many waited."""
-        return self._queue.num_dropped
-
-    def save_every(self, seconds: float) -> None:
-        with self._lock:
-            self._save_every_s = seconds
-            self._changed.notify()
-
-    def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
-        with self._lock:
-            if self._is_open:
-                self._queue.begin_iteration(step, began)
-                self._changed.notify()
-
-    def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
-        with self._lock:
-            if self._is_open:
-                self._queue.router_ran(step, routed)
-                self._changed.notify()
-
-    def end_iteration(self, ok: bool) -> None:
-        with self._lock:
-            if self._is_open:
-                self._queue.end_iteration(ok)
-                self._changed.notify()
-
-    def take(self) -> Seen | None:
-        """The next prediction that is ready. Raises the exception that ended the predictor, once."""
-        if self._untold is not None:
-            error, self._untold = self._untold, None
-            raise error
-        return self._ready.popleft() if self._ready else None  # nobody else takes
-
-    def close(self, wait_s: float = 1.0) -> bool:
-        """Read what still waits, for `wait_s` at most, and end the thread. Idempotent. True when the thread has ended;
-        False if it calls this itself, in which case it calls `save` as its last step.
-        """
-        with self._lock:
-            self._is_open = False
-            if self._ends_at is None:
-                self._ends_at = time.monotonic() + wait_s
-            self._changed.notify()
-        if self._thread is threading.current_thread():  # a garbage collection in the thread itself
-            self._saves_last = True
-            return False
-        with contextlib.suppress(RuntimeError):  # an interrupt during an earlier call may have left the lock held
-            while True:
-                self._lock.release()
-        self._thread.join(wait_s + 10.0)
-        return not self._thread.is_alive()
-
-    # -- the thread's side -------------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        try:
-            with self._context():
-                while (work := self._next()) is not None:
-                    work()
-                if self._saves_last and self._save is not None:
-                    self._save_now()
-        except BaseException as error:  # handed to the next `take`
-            with self._changed:
-                self._is_open = False
-                self._queue.clear()
-                self._untold = self.error = error
-
-    def _next(self) -> Callable[[], None] | None:
-        """Wait for the next thing to do; None: the thread is to end."""
-        with self._changed:
-            while True:
-                now = time.monotonic()
-                if self._ends_at is not None and now >= self._ends_at:
-                    return None
-                waited_s = 0.0 if self._busy_since is None else now - self._busy_since
-                if self._save is not None and waited_s >= 2 * self._save_every_s:
-                    return self._save_now
-                work = self._queue.next()
-                if work is not None:
-                    self._busy_since = self._busy_since or now
-                    return partial(self._read, work)
-                if not self._is_open:
-                    return None
-                if self._save is None or self._busy_since is None:
-                    self._changed.wait()
-                elif waited_s >= self._save_every_s:
-                    return self._save_now
-                else:
-                    self._changed.wait(self._save_every_s - waited_s)
-
-    def _save_now(self) -> None:
-        assert self._save is not None
-        self._busy_since = None
-        self._save()
-
-    def _read(self, work: Work) -> None:
-        for prediction in work.do(self._predictor):
-            self._ready.append(Seen(work.step, prediction))
-
-
 # -- an engine that predicts -------------------------------------------------------------------------------------------
 
 
-def choose_predict(system: System, predict: str) -> str:
-    """Where a system predicts, "thread" or "inline". "auto" is the thread, unless the forward pass waits for
-    predictions in any case. Raises ConfigError naming what the system accepts.
+class PredictorChannel:
+    """A Channel that predicts within the pass, at once: the same run gives the same predictions at the same moments.
+
+    An exception of the predictor fails one pass; from then on nothing is predicted.
     """
-    is_synchronous = system.transfer == "synchronous"
-    if predict == "auto":
-        return "inline" if is_synchronous else "thread"
-    if system.prediction == "none":
-        raise ConfigError(f"predict={predict!r}: system {system.name!r} predicts nothing; accepted: auto")
-    if predict == "thread" and is_synchronous:
-        raise ConfigError(
-            f"predict='thread': system {system.name!r} waits for what it predicts (transfer=synchronous); accepted: "
-            f"auto, inline"
-        )
-    return predict
+
+    def __init__(self, predictor: Predictor, device: torch.device) -> None:
+        self.error: Exception | None = None
+        """The predictor's exception."""
+        self._predictor = predictor
+        self._beside = kind_of(device).beside(device)  # what is observed is complete: wait for nothing queued since
+
+    def begin_iteration(self, began: Callable[[], Began]) -> Iterable[Prediction]:
+        return self._call(lambda: list(self._predictor.begin_iteration(began())))
+
+    def router_ran(self, routed: Callable[[], Routed]) -> Iterable[Prediction]:
+        return self._call(lambda: list(self._predictor.router_ran(routed())))
+
+    def end_iteration(self, ok: bool) -> None:
+        self._call(lambda: self._predictor.end_iteration(ok))
+
+    def _call(self, show: Callable[[], Iterable[Prediction] | None]) -> Iterable[Prediction]:
+        if self.error is not None:
+            return ()
+        try:
+            with self._beside:
+                return show() or ()
+        except Exception as error:
+            self.error = error
+            raise
 
 
 class Prefetching:
-    """Shows a model's forward passes to a predictor, and has the executor prefetch what it predicts.
-
-    `predict`: "thread" predicts beside the forward pass, which never waits for it; "inline" within the pass. `saved`:
-    the file of what the predictor learns.
+    """Shows a model's forward passes to a predictor, and has the executor prefetch what it predicts. `saved`: the file
+    of what the predictor learns.
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        predictor: Predictor,
-        collector: Collector,
-        predict: str = "thread",
-        saved: SavedState | None = None,
+        self, executor: Executor, predictor: Predictor, collector: Collector, saved: SavedState | None = None
     ) -> None:
         self.predictor = predictor
         self.saved = saved
-        self.predict = predict
         self.collector = collector
         self.router_ran = collector.routed
-        self.thread: PredictorThread | None = None
         self._executor = executor
-        channel: Channel
-        if predict == "inline":
-            channel = InlineChannel(predictor)
-        else:
-            queue = ObservationQueue.of_layers(executor.geometry.num_layers)
-            save = None if saved is None else saved.save
-            device = executor.shards[0].device.torch_device
-            channel = self.thread = PredictorThread(
-                predictor, queue, save, SAVE_EVERY_S, context=lambda: _beside_model(device)
-            )
-        executor.predict_from(channel)
+        self._channel = PredictorChannel(predictor, executor.shard.device.torch_device)
+        executor.predict_from(self._channel)
         collector.attach()
 
     @property
-    def error(self) -> BaseException | None:
-        """The exception that ended the predictor's thread."""
-        return None if self.thread is None else self.thread.error
-
-    def share(self, every_s: float) -> LearnedExchange | None:
-        """Exchange what is learned with replicas of the model: about every `every_s` in the predictor's thread, and at
-        the end. An inline predictor exchanges at the end only. None where nothing learned is saved.
-        """
-        if self.saved is None:
-            return None
-        if self.thread is not None:
-            self.thread.save_every(every_s)
-        return self.saved.share()
+    def error(self) -> Exception | None:
+        """The exception after which nothing is predicted."""
+        return self._channel.error
 
     def begin_iteration(self, info: IterationInfo) -> None:
-        """A forward pass begins. Raises the exception that ended the predictor, once."""
+        """A forward pass begins. Raises what the predictor raises."""
         began = self.collector.begin(info)
         if began is not None:
             self._executor.begin_iteration(began, info.layers)
-            self.collector.is_watching = any(shard.observes for shard in self._executor.shards)
 
     def end_iteration(self, ok: bool) -> None:
         if self.collector.is_open:
             self.collector.end()
-            for shard in self._executor.shards:
-                assert shard.prefetcher is not None
-                shard.prefetcher.end_iteration(ok)
+            prefetcher = self._executor.shard.prefetcher
+            assert prefetcher is not None
+            prefetcher.end_iteration(ok)
+        if self.saved is not None and self.error is None:
+            self.saved.pass_ended()
 
     def close(self) -> None:
-        """End the thread and write what was learned, unless the predictor failed. Raises StoreError where a file that
-        the user named cannot be written.
+        """Write what was learned, unless the predictor failed. Raises StoreError where a file that the user named
+        cannot be written.
         """
         self.collector.detach()
-        has_ended = self.thread is None or self.thread.close()
-        if self.saved is not None and has_ended and self.error is None:
+        if self.saved is not None and self.error is None:
             self.predictor.finish()
             self.saved.close()
-
-
-@contextlib.contextmanager
-def _beside_model(device: torch.device) -> Iterator[None]:
-    """Where the predictor's thread computes. Its inputs are complete when it gets them, so it uses a stream of its own
-    and does not wait for what the model has queued since.
-    """
-    with torch.inference_mode(), kind_of(device).beside(device):
-        yield
 
 
 def make_prefetching(
@@ -525,7 +339,6 @@ def make_prefetching(
     model: Any,
     store: PackedStore,
     engine: Engine,
-    predict: str,
     files: LearnedFiles,
     *,
     weights: LearnedState | None = None,
@@ -552,9 +365,9 @@ def make_prefetching(
     collector = Collector(predictor.wants, geometry.layers, routers, embedder(model), system.distance)
     saved = None
     if files.of_prediction is not None and predictor.learned is not None:
-        saved = SavedState(predictor, files.of_prediction, store.manifest, is_auto=files.is_auto)
+        saved = SavedState(predictor.learned, files.of_prediction, store.manifest, is_auto=files.is_auto)
         saved.read(model.get_input_embeddings().weight.shape[1])
-    return Prefetching(engine.executor, predictor, collector, predict, saved)
+    return Prefetching(engine.executor, predictor, collector, saved)
 
 
 def embedder(model: Any) -> Embed:

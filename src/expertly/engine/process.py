@@ -117,7 +117,7 @@ def give_back_large_blocks() -> None:
 
     By default it keeps freed blocks of up to 32 MiB. Prompts of other lengths need other sizes: a GGUF model with wide
     experts held 59 MiB where 27 were in use. A threshold of 4 MiB would still keep oneDNN's float32 results, 30 MiB on
-    processors without bfloat16 instructions (docs/log.md).
+    processors without bfloat16 instructions (docs/log/).
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):

@@ -1,6 +1,6 @@
 """Workers as Ray actors: one a machine of a cluster, or some on this one.
 
-Ray starts them, notices that they die, and carries what is asked beside the layers. Layers and predictions go over a
+Ray starts them, notices that they die, and carries what is asked beside the layers. Layers go over a
 `Pair`, whose round trip takes a seventh of a call of Ray.
 """
 
@@ -74,6 +74,8 @@ def start_ray_workers(workers: str | int, memory: str | int, opened: ExitStack) 
     """
     text = str(workers)
     is_here = text.removeprefix("-").isdigit()
+    if not pair.IS_AVAILABLE:
+        raise ConfigError(f"workers={workers!r}: this PyTorch has no gloo, by which they are asked")
     if is_here and int(text) < 1:
         raise ConfigError(f"workers={workers!r}: accepted: a number from 1, or the address of a Ray cluster")
     if _users or not ray.is_initialized():
@@ -105,7 +107,7 @@ def start_ray_workers(workers: str | int, memory: str | int, opened: ExitStack) 
         found = sorted((node["NodeManagerHostname"], node["NodeID"]) for node in others)
         hosts = [host for host, _ in found]
         names = [host if hosts.count(host) == 1 else f"{host} {node[:6]}" for host, node in found]
-        peers = [RayPeer(name, node, memory, None) for name, (_, node) in zip(names, found, strict=True)]
+        peers = [RayPeer(name, node, memory) for name, (_, node) in zip(names, found, strict=True)]
     for peer in peers:
         opened.callback(peer.close)
     return peers
@@ -167,7 +169,7 @@ class RayWorker:
         process.keep_few_primitives()
         process.give_back_large_blocks()
         process.keep_off_trapped_instructions()
-        torch.set_num_threads(threads or granted_cpus())
+        torch.set_num_threads(min(threads or granted_cpus(), granted_cpus()))
         self._worker = ExpertWorker(memory)
         self._lock = threading.Lock()
         self._num_opened = 0
@@ -197,27 +199,26 @@ class RayWorker:
                     if num_opened != self._num_opened:
                         return
                     answer = self._worker.answer(message)
-                if message[0] == wire.Kind.LAYER:
-                    layers.send(answer).wait()
+                layers.send(answer).wait()
 
 
 class RayPeer:
     """A Peer whose worker is an actor on one node. The actor ends with this process."""
 
-    def __init__(self, name: str, node: str, memory: str | int, threads: int | None) -> None:
+    def __init__(self, name: str, node: str, memory: str | int, threads: int | None = None) -> None:
         self.name = name
         self.is_here = threads is not None
         self._node = node
         self._arguments = memory, threads
         self._actor = self._start()
-        self._layers: _Layers | None = None  # None where only calls of Ray reach the worker
+        self._layers: _Layers | None = None  # until it is open
 
     def _start(self) -> Any:
         where = NodeAffinitySchedulingStrategy(self._node, soft=False)
         return ray.remote(RayWorker).options(num_cpus=0, scheduling_strategy=where).remote(*self._arguments)
 
     def ask(self, message: bytes) -> AskedAnswer:
-        if message[0] == wire.Kind.OPEN and pair.IS_AVAILABLE:
+        if message[0] == wire.Kind.OPEN:
             return self._open(message)
         try:
             return _RayAnswer(self._actor.answer.remote(message))
@@ -225,13 +226,8 @@ class RayPeer:
             raise PeerLostError(_line(error)) from error
 
     def call(self, message: bytes) -> Answer:
-        return self.ask(message) if self._layers is None else self._layers.call(message)
-
-    def tell(self, message: bytes) -> None:
-        if self._layers is None:
-            self.ask(message)
-        else:
-            self._layers.tell(message)
+        assert self._layers is not None, "it has been opened"
+        return self._layers.call(message)
 
     def renew(self) -> None:
         self.close()
@@ -269,11 +265,7 @@ class _Opening:
         try:
             content, layers = ray.get(reference), None
             if wire.reason_in(content) is None:
-                try:
-                    layers = _Layers(pair.Pair.accept(meeting))
-                except ConnectionError as error:
-                    text = "worker %s: no connection over gloo (%s); its layers go by slower calls of Ray"
-                    logging.getLogger("expertly.workers").warning(text, self._peer.name, error)
+                layers = _Layers(pair.Pair.accept(meeting))
             self._found.set_result((content, layers))
         except Exception as error:  # whatever it is: who waits is told
             self._found.set_exception(PeerLostError(_line(error)))
@@ -294,23 +286,16 @@ class _Layers:
 
     def __init__(self, connected: pair.Pair) -> None:
         self._pair = connected
-        # Whether each message is answered, and the message: it is held until an answer shows that it arrived.
-        self._on_way: deque[tuple[bool, pair.Sent]] = deque()
+        self._on_way: deque[pair.Sent] = deque()  # held until an answer shows that it arrived
         self._num_asked = self._num_answered = 0
 
     def call(self, message: bytes) -> Answer:
-        self._send(True, message)
-        self._num_asked += 1
-        return _LayerAnswer(self, self._num_asked)
-
-    def tell(self, message: bytes) -> None:
-        self._send(False, message)
-
-    def _send(self, is_answered: bool, message: bytes) -> None:
         try:
-            self._on_way.append((is_answered, self._pair.send(message)))
+            self._on_way.append(self._pair.send(message))
         except ConnectionError as error:
             raise PeerLostError(str(error)) from error
+        self._num_asked += 1
+        return _LayerAnswer(self, self._num_asked)
 
     def answer(self, number: int, timeout_s: float) -> bytes:
         """Answers before it, which nobody wanted, are dropped."""
@@ -318,8 +303,7 @@ class _Layers:
         try:
             while True:
                 content = self._pair.receive(max(0.0, until_s - time.monotonic()))
-                while not self._on_way.popleft()[0]:
-                    pass
+                self._on_way.popleft()
                 self._num_answered += 1
                 if self._num_answered == number:
                     return content

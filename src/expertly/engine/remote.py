@@ -1,8 +1,8 @@
 """Experts in other machines' memory: the engine's side of a worker (`worker.py`).
 
 A token's hidden state is kilobytes where an expert is megabytes: rows go to the worker, and its experts' outputs come
-back, as the same kernels make them here. A worker that dies, fails or passes its deadline is dropped: experts that
-nobody else holds are computed here from the store, through staging slots, until it is back.
+back, as the same kernels make them here. A worker that dies, fails or passes its deadline is dropped: its experts are
+computed here from the store, through staging slots, until it is back.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,17 +21,14 @@ from expertly.engine import wire
 from expertly.engine.compute import Dispatch
 from expertly.engine.shard import Shard
 from expertly.scheduler.counters import LayerCounters
-from expertly.scheduler.observations import Seen
-
-if TYPE_CHECKING:
-    from expertly.engine.group import ShardChannel
-
-_T = TypeVar("_T")
 
 _log = logging.getLogger("expertly.workers")
 
 OPENING_S = 180.0
 """How long a worker may take until it holds its experts: it starts Python and torch, and may load all of them."""
+
+DEADLINE_S = 30.0
+"""How long a worker may take for a layer. After that it is dropped, and its experts are computed here."""
 
 _STATS_S = 2.0
 """How long statistics wait for a worker that computes. After that they are what it told last."""
@@ -77,10 +74,7 @@ class Peer(Protocol):
         """Send a message beside the layers: HELLO, OPEN or STATS. Any thread may ask."""
 
     def call(self, message: bytes) -> Answer:
-        """Send a layer to an open worker. Layers and predictions come to it in order, from one thread."""
-
-    def tell(self, message: bytes) -> None:
-        """Send predictions, which nobody answers."""
+        """Send a layer to an open worker. Layers come to it in order, from one thread."""
 
     def renew(self) -> None:
         """Start the worker anew: it holds nothing then. Does not wait. Raises PeerLostError."""
@@ -136,7 +130,6 @@ class RemoteShard:
         opening: bytes,
         make_standby: Callable[[], Shard],
         dtype: torch.dtype,
-        deadline_s: float,
     ) -> None:
         """`opening`: the message by which the worker holds these experts; `wait_open` waits for that. `make_standby`: a
         shard for the same experts in this process, in as little memory as works. Raises ConfigError as `ask`.
@@ -157,12 +150,9 @@ class RemoteShard:
         self._standby: Shard | None = None
         self._modules: Sequence[nn.Module] = ()
         self._dtype = dtype
-        self._deadline_s = deadline_s
         self._answer: Answer | None = None  # of the layer that runs
         self._sent_s = 0.0
-        self._predictions: ShardChannel | None = None
-        self._iteration = -1  # observed passes
-        self._news = wire.PassNews(False, False, None, ())  # that a pass began, until the worker is told
+        self._begins = False  # a pass began, and the worker was sent no layer of it
         # A worker that was dropped:
         self._is_dead = False
         self._reopening: AskedAnswer | None = ask(peer, opening)
@@ -190,36 +180,15 @@ class RemoteShard:
 
     # -- a pass ------------------------------------------------------------------------------------------------
 
-    def predict_from(self, predictions: ShardChannel) -> None:
-        """From now on the worker prefetches these."""
-        self._predictions = predictions
-
     def begin(self) -> None:
         """A forward pass begins: a worker that was dropped may join again. Never waits."""
         self._is_running = True
-        self._news = wire.PassNews(True, False, None, ())
+        self._begins = True
         if self.problem is not None:
             if self._reopening is not None and self._reopening.is_there():
                 self._join(self._reopening)
             elif time.monotonic() >= self._again_s:
                 self._reopen()
-
-    def begin_iteration(self, layers: range | None) -> None:
-        """The pass is observed, and goes over these layers."""
-        self._iteration += 1
-        self._news = self._news._replace(is_observed=True, layers=layers)
-
-    def tell(self, layer: int) -> None:
-        """Send what was predicted until this layer of the pass, -1 for its beginning; nobody waits."""
-        if self._predictions is None:
-            return
-        first = self._iteration * self.share.geometry.num_layers
-        self._predictions.reach(first + layer)
-        found = []
-        while (seen := self._predictions.take()) is not None:
-            found.append(Seen(seen.step - first, seen.prediction))
-        if found and self.problem is None:
-            self._send(self._peer.tell, wire.predicted(self._take_news()._replace(seen=found)))
 
     def settle(self) -> None:
         """The pass ended."""
@@ -230,23 +199,29 @@ class RemoteShard:
     def send(self, work: Dispatch, hidden: torch.Tensor) -> None:
         """Ask the worker for its rows of a layer. `hidden` [T, H] is in host memory."""
         self._answer = None
-        if self.problem is None and (work.num_rows or self._predictions is not None):
-            message = wire.layer_message(self._take_news(), work, hidden.to(self._dtype))
-            self._sent_s = time.monotonic()
-            self._answer = self._send(self._peer.call, message)
+        if self.problem is not None or not work.num_rows:
+            return
+        message, self._begins = wire.layer_message(self._begins, work, hidden.to(self._dtype)), False
+        self._sent_s = time.monotonic()
+        self._is_told_old = True
+        self.num_calls += 1
+        self.sent_nbytes += len(message)
+        try:
+            self._answer = self._peer.call(message)
+        except PeerLostError as error:
+            self._drop(error)
 
     def take(self, work: Dispatch, hidden: torch.Tensor) -> wire.LayerRan:
         """The outputs [n, H] of the work that was sent, from the worker, else computed here. Raises TransferError where
         neither can.
         """
-        self.tell(work.router.layer)
         answer, self._answer, self.made_us_wait = self._answer, None, False
         if not work.num_rows:
             return wire.LayerRan(torch.empty(0, hidden.shape[1], dtype=self._dtype), 0, 0)
         if answer is not None and self.problem is None:
             begin_s = time.monotonic()
             try:
-                content = _content(answer, max(0.0, self._sent_s + self._deadline_s - begin_s))
+                content = _content(answer, max(0.0, self._sent_s + DEADLINE_S - begin_s))
             except _GONE as error:
                 self._drop(error)
             else:
@@ -260,31 +235,16 @@ class RemoteShard:
                 return ran
         return self._compute_here(work, hidden)
 
-    def abandon(self, is_in_doubt: bool) -> None:
+    def abandon(self) -> None:
         """The layer failed elsewhere: nobody wants what the worker answers."""
         self._answer = None
         if self._standby is not None:
-            self._standby.abandon(is_in_doubt)
+            self._standby.abandon()
 
     def close(self) -> None:
         """Free what computes here in the worker's place; `start_workers` says who ends the worker. Idempotent."""
         self._end_standby()
         self._modules = ()
-
-    def _take_news(self) -> wire.PassNews:
-        news, self._news = self._news, wire.PassNews(False, False, None, ())
-        return news
-
-    def _send(self, how: Callable[[bytes], _T], message: bytes) -> _T | None:
-        """None where the worker cannot be reached; it is dropped then."""
-        self._is_told_old = True
-        self.num_calls += 1
-        self.sent_nbytes += len(message)
-        try:
-            return how(message)
-        except PeerLostError as error:
-            self._drop(error)
-            return None
 
     # -- without the worker ------------------------------------------------------------------------------------
 

@@ -156,7 +156,7 @@ def _stored(store: PackedStore, files: Sequence[ExpertFile], layer: int, experts
     nbytes, begin = store.manifest.layers[layer].expert_nbytes, store.extents[layer][1]
     expert_bytes = np.empty(nbytes, np.uint8)
     for expert in experts:
-        files[layer].read_into(begin + expert * nbytes, [expert_bytes.data])
+        files[layer].read_into(begin + expert * nbytes, expert_bytes.data)
         yield expert_bytes
 
 

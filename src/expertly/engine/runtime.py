@@ -5,26 +5,29 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+import signal
+import threading
+from _signal import getsignal  # type: ignore[import-not-found]  # those of `signal` make enums: 25 us a layer
+from _signal import signal as set_handler
+from collections.abc import Callable
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import nn
 
-from expertly.core.errors import NAN_REASONS, EngineClosedError, ExpertlyError, ModelUseError, NanError, TransferError
-from expertly.core.geometry import Geometry
+from expertly.core.errors import NAN_REASONS, EngineClosedError, ModelUseError, NanError, TransferError
 from expertly.core.messages import Phase, RouterRan, group_by_expert
 from expertly.core.observation import IterationInfo
-from expertly.core.resources import NUM_READERS, computing_threads, granted_cpus
 from expertly.engine.compute import Dispatch
 from expertly.engine.device import Device
 from expertly.native.kernels import Kernels
 from expertly.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from expertly.engine.cluster import Cluster
     from expertly.engine.cuda import CudaDevice
-    from expertly.engine.group import ShardGroup
     from expertly.engine.learned import SavedState
     from expertly.engine.observe import Prefetching
     from expertly.engine.shard import Shard
@@ -34,17 +37,6 @@ _COMBINE_NBYTES = 16 << 20
 
 _KEPT_NBYTES = 64 << 10
 """Hidden states of one layer up to this size are kept whole until the next pass, to find where NaN began."""
-
-LEAST_DECODED = 0.25
-"""Readers get processors of their own only if at least this share of experts is not in memory. Below it, decoding is
-too little to matter.
-"""
-
-MAX_TOKENS_PER_EXPERT = 130
-"""Readers get processors of their own in passes of at most this many tokens an expert, on average. It holds where no
-expert stays in memory, and falls in proportion. In longer passes computing dominates and needs all threads
-(docs/codec.md).
-"""
 
 
 class Observer(Protocol):
@@ -69,8 +61,8 @@ class Observer(Protocol):
         """The pass ended; `ok` is False when it raised."""
 
 
-Executor: TypeAlias = "Shard | ShardGroup"
-"""All experts of one model, on one device or several. One call at a time. `Shard` documents the methods."""
+Executor: TypeAlias = "Shard | Cluster"
+"""All experts of one model, without or with workers. One call at a time. `Shard` documents the methods."""
 
 
 class Engine:
@@ -79,16 +71,13 @@ class Engine:
     def __init__(
         self,
         executor: Executor,
-        threads: ComputeThreads | None = None,
         damage: Callable[[int | None], str | None] = lambda layer: None,
     ) -> None:
-        """`threads`: None where readers do not decode, or not on the processors that compute. `damage`: a sentence on
-        what is wrong with the store's experts of a layer, or (None) with its dense part, if something is: NaN may come
-        from there.
+        """`damage`: a sentence on what is wrong with the store's experts of a layer, or (None) with its dense part, if
+        something is: NaN may come from there.
         """
         self._damage = damage
         self.executor = executor
-        self.threads = threads
         self.observer: Observer | None = None
         self.prefetching: Prefetching | None = None
         self.reuse: SavedState | None = None
@@ -98,28 +87,25 @@ class Engine:
         self.num_decode_tokens = 0
         self._info: IterationInfo | None = None
         self._trail = _Trail()
-        (first, *_) = executor.shards
-        self._early = first if first is executor and first.begins_early else None
-        self._queued = cast("CudaDevice", first.device)
+        shard = executor.shard
+        self._early = shard if shard is executor and shard.begins_early else None
+        self._queued = cast("CudaDevice", shard.device)
         """The device of `_early`; not used where that is None."""
         self._unseen = _Unseen()
         self._is_closed = False
         self._is_stopped = False
-        self._is_broken = False
-        self._must_abandon = False  # an interrupt came while a failed layer was being undone
+        self._deferred_interrupts = DeferredInterrupts()
         self._process = os.getpid()
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler of a model with one device."""
-        (shard,) = self.executor.shards
-        return shard.scheduler
+        """This machine's."""
+        return self.executor.shard.scheduler
 
     @property
     def device(self) -> Device:
-        """The device of a model with one device."""
-        (shard,) = self.executor.shards
-        return shard.device
+        """This machine's."""
+        return self.executor.shard.device
 
     def preload(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Load and keep every expert; `progress(done_nbytes, total_nbytes)`."""
@@ -130,12 +116,6 @@ class Engine:
             if progress is not None:
                 progress(done, geometry.nbytes)
 
-    def decode_counts(self) -> tuple[int, int]:
-        """Experts that decoding has needed on these devices so far, counted once a layer and pass, and bytes loaded."""
-        shards, layers = self.executor.shards, range(self.executor.geometry.num_layers)
-        every = [shard.layer_counters(layer).decode for shard in shards for layer in layers]
-        return sum(one.demands for one in every), sum(one.loaded_nbytes for one in every)
-
     # -- Runtime -----------------------------------------------------------------------------------------------
 
     @property
@@ -145,20 +125,19 @@ class Engine:
 
     def begin_iteration(self, info: IterationInfo) -> None:
         self._check_open()
-        self.executor.begin()
-        if self.prefetching is not None:
-            try:
-                self.prefetching.begin_iteration(info)
-            except BaseException as error:
-                self._abandon(error)
-                raise
+        with self._deferred_interrupts:
+            self.executor.begin()
+            if self.prefetching is not None:
+                try:
+                    self.prefetching.begin_iteration(info)
+                except BaseException:
+                    self._abandon()
+                    raise
         self._info = info
         self._trail.clear()
         self._unseen.clear()
         if self.observer is not None:
             self.observer.begin_iteration(info)
-        if self.threads is not None:
-            self.threads.begin(len(info.is_prefill))
 
     def check_output(self, hidden_states: torch.Tensor) -> None:
         """Raises NanError naming the layer that made the first NaN, where a row that is not padding has one."""
@@ -185,17 +164,17 @@ class Engine:
         return math.isnan(self.executor.to_host(values.sum()))
 
     def end_iteration(self, ok: bool) -> None:
-        if self.threads is not None:
-            self.threads.end()
-        self._count_unseen()
-        self.executor.settle()
         info, self._info = self._info, None
+        with self._deferred_interrupts:
+            self._count_unseen(info)
+            self.executor.settle()
         if self.observer is not None:
             self.observer.end_iteration(ok)
-        if self.prefetching is not None:
-            self.prefetching.end_iteration(ok)
-        if self.reuse is not None:
-            self.reuse.pass_ended()
+        with self._deferred_interrupts:
+            if self.prefetching is not None:
+                self.prefetching.end_iteration(ok)
+            if self.reuse is not None:
+                self.reuse.pass_ended()
         if info is None or not ok:
             return
         is_real = None if info.is_pad is None else ~info.is_pad
@@ -221,7 +200,7 @@ class Engine:
 
         Raises TransferError when experts could not be loaded; the layer is undone and the next pass may work.
         """
-        if self._is_stopped or self._is_broken or self._must_abandon or os.getpid() != self._process:
+        if self._is_stopped or os.getpid() != self._process:
             self._check_open()
         if torch.is_grad_enabled():
             if hidden_states.requires_grad:
@@ -230,51 +209,52 @@ class Engine:
                 return self.forward_experts(module, layer, hidden_states, top_k_index, top_k_weights)
         if self.observer is not None:
             self.observer.router_ran(layer, hidden_states, top_k_index, top_k_weights)
-        executor, prefetching = self.executor, self.prefetching
-        begin = executor.stamp()
-        early = None
-        if self._early is not None:
-            is_seen = self._info is None or prefetching is not None or self.observer is not None
-            early = self._early.begin_early(layer, hidden_states, top_k_index, is_seen=is_seen)
-        if early is None:
-            ids = executor.to_host(top_k_index)
-        elif early.choice is not None:
-            ids, mark = early.choice
-            self._queued.wait_for(mark)
-        else:
-            result = combine(early.outputs, top_k_weights, hidden_states, executor.shards[0].kernels)
+        with self._deferred_interrupts:
+            executor, prefetching = self.executor, self.prefetching
+            begin = executor.stamp()
+            early = None
+            if self._early is not None:
+                is_seen = self._info is None or prefetching is not None or self.observer is not None
+                early = self._early.begin_early(layer, hidden_states, top_k_index, is_seen=is_seen)
+            if early is None:
+                ids = executor.to_host(top_k_index)
+            elif early.choice is not None:
+                ids, mark = early.choice
+                self._queued.wait_for(mark)
+            else:
+                result = combine(early.outputs, top_k_weights, hidden_states, executor.shard.kernels)
+                self._trail.add(layer, hidden_states, result)
+                self._unseen.add(layer, top_k_index, begin, executor.stamp())
+                return result
+            work = dispatch(layer, ids, executor.geometry.layers[layer].num_experts, self._info)
+            try:
+                routed = None
+                if prefetching is not None:
+                    routed = prefetching.router_ran(work.router, top_k_index, top_k_weights)
+                outputs, waits = executor.run_layer(work, hidden_states, routed, early)
+            except BaseException as error:
+                self._abandon()
+                if isinstance(error, OSError):
+                    raise TransferError(f"layer {layer}: reading experts failed: {error}") from error
+                raise
+            result = combine(outputs, top_k_weights, hidden_states, executor.shard.kernels)
             self._trail.add(layer, hidden_states, result)
-            self._unseen.add(layer, top_k_index, begin, executor.stamp())
+            phase = Phase.DECODE if True in work.router.is_decode else Phase.PREFILL
+            executor.note_times(layer, phase, begin, executor.stamp(), waits)
             return result
-        work = dispatch(layer, ids, executor.geometry.layers[layer].num_experts, self._info)
-        try:
-            routed = None
-            if prefetching is not None:
-                routed = prefetching.router_ran(work.router, top_k_index, top_k_weights)
-            outputs, waits = executor.run_layer(work, hidden_states, routed, early)
-        except BaseException as error:
-            self._abandon(error)
-            if isinstance(error, OSError):
-                raise TransferError(f"layer {layer}: reading experts failed: {error}") from error
-            raise
-        result = combine(outputs, top_k_weights, hidden_states, executor.shards[0].kernels)
-        self._trail.add(layer, hidden_states, result)
-        phase = Phase.DECODE if True in work.router.is_decode else Phase.PREFILL
-        executor.note_times(layer, phase, begin, executor.stamp(), waits)
-        return result
 
-    def _count_unseen(self) -> None:
+    def _count_unseen(self, info: IterationInfo | None) -> None:
         """Tell the scheduler what those layers chose that did not wait for it."""
         shard, unseen = self._early, self._unseen.take(self._queued)
-        if shard is None or self._is_closed or self._is_broken or self._must_abandon:
+        if shard is None or self._is_closed:
             return
         try:
             for layer, ids, begin, end in unseen:
-                router = dispatch(layer, ids, shard.geometry.layers[layer].num_experts, self._info).router
+                router = dispatch(layer, ids, shard.geometry.layers[layer].num_experts, info).router
                 shard.count(router)
                 shard.note_times(layer, Phase.DECODE if True in router.is_decode else Phase.PREFILL, begin, end, [])
-        except BaseException as error:
-            self._abandon(error)
+        except BaseException:
+            self._abandon()
             raise
 
     def stop(self) -> None:
@@ -304,30 +284,17 @@ class Engine:
 
     # -- when a layer fails --------------------------------------------------------------------------------------------
 
-    def _abandon(self, error: BaseException) -> None:
-        """Undo the layer and drop all prefetches. If an interrupt stopped the scheduler half-way through a decision,
-        the engine is broken from now on.
-        """
-        is_expected = isinstance(error, ExpertlyError | OSError)
-        self._must_abandon = True
-        try:
-            self.executor.abandon(is_in_doubt=not is_expected)
-        except (AssertionError, LookupError):
-            if is_expected:
-                raise
-            self._is_broken = True
-        self._must_abandon = False
+    def _abandon(self) -> None:
+        """Undo the layer and drop all prefetches. Where that fails, no layer begins from now on."""
+        was_stopped, self._is_stopped = self._is_stopped, True
+        self.executor.abandon()
+        self._is_stopped = was_stopped
 
     def _check_open(self) -> None:
-        if self._is_broken:
-            raise EngineClosedError("this model was interrupted half-way through a decision; call expertly.load again")
         if self._is_closed or self._is_stopped:
             raise EngineClosedError("this model was unloaded; call expertly.load again")
         if not self.is_of_this_process:
             raise EngineClosedError("this model was loaded before this process was forked; call expertly.load again")
-        if self._must_abandon:
-            self._abandon(KeyboardInterrupt())
-            self._check_open()
 
 
 class _Unseen:
@@ -446,46 +413,39 @@ def combine(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor, 
     return result
 
 
-class ComputeThreads:
-    """Runs passes with fewer compute threads while readers decode compressed experts on the same processors.
+# -- interrupts --------------------------------------------------------------------------------------------------------
 
-    A matrix product ends with its slowest thread. A thread whose processor a decoder has taken is late by the decoder's
-    time slice: on two processors with decoders, two compute threads are slower than one.
+_SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM))
+
+
+class DeferredInterrupts:
+    """A context in which SIGINT and SIGTERM wait: their handlers run when it ends, so that no exception of theirs stops
+    a decision half-way. It is entered often, and not within itself. Only the main thread runs handlers.
     """
 
-    def __init__(self, geometry: Geometry, held_nbytes: int) -> None:
-        """`held_nbytes`: decoded experts that stay in memory."""
-        self.num_beside = computing_threads(granted_cpus(), NUM_READERS)
-        """Compute threads beside decoders, unless torch has fewer."""
-        self.num_passes = 0
-        """Passes that ran with fewer threads than torch has."""
-        decoded = 1 - held_nbytes / geometry.nbytes
-        self.max_tokens_per_expert = MAX_TOKENS_PER_EXPERT * decoded if decoded > LEAST_DECODED else 0.0
-        self._share = max(layer.top_k / layer.num_experts for layer in geometry.layers)
-        self._before: int | None = None  # torch's number of threads, while a pass runs with fewer
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._waiting: list[int] = []
 
-    def begin(self, num_tokens: int) -> None:
-        """A pass over `num_tokens` begins."""
-        before = torch.get_num_threads()
-        if num_tokens * self._share <= self.max_tokens_per_expert and self.num_beside < before:
-            self._before = before
-            self.num_passes += 1
-            torch.set_num_threads(self.num_beside)
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in _SIGNALS:
+            handler = getsignal(number)
+            if callable(handler):  # a signal without one ends the process at once, or does nothing
+                self._handlers[number] = handler
+                set_handler(number, self._note)
 
-    def end(self) -> None:
-        """The pass ended: give torch its threads back."""
-        before, self._before = self._before, None
-        if before is not None:
-            torch.set_num_threads(before)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        handlers, self._handlers = self._handlers, {}
+        for number, handler in handlers.items():
+            set_handler(number, handler)
+        waiting, self._waiting = self._waiting, []
+        for number in waiting:
+            handlers[number](number, None)
 
-    def facts(self) -> dict[str, int]:
-        return {"beside_decoders": self.num_beside, "passes_with_fewer": self.num_passes}
-
-    @contextlib.contextmanager
-    def of_pass(self, num_tokens: int) -> Iterator[None]:
-        """The block counts as a pass: for measurements."""
-        self.begin(num_tokens)
-        try:
-            yield
-        finally:
-            self.end()
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number not in self._waiting:
+            self._waiting.append(number)

@@ -15,13 +15,12 @@ from expertly.core.geometry import Geometry
 from expertly.core.messages import Phase, RouterRan, Span
 from expertly.core.observation import Began, Routed
 from expertly.engine.compute import Dispatch, Early, LayerCall, LayerCompute
-from expertly.engine.configuring import Configuring, StepTimes
 from expertly.engine.device import Device, kind_of
 from expertly.engine.host import HostSide
+from expertly.engine.step_times import StepTimes
 from expertly.native.kernels import Kernels, choose_kernels
 from expertly.scheduler.counters import LayerCounters
-from expertly.scheduler.loop import Prefetcher, run_layer
-from expertly.scheduler.observations import Channel
+from expertly.scheduler.loop import Channel, Prefetcher, run_layer
 from expertly.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -72,9 +71,8 @@ class Moments:
 
 
 class Shard:
-    """One device with its scheduler. It is the Executor of a model with one device. With several devices each is a
-    shard of a ShardGroup, whose geometry and expert numbers are those of its share; the first holds the dense part,
-    too.
+    """A device with its scheduler. It is the Executor of a model without workers; with workers, geometry and expert
+    numbers are those of its share.
     """
 
     def __init__(self, name: str, scheduler: Scheduler, device: Device) -> None:
@@ -87,19 +85,17 @@ class Shard:
         self.moments = Moments(device)
         self.geometry: Geometry = scheduler.geometry
         self.prefetcher: Prefetcher | None = None
-        self.configuring = Configuring(scheduler) if scheduler.allocation.is_configured else None
-        self.shards: Sequence[Shard] = (self,)
+        self.times = StepTimes(scheduler.geometry) if scheduler.allocation.is_configured else None
         self.remotes: Sequence[RemoteShard] = ()
         self._layers: list[LayerCompute] = []
         self._host: HostSide | None = None
-        self.begins_early = device.queues_uses and scheduler.computes_at_once and self.configuring is None
+        self.begins_early = device.queues_uses and self.times is None
         """Whether layers may begin before the host knows which experts are chosen: the device is a CudaDevice."""
         self._has_all = False
 
     @property
-    def num_late(self) -> int:
-        """Predictions that came after the layer they were for."""
-        return 0 if self.prefetcher is None else self.prefetcher.num_late
+    def shard(self) -> Shard:
+        return self
 
     def bind(self, modules: Sequence[nn.Module], experts: Sequence[Sequence[int]] | None = None) -> None:
         """Attach the experts modules, in layer order. `experts[layer][number]` is the number in the module of an expert
@@ -121,7 +117,7 @@ class Shard:
 
     def predict_from(self, channel: Channel) -> None:
         """From now on prefetch what comes out of this channel."""
-        self.prefetcher = Prefetcher(self.scheduler, self.device, channel, now=time.perf_counter_ns)
+        self.prefetcher = Prefetcher(self.scheduler, self.device, channel)
 
     def preload(self, layer: int) -> None:
         """Load and keep every expert of a layer, before anything ran."""
@@ -139,20 +135,16 @@ class Shard:
         if self.begins_early and not self._has_all:  # what lacks nothing evicts nothing
             is_fixed = self.scheduler.split is None and not self.scheduler.allocation.is_online
             self._has_all = is_fixed and None not in self.scheduler.slots.whole
-        if self.configuring is not None:
+        if self.times is not None:
             now = self.device.stamp()
-            self.moments.note(now, now, [], self.configuring.times.begin)
-            self.configuring.begin_iteration()
+            self.moments.note(now, now, [], self.times.begin)
+            if self.scheduler.allocation.is_due and self.times.are_enough:
+                self.scheduler.configure(self.times.timing())
 
     def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
         """Tell the predictor that a pass begins. Raises the predictor's exception. Call `predict_from` before."""
         assert self.prefetcher is not None
         self.prefetcher.begin_iteration(began, layers)
-
-    @property
-    def observes(self) -> bool:
-        """Whether the predictor is to see this pass; a prefetch gate may say no."""
-        return self.scheduler.gate is None or self.scheduler.gate.observes
 
     def begin_early(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, *, is_seen: bool) -> Early | None:
         """Queue what computes the chosen experts `ids` [T, K] that are resident, on hidden states [T, H], before the
@@ -196,8 +188,8 @@ class Shard:
         device, router = self.device, work.router
         device.waits = []
         call = LayerCall(self._layers[router.layer], work, hidden, early)
-        if self.configuring is not None:
-            self._run_measured(call, work, routed, self.configuring.times)
+        if self.times is not None:
+            self._run_measured(call, work, routed, self.times)
             return call.outputs, device.waits
         compute = _using(device, call.compute) if device.queues_uses else call.compute
         if early is not None:
@@ -232,7 +224,7 @@ class Shard:
         """Run a layer, and take the times of a decode step's parts that the configurator needs."""
         transport, router = _MeasuredTransport(self.device), work.router
         compute = _using(self.device, call.compute)
-        keeps_parts = self.scheduler.cache.tops[router.layer] != self.scheduler.slots.full
+        keeps_parts = self.scheduler.cache.tops[router.layer] < self.geometry.segments_per_expert
         in_parts = keeps_parts and False not in router.is_decode
         if in_parts:  # what a span costs matters where experts come in several
             compute = self._timed(compute, times)
@@ -272,31 +264,28 @@ class Shard:
         of_phase = counters.decode if phase is Phase.DECODE else counters.prefill
         of_phase.stall_ns += waited_ns
         of_phase.expert_ns += end_ns - begin_ns
-        if self.configuring is not None:
-            self.configuring.times.ran(layer, phase is Phase.DECODE, waited_ns, end_ns - begin_ns, end_ns)
+        if self.times is not None:
+            self.times.ran(layer, phase is Phase.DECODE, waited_ns, end_ns - begin_ns, end_ns)
 
     def layer_counters(self, layer: int) -> LayerCounters:
         return self.scheduler.counters[layer]
 
-    def abandon(self, is_in_doubt: bool) -> None:
-        """Wait until nothing moves, undo the running layer and drop all prefetches. `is_in_doubt`: an interrupt may
-        have stopped the scheduler half-way through a decision; raises AssertionError or LookupError where it did.
+    def abandon(self) -> None:
+        """Wait until nothing moves, undo the running layer and drop all prefetches. Raises AssertionError or
+        LookupError where an exception had stopped the scheduler half-way through a decision.
         """
         if self._host is not None:
             self._host.drain()
         self.device.drain()
         self.moments.drop()
         self.scheduler.abandon()
-        if is_in_doubt:
-            self.scheduler.check()
+        self.scheduler.check()
 
     def close(self) -> None:
         """Free threads, files and memory. Idempotent."""
         self._layers = []
         if self._host is not None:
             self._host.close()
-        if self.configuring is not None:
-            self.configuring.close()
         self.device.close()
 
 

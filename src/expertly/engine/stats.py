@@ -1,4 +1,4 @@
-"""What a loaded model has done so far, in all and on each device."""
+"""What a loaded model has done so far, in all, on its device and in each worker."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from expertly.engine.observe import Prefetching
 from expertly.engine.runtime import Engine
 from expertly.engine.shard import Shard
 from expertly.model.speculation import Speculation
-from expertly.native.kernels import kernels_over
 from expertly.scheduler.counters import PhaseCounters
-from expertly.scheduler.system import System
+from expertly.scheduler.systems import System
 from expertly.store.packed import PackedStore
 
 _MEMORY = ("memory_bytes", "kept_bytes", "ring_bytes")
@@ -22,7 +21,7 @@ _OF_DEVICE = (
     *("hits", "partial_hits", "misses", "predicted", "prefetched"),
     *("hit_rate", "bytes_loaded", "stall_s", "experts_s"),
 )
-"""Counts of a phase that are also told for each device."""
+"""Counts of a phase that are also told for the device and each worker."""
 
 
 class Stats:
@@ -55,29 +54,27 @@ class Stats:
 
     def _synchronisations(self) -> float | None:
         """How often a pass waits for the device, on average; None where the device works in step with the host."""
-        told = [device.device.stats().get("synchronisations") for device in self._engine.executor.shards]
+        told = self._engine.device.stats().get("synchronisations")
         num_passes = self._engine.num_prefill_iterations + self._engine.num_decode_iterations
-        return sum(one for one in told if one is not None) / num_passes if num_passes and told != [None] else None
+        return told / num_passes if num_passes and told is not None else None
 
     def _dense(self) -> dict[str, Any]:
         """Bytes of the dense part in memory, in all and by format or dtype."""
-        is_decoded = self._engine.executor.shards[0].kernels.library is None
+        is_decoded = self._engine.executor.shard.kernels.library is None
         formats = self._store.dense_by_format(is_decoded=is_decoded)
         return {"bytes": sum(formats.values()), "formats": formats}
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as plain numbers: seconds in `_s`, bytes where the name says so, rates None when undefined."""
         engine, executor, prefetching = self._engine, self._engine.executor, self._engine.prefetching
-        geometry = executor.geometry
+        geometry, shard = executor.geometry, executor.shard
         totals = {phase: self.phase(phase) for phase in Phase}
         told = [remote.told() for remote in executor.remotes]
-        devices = [of_device(device, self._system) for device in executor.shards]
+        devices = [of_device(shard, self._system)]
         for one, remote in zip(told, executor.remotes, strict=True):
             worker = {**remote.facts(), "pid": one["pid"], "kernels": one["kernels"]["name"]}
             devices.append({**one["device"], "worker": worker})
-        counts = sorted(
-            {name for device in executor.shards for name in moved(device)}.union(*(one["moved"] for one in told))
-        )
+        counts = sorted({*moved(shard)}.union(*(one["moved"] for one in told)))
         return {
             "system": self.system,
             "system_reason": self.system_reason,
@@ -85,17 +82,13 @@ class Stats:
             **{name: sum(one[name] for one in devices) for name in _MEMORY},
             "expert_bytes": geometry.nbytes,
             "memory_reason": self.memory_reason,
-            "kernels": kernels_over([device.kernels for device in executor.shards]),
+            "kernels": shard.kernels.facts(),
             "rounding": None if self._store.manifest.rounding is None else self._store.manifest.rounding.as_dict(),
             "dense": self._dense(),
-            "codec": {"name": self._store.codec, "why": self._store.why_codec, "ratio": self._store.ratio},
-            "compute_threads": None if engine.threads is None else engine.threads.facts(),
             "bytes_loaded": sum(one.loaded_nbytes for one in totals.values()),
             "stall_s": sum(one.stall_ns for one in totals.values()) / 1e9,
             "allocation": allocation_over([one["allocation"] for one in devices]),
-            "prediction": None
-            if prefetching is None
-            else _of_prediction(prefetching, sum(one["predictions_late"] for one in devices), devices[0]["gate"]),
+            "prediction": None if prefetching is None else _of_prediction(prefetching),
             "speculation": None if self._speculation is None else self._speculation.facts(),
             "reuse": None if engine.reuse is None else engine.reuse.facts(),
             **{name: sum(one.get(name, 0) for one in devices) for name in counts},
@@ -115,17 +108,12 @@ class Stats:
         }
 
 
-def _of_prediction(prefetching: Prefetching, num_late: int, gate: dict[str, Any] | None) -> dict[str, Any]:
-    """Facts of the predictor, its thread and its file. `gate`: facts of the first device's prefetch gate."""
-    saved, thread, error = prefetching.saved, prefetching.thread, prefetching.error
+def _of_prediction(prefetching: Prefetching) -> dict[str, Any]:
+    """Facts of the predictor and its file."""
+    saved, error = prefetching.saved, prefetching.error
     was_read = saved is not None and saved.num_read > 0
     return {
-        "matcher": prefetching.predict,
         "predictor": prefetching.predictor.facts(),
-        "gate": gate,
-        "predictions_late": num_late,
-        "contexts_dropped": 0 if thread is None else thread.num_dropped,
-        "collect_s": prefetching.collector.collect_ns / 1e9,
         "failed": None if error is None else f"{type(error).__name__}: {error}",
         "history": ("warm" if was_read else "cold") if prefetching.predictor.is_taught() else None,
         "maps_file": None if saved is None else str(saved.path),
@@ -151,8 +139,8 @@ def _as_dict(counters: PhaseCounters) -> dict[str, Any]:
 
 
 def of_device(device: Shard, system: System) -> dict[str, Any]:
-    """Memory, counts of all layers by phase, and times of one device, or of a worker, whose `worker` says how it is
-    (RemoteShard.facts). Devices run side by side: their stalls and times add up to more than those of the model.
+    """Memory, counts of all layers by phase, and times of the device, or of a worker, whose `worker` says how it is
+    (RemoteShard.facts). They run side by side: their stalls and times add up to more than those of the model.
     """
     scheduler = device.scheduler
     geometry, budget = scheduler.geometry, scheduler.budget
@@ -160,43 +148,33 @@ def of_device(device: Shard, system: System) -> dict[str, Any]:
     for layer in range(geometry.num_layers):
         for phase, total in phases.items():
             total.add(device.layer_counters(layer).of(phase))
-    resident = sum(
-        mask.bit_count() * geometry.segment_nbytes(geometry.layer_of_expert(eid))
-        for eid, mask in enumerate(scheduler.slots.resident)
-    )
-    node = device.device.node
     return {
         "device": device.name,
         "experts": geometry.num_experts,
         "memory_bytes": budget.kept_nbytes(geometry) + budget.staging_nbytes(geometry),
         "kept_bytes": budget.kept_nbytes(geometry),
         "ring_bytes": budget.staging_nbytes(geometry),
-        "resident_bytes": resident,
+        "resident_bytes": scheduler.slots.resident_nbytes,
         "bytes_loaded": sum(one.loaded_nbytes for one in phases.values()),
         **moved(device),
         **{phase.value: {name: _as_dict(one)[name] for name in _OF_DEVICE} for phase, one in phases.items()},
-        "predictions_late": device.num_late,
         "allocation": system.allocation_facts(scheduler),
-        "gate": None if scheduler.gate is None else scheduler.gate.facts(),
-        "numa": None if node is None else node.facts(),
         "host_memory": device.device.host_memory,
         "worker": None,
     }
 
 
-def moved(device: Shard) -> dict[str, float]:
-    """The device's own counts, under the names of results: bytes as `bytes_disk`, times in seconds as `decode_s`."""
-    told: dict[str, float] = {}
-    for name, value in device.device.stats().items():
-        if name.endswith("_ns"):
-            told[f"{name.removesuffix('_ns')}_s"] = value / 1e9
-        else:
-            told[f"bytes_{name.removesuffix('_nbytes')}" if name.endswith("_nbytes") else name] = value
-    return told
+def moved(device: Shard) -> dict[str, int]:
+    """The device's own counts, under the names of results: bytes as `bytes_disk`."""
+    told = device.device.stats()
+    return {
+        f"bytes_{name.removesuffix('_nbytes')}" if name.endswith("_nbytes") else name: value
+        for name, value in told.items()
+    }
 
 
 def allocation_over(allocations: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """The experts that layers keep on all devices together. Each device tells the rest of its allocation itself."""
+    """The experts that layers keep here and in workers together. Each tells the rest of its allocation itself."""
     told = [one for one in allocations if one is not None]
     if len(told) < 2:
         return told[0] if told else None

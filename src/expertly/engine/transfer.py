@@ -1,46 +1,271 @@
-"""Reader threads: from the packed store into slots, several reads in flight, loads before prefetches."""
+"""Reads experts from a packed store into slots: loads before prefetches, several reads in flight.
+
+The compiled library (native/readers.c) has threads of its own for it; where there is none, who waits reads.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
+from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from itertools import repeat
-from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import xxhash
 
 from expertly.core.errors import TransferError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.core.resources import NUM_READERS
-from expertly.engine.numa import MemoryNode
-from expertly.engine.reading import DirectRead, ExtentSource, Moved, PlainRead, Read, ReadQueue, make_source
-
-_COLLECT_NS = 1_000_000
-"""So long a wait looks only at reads without a reader."""
+from expertly.engine.reading import ExtentSource
+from expertly.store.reader import ExpertFile, is_changed
 
 LOOK_EVERY_S = 1.0
 """A thread that waits for another checks this often whether that one still runs."""
 
-
-@dataclass(slots=True, eq=False)
-class _Ticket:
-    """One span under way."""
-
-    span: Span
-    disk_nbytes: int
-    is_prefetch: bool
-    reads_left: int
-    error: Exception | None = None
-    failed: list[_Job] = field(default_factory=list)  # of reads without a reader
+_WAIT_NS = 100_000_000
+"""So long a call of the library may last: signals are handled between calls."""
+_DAMAGED, _TRUNCATED, _RAISED = -1, -2, -3
+_LEAST_BLOCK_NBYTES = 241
+"""That the library can compare."""
+_VERSION = 1
+"""Of the library's structures."""
+_CHANGED = "was written to while in use"
 
 
-class _Job(NamedTuple):
-    ticket: _Ticket
-    read: Read
+class _Request(NamedTuple):
+    """As `request_t` of readers.c."""
+
+    tag: int
+    layer: int
+    place: int  # of the expert in its file
+    first: int  # byte of the expert
+    nbytes: int
+    address: int
+
+
+class _Result(NamedTuple):
+    """As `result_t` of readers.c: `error` is an errno, _DAMAGED or _TRUNCATED; or _RAISED, of a _PlainTeam."""
+
+    tag: int
+    error: int = 0
+    offset: int = 0
+    nbytes: int = 0
+    buffered_nbytes: int = 0
+    again_nbytes: int = 0
+    is_changed: int = 0
+    checksum: int = 0
+    expected: int = 0
+
+
+class _Team(Protocol):
+    """Who reads."""
+
+    raised: TransferError | None
+    """The error of the last result that is _RAISED."""
+
+    def submit(self, requests: Sequence[_Request], is_prefetch: bool) -> None: ...
+
+    def cancel(self, layer: int, most: int) -> Sequence[int]:
+        """Tags, `most` of them, of the prefetches of a layer (-1: of all) that had not begun; the others of it are
+        loads from now on.
+        """
+
+    def take(self, timeout_ns: int) -> _Result | None:
+        """What has been read, or None within that time."""
+
+    def refresh(self, layer: Layer) -> None:
+        """`layer.file.about` is another; nothing is in flight."""
+
+    def drain(self) -> _Result:
+        """Drop what has not begun, and results. Returns what was read and nobody took, and `nbytes` of spans of which
+        nothing was read.
+        """
+
+    def close(self) -> None: ...
+
+
+class Layer:
+    """A layer's file of experts, and its checksums."""
+
+    def __init__(self, store: ExtentSource, number: int, geometry: Geometry) -> None:
+        """Raises StoreError where the file cannot be opened."""
+        path, self.begin, sums, self.places, every = store.layer_file(number)
+        self.number = number
+        self.expert_nbytes = geometry.layers[number].expert_nbytes
+        self.segment_nbytes = geometry.segment_nbytes(number)
+        self.sums = np.array(() if sums is None else sums, np.uint64)  # [experts, blocks]
+        self.left = np.zeros(self.sums.shape, np.uint8)  # reads until the next that is compared
+        self.block_nbytes = 0 if sums is None else self.expert_nbytes // len(sums[0])
+        self.every = min(every, 256)
+        self.file = ExpertFile(path)
+
+    def fields(self) -> list[int]:
+        """As `layer_t` of readers.c."""
+        file, about = self.file, self.file.about
+        checks = [self.block_nbytes, self.every, self.sums.ctypes.data, self.left.ctypes.data]
+        times = [about.st_size, about.st_mtime_ns, about.st_ctime_ns]
+        return [file.fd, file.direct_fd, file.alignment, self.begin, self.expert_nbytes, *checks, *times]
+
+    def damage(self, place: int, first: int, checksum: int, expected: int) -> TransferError:
+        low, high = first // self.segment_nbytes, (first + self.block_nbytes - 1) // self.segment_nbytes
+        segments = f"segment {low}" if low == high else f"segments {low} to {high}"
+        return TransferError(
+            f"{self.file.path}: layer {self.number}, expert {place}, {segments}: checksum {checksum:016x}, but it was "
+            f"packed with {expected:016x}: damaged; remove the store and pack again"
+        )
+
+    def compare_due(self, place: int, first: int, view: memoryview) -> int:
+        """Compare the blocks of `view` whose turn it is; those that are only partly in it are read again as a whole.
+        Returns the bytes of these reads. Raises TransferError.
+        """
+        block, again_nbytes = self.block_nbytes, 0
+        for number in range(first // block, -(-(first + len(view)) // block)) if block else ():
+            if self.left[place, number]:
+                self.left[place, number] -= 1
+                continue
+            begin = number * block
+            part = view[begin - first : begin - first + block] if begin >= first else view[:0]
+            if len(part) < block:
+                part = memoryview(bytearray(block))
+                self.file.read_into(self.begin + place * self.expert_nbytes + begin, part)
+                again_nbytes += block
+            self.compare(place, begin, part)
+            self.left[place, number] = self.every - 1
+        return again_nbytes
+
+    def compare(self, place: int, begin: int, block: memoryview) -> None:
+        """Compare a whole block, which begins at this byte of an expert. Raises TransferError."""
+        checksum, expected = xxhash.xxh3_64_intdigest(block), int(self.sums[place, begin // self.block_nbytes])
+        if checksum != expected:
+            raise self.damage(place, begin, checksum, expected)
+
+    def compare_all(self) -> None:
+        """Read all of the file, and compare it. Raises TransferError."""
+        self.left[:] = 0
+        buffer = memoryview(bytearray(self.expert_nbytes))
+        for place in range(len(self.sums)):
+            self.file.read_into(self.begin + place * self.expert_nbytes, buffer)
+            self.compare_due(place, 0, buffer)
+
+
+class _CompiledTeam:
+    """Threads of the library. `arrived` is called, in a thread of this one's, when there is something to take."""
+
+    def __init__(self, layers: Sequence[Layer], num_readers: int, arrived: Callable[[], None] | None) -> None:
+        """Raises TransferError where threads cannot be started."""
+        library = _library()
+        assert library is not None
+        self._call = library
+        self.raised: TransferError | None = None
+        self._process = os.getpid()  # a forked child has none of the threads
+        self._layers = array("q", [number for layer in layers for number in layer.fields()])  # the threads' as well
+        self._team = self._call.open(num_readers, self._layers.buffer_info()[0], None)
+        if not self._team:
+            raise TransferError("the threads that read experts cannot be started")
+        self._result = array("q", bytes(8 * len(_Result._fields)))
+        self._teller: threading.Thread | None = None
+        if arrived is not None:
+            self._teller = threading.Thread(target=self._tell, args=(arrived,), name="expertly-arrivals", daemon=True)
+            self._teller.start()
+
+    def submit(self, requests: Sequence[_Request], is_prefetch: bool) -> None:
+        fields = array("q", chain.from_iterable(requests))
+        if self._call.submit(self._team, fields.buffer_info()[0], len(requests), is_prefetch):
+            raise MemoryError("no memory for reads")
+
+    def cancel(self, layer: int, most: int) -> Sequence[int]:
+        if os.getpid() != self._process:  # a thread that is not there may hold the lock
+            return ()
+        tags = array("q", bytes(8 * most))
+        return tags[: self._call.cancel(self._team, layer, tags.buffer_info()[0])]
+
+    def take(self, timeout_ns: int) -> _Result | None:
+        if not self._call.take(self._team, timeout_ns, self._result.buffer_info()[0]):
+            return None
+        return _Result(*self._result)
+
+    def refresh(self, layer: Layer) -> None:
+        fields = array("q", layer.fields())
+        self._layers[layer.number * len(fields) : (layer.number + 1) * len(fields)] = fields
+
+    def drain(self) -> _Result:
+        if os.getpid() != self._process:
+            return _Result(0)
+        self._call.drain(self._team, self._result.buffer_info()[0])
+        return _Result(*self._result)
+
+    def close(self) -> None:
+        team, self._team = self._team, None
+        if team and os.getpid() == self._process:
+            self._call.hush(team)
+            if self._teller is not None and self._teller is not threading.current_thread():
+                self._teller.join()
+            self._call.close(team)
+
+    def _tell(self, arrived: Callable[[], None]) -> None:
+        seen, team = 0, self._team
+        while (num := self._call.until_arrived(team, seen)) != seen:
+            seen = num
+            arrived()
+
+
+class _PlainTeam:
+    """Who takes a span reads it: without a compiled library, or of blocks that are too small for it."""
+
+    def __init__(self, layers: Sequence[Layer], arrived: Callable[[], None] | None) -> None:
+        self.raised: TransferError | None = None
+        self._layers = layers
+        self._arrived = arrived
+        self._loads: deque[_Request] = deque()
+        self._prefetches: deque[_Request] = deque()
+
+    def submit(self, requests: Sequence[_Request], is_prefetch: bool) -> None:
+        (self._prefetches if is_prefetch else self._loads).extend(requests)
+        if self._arrived is not None:
+            self._arrived()
+
+    def cancel(self, layer: int, most: int) -> Sequence[int]:
+        cancelled = [request for request in self._prefetches if layer in (-1, request.layer)]
+        self._prefetches = deque(request for request in self._prefetches if layer not in (-1, request.layer))
+        return [request.tag for request in cancelled]
+
+    def take(self, timeout_ns: int) -> _Result | None:
+        queue = self._loads or self._prefetches
+        return self._read(queue.popleft()) if queue else None
+
+    def _read(self, request: _Request) -> _Result:
+        layer = self._layers[request.layer]
+        buffer = memoryview((ctypes.c_char * request.nbytes).from_address(request.address)).cast("B")
+        begin = layer.begin + request.place * layer.expert_nbytes
+        try:
+            is_direct = layer.file.read_into(begin + request.first, buffer)
+            again_nbytes = layer.compare_due(request.place, request.first, buffer)
+        except TransferError as error:
+            self.raised = error
+            return _Result(request.tag, _RAISED)
+        is_now_another = is_changed(layer.file.about, os.fstat(layer.file.fd))
+        return _Result(request.tag, 0, 0, 0, 0 if is_direct else request.nbytes, again_nbytes, is_now_another)
+
+    def refresh(self, layer: Layer) -> None:
+        """It reads `layer.file.about` itself."""
+
+    def drain(self) -> _Result:
+        nbytes = sum(request.nbytes for request in (*self._loads, *self._prefetches))
+        self._loads.clear()
+        self._prefetches.clear()
+        return _Result(0, nbytes=nbytes)
+
+    def close(self) -> None:
+        self.drain()
 
 
 class Readers:
@@ -48,13 +273,6 @@ class Readers:
 
     A prefetch begins only while no load is queued or being read. One prefetched span is in flight at a time, or as many
     small ones as there are readers, so that a load waits for no more than that (fMoE, section 4.5).
-
-    What needs no more than its bytes is read without a reader: waking one costs half as much as a small read, and
-    takes the interpreter from the thread that computes. The caller begins such prefetches, when it submits, polls or
-    waits.
-
-    The caller takes no lock: an interrupt between taking and releasing it would stop the readers for ever. When a
-    reader thread has ended, `poll` and `wait` raise its exception and `drain` replaces it.
     """
 
     def __init__(
@@ -63,366 +281,179 @@ class Readers:
         geometry: Geometry,
         buffer_of: Callable[[Span], memoryview],
         num_readers: int = NUM_READERS,
-        node: MemoryNode | None = None,
         arrived: Callable[[], None] | None = None,
     ) -> None:
-        """`buffer_of` gives the bytes of a span's slots; `node`: where the threads run. `arrived` is called by a reader
-        when there is something for `poll`; then all reads are the readers'.
+        """`buffer_of` gives the bytes of a span's slots. `arrived` is called, in a thread of its own, when there is
+        something for `poll`. Raises StoreError where a file cannot be opened.
         """
-        self._arrived = arrived
-        self._source = make_source(store, geometry, num_readers)
         self._buffer_of = buffer_of
-        self._num_readers = num_readers
-        self._node = node
-        self._jobs: SimpleQueue[list[_Job] | threading.Barrier | None] = SimpleQueue()  # begun; None ends a reader
-        self._done: SimpleQueue[_Ticket | None] = SimpleQueue()  # None: a reader has ended
-        self._ended_by: BaseException | None = None  # what ended a reader
-        self._prefetches: deque[list[_Job]] = deque()  # spans not begun; the thread that removes one owns it
-        self._queue = _read_queue() if arrived is None else None
-        self.prefetches_when_called = self._queue is not None and self._source.is_direct
-        """Whether prefetches begin only in calls of `prefetch`, `poll` and `wait`, as far as they need no reader."""
-        self._queued: dict[int, _Job] = {}  # begun there, by tag
-        self._waiting: list[tuple[_Job, DirectRead]] = []  # to begin there, when the system has room
-        self._num_queued = 0  # that ever were
-        self._lock = threading.Lock()  # taken by readers only
-        self._num_loads = 0  # spans; written by the caller
-        self._num_loads_read = 0  # of these; written by the readers
-        self._num_queued_read = 0  # and those without one; written by the caller
-        self._num_prefetch_reads = 0  # begun and not ended; written by the readers
-        self._num_queued_prefetch_reads = 0  # the same without one; written by the caller
-        self.num_in_flight = 0
-        """Spans submitted and neither taken back nor cancelled."""
+        self._layers: list[Layer] = []
+        self._tag = 0  # the last
+        self._spans: dict[int, Span] = {}  # in flight, by tag
         self.asked_nbytes = 0
         """To be read from disk for all spans, without those cancelled before they began."""
         self.again_nbytes = 0
         """Read a second time to verify checksums of whole blocks."""
         self.buffered_nbytes = 0
         """Read through the page cache."""
-        self.decoded_nbytes = 0
-        """Weights decoded from compressed frames."""
-        self.decode_ns = 0
-        """Processor time of decoding, of all readers."""
-        self._threads = [self._start(i) for i in range(num_readers)]
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close_files)
+            for number in range(geometry.num_layers):
+                self._layers.append(Layer(store, number, geometry))
+            can = _library() is not None and all(
+                not layer.block_nbytes or layer.block_nbytes >= _LEAST_BLOCK_NBYTES for layer in self._layers
+            )
+            self._team: _Team = (
+                _CompiledTeam(self._layers, num_readers, arrived) if can else _PlainTeam(self._layers, arrived)
+            )
+            undo.pop_all()
 
-    def submit(self, spans: Sequence[Span]) -> None:
-        """Start reading. A large span is several reads; small ones go together, to no reader or to one."""
-        self._num_loads += len(spans)  # from here on no prefetch begins
-        batch: list[_Job] = []
-        batch_nbytes = 0
-        queued: list[tuple[_Job, DirectRead]] = []
-        for span in spans:
-            self.num_in_flight += 1
-            buffer = self._buffer_of(span)
-            reads, disk_nbytes = self._source.reads(span, buffer)
-            self.asked_nbytes += disk_nbytes
-            ticket = _Ticket(span, disk_nbytes, False, len(reads))
-            jobs = list(map(_Job, repeat(ticket), reads))
-            direct = self._direct(jobs)
-            if direct is not None:
-                queued += direct
-            elif len(jobs) > 1:
-                for job in jobs:
-                    self._jobs.put([job])
-            else:
-                batch += jobs
-                batch_nbytes += len(buffer)
-                if batch_nbytes >= self._source.batch_nbytes:
-                    self._jobs.put(batch)
-                    batch, batch_nbytes = [], 0
-        if queued:
-            self._enqueue(queued)
-        if batch:
-            self._jobs.put(batch)
+    @property
+    def num_in_flight(self) -> int:
+        """Spans submitted and neither taken back nor cancelled."""
+        return len(self._spans)
 
     def prefetch(self, spans: Sequence[Span]) -> None:
         """Read these, in this order, while no load is queued or being read."""
-        for span in spans:
-            self.num_in_flight += 1
-            reads, disk_nbytes = self._source.reads(span, self._buffer_of(span))
-            self.asked_nbytes += disk_nbytes
-            ticket = _Ticket(span, disk_nbytes, True, len(reads))
-            self._prefetches.append(list(map(_Job, repeat(ticket), reads)))
-        self._begin()
+        self.submit(spans, is_prefetch=True)
 
-    def cancel(self, layer: int | None = None, experts: Collection[int] | None = None) -> list[Span]:
-        """Cancel prefetches that have not begun: of this layer, or of these experts of it, or all. Returns them; they
-        will not arrive.
+    def submit(self, spans: Sequence[Span], *, is_prefetch: bool = False) -> None:
+        """Start reading."""
+        requests = []
+        for span in spans:
+            layer, buffer = self._layers[span.layer], self._buffer_of(span)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+            self._tag += 1
+            first = span.segment * layer.segment_nbytes
+            place = layer.places[span.expert]
+            requests.append(_Request(self._tag, span.layer, place, first, len(buffer), address))
+            self._spans[self._tag] = span
+            self.asked_nbytes += len(buffer)
+        if requests:
+            self._team.submit(requests, is_prefetch)
+
+    def cancel(self, layer: int | None = None) -> list[Span]:
+        """Cancel prefetches that have not begun: of this layer, or all. Returns them; they will not arrive. Those of
+        the layer that have begun are read like loads.
         """
-        cancelled: list[Span] = []
-        for jobs in list(self._prefetches):
-            span = jobs[0].ticket.span
-            if (layer is None or span.layer == layer) and (experts is None or span.expert in experts):
-                try:
-                    self._prefetches.remove(jobs)
-                except ValueError:  # a reader was faster
-                    continue
-                cancelled.append(span)
-                self.num_in_flight -= 1
-                self.asked_nbytes -= jobs[0].ticket.disk_nbytes
+        tags = self._team.cancel(-1 if layer is None else layer, len(self._spans)) if self._spans else ()
+        cancelled = [self._spans.pop(tag) for tag in tags]
+        self.asked_nbytes -= sum(span.num_segments * self._layers[span.layer].segment_nbytes for span in cancelled)
         return cancelled
 
     def poll(self) -> Span | None:
-        """A span that has arrived, or None. Raises the exception of its read."""
-        if not self.num_in_flight:
-            return None
-        if self._queued and self._done.empty():
-            self._collect()
-        try:
-            return self._take(self._done.get_nowait())
-        except Empty:
-            return None
+        """A span that has arrived, or None. Raises TransferError naming what its read met."""
+        result = self._team.take(0) if self._spans else None
+        return None if result is None else self._arrived(result)
 
     def wait(self) -> Span:
-        """The next span to arrive. Raises the exception of its read. Something must be in flight."""
-        assert self.num_in_flight, "waiting for nothing would never end"
-        while self._queued and self._done.empty():
-            self._collect(_COLLECT_NS)
-        while True:
-            try:
-                return self._take(self._done.get(timeout=LOOK_EVERY_S))
-            except Empty:
-                self.look()
-
-    def look(self) -> None:
-        """Have `poll` raise if a reader has ended without an exception."""
-        if not all(thread.is_alive() for thread in self._threads):
-            self._done.put(None)
+        """The next span to arrive. Raises TransferError naming what its read met. Something must be in flight."""
+        assert self._spans, "waiting for nothing would never end"
+        while (result := self._team.take(_WAIT_NS)) is None:
+            pass
+        return self._arrived(result)
 
     def drain(self) -> None:
-        """Cancel all prefetches that have not begun, wait for all other reads, drop results and errors, and start
-        readers that have ended again.
-
-        It relies on no count of what is in flight: an interrupt may have left one wrong. After an interrupt in here,
+        """Drop what has not begun, wait for all other reads, and forget results and errors. After an interrupt in here,
         call it again.
         """
         self.cancel()
-        if self._queue is not None:
-            try:
-                self._queue.restart()
-            except OSError:  # the system has given its room to others
-                self._queue = None
-        self._queued.clear()
-        self._waiting = []
-        for _ in range(2 if self._threads else 0):  # a reader may have been about to begin what it had just removed
-            while not self._gather():
-                pass
-        while not self._done.empty():
-            self._done.get()
-        self._num_loads = self._num_loads_read = self._num_queued_read = 0
-        self.num_in_flight = self._num_prefetch_reads = self._num_queued_prefetch_reads = 0
+        dropped = self._team.drain()
+        self._spans.clear()
+        self.asked_nbytes -= dropped.nbytes
+        self.buffered_nbytes += dropped.buffered_nbytes
+        self.again_nbytes += dropped.again_nbytes
 
     def stats(self) -> dict[str, int]:
-        """Bytes asked of the disk, and of these through the page cache; of a compressed store also bytes of weights
-        decoded, and processor time that it took.
-        """
-        return {
-            "disk_nbytes": self.asked_nbytes + self.again_nbytes,
-            "buffered_nbytes": self.buffered_nbytes,
-            "decoded_nbytes": self.decoded_nbytes,
-            "decode_ns": self.decode_ns,
-        }
+        """Bytes asked of the disk, and of these through the page cache."""
+        return {"disk_nbytes": self.asked_nbytes + self.again_nbytes, "buffered_nbytes": self.buffered_nbytes}
 
     def close(self) -> None:
         """End the threads and close the files. Idempotent."""
-        self.drain()
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
-        if self._queue is not None:
-            self._queue.close()
-        self._source.close()
+        if self._layers:
+            self.drain()
+            self._team.close()
+            self._close_files()
 
-    def _are_loads_read(self) -> bool:
-        return self._num_loads == self._num_loads_read + self._num_queued_read
+    def _close_files(self) -> None:
+        while self._layers:
+            self._layers.pop().file.close()
 
-    def _direct(self, jobs: Sequence[_Job]) -> list[tuple[_Job, DirectRead]] | None:
-        """The jobs of a span as reads that need no reader; None where they need one."""
-        direct: list[tuple[_Job, DirectRead]] = []
-        for job in jobs if self._queue is not None else ():
-            read = job.read.direct if isinstance(job.read, PlainRead) else None
-            if read is None:
-                return None
-            direct.append((job, read))
-        return direct or None
+    def _arrived(self, result: _Result) -> Span:
+        span = self._spans.pop(result.tag)
+        self.buffered_nbytes += result.buffered_nbytes
+        self.again_nbytes += result.again_nbytes
+        layer = self._layers[span.layer]
+        if result.error:
+            raise self._error(span, result)
+        if result.is_changed:
+            self._changed(span, os.fstat(layer.file.fd))
+        return span
 
-    def _enqueue(self, reads: Sequence[tuple[_Job, DirectRead]]) -> None:
-        """Begin reads that need no reader. What the system has no room for comes with the next ones."""
-        assert self._queue is not None
-        self._waiting += reads
-        tagged: list[tuple[int, DirectRead]] = []
-        for job, read in self._waiting:
-            self._num_queued += 1
-            self._queued[self._num_queued] = job
-            tagged.append((self._num_queued, read))
-        num = self._queue.begin(tagged)
-        for tag, _ in tagged[num:]:
-            del self._queued[tag]
-        self._waiting = self._waiting[num:]
-        if self._waiting and not self._queued:  # and nothing will make room
-            rest, self._waiting = [job for job, _ in self._waiting], []
-            self._num_queued_prefetch_reads -= sum(job.ticket.is_prefetch for job in rest)
-            for ticket in {job.ticket for job in rest}:
-                rest += ticket.failed
-                ticket.reads_left += len(ticket.failed)
-            self._hand_over(rest)
+    def _error(self, span: Span, result: _Result) -> TransferError:
+        layer = self._layers[span.layer]
+        path = layer.file.path
+        if result.error == _RAISED:
+            message = str(self._team.raised)
+        elif result.error == _TRUNCATED:
+            message = f"{path}: ends at offset {result.offset}, {result.nbytes} bytes short: truncated"
+        elif result.error == _DAMAGED:
+            sums = (result.checksum & (1 << 64) - 1, result.expected & (1 << 64) - 1)
+            message = str(layer.damage(layer.places[span.expert], result.offset, *sums))
+        else:
+            why = os.strerror(result.error)
+            message = f"{path}: reading {result.nbytes} bytes at offset {result.offset} failed ({why})"
+        if is_changed(layer.file.about, os.fstat(layer.file.fd)):
+            message = f"{path}: {_CHANGED}: {message}"
+        return TransferError(message)
 
-    def _hand_over(self, jobs: Sequence[_Job]) -> None:
-        """Have readers do what is left of spans of which nothing is under way; prefetches become loads."""
-        for job in jobs:
-            if job.ticket.is_prefetch:
-                job.ticket.is_prefetch = False
-                self._num_loads += 1
-            self._jobs.put([job])
-
-    def _begin(self) -> None:
-        """Begin the prefetches that may begin and need no reader; have a reader begin others."""
-        while self._prefetches and self._are_loads_read():  # else whoever reads the last load begins them
-            try:
-                jobs = self._prefetches[0]
-                num_busy = self._num_queued_prefetch_reads + self._num_prefetch_reads
-                if num_busy and num_busy + len(jobs) > self._num_readers:
-                    return  # what ends next will be followed by them
-                direct = self._direct(jobs)
-                if direct is None:
-                    self._jobs.put([])
-                    return
-                self._prefetches.remove(jobs)
-            except (IndexError, ValueError):  # a reader was faster
-                continue
-            self._num_queued_prefetch_reads += len(jobs)
-            self._enqueue(direct)
-
-    def _collect(self, timeout_ns: int = 0) -> None:
-        """Take what has been read without a reader; waits for that no longer than `timeout_ns`."""
-        assert self._queue is not None
-        for tag, nbytes in self._queue.ended(timeout_ns):
-            job = self._queued.pop(tag)
-            ticket = job.ticket
-            assert isinstance(job.read, PlainRead)
-            if nbytes != len(job.read.buffer):
-                ticket.failed.append(job)
-            elif job.read.check is not None:
-                try:
-                    job.read.check()
-                except Exception as error:  # `poll` and `wait` raise it
-                    ticket.error = error
-            ticket.reads_left -= 1
-            self._num_queued_prefetch_reads -= ticket.is_prefetch
-            if ticket.reads_left:
-                continue
-            if not ticket.failed:
-                self._num_queued_read += not ticket.is_prefetch
-                self._done.put(ticket)
-                continue
-            ticket.reads_left = len(ticket.failed)
-            self._hand_over(ticket.failed)  # a reader tries again, and says what is wrong
-        if self._waiting:
-            self._enqueue(())
-        if self._prefetches:
-            self._begin()
-
-    def _take(self, ticket: _Ticket | None) -> Span:
-        if ticket is None:
-            cause = "" if self._ended_by is None else f": {type(self._ended_by).__name__}: {self._ended_by}"
-            raise TransferError(f"a thread that reads experts has ended{cause}") from self._ended_by
-        self.num_in_flight -= 1
-        if ticket.error is not None:
-            raise self._source.explained(ticket.span.layer, ticket.error)
-        file = self._source.files[ticket.span.layer]
-        now, before = os.fstat(file.fd), file.about
-        if now.st_ctime_ns != before.st_ctime_ns or now.st_mtime_ns != before.st_mtime_ns:
-            self._source.changed(ticket.span, now, self._buffer_of, is_last=not self.num_in_flight)
-        return ticket.span
-
-    def _gather(self) -> bool:
-        """Wait until all readers have done every job queued so far; False where one has ended and must be replaced."""
-        self._threads = [one if one.is_alive() else self._start(i) for i, one in enumerate(self._threads)]
-        all_there = threading.Event()
-        barrier = threading.Barrier(len(self._threads), action=all_there.set)
+    def _changed(self, span: Span, now: os.stat_result) -> None:
+        """The file that a span was read from is `now` another. If it was written to, all of its bytes are compared, and
+        these. Raises TransferError naming the file where they are others.
+        """
+        layer = self._layers[span.layer]
+        file, before = layer.file, layer.file.about
+        if now.st_size != before.st_size:
+            sizes = f"{before.st_size} bytes then, {now.st_size} now" + ", truncated" * (now.st_size < before.st_size)
+            raise TransferError(f"{file.path}: {_CHANGED} ({sizes}); restore it, or remove the store and pack again")
         try:
-            for _ in self._threads:
-                self._jobs.put(barrier)
-            while not all_there.wait(LOOK_EVERY_S):
-                if not all(thread.is_alive() for thread in self._threads):
-                    barrier.abort()
-                    return False
-        except BaseException:
-            barrier.abort()  # else readers at the barrier would wait for ever
-            raise
-        return True
-
-    def _start(self, number: int) -> threading.Thread:
-        thread = threading.Thread(target=self._run, name=f"expertly-reader-{number}", daemon=True)
-        thread.start()
-        return thread
-
-    # -- in the readers ------------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            if self._node is not None:
-                self._node.pin_thread()
-            while (jobs := self._jobs.get()) is not None:
-                if isinstance(jobs, threading.Barrier):
-                    with contextlib.suppress(threading.BrokenBarrierError):  # `drain` was interrupted
-                        jobs.wait()
-                    continue
-                for job in jobs:
-                    self._run_one(job)
-                if self._prefetches:
-                    self._begin_prefetches()
-        except BaseException as error:  # a thread's entry: the waiter raises it
-            self._ended_by = error
-            self._done.put(None)
-            if self._arrived is not None:
-                self._arrived()
-
-    def _run_one(self, job: _Job) -> None:
-        error: Exception | None = None
-        moved = Moved(0)
-        try:
-            moved = job.read()
-        except Exception as e:  # a thread's entry: whatever it is, the waiter raises it
-            error = e
-        ticket = job.ticket
-        with self._lock:
-            self.again_nbytes += moved.again_nbytes
-            self.buffered_nbytes += moved.buffered_nbytes
-            self.decoded_nbytes += moved.decoded_nbytes
-            self.decode_ns += moved.decode_ns
-            ticket.error = ticket.error or error
-            ticket.reads_left -= 1
-            is_last = not ticket.reads_left
-            if ticket.is_prefetch:
-                self._num_prefetch_reads -= 1
-            elif is_last:
-                self._num_loads_read += 1
-        if is_last:
-            self._done.put(ticket)
-            if self._arrived is not None:
-                self._arrived()
-
-    def _begin_prefetches(self) -> None:
-        """Begin the prefetches that may begin. They are queued before later loads, so that they end soon."""
-        with self._lock:
-            while self._prefetches and self._are_loads_read():
-                try:
-                    jobs = self._prefetches[0]
-                    num_busy = self._num_queued_prefetch_reads + self._num_prefetch_reads
-                    if num_busy and num_busy + len(jobs) > self._num_readers:
-                        return
-                    self._prefetches.remove(jobs)
-                except (IndexError, ValueError):  # cancelled meanwhile
-                    continue
-                self._num_prefetch_reads += len(jobs)
-                for job in jobs:
-                    self._jobs.put([job])
+            if not layer.block_nbytes:
+                raise TransferError("it has no checksums, or they are not compared: load the model again")
+            if now.st_mtime_ns != before.st_mtime_ns:  # else it may only have another name, or none any more
+                layer.compare_all()
+            layer.left[:] = 0
+            place, first = layer.places[span.expert], span.segment * layer.segment_nbytes
+            layer.compare_due(place, first, self._buffer_of(span))
+        except TransferError as error:
+            raise TransferError(f"{file.path}: {_CHANGED}: {error}") from None
+        if not self._spans:
+            file.about = now
+            self._team.refresh(layer)
 
 
-def _read_queue() -> ReadQueue | None:
+_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "open": (_POINTER, (_INT, _POINTER, _POINTER)),
+    "submit": (_INT, (_POINTER, _POINTER, _INT, _INT)),
+    "cancel": (_INT, (_POINTER, _LONG, _POINTER)),
+    "take": (_INT, (_POINTER, _LONG, _POINTER)),
+    "until_arrived": (ctypes.c_uint, (_POINTER, ctypes.c_uint)),
+    "drain": (None, (_POINTER, _POINTER)),
+    **dict.fromkeys(("hush", "close"), (None, (_POINTER,))),
+}
+
+
+@cache
+def _library() -> SimpleNamespace | None:
+    """The functions of the compiled library; None where it is not there, or is another version's."""
+    paths = sorted((Path(__file__).parents[1] / "native").glob("_readers*.so"))
     try:
-        return ReadQueue()
-    except OSError:  # not Linux, or forbidden here
+        library = ctypes.CDLL(str(paths[0]))
+        if library.expertly_readers_version() != _VERSION:
+            return None
+        functions = {name: getattr(library, f"expertly_readers_{name}") for name in _FUNCTIONS}
+    except (IndexError, OSError, AttributeError):
         return None
+    for name, (result, arguments) in _FUNCTIONS.items():
+        functions[name].restype, functions[name].argtypes = result, arguments
+    return SimpleNamespace(**functions)

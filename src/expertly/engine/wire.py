@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -16,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from expertly.core.messages import Prediction, RouterRan
+from expertly.core.messages import RouterRan
 from expertly.engine.compute import Dispatch
-from expertly.scheduler.observations import Seen
 
-VERSION = 3
+VERSION = 5
 """Of the messages and of what they ask for. An engine takes only workers of its own."""
 
 
@@ -30,8 +28,7 @@ class Kind(IntEnum):
     HELLO = 0  # its version and free memory; JSON
     OPEN = 1  # hold these experts of this store; JSON
     LAYER = 2  # compute rows
-    PREDICTED = 3  # prefetch what was predicted
-    STATS = 4  # what it holds and has done; JSON
+    STATS = 3  # what it holds and has done; JSON
 
 
 _OK, _FAILED = b"\0", b"\1"
@@ -60,52 +57,6 @@ def reason_in(answer: bytes) -> str | None:
     return answer[1:].decode() if answer[:1] == _FAILED else None
 
 
-# -- what goes before a layer, or between two --------------------------------------------------------------------------
-
-
-class PassNews(NamedTuple):
-    """What a worker has not heard: that a pass began, whether a predictor observes it and over which layers it goes,
-    and predictions for its experts. Steps count from the first layer of the running pass.
-    """
-
-    begins: bool
-    is_observed: bool
-    layers: range | None
-    seen: Sequence[Seen]
-
-
-_NEWS = struct.Struct("<BBiiI")
-_SEEN = struct.Struct("<iHiIIII")
-
-
-def _write_news(news: PassNews) -> bytes:
-    layers = news.layers or range(-1, -1)
-    parts = [_NEWS.pack(news.begins, news.is_observed, layers.start, layers.stop, len(news.seen))]
-    for step, one in news.seen:
-        probabilities, outlook = one.probabilities or (), one.outlook or ()
-        counts = len(one.experts), len(one.copies), len(probabilities), len(outlook)
-        parts.append(_SEEN.pack(step, one.layer, one.distance, *counts))
-        parts.append(np.asarray([*one.experts, *one.copies], np.int32).tobytes())
-        parts.append(np.asarray([*one.scores, *probabilities, *outlook], np.float64).tobytes())
-    return b"".join(parts)
-
-
-def _read_news(rest: _Rest) -> PassNews:
-    begins, is_observed, start, stop, num_seen = rest.unpack(_NEWS)
-    seen = []
-    for _ in range(num_seen):
-        step, layer, distance, num_experts, num_copies, num_probabilities, num_outlook = rest.unpack(_SEEN)
-        experts, copies = (rest.array(np.int32, num).tolist() for num in (num_experts, num_copies))
-        scores, probabilities, outlook = (
-            rest.array(np.float64, num).tolist() for num in (num_experts, num_probabilities, num_outlook)
-        )
-        prediction = Prediction(
-            layer, experts, scores, distance, None, probabilities or None, tuple(outlook) if outlook else None, copies
-        )
-        seen.append(Seen(step, prediction))
-    return PassNews(bool(begins), bool(is_observed), None if start < 0 else range(start, stop), seen)
-
-
 class _Rest:
     """The part of a message that was not read yet."""
 
@@ -131,29 +82,22 @@ class _Rest:
         return torch.frombuffer(values, dtype=dtype).view(num_rows, -1)
 
 
-def predicted(news: PassNews) -> bytes:
-    """A message that no layer follows."""
-    return bytes([Kind.PREDICTED]) + _write_news(news)
-
-
-def news_in(message: bytes) -> PassNews:
-    return _read_news(_Rest(message))
-
-
 # -- a layer -----------------------------------------------------------------------------------------------------------
 
-_LAYER = struct.Struct("<BBIIIIIq")
+_LAYER = struct.Struct("<BBBIIIIIq")
 
 
 class LayerAsked(NamedTuple):
-    """A worker's part of a layer. `hidden` [T, H] has only the tokens that its experts compute."""
+    """A worker's part of a layer. `hidden` [T, H] has only the tokens that its experts compute. `begins`: it is the
+    worker's first of a forward pass.
+    """
 
-    news: PassNews
+    begins: bool
     work: Dispatch
     hidden: torch.Tensor
 
 
-def layer_message(news: PassNews, work: Dispatch, hidden: torch.Tensor) -> bytes:
+def layer_message(begins: bool, work: Dispatch, hidden: torch.Tensor) -> bytes:
     """`hidden` [T, H] of all tokens, in host memory and in the dtype of the experts."""
     router = work.router
     tokens = np.empty(0, np.int32)
@@ -172,6 +116,7 @@ def layer_message(news: PassNews, work: Dispatch, hidden: torch.Tensor) -> bytes
     elif not router.experts:
         hidden = hidden[:0]
     head = _LAYER.pack(
+        begins,
         work.positions is not None,
         router.serves_decode,
         router.layer,
@@ -183,20 +128,19 @@ def layer_message(news: PassNews, work: Dispatch, hidden: torch.Tensor) -> bytes
     )
     numbers = np.asarray([*router.experts, *router.num_tokens, *router.is_decode, *counts], np.int32)
     rows = hidden.detach().contiguous().view(torch.uint8).numpy()
-    parts: list[Any] = [bytes([Kind.LAYER]), _write_news(news), head, numbers, tokens, rows]
+    parts: list[Any] = [bytes([Kind.LAYER]), head, numbers, tokens, rows]
     return b"".join(parts)
 
 
 def layer_in(message: bytes, dtype: torch.dtype) -> LayerAsked:
     rest = _Rest(message)
-    news = _read_news(rest)
-    is_single, serves_decode, layer, num, num_hidden, num_rows, batch_tokens, num_tokens = rest.unpack(_LAYER)
+    begins, is_single, serves_decode, layer, num, num_hidden, num_rows, batch_tokens, num_tokens = rest.unpack(_LAYER)
     experts, counts, is_decode = (rest.array(np.int32, num).tolist() for _ in range(3))
     router = RouterRan(layer, experts, counts, list(map(bool, is_decode)), batch_tokens, bool(serves_decode))
     if is_single:
         positions = {expert: row for row, expert in enumerate(experts)}
         work = Dispatch(router, num, num_rows, True, None, positions)
-        return LayerAsked(news, work, rest.tensor(dtype, num_hidden))
+        return LayerAsked(bool(begins), work, rest.tensor(dtype, num_hidden))
     lengths: list[int] = rest.array(np.int32, num).tolist()
     tokens = torch.from_numpy(rest.array(np.int32, num_tokens).astype(np.int64))
     rows = dict(zip(experts, tokens.split(lengths), strict=True))  # of one choice a token: a row is its token
@@ -205,7 +149,7 @@ def layer_in(message: bytes, dtype: torch.dtype) -> LayerAsked:
         places[expert] = slice(end, end + length)
         end += length
     work = Dispatch(router, 1, num_rows, True, rows, None, places)
-    return LayerAsked(news, work, rest.tensor(dtype, num_hidden))
+    return LayerAsked(bool(begins), work, rest.tensor(dtype, num_hidden))
 
 
 _RAN = struct.Struct("<qq")

@@ -7,44 +7,50 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from expertly.core.errors import ConfigError, ExpertlyError, StoreError
+from expertly.core.errors import ConfigError, StoreError
 from expertly.core.messages import Phase
-from expertly.core.observation import Began, Routed
 from expertly.core.placement import Share
 from expertly.core.resources import parse_memory
 from expertly.engine import wire
 from expertly.engine.cpu import CpuDevice
-from expertly.engine.group import StoreOfShare
 from expertly.engine.memory import available_host_nbytes
+from expertly.engine.reading import ExtentSource
 from expertly.engine.shard import Shard
 from expertly.engine.stats import moved, of_device
 from expertly.model.loading import load_experts
 from expertly.scheduler.budget import split_budget
-from expertly.scheduler.observations import Seen
-from expertly.scheduler.presets import get_runnable
-from expertly.scheduler.system import System
+from expertly.scheduler.systems import System, get_runnable
 from expertly.store.cache import stores_folder
 from expertly.store.manifest import Manifest
-from expertly.store.packed import PackedStore, is_extra, is_packed_store
+from expertly.store.packed import LayerFile, PackedStore, is_extra, is_packed_store
 
 SPARED_PERCENT = 10
 """Of the free memory, for the rows of prompts, and because Ray ends processes where 95 % of a machine is taken."""
 
 
-def make_cpu_shard(
-    name: str, store: PackedStore, share: Share, system: System, nbytes: int, staging: int | None = None
-) -> Shard:
+class StoreOfShare:
+    """The packed store as one device sees it: only its experts, by their numbers on that device."""
+
+    def __init__(self, store: ExtentSource, share: Share) -> None:
+        self._store = store
+        self._share = share
+
+    def layer_file(self, layer: int) -> LayerFile:
+        whole = self._store.layer_file(layer)
+        return whole._replace(places=[whole.places[expert] for expert in self._share.experts[layer]])
+
+
+def make_cpu_shard(name: str, store: PackedStore, share: Share, system: System, nbytes: int) -> Shard:
     """The experts of `share` on the CPU, in `nbytes`. Raises BudgetError where that is too little."""
     geometry = share.geometry
-    budget = system.budget(geometry, split_budget(geometry, nbytes, staging))
+    budget = system.budget(geometry, split_budget(geometry, nbytes))
     scheduler = system.scheduler(geometry, budget)
     dtype = getattr(torch, store.manifest.dtype)
     return Shard(name, scheduler, CpuDevice(StoreOfShare(store, share), geometry, budget.pool_slots(), dtype))
@@ -57,7 +63,6 @@ class ExpertWorker:
         """`memory`: for experts, as in `expertly.load`; "auto": what is free, less SPARED_PERCENT."""
         self._memory = memory
         self._shard: Shard | None = None
-        self._news = _News()
 
     def answer(self, message: bytes) -> bytes:
         """Never raises: an error is an answer."""
@@ -71,9 +76,6 @@ class ExpertWorker:
         kind = wire.Kind(message[0])
         if kind is wire.Kind.LAYER:
             return self._run_layer(message)
-        if kind is wire.Kind.PREDICTED:
-            self._hear(wire.news_in(message))
-            return wire.answered(b"")
         if kind is wire.Kind.HELLO:
             return wire.answered(wire.asking(kind, self._about(wire.told_in(message)))[1:])
         if kind is wire.Kind.OPEN:
@@ -108,22 +110,17 @@ class ExpertWorker:
         store = replace(store, check_every=told["check_every"]) if told["check_every"] else store.unchecked()
         share = Share(store.geometry(told["segments"]), told["experts"])
         system = get_runnable(told["system"])
-        if system.gate != "none":  # it times passes, of which a worker sees a part
-            system = replace(system, gate="none")
         nbytes = share.geometry.nbytes if system.keeps_everything else told["memory_nbytes"]
-        shard = make_cpu_shard(told["name"], store, share, system, nbytes, told["staging"])
-        news = _News()
+        shard = make_cpu_shard(told["name"], store, share, system, nbytes)
         try:
             dtype = getattr(torch, store.manifest.dtype)
             shard.bind(load_experts(store.folder, store.manifest, dtype), share.experts)
-            if system.prediction != "none":
-                shard.predict_from(news)
             for layer in range(share.geometry.num_layers) if system.keeps_everything else ():
                 shard.preload(layer)
         except BaseException:
             shard.close()
             raise
-        self._shard, self._system, self._news = shard, system, news
+        self._shard, self._system = shard, system
 
     @property
     def _open_shard(self) -> Shard:
@@ -133,27 +130,18 @@ class ExpertWorker:
 
     # -- what it does ------------------------------------------------------------------------------------------
 
-    def _hear(self, news: wire.PassNews) -> None:
-        shard = self._open_shard
-        if news.begins:
-            shard.begin()
-        if news.is_observed and shard.prefetcher is not None:
-            shard.begin_iteration(_unseen, news.layers)
-        if news.seen and shard.prefetcher is not None:
-            self._news.add(news.seen)
-            shard.prefetcher.advance()
-
     def _run_layer(self, message: bytes) -> bytes:
         shard = self._open_shard
         begin = time.perf_counter_ns()
         asked = wire.layer_in(message, shard.device.dtype)
         router = asked.work.router
         try:
-            self._hear(asked.news)
+            if asked.begins:
+                shard.begin()
             outputs, waits = shard.run_layer(asked.work, asked.hidden, None)
-        except BaseException as error:
+        except BaseException:
             try:
-                shard.abandon(is_in_doubt=not isinstance(error, ExpertlyError | OSError))
+                shard.abandon()
             except (AssertionError, LookupError):  # the layer cannot be undone: from now on it holds nothing
                 self.close()
             raise
@@ -172,35 +160,8 @@ class ExpertWorker:
             "moved": moved(shard),
             "kernels": shard.kernels.facts(),
             "layers": [shard.layer_counters(layer).as_dict() for layer in layers],
-            "resident": [mask.bit_count() for mask in shard.scheduler.slots.resident],
+            "resident": list(shard.scheduler.slots.num_resident),
         }
-
-
-def _unseen() -> Began:
-    raise AssertionError("a worker predicts nothing itself: nobody reads its observations")
-
-
-class _News:
-    """A Channel whose predictions come with messages: the engine's predictor made them."""
-
-    def __init__(self) -> None:
-        self._ready: deque[Seen] = deque()
-        self._first = 0  # the step of the first layer of the running pass
-
-    def add(self, seen: Any) -> None:
-        self._ready.extend(Seen(self._first + step, prediction) for step, prediction in seen)
-
-    def begin_iteration(self, step: int, began: Callable[[], Began]) -> None:
-        self._first = step + 1
-
-    def router_ran(self, step: int, routed: Callable[[], Routed]) -> None:
-        """The engine has shown it to its predictor."""
-
-    def end_iteration(self, ok: bool) -> None:
-        """The engine has told its predictor."""
-
-    def take(self) -> Seen | None:
-        return self._ready.popleft() if self._ready else None
 
 
 # -- the same store --------------------------------------------------------------------------------------------------
@@ -212,8 +173,7 @@ def store_facts(manifest: Manifest) -> dict[str, Any]:
         "format_version": manifest.format_version,
         "identity": manifest.identity,
         "dtype": manifest.dtype,
-        "codec": manifest.codec,
-        "layers": [one.as_dict() for one in manifest.layers],
+        "layers": [asdict(one) for one in manifest.layers],
         "files": {name: [one.nbytes, one.checksum] for name, one in manifest.files.items() if not is_extra(name)},
     }
 

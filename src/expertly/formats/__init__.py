@@ -19,21 +19,6 @@ from expertly.formats.int4 import PACK_QUANTIZED, Int4Format, pack_quantized
 from expertly.formats.mxfp4 import MXFP4
 from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
 
-__all__ = [
-    "FORMATS",
-    "GROUP_METHODS",
-    "ROUNDED_TO",
-    "ExpertFormat",
-    "Int4Format",
-    "RoundingFormat",
-    "TiledFormat",
-    "check_format",
-    "expert_format",
-    "format_of",
-    "group_formats",
-    "rounding_format",
-]
-
 FORMATS: dict[str, TiledFormat] = {one.name: one for one in (MXFP4, FP8, *GGUF_FORMATS, *PACK_QUANTIZED, *AWQ)}
 
 ROUNDED_TO: dict[str, RoundingFormat] = {"mxfp4": MXFP4, "int4": Q4_0, "int8": Q8_0}
@@ -62,9 +47,8 @@ def check_format(layer: LayerGeometry) -> None:
     if not layer.format:
         return
     form = expert_format(layer.format)
-    expected, least = form.geometry(layer), form.least_nbytes(layer.num_matrices, layer.hidden_size)
-    is_sized = least <= layer.block_nbytes <= expected.block_nbytes  # older stores have no padding
-    if layer.block_size != expected.block_size or not is_sized:
+    expected = form.geometry(layer)
+    if (layer.block_size, layer.block_nbytes) != (expected.block_size, expected.block_nbytes):
         raise ConfigError(
             f"block_size={layer.block_size}, block_nbytes={layer.block_nbytes}: must be {expected.block_size} and "
             f"{expected.block_nbytes} in {layer.format}"
@@ -90,12 +74,14 @@ def group_formats(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4F
     return _GROUPED[quantization["quant_method"]](quantization, dtype)
 
 
-def format_of(quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> str:
-    """The name of the checkpoint's format, by `TiledFormat.is_of`; "" where there is none."""
-    found: Iterable[TiledFormat] = FORMATS.values()
+def format_of(quantization: object, dtypes: Mapping[str, str], dtype: str) -> str:
+    """The name of a checkpoint's format, by `TiledFormat.is_of`; "" where there is none, or its quantizer refuses."""
+    if not isinstance(quantization, dict):
+        return ""
+    forms: Iterable[TiledFormat] = FORMATS.values()
     if quantization.get("quant_method") in GROUP_METHODS:
         try:
-            found = group_formats(quantization, dtype)
-        except UnsupportedModelError:  # making its quantizer will raise it
+            forms = group_formats(quantization, dtype)
+        except UnsupportedModelError:
             return ""
-    return next((form.name for form in found if form.is_of(quantization, dtypes, dtype)), "")
+    return next((form.name for form in forms if form.is_of(quantization, dtypes, dtype)), "")

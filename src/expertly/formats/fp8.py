@@ -8,15 +8,12 @@ so that sign and mantissa together are an index of a table.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from expertly.core.errors import CheckpointError
-from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat, transposed
-
-if TYPE_CHECKING:
-    import torch
+from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat, torch, transposed
 
 BLOCK = 128
 _CODES_NBYTES = TILE_OUTPUTS * BLOCK
@@ -39,8 +36,6 @@ class _Fp8(TiledFormat):
         return (("F8_E4M3",), (rows, columns)), (scales, (-(-rows // BLOCK), columns // BLOCK))
 
     def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
-        import torch
-
         codes, scales = tensors[0].view(torch.uint8).numpy(), tensors[1].reshape(-1, columns // BLOCK)
         if (codes & 0x7F == 0x7F).any():
             raise CheckpointError("a weight is 0x7f or 0xff, which stands for NaN: must be a number")
@@ -57,8 +52,6 @@ class _Fp8(TiledFormat):
         return np.concatenate((words.reshape(*codes.shape[:-2], -1), scales[..., 0, :]), axis=-1)
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
-        import torch
-
         moved = tiles[..., :_CODES_NBYTES].unflatten(-1, (BLOCK // 4, TILE_OUTPUTS, 4)).transpose(-2, -3).flatten(-2)
         codes = moved >> 1 & 0x78 | (moved & 8) << 4 | moved & 7  # [..., 16, 128]
         scales = tiles[..., _CODES_NBYTES:].clone().view(torch.float32)
@@ -67,8 +60,6 @@ class _Fp8(TiledFormat):
 
 def scales_of(stored: torch.Tensor) -> torch.Tensor:
     """A checkpoint's scales in float32; a byte is an exponent, as in transformers. Raises CheckpointError."""
-    import torch
-
     scales = (stored.float() - 127).exp2() if stored.dtype == torch.uint8 else stored.float()
     if not bool(scales.isfinite().all()):
         raise CheckpointError(f"a scale is {scales[~scales.isfinite()][0].item()}: must be finite")

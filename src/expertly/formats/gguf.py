@@ -15,26 +15,20 @@ The reference is the package gguf (quants.py).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import CheckpointError
 from expertly.formats.mxfp4 import _Mxfp4
-from expertly.formats.tiles import TILE_OUTPUTS, Bytes, RoundingFormat, TiledFormat, nearest_codes
-
-if TYPE_CHECKING:
-    import torch
-
+from expertly.formats.tiles import TILE_OUTPUTS, Bytes, RoundingFormat, TiledFormat, nearest_codes, torch
 
 _MAX_HALF = 65504.0
 
 
 class _GgufBlocks(TiledFormat):
-    """A matrix is one tensor, bytes [rows, blocks of a row * their bytes], and one part, with a
-    block for each group.
-    """
+    """A matrix is one tensor, bytes [rows, blocks of a row * their bytes], and one part, a block for each group."""
 
     suffixes = ("",)
     type: str
@@ -45,9 +39,6 @@ class _GgufBlocks(TiledFormat):
     @property
     def block_nbytes(self) -> int:
         return self.tile_nbytes // TILE_OUTPUTS
-
-    def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
-        return False
 
     def shapes(self, rows: int, columns: int) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
         return (((self.type,), (rows, columns)),)
@@ -79,8 +70,6 @@ class _ScaledCodes(_GgufBlocks, RoundingFormat):
 
     def encode(self, weights: torch.Tensor) -> tuple[Bytes, ...]:
         """The largest weight gets the least code, as there is one more code below 0; so the scale may be negative."""
-        import torch
-
         groups, least = weights.reshape(len(weights), -1, self.group), self.codes[0]
         largest = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))
         scales = [(largest * (one / least)).clamp_(-_MAX_HALF, _MAX_HALF).half().float() for one in self.shares]
@@ -95,8 +84,6 @@ class _ScaledCodes(_GgufBlocks, RoundingFormat):
 
 
 class _Q8_0(_ScaledCodes):
-    """8-bit codes."""
-
     codes, shares = (-128, 127), (1.0,)
     name, type, kernel = "q8_0", "Q8_0", 1
     group, tile_nbytes, halves = 32, TILE_OUTPUTS * 34, (0,)
@@ -109,16 +96,12 @@ class _Q8_0(_ScaledCodes):
         return _dwords(apart.reshape(*blocks.shape[:-1], 32)), blocks[..., :2]
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
-        import torch
-
         words = tiles[..., :512].view(torch.int8).unflatten(-1, (4, 2, 16, 4))  # [8 inputs, even or odd, output, place]
         codes = words.permute(*range(words.dim() - 4), -2, -4, -1, -3).flatten(-3)
         return codes.float() * _numbers(tiles, 512).unsqueeze(-1)
 
 
 class _Q4_0(_ScaledCodes):
-    """4-bit codes less 8."""
-
     codes, shares = (-8, 7), (1.0, 0.9)
     name, type, kernel = "q4_0", "Q4_0", 2
     group, tile_nbytes, halves = 32, TILE_OUTPUTS * 18, (0,)
@@ -163,35 +146,33 @@ class _Q32(_GgufBlocks):
         return codes.float() * scales + _numbers(tiles, self._scales_at + 32).unsqueeze(-1)
 
 
-class _Q4_K(_GgufBlocks):
-    """4-bit codes of 256 inputs. Each 32 have a scale and a minimum of 6 bits, multiples of the block's."""
+class _ScaledGroups(_GgufBlocks):
+    """Codes of 4 or 5 bits of 256 inputs. Each 32 have a scale and a minimum of 6 bits, multiples of the block's."""
 
-    name, type, kernel = "q4_k", "Q4_K", 3
-    group, tile_nbytes, halves = 256, TILE_OUTPUTS * 144, (0, 2)
+    group, halves = 256, (0, 2)
 
-    def _split(self, blocks: Bytes) -> Sequence[Bytes]:
-        codes = _words(_nibbles(blocks[..., 16:], 32))
-        return codes, _dwords(blocks[..., 4:16]), blocks[..., :2], blocks[..., 2:4]
-
-    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
-        return _scaled(_codes(tiles[..., :2048]), tiles[..., 2048:])
-
-
-class _Q5_K(_GgufBlocks):
-    """Q4_K with a fifth bit of each code."""
-
-    name, type, kernel = "q5_k", "Q5_K", 4
-    group, tile_nbytes, halves = 256, TILE_OUTPUTS * 176, (0, 2)
+    def __init__(self, type: str, kernel: int, has_fifth_bits: bool) -> None:
+        self.name, self.type, self.kernel = type.lower(), type, kernel
+        self._has_fifth_bits = has_fifth_bits
+        self.tile_nbytes = TILE_OUTPUTS * (176 if has_fifth_bits else 144)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
-        codes = _words(_nibbles(blocks[..., 48:], 32))
-        high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)  # [..., 16, 8, 32]
-        bits = _dwords(np.packbits(_by_byte(high, 32), axis=-1, bitorder="little").reshape(*blocks.shape[:-1], 32))
-        return codes, bits, _dwords(blocks[..., 4:16]), blocks[..., :2], blocks[..., 2:4]
+        parts = [_words(_nibbles(blocks[..., -128:], 32))]
+        if self._has_fifth_bits:
+            high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)  # [..., 16, 8, 32]
+            bits = np.packbits(_by_byte(high, 32), axis=-1, bitorder="little").reshape(*blocks.shape[:-1], 32)
+            parts.append(_dwords(bits))
+        return *parts, _dwords(blocks[..., 4:16]), blocks[..., :2], blocks[..., 2:4]
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
-        high = _from_bytes(_of_dwords(tiles[..., 2048:2560], 8, 1), 32)
-        return _scaled(_codes(tiles[..., :2048]) | high << 4, tiles[..., 2560:])
+        codes, scales_at = _codes(tiles[..., :2048]), 2048
+        if self._has_fifth_bits:
+            codes, scales_at = codes | _from_bytes(_of_dwords(tiles[..., 2048:2560], 8, 1), 32) << 4, 2560
+        rest = tiles[..., scales_at:]
+        low, high, both = rest[..., :192].unflatten(-1, (3, 16, 4)).unbind(-3)  # [..., 16, 4]
+        scales = torch.cat((low & 63, both & 15 | low >> 6 << 4), dim=-1).float() * _numbers(rest, 192).unsqueeze(-1)
+        minima = torch.cat((high & 63, both >> 4 | high >> 6 << 4), dim=-1).float() * _numbers(rest, 224).unsqueeze(-1)
+        return codes.float() * scales.repeat_interleave(32, dim=-1) - minima.repeat_interleave(32, dim=-1)
 
 
 class _Q6_K(_GgufBlocks):
@@ -211,8 +192,6 @@ class _Q6_K(_GgufBlocks):
         )
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
-        import torch
-
         codes = _codes(tiles[..., :2048]) | _from_bytes(_of_dwords(tiles[..., 2048:3072], 4, 2), 16) << 4
         scales = tiles[..., 3072:3328].view(torch.int8).unflatten(-1, (16, 16)).transpose(-1, -2).float()
         scales = scales * _numbers(tiles, 3328).unsqueeze(-1)
@@ -231,8 +210,6 @@ class _GgufMxfp4(_Mxfp4):
         return ((("MXFP4",), (rows, columns)),)
 
     def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
-        import torch
-
         blocks = tensors[0].numpy().reshape(rows, columns // 32, 17)
         codes = _pairs(_nibbles(blocks[..., 1:], 16))
         parts = (torch.from_numpy(np.ascontiguousarray(one)) for one in (codes, blocks[..., 0]))
@@ -240,10 +217,11 @@ class _GgufMxfp4(_Mxfp4):
 
 
 Q8_0, Q4_0 = _Q8_0(), _Q4_0()
+_Q4_K, _Q5_K = _ScaledGroups("Q4_K", 3, has_fifth_bits=False), _ScaledGroups("Q5_K", 4, has_fifth_bits=True)
 _Q4_1 = _Q32("Q4_1", 6, has_fifth_bits=False, has_minimum=True)
 _Q5_0 = _Q32("Q5_0", 7, has_fifth_bits=True, has_minimum=False)
 _Q5_1 = _Q32("Q5_1", 8, has_fifth_bits=True, has_minimum=True)
-GGUF_FORMATS = (Q8_0, Q4_0, _Q4_K(), _Q5_K(), _Q6_K(), _Q4_1, _Q5_0, _Q5_1)
+GGUF_FORMATS = (Q8_0, Q4_0, _Q4_K, _Q5_K, _Q6_K(), _Q4_1, _Q5_0, _Q5_1)
 
 OF_GGUF_TYPE: dict[str, TiledFormat] = {**{one.type: one for one in GGUF_FORMATS}, "MXFP4": _GgufMxfp4()}
 """The format of a GGUF matrix, by GGUF's name of its type."""
@@ -287,15 +265,11 @@ def _words(codes: Bytes) -> Bytes:
 
 def _numbers(tiles: torch.Tensor, place: int) -> torch.Tensor:
     """The 16 float16 numbers at `place`, as float32 [..., 16]."""
-    import torch
-
     return tiles[..., place : place + 32].contiguous().view(torch.float16).float()
 
 
 def _of_dwords(data: torch.Tensor, num: int, width: int) -> torch.Tensor:
     """Codes [..., 16, n] of `width` bits, `num` in a byte, the first in the lowest bits."""
-    import torch
-
     shifts = torch.arange(0, num * width, width, dtype=torch.uint8, device=data.device)
     codes = (data.unflatten(-1, (-1, 16, 4, 1)) >> shifts) & (1 << width) - 1  # [..., words, 16, 4, num]
     return codes.transpose(-4, -3).flatten(-3)
@@ -308,14 +282,3 @@ def _from_bytes(numbers: torch.Tensor, width: int) -> torch.Tensor:
 
 def _codes(words: torch.Tensor) -> torch.Tensor:
     return _of_dwords(words, 2, 4)
-
-
-def _scaled(codes: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Q4_K and Q5_K: codes [..., 16, 256] times their scales, less their minima."""
-    import torch
-
-    packed = rest[..., :192].unflatten(-1, (3, 16, 4))
-    low, high, both = packed.unbind(-3)  # [..., 16, 4]
-    scales = torch.cat((low & 63, both & 15 | low >> 6 << 4), dim=-1).float() * _numbers(rest, 192).unsqueeze(-1)
-    minima = torch.cat((high & 63, both >> 4 | high >> 6 << 4), dim=-1).float() * _numbers(rest, 224).unsqueeze(-1)
-    return codes.float() * scales.repeat_interleave(32, dim=-1) - minima.repeat_interleave(32, dim=-1)

@@ -9,17 +9,14 @@ in a bfloat16 model its `load` rounds the scales to bfloat16 first, and then the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import CheckpointError
 from expertly.formats.int4 import GROUPS, Int4Format, check_field, shape2
-from expertly.formats.tiles import Bytes
-
-if TYPE_CHECKING:
-    import torch
+from expertly.formats.tiles import Bytes, torch
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word of each of 8 outputs."""
@@ -96,8 +93,6 @@ class GptqFormat(_InHalf):
         """Also of what tiles cannot hold: inputs in another order than their groups, and 8 bits, which GPTQModel gives
         lm_head.
         """
-        import torch
-
         words, scales, zeros, order = tensors
         bits, num = 8 if 4 * len(words) == columns else 4, shape2(zeros, self.suffixes[2])[0]
         shapes = (columns * bits // 32, rows), (num, rows), (num, rows * bits // 32), (columns,)
@@ -160,7 +155,6 @@ def _in_order(words: torch.Tensor) -> Bytes:
 
 
 def gptq(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
-    """`group_formats` of GPTQ."""
     version = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
     fields = {**quantization, "checkpoint_format": version}
     for field, accepted in {
@@ -182,7 +176,6 @@ def gptq(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
 
 
 def awq(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
-    """`group_formats` of AWQ."""
     named = (quantization.get(field) for field in ("checkpoint_format", "version", "format"))
     version = next((str(one).lower() for one in named if one is not None), "gemm")
     if quantization.get("backend") == "llm-awq":

@@ -9,15 +9,12 @@ lowest bits; then 16 scales of 2 bytes; then 16 zero points of 4 bits, where the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
-from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat, transposed
-
-if TYPE_CHECKING:
-    import torch
+from expertly.formats.tiles import TILE_OUTPUTS, Bytes, TiledFormat, torch, transposed
 
 GROUPS = (32, 128)
 
@@ -26,20 +23,18 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 _MAX_SCALE = 2048.0
 """16 times that is still finite in float16."""
 
-_NAMES = (
-    *("int4_g32", "int4_g128", "int4_g32_f16", "int4_g128_f16"),
-    *("int4_g32_zeros", "int4_g128_zeros", "int4_g32_zeros_f16", "int4_g128_zeros_f16"),
-)
+_NAMES = [f"int4_g{group}{zeros}{half}" for zeros in ("", "_zeros") for half in ("", "_f16") for group in GROUPS]
 """In the order of native/products.h."""
 
 _FIRST_KERNEL = 10
 
 
 class Int4Format(TiledFormat):
-    """The tiles. Subclasses have the layouts of checkpoints: `suffixes`, `shapes`, `parts_of`, `size_of`."""
+    """The tiles. Subclasses have the layouts of checkpoints: `suffixes` (the second is that of the scales), `shapes`,
+    `parts_of`, `size_of`.
+    """
 
     quant_method: str
-    scales_at = 1  # the position of the scales among the suffixes
     usual_scales = "BF16"  # assumed where only the config is known
     refused: Mapping[str, str] = {}
     """Endings of further tensors of a matrix, which are not supported, and why."""
@@ -59,7 +54,7 @@ class Int4Format(TiledFormat):
     def is_of(self, quantization: Mapping[str, Any], dtypes: Mapping[str, str], dtype: str) -> bool:
         if quantization.get("quant_method") != self.quant_method or not self.has_groups_of(quantization):
             return False
-        found = {one for name, one in dtypes.items() if name.endswith(self.suffixes[self.scales_at])}
+        found = {one for name, one in dtypes.items() if name.endswith(self.suffixes[1])}
         is_stored = not (found or {self.usual_scales}).isdisjoint(self.stored_scales)
         return is_stored and dtype in ("float32", _DTYPES[self.scales])
 
@@ -68,13 +63,10 @@ class Int4Format(TiledFormat):
         return bool(quantization.get("group_size") == self.group)
 
     def size_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-        """Rows and columns of the matrix of these tensors."""
         raise NotImplementedError
 
     def scales_of(self, scales: torch.Tensor, rows: int) -> Bytes:
         """The scales' part [rows, columns / G, 2], from numbers [rows, columns / G]."""
-        import torch
-
         size = float(scales.abs().amax()) if scales.numel() else 0.0  # NaN where one is
         if not size <= _MAX_SCALE:
             raise CheckpointError(f"a scale of {size:g} in size: must be at most {_MAX_SCALE:g}")
@@ -100,16 +92,12 @@ class Int4Format(TiledFormat):
         """Weights [..., G] in the dtype of the scales, from numbers [..., G / 2], scales [..., 2]
         and zeros [..., 1].
         """
-        import torch
-
         dtype = torch.bfloat16 if self.scales == "BF16" else torch.float16
         values = _nibbles(numbers).float() - (8 if zeros is None else zeros.float())
         return (values * scales.contiguous().view(dtype).float()).to(dtype)
 
     def dequantised(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> torch.Tensor:
         """A matrix [rows, columns] in the dtype of the scales. Raises CheckpointError where a tensor does not fit."""
-        import torch
-
         if columns % self.group:
             raise CheckpointError(f"{columns} inputs: {self.name} needs a multiple of {self.group}")
         for suffix, tensor, (_, shape) in zip(self.suffixes, tensors, self.shapes(rows, columns), strict=True):
@@ -121,15 +109,11 @@ class Int4Format(TiledFormat):
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     """[..., 2 n] from bytes [..., n], the lower four bits first."""
-    import torch
-
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def shape2(tensor: torch.Tensor, suffix: str) -> tuple[int, int]:
     """The shape of a matrix of packed words. Raises CheckpointError where the tensor is none."""
-    import torch
-
     if tensor.dim() != 2 or tensor.dtype != torch.int32:
         raise CheckpointError(f"{suffix}: {tensor.dtype} {list(tensor.shape)}: must be torch.int32 of two dimensions")
     return tensor.shape[0], tensor.shape[1]
@@ -176,19 +160,7 @@ class PackQuantized(Int4Format):
 PACK_QUANTIZED = tuple(PackQuantized(group, scales) for scales in ("BF16", "F16") for group in GROUPS)
 
 
-_WEIGHTS: Mapping[str, Sequence[object]] = {
-    "num_bits": (4,),
-    "type": ("int",),
-    "strategy": ("group",),
-    "group_size": GROUPS,
-    "symmetric": (True,),
-    "dynamic": (False, None),
-    "actorder": (None, False, "static", "weight"),  # others permute the inputs
-}
-
-
 def pack_quantized(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4Format]:
-    """`group_formats` of compressed-tensors."""
     where = "quantization_config"
     check_field(quantization, "format", ("pack-quantized",), where)
     for field in ("kv_cache_scheme", "sparsity_config", "transform_config"):
@@ -204,7 +176,15 @@ def pack_quantized(quantization: Mapping[str, Any], dtype: str) -> Sequence[Int4
     check_field(group, "format", (None, "pack-quantized"), where)
     for field in ("input_activations", "output_activations"):
         check_field(group, field, (None,), where)
-    for field, accepted in _WEIGHTS.items():
+    for field, accepted in {
+        "num_bits": (4,),
+        "type": ("int",),
+        "strategy": ("group",),
+        "group_size": GROUPS,
+        "symmetric": (True,),
+        "dynamic": (False, None),
+        "actorder": (None, False, "static", "weight"),  # others permute the inputs
+    }.items():
         check_field(group["weights"], field, accepted, f"{where}.weights")
     return [one for one in PACK_QUANTIZED if one.has_groups_of(quantization)]
 

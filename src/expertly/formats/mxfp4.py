@@ -7,15 +7,12 @@ bytes of scales. These are a checkpoint's own bytes in another order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from expertly.core.errors import CheckpointError
-from expertly.formats.tiles import TILE_OUTPUTS, Bytes, RoundingFormat, transposed
-
-if TYPE_CHECKING:
-    import torch
+from expertly.formats.tiles import TILE_OUTPUTS, Bytes, RoundingFormat, torch, transposed
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -48,8 +45,6 @@ class _Mxfp4(RoundingFormat):
         return np.concatenate((words.reshape(*codes.shape[:-2], -1), scales[..., 0]), axis=-1)
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
-        import torch
-
         words, scales = tiles[..., :256].unflatten(-1, (4, 16, 4)), tiles[..., 256:]
         pairs = torch.stack((words & 15, words >> 4), dim=-1)  # [..., 4, 16, 4, 2]
         codes = pairs.transpose(-4, -3).flatten(-3)  # [..., 16, 32]
@@ -60,14 +55,13 @@ class _Mxfp4(RoundingFormat):
         """A group's scale is the largest power of two with which its largest weight is at least 4, or twice that, which
         clips nothing: the one with the smaller squared error.
         """
-        import torch
-
         groups = weights.reshape(len(weights), -1, 32)
         largest = groups.abs().amax(dim=-1)
         scales = ((largest.view(torch.int32) >> 23) - 2).clamp_(0, _MAX_SCALE)
         relative = groups * ((254 - scales) << 23).view(torch.float32).unsqueeze(-1)
         rounded, wider = _nearest(relative), _nearest(relative / 2)
-        is_wider = _squares(wider * 2 - relative) < _squares(rounded - relative)
+        errors, of_wider = ((numbers - relative).square_().sum(dim=-1) for numbers in (rounded, wider * 2))
+        is_wider = of_wider < errors
         is_wider &= scales < _MAX_SCALE
         scales += is_wider
         rounded = torch.where(is_wider.unsqueeze(-1), wider, rounded)
@@ -80,16 +74,10 @@ class _Mxfp4(RoundingFormat):
 
 def _nearest(values: torch.Tensor) -> torch.Tensor:
     """The nearest of VALUES; of two equally near the one with an even code."""
-    import torch
-
     power = (values.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=1.0)  # the power of two below
     # VALUES are multiples of half that power (below 1 of 0.5): adding `magic` makes float32 round to these.
     magic = power.mul_(1.5 * 2**22)
     return (values + magic).sub_(magic).copysign_(values).clamp_(-6.0, 6.0)
-
-
-def _squares(errors: torch.Tensor) -> torch.Tensor:
-    return errors.square_().sum(dim=-1)
 
 
 MXFP4 = _Mxfp4()

@@ -20,7 +20,18 @@ from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.geometry import PAGE_NBYTES, SECTOR_NBYTES, LayerGeometry
 
 if TYPE_CHECKING:
-    import torch
+    import torch as torch
+else:
+
+    class _Torch:
+        """torch, imported when it is first asked for something: `expertly --help` names formats without it."""
+
+        def __getattr__(self, name: str) -> Any:
+            import torch
+
+            return getattr(torch, name)
+
+    torch = _Torch()
 
 TILE_OUTPUTS = 16
 
@@ -52,6 +63,7 @@ class TiledFormat(Protocol):
         model computes in `dtype`. `dtypes`: of its tensors by name, safetensors' names; empty where only the config is
         known.
         """
+        return False
 
     def parts_of(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[Bytes, ...]:
         """The parts of a matrix from its tensors, in the order of `suffixes`. Raises CheckpointError for a value that
@@ -127,8 +139,6 @@ def nearest_codes(
     """Codes of weights [..., G], within the range `codes`, and their scales [..., 1]: of `scales` the one with the
     least squared error.
     """
-    import torch
-
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     for scale in scales:
         code = torch.where(scale == 0, 0.0, groups / scale).round_().clamp_(*codes)
@@ -157,8 +167,7 @@ class ExpertFormat:
 
     @property
     def name(self) -> str:
-        names = dict.fromkeys((self.inner.name, self.down.name))
-        return "+".join(names)
+        return "+".join(dict.fromkeys((self.inner.name, self.down.name)))
 
     @property
     def kernels(self) -> tuple[int, int]:
@@ -190,8 +199,6 @@ class ExpertFormat:
 
     def decode(self, blocks: torch.Tensor, num_matrices: int, hidden_size: int) -> torch.Tensor:
         """Float32 weights [r, M, H] of r neurons from their blocks [r / B, block_nbytes], on the blocks' device."""
-        import torch
-
         num, size, group = len(blocks), self.down.group, self.inner.group
         sizes = self.inner_nbytes(num_matrices, hidden_size), self._down_nbytes(hidden_size)
         inner, down = blocks[:, : sum(sizes)].split(sizes, dim=1)
@@ -230,11 +237,9 @@ def transposed(part: Bytes, num_bytes: int) -> Bytes:
     """
     kind = {2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}.get(num_bytes)
     if kind is None:
-        moved = part.reshape(*part.shape[:-1], -1, num_bytes).swapaxes(-2, -3)
-    else:
-        items = np.ascontiguousarray(part).view(kind).swapaxes(-1, -2)
-        moved = np.ascontiguousarray(items).view(np.uint8).reshape(*items.shape, num_bytes)
-    return moved
+        return part.reshape(*part.shape[:-1], -1, num_bytes).swapaxes(-2, -3)
+    items = np.ascontiguousarray(part).view(kind).swapaxes(-1, -2)
+    return np.ascontiguousarray(items).view(np.uint8).reshape(*items.shape, num_bytes)
 
 
 def _inner_tiles(part: Bytes, size: int) -> Bytes:

@@ -97,7 +97,6 @@ class AnswerFormat:
         return AnswerReader(_template(fields), begun, tools, is_single) if fields else None
 
     def begins_thinking(self, prompt: str) -> bool:
-        """Whether the prompt itself opens the reasoning."""
         reader = self.reader(prompt, ())
         return reader is not None and reader.is_thinking
 
@@ -128,12 +127,10 @@ class AnswerReader:
             self.is_thinking = event["field"] in _REASONING and event["type"] != "region_close"
 
     def add(self, text: str) -> list[AnswerPart]:
-        """The parts that this text completes."""
         self._text += text
         return self._parts(lambda parser: parser.feed(text), text)
 
     def end(self) -> list[AnswerPart]:
-        """The rest."""
         return self._parts(lambda parser: parser.finalize()[1], "")
 
     def _parts(self, advance: Any, text: str) -> list[AnswerPart]:

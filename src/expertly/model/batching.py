@@ -9,6 +9,7 @@ its last token, when it is cancelled, or when its pass fails; then `Failed` is c
 from __future__ import annotations
 
 import copy
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from expertly.core.errors import EngineClosedError, ExpertlyError, ModelUseError
 from expertly.model.generation import generation_config
+from expertly.model.structure import first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,6 @@ class Batch:
             self._watcher.join()
 
     def _make(self) -> Any:
-        """Make a manager and start it."""
         limits = self._limits
         settings: Any = {_PAGE_FIELD: limits.page_tokens}
         if hasattr(ContinuousBatchingConfig, "auto_switch_to_flash"):
@@ -215,7 +216,7 @@ class Batch:
         with self._lock:
             if self._is_closed:
                 return
-            in_pass = set(self._processor.names)
+            in_pass = {future.state.request_id for future in self._processor.in_pass}
             of_step = [name for name in self._running if name in in_pass]
             others = [name for name in self._running if name not in in_pass]
             self._running.clear()
@@ -246,14 +247,9 @@ class _ChooserProcessor:
         """
         self._chooser = chooser
         self._processors = processors
-        self.in_pass: list[Any] = []
+        self.in_pass: list[Any] = []  # requests of the running pass, or the last one
         self.num_cached: dict[str, int] = {}  # of the prompt of each request that has no token yet, or just its first
         self.has_run = False  # since it was given to a manager
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the requests in the running pass, or the last one."""
-        return [future.state.request_id for future in self.in_pass]
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         """Called by the manager. There are no arguments to fill."""
@@ -292,26 +288,19 @@ class OneAtATime:
     """For families that cannot share a forward pass: each request is one call of `generate`, in a thread."""
 
     def __init__(self, model: Any, chooser: Chooser, failed: Failed) -> None:
-        self._model = model
-        self._chooser = chooser
-        self._failed = failed
-        self._changed = threading.Condition()  # guards the fields below
-        self._waiting: list[Entry] = []
-        self._running: str | None = None
-        self._is_cancelled = False  # the running one
+        self._model, self._chooser, self._failed = model, chooser, failed
+        self._entries: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
+        self._wanted: set[str] = set()  # names of requests that have not ended, and that nobody cancelled
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="expertly-serve-generate", daemon=True)
         self._thread.start()
 
     def submit(self, entry: Entry) -> None:
-        with self._changed:
-            self._waiting.append(entry)
-            self._changed.notify()
+        self._wanted.add(entry.name)
+        self._entries.put(entry)
 
     def cancel(self, name: str) -> None:
-        with self._changed:
-            self._waiting = [entry for entry in self._waiting if entry.name != name]
-            self._is_cancelled = self._is_cancelled or self._running == name
+        self._wanted.discard(name)
 
     def num_cached(self, name: str) -> int:
         return 0
@@ -320,30 +309,20 @@ class OneAtATime:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
+        self._is_closed = True
+        self._entries.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed)
-                if self._is_closed:
-                    return
-                entry = self._waiting.pop(0)
-                self._running, self._is_cancelled = entry.name, False
-            error: BaseException | None = None
+        while (entry := self._entries.get()) is not None and not self._is_closed:
             try:
-                self._generate(entry)
-            except Exception as raised:  # of any kind: this request fails
-                error = raised
-            with self._changed:
-                self._running = None
-                is_told = error is not None and not self._is_cancelled
-            if error is not None and is_told:
-                self._failed([entry.name], [], error)
+                if entry.name in self._wanted:
+                    self._generate(entry)
+            except Exception as error:  # of any kind: this request fails
+                if entry.name in self._wanted:
+                    self._failed([entry.name], [], error)
+            self._wanted.discard(entry.name)
 
     def _generate(self, entry: Entry) -> None:
         def choose(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -351,7 +330,7 @@ class OneAtATime:
             return _force(scores, self._chooser.choose([entry.name], scores))
 
         def must_stop(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            ends = self._is_closed or self._is_cancelled
+            ends = self._is_closed or entry.name not in self._wanted
             return torch.full((input_ids.shape[0],), ends, device=input_ids.device, dtype=torch.bool)
 
         config = _greedy_config(self._model, entry.max_new_tokens)
@@ -415,8 +394,7 @@ class _GreedyProbe:
 
 
 def _sentence(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"transformers' continuous batching does not run it ({type(error).__name__}: {text[:200]})"
+    return f"transformers' continuous batching does not run it ({type(error).__name__}: {first_line(error):.200})"
 
 
 # -- limits for users who call transformers' own batching --------------------------------------------------------------
@@ -431,16 +409,21 @@ _MAX_CONCURRENT = 16
 _UNKNOWN_LENGTH = 4096
 
 
-def bounded_config(config: Any, hints: Any) -> Any:
+def bounded_config(config: Any, generation_config: Any = None, hints: Any = None) -> Any:
     """`config` with limits of the cache, because transformers' default takes most of the machine's memory, and without
-    CUDA graphs and async batching.
-
-    The cache has room for the full length of 16 of the requests in `hints` (transformers' WorkloadHints or None).
+    CUDA graphs and async batching. The cache has room for 16 of the requests in `hints` (transformers' WorkloadHints).
+    Raises ModelUseError where the caller asks for CUDA graphs or compilation.
     """
+    graphs = getattr(config, "use_cuda_graph", None)
+    if any(graphs) if isinstance(graphs, tuple) else graphs:
+        raise ModelUseError(f"use_cuda_graph={graphs}: experts that come and go cannot be captured; accepted: False")
+    compiled = [getattr(config, name, None) for name in ("varlen_compile_config", "decode_compile_config")]
+    compiled.append(getattr(generation_config, "compile_config", None))
+    if getattr(config, "default_compile_level", None) or any(setting is not None for setting in compiled):
+        raise ModelUseError("compile_config: experts that come and go cannot be traced; accepted: None")
     settings: Any = {_PAGE_FIELD: _PAGE_TOKENS}
     config = ContinuousBatchingConfig(**settings) if config is None else copy.copy(config)
-    config.use_cuda_graph = False
-    config.use_async_batching = False
+    config.use_cuda_graph = config.use_async_batching = False
     if config.max_batch_tokens is None:
         config.max_batch_tokens = MAX_BATCH_TOKENS
     if config.num_blocks is None:
@@ -449,15 +432,3 @@ def bounded_config(config: Any, hints: Any) -> Any:
         pages = -(-(length or _UNKNOWN_LENGTH) // getattr(config, _PAGE_FIELD)) + 1
         config.num_blocks = pages * num_requests
     return config
-
-
-def refuse_compiled(generation_config: Any, config: Any) -> None:
-    """Raise ModelUseError where the caller asks for CUDA graphs or compilation."""
-    graphs = getattr(config, "use_cuda_graph", None)
-    if any(graphs) if isinstance(graphs, tuple) else graphs:
-        raise ModelUseError(f"use_cuda_graph={graphs}: experts that come and go cannot be captured; accepted: False")
-    compiled = [getattr(config, name, None) for name in ("varlen_compile_config", "decode_compile_config")]
-    compiled.append(getattr(generation_config, "compile_config", None))
-    level = getattr(config, "default_compile_level", None)
-    if level or any(one is not None for one in compiled):
-        raise ModelUseError("compile_config: experts that come and go cannot be traced; accepted: None")

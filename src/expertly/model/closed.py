@@ -24,6 +24,12 @@ from expertly.model.hooks import look_alike
 _MODULES = {"torch": torch.__name__, "nn": nn.__name__, "F": functional.__name__}
 _PACKAGES = (torch.__name__, transformers.__name__)
 
+ARITHMETIC = {"torch", "nn", "F", "functional", "linear", "softmax", "sigmoid", "tanh", "logsumexp", "matmul", "cat"}
+ARITHMETIC |= {"pow", "mean", "rsqrt", "rms_norm", "sum", "topk", "stack", "chunk", "gather"}
+ARITHMETIC |= {"shape", "size", "reshape", "view", "flatten", "expand", "unsqueeze", "transpose", "contiguous"}
+ARITHMETIC |= {"dtype", "float", "float32", "bool", "to", "type", "type_as", "device", "maybe_autocast"}
+"""Names of torch that do the same to all numbers at any time, so that a few show it: no bounds, no conditions."""
+
 
 def does_only(function: Any, names: Set[str], kind: type = object, apart: Set[str] = frozenset()) -> bool:
     """Whether the code of a function, or of a method of `kind`, looks up nothing but `names`, compares no values and

@@ -21,18 +21,11 @@ from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
-from expertly.formats import (
-    FORMATS,
-    GROUP_METHODS,
-    ExpertFormat,
-    RoundingFormat,
-    TiledFormat,
-    expert_format,
-    group_formats,
-)
+from expertly.formats import FORMATS, GROUP_METHODS, expert_format, group_formats
 from expertly.formats.gguf import OF_GGUF_TYPE
 from expertly.formats.mxfp4 import MXFP4
-from expertly.model.dequantizer import BlockDequantizer, GroupDequantizer
+from expertly.formats.tiles import ExpertFormat, RoundingFormat, TiledFormat
+from expertly.model.dequantizer import BlockDequantizer, GroupDequantizer, extended
 from expertly.model.structure import ExpertsSite, first_line, quiet
 from expertly.store.checkpoint import Bytes, Checkpoint
 from expertly.store.manifest import IS_FLOAT
@@ -64,7 +57,14 @@ class Group:
     @property
     def is_rowwise(self) -> bool:
         """Whether row e of the parameter depends on the e-th tensors, or row e of a tensor, alone."""
-        return all(_is_rowwise(operation) for operation in self.operations)
+        known = ("Concatenate", "ConcatenateRows", "Transpose", "Interleave", "Mxfp4Dequantize", "Dequantize")
+        return all(
+            operation.dim == 0
+            if type(operation).__name__ == "MergeModulelist"
+            else type(operation).__name__ in known
+            and all(getattr(operation, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
+            for operation in self.operations
+        )
 
     @property
     def is_dequantized(self) -> bool:
@@ -87,7 +87,6 @@ class Group:
 
     @property
     def operations(self) -> Sequence[Any]:
-        """transformers' operations, in order."""
         return () if self.converter is None else self.converter.operations
 
     def expert_indices(self, pattern: str) -> list[int]:
@@ -100,17 +99,6 @@ class Group:
 
 def _is_dequantizing(operation: Any) -> bool:
     return getattr(operation, "hf_quantizer", None) is not None
-
-
-def _is_rowwise(operation: Any) -> bool:
-    name = type(operation).__name__
-    if name == "MergeModulelist":
-        return bool(operation.dim == 0)
-    is_known = name in (
-        *("Concatenate", "ConcatenateRows", "Transpose", "Interleave"),
-        *("Mxfp4Dequantize", "Dequantize"),
-    )
-    return is_known and all(getattr(operation, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
 
 
 def make_quantizer(quantization: object, dtype: str) -> Any | None:
@@ -148,13 +136,13 @@ class Conversion:
         self._model = model
         self._quantizer = quantizer
         if isinstance(quantizer, GroupDequantizer | BlockDequantizer):
-            transforms = quantizer.converted(conversion_mapping.get_model_conversion_mapping(model))
+            transforms = extended(conversion_mapping.get_model_conversion_mapping(model), quantizer)
         else:
             transforms = conversion_mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)
         self._renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
         self._converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
         self._of_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
-        self._parameters = model.state_dict()
+        self.parameters = model.state_dict()
 
     def tiled_format(self, name: str) -> TiledFormat:
         """The format with this name, in the variant that reads this checkpoint's tensors."""
@@ -165,11 +153,11 @@ class Conversion:
         """The (first) parameter that a checkpoint tensor makes, and the converter's pattern that it matches."""
         prefix = self._model.base_model_prefix
         found: tuple[str, str | None] = core_model_loading.rename_source_key(
-            name, self._renamings, self._converters, prefix, self._parameters
+            name, self._renamings, self._converters, prefix, self.parameters
         )
-        if found[0] not in self._parameters and name in self._parameters:
+        if found[0] not in self.parameters and name in self.parameters:
             found = core_model_loading.rename_source_key(
-                name, [], [], base_model_prefix=prefix, meta_state_dict=self._parameters
+                name, [], [], base_model_prefix=prefix, meta_state_dict=self.parameters
             )
         return found
 
@@ -179,7 +167,7 @@ class Conversion:
         unexpected = []
         for name in sorted(names, key=core_model_loading.dot_natural_key):
             target, pattern = self.target(name)
-            if target not in self._parameters:
+            if target not in self.parameters:
                 unexpected.append(name)
                 continue
             if target not in groups:
@@ -189,19 +177,13 @@ class Conversion:
         return groups, unexpected
 
     def targets(self, group: Group) -> list[str]:
-        """All parameters that a group makes."""
         if group.converter is None:
             return [group.target]
         first, *others = group.converter.target_patterns
         return [group.target, *(group.target.replace(first, other) for other in others)]
 
     def shape(self, target: str) -> tuple[int, ...]:
-        """The parameter's shape by the config."""
-        return tuple(self._parameters[target].shape)
-
-    def is_float(self, target: str) -> bool:
-        """Whether the parameter's numbers are floats."""
-        return self._parameters[target].is_floating_point()
+        return tuple(self.parameters[target].shape)
 
     def missing(self, groups: Mapping[str, Group]) -> list[str]:
         """Parameters that no group makes, without tied ones and those that transformers allows to be missing."""
@@ -223,7 +205,7 @@ class Conversion:
         """
         names = sorted(checkpoint.tensors, key=core_model_loading.dot_natural_key)
         model_type = self._model.config.model_type
-        unknown = [name for name in names if self.target(name)[0] not in self._parameters]
+        unknown = [name for name in names if self.target(name)[0] not in self.parameters]
         if len(unknown) == len(names):
             return f"none of its {len(names)} tensors is one of a {model_type} ({', '.join(names[:2])}, ...)"
         for stack, number in re.findall(r"(\w+)\.(\d+)\.", target)[:1]:
@@ -339,7 +321,6 @@ class ExpertsReader:
 
     @property
     def source_names(self) -> set[str]:
-        """Names of the checkpoint's tensors that make these experts."""
         return {name for group in self._groups.values() for name in group.names}
 
     def experts(self, dtype: torch.dtype, only: Sequence[int] | None = None) -> Iterator[Bytes]:
@@ -384,7 +365,6 @@ class ExpertsReader:
         yield down if site.is_transposed else down.T
 
     def _kept(self, form: ExpertFormat, expert: int) -> Iterator[Bytes]:
-        """The blocks of an expert in the checkpoint's own format."""
         site = self._site
         first, second = site.expert_weight_names(expert)
         fused = self._parts(form.inner, first, expert)
@@ -441,12 +421,10 @@ class ExpertsReader:
         return parts_of(form, group, found, *self._rows_and_columns(target), expert=expert)
 
     def _rows_and_columns(self, target: str) -> tuple[int, int]:
-        """Outputs and inputs of an expert's matrix."""
         rows, columns = self._conversion.shape(target)[-2:]
         return (columns, rows) if self._site.is_transposed else (rows, columns)
 
     def _weight(self, target: str, expert: int) -> torch.Tensor:
-        """An expert's matrix in the module's layout."""
         if not self._site.is_fused:
             return self._convert(target, None)
         if self._groups[target].is_rowwise:
@@ -465,24 +443,20 @@ class ExpertsReader:
 
     # -- checks of headers -----------------------------------------------------------------------------------------
 
-    @property
-    def _says_config(self) -> str:
-        return f"config.json says {self._site.geometry.num_experts} experts in {self._site.name}"
-
     def _check(self, target: str, group: Group) -> None:
         folder, num_experts = self._checkpoint.folder, self._site.geometry.num_experts
         for pattern, names in group.sources.items():
             if group.is_per_expert:
                 indices = group.expert_indices(pattern)
                 absent = sorted({*range(num_experts)} - {*indices}) if indices else []
-                which = f": expert {absent[0]} is not in the checkpoint" if absent else ""
+                problem = f": expert {absent[0]} is not in the checkpoint" if absent else ""
                 if len(names) != num_experts:
-                    raise CheckpointError(
-                        f"{folder}: {self._site.name}: the checkpoint has {len(names)} experts, but config.json says "
-                        f"{num_experts} (tensor {names[0]!r} and its like){which}"
+                    problem = (
+                        f": the checkpoint has {len(names)} experts, but config.json says {num_experts} (tensor "
+                        f"{names[0]!r} and its like){problem}"
                     )
-                if which:
-                    raise CheckpointError(f"{folder}: {self._site.name}{which}")
+                if problem:
+                    raise CheckpointError(f"{folder}: {self._site.name}{problem}")
             elif len(names) != 1:
                 raise CheckpointError(f"{folder}: tensors {', '.join(names[:3])} all claim to be {target}")
             self._check_alike(names, group)
@@ -531,7 +505,8 @@ class ExpertsReader:
         num_experts = self._site.geometry.num_experts
         if self._site.is_fused and not group.is_per_expert and first.shape and first.shape[0] != num_experts:
             raise CheckpointError(
-                f"{named}: shape {list(first.shape)} holds {first.shape[0]} experts, but {self._says_config}"
+                f"{named}: shape {list(first.shape)} holds {first.shape[0]} experts, but config.json says "
+                f"{num_experts} experts in {self._site.name}"
             )
         if not group.is_dequantized and first.dtype not in IS_FLOAT and not self._checkpoint.gguf:
             raise CheckpointError(
@@ -584,8 +559,8 @@ def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
 
 
 def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None, *, as_bytes: bool = False) -> torch.Tensor:
-    """A tensor, or (`row`) `tensor[row : row + 1]`. GGUF's blocks are dequantised, or (`as_bytes`)
-    returned as bytes.
+    """A tensor, or (`row`) `tensor[row : row + 1]`. GGUF's blocks are dequantised to float32, or (`as_bytes`) returned
+    as bytes. Raises CheckpointError for a type that the package gguf cannot decode.
     """
     ref, dtype = checkpoint.tensors[name], _dtype(checkpoint, name)
     row = row if ref.shape else None
@@ -593,20 +568,14 @@ def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None, *, as
     if checkpoint.gguf and ref.dtype not in IS_FLOAT:
         if as_bytes:
             return torch.from_numpy(raw)
-        return dequantised(raw.reshape(math.prod(shape[:-1]), -1), ref.dtype).reshape(shape)
+        import gguf
+
+        blocks, kind = raw.reshape(math.prod(shape[:-1]), -1), gguf.GGMLQuantizationType[ref.dtype]
+        try:
+            return torch.from_numpy(gguf.quants.dequantize(blocks, kind)).reshape(shape)
+        except NotImplementedError:
+            raise CheckpointError(f"tensors in {ref.dtype}: the package gguf cannot dequantise them") from None
     return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
-
-
-def dequantised(raw: Bytes, dtype: str) -> torch.Tensor:
-    """Float32 weights of GGUF blocks [rows, nbytes]. Raises CheckpointError for a type that package
-    gguf cannot decode.
-    """
-    import gguf
-
-    try:
-        return torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[dtype]))
-    except NotImplementedError:
-        raise CheckpointError(f"tensors in {dtype}: the package gguf cannot dequantise them") from None
 
 
 def read_group(checkpoint: Checkpoint, group: Group, expert: int | None = None, *, as_bytes: bool = False) -> Tensors:
@@ -655,6 +624,5 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
 
 
 def to_bytes(tensor: torch.Tensor) -> Bytes:
-    """The memory of a contiguous tensor."""
     flat: Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat

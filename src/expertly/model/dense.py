@@ -7,7 +7,6 @@ B sequences of S tokens; H heads, D width of a head, n tokens of a sequence that
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Set
@@ -26,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
-from expertly.model.closed import does_only, stand_in, takes_only, undecorated
+from expertly.model.closed import ARITHMETIC, does_only, stand_in, takes_only, undecorated
 from expertly.model.hooks import CACHE, look_alike, places
 from expertly.model.tiled import TiledLayer
 from expertly.native.kernels import NORM_STYLES, Kernels, Projections, are_plain
@@ -65,7 +64,6 @@ class FewTokensLinear(nn.Linear):
     _expertly_kernels: Kernels
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As nn.Linear's."""
         return _linear_of(self._expertly_kernels, input, self.weight, self.bias)
 
 
@@ -75,30 +73,25 @@ FewTokensLinear.__name__ = FewTokensLinear.__qualname__ = "Linear"
 def _linear_of(
     kernels: Kernels, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As torch's `linear`."""
-    if not _are_few_of(kernels, input, weight, bias):
-        return linear(input, weight, bias)
-    x = input.contiguous()
-    if x.dim() == 1:
-        x = x.unsqueeze(0)
-    out = x.new_empty(*input.shape[:-1], weight.shape[0])
-    task = (weight.data_ptr(), 0, x.numel() // x.shape[-1], 0)
-    kernels.dots(task, x, out, weight.stride(0) * weight.element_size(), bias=bias, num_matrices=1)
-    return out
-
-
-def _are_few_of(kernels: Kernels, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether a linear layer's product is the kernels'. One call for all: it runs several times a layer and token."""
+    """As torch's `linear`. One function for all: it runs several times a layer and token."""
     width = input.shape[-1]
     num_tokens = input.numel() // width if width else 0
-    return (
+    if not (
         are_plain(input, weight, bias)
         and 1 <= num_tokens <= kernels.most_tokens(input.dtype)
         and weight.dim() == 2
         and width == weight.shape[1]
         and weight.stride(1) == 1
         and (bias is None or (bias.shape == weight.shape[:1] and bias.stride(0) == 1))
-    )
+    ):
+        return linear(input, weight, bias)
+    x = input.contiguous()
+    if x.dim() == 1:
+        x = x.unsqueeze(0)
+    out = x.new_empty(*input.shape[:-1], weight.shape[0])
+    task = (weight.data_ptr(), 0, num_tokens, 0)
+    kernels.dots(task, x, out, weight.stride(0) * weight.element_size(), bias=bias, num_matrices=1)
+    return out
 
 
 def _use_functional(model: nn.Module, kernels: Kernels) -> int:
@@ -140,26 +133,36 @@ class _Functional:
 
 # -- routers -----------------------------------------------------------------------------------------------------------
 
-ROUTER_NAMES = {"reshape", "view", "hidden_dim", "F", "linear", "weight", "bias", "torch", "nn", "functional"}
-ROUTER_NAMES |= {"softmax", "float", "topk", "top_k", "norm_topk_prob", "sum", "to", "dtype"}
+ROUTER_NAMES = ARITHMETIC | {"hidden_dim", "weight", "bias", "top_k", "norm_topk_prob"}
 """What a router's forward may look up that is no more than what is tried."""
 
 
-def _use_routers(model: nn.Module, kernels: Kernels) -> None:
+def _use_routers(model: nn.Module, kernels: Kernels) -> int:
     """Logits, weights and ids of the chosen in one call, in modules that were found to compute them so."""
-    styles: dict[Any, tuple[bool, torch.dtype] | None] = {}
-    modules: list[Any] = list(model.modules())
-    for module in modules:
+
+    def kind_of(module: Any) -> Any:
         if not hasattr(module, "top_k") or not _is_listed(module, ROUTER_NAMES):
-            continue
+            return None
         parameters = {name: (tuple(one.shape), one.dtype) for name, one in module.named_parameters(recurse=False)}
-        if not {"weight"} <= set(parameters) <= {"weight", "bias"} or not _is_taken(module.weight, kernels):
-            continue
-        kind = type(module), *parameters.values(), module.top_k, vars(module).get("norm_topk_prob")
+        if not {"weight"} <= parameters.keys() <= {"weight", "bias"} or not _is_taken(module.weight, kernels):
+            return None
+        return type(module), *parameters.values(), module.top_k, vars(module).get("norm_topk_prob")
+
+    return _use_tried(model, kind_of, _router_style_of, _become_router, kernels)
+
+
+def _use_tried(model: nn.Module, kind_of: Any, style_of: Any, become: Any, kernels: Kernels) -> int:
+    """Change the modules that have a style, which is tried once for each kind of them; how many."""
+    styles: dict[Any, Any] = {None: None}
+    num_changed = 0
+    for module in list(model.modules()):
+        kind = kind_of(module)
         if kind not in styles:
-            styles[kind] = _router_style_of(module, kernels)
-        if (found := styles[kind]) is not None:
-            _become_router(module, *found, kernels)
+            styles[kind] = style_of(module, kernels)
+        if styles[kind] is not None:
+            become(module, styles[kind], kernels)
+            num_changed += 1
+    return num_changed
 
 
 def _router_style_of(module: Any, kernels: Kernels) -> tuple[bool, torch.dtype] | None:
@@ -201,8 +204,8 @@ def _router_style_of(module: Any, kernels: Kernels) -> tuple[bool, torch.dtype] 
     return (max(found), of_weights) if found and num_tried >= 8 else None
 
 
-def _become_router(module: Any, is_normalised: bool, of_weights: torch.dtype, kernels: Kernels) -> None:
-    original, top_k = type(module), module.top_k
+def _become_router(module: Any, style: tuple[bool, torch.dtype], kernels: Kernels) -> None:
+    (is_normalised, of_weights), original, top_k = style, type(module), module.top_k
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
@@ -226,30 +229,20 @@ def _become_router(module: Any, is_normalised: bool, of_weights: torch.dtype, ke
 
 # -- norms -------------------------------------------------------------------------------------------------------------
 
-
-_NORM_NAMES = {"weight", "_norm", "eps", "variance_epsilon", "dtype", "float", "float32", "to", "type_as", "torch"}
-_NORM_NAMES |= {"pow", "mean", "rsqrt", "F", "rms_norm", "normalized_shape"}
-_NORM_NAMES |= {"with_scale", "group_size", "shape", "reshape", "flatten"}
+_NORM_NAMES = ARITHMETIC | {"weight", "_norm", "eps", "variance_epsilon", "normalized_shape"}
+_NORM_NAMES |= {"with_scale", "group_size"}
 """What a norm may look up that is no more than what is tried."""
 
 
 def _use_norms(model: nn.Module, kernels: Kernels) -> int:
     """Modules that compute what `Kernels.norm` does: tried with each style, on numbers that show the epsilon, too."""
-    styles: dict[tuple[type, torch.dtype, float, int], str | None] = {}
-    num_changed = 0
-    modules: list[Any] = list(model.modules())
-    for module in modules:
+
+    def kind_of(module: Any) -> Any:
         epsilon = _epsilon_of(module)
-        if epsilon is None or not _is_taken(module.weight, kernels):
-            continue
-        kind = type(module), module.weight.dtype, epsilon, len(module.weight)
-        if kind not in styles:
-            styles[kind] = _style_of(module, epsilon, kernels)
-        style = styles[kind]
-        if style is not None:
-            _become_norm(module, epsilon, style, kernels)
-            num_changed += 1
-    return num_changed
+        is_norm = epsilon is not None and _is_taken(module.weight, kernels)
+        return (type(module), module.weight.dtype, epsilon, len(module.weight)) if is_norm else None
+
+    return _use_tried(model, kind_of, _style_of, _become_norm, kernels)
 
 
 def _epsilon_of(module: Any) -> float | None:
@@ -261,10 +254,11 @@ def _epsilon_of(module: Any) -> float | None:
     return found[0] if len(found) == 1 else None
 
 
-def _style_of(module: Any, epsilon: float, kernels: Kernels) -> str | None:
-    """As which the module computes, but for what another order of summation changes: last bits in float32, few numbers
-    in other dtypes. None where it is none.
+def _style_of(module: Any, kernels: Kernels) -> tuple[float, str] | None:
+    """Its epsilon, and as which the module computes, but for what another order of summation changes: last bits in
+    float32, few numbers in other dtypes. None where it is none.
     """
+    epsilon: float = _epsilon_of(module)  # type: ignore[assignment]
     generator = torch.Generator().manual_seed(0)
     weight, width = module.weight, module.weight.shape[0]
     tried = (torch.randn(width, generator=generator) + 1).to(weight.dtype)
@@ -284,11 +278,11 @@ def _style_of(module: Any, epsilon: float, kernels: Kernels) -> str | None:
         rtol, most = (2e-6, 1.0) if x.dtype == torch.float32 else (2 * torch.finfo(x.dtype).eps, 0.02)
         is_near = torch.allclose(got.float(), expected.float(), rtol=rtol, atol=1e-7)
         if is_near and (got != expected).float().mean() <= most:
-            return style
+            return epsilon, style
     return None
 
 
-def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> None:
+def _become_norm(module: Any, style: tuple[float, str], kernels: Kernels) -> None:
     original, as_tried = type(module), type(module).forward
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -302,10 +296,10 @@ def _become_norm(module: Any, epsilon: float, style: str, kernels: Kernels) -> N
             or weight.stride(0) != 1
         ):
             return original.forward(self, hidden_states)  # type: ignore[no-any-return]
-        return kernels.norm(hidden_states.contiguous(), weight, epsilon, style)
+        return kernels.norm(hidden_states.contiguous(), weight, *style)
 
     stand_in(module, forward=forward)
-    module._expertly_norm = epsilon, style
+    module._expertly_norm = style
 
 
 def _is_listed(module: nn.Module, names: Set[str]) -> bool:
@@ -324,10 +318,8 @@ _IDLE = {"position_ids", "sliding_window", "is_causal", "use_cache", "output_rou
 _IDLE |= {"dropout"}  # which is 0
 """Arguments that change nothing in `sdpa` and eager attention of a few tokens, whose mask says what they see."""
 
-_EAGER_NAMES = {"repeat_kv", "num_key_value_groups", "matmul", "softmax", "dropout", "training", "head_dim", "sinks"}
-_EAGER_NAMES |= {"torch", "nn", "F", "functional", "dtype", "float", "float32", "to", "type", "device"}
-_EAGER_NAMES |= {"maybe_autocast", "transpose", "contiguous", "shape", "reshape", "view", "expand", "unsqueeze", "cat"}
-_EAGER_NAMES |= {"max", "values", "tanh", "sigmoid", "logsumexp"}
+_EAGER_NAMES = ARITHMETIC | {"repeat_kv", "num_key_value_groups", "head_dim", "sinks", "max", "values"}
+_EAGER_NAMES |= {"dropout", "training"}  # with dropout the kernel is not asked
 """What an eager attention may look up that is no more than what is tried."""
 
 
@@ -342,7 +334,12 @@ def _use_attention(model: nn.Module, kernels: Kernels) -> int:
         if isinstance(module, PreTrainedModel) or not _asks_for_attention(type(module)):
             continue
         config = getattr(module, "config", None)
-        if isinstance(config, PreTrainedConfig) and _is_taken_of(module, kernels):
+        tiled = next((part for part in module.modules() if isinstance(part, TiledLayer)), None)
+        first = next(module.parameters(), None)  # whose dtype the module computes in
+        is_taken = first is not None and _is_taken(first, kernels)
+        if tiled is not None:
+            is_taken = tiled._expertly_kernels is kernels
+        if isinstance(config, PreTrainedConfig) and is_taken:
             is_eager = config._attn_implementation == "eager"
             eager = _eager_as_tried(module, kernels) if is_eager else None
             if eager is not None or config._attn_implementation == "sdpa":
@@ -354,24 +351,12 @@ def _use_attention(model: nn.Module, kernels: Kernels) -> int:
     return num_changed
 
 
-def _is_taken_of(module: nn.Module, kernels: Kernels) -> bool:
-    """What a module computes in: that of its first weight."""
-    tiled = next((one for one in module.modules() if isinstance(one, TiledLayer)), None)
-    if tiled is not None:
-        return tiled._expertly_kernels is kernels
-    first = next(module.parameters(), None)
-    return first is not None and _is_taken(first, kernels)
-
-
 @dataclass(frozen=True)
 class _Eager:
     """The eager attention of a module's own file, which computes what the kernel does."""
 
     function: Any
     known: Set[str]  # arguments
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Eager:
-        return self
 
 
 def _eager_as_tried(module: Any, kernels: Kernels) -> _Eager | None:
@@ -436,9 +421,6 @@ class NamesAttention:
             object.__setattr__(self, name, value)
         else:
             setattr(self._expertly_config, name, value)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NamesAttention:
-        return NamesAttention(copy.deepcopy(self._expertly_config, memo))
 
 
 def _attention(
@@ -554,12 +536,11 @@ _NAMES = {"shape", "head_dim", "view", "transpose", "reshape", "contiguous", "ge
 _NAMES |= {"layer_idx", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "use_qk_norm"}
 _NAMES |= {"apply_rotary_pos_emb", "update", "ALL_ATTENTION_FUNCTIONS", "get_interface", "_attn_implementation"}
 _NAMES |= {"eager_attention_forward", "attention_dropout", "scaling", "sliding_window", "sinks"}
-"""What a forward may look up that does no more than what is joined: another name may be a step that the tokens of the
-trial do not show.
+"""What a forward may look up that does no more than what is joined: another name may be a step behind attention, which
+is not tried, or one that the tokens of the trial do not show.
 """
 
-_ROTATION_NAMES = {"rotate_half", "_apply_rotary_emb", "unsqueeze", "cat", "chunk", "stack", "flatten", "shape"}
-_ROTATION_NAMES |= {"torch", "repeat_interleave", "dtype", "float", "to"}
+_ROTATION_NAMES = ARITHMETIC | {"rotate_half", "_apply_rotary_emb", "repeat_interleave"}
 """The same of `apply_rotary_pos_emb`."""
 
 _LINEARS = ("q_proj", "k_proj", "v_proj")
@@ -593,10 +574,6 @@ class Joined:
         return not _has_any_global_hook()
 
 
-def _address_of(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def is_usual_attention(kind: type[nn.Module], more: Set[str] = frozenset()) -> bool:
     """Does its forward look up nothing but what makes queries, keys and values of its input, and `more`, and asks with
     them?
@@ -618,11 +595,9 @@ def _join_projections(module: Any, kernels: Kernels) -> None:
         return
     names = undecorated(as_tried).__globals__  # type: ignore[union-attr]
     rotate = names.get("apply_rotary_pos_emb")
-    if not all(type(getattr(module, name, None)) is FewTokensLinear for name in _LINEARS):
-        return
-    if not all(
-        getattr(module, name, None) is None or hasattr(getattr(module, name), "_expertly_norm") for name in _NORMS
-    ):
+    norms = [norm for name in _NORMS if (norm := getattr(module, name, None)) is not None]
+    are_linear = all(type(getattr(module, name, None)) is FewTokensLinear for name in _LINEARS)
+    if not are_linear or not all(hasattr(norm, "_expertly_norm") for norm in norms):
         return
 
     def forward(
@@ -704,7 +679,7 @@ def _try(
     others = {argument: given for argument, given in own.items() if argument not in tensors}
     parts = []
     for name, part in named.items():
-        addresses = [(key, _address_of(value)) for key, value in part._parameters.items()]
+        addresses = [(key, 0 if value is None else value.data_ptr()) for key, value in part._parameters.items()]
         parts.append((name, part, type(part), type(part).__base__.forward, addresses))  # type: ignore[union-attr]
     then = (last.weight, last.bias) if "o_proj" in named else None
     num_angles = angles[0].shape[-1]

@@ -12,21 +12,19 @@ import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 from expertly.core.errors import CheckpointError, UnsupportedModelError
-from expertly.formats import Int4Format
 from expertly.formats.fp8 import BLOCK, scales_of
+from expertly.formats.int4 import Int4Format
 from expertly.formats.mxfp4 import VALUES
 from expertly.store.checkpoint import TensorRef
-
-Tensors = dict[str, Any]
-"""By pattern: a tensor, or a list with one for each expert."""
-
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class GroupDequantizer:
     """Takes the place of a transformers quantizer in `Conversion`. `forms`: the formats that a checkpoint's matrices
     may have; their tensors have the same names and differ in dtypes.
     """
+
+    renamed: Mapping[str, str] = {}
+    """Endings of names, and what transformers is to take them for."""
 
     def __init__(self, forms: Sequence[Int4Format]) -> None:
         self.forms = forms
@@ -49,27 +47,23 @@ class GroupDequantizer:
                 if stem + other not in tensors:
                     raise CheckpointError(f"tensor {name!r}: there is no {stem}{other} beside it")
 
-    def converted(self, transforms: Sequence[Any]) -> list[Any]:
-        """The model's transforms, extended to make weights from quantised tensors, too."""
-        return _extended(transforms, self)
-
     def weight(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """A decoded matrix, in the dtype of its scales. Raises CheckpointError where it has none of the formats."""
         rows, columns = self.forms[0].size_of(tensors)
-        at = self.forms[0].scales_at
+        stored, dtypes = tensors[1].dtype, {"BF16": torch.bfloat16, "F16": torch.float16}  # of the scales
         for form in self.forms:
-            if tensors[at].dtype in (_DTYPES[one] for one in form.stored_scales):
+            if stored in (dtypes[name] for name in form.stored_scales):
                 return form.dequantised(tensors, rows, columns)
-        accepted = " or ".join(str(_DTYPES[one]) for form in self.forms for one in form.stored_scales)
-        raise CheckpointError(f"{self.suffixes[at]}: {tensors[at].dtype}: must be {accepted}")
+        accepted = " or ".join(str(dtypes[name]) for form in self.forms for name in form.stored_scales)
+        raise CheckpointError(f"{self.suffixes[1]}: {stored}: must be {accepted}")
 
 
-def _extended(transforms: Sequence[Any], quantizer: GroupDequantizer | BlockDequantizer) -> list[Any]:
-    """The transforms; those that make something of weights first make these of quantised tensors, which one more does
-    alone.
+def extended(transforms: Sequence[Any], quantizer: GroupDequantizer | BlockDequantizer) -> list[Any]:
+    """A model's transforms, to make weights from quantised tensors, too: those that make something of weights first
+    make these, which one more does alone.
     """
     suffixes = tuple(dict.fromkeys((".weight", *quantizer.suffixes)))
-    made: list[Any] = []
+    made: list[Any] = [WeightRenaming(_ending(name), to) for name, to in quantizer.renamed.items()]
     for transform in transforms:
         sources = transform.source_patterns if isinstance(transform, WeightConverter) else []
         if not sources or not all(source.endswith(".weight") for source in sources):
@@ -81,8 +75,12 @@ def _extended(transforms: Sequence[Any], quantizer: GroupDequantizer | BlockDequ
         copy.scope_prefix = getattr(transform, "scope_prefix", None)
         copy.base_model_prefix = getattr(transform, "base_model_prefix", None)
         made.append(copy)
-    escaped = [suffix.replace(".", r"\.") + "$" for suffix in quantizer.suffixes]
-    return [*made, WeightConverter(escaped, ".weight", [Dequantize(quantizer, is_alone=True)])]
+    alone = WeightConverter(list(map(_ending, quantizer.suffixes)), ".weight", [Dequantize(quantizer, is_alone=True)])
+    return [*made, alone]
+
+
+def _ending(suffix: str) -> str:
+    return suffix.replace(".", r"\.") + "$"
 
 
 class Dequantize(ConversionOps):  # type: ignore[misc]
@@ -97,13 +95,13 @@ class Dequantize(ConversionOps):  # type: ignore[misc]
     @torch.no_grad()
     def convert(
         self,
-        input_dict: Tensors,
+        input_dict: dict[str, Any],
         source_patterns: list[str],
         target_patterns: list[str],
         full_layer_name: str = "",
         **others: Any,
-    ) -> Tensors:
-        made: Tensors = {}
+    ) -> dict[str, Any]:
+        made: dict[str, Any] = {}
         matrices: dict[str, dict[str, Any]] = {}
         suffixes = self.hf_quantizer.suffixes
         for pattern in filter(input_dict.__contains__, source_patterns):
@@ -115,7 +113,8 @@ class Dequantize(ConversionOps):  # type: ignore[misc]
                 matrices.setdefault(name.removesuffix(suffix), {})[suffix] = pattern
         for patterns in matrices.values():
             in_order = [patterns[suffix] for suffix in suffixes if suffix in patterns]
-            tensors = [_listed(input_dict[pattern]) for pattern in in_order]
+            several = (input_dict[pattern] for pattern in in_order)
+            tensors = [each if isinstance(each, list) else [each] for each in several]
             try:
                 weights = [self.hf_quantizer.weight(parts) for parts in zip(*tensors, strict=True)]
             except CheckpointError as error:
@@ -125,10 +124,6 @@ class Dequantize(ConversionOps):  # type: ignore[misc]
             ((only,),) = made.values()
             return {full_layer_name: only}
         return made
-
-
-def _listed(tensors: Any) -> list[torch.Tensor]:
-    return tensors if isinstance(tensors, list) else [tensors]
 
 
 # -- FP8 ---------------------------------------------------------------------------------------------------------------
@@ -149,6 +144,7 @@ class BlockDequantizer:
     """
 
     suffixes = (_WEIGHT, _SCALE)
+    renamed: Mapping[str, str] = dict.fromkeys(_SCALES[1:], _SCALE)
 
     def __init__(self, quantization: Mapping[str, Any]) -> None:
         """Raises UnsupportedModelError naming the field of the config that is not supported."""
@@ -193,11 +189,6 @@ class BlockDequantizer:
             return (1, 32) if is_fp4 else self._block or (1, shape[-1])
         is_one = self._may_be_one and not is_fp4 and len(shape) == 2 and all(size == 1 for size in scales)
         return (shape[0], shape[1]) if is_one else None
-
-    def converted(self, transforms: Sequence[Any]) -> list[Any]:
-        """The model's transforms, extended to make weights from quantised tensors, too."""
-        renamings = [WeightRenaming(ending.replace(".", r"\.") + "$", _SCALE) for ending in _SCALES[1:]]
-        return [*renamings, *_extended(transforms, self)]
 
     def weight(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """A decoded matrix in float32; one without scales as it is. Raises CheckpointError where the scales are none of

@@ -129,10 +129,6 @@ class _Architecture:
     """How its text is split into words, the usual one first."""
     tokenizer: str = "Qwen2Tokenizer"  # transformers' class
 
-    def narrowed_by(self, num_used: int) -> int:
-        """How many times a layer without experts is as wide as an expert, where metadata says no expert's width."""
-        return 1 if "expert_feed_forward_length" in self.names else num_used
-
 
 GPT_OSS = "gpt-oss"
 
@@ -212,15 +208,11 @@ class _Metadata:
         """Raises UnsupportedModelError for a key that is not neutral, as its value may change what is computed."""
         for key, value in self._left.items():
             kind = neutral.get(key)
-            if kind is None:
-                raise UnsupportedModelError(
-                    f"{self._path}: {self._prefix}{key:.80}={value!r:.80}: a key that is not supported, which may "
-                    "change what the model computes"
-                )
-            if not kind.is_right(value):
-                raise UnsupportedModelError(
-                    f"{self._path}: {self._prefix}{key}={value!r:.80}: not supported; accepted: {kind.accepted}"
-                )
+            if kind is None or not kind.is_right(value):
+                problem = "a key that is not supported, which may change what the model computes"
+                if kind is not None:
+                    problem = f"not supported; accepted: {kind.accepted}"
+                raise UnsupportedModelError(f"{self._path}: {self._prefix}{key:.80}={value!r:.80}: {problem}")
 
 
 def _config_of(files: GgufFiles, name: str, num_rows: int) -> dict[str, Any]:
@@ -244,7 +236,8 @@ def _config_of(files: GgufFiles, name: str, num_rows: int) -> dict[str, Any]:
     if take("expert_used_count") > take("expert_count"):
         raise said.refusal("expert_used_count", values["expert_used_count"], f"at most {values['expert_count']}")
     wide = take("feed_forward_length", hidden)  # of layers that have no experts
-    take("expert_feed_forward_length", max(1, wide // row.narrowed_by(values["expert_used_count"])))
+    is_as_wide = "expert_feed_forward_length" in row.names  # an expert, where metadata says no width of it
+    take("expert_feed_forward_length", wide if is_as_wide else max(1, wide // values["expert_used_count"]))
     for key in row.names:
         if key not in values:
             take(key, wide if kinds[key] is _SIZE else row.fixed.get(row.names[key]))

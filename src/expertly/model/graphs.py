@@ -31,11 +31,10 @@ _NUM_COMPARED = 3
 """Tokens for which the graphs must give what the layer's own forward gives."""
 
 _NAMES = ROUTER_NAMES | {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "block_sparse_moe"}
-_NAMES |= {"residual_multiplier", "shape", "size", "gate", "router", "experts", "input_size"}
+_NAMES |= {"residual_multiplier", "gate", "router", "experts", "input_size"}
 _NAMES |= {"training", "jitter_noise", "empty_like", "uniform_"}  # of mixtral: not in evaluation
-_NAMES |= {"shared_expert", "shared_expert_gate", "shared_experts", "shared_mlp", "sigmoid"}
-_NAMES |= {"wg", "float32", "bool", "type", "type_as", "expand", "unsqueeze", "masked_fill", "zeros_like", "scatter_"}
-_NAMES |= {"gather", "num_group", "topk_group", "num_experts", "routed_scaling_factor", "e_score_correction_bias"}
+_NAMES |= {"shared_expert", "shared_expert_gate", "shared_experts", "shared_mlp", "wg", "masked_fill", "zeros_like"}
+_NAMES |= {"scatter_", "num_group", "topk_group", "num_experts", "routed_scaling_factor", "e_score_correction_bias"}
 """What the forward of a layer, of its block of experts and of its router may look up: another name may be a step that
 the first tokens do not show.
 """
@@ -89,7 +88,7 @@ def _forward_of(original: Any) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         graphs: _LayerGraphs | None = self._expertly_graphs
         if graphs is not None and not args and graphs.takes(self, hidden_states, kwargs):
-            if graphs.is_proven:
+            if graphs.num_compared == _NUM_COMPARED:
                 return graphs.run(hidden_states, kwargs)
             if not graphs.prove(self, hidden_states, kwargs):
                 self._expertly_graphs = None
@@ -123,7 +122,7 @@ class _LayerGraphs:
     def __init__(self, layer: Any, original: Any, experts: Any, router: Any, shared: _Shared) -> None:
         self._original, self._experts, self._router, self._shared = original, experts, router, shared
         self._attention = layer.self_attn
-        self._num_compared = 0
+        self.num_compared = 0
         self._replays: list[Callable[[], None]] = []
         self._at = SimpleNamespace()  # tensors by their names
         self._own: dict[str, Any] = {}  # what attention is told beside what the layer is given
@@ -133,16 +132,12 @@ class _LayerGraphs:
         self._kept = [(of, name) for one in self._modules for of in (one._parameters, one._buffers) for name in of]
         self._addresses = self._addresses_now()
 
-    @property
-    def is_proven(self) -> bool:
-        return self._num_compared == _NUM_COMPARED
-
     def takes(self, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether this is a token of a loaded model as it was recorded, which nobody watches, trains or changed."""
         angles, fixed = kwargs.get("position_embeddings"), self._shared.fixed
         return (
             hidden.shape[:2] == (1, 1)
-            and layer.self_attn is self._attention  # this is no copy
+            and layer.self_attn is self._attention
             and isinstance(angles, tuple)
             and type(kwargs.get(CACHE)) in (type(None), DynamicCache)
             and not torch.is_grad_enabled()
@@ -160,7 +155,7 @@ class _LayerGraphs:
         with torch.inference_mode(False), torch.no_grad():
             if not self._replays and not self._record(layer, hidden, kwargs):
                 return False
-            self._num_compared += 1
+            self.num_compared += 1
             return self._is_same(layer, hidden, kwargs)
 
     def run(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:

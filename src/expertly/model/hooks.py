@@ -4,8 +4,8 @@
 - Passes: a stack of layers tells the runtime when a forward pass begins, what its rows are, and when it has ended.
 - KV cache: a cache that grows has room for more tokens, so that each new one does not copy all others.
 
-A module is changed by giving it a subclass of its class with the same name. So deep copies are changed too, and a
-user's hooks stay. Nothing global changes: other models in the process run as before.
+A module is changed by giving it a subclass of its class with the same name, so a user's hooks stay. Nothing global
+changes: other models in the process run as before.
 B sequences of S tokens are T rows; H hidden, E experts, K top-k.
 """
 
@@ -87,12 +87,6 @@ IMPLEMENTATION = "expertly"
 """`experts_implementation` of a loaded model."""
 
 
-def register() -> None:
-    """Make `experts_implementation="expertly"` known to transformers. Idempotent."""
-    if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
-        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
-
-
 def bind(module: Any, layer: int, runtime: Runtime) -> None:
     """Give an experts module its runtime: two models of one family may have two."""
     module._expertly_layer = layer
@@ -122,24 +116,20 @@ def experts_forward(
 
 
 def strip(model: Any, site: ExpertsSite) -> Any:
-    """Delete the weights of an experts module of a model, and return the module."""
+    """Delete the weights of an experts module of a model, and return the module. That of switch, whose experts are
+    modules, makes other families' calls from then on.
+    """
     module = model.get_submodule(site.name)
     if site.is_fused:
         for name in site.weight_names:
             delattr(module, name)
-    else:
-        _strip_switch(module)
+        return module
+    activation = next(iter(module.values())).act
+    module.clear()
+    module.act_fn, module.is_concatenated = activation, True
+    module.has_gate = module.has_bias = module.is_transposed = False
+    module.__class__ = look_alike(type(module), forward=_switch_forward)
     return module
-
-
-def _strip_switch(experts: Any) -> None:
-    """Drop the experts of a SwitchTransformersExperts (each a module), and adapt its calls to other families'."""
-    activation = next(iter(experts.values())).act
-    experts.clear()
-    experts.act_fn = activation
-    experts.has_gate = experts.has_bias = experts.is_transposed = False
-    experts.is_concatenated = True
-    experts.__class__ = look_alike(type(experts), forward=_switch_forward)
 
 
 def _switch_forward(
@@ -159,15 +149,12 @@ def _switch_forward(
 
 @dataclass
 class _Passes:
-    """State shared by the stacks of a model and of its deep copies: one forward pass runs at a time."""
+    """State shared by the stacks of a model: one forward pass runs at a time."""
 
     runtime: Runtime
     lock: contextlib.AbstractContextManager[bool] = field(default_factory=threading.RLock)
     is_running: bool = False  # a pass runs that the runtime knows of
     check: Callable[[int, int], None] | None = None  # see `check_passes`
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Passes:
-        return self
 
 
 def attach(model: PreTrainedModel, sites: Sequence[str], runtime: Runtime) -> None:
@@ -422,18 +409,15 @@ def _cache_in(inputs: Mapping[str, Any]) -> Any:
 
 
 def _length(cache: Any) -> int:
-    """Tokens of each sequence in the cache; 0 where the cache does not tell."""
+    """Tokens of each sequence in the cache; 0 where there is none, or no attention layer to count them."""
     with contextlib.suppress(AttributeError, ValueError):
         return int(cache.get_seq_length())
     return 0
 
 
 def _is_filled(cache: Any) -> bool:
-    get_seq_length = getattr(cache, "get_seq_length", None)
-    if get_seq_length is None:
-        return bool(cache)  # None, or a legacy tuple
-    try:
-        return bool(get_seq_length() > 0)
+    try:  # of what has no such method, as None and tuples, whether there is anything
+        return bool(getattr(cache, "get_seq_length", lambda: bool(cache))() > 0)
     except ValueError:  # no attention layer to count tokens
         return bool(cache.has_previous_state())
 

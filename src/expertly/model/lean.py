@@ -1,6 +1,6 @@
 """Imports torch and transformers without parts that no command needs: distributed models, accelerate and the compiler.
 
-They take 85 MiB of a process (docs/log.md). This is for the command line, not for `expertly.load` in a user's program,
+They take 85 MiB of a process (docs/log/). This is for the command line, not for `expertly.load` in a user's program,
 which may distribute and compile models.
 """
 
@@ -15,7 +15,10 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-_ABSENT = ("is_torch_distributed_available", "is_accelerate_available", "is_torch_flex_attn_available")
+_ABSENT = (
+    *("is_torch_distributed_available", "is_accelerate_available", "is_torch_flex_attn_available"),
+    "is_scipy_available",
+)
 """Functions by which transformers checks, once a process, for these optional packages before it imports them."""
 
 _DYNAMO = "torch._dynamo"
@@ -38,7 +41,7 @@ def import_lean() -> None:
     for module in [one for name, one in sys.modules.items() if name.partition(".")[0] == "transformers"]:
         for name in _ABSENT:
             if name in vars(module):
-                setattr(module, name, _no)
+                setattr(module, name, lambda *_, **__: False)
     folder = Path(torch.__file__).parent / "_dynamo"
     _PutOff(_DYNAMO, dict.fromkeys(("disable", "allow_in_graph", "assume_constant_result"), _as_it_is), folder)
     indexing = _PutOff(_INDEXING, {})
@@ -74,10 +77,6 @@ class _PutOff(types.ModuleType):
         if self.__name__ == _DYNAMO:
             import_shapes()
         return importlib.import_module(self.__name__)
-
-
-def _no(*_: Any, **__: Any) -> bool:
-    return False
 
 
 def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:

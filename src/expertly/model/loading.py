@@ -6,7 +6,6 @@ Methods of an ordinary model that cannot work without its experts are refused wi
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import os
 import tempfile
@@ -19,6 +18,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from transformers.utils import logging as transformers_logging
 
@@ -33,7 +33,7 @@ from expertly.core.untrusted import (
     read_json_object,
 )
 from expertly.model import generation, hooks
-from expertly.model.batching import bounded_config, refuse_compiled
+from expertly.model.batching import bounded_config
 from expertly.model.lean import import_shapes
 from expertly.model.speculation import Speculation
 from expertly.model.structure import Unvalued, find_experts, first_line, model_class_of, quiet, read_config
@@ -44,16 +44,9 @@ if TYPE_CHECKING:
     from expertly.store.manifest import Manifest
 
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "tiktoken.model",
-    "tekken.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
+    *("vocab.json", "vocab.txt", "tiktoken.model", "tekken.json"),
 )
-
 
 _MAX_GROWTH = 64
 """Characters that a normaliser or a decoder may make of one: released ones write one mark for a space."""
@@ -79,27 +72,32 @@ def load_dense(
     folder = os.fspath(store_folder)
     config = read_config(folder)
     beside = os.fspath(extras or store_folder)
-    hooks.register()
+    vocabulary = int(getattr(config.get_text_config(decoder=True), "vocab_size", 1 << 31))
+    ALL_EXPERTS_FUNCTIONS.register(hooks.IMPLEMENTATION, hooks.experts_forward)
     read = functools.partial(
         _strippable(model_class_of(config), manifest).from_pretrained,
         folder,
         config=config,
-        generation_config=generation.read_config(beside, Path(folder) / "config.json", _vocabulary(config)),
+        generation_config=generation.read_config(beside, Path(folder) / "config.json", vocabulary),
         dtype=dtype,
         experts_implementation=hooks.IMPLEMENTATION,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # `_check_report` raises our own error
         local_files_only=True,
     )
+    draws_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # else it draws them even where there is no terminal
     try:
-        with _no_progress_bars():
-            try:
-                model, report = read()
-            except NotImplementedError:  # an operation of few families, on tensors that have no values yet
-                import_shapes()
-                model, report = read()
+        try:
+            model, report = read()
+        except NotImplementedError:  # an operation of few families, on tensors that have no values yet
+            import_shapes()
+            model, report = read()
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: the dense weights cannot be read: {error}") from error
+    finally:
+        if draws_bars:
+            transformers_logging.enable_progress_bar()
     _check_report(folder, report)
     nn.Module.to(model, torch.device(device))
     for tensor in (*model.parameters(), *model.buffers()):
@@ -112,10 +110,6 @@ def load_dense(
     hooks.attach(model, manifest.sites, runtime)
     model._expertly_runtime, model._expertly_is_sealed = runtime, True
     return model
-
-
-def _vocabulary(config: PreTrainedConfig) -> int:
-    return int(getattr(config.get_text_config(decoder=True), "vocab_size", 1 << 31))
 
 
 def load_experts(store_folder: str | os.PathLike[str], manifest: Manifest, dtype: torch.dtype) -> list[nn.Module]:
@@ -253,23 +247,10 @@ def _check_vocabulary(path: Path) -> None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The objects in a part of a tokenizer."""
     if isinstance(part, dict):
         yield part
     for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
         yield from _steps(inner)
-
-
-@contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """transformers draws progress bars even where there is no terminal."""
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()
 
 
 def _strippable(original: type[PreTrainedModel], manifest: Manifest) -> Any:
@@ -326,11 +307,19 @@ def _check_report(folder: str, report: Mapping[str, Any]) -> None:
 # -- what such a model cannot do ---------------------------------------------------------------------------------------
 
 _ELSEWHERE = "this model's experts are not in it, they come and go behind it"
+_LOAD_AGAIN = "; load the model again with the device and dtype you want"
+
+
+def _refusing(attempt: str, reason: str) -> Any:
+    """A method that says why it cannot work."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ModelUseError(f"{attempt}: {_ELSEWHERE}{reason}")
+
+    return method
 
 
 class GuardedModel:
-    """Mixed in before the model's own class."""
-
     _expertly_is_sealed = False  # only a loaded model refuses to be moved and cast
     _expertly_runtime: hooks.Runtime
     _expertly_speculation: Speculation | None = None
@@ -346,7 +335,6 @@ class GuardedModel:
         return output
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """What `generate` drafts with; gated where it looks up."""
         generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
         speculation = self._expertly_speculation
         return generator if speculation is None else speculation.watch(generator)
@@ -356,32 +344,13 @@ class GuardedModel:
         kwargs["tokenizer"] = kwargs.get("tokenizer") or self._expertly_tokenizer
         return super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]
 
-    # -- a model without experts must not be written ---------------------------------------------------------
+    # -- what needs all weights in it, where they are and as they are ----------------------------------------
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ModelUseError(f"save_pretrained: {_ELSEWHERE}: it would write a model without them; copy the checkpoint")
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ModelUseError(f"push_to_hub: {_ELSEWHERE}: it would upload a model without them")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ModelUseError(f"pickling: {_ELSEWHERE} (files, threads, slots): load it again where it is needed")
-
-    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        """Copies dense weights and shares all of expertly's (runtime, statistics). The copy keeps the original alive,
-        because the runtime closes when that is freed.
-        """
-        duplicate = self.__class__.__new__(self.__class__)
-        memo[id(self)] = duplicate
-        for module in self.modules():
-            for name, value in vars(module).items():
-                if name.startswith("_expertly_"):
-                    memo[id(value)] = value
-        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        duplicate.__dict__["_expertly_original"] = self
-        return duplicate
-
-    # -- device and dtype are those of the slots -------------------------------------------------------------
+    save_pretrained = _refusing("save_pretrained", ": it would write a model without them; copy the checkpoint")
+    push_to_hub = _refusing("push_to_hub", ": it would upload a model without them")
+    __reduce_ex__ = _refusing("copying and pickling", " (files, threads, slots): load it again where it is needed")
+    share_memory = _refusing("share_memory", _LOAD_AGAIN)
+    compile = _refusing("compile", ", which cannot be traced; call the model as it is")
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         """Called by `to`, `half`, `cuda` and similar methods. Returns `self` where nothing would change."""
@@ -395,15 +364,8 @@ class GuardedModel:
             if made is weight:
                 return self
             wanted = f"{made.dtype} on {made.device}"
-        self._refuse(f"moving or casting it ({wanted}; it is {self.dtype} on {self.device})")
-
-    def share_memory(self) -> NoReturn:
-        self._refuse("share_memory")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise ModelUseError(f"{what}: {_ELSEWHERE}; load the model again with the device and dtype you want")
-
-    # -- who computes the experts ------------------------------------------------------------------------------
+        attempt = f"moving or casting it ({wanted}; it is {self.dtype} on {self.device})"
+        raise ModelUseError(f"{attempt}: {_ELSEWHERE}{_LOAD_AGAIN}")
 
     def set_experts_implementation(self: Any, experts_implementation: str | dict[str, str]) -> None:
         wanted = experts_implementation
@@ -413,11 +375,6 @@ class GuardedModel:
                 f"set_experts_implementation({wanted!r}): {_ELSEWHERE}; accepted: {hooks.IMPLEMENTATION!r}"
             )
 
-    # -- nothing is traced or captured -------------------------------------------------------------------------
-
-    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ModelUseError(f"compile: {_ELSEWHERE}, which cannot be traced; call the model as it is")
-
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         return False  # else generate() compiles for a static cache, which works without
 
@@ -425,8 +382,8 @@ class GuardedModel:
         self: Any, generation_config: Any = None, continuous_batching_config: Any = None, **kwargs: Any
     ) -> Any:
         """transformers' method, with a bounded cache unless the caller gives one, and without CUDA graphs."""
-        refuse_compiled(generation_config or self.generation_config, continuous_batching_config)
-        config = bounded_config(continuous_batching_config, kwargs.get("workload_hints"))
+        hints, generating = kwargs.get("workload_hints"), generation_config or self.generation_config
+        config = bounded_config(continuous_batching_config, generating, hints)
         return super().init_continuous_batching(  # type: ignore[misc]
             generation_config=generation_config, continuous_batching_config=config, **kwargs
         )

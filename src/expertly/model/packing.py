@@ -6,25 +6,20 @@ import contextlib
 import json
 import logging
 import os
-import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 
-from expertly.core import processes
-from expertly.core.costs import CODECS, check_codec
 from expertly.core.errors import CheckpointError, ConfigError, StoreError
 from expertly.core.headers import TensorSpec
-from expertly.core.untrusted import CONFIG, check_model_files, read_file, read_json_object
+from expertly.core.untrusted import check_model_files, read_json_object
 from expertly.data import demo_folder
-from expertly.formats import FORMATS, TiledFormat, format_of, rounding_format
+from expertly.formats import FORMATS, format_of, rounding_format
 from expertly.formats.gguf import OF_GGUF_TYPE
-from expertly.formats.tiles import TILE_OUTPUTS
+from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat
 from expertly.model.conversion import (
     Conversion,
     ExpertsReader,
@@ -37,20 +32,11 @@ from expertly.model.conversion import (
 )
 from expertly.model.dequantizer import BlockDequantizer, GroupDequantizer
 from expertly.model.gguf import GgufConversion, config_of, extras_of, kept_formats, open_checkpoint
-from expertly.model.hub import HubModel, download
+from expertly.model.hub import download
 from expertly.model.structure import build_meta_model, find_experts
 from expertly.model.tiled import can_be_tiled
 from expertly.store.cache import entry_folder, list_entries, make_room, make_room_for_this_version, stores_folder
 from expertly.store.checkpoint import Bytes, Checkpoint
-from expertly.store.codec_choice import (
-    CodecChoice,
-    Sample,
-    choose_for,
-    disk_rate_at,
-    disk_rate_of,
-    read_sample,
-    sampled,
-)
 from expertly.store.gguf import SUFFIX
 from expertly.store.manifest import (
     IS_FLOAT,
@@ -62,9 +48,7 @@ from expertly.store.manifest import (
     check_store_dtype,
 )
 from expertly.store.packed import DENSE_NAME, PackedStore, dense_by_format, is_packed_store, tiles_name
-from expertly.store.writer import Progress, StoreWriter, begun_codec, renew_extras
-
-T = TypeVar("T")
+from expertly.store.writer import Progress, StoreWriter
 
 DEMO_NAME = "demo"
 
@@ -81,55 +65,25 @@ def pack_cached(
     dtype: str | None = None,
     cache_dir: Path | None = None,
     progress: Progress | None = None,
-    codec: str = "auto",
     quantize: str | None = None,
-    in_child: bool = False,
 ) -> PackedStore:
     """The packed store of `model`, made in the cache folder where it is not there yet.
 
     `model`: a checkpoint folder, a GGUF file, a packed store (opened as it is), a hub id (downloaded), or None or
-    "demo" for the demo model. `codec`: "none", "planes" or "auto": that of the store that is there, or is being made;
-    where that does not decide, what is faster on this machine by measuring, at most a second. `why_codec` of the store
-    says which it was. `quantize`: see `pack`. `in_child`: pack in a child process, so that this one is no larger
-    afterwards than where the store was there. Raises ExpertlyError subclasses that say what is wrong with the model, an
-    option or the folder.
+    "demo" for the demo model. `quantize`: see `pack`. Raises ExpertlyError subclasses that say what is wrong with the
+    model, an option or the folder.
     """
-    check_codec(codec)
     folder = local_folder(model)
     if folder is None and quantize is None:
-        folder = _streamed(str(model), dtype, codec, cache_dir)
-    folder = folder or _download(str(model), stores_folder(cache_dir), dtype, quantize, cache_dir)
+        folder = _store_alone(str(model), dtype, cache_dir)
+    keeps_size = dtype is None and quantize is None
+    folder = folder or download(str(model), stores_folder(cache_dir) if keeps_size else None)
     if is_packed_store(folder):
-        why = "the packed store is in it" if codec == "auto" else "it was asked for"
-        return replace(open_store(folder, dtype, codec, quantize=quantize), why_codec=why)
+        return _open_store(folder, dtype, quantize)
     _check_files(folder)
     checkpoint = open_checkpoint(folder)
     weights = weights_of(checkpoint, dtype, quantize)
-    folders = {one: _cached_folder(checkpoint, weights.label, cache_dir, one) for one in CODECS}
-    accepted = [path for name, path in folders.items() if codec in ("auto", name)]
-    if not in_child or any(map(is_packed_store, accepted)):
-        return _pack(checkpoint, folders, weights, codec, progress)
-
-    def work(report: Progress) -> str:
-        return _pack(checkpoint, folders, weights, codec, report).why_codec
-
-    why = in_child_of_torch(work, progress, f"packing {folder}")
-    return replace(_pack(checkpoint, folders, weights, codec, progress), why_codec=why)
-
-
-def in_child_of_torch(work: Callable[[Progress], T], progress: Progress | None, name: str) -> T:
-    """`processes.in_child` of work that reports progress, and uses torch."""
-    try:
-        num_native = len(os.listdir("/proc/self/task")) - threading.active_count()
-    except OSError:
-        num_native = 1
-
-    def run(tell: Callable[[tuple[int, int]], None]) -> T:
-        if num_native > 0:  # a pool of threads, which only the parent has: torch would wait for them
-            torch.set_num_threads(1)
-        return work(lambda done, total: tell((done, total)))
-
-    return processes.in_child(run, lambda told: None if progress is None else progress(*told), name)
+    return _pack(checkpoint, _cached_folder(checkpoint, weights.label, cache_dir), weights, progress)
 
 
 def pack(
@@ -137,28 +91,25 @@ def pack(
     folder: str | Path,
     dtype: str | None = None,
     progress: Progress | None = None,
-    codec: str = "auto",
     quantize: str | None = None,
 ) -> PackedStore:
     """Write the checkpoint folder or GGUF file `source` as a packed store at `folder`, and open it.
 
-    Resumes what an interrupted `pack` of the same checkpoint left; of a store of it that is already there only the
-    small files are brought up to date. `dtype` is that of the experts; by default they keep the weight format of a
+    Resumes what an interrupted `pack` of the same checkpoint left; a store of it that is already there is opened as it
+    is. `dtype` is that of the experts; by default they keep the weight format of a
     checkpoint that has one of `expertly.formats`, else have the config's, or what most weights have. Dense tensors that
     are not quantised stay as they are stored. `quantize`: round the experts of a checkpoint that is not quantised to
-    this format, which changes tokens (`engine.rounding.measured` says how much). `codec`: see `pack_cached`.
+    this format, which changes tokens (`engine.rounding.measured` says how much).
     `progress(done_nbytes, total_nbytes)`. Holds one expert, or one quantised dense tensor, in memory. Raises
     CheckpointError (UnsupportedModelError) for the source, StoreError for what is at `folder` or a disk that is full,
     ConfigError for an option.
     """
-    check_codec(codec)
     if is_packed_store(Path(source)):
         raise CheckpointError(f"{source}: already a packed store; give the checkpoint that it was packed from")
     checkpoint = open_checkpoint(Path(source))
     _check_files(checkpoint.folder)
     weights = weights_of(checkpoint, dtype, quantize)
-    store = _pack(checkpoint, dict.fromkeys(CODECS, Path(folder)), weights, codec, progress)
-    return store if checkpoint.gguf else renew_extras(store, checkpoint.folder)  # whose own are in its header
+    return _pack(checkpoint, Path(folder), weights, progress)
 
 
 def _check_files(folder: Path) -> None:
@@ -210,7 +161,8 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None =
     computed = default_dtype(checkpoint)
     dtypes = {name: ref.dtype for name, ref in checkpoint.tensors.items()}
     with _named(checkpoint):
-        return Weights(computed, kept_formats(checkpoint) or kept_format(checkpoint.config, computed, dtypes))
+        form = kept_formats(checkpoint) or format_of(checkpoint.config.get("quantization_config"), dtypes, computed)
+    return Weights(computed, form)
 
 
 @contextlib.contextmanager
@@ -224,57 +176,26 @@ def _named(checkpoint: Checkpoint) -> Iterator[None]:
         raise type(error)(str(error) if is_named else f"{file}: {error}") from None
 
 
-def kept_format(config: Mapping[str, Any], dtype: str, dtypes: Mapping[str, str] | None = None) -> str:
-    """The weight format of a checkpoint's experts, where packing keeps it, else nothing. `dtype`: what they are
-    computed in; `dtypes`: of its tensors, where they are known.
-    """
-    quantization = config.get("quantization_config")
-    return format_of(quantization, dtypes or {}, dtype) if isinstance(quantization, dict) else ""
-
-
-def _streamed(name: str, dtype: str | None, codec: str, cache_dir: Path | None) -> Path | None:
-    """The store of a hub id that was packed shard by shard, the last one, as its checkpoint is not here; None where
-    there is none.
-    """
+def _store_alone(name: str, dtype: str | None, cache_dir: Path | None) -> Path | None:
+    """The newest store of a hub id whose checkpoint is no longer in the hub's cache; None where there is none."""
+    snapshots = f"models--{name.replace('/', '--')}"
     wanted = [
         entry.folder
         for entry in list_entries(cache_dir)
         if entry.problem is None
-        and entry.source.startswith(f"{name}@")
         and (dtype is None or entry.dtype == dtype)
-        and codec in ("auto", entry.codec)
+        and (snapshots in Path(entry.source).parts or entry.source.startswith(f"{name}@"))
+        and not os.path.exists(entry.source)
     ]
     return max(wanted, key=lambda folder: (folder / MANIFEST_NAME).stat().st_mtime, default=None)
 
 
-def _download(name: str, store: Path, dtype: str | None, quantize: str | None, cache_dir: Path | None = None) -> Path:
-    """The hub's model, if there is room for it and for its store, which is to lie at or below `store`."""
-
-    def store_nbytes(hub: HubModel) -> int:
-        """As the headers say, if they do; 0 where it is packed already."""
-        sources = [entry.source for entry in list_entries(cache_dir)]
-        if is_packed_store(store) or any(source.endswith(f"/snapshots/{hub.commit}") for source in sources):
-            return 0
-        with tempfile.TemporaryDirectory(prefix="expertly-") as made, contextlib.suppress(CheckpointError):
-            hub.fetch("config.json", Path(made))
-            checkpoint = hub.checkpoint(Path(made))
-            packing = Packing(checkpoint, weights_of(checkpoint, dtype, quantize))
-            return sum(layer.nbytes for layer in packing.layers) + packing.dense_nbytes
-        return 0
-
-    return download(name, store_nbytes, store)
-
-
-def source_folder(
-    model: str | Path | None, store: Path | None = None, dtype: str | None = None, quantize: str | None = None
-) -> Path:
+def source_folder(model: str | Path | None, store: Path | None = None) -> Path:
     """The folder or GGUF file of what a user calls a model: that, the demo model, or the hub's of an id, downloaded or
-    from the hub's own cache. `store`: where it is packed next. Raises CheckpointError saying why none of these worked.
+    from the hub's own cache. `store`: where a store as large as its weights is packed next. Raises CheckpointError
+    saying why none of these worked.
     """
-    folder = local_folder(model)
-    if folder is not None or store is None:
-        return folder or download(str(model))
-    return _download(str(model), store, dtype, quantize)
+    return local_folder(model) or download(str(model), store)
 
 
 def local_folder(model: str | Path | None) -> Path | None:
@@ -308,30 +229,18 @@ def default_dtype(checkpoint: Checkpoint) -> str:
                     raise CheckpointError(
                         f"{checkpoint.folder / 'config.json'}: {error}; or name one with dtype"
                     ) from None
-    names = {code: name for name, code in STORE_DTYPES.items()}
-    nbytes = dict.fromkeys(names, 0)
+    nbytes: Counter[str] = Counter()
     for ref in checkpoint.tensors.values():
-        if ref.dtype in nbytes:
-            nbytes[ref.dtype] += ref.nbytes
-    stored = max(names, key=lambda code: nbytes[code])
-    return "bfloat16" if config.get("quantization_config") or not nbytes[stored] else names[stored]
+        nbytes[ref.dtype] += ref.nbytes
+    stored = max(STORE_DTYPES, key=lambda name: nbytes[STORE_DTYPES[name]])
+    return "bfloat16" if config.get("quantization_config") or not nbytes[STORE_DTYPES[stored]] else stored
 
 
-def check_codec_of(weights: Weights, codec: str) -> None:
-    if weights.format and codec == "planes":
-        raise ConfigError(f"codec='planes': experts in {weights.format} are not compressed; accepted: none, auto")
-
-
-def open_store(
-    folder: Path,
-    dtype: str | None,
-    codec: str,
-    identity: str | None = None,
-    quantize: str | None = None,
-    stamp: str = "",
+def _open_store(
+    folder: Path, dtype: str | None, quantize: str | None, identity: str | None = None, stamp: str = ""
 ) -> PackedStore:
-    """The store that is there. Raises ConfigError where it is of another dtype or codec than was asked for, or is not
-    rounded to `quantize`.
+    """The store that is there. Raises ConfigError where it is of another dtype than was asked for, or is not rounded to
+    `quantize`.
     """
     store = PackedStore.open(folder, identity, stamp)
     again = f"pack {store.manifest.source} again for another"
@@ -344,23 +253,10 @@ def open_store(
         if dtype not in FORMATS:
             check_store_dtype(dtype)
         raise ConfigError(f"dtype={dtype!r}: the packed store {folder} holds {stored_as}; {again}")
-    if codec not in ("auto", store.codec):
-        raise ConfigError(f"codec={codec!r}: the packed store {folder} is in {store.codec}; {again}")
     return store
 
 
-def _pack(
-    checkpoint: Checkpoint, folders: Mapping[str, Path], weights: Weights, codec: str, progress: Progress | None
-) -> PackedStore:
-    """`folders`: where a store in each codec is or goes."""
-    packing = cache(partial(Packing, checkpoint, weights))
-    check_codec_of(weights, codec)
-    choice = CodecChoice(codec, "it was asked for")
-    if codec == "auto" and weights.format:
-        choice = CodecChoice("none", f"experts in {weights.format} are not compressed")
-    elif codec == "auto":
-        choice = _choose(checkpoint, folders, packing)
-    folder = folders[choice.codec]
+def _pack(checkpoint: Checkpoint, folder: Path, weights: Weights, progress: Progress | None) -> PackedStore:
     if is_packed_store(folder):
         field = _read_otherwise(checkpoint, folder)
         if field is not None:
@@ -368,20 +264,18 @@ def _pack(
                 f"{folder}: packed with another reading of {field} of {checkpoint.folder}; remove it, or pack elsewhere"
             )
         dtype = None if weights.format else weights.dtype
-        store = open_store(
-            folder, dtype, choice.codec, checkpoint.identity, weights.rounded_to or None, checkpoint.stamp
-        )
+        store = _open_store(folder, dtype, weights.rounded_to or None, checkpoint.identity, checkpoint.stamp)
     else:
-        store = packing().write(folder, choice.codec, progress)
-    return replace(store, why_codec=choice.why, checkpoint=None if checkpoint.gguf else checkpoint.folder)
+        store = Packing(checkpoint, weights).write(folder, progress)
+    return replace(store, checkpoint=None if checkpoint.gguf else checkpoint.folder)
 
 
-def _cached_folder(checkpoint: Checkpoint, stored_as: str, cache_dir: Path | None, codec: str) -> Path:
+def _cached_folder(checkpoint: Checkpoint, stored_as: str, cache_dir: Path | None) -> Path:
     """The cache's folder for the checkpoint's store: named by its identity, or by its stamp where that is taken by
     another folder's weights. A store of weights that have changed since is removed.
     """
     by_identity, by_stamp = (
-        entry_folder(str(checkpoint.config.get("model_type")), one, stored_as, cache_dir, codec)
+        entry_folder(str(checkpoint.config.get("model_type")), one, stored_as, cache_dir)
         for one in (checkpoint.identity, checkpoint.stamp)
     )
     for folder in (by_stamp, by_identity):
@@ -409,24 +303,6 @@ def _read_otherwise(checkpoint: Checkpoint, folder: Path) -> str | None:
     stored = read_json_object(folder / "config.json", StoreError)
     named = ("_name_or_path", "transformers_version")
     return next((f for f, value in checkpoint.config.items() if f not in named and stored.get(f, value) != value), None)
-
-
-def _choose(checkpoint: Checkpoint, folders: Mapping[str, Path], packing: Callable[[], Packing]) -> CodecChoice:
-    """The codec of the store that exists, else of one that was begun; where none or both exist, the faster one."""
-    found = [folder for folder in dict.fromkeys(folders.values()) if is_packed_store(folder)]
-    opened = [PackedStore.open(folder, checkpoint.identity, checkpoint.stamp) for folder in found]
-    stores = {store.codec: store for store in opened}
-    if len(stores) == 1:
-        return CodecChoice(next(iter(stores)), "the model is packed in it")
-    if stores:
-        layers, planes = stores["planes"].manifest.layers, stores["planes"]
-        return choose_for(
-            layers, lambda: read_sample(layers, planes.frames), lambda: disk_rate_of(path for path, _ in planes.extents)
-        )
-    begun = {one for one in map(begun_codec, folders.values()) if one is not None}
-    if len(begun) == 1:
-        return CodecChoice(begun.pop(), "packing was begun in it")
-    return packing().choose(folders["none"])
 
 
 class Packing:
@@ -469,68 +345,28 @@ class Packing:
             raise CheckpointError(f"{checkpoint.folder}: no tensor for {missing[0]}{more}: {why}")
         self.layers = tuple(reader.geometry for reader in self._readers)
 
-    @property
-    def dense(self) -> tuple[TensorSpec, ...]:
-        """The dense tensors of the store, in order."""
-        return tuple(self._dense)
-
-    @property
-    def dense_nbytes(self) -> int:
-        """Of the store that `write` makes."""
-        return sum(spec.nbytes for spec in self._dense)
-
     def dense_by_format(self, *, is_decoded: bool = False) -> dict[str, int]:
-        """See `PackedStore`."""
         specs = {spec.name: spec for spec in self._dense}
         return dense_by_format(specs, self.dense_formats, self._dtype, is_decoded=is_decoded)
 
-    def files_of_dense(self, spec: TensorSpec) -> frozenset[str]:
-        """Names of the files that a dense tensor is made of."""
-        group = self._dense[spec]
-        return self._files([spec.name] if group is None else group.names)
-
-    def files_of_layer(self, layer: int) -> frozenset[str]:
-        """And those that a layer's experts are."""
-        return self._files(self._readers[layer].source_names)
-
-    def _files(self, names: Iterable[str]) -> frozenset[str]:
-        return frozenset(self._checkpoint.tensors[name].path.name for name in names)
-
-    def experts(self, layer: int, only: Sequence[int] | None = None) -> Iterator[Bytes]:
-        """The bytes of a layer's experts, or of those of `only`, in order."""
+    def experts(self, layer: int, only: Sequence[int]) -> Iterator[Bytes]:
         return self._readers[layer].experts(self._torch_dtype, only)
 
-    def choose(self, folder: Path) -> CodecChoice:
-        """The codec for a store at `folder`."""
-        return choose_for(self.layers, self._sample, lambda: disk_rate_at(folder))
-
-    def _sample(self) -> Sample:
-        places = sampled(self.layers)
-        return Sample(self.layers[0], (self._readers[n].experts(self._torch_dtype, [expert]) for n, expert in places))
-
-    def plan(self, codec: str, identity: str, source: str, stamp: str = "") -> Manifest:
-        """Of the store, without its files."""
+    def write(self, folder: Path, progress: Progress | None) -> PackedStore:
         checkpoint = self._checkpoint
-        return Manifest(
-            identity=identity,
-            source=source,
+        plan = Manifest(
+            identity=checkpoint.identity,
+            source=str(checkpoint.folder.absolute()),
             model_type=str(checkpoint.config.get("model_type")),
             dtype=self._dtype,
             layers=self.layers,
             sites=tuple(site.name for site in self._sites),
             files={},
-            codec=codec,
             rounding=self._rounding,
-            stamp=stamp,
+            stamp=checkpoint.stamp,
             dense_formats=self.dense_formats,
         )
-
-    def write(self, folder: Path, codec: str, progress: Progress | None) -> PackedStore:
-        """The store at `folder`, of a checkpoint that is whole."""
-        checkpoint = self._checkpoint
-        plan = self.plan(codec, checkpoint.identity, str(checkpoint.folder.absolute()), checkpoint.stamp)
-        ratio = 1.0 if codec == "none" else self._sample().ratio
-        with StoreWriter(folder, plan, self.dense, progress, ratio) as writer:
+        with StoreWriter(folder, plan, tuple(self._dense), progress) as writer:
             store = writer.finished_store()
             if store is not None:
                 return store
@@ -538,8 +374,9 @@ class Packing:
                 if not writer.is_layer_done(layer):
                     writer.write_layer(layer, reader.experts(self._torch_dtype))
             if not writer.is_done(DENSE_NAME):
-                writer.write_dense(self.dense_chunks)
-            writer.write_file("config.json", self.config_bytes())
+                writer.write_dense(chunk for spec in self._dense for chunk in self.dense_chunks(spec))
+            config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+            writer.write_file("config.json", (json.dumps(config, indent=2) + "\n").encode())
             with extras_of(checkpoint) as extras:
                 writer.copy_extras(extras)
             if replace(checkpoint).stamp != plan.stamp:  # which that of `checkpoint` itself remembers
@@ -560,22 +397,17 @@ class Packing:
                 plan[TensorSpec(tiles_name(path), "U8", shape)] = group
                 continue
             is_float = all(self._checkpoint.tensors[name].dtype in IS_FLOAT for name in names)
+            expected = self._conversion.shape(group.target)
             if self._checkpoint.gguf or (group.is_dequantized and not is_float):
                 if self._checkpoint.gguf and group.converter is None:
-                    self._check_gguf_shape(group)
-                spec = TensorSpec(
-                    self._dense_name(group), STORE_DTYPES[self._dtype], self._conversion.shape(group.target)
-                )
-                plan[spec] = group
+                    self._check_shape(names[0], expected, (1, *self._checkpoint.tensors[names[0]].shape))
+                plan[TensorSpec(self._dense_name(group), STORE_DTYPES[self._dtype], expected)] = group
                 continue
             for name in names:
                 ref = self._checkpoint.tensors[name]
-                if group.converter is None and ref.shape != self._conversion.shape(group.target):
-                    raise CheckpointError(
-                        f"{ref.path}: tensor {name!r}: shape {list(ref.shape)}, but config.json makes it "
-                        f"{list(self._conversion.shape(group.target))}"
-                    )
-                is_cast = group.converter is None and self._conversion.is_float(group.target)
+                if group.converter is None:
+                    self._check_shape(name, expected)
+                is_cast = group.converter is None and self._conversion.parameters[group.target].is_floating_point()
                 if is_cast and ref.dtype not in IS_FLOAT:
                     raise CheckpointError(
                         f"{ref.path}: tensor {name!r}: dtype={ref.dtype!r}: must be BF16, F16, F32 or F64 (or "
@@ -584,13 +416,13 @@ class Packing:
                 plan[TensorSpec(name, ref.dtype, ref.shape)] = None
         return plan
 
-    def _check_gguf_shape(self, group: Group) -> None:
-        """Of a dense tensor; a vector may stand for a matrix of one row."""
-        ref, expected = self._checkpoint.tensors[group.names[0]], self._conversion.shape(group.target)
-        if expected not in (ref.shape, (1, *ref.shape)):
+    def _check_shape(self, name: str, expected: tuple[int, ...], also: tuple[int, ...] | None = None) -> None:
+        """Of a dense tensor; GGUF's vectors may stand for a matrix of one row (`also`)."""
+        ref = self._checkpoint.tensors[name]
+        if expected not in (ref.shape, also):
+            source = "its metadata" if self._checkpoint.gguf else "config.json"
             raise CheckpointError(
-                f"{ref.path}: tensor {group.names[0]!r}: shape {list(ref.shape)}, but its metadata makes it "
-                f"{list(expected)}"
+                f"{ref.path}: tensor {name!r}: shape {list(ref.shape)}, but {source} makes it {list(expected)}"
             )
 
     def _kept_form(self, group: Group) -> TiledFormat | None:
@@ -667,12 +499,3 @@ class Packing:
                         f"{self._checkpoint.tensors[name].path}: tensor {name!r}: belongs to no expert; config.json "
                         f"says {site.geometry.num_experts} experts in {site.name}"
                     )
-
-    def config_bytes(self) -> bytes:
-        """The config of the store: nothing in it is quantised."""
-        if self._checkpoint.gguf:
-            return (json.dumps(self._checkpoint.config, indent=2) + "\n").encode()
-        if not self._checkpoint.config.get("quantization_config"):
-            return read_file(self._checkpoint.folder / "config.json", CONFIG, CheckpointError)
-        config = {key: value for key, value in self._checkpoint.config.items() if key != "quantization_config"}
-        return (json.dumps(config, indent=2) + "\n").encode()

@@ -43,17 +43,16 @@ class _RouterCall:
 class HookedRouter:
     """One layer's router: hook it, or call it with other hidden states."""
 
-    def __init__(self, layer: int, call: _RouterCall, position: int, scoring: Scoring, is_normalised: bool) -> None:
-        self.layer = layer
-        self.scoring = scoring
-        self.hidden_size: int = call.inputs.shape[-1]
-        self.can_look_ahead = False
-        """Whether it can be called with hidden states alone. Some routers need more."""
-        self._module = call.module
-        self._position = position
-        self._is_normalised = is_normalised
+    def __init__(self, layer: int, call: _RouterCall, position: int, block: _Block) -> None:
+        self.layer, self.hidden_size = layer, int(call.inputs.shape[-1])
+        self._module, self._position = call.module, position
         self._args, self._kwargs = call.args, call.kwargs
         self._handle: Any = None
+        logits = _rows(call.parts[position]).float()
+        self._is_normalised = bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < _TOLERANCE).all())
+        self.scoring = "softmax" if self._is_normalised else _scoring(logits, block.index, block.weights)
+        self.can_look_ahead = self._gives(_rows(call.inputs)[:_NUM_COMPARED], logits[:_NUM_COMPARED])
+        """Whether it can be called with hidden states alone. Some routers need more."""
 
     def attach(self, ran: Ran) -> None:
         """Call `ran(layer, inputs [T, H], logits [T, E])` whenever the model runs this router, until `detach`."""
@@ -66,7 +65,6 @@ class HookedRouter:
         self._handle = self._module.register_forward_hook(hook, with_kwargs=True)
 
     def detach(self) -> None:
-        """Idempotent."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -78,6 +76,14 @@ class HookedRouter:
         with torch.no_grad():
             output = self._module.forward(router_input, *self._args, **self._kwargs)
         return _rows(_parts_of(output)[self._position])
+
+    def _gives(self, inputs: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Whether it gives these logits again for some of its rows."""
+        try:
+            logits = self.logits(inputs).float()
+        except _CANNOT:
+            return False
+        return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
 
     def normalised(self, logits: torch.Tensor) -> torch.Tensor:
         """Routing scores [..., E] in float32 that sum to 1: the softmax, or each sigmoid's share of their sum."""
@@ -105,7 +111,7 @@ def find_routers(model: PreTrainedModel, layers: Sequence[LayerGeometry]) -> lis
 
 
 def _find(layer: int, block: _Block, num_experts: int) -> HookedRouter | None:
-    if not block.has_run:
+    if block.choice is None:  # it has not run
         return None
     found = [call for call in block.calls.values() if any(_is_same(part, block.choice) for part in call.parts)]
     outermost_first = sorted(block.calls, key=lambda name: name.count("."))
@@ -114,12 +120,7 @@ def _find(layer: int, block: _Block, num_experts: int) -> HookedRouter | None:
     for call in found:
         position = _logits_position(call.parts, block, num_experts)
         if position is not None:
-            logits = _rows(call.parts[position]).float()
-            is_normalised = bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < _TOLERANCE).all())
-            scoring: Scoring = "softmax" if is_normalised else _scoring(logits, block.index, block.weights)
-            router = HookedRouter(layer, call, position, scoring, is_normalised)
-            router.can_look_ahead = _can_look_ahead(router, _rows(call.inputs), logits)
-            return router
+            return HookedRouter(layer, call, position, block)
     return None
 
 
@@ -155,16 +156,6 @@ def _scoring(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -
     return "sigmoid" if of_sigmoid < tolerance and of_sigmoid < error(logits.softmax(-1)) else "softmax"
 
 
-def _can_look_ahead(router: HookedRouter, inputs: torch.Tensor, logits: torch.Tensor) -> bool:
-    """Whether it gives the same logits again for some of its rows."""
-    try:
-        answer = router.logits(inputs[:_NUM_COMPARED]).float()
-    except _CANNOT:
-        return False
-    expected = logits[:_NUM_COMPARED]
-    return answer.shape == expected.shape and torch.allclose(answer, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
-
-
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
@@ -185,7 +176,6 @@ class _Block:
     hidden: torch.Tensor  # [T, H]
     index: torch.Tensor  # [T, K]
     weights: torch.Tensor  # [T, K]
-    has_run = False
 
     def __init__(self) -> None:
         self.calls: dict[str, _RouterCall] = {}
@@ -193,7 +183,7 @@ class _Block:
     def forward_experts(
         self, module: nn.Module, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        self.hidden, self.index, self.weights, self.has_run = hidden, index, weights, True
+        self.hidden, self.index, self.weights = hidden, index, weights
         return torch.zeros_like(hidden)
 
     def note_choice(self, _: nn.Module, args: tuple[Any, ...]) -> None:
@@ -231,7 +221,6 @@ def _watch_blocks(model: PreTrainedModel) -> list[_Block]:
 
 
 def _split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The first argument of a call and the others."""
     if args:
         return args[0], args[1:], kwargs
     others = dict(kwargs)

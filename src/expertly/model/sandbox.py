@@ -52,10 +52,7 @@ class Sandbox:
         settings: Mapping[str, Any] | None = None,
         nice: int = 0,
     ) -> None:
-        self._packages = packages
-        self._cpu_s = cpu_s
-        self._seconds = seconds
-        self._nbytes = nbytes
+        self._packages, self._cpu_s, self._seconds, self._nbytes = packages, cpu_s, seconds, nbytes
         self._settings = {"service": service, "cpu_s": cpu_s, "nbytes": nbytes, "nice": nice, **(settings or {})}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -63,7 +60,6 @@ class Sandbox:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
@@ -130,9 +126,10 @@ class Sandbox:
         folders = dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin)
         settings = json.dumps({"folders": list(folders), **self._settings})
         command = [sys.executable, "-I", "-S", "-B", sandbox_process.__file__, settings]
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
+        self._socket, theirs = socket.socketpair()
+        cause = f"its command: {command}"
+        try:
+            with theirs:
                 self._process = subprocess.Popen(
                     command,
                     stdin=theirs.fileno(),
@@ -142,18 +139,13 @@ class Sandbox:
                     env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
                     start_new_session=True,  # an interrupt of the terminal is for this process
                 )
-            except OSError as error:
-                ours.close()
-                raise ExpertlyError(f"a process for {self._settings['service']} cannot start: {error}") from None
-        self._socket = ours
-        ours.settimeout(_START_S)
-        try:
-            is_up = bool(ours.recv(1))
-        except OSError:
-            is_up = False
+            self._socket.settimeout(_START_S)
+            is_up = bool(self._socket.recv(1))
+        except OSError as error:
+            is_up, cause = False, f"{error}; {cause}"
         if not is_up:
             self._end()
-            raise ExpertlyError(f"a process for {self._settings['service']} does not start; its command: {command}")
+            raise ExpertlyError(f"a process for {self._settings['service']} does not start: {cause}")
 
     def _end(self) -> None:
         if self._process is not None:
@@ -164,7 +156,6 @@ class Sandbox:
         self._process = self._socket = None
 
     def _died(self) -> ConfigError:
-        """Why the process ended while it worked."""
         assert self._process is not None
         try:
             status = self._process.wait(1)

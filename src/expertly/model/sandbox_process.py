@@ -30,7 +30,6 @@ MAX_MESSAGE = 1000
 GROWTH_NBYTES = 16 << 20
 """A process that a request has made larger by this ends; the next request gets a new one."""
 
-
 FIRST_BYTES = 16
 """They lead to the first name of an object, where all its properties are possible."""
 

@@ -198,10 +198,9 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModelError:
 
 
 class Unvalued(TorchFunctionMode):
-    """A mode in which a model is made or probed on the meta device without torch's Python implementations of meta
-    operations, whose import takes 35 MiB: weights are not initialised, `arange`, tensors of lists and (as zeros) the
-    results of linear layers are on the CPU, unless joined to others. `drop_values` moves to the meta device what was
-    computed on the CPU.
+    """A mode in which a model is made on the meta device without torch's Python implementations of meta operations,
+    whose import takes 35 MiB: weights are not initialised, `arange` and tensors of lists are on the CPU, unless joined
+    to others.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -210,8 +209,6 @@ class Unvalued(TorchFunctionMode):
             weight = args[0] if args else kwargs["tensor"]
             if weight.is_meta:
                 return weight
-        if func is nn.functional.linear and len(args) > 1 and args[0].is_meta:
-            return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0], device="cpu")
         if func is torch.arange:
             rows = max((n for n in (*args, *kwargs.values()) if isinstance(n, int | float)), default=0)
             if rows > _MAX_ARANGE:
@@ -230,17 +227,6 @@ _MAX_ARANGE = 1 << 24
 _DRAWS = torch.Tensor.normal_, torch.Tensor.uniform_
 
 
-def drop_values(model: nn.Module) -> None:
-    """Move buffers and parameters that are not on the meta device there."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to("meta")
-        for name, weight in module._parameters.items():
-            if weight is not None and not weight.is_meta:
-                module._parameters[name] = nn.Parameter(weight.to("meta"), weight.requires_grad)
-
-
 def build_meta_model(
     source: str | os.PathLike[str] | PreTrainedConfig, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
@@ -257,11 +243,17 @@ def build_meta_model(
     try:
         with torch.device("meta"), Unvalued():
             model = model_class(config).eval()
-        drop_values(model)
+        for module in model.modules():  # what was computed on the CPU goes to the meta device, too
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to("meta")
+            for name, weight in module._parameters.items():
+                if weight is not None and not weight.is_meta:
+                    module._parameters[name] = nn.Parameter(weight.to("meta"), weight.requires_grad)
         return model
     except Exception as cause:  # a family's own code raises whatever a number of the config leads to
-        if not _has_interface_experts(model_class):
-            raise _no_experts_error(config.model_type, vars(sys.modules[model_class.__module__])) from cause
+        members = vars(sys.modules[model_class.__module__])
+        if not ("SwitchTransformersExperts" in members or any(hasattr(it, "_apply_gate") for it in members.values())):
+            raise _no_experts_error(config.model_type, members) from cause
         raise CheckpointError(
             f"{_named(config)}: {model_class.__name__} cannot be built from it: {first_line(cause)}"
         ) from cause
@@ -270,15 +262,8 @@ def build_meta_model(
 
 
 def _named(config: PreTrainedConfig) -> str:
-    """The config in a message."""
     folder = config.name_or_path
     return os.path.join(folder, "config.json") if folder else f"model_type={config.model_type!r}"
-
-
-def _is_experts(module: nn.Module) -> bool:
-    """Whether its class is switch's, or was decorated by use_experts_implementation, which adds `_apply_gate`."""
-    is_decorated = hasattr(module, "is_transposed") and hasattr(module, "config")
-    return _is_switch(module) or (is_decorated and hasattr(type(module), "_apply_gate"))
 
 
 def _is_switch(module: nn.Module) -> bool:
@@ -291,7 +276,11 @@ def find_experts(meta_model: PreTrainedModel, itemsize: int) -> list[ExpertsSite
     Raises UnsupportedModelError, naming the family and what is supported, where there is none, or one computes
     something that the kernels do not.
     """
-    modules = [(name, module) for name, module in meta_model.named_modules() if _is_experts(module)]
+    modules = [  # switch's, and those of classes that use_experts_implementation decorated
+        (name, module)
+        for name, module in meta_model.named_modules()
+        if _is_switch(module) or (hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed"))
+    ]
     if not modules:
         names = {type(module).__name__ for module in meta_model.modules()}
         raise _no_experts_error(meta_model.config.model_type, names)
@@ -302,12 +291,6 @@ def _no_experts_error(model_type: str, class_names: Iterable[str]) -> Unsupporte
     if any("expert" in name.lower() or "moe" in name.lower() for name in class_names):
         return _unsupported(model_type, "its experts are not on transformers' experts interface")
     return _unsupported(model_type, "not a Mixture-of-Experts model")
-
-
-def _has_interface_experts(model_class: type[PreTrainedModel]) -> bool:
-    """Whether the family's modeling file has a class on the experts interface, or switch's."""
-    members = vars(sys.modules[model_class.__module__]).items()
-    return any(hasattr(found, "_apply_gate") or name == "SwitchTransformersExperts" for name, found in members)
 
 
 def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int) -> ExpertsSite:
@@ -334,58 +317,28 @@ def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int) -> Expe
             f"{name}: {weight_names[0]} {tuple(up.shape)} and {weight_names[1]} {tuple(down.shape)} are not those of "
             "experts whose input and output have one width",
         )
-    _check_top_k(model, num_experts)
-    top_k = _top_k(model, name, module, num_experts, hidden)
+    top_k = _top_k(model, name, module, num_experts)
     geometry = LayerGeometry(num_experts, top_k, hidden, width, 3 if has_gate else 2, itemsize)
-    return ExpertsSite(
-        name=name,
-        geometry=geometry,
-        is_transposed=is_transposed,
-        is_concatenated=getattr(module, "is_concatenated", True),
-        has_gate=has_gate,
-        weight_names=weight_names,
-    )
+    is_concatenated = getattr(module, "is_concatenated", True)
+    return ExpertsSite(name, geometry, is_transposed, is_concatenated, has_gate, weight_names)
 
 
-class _Probed(Exception):
-    """Ends the probe of a block. Its `args` are those with which the block called its experts."""
+_TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+"""What configs call K. Blocks and routers also call it `top_k`, which in a config is one of sampling."""
 
 
-def _check_top_k(model: PreTrainedModel, num_experts: int) -> None:
-    """Raises CheckpointError naming the field by which a token chooses no expert, or more than there are."""
+def _top_k(model: PreTrainedModel, name: str, experts: nn.Module, num_experts: int) -> int:
+    """K: an attribute of the block or of a module in it, else a field of the config. Raises CheckpointError naming the
+    field by which a token chooses no expert, or more than there are.
+    """
     text = model.config.get_text_config(decoder=True)
-    for key in _TOP_K_FIELDS[1:]:  # the first is of sampling
+    for key in _TOP_K_FIELDS:
         value = getattr(text, key, None)
         if isinstance(value, int) and not 1 <= value <= num_experts:
             raise CheckpointError(f"{_named(model.config)}: {key}={value}: must be 1 to {num_experts}, its experts")
-
-
-_TOP_K_FIELDS = ("top_k", "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
-
-
-def _top_k(model: PreTrainedModel, name: str, experts: nn.Module, num_experts: int, hidden: int) -> int:
-    """K: the width of the ids that the parent block passes to its experts, else an attribute of the block."""
     parent = model.get_submodule(name.rpartition(".")[0])
-
-    def stop(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        raise _Probed(*arguments)
-
-    handle = experts.register_forward_pre_hook(stop)
-    x = torch.empty(1, 2, hidden, device="meta", dtype=next(parent.parameters()).dtype)
-    try:
-        for way in (Unvalued(), contextlib.nullcontext()):  # some routers need all tensors on the meta device
-            try:
-                with torch.no_grad(), way:
-                    parent(x)
-            except _Probed as probed:
-                if len(probed.args) == 3 and isinstance(probed.args[1], torch.Tensor):
-                    return int(probed.args[1].shape[-1])
-            except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, IndexError, KeyError):
-                continue  # a block that needs more than hidden states
-    finally:
-        handle.remove()
     for owner in (parent, *parent.children(), getattr(experts, "config", None)):
-        for key in _TOP_K_FIELDS:
+        for key in _TOP_K_FIELDS if isinstance(owner, PreTrainedConfig) else ("top_k", *_TOP_K_FIELDS):
             value = getattr(owner, key, None)
             if isinstance(value, int) and 1 <= value <= num_experts:
                 return value
@@ -399,12 +352,14 @@ def dense_shape(model: PreTrainedModel) -> DenseShape:
     A table of embeddings counts as one row unless it is also the head; other weights count once.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    blocks = [_block(paths[id(module)]) for module in experts_modules(model)]
+    first_number = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)|.*")  # a block's path ends with it
+    blocks = [first_number.match(paths[id(module)])[0] for module in experts_modules(model)]  # type: ignore[index]
     stacks = {block.rpartition(".")[0].rpartition(".")[0] for block in blocks}  # `model`, of `model.layers.3`
     head = model.get_output_embeddings()
     head_weights = {id(one) for one in (*head.parameters(), *head.buffers())} if isinstance(head, nn.Module) else set()
+    tiles = [(path, buffer) for path, buffer in model.named_buffers() if path.endswith(".tiles")]
     in_blocks = rest = 0
-    for path, parameter in (*model.named_parameters(), *_tiles(model)):
+    for path, parameter in (*model.named_parameters(), *tiles):
         if any(path.startswith(block + ".") for block in blocks):
             in_blocks += parameter.nbytes
         elif id(parameter) in head_weights:
@@ -413,15 +368,3 @@ def dense_shape(model: PreTrainedModel) -> DenseShape:
             is_table = isinstance(model.get_submodule(path.rpartition(".")[0]), nn.Embedding)
             rest += parameter.nbytes // (parameter.shape[0] if is_table else 1)
     return DenseShape(in_blocks // len(blocks), rest)
-
-
-def _tiles(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights in a weight format: they are buffers, not parameters."""
-    return ((name, one) for name, one in model.named_buffers() if name.endswith(".tiles"))
-
-
-def _block(path: str) -> str:
-    """The path up to its first number."""
-    parts = path.split(".")
-    first = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[: first + 1])

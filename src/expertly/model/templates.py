@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from transformers.utils import chat_template_utils
@@ -37,7 +37,7 @@ class SlowTemplateError(ConfigError):
     """A conversation takes more time than the renderer gives it."""
 
 
-class Renderer:
+class Renderer(contextlib.AbstractContextManager["Renderer"]):
     """Renders conversations by a tokenizer's chat template. Any thread may call. For the limits see Sandbox."""
 
     def __init__(
@@ -46,12 +46,7 @@ class Renderer:
         packages, settings = ("jinja2", "markupsafe", "packaging"), {"file": chat_template_utils.__file__}
         self.sandbox = Sandbox("templates", packages, cpu_s, seconds, nbytes, settings, nice)
 
-    def __enter__(self) -> Renderer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.sandbox.close()
 
     def render(

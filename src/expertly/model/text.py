@@ -31,7 +31,6 @@ class Decoder:
         self._written = 0
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens complete."""
         self._tokens += tokens
         return self._advance(is_end=False)
 
@@ -96,7 +95,6 @@ class TextStreamer:
         self._show(self._decoder.add(ids))
 
     def end(self) -> None:
-        """Write the text that was held back."""
         self._show(self._decoder.end())
 
     def _show(self, text: str) -> None:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.functional import embedding, linear
 
 from expertly.core.errors import ConfigError, ModelUseError
-from expertly.formats import FORMATS, TiledFormat
-from expertly.formats.tiles import TILE_OUTPUTS
+from expertly.formats import FORMATS
+from expertly.formats.tiles import TILE_OUTPUTS, TiledFormat
 from expertly.native.kernels import NO_DOWN, Kernels, are_plain
 
 _DECODED_NBYTES = 8 << 20
@@ -73,7 +73,6 @@ class TiledLayer(nn.Module):
 
 class TiledLinear(TiledLayer, nn.Linear):  # type: ignore[override]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As nn.Linear's."""
         kernels, bias, dtype, tiles = self._expertly_kernels, self.bias, self._expertly_dtype, self.tiles
         width = input.shape[-1]
         num_tokens = input.numel() // width if width else 0
@@ -98,7 +97,6 @@ class TiledLinear(TiledLayer, nn.Linear):  # type: ignore[override]
 
 class TiledEmbedding(TiledLayer, nn.Embedding):  # type: ignore[override]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As nn.Embedding's, without gradients."""
         kernels, tiles, width = self._expertly_kernels, self.tiles, self.embedding_dim
         ids = input.reshape(-1)
         is_usual = kernels is not None and input.is_cpu and tiles.is_cpu and not input.is_floating_point()
@@ -163,12 +161,9 @@ def use_tiles(model: nn.Module, kernels: Kernels) -> int:
             module._expertly_kernels = kernels
             num_used += 1
         else:
-            _undo(module)
+            undone: Any = module
+            weight = undone.weight
+            del undone.tiles
+            undone.__class__ = next(original for original, kind in _TILED.items() if kind is type(module))
+            undone.weight = nn.Parameter(weight, requires_grad=False)
     return num_used
-
-
-def _undo(module: Any) -> None:
-    weight = module.weight
-    del module.tiles
-    module.__class__ = next(original for original, kind in _TILED.items() if kind is type(module))
-    module.weight = nn.Parameter(weight, requires_grad=False)

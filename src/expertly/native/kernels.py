@@ -66,7 +66,6 @@ _FAILED = "a compiled product"
 
 _INT, _LONG, _ADDRESS = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
-
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     # level, dtype, threads, tasks, how many; matrices, neurons, width, bytes from row to row and from matrix to matrix
     "products_dots": (*3 * (_INT,), _ADDRESS, *6 * (_LONG,), _ADDRESS, *2 * (_LONG,), *2 * (_ADDRESS,), _LONG),
@@ -163,7 +162,6 @@ class ExpertProducts:
         inner_bias: Sequence[torch.Tensor],
         down_bias: torch.Tensor | None,
     ) -> None:
-        """`shape`: inner matrices, and the hidden size."""
         self.formats = formats
         self.num_inner, hidden = shape
         tables = activation.f, activation.g
@@ -224,9 +222,6 @@ class Kernels:
         self.num_attention = 0  # layers' attentions that were computed by the compiled kernels
         self.num_graphs = 0  # layers whose dense part an accelerator's graphs computed, for a token
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Kernels:
-        return self
-
     def _most_tokens(self, dtype: torch.dtype, weights: str | None = "") -> int:
         library = self.library
         if library is None or dtype not in library.dtypes:
@@ -265,22 +260,13 @@ class Kernels:
         if num_matrices is None:
             num_matrices = out.shape[0]
         failed = self._call.products_dots(
-            self._level,
-            self.dtypes[x.dtype],
-            min(torch.get_num_threads(), self.max_threads),
-            packed.buffer_info()[0],
-            len(packed) // 4,
-            num_matrices,
-            num_neurons,
-            width,
-            row_nbytes,
-            matrix_nbytes,
-            x.data_ptr(),
-            x.numel() // width,
+            *(self._level, self.dtypes[x.dtype], min(torch.get_num_threads(), self.max_threads)),
+            *(packed.buffer_info()[0], len(packed) // 4),
+            *(num_matrices, num_neurons, width, row_nbytes, matrix_nbytes),
+            *(x.data_ptr(), x.numel() // width),
             (x.stride(0) if x.dim() == 2 else width) * x.element_size(),  # a dimension of 1 may have any stride
             None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            out.numel() // (num_matrices * num_neurons),
+            *(out.data_ptr(), out.numel() // (num_matrices * num_neurons)),
         )
         if failed:
             raise MemoryError(_FAILED)
@@ -295,18 +281,9 @@ class Kernels:
         """
         packed = array("q", tasks)
         failed = self._call.products_sums(
-            self._level,
-            self.dtypes[h.dtype],
-            min(torch.get_num_threads(), self.max_threads),
-            packed.buffer_info()[0],
-            len(packed) // 4,
-            h.shape[1],
-            out.shape[1],
-            row_nbytes,
-            h.data_ptr(),
-            h.shape[0],
-            out.data_ptr(),
-            adds,
+            *(self._level, self.dtypes[h.dtype], min(torch.get_num_threads(), self.max_threads)),
+            *(packed.buffer_info()[0], len(packed) // 4),
+            *(h.shape[1], out.shape[1], row_nbytes, h.data_ptr(), h.shape[0], out.data_ptr(), adds),
         )
         if failed:
             raise MemoryError(_FAILED)
@@ -497,22 +474,13 @@ class Kernels:
         return None if result else (logits, weights, ids)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, style: str) -> torch.Tensor:
-        """`x` [..., D], contiguous, over the root of its mean square and `epsilon`; weighed as
-        NORM_STYLES says.
-        """
+        """`x` [..., D], contiguous, over the root of its mean square and `epsilon`; weighed as NORM_STYLES says."""
         width = x.shape[-1]
         out = torch.empty_like(x)
         self._call.norm(
-            self._level,
-            self.dtypes[x.dtype],
-            NORM_STYLES[style],
-            x.numel() // width,
-            width,
-            x.data_ptr(),
-            width * x.element_size(),
-            None if weight is None else weight.data_ptr(),
-            epsilon,
-            out.data_ptr(),
+            *(self._level, self.dtypes[x.dtype], NORM_STYLES[style]),
+            *(x.numel() // width, width, x.data_ptr(), width * x.element_size()),
+            *(None if weight is None else weight.data_ptr(), epsilon, out.data_ptr()),
         )
         return out
 
@@ -538,18 +506,10 @@ class Kernels:
         num_inner, out_rows, num_neurons = out.shape
         failed = self._call.tiles_dots(
             *self._how(formats, x.dtype),
-            packed.buffer_info()[0],
-            len(packed) // 4,
-            num_inner,
-            num_neurons,
-            x.shape[1],
-            block_nbytes,
-            x.data_ptr(),
-            x.shape[0],
-            x.stride(0) * x.element_size(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            out_rows,
+            *(packed.buffer_info()[0], len(packed) // 4),
+            *(num_inner, num_neurons, x.shape[1], block_nbytes),
+            *(x.data_ptr(), x.shape[0], x.stride(0) * x.element_size()),
+            *(None if bias is None else bias.data_ptr(), out.data_ptr(), out_rows),
         )
         if failed:
             raise MemoryError(_FAILED)
@@ -569,16 +529,8 @@ class Kernels:
         packed = array("q", tasks)
         failed = self._call.tiles_sums(
             *self._how(formats, h.dtype),
-            packed.buffer_info()[0],
-            len(packed) // 4,
-            num_inner,
-            h.shape[1],
-            out.shape[1],
-            block_nbytes,
-            h.data_ptr(),
-            h.shape[0],
-            out.data_ptr(),
-            adds,
+            *(packed.buffer_info()[0], len(packed) // 4),
+            *(num_inner, h.shape[1], out.shape[1], block_nbytes, h.data_ptr(), h.shape[0], out.data_ptr(), adds),
         )
         if failed:
             raise MemoryError(_FAILED)
@@ -624,9 +576,3 @@ def _of_accelerator() -> Kernels:
         return Kernels(None, f"Triton is not installed: {error}")
     why = why_not()
     return Kernels(None, why) if why else TritonKernels("Triton compiles for this device")
-
-
-def kernels_over(devices: Sequence[Kernels]) -> dict[str, str | int]:
-    """What is told of a model: its first device's, with the counts of all."""
-    counts = {name: sum(getattr(one, f"num_{name}") for one in devices) for name in _COUNTS}
-    return {**devices[0].facts(), **counts}

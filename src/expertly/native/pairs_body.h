@@ -1,7 +1,7 @@
 /* Products of bfloat16 by AVX512-BF16: an instruction multiplies 32 numbers by 32 and adds neighbours to 16 sums of float32.
  *
  * Inputs are bfloat16 as they came. Memory is asked for nothing ahead: this little arithmetic lets the processor look far
- * enough by itself, and asking made it slower (docs/log.md). Included by products_body.h.
+ * enough by itself, and asking made it slower (docs/log/). Included by products_body.h.
  */
 
 INLINE __m512bh NAME(load_pairs)(const char *p, int64_t num) {

@@ -19,7 +19,7 @@
  * A tile is 16 outputs by a group of inputs; its format says how many. An expert is a row of blocks. A block has as many
  * neurons as a group of down's format. First come the tiles of its inner matrices (gate and up, or up): for each 16
  * outputs, the tiles over all inputs. Then come the tiles of down: for each 16 outputs, the tile over the block's neurons.
- * Tiles are read in this order, which is that of memory: any other is slower (docs/log.md).
+ * Tiles are read in this order, which is that of memory: any other is slower (docs/log/).
  *
  * Weights are decoded in registers. Sums are float32, but for sums of a unit or a group in integers (codes.h, int4.h), and
  * their order depends on the sizes alone.
@@ -33,7 +33,7 @@
 
 #define W (16 / V) /* vectors for a tile's 16 outputs */
 
-#if V == 4 /* several tokens at a time are no faster here (docs/log.md), and take long to compile */
+#if V == 4 /* several tokens at a time are no faster here (docs/log/), and take long to compile */
 #define MOST_TILE_TOKENS 1
 #define FOR_TOKENS(X, ...) X(__VA_ARGS__, 1)
 #else

@@ -6,8 +6,9 @@ Options are a frozen dataclass whose fields are made by `option`. Users write th
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from operator import ge, gt, le, lt
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -46,8 +47,8 @@ class PolicyOptions:
     """
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            check_bounds(one, getattr(self, one.name))
+        for key in fields(self):
+            check_bounds(key, getattr(self, key.name))
 
 
 class Policy:
@@ -60,7 +61,7 @@ class Policy:
     options: ClassVar[type[Any]] = PolicyOptions
     """A dataclass of bool, int, float, str, Path or Literal fields, or of one of them or None."""
     learns: ClassVar[type[LearnedState] | None] = None
-    """The class of what it learns while it runs and a file keeps; then it has `learned` and `adopt`."""
+    """The class of what it learns while it runs and a file keeps; then it has `learned`."""
 
     @classmethod
     def parse(cls, given: Mapping[str, str], where: str = "") -> Any:
@@ -79,18 +80,12 @@ class Policy:
         """Its learned state, of the class `learns`; None where nothing is kept in a file."""
         return None
 
-    def adopt(self, learned: Any) -> None:
-        """Continue from the state that a file or another replica of the model had learned, as far as there is room for
-        it. The running pass is not learned from.
-        """
-        raise NotImplementedError
-
 
 def parse_options(kind: type[T], given: Mapping[str, str], where: str) -> T:
     """Make `kind`, an options dataclass, from texts; options that are not given have their defaults. `where` begins
     messages. Raises ConfigError naming the key, its value and what is accepted.
     """
-    accepted = {one.name: one for one in fields(kind) if one.init}  # type: ignore[arg-type]
+    accepted = {key.name: key for key in fields(kind) if key.init}  # type: ignore[arg-type]
     types_of = get_type_hints(kind)
     values: dict[str, Any] = {}
     for key, text in given.items():
@@ -99,7 +94,7 @@ def parse_options(kind: type[T], given: Mapping[str, str], where: str) -> T:
             raise ConfigError(f"{where}: option {key!r}: unknown; {names}")
         values[key] = _parsed(types_of[key], text, f"{where}: {key}={text!r:.80}")
     try:
-        for key, value in values.items():
+        for key, value in values.items():  # of any dataclass, not of PolicyOptions alone
             check_bounds(accepted[key], value)
         return kind(**values)
     except ConfigError as error:
@@ -108,7 +103,7 @@ def parse_options(kind: type[T], given: Mapping[str, str], where: str) -> T:
 
 def option_names(kind: type[Any]) -> list[str]:
     """The keys that `parse_options` takes for `kind`."""
-    return [one.name for one in fields(kind) if one.init]
+    return [key.name for key in fields(kind) if key.init]
 
 
 def option_text(value: object) -> str:
@@ -120,31 +115,32 @@ def option_text(value: object) -> str:
 
 def describe_options(kind: type[Any]) -> dict[str, str]:
     """For each option its help, default and bounds."""
-    said: dict[str, str] = {}
+    texts: dict[str, str] = {}
     types_of = get_type_hints(kind)
-    for one in fields(kind):
-        notes = [] if one.default is None else [f"default: {option_text(one.default)}"]
-        if get_origin(types_of[one.name]) is Literal:
-            notes.append(f"accepted: {', '.join(get_args(types_of[one.name]))}")
-        notes += [bounds] if (bounds := _bounds(one)) else []
-        text = [one.metadata.get("help", ""), f"({', '.join(notes)})" if notes else ""]
-        said[one.name] = " ".join(part for part in text if part)
-    return said
+    for key in fields(kind):
+        notes = [] if key.default is None else [f"default: {option_text(key.default)}"]
+        if get_origin(types_of[key.name]) is Literal:
+            notes.append(f"accepted: {', '.join(get_args(types_of[key.name]))}")
+        notes += [bounds] if (bounds := _bounds(key)) else []
+        text = [key.metadata.get("help", ""), f"({', '.join(notes)})" if notes else ""]
+        texts[key.name] = " ".join(part for part in text if part)
+    return texts
 
 
-def check_bounds(one: Field[Any], value: object) -> None:
+def check_bounds(key: Field[Any], value: object) -> None:
     """Raises ConfigError where a number is outside its field's bounds."""
-    least, above, most, below = (one.metadata.get(name) for name in ("least", "above", "most", "below"))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    is_low = (least is not None and not value >= least) or (above is not None and not value > above)  # NaN, too
-    is_high = (most is not None and not value <= most) or (below is not None and not value < below)
-    if is_low or is_high:
-        raise ConfigError(f"{one.name}={value}: must be {_bounds(one)}")
+    bounds = [(key.metadata.get(name), holds) for name, holds in _HOLDS.items()]
+    if not all(holds(value, bound) for bound, holds in bounds if bound is not None):  # NaN holds nothing
+        raise ConfigError(f"{key.name}={value}: must be {_bounds(key)}")
 
 
-def _bounds(one: Field[Any]) -> str:
-    least, above, most, below = (one.metadata.get(name) for name in ("least", "above", "most", "below"))
+_HOLDS: Mapping[str, Callable[[Any, Any], bool]] = {"least": ge, "above": gt, "most": le, "below": lt}
+
+
+def _bounds(key: Field[Any]) -> str:
+    least, above, most, below = (key.metadata.get(name) for name in _HOLDS)
     if below is not None:
         return f"above {above} and below {below}"
     if most is not None:
@@ -164,25 +160,21 @@ def parse_int(text: str, what: str) -> int:
 
 def _parsed(kind: Any, text: str, what: str) -> object:
     if get_origin(kind) in (Union, types.UnionType):
-        (kind,) = [one for one in get_args(kind) if one is not type(None)]
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        if text not in choices:
-            raise ConfigError(f"{what}: unknown; accepted: {', '.join(choices)}")
-        return text
-    if kind is bool:
-        if text not in _WORDS:
-            raise ConfigError(f"{what}: accepted: {', '.join(_WORDS)}")
-        return _WORDS[text]
+        (kind,) = [member for member in get_args(kind) if member is not type(None)]
     if kind is int:
         return parse_int(text, what)
     if kind in (str, Path):
         return kind(text)
-    if kind is not float:
+    if kind is float:
+        try:
+            return float(text)
+        except ValueError:
+            raise ConfigError(f"{what}: must be a number") from None
+    if kind is not bool and get_origin(kind) is not Literal:
         raise ConfigError(
             f"{what}: an option of type {kind}; accepted: bool, int, float, str, Path, Literal of str, or None besides"
         )
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{what}: must be a number") from None
+    choices = _WORDS if kind is bool else {word: word for word in get_args(kind)}
+    if text not in choices:
+        raise ConfigError(f"{what}: {'' if kind is bool else 'unknown; '}accepted: {', '.join(choices)}")
+    return choices[text]

@@ -1,19 +1,20 @@
-"""Which predicted expert is loaded first. `PREFETCHES` has the orders by name."""
+"""Which predicted expert is loaded first."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from expertly.policies.base import NO_OPTIONS, Policy, PolicyOptions
-from expertly.policies.registry import PolicyRegistry
 
 
 class PrefetchOrder(Policy, ABC):
     """Orders the prefetch queue. Made with its options."""
 
     family = "prefetch"
+    needs_probabilities: ClassVar[bool] = False
+    """Whether scores must be probabilities."""
 
     def __init__(self, options: Any = PolicyOptions()) -> None: ...
 
@@ -25,7 +26,7 @@ class PrefetchOrder(Policy, ABC):
     @abstractmethod
     def priority(self, score: float, layers_to_go: int) -> float:
         """The priority of an expert with this score, 1 or more layers before its layer runs: the highest is loaded
-        first. Never falls as the score rises.
+        first, of equal ones the one that was predicted first. Never falls as the score rises.
         """
         ...
 
@@ -39,13 +40,10 @@ class ByScore(PrefetchOrder):
         return score
 
 
-class ByProximity(PrefetchOrder):
-    """The highest p / (l - l_now) first, for scores that are probabilities (fMoE, section 4.5)."""
+class FirstIn(PrefetchOrder):
+    """First in, first out: of equal priorities the queue takes the one that came first (ProMoE, section 5)."""
 
-    name = "proximity"
+    name = "fifo"
 
     def priority(self, score: float, layers_to_go: int) -> float:
-        return score / layers_to_go
-
-
-PREFETCHES: PolicyRegistry[PrefetchOrder] = PolicyRegistry(PrefetchOrder, "expertly.prefetches", (ByScore, ByProximity))
+        return 0.0

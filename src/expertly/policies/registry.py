@@ -7,12 +7,27 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from expertly.core.errors import ConfigError
+from expertly.policies.allocation import Allocation, Uniform
 from expertly.policies.base import Policy
+from expertly.policies.eviction import EvictionPolicy
+from expertly.policies.fmoe import ByProximity, FMoE, FMoEEviction
+from expertly.policies.lcp import LCP
+from expertly.policies.lfu import LFU
+from expertly.policies.lookahead import Lookahead
+from expertly.policies.lru import LRU
+from expertly.policies.moe_infinity import EAM, EAMEviction
+from expertly.policies.moepic import MoEpic, Speculative, SplitExperts
+from expertly.policies.prediction import Predictor
+from expertly.policies.prefetch import ByScore, FirstIn, PrefetchOrder
+from expertly.policies.promoe import Learned
+from expertly.policies.reuse import Reuse
+from expertly.policies.static import Static
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Policy)
@@ -38,17 +53,14 @@ class Registry(Mapping[str, T], Generic[T]):
         built_in: Mapping[str, T],
         accepts: Callable[[object], bool],
         accepted: str,
-        adopt: Callable[[T, str], T] = lambda one, name: one,
+        adopt: Callable[[T, str], T] = lambda part, name: part,
     ) -> None:
-        """`part` begins messages; `accepted` describes what `accepts` takes; `adopt` is applied to objects of
-        others.
+        """`part` begins messages; `accepted` describes what `accepts` takes; `adopt(object, name)` is what becomes of
+        an object that does not ship.
         """
         self.built_in = dict(built_in)
-        self._part = part
-        self._group = group
-        self._accepts = accepts
-        self._accepted = accepted
-        self._adopt = adopt
+        self._part, self._group = part, group
+        self._accepts, self._accepted, self._adopt = accepts, accepted, adopt
         self._entries: dict[str, EntryPoint] | None = None
         self._loaded: dict[str, T | ConfigError] = {}
         self._unreachable: list[str] = []  # problems of entry points that no name refers to
@@ -57,10 +69,10 @@ class Registry(Mapping[str, T], Generic[T]):
         if name in self.built_in:
             return self.built_in[name]
         if name in self._installed():
-            found = self._load(name)
-            if isinstance(found, ConfigError):
-                raise ConfigError(str(found))
-            return found
+            loaded = self._load(name)
+            if isinstance(loaded, ConfigError):
+                raise ConfigError(str(loaded))
+            return loaded
         if self.is_path(name):
             return self._import(name)
         raise KeyError(name)
@@ -73,88 +85,100 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         yield from self.built_in
-        for name in self._installed():
-            if not isinstance(self._load(name), ConfigError):
-                yield name
+        yield from (name for name in self._installed() if not isinstance(self._load(name), ConfigError))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def problems(self) -> list[str]:
         """For each entry point that cannot be loaded, why."""
-        failed = [found for name in self._installed() if isinstance(found := self._load(name), ConfigError)]
-        return [*self._unreachable, *map(str, failed)]
+        loaded = map(self._load, self._installed())
+        failed = [str(error) for error in loaded if isinstance(error, ConfigError)]  # reads entry points first
+        return [*self._unreachable, *failed]
 
     def _installed(self) -> dict[str, EntryPoint]:
         if self._entries is None:
             self._entries = {}
             try:
-                found = sorted(entry_points(group=self._group), key=lambda entry: (_distribution(entry), entry.name))
+                entries = sorted(entry_points(group=self._group), key=lambda entry: (_distribution(entry), entry.name))
             except Exception as error:  # metadata of any distribution
-                found = []
+                entries = []
                 self._unreachable.append(f"entry points {self._group!r}: cannot be read ({_reason(error)})")
-            for entry in found:
-                problem = None
+            for entry in entries:
                 if entry.name in self.built_in:
                     problem = "expertly has one of that name, which is used"
                 elif entry.name in self._entries:
                     problem = f"{_distribution(self._entries[entry.name])} has one of that name, which is used"
                 elif not entry.name or any(letter in _SEPARATORS or letter.isspace() for letter in entry.name):
                     problem = f"a name cannot hold blanks or any of {' '.join(_SEPARATORS)}"
-                if problem is None:
-                    self._entries[entry.name] = entry
                 else:
-                    self._unreachable.append(f"{self._where(entry)}: {problem}")
+                    self._entries[entry.name] = entry
+                    continue
+                self._unreachable.append(f"{self._entry_in_words(entry)}: {problem}")
         return self._entries
 
     def _load(self, name: str) -> T | ConfigError:
         """The object of an entry point, or why it cannot be loaded; tried once."""
         if name not in self._loaded:
             entry = self._installed()[name]
+            beginning = self._entry_in_words(entry)
             try:
-                self._loaded[name] = self._checked(entry.load(), name, self._where(entry))
+                loaded = _guarded(entry.load, beginning, "cannot be loaded")
+                self._loaded[name] = self._checked(loaded, name, beginning)
             except ConfigError as error:
-                self._loaded[name] = _about(error, self._where(entry))
-            except (Exception, SystemExit) as error:  # foreign code must not stop the rest
-                self._loaded[name] = ConfigError(f"{self._where(entry)}: cannot be loaded ({_reason(error)})")
+                self._loaded[name] = error
         return self._loaded[name]
 
     def _import(self, path: str) -> T:
         module_name, _, name = path.rpartition(".")
-        where = f"{self._part}={path!r:.200}"
-        try:
-            module = import_module(module_name)
-        except ConfigError as error:
-            raise _about(error, where) from None
-        except (Exception, SystemExit) as error:  # foreign code: whatever it raises is the reason
-            raise ConfigError(f"{where}: {module_name!r:.200} cannot be imported ({_reason(error)})") from error
+        beginning = f"{self._part}={path!r:.200}"
+        module = _guarded(partial(import_module, module_name), beginning, f"{module_name!r:.200} cannot be imported")
         if not hasattr(module, name):
-            others = [other for other, value in vars(module).items() if self._accepts(value)]
+            parts = [part for part, value in vars(module).items() if self._accepts(value)]
             file = getattr(module, "__file__", None) or "built in"
-            has = ", ".join(others) or "nothing of the kind"
-            raise ConfigError(f"{where}: {module_name!r} ({file}) has no {name!r}; it has {has}")
-        return self._checked(getattr(module, name), path, where)
+            has = ", ".join(parts) or "nothing of the kind"
+            raise ConfigError(f"{beginning}: {module_name!r} ({file}) has no {name!r}; it has {has}")
+        return self._checked(getattr(module, name), path, beginning)
 
-    def _checked(self, found: object, name: str, where: str) -> T:
-        if not self._accepts(found):
-            kind = f"the class {found.__name__}" if isinstance(found, type) else f"of type {type(found).__name__}"
-            raise ConfigError(f"{where}: is {kind}; accepted: {self._accepted}")
-        return self._adopt(found, name)  # type: ignore[arg-type]
+    def _checked(self, loaded: object, name: str, beginning: str) -> T:
+        if not self._accepts(loaded):
+            kind = f"the class {loaded.__name__}" if isinstance(loaded, type) else f"of type {type(loaded).__name__}"
+            raise ConfigError(f"{beginning}: is {kind}; accepted: {self._accepted}")
+        return self._adopt(loaded, name)  # type: ignore[arg-type]
 
-    def _where(self, entry: EntryPoint) -> str:
+    def _entry_in_words(self, entry: EntryPoint) -> str:
         return f"{self._part}={entry.name!r} ({entry.value} of {_distribution(entry)})"
+
+
+def _guarded(load: Callable[[], Any], beginning: str, failure: str) -> Any:
+    """What foreign code loads. Raises ConfigError whatever that raises."""
+    try:
+        return load()
+    except ConfigError as error:
+        raise error if str(error).startswith(beginning) else ConfigError(f"{beginning}: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{beginning}: {failure} ({_reason(error)})") from error
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return "an unknown distribution" if entry.dist is None else entry.dist.metadata["Name"]
+
+
+def _reason(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text:.300}" if text else type(error).__name__
 
 
 class PolicyRegistry(Registry[type[P]], Generic[P]):
     """The policies of one family: classes that extend `base` (Any, as it is abstract in most), by name."""
 
     def __init__(self, base: Any, group: str, built_in: Sequence[type[P]]) -> None:
-        def accepts(one: object) -> bool:
-            is_policy = isinstance(one, type) and issubclass(one, base) and not inspect.isabstract(one)
-            return is_policy and is_dataclass(getattr(one, "options", None))
+        def accepts(loaded: object) -> bool:
+            is_policy = isinstance(loaded, type) and issubclass(loaded, base) and not inspect.isabstract(loaded)
+            return is_policy and is_dataclass(getattr(loaded, "options", None))
 
         accepted = f"a class that extends {base.__name__}, whose options are a dataclass"
-        super().__init__(base.family, group, {one.name: one for one in built_in}, accepts, accepted)
+        super().__init__(base.family, group, {policy.name: policy for policy in built_in}, accepts, accepted)
 
 
 class OrNone(Collection[str]):
@@ -167,22 +191,21 @@ class OrNone(Collection[str]):
         return name == "none" or name in self._registry
 
     def __iter__(self) -> Iterator[str]:
-        yield "none"
-        yield from self._registry
+        return iter(("none", *self._registry))
 
     def __len__(self) -> int:
         return 1 + len(self._registry)
 
 
-def _distribution(entry: EntryPoint) -> str:
-    distribution = entry.dist
-    return "an unknown distribution" if distribution is None else distribution.metadata["Name"]
-
-
-def _about(error: ConfigError, where: str) -> ConfigError:
-    return error if str(error).startswith(where) else ConfigError(f"{where}: {error}")
-
-
-def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text:.300}" if text else type(error).__name__
+EVICTIONS: PolicyRegistry[EvictionPolicy] = PolicyRegistry(
+    EvictionPolicy, "expertly.evictions", (LRU, LFU, LCP, Static, FMoEEviction, EAMEviction, Reuse)
+)
+PREDICTORS: PolicyRegistry[Predictor] = PolicyRegistry(
+    Predictor, "expertly.predictors", (Lookahead, Speculative, Learned, FMoE, EAM)
+)
+ALLOCATIONS: PolicyRegistry[Allocation] = PolicyRegistry(
+    Allocation, "expertly.allocations", (Uniform, SplitExperts, MoEpic)
+)
+PREFETCHES: PolicyRegistry[PrefetchOrder] = PolicyRegistry(
+    PrefetchOrder, "expertly.prefetches", (ByScore, FirstIn, ByProximity)
+)

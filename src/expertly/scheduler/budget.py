@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry
-from expertly.policies.allocation import Allocation
-from expertly.policies.allocation.uniform import uniform_quotas
+from expertly.policies.allocation import Allocation, uniform_quotas
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,100 +1,75 @@
-"""What a device keeps between layers, what it only stages for a layer, and who has which slots."""
+"""What a device keeps between layers, and what it only stages for a layer."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import RouterRan, Span
-from expertly.policies.admission import Worth
-from expertly.policies.allocation.uniform import whole_tops
+from expertly.policies.allocation import whole_tops
 from expertly.policies.eviction import EvictionPolicy, MakePolicy, ScoredPolicy
 from expertly.scheduler.budget import Budget, check_quotas
 from expertly.scheduler.counters import LayerCounters
-from expertly.scheduler.slots import SlotTable, bits, highest_bits, lowest_bits
+from expertly.scheduler.slots import SlotTable
 
-_NONE_REFUSED = 1 << 62
+_Victims = list[tuple[int, list[int]]]
+"""Experts, and the units of each that go."""
 
 
 class Partition:
-    """The cache of one layer, or of all layers of a size class. It counts segments; its policy orders experts."""
+    """The cache of one layer, or of all layers of a size class. It counts units; its policy orders experts."""
 
     def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
-        self.evicts_whole = False
-        """Whether a victim loses all its segments (see `Cache.expect_prefetches`)."""
         self.capacity = capacity
         self.policy = policy
-        self.used = 0
-        self.kept: dict[int, int] = {}  # expert id -> mask of kept segments
+        self.num_kept = 0
+        self.kept: dict[int, list[int]] = {}  # expert -> its kept units, rising
 
     @property
     def room(self) -> int:
-        return self.capacity - self.used
+        return self.capacity - self.num_kept
 
-    def keep(self, expert: int, mask: int) -> None:
-        """Keep segments that are not kept; there is room for them."""
-        before = self.kept.get(expert, 0)
-        assert not before & mask
-        self.used += mask.bit_count()
-        assert self.used <= self.capacity, "a partition never exceeds its capacity"
-        self.kept[expert] = before | mask
-        if not before:
-            self.policy.admitted(expert)
-
-    def drop(self, expert: int, mask: int) -> None:
-        left = self.kept[expert] & ~mask
-        self.used -= mask.bit_count()
-        if left:
-            self.kept[expert] = left
+    def keep(self, eid: int, units: Sequence[int]) -> None:
+        """Keep units that are not kept; there is room for them."""
+        assert self.num_kept + len(units) <= self.capacity, "a partition never exceeds its capacity"
+        self.num_kept += len(units)
+        before = self.kept.get(eid)
+        if before is None:
+            self.kept[eid] = list(units)
+            self.policy.admitted(eid)
         else:
-            del self.kept[expert]
-            self.policy.removed(expert)
+            self.kept[eid] = sorted([*before, *units])
 
-    def evict(self, num_segments: int, protected: Container[int]) -> list[tuple[int, int]] | None:
-        """Drop so many segments of experts outside `protected`; returns (expert, mask) of each victim, or None, with
-        nothing dropped, if there are not enough. Unless whole experts go, a victim loses its last segments first and
-        keeps its top.
+    def drop(self, eid: int, units: Collection[int]) -> None:
+        kept = self.kept[eid]
+        left = [unit for unit in kept if unit not in units] if len(units) < len(kept) else []
+        self.num_kept -= len(units)
+        if left:
+            self.kept[eid] = left
+        else:
+            del self.kept[eid]
+            self.policy.removed(eid)
+
+    def victims(self, num_units: int, protected: Container[int], *, whole: bool) -> tuple[_Victims, int]:
+        """The victims for so many units, outside `protected`, and how many units are then still lacking. Unless `whole`
+        experts go, a victim loses its last units first and keeps its top.
         """
-        if num_segments > self.used:
-            return None
-        victims, missing = self._victims(num_segments, protected)
-        if missing:
-            return None
-        for expert, mask in victims:
-            self.drop(expert, mask)
-        return victims
-
-    def shrink(self, capacity: int, protected: Container[int]) -> list[tuple[int, int]]:
-        """Take this capacity, or the least above it that `protected` allows. Returns the victims, as `evict` does."""
-        victims, missing = self._victims(max(0, self.used - capacity), protected)
-        for expert, mask in victims:
-            self.drop(expert, mask)
-        self.capacity = capacity + missing
-        return victims
-
-    def _victims(self, num_segments: int, protected: Container[int]) -> tuple[list[tuple[int, int]], int]:
-        """The victims for so many segments, and how many segments are then still lacking."""
-        victims: list[tuple[int, int]] = []
-        if not num_segments:
-            return victims, 0
-        missing = num_segments
-        for expert in self.policy.victims(protected):
-            mask = self.kept[expert]
-            count = mask.bit_count()
-            if count > missing and not self.evicts_whole:
-                mask = sum(1 << segment for segment in bits(mask)[count - missing :])
-                count = missing
-            victims.append((expert, mask))
-            missing -= count
-            if missing <= 0:
+        victims: _Victims = []
+        for eid in self.policy.victims(protected) if num_units > 0 else ():
+            units = self.kept[eid]
+            if len(units) > num_units and not whole:
+                units = units[len(units) - num_units :]
+            victims.append((eid, units))
+            num_units -= len(units)
+            if num_units <= 0:
                 break
-        return victims, max(0, missing)
+        return victims, max(0, num_units)
 
 
 class Cache:
-    """Owns the slot table and the partitions. A segment with a slot is either kept (a partition counts it) or staged
-    (its slot is freed once its layer has used it). Experts are dense ids, masks have a bit a segment.
+    """Owns the slot table and the partitions. A unit with a slot is either kept (a partition counts it) or staged (its
+    slot is freed once its layer has used it). Experts are dense ids.
     """
 
     def __init__(
@@ -107,229 +82,234 @@ class Cache:
         tops: Sequence[int] | None = None,
         *,
         prompts_evict: bool = False,
-        worth: Worth | None = None,
     ) -> None:
-        """`tops`: for each layer, how many segments of an expert it keeps, from its top; None: whole experts.
-        `prompts_evict`: whether prompts evict (prefill "evict" of the Scheduler). `worth`: of the admission; None:
-        scores are compared as they are.
+        """`tops`: for each layer, how many units of an expert it keeps, from its top; None: whole experts.
+        `prompts_evict`: see the Scheduler.
         """
-        self._worth = worth
-        self.prompts_evict = prompts_evict
+        num_parts = geometry.segments_per_expert
         self._geometry = geometry
         self._budget = budget
         self._counters = counters
-        self._classes = geometry.size_classes
-        self._layer_of = [geometry.layer_of_expert(eid) for eid in range(geometry.num_experts)]
-        self._segment_nbytes = [geometry.segment_nbytes(layer) for layer in range(geometry.num_layers)]
-        self.slots = SlotTable(geometry, budget.pool_slots(), in_parts=tops is not None)
+        self._prompts_evict = prompts_evict
+        self.evicts_whole = False
+        """Whether victims lose all their units, where layers keep whole experts. True once something was predicted:
+        then experts come unit by unit, and some units are cancelled; single free slots would scatter later experts over
+        many spans, each of which costs a launch.
+        """
+        self.slots = SlotTable(geometry, budget.pool_slots())
         self.is_split = tops is not None
         """Whether layers keep parts of experts. Then quotas hold whole tops; the rest is for staging."""
-        self.tops = [self.slots.full] * geometry.num_layers if tops is None else [top_mask(num) for num in tops]
-        """For each layer, the segments that it keeps of a kept expert; the others are staged."""
+        self.tops = [num_parts] * geometry.num_layers if tops is None else list(tops)
+        """For each layer, how many units it keeps of a kept expert; the others are staged."""
         self.quotas = list(budget.layer_quotas)
-        """For each layer, in segments: the capacity of its partition, where it has its own."""
+        """For each layer, the units that its partition keeps at most, or where layers share one, that prompts fill."""
         if tops is not None:
             assert scope == "layer", "a cache over all layers has no splits"
             every = zip(self.quotas, tops, geometry.layers, strict=True)
             self.quotas = [whole_tops(quota, top, layer.num_experts) for quota, top, layer in every]
+        self.targets: list[int] | None = None
+        """The quotas to reach, where they differ from `quotas`."""
+        self.num_kept = [0] * geometry.num_layers
+        """Of each layer, the units that are kept."""
         self.staging = list(budget.staging_slots)
         """For each size class, the slots that belong to no quota."""
         self._find_staging()
+        self.staged = [0] * geometry.num_size_classes
+        """For each size class, the units that have slots and are not kept."""
+        self.is_decoding = True
+        """Whether the running layer, or the last one, serves decode. Evictions count in its phase."""
         if scope == "layer":
             self.partitions = [
-                Partition(quota, make_policy(quota // top.bit_count(), [layer]))
+                Partition(quota, make_policy(quota // top, [layer]))
                 for layer, (quota, top) in enumerate(zip(self.quotas, self.tops, strict=True))
             ]
             """By layer."""
         else:
             shared = [
-                Partition(num, make_policy(num // geometry.segments_per_expert, geometry.layers_of_class(size_class)))
+                Partition(num, make_policy(num // num_parts, geometry.layers_of_class(size_class)))
                 for size_class, num in enumerate(budget.kept_slots)
             ]
-            self.partitions = [shared[size_class] for size_class in self._classes]
-        self.distinct_partitions = list({id(one): one for one in self.partitions}.values())
-        self.targets: list[int] | None = None
-        """The quotas to reach, where they differ from `quotas`."""
-        self.staged = [0] * geometry.num_size_classes
-        """For each size class, the segments that have slots and are not kept."""
-        self._unfilled = list(self.quotas)  # of each layer, segments below its quota; below 0: above it
-        self._refused = _NONE_REFUSED  # evicting so many segments failed for the running layer: more would, too
-        self.is_decoding = True
-        """Whether the running layer, or the last one, serves decode. Evictions count in its phase."""
-        self.may_evict = True
+            self.partitions = [shared[size_class] for size_class in geometry.size_classes]
+
+    @property
+    def may_evict(self) -> bool:
         """Whether prefetches may evict now."""
+        return self.is_decoding or self._prompts_evict
 
-    def expect_prefetches(self) -> None:
-        """Something is predicted: from now on experts come segment by segment, and some segments are cancelled. So
-        victims go whole: single free slots would scatter later experts over many spans, each of which costs a launch.
-        Where a layer keeps parts of experts, victims still go in parts.
-        """
-        self._choose_whole_or_parts()
+    def distinct_partitions(self) -> list[Partition]:
+        return list({id(partition): partition for partition in self.partitions}.values())
 
-    def _choose_whole_or_parts(self) -> None:
-        for partition, top in zip(self.partitions, self.tops, strict=True):
-            partition.evicts_whole = top == self.slots.full
+    def kept(self, eid: int) -> Sequence[int]:
+        """The units of an expert that are kept."""
+        return self.partitions[self.slots.layer_of[eid]].kept.get(eid, ())
 
-    def begin(self, is_decoding: bool) -> None:
-        """Another layer runs: what it may evict is not known yet."""
-        self.is_decoding = is_decoding
-        self.may_evict = is_decoding or self.prompts_evict
-        self._refused = _NONE_REFUSED
-
-    def not_kept(self, layer: int, eid: int) -> int:
-        """Segments that are not kept, with a slot or without."""
-        return self.slots.full & ~self.partitions[layer].kept.get(eid, 0)
-
-    def staged_of(self, layer: int, eid: int) -> int:
-        """Segments with a slot that are not kept."""
-        held = self.slots.resident[eid] | self.slots.in_flight[eid]
-        return held & ~self.partitions[layer].kept.get(eid, 0)
-
-    def staging_room(self, layer: int) -> int:
-        """Segments that may be staged beside those that are."""
-        size_class = self._classes[layer]
-        return max(0, self.staging[size_class] - self.staged[size_class])
+    def staged_of(self, eid: int) -> list[int]:
+        """The units of an expert that have slots and are not kept."""
+        kept = self.kept(eid)
+        return [unit for unit in self.slots.with_slots(eid) if unit not in kept]
 
     # -- keeping and evicting ----------------------------------------------------------------------------------
 
-    def keep(self, layer: int, eid: int, mask: int) -> None:
-        """Keep these segments, of which some may be staged; the partition has room."""
-        if self.staged[self._classes[layer]]:
-            self.staged[self._classes[layer]] -= (self.staged_of(layer, eid) & mask).bit_count()
-        self.partitions[layer].keep(eid, mask)
-        self._unfilled[layer] -= mask.bit_count()
+    def keep(self, eid: int, units: Sequence[int]) -> None:
+        """Keep units that are not, of which some may be staged; the partition has room."""
+        layer = self.slots.layer_of[eid]
+        size_class = self._geometry.size_classes[layer]
+        if self.staged[size_class]:
+            self.staged[size_class] -= sum([self.slots.slot[unit] >= 0 for unit in units])
+        self.partitions[layer].keep(eid, units)
+        self.num_kept[layer] += len(units)
 
-    def keep_no_more(self, layer: int, eid: int, mask: int) -> None:
-        """Take back that segments are kept, which have no slots yet."""
-        self.partitions[layer].drop(eid, mask)
-        self._unfilled[layer] += mask.bit_count()
+    def keep_no_more(self, eid: int, units: Collection[int]) -> None:
+        """The caller frees the slots of the units, or they have none."""
+        layer = self.slots.layer_of[eid]
+        self.partitions[layer].drop(eid, units)
+        self.num_kept[layer] -= len(units)
 
-    def admit(self, layer: int, eid: int, mask: int, protected: Container[int] | None) -> int:
-        """Keep what can be kept of `mask`, which is not kept yet; returns the part that now is. Evicts experts outside
-        `protected`; with None it evicts nothing and fills what is free of the layer's quota.
+    def admit(
+        self, layer: int, evicting: Sequence[int], filling: Sequence[int], protected: Container[int] = ()
+    ) -> None:
+        """Keep what can be kept of the tops of these experts of a layer: for those that are `evicting`, experts outside
+        `protected` go; those that are `filling` take what is free of the layer's quota.
         """
-        mask &= self.tops[layer]
-        count = mask.bit_count()
-        if protected is None:
-            room = max(0, min(self.partitions[layer].room, self._unfilled[layer]))
-        else:
-            room = self.make_room(layer, count, protected)
-        if room < count:
-            mask = lowest_bits(mask, room)
-        if mask:
-            self.keep(layer, eid, mask)
-        return mask
-
-    def make_room(self, layer: int, count: int, protected: Container[int]) -> int:
-        """Evict so that `count` segments fit, or nothing if they cannot. Returns the room that there is then."""
+        lacking = {eid: self._lacking(layer, eid) for eid in (*evicting, *filling)}
+        if len(evicting) > 1:  # making room for all at once is cheaper, and evicts the same experts
+            self.make_room(layer, sum([len(lacking[eid]) for eid in evicting]), protected)
         partition = self.partitions[layer]
-        missing = count - (partition.capacity - partition.used)
-        if 0 < missing < self._refused:
-            victims = partition.evict(missing, protected)
-            if victims is None:
-                self._refused = missing
-            else:
-                for victim, gone in victims:
-                    self._evicted(victim, gone)
-        return partition.capacity - partition.used
+        for eid in evicting:
+            units, room = lacking[eid], partition.capacity - partition.num_kept
+            if len(units) > room:
+                units = units[: self.make_room(layer, len(units), protected)]
+            if units:
+                self.keep(eid, units)
+        for eid in filling:
+            room = min(self.partitions[layer].room, self.quotas[layer] - self.num_kept[layer])
+            if room > 0 and lacking[eid]:
+                self.keep(eid, lacking[eid][:room])
 
-    def admit_best(self, router: RouterRan, needed: list[int], upcoming: Iterable[int]) -> dict[int, int]:
-        """Keep the most valuable of the kept and the needed experts; returns the kept mask of each needed one. The rest
-        is staged until it is computed: at most as many segments that were kept as there are free staging slots. Never
-        evicts `upcoming`.
+    def make_room(self, layer: int, num_units: int, protected: Container[int]) -> int:
+        """Evict so that so many units fit, or nothing if they cannot. Returns the room that there is then."""
+        partition = self.partitions[layer]
+        short = num_units + partition.num_kept - partition.capacity
+        if 0 < short <= partition.num_kept:
+            victims, lacking = self._victims(layer, short, protected)
+            if not lacking:
+                for eid, units in victims:
+                    self._evict(eid, units)
+        return partition.capacity - partition.num_kept
+
+    def admit_best(self, router: RouterRan, needed: list[int], upcoming: Iterable[int]) -> None:
+        """Keep the most valuable of the kept and the needed experts. Needed ones that lose are staged until they are
+        computed: at most as many units that were kept as there are free staging slots. Never evicts `upcoming`.
         """
         layer = router.layer
-        partition, top = self.partitions[layer], self.tops[layer]
-        policy, kept = partition.policy, partition.kept
-        assert isinstance(policy, ScoredPolicy), "an admission that weighs scores needs them"
+        partition, staging = self.partitions[layer], self.staging[self._geometry.size_classes[layer]]
+        policy = partition.policy
+        assert isinstance(policy, ScoredPolicy), "admission `best` compares scores"
         policy.needed(needed, router)
-        wanted: dict[int, int] = {}
-        excess = partition.used - partition.capacity
-        for eid in needed:
-            here = kept.get(eid, 0)
-            wanted[eid] = top | here  # it may hold more than the top, from before the tops changed
-            excess += (top & ~here).bit_count()
+        every_kept, top = partition.kept, self.tops[layer]
+        new = {eid: [] if len(every_kept.get(eid, ())) == top else self._lacking(layer, eid) for eid in needed}
+        excess = sum(map(len, new.values())) + partition.num_kept - partition.capacity
         if excess > 0:
             others = policy.scored_victims({*needed, *upcoming})
             other = next(others, None)
-            scores = policy.scores(needed)
-            if self._worth is not None:
-                scores = self._worth(scores, needed, kept)
-            own = sorted(zip(scores, needed, strict=True), reverse=True)
-            can_stage = self.staging_room(layer)
-            while excess and (own or other):
-                if not own or (other and other <= own[-1]):
+            rivals = sorted(zip(policy.scores(needed), needed, strict=True), reverse=True)
+            can_stage = max(0, staging - self.staged[self._geometry.size_classes[layer]])
+            to_stage: _Victims = []
+            while excess and (rivals or other):
+                if not rivals or (other and other <= rivals[-1]):
                     assert other is not None
-                    eid = other[1]
-                    gone = highest_bits(kept[eid], excess)
-                    partition.drop(eid, gone)
-                    self._evicted(eid, gone)
+                    units = partition.kept[other[1]][-excess:]
+                    excess -= len(units)
+                    self._evict(other[1], units)
                     other = next(others, None)
-                else:
-                    eid = own.pop()[1]
-                    new = top & ~kept.get(eid, 0)
-                    gone = highest_bits(new | highest_bits(wanted[eid] & ~new, can_stage), excess)
-                    wanted[eid] &= ~gone
-                    can_stage -= (gone & ~new).bit_count()
-                excess -= gone.bit_count()
-            for eid, mask in wanted.items():
-                staged = kept.get(eid, 0) & ~mask
-                if staged:
-                    self._stage(layer, eid, staged)
-        for eid, mask in wanted.items():
-            new = mask & ~kept.get(eid, 0)
-            if new:
-                self.keep(layer, eid, new)
-        return wanted
+                    continue
+                eid = rivals.pop()[1]
+                kept = partition.kept.get(eid, [])
+                losing = sorted([*new[eid], *kept[max(0, len(kept) - can_stage) :]])[-excess:]
+                excess -= len(losing)
+                if not kept:
+                    new[eid] = new[eid][: len(new[eid]) - len(losing)]
+                    continue
+                new[eid] = [unit for unit in new[eid] if unit not in losing]
+                units = [unit for unit in kept if unit in losing]
+                can_stage -= len(units)
+                if units:
+                    to_stage.append((eid, units))
+            for eid, units in to_stage:
+                self.keep_no_more(eid, units)
+                self.staged[self._geometry.size_classes[layer]] += len(units)
+                self._count_evicted(layer, len(units))
+        for eid, units in new.items():
+            if units:
+                self.keep(eid, units)
 
     def make_prefetch_room(
-        self, layer: int, eid: int, mask: int, protected: Container[int] | None, *, is_next: bool = False
+        self, eid: int, units: Sequence[int], protected: Container[int] | None, *, is_next: bool = False
     ) -> bool:
-        """Make room for a prefetch of `mask`; returns False, with nothing changed, if there is none. The expert's top
-        is kept, evicting experts outside `protected`; the rest is staged. With None, and in a prompt that must not
+        """Make room for a prefetch of these units; returns False, with nothing changed, if there is none. The expert's
+        top is kept, evicting experts outside `protected`; the rest is staged. With None, and in a prompt that must not
         evict, nothing is evicted: all is staged, or the top is kept where the partition has room.
 
         Staging slots for one expert stay free, so that a load never waits for a prefetch. Where layers keep parts of
         experts and this layer `is_next` to run, one free slot is enough: its wrong prefetches go when its router ran.
         """
-        count = mask.bit_count()
-        num_free, partition = self.slots.num_free(layer), self.partitions[layer]
-        size_class = self._classes[layer]
-        staging = self.staging[size_class] - (1 if self.is_split and is_next else self._geometry.segments_per_expert)
-        top = mask & self.tops[layer]
-        num_kept = top.bit_count()
-        can_stage_rest = num_kept == count or self.staged[size_class] + count - num_kept <= staging
-        can_stage = self.staged[size_class] + count <= staging and num_free >= count
+        layer, num_parts, count = self.slots.layer_of[eid], self.slots.num_parts, len(units)
+        size_class, partition, pool = self._geometry.size_classes[layer], self.partitions[layer], self.slots.pool(layer)
+        spare = 1 if self.is_split and is_next else num_parts
+        room_to_stage = self.staging[size_class] - spare - self.staged[size_class]
+        top = [unit for unit in units if unit % num_parts < self.tops[layer]]
+        can_stage_rest = len(top) == count or count - len(top) <= room_to_stage
+        can_stage = count <= room_to_stage and count <= pool.num_free
         if protected is None:
             if can_stage:
                 return True
-            if not can_stage_rest or partition.room < num_kept or num_free < count:
+            if not can_stage_rest or partition.room < len(top):
                 return False
-        elif not self.may_evict and min(partition.room, self._unfilled[layer]) < num_kept:
+        elif not self.may_evict and min(partition.room, self.quotas[layer] - self.num_kept[layer]) < len(top):
             return can_stage
         else:
-            if not can_stage_rest:
+            short = max(0, len(top) - partition.room)
+            if not can_stage_rest or pool.num_free + short < count:
                 return False
-            if partition.room < num_kept:
-                if num_free + num_kept - partition.room < count:
-                    return False
-                self._refused = _NONE_REFUSED
-                if self.make_room(layer, num_kept, protected) < num_kept:
-                    return False
-            if self.slots.num_free(layer) < count:
+            if self.make_room(layer, len(top), protected) < len(top):
                 return False
+        if pool.num_free < count:
+            return False
         if top:
-            self.keep(layer, eid, top)
+            self.keep(eid, top)
         return True
+
+    def _victims(self, layer: int, num_units: int, protected: Container[int]) -> tuple[_Victims, int]:
+        is_whole = self.evicts_whole and self.tops[layer] == self.slots.num_parts
+        return self.partitions[layer].victims(num_units, protected, whole=is_whole)
+
+    def _lacking(self, layer: int, eid: int) -> list[int]:
+        """Units of the expert's top that are not kept."""
+        kept, first = self.partitions[layer].kept.get(eid), eid * self.slots.num_parts
+        top = range(first, first + self.tops[layer])
+        return list(top) if kept is None else [unit for unit in top if unit not in kept]
+
+    def _evict(self, eid: int, units: Sequence[int]) -> None:
+        """Counts the bytes of the layer that lost them, in the phase of the layer that needed the room."""
+        layer = self.slots.layer_of[eid]
+        self.partitions[layer].drop(eid, units)
+        self.num_kept[layer] -= len(units)
+        self.slots.release(units)
+        counters = self._counters[layer].decode if self.is_decoding else self._counters[layer].prefill
+        counters.evicted_nbytes += len(units) * self.slots.segment_nbytes[layer]
+
+    def _count_evicted(self, layer: int, num_units: int) -> None:
+        counters = self._counters[layer].decode if self.is_decoding else self._counters[layer].prefill
+        counters.evicted_nbytes += num_units * self.slots.segment_nbytes[layer]
 
     # -- quotas ------------------------------------------------------------------------------------------------
 
     def resize(self, quotas: Sequence[int], tops: Sequence[int] | None = None) -> None:
-        """Set the quotas to reach, in segments, and how many segments of an expert layers keep (`tops`); `rearrange`
-        moves towards them. Without `tops` the sum in each size class stays the same; with it, it may be less, down from
-        what the budget keeps, and the rest is for staging. Only where each layer has its own partition.
+        """Set the quotas to reach, in units, and how many units of an expert layers keep (`tops`); `rearrange` moves
+        towards them. Without `tops` the sum in each size class stays the same; with it, it may be less, down from what
+        the budget keeps, and the rest is for staging. Only where each layer has its own partition.
         """
-        assert len(self.distinct_partitions) == len(self.partitions), "a cache over all layers has no quotas"
+        assert len(self.distinct_partitions()) == len(self.partitions), "a cache over all layers has no quotas"
         sums, most = check_quotas(self._geometry, quotas), self._budget.kept_slots
         if tops is not None and any(num > accepted for num, accepted in zip(sums, most, strict=True)):
             raise ConfigError(f"allocation: quotas={list(quotas)}: must be at most {list(most)} in each size class")
@@ -340,52 +320,49 @@ class Cache:
         self.targets = list(quotas)
         if tops is not None:
             self.is_split = True
-            self.tops = [top_mask(num) for num in tops]
-            self._choose_whole_or_parts()
+            self.tops = list(tops)
 
     def rearrange(self, protected: Container[int]) -> None:
-        """Between layers: move towards `targets`, which is None once they are reached. Segments beyond the tops go, and
+        """Between layers: move towards `targets`, which is None once they are reached. Units beyond the tops go, and
         where whole experts are kept, those that lie in several places: computing them in spans would cost more;
         layers that shrink evict, by their policies, what is not `protected`; layers that grow, the lowest first, get
         the room there is then. An expert of which less than the top is kept is filled when it is needed next.
         """
         if self.targets is None:
             return
-        self._refused = _NONE_REFUSED
+        geometry = self._geometry
         is_cut = not self.is_split or self._cut(protected)
         for layer, (partition, target) in enumerate(zip(self.partitions, self.targets, strict=True)):
-            if target < self.quotas[layer]:
-                for victim, gone in partition.shrink(target, protected):
-                    assert not self.slots.in_flight[victim] & gone, "segments in flight are protected"
-                    self._evicted(victim, gone)
-                self._set_quota(layer, partition.capacity)
-        num_segments = self._geometry.segments_per_expert
-        staged = [num and num + num_segments for num in self.staged]  # and room for one load
-        sums = self._geometry.class_sums(self.quotas)
+            if target < partition.capacity:
+                excess = partition.num_kept - target
+                victims, lacking = self._victims(layer, excess, protected)
+                for eid, units in victims:
+                    self._evict(eid, units)
+                self._set_quota(layer, target + lacking)
+        staged = [num and num + geometry.segments_per_expert for num in self.staged]  # and room for one load
+        sums = geometry.class_sums(self.quotas)
         every = zip(self.slots.pools, self._budget.staging_slots, staged, sums, strict=True)
         room = [pool.num_slots - max(least, num) - kept for pool, least, num, kept in every]
-        for layer, target in enumerate(self.targets):
-            size_class = self._classes[layer]
+        for layer, (size_class, target) in enumerate(zip(geometry.size_classes, self.targets, strict=True)):
             more = min(target - self.quotas[layer], room[size_class])
             if more > 0:
                 room[size_class] -= more
-                self.partitions[layer].capacity += more
-                self._set_quota(layer, self.partitions[layer].capacity)
+                self._set_quota(layer, self.quotas[layer] + more)
         self._find_staging()
         if is_cut and self.quotas == self.targets:
             self.targets = None
 
     def _cut(self, protected: Container[int]) -> bool:
         """Evict what is kept beyond the tops, or in several spans; returns whether all of it is gone."""
-        is_cut, full, whole = True, self.slots.full, self.slots.whole
+        is_cut, num_parts = True, self.slots.num_parts
         for partition, top in zip(self.partitions, self.tops, strict=True):
-            for eid, mask in list(partition.kept.items()):
-                gone = mask & ~top if top != full or whole[eid] is not None else mask
-                if gone and eid in protected:
+            for eid, kept in list(partition.kept.items()):
+                is_scattered = top == num_parts and self.slots.whole[eid] is None
+                units = kept if is_scattered else [unit for unit in kept if unit % num_parts >= top]
+                if units and eid in protected:
                     is_cut = False
-                elif gone:
-                    partition.drop(eid, gone)
-                    self._evicted(eid, gone)
+                elif units:
+                    self._evict(eid, units)
         return is_cut
 
     def _find_staging(self) -> None:
@@ -394,79 +371,52 @@ class Cache:
             self.staging = [pool.num_slots - kept for pool, kept in pools]
 
     def _set_quota(self, layer: int, quota: int) -> None:
-        self._unfilled[layer] += quota - self.quotas[layer]
-        self.quotas[layer] = quota
+        self.quotas[layer] = self.partitions[layer].capacity = quota
 
     # -- slots -------------------------------------------------------------------------------------------------
 
-    def allocate(self, layer: int, eid: int, mask: int, purpose: dict[int, int]) -> list[Span]:
-        """Give `mask` slots, as `SlotTable.allocate`; segments that are not kept count as staged."""
-        staged = mask & ~self.partitions[layer].kept.get(eid, 0)
-        if staged:
-            self.staged[self._classes[layer]] += staged.bit_count()
-        return self.slots.allocate(eid, mask, purpose)
+    def allocate(self, eid: int, units: Sequence[int], state: int) -> list[Span]:
+        """Give units slots, as `SlotTable.allocate`; those that are not kept count as staged."""
+        layer = self.slots.layer_of[eid]
+        kept = self.partitions[layer].kept.get(eid, ())
+        if len(kept) < self.slots.num_parts:
+            size_class = self._geometry.size_classes[layer]
+            self.staged[size_class] += sum([unit not in kept for unit in units]) if kept else len(units)
+        return self.slots.allocate(units, state)
 
-    def free_staged(self, layer: int, eid: int, mask: int) -> None:
-        """Free the slots of the segments in `mask` that are not kept."""
-        held = self.slots.resident[eid] | self.slots.in_flight[eid]
-        mask &= held & ~self.partitions[layer].kept.get(eid, 0)
-        if mask:
-            self.staged[self._classes[layer]] -= mask.bit_count()
-            self.slots.release(eid, mask)
+    def free_staged(self, eid: int, units: Iterable[int]) -> None:
+        """Free the slots of those of an expert's units that are not kept."""
+        kept, slot = self.partitions[self.slots.layer_of[eid]].kept.get(eid, ()), self.slots.slot
+        units = [unit for unit in units if slot[unit] >= 0 and unit not in kept]
+        if units:
+            self.staged[self._geometry.size_classes[self.slots.layer_of[eid]]] -= len(units)
+            self.slots.release(units)
 
-    def forget(self, layer: int, eid: int, mask: int) -> None:
-        """Segments in flight will not come: free their slots, and do not keep them."""
-        partition = self.partitions[layer]
-        kept = partition.kept.get(eid, 0) & mask
+    def forget(self, eid: int, units: Sequence[int]) -> None:
+        """Units on their way will not come: free their slots, and do not keep them."""
+        kept = [unit for unit in self.kept(eid) if unit in units]
         if kept:
-            partition.drop(eid, kept)
-            self._unfilled[layer] += kept.bit_count()
-        self.staged[self._classes[layer]] -= (mask & ~kept).bit_count()
-        self.slots.release(eid, mask)
-
-    def _stage(self, layer: int, eid: int, mask: int) -> None:
-        """No longer keep `mask`, but leave it in its slots until it is computed."""
-        self.partitions[layer].drop(eid, mask)
-        self.staged[self._classes[layer]] += mask.bit_count()
-        self._lost(layer, mask)
-
-    def _evicted(self, eid: int, mask: int) -> None:
-        self.slots.release(eid, mask)
-        self._lost(self._layer_of[eid], mask)
-
-    def _lost(self, layer: int, mask: int) -> None:
-        """Count evicted bytes: of the layer that lost them, in the phase of the layer that needed the room."""
-        self._unfilled[layer] += mask.bit_count()
-        counters = self._counters[layer]
-        phase = counters.decode if self.is_decoding else counters.prefill
-        phase.evicted_nbytes += mask.bit_count() * self._segment_nbytes[layer]
+            self.keep_no_more(eid, kept)
+        self.staged[self._geometry.size_classes[self.slots.layer_of[eid]]] -= len(units) - len(kept)
+        self.slots.release(units)
 
     def check(self) -> None:
-        """Assert that slots, masks, quotas and budget agree."""
+        """Assert that slots, units, quotas and budget agree."""
         slots, geometry = self.slots, self._geometry
         slots.check()
-        kept: dict[int, int] = {}
-        for partition in self.distinct_partitions:
-            assert partition.used == sum(mask.bit_count() for mask in partition.kept.values()) <= partition.capacity
-            kept.update(partition.kept)
-        staged = [0] * geometry.num_size_classes
-        is_cut = self.targets is None
-        is_shared = len(self.distinct_partitions) < len(self.partitions)
+        for partition in self.distinct_partitions():
+            assert partition.num_kept == sum(map(len, partition.kept.values())) <= partition.capacity
+        is_shared = len(self.distinct_partitions()) < len(self.partitions)
         assert is_shared or self.quotas == [partition.capacity for partition in self.partitions]
-        for layer, quota in enumerate(self.quotas):
-            ids = range(geometry.first_expert_id(layer), geometry.expert_id(layer, geometry.layers[layer].num_experts))
-            here = sum(kept.get(eid, 0).bit_count() for eid in ids)
-            assert self._unfilled[layer] == quota - here, "prompts fill what is free of a quota"
-            for eid in ids:
-                held = slots.resident[eid] | slots.in_flight[eid]
-                assert not (is_cut and kept.get(eid, 0) & ~self.tops[layer]), "only tops are kept"
-                assert not kept.get(eid, 0) & ~held, "kept segments have slots"
-                staged[self._classes[layer]] += (held & ~kept.get(eid, 0)).bit_count()
-        given = zip(self._geometry.class_sums(self.quotas), self._budget.kept_slots, strict=True)
-        assert all(num <= most for num, most in given), "quotas never exceed the budget"
-        assert staged == self.staged, "segments that are not kept are staged"
-
-
-def top_mask(num_segments: int) -> int:
-    """The first so many segments of an expert."""
-    return (1 << num_segments) - 1
+        staged, num_kept = [0] * geometry.num_size_classes, [0] * geometry.num_layers
+        for eid, layer in enumerate(slots.layer_of):
+            kept = self.kept(eid)
+            num_kept[layer] += len(kept)
+            top = slots.units(eid)[: self.tops[layer]]
+            assert self.targets is not None or set(kept) <= set(top), "only tops are kept"
+            assert set(kept) <= set(slots.with_slots(eid)), "kept units have slots"
+            staged[geometry.size_classes[layer]] += len(self.staged_of(eid))
+        assert num_kept == self.num_kept
+        assert staged == self.staged, "units that are not kept are staged"
+        sums = zip(geometry.class_sums(self.quotas), self._budget.kept_slots, strict=True)
+        assert all(num <= most for num, most in sums), "quotas never exceed the budget"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from expertly.core.messages import Phase, Prediction
+from expertly.core.messages import Phase, Prediction, RouterRan
 
 
 @dataclass(slots=True)
@@ -97,12 +97,11 @@ class PhaseCounters:
         `semantic` for predictions made when the iteration began, `trajectory` for later ones. `is_resident` is by
         expert, 0 or 1.
         """
-        experts, copies = prediction.experts, prediction.copies
-        right = len(needed.intersection(experts))  # only one of several devices needs a copied expert
-        num = len(experts) - len(copies)
+        experts = prediction.experts
+        right, num = len(needed.intersection(experts)), len(experts)
         self.predicted += num
         self.predicted_needed += right
-        there = sum([is_resident[expert] for expert in experts]) - sum([is_resident[expert] for expert in copies])
+        there = sum([is_resident[expert] for expert in experts])
         self.predicted_resident += there
         self.predicted_of += len(needed)
         self._count_distance(prediction.distance, num, right, there)
@@ -115,10 +114,18 @@ class PhaseCounters:
         before = self.by_distance.get(distance, (0, 0, 0))
         self.by_distance[distance] = (before[0] + predicted, before[1] + needed, before[2] + resident)
 
-    def count_prefetch(self, num_segments: int, segment_nbytes: int) -> None:
-        """So many segments are prefetched; a negative number: were cancelled, or became loads."""
-        self.loaded_nbytes += num_segments * segment_nbytes
-        self.prefetched_nbytes += num_segments * segment_nbytes
+    def count_demand(self, num_experts: int, parts_there: Sequence[int], expert_nbytes: int, num_parts: int) -> None:
+        """So many experts were demanded; `parts_there`: of those that were not wholly resident, the units that were."""
+        hits = num_experts - len(parts_there)
+        self.hits += hits
+        self.demanded_nbytes += num_experts * expert_nbytes
+        self.hit_nbytes += hits * expert_nbytes
+        for num in parts_there:
+            if num:
+                self.partial_hits += 1
+                self.hit_nbytes += num * expert_nbytes // num_parts
+            else:
+                self.misses += 1
 
     @property
     def demands(self) -> int:
@@ -187,6 +194,38 @@ class LayerCounters:
 
     def of(self, phase: Phase) -> PhaseCounters:
         return self.decode if phase is Phase.DECODE else self.prefill
+
+    def phase(self, is_decode: bool) -> PhaseCounters:
+        return self.decode if is_decode else self.prefill
+
+    def count_demand(
+        self, router: RouterRan, missing: Sequence[int], parts_there: Sequence[int], expert_nbytes: int, num_parts: int
+    ) -> None:
+        """Count the experts that real tokens demand, before anything is admitted. Experts that only pad tokens chose do
+        not count.
+
+        `missing`: positions in the router's list of experts that are not wholly resident; `parts_there`: how many of
+        the P units of each are.
+        """
+        if not router.batch_tokens:
+            return
+        is_decode, num_tokens = router.is_decode, router.num_tokens
+        if 0 not in num_tokens and not (True in is_decode and False in is_decode):  # nearly always
+            phase = self.decode if True in is_decode else self.prefill
+            if not any(parts_there):
+                hits = len(num_tokens) - len(missing)
+                phase.hits += hits
+                phase.misses += len(missing)
+                phase.demanded_nbytes += len(num_tokens) * expert_nbytes
+                phase.hit_nbytes += hits * expert_nbytes
+                return
+            phase.count_demand(len(num_tokens), parts_there, expert_nbytes, num_parts)
+            return
+        there = dict(zip(missing, parts_there, strict=True))
+        for of_decode in (True, False):
+            positions = [i for i, num in enumerate(num_tokens) if num and is_decode[i] == of_decode]
+            lacking = [there[i] for i in positions if i in there]
+            self.phase(of_decode).count_demand(len(positions), lacking, expert_nbytes, num_parts)
 
     def add(self, other: LayerCounters) -> None:
         for phase in Phase:

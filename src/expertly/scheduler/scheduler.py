@@ -1,26 +1,41 @@
-"""The decisions of one device: which segments to compute, to load into which slots, to keep and to evict."""
+"""The decisions of one device: which units of experts to compute, to load into which slots, to keep and to evict."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections import deque
+from collections.abc import Sequence
 from itertools import repeat
 from operator import add
+from typing import Protocol
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
-from expertly.policies.admission import Admission, AdmitAlways
-from expertly.policies.allocation import Allocation
-from expertly.policies.allocation.moepic import SplitPlan
-from expertly.policies.allocation.uniform import Uniform
+from expertly.policies.allocation import Allocation, Uniform
 from expertly.policies.eviction import MakePolicy
+from expertly.policies.moepic import Timing
 from expertly.policies.prefetch import ByScore, PrefetchOrder
 from expertly.scheduler.budget import Budget
 from expertly.scheduler.cache import Cache
-from expertly.scheduler.counters import LayerCounters, PhaseCounters
-from expertly.scheduler.misses import MissSplit
+from expertly.scheduler.counters import LayerCounters
 from expertly.scheduler.prefetch import PrefetchQueue
-from expertly.scheduler.prefetch_gate import Moment, PrefetchGate
-from expertly.scheduler.running import RunningLayer, TurnByTurn
+from expertly.scheduler.slots import ABSENT, LOADING, PREFETCHING, QUEUED, RESIDENT
+
+_Lacking = tuple[int, list[int], list[int]]
+"""A position in the router's list, the absent units of its expert, and those of them that are kept."""
+
+
+class Split(Protocol):
+    """Says how many of a layer's missing experts the host computes from its own memory."""
+
+    def expert_ns(self, layer: int, num_tokens: int) -> float:
+        """How long the host takes for an expert that serves so many tokens."""
+        ...
+
+    def num_on_host(self, layer: int, tokens: Sequence[int], batch_tokens: int, num_coming: int) -> int:
+        """How many of the first of these missing experts, which serve so many tokens each, the host is to compute.
+        `num_coming`: units that are copied beside them in any case.
+        """
+        ...
 
 
 class Scheduler:
@@ -28,7 +43,7 @@ class Scheduler:
 
     A layer goes `begin_layer` -> (`loaded` -> `computed`)* -> `end_layer`. The driver computes ready spans in any
     order. It calls `loaded` for each span that has arrived, and `computed` for spans whose bytes it no longer needs:
-    that frees staging slots and may return the next loads. `abandon` ends a layer that failed. `predict` may come at
+    that frees staging slots and returns the next loads. `abandon` ends a layer that failed. `predict` may come at
     any time; `prefetch` then returns what to load behind every load. `loop.run_layer` is the driver's loop.
     """
 
@@ -39,83 +54,46 @@ class Scheduler:
         make_policy: MakePolicy,
         *,
         scope: str = "layer",
-        order: str = "resident",
-        preemption: str = "early",
-        transfer: str = "asynchronous",
-        admission: Admission = AdmitAlways(),  # noqa: B008 - holds nothing
+        admission: str = "always",
         prefill: str = "stream",
         ahead: str = "cache",
-        prefetching: str = "always",
         prefetch: PrefetchOrder = ByScore(),  # noqa: B008 - holds nothing
-        window: int | None = None,
         allocation: Allocation | None = None,
-        gate: PrefetchGate | None = None,
-        split: MissSplit | None = None,
+        split: Split | None = None,
+        predicts: bool = True,
     ) -> None:
-        """`order` and `preemption`: with "resident" and "early" a layer loads all that it lacks when its router ran,
-        and computes the resident experts meanwhile; otherwise experts take turns (`TurnByTurn`).
-        `transfer`: with "synchronous" no expert is computed before everything predicted so far has arrived.
-        `admission`: keeps all that a layer needs, or what the eviction policy (a ScoredPolicy) values most among what
-        is kept and what is needed, in prompts too.
+        """`admission`: "always" keeps all that a layer needs; "best" what the eviction policy (a ScoredPolicy) values
+        most among what is kept and what is needed, in prompts too.
         `prefill`, where all needed is kept: with "evict" a prompt's experts are kept as those of decode are; with
         "stream" they and what is prefetched meanwhile evict nothing: they take free slots, the rest is staged.
         `ahead`: prefetches go to the "cache", which evicts for them, or to free "staging" slots.
-        `prefetching`: "always", or only while the layer that ran last served "decode".
-        `split`: how many missing experts the host computes; only where a layer loads all that it lacks when its router
-        ran, and waits for no prefetch.
-        `prefetch`: the order of the prefetch queue. `window`: most segments in flight for predictions; None: as many as
-        one token's experts of a layer have.
+        `split`: how many missing experts the host computes; None: none. `prefetch`: the order of the prefetch queue.
+        `predicts`: whether `predict` may be called.
         """
         self.geometry = geometry
         self.budget = budget
         self.counters = [LayerCounters() for _ in geometry.layers]
         self.allocation = allocation or Uniform(geometry)
-        self.gate = gate
-        self.is_synchronous = transfer == "synchronous"
-        """The driver waits for prefetches before it computes experts."""
-        self.finds_late = preemption == "late"
-        """A missing expert is found when its turn comes; until then, prefetches for the layer continue."""
-        tops, prompts_evict = self.allocation.tops(budget.layer_quotas), prefill == "evict"
-        worth = admission.worth if admission.has_worth else None
-        self.cache = Cache(
-            geometry, budget, make_policy, scope, self.counters, tops, prompts_evict=prompts_evict, worth=worth
-        )
+        self.split = split
+        self.predicts = predicts or split is not None
+        """Whether units may come that no layer waits for."""
+        self.prompts_evict = prefill == "evict"
+        self.keeps_best = admission == "best"
+        tops = self.allocation.tops(budget.layer_quotas)
+        self.cache = Cache(geometry, budget, make_policy, scope, self.counters, tops, prompts_evict=self.prompts_evict)
+        self.cache.evicts_whole = split is not None
         self.slots = self.cache.slots
         if self.allocation.is_online:
             self.allocation.begin(budget.layer_quotas)
-        if window is None:
-            window = max(layer.top_k for layer in geometry.layers) * geometry.segments_per_expert
-        self.queue = PrefetchQueue(
-            geometry,
-            self.cache,
-            self.counters,
-            window,
-            prefetch,
-            evicts=ahead == "cache",
-        )
-        self._prefetches_always = prefetching == "always"
-        self._running: RunningLayer
-        self._takes_turns = order == "id" or self.finds_late
-        self._always_decides = admission.weighs_scores or self._takes_turns or self.allocation.is_online
-        self.computes_at_once = not (self._takes_turns or self.is_synchronous)
-        """Resident experts are computed as soon as the router has chosen them, whatever else is to come."""
-        assert split is None or self.computes_at_once
-        self.split = split
-        """How many missing experts the host computes; None: none."""
-        if self._takes_turns:
-            by_id, is_early = order == "id", not self.finds_late
-            self._running = TurnByTurn(geometry, self.cache, self.queue, self.counters, by_id=by_id, is_early=is_early)
-        else:
-            best = admission.weighs_scores
-            if split is not None:
-                self.queue.expect()
-            parts = geometry, self.cache, self.queue, self.counters
-            self._running = RunningLayer(*parts, keeps_best=best, split=split)
-        self._needed: Container[int] = frozenset()  # experts of the running layer, where anything is predicted
-        self.computed = self._running.computed
-        """`computed(spans)`: spans of the running layer were computed; returns what to do next, or None."""
-        self._first_of = [geometry.first_expert_id(layer) for layer in range(geometry.num_layers)]
-        self._expert_nbytes = [layer.expert_nbytes for layer in geometry.layers]
+        self.queue = PrefetchQueue(geometry, prefetch, evicts=ahead == "cache")
+        self.router: RouterRan | None = None
+        """Of the running layer."""
+        self.num_open = 0
+        """Units of the running layer that a plan named and that were not computed yet."""
+        self.deferred: deque[tuple[int, list[int]]] = deque()
+        """(position, units) of the running layer that wait for staging slots."""
+        self._best: list[int] = []  # experts to keep as their layers have room, the best last
+        self._began_in_decode = [False] * len(self.slots.state)  # of the units being prefetched
 
     # -- one layer ---------------------------------------------------------------------------------------------
 
@@ -123,249 +101,374 @@ class Scheduler:
         """Count hits, admit and evict; returns what to compute and to load. `cancelled`: prefetches for this layer
         that the driver took back before they began.
         """
-        assert self._running.router is None, "the layer before has not ended"
-        layer, cache, slots, queue = router.layer, self.cache, self.slots, self.queue
-        first = self._first_of[layer]
-        queue.now = layer
-        num_spared = 0  # experts that are resident thanks to prefetching
-        if queue.is_used:
-            cache.begin(router.is_part_of_decode or True in router.is_decode)
-            num_spared = self._settle_predictions(router, cancelled)
-        whole = slots.whole
+        assert self.router is None, "the layer before has not ended"
+        layer, slots = router.layer, self.slots
+        first, whole, num_parts = slots.first_of[layer], slots.whole, slots.num_parts
+        self.router = router
+        self.cache.is_decoding = router.is_part_of_decode or True in router.is_decode
+        if self.predicts:
+            self.queue.now = layer
+            self._settle_predictions(router, cancelled)
         ready: list[Span] = []
         partial: list[Span] = []
         missing: list[int] = []
-        here: list[int] = []
+        parts_there: list[int] = []
         for position, expert in enumerate(router.experts):
             span = whole[first + expert]
             if span is not None:
                 ready.append(span)
                 continue
-            mask = slots.resident[first + expert]
-            if mask:
-                partial += slots.spans(first + expert, mask)
-            if mask != slots.full:
+            num = slots.num_resident[first + expert]
+            if num:
+                partial += slots.spans(slots.in_state(first + expert, RESIDENT))
+            if num < num_parts:
                 missing.append(position)
-                here.append(mask.bit_count())
+                parts_there.append(num)
         ready += partial
-        if (missing or self._always_decides) and not queue.is_used:
-            cache.begin(router.is_part_of_decode or True in router.is_decode)
-        num_segments = self.geometry.segments_per_expert
-        count_demand(self.counters[layer], router, missing, here, self._expert_nbytes[layer], num_segments)
-        if self.gate is not None:
-            self.gate.router_ran(router, (len(missing) + num_spared) * self._expert_nbytes[layer])
-        return self._running.begin(router, ready, missing)
-
-    def promote(self, spans: Sequence[Span]) -> None:
-        """Turn prefetches that the running layer needs and that have not begun into loads."""
-        router = self._running.router
-        assert router is not None and self.finds_late
-        nbytes = self.geometry.segment_nbytes(router.layer)
-        counters = self.counters[router.layer]
-        for span in spans:
-            self.queue.promoted(self._first_of[router.layer] + span.expert, span)
-            is_decode = router.is_decode[router.experts.index(span.expert)]
-            phase = counters.decode if is_decode else counters.prefill
-            phase.loaded_nbytes += span.num_segments * nbytes
+        nbytes = slots.segment_nbytes[layer] * num_parts
+        self.counters[layer].count_demand(router, missing, parts_there, nbytes, num_parts)
+        plan = Plan(ready)
+        if missing or self.cache.staged[self.geometry.size_classes[layer]] or self.keeps_best:
+            self._admit(router, missing, plan)
+        self.num_open += (len(ready) - len(partial)) * num_parts
+        for spans in (partial, plan.loads, plan.in_flight):
+            for span in spans:
+                self.num_open += span.num_segments
+        return plan
 
     def loaded(self, span: Span) -> bool:
-        """A span has arrived. Returns whether the running layer waits for it; it does not for one that was prefetched,
-        or requested for an expert whose turn has not come.
-        """
-        eid = self._first_of[span.layer] + span.expert
-        mask = ((1 << span.num_segments) - 1) << span.segment
+        """A span has arrived. Returns whether the running layer waits for it."""
         slots = self.slots
-        if slots.awaited.get(eid, 0) & mask:
-            slots.arrived(eid, mask, slots.awaited)
-            if self.queue.is_used:
-                self.queue.forget_phase(eid, mask)
+        if slots.arrived(span):
             return True
-        if slots.requested.get(eid, 0) & mask:
-            slots.arrived(eid, mask, slots.requested)
-            return False
-        slots.arrived(eid, mask, slots.prefetching)
-        self.queue.forget_phase(eid, mask)
-        if eid not in self.queue.waiting and eid not in self._needed:  # its layer has run without it
-            self.cache.free_staged(span.layer, eid, mask)
+        eid = slots.first_of[span.layer] + span.expert
+        if eid not in self.queue.waiting and not self._is_needed(span.layer, span.expert):  # its layer has run
+            self.cache.free_staged(eid, slots.units_of(span))
         return False
 
-    def end_layer(self, cancelled: Sequence[Span] = ()) -> None:
-        """Everything that the layer needs was computed: tell its policy. `cancelled`: prefetches for `cancellable`
-        experts that the driver took back before they began.
-        """
-        running = self._running
-        router = running.router
-        assert router is not None and running.is_done
-        assert self.finds_late or not cancelled, "early prefetches were cancelled when the router ran"
-        if self.finds_late:
-            self._cancel(router.layer, cancelled)
-            self.queue.settle()
-        running.router = None
-        self._needed = frozenset()
-        first = self._first_of[router.layer]
+    def is_coming(self, span: Span) -> bool:
+        """Whether the running layer waits for other units of the span's expert."""
+        slots = self.slots
+        if span.num_segments == slots.num_parts:
+            return False
+        return LOADING in [slots.state[unit] for unit in slots.units(slots.first_of[span.layer] + span.expert)]
+
+    def computed(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """Spans of the running layer were computed: free those that are staged. Returns what to load next."""
+        loads: list[Span] = []
+        staged, size_class = self.cache.staged, self.geometry.size_classes[spans[0].layer]
+        for span in spans:
+            self.num_open -= span.num_segments
+            if not (self.deferred or staged[size_class]):
+                continue
+            eid = self.slots.first_of[span.layer] + span.expert
+            first = eid * self.slots.num_parts + span.segment
+            self.cache.free_staged(eid, range(first, first + span.num_segments))
+            if self.deferred:
+                self.num_open += self._load_deferred(loads, is_idle=not self.num_open)
+        return loads
+
+    def end_layer(self) -> None:
+        """Everything that the layer needs was computed: tell its policy."""
+        router = self.router
+        assert router is not None and not (self.num_open or self.deferred)
+        self.router = None
+        first = self.slots.first_of[router.layer]
         policy = self.cache.partitions[router.layer].policy
         policy.used(list(map(add, router.experts, repeat(first))), router.num_tokens, router.batch_tokens)
         if self.allocation.is_online:
             quotas = self.allocation.ran(router, self._recall)
             if quotas is not None:
-                self.cache.resize(quotas)
+                self.cache.resize(quotas, self.allocation.tops(quotas))
+                self.keep_best()
             if self.cache.targets is not None:
-                self.cache.rearrange(self.queue.upcoming())
+                self.cache.rearrange(self.upcoming())
 
     def abandon(self) -> None:
         """The layer failed and no transfer runs: forget what was in flight and free its slots."""
-        if self.gate is not None:
-            self.gate.abandon()
-        left = list(self.queue.waiting)
-        router = self._running.router
-        for eid, mask in enumerate(self.slots.in_flight):
-            if mask:
-                self.cache.forget(self.geometry.layer_of_expert(eid), eid, mask)
+        slots, router, unused = self.slots, self.router, list(self.queue.waiting)
+        for _, units in self.deferred:
+            for unit in units:
+                slots.state[unit] = ABSENT
+        for unit, state in enumerate(slots.state):
+            if state in (LOADING, PREFETCHING):
+                self.cache.forget(unit // slots.num_parts, [unit])
         self.queue.clear()
-        self._running.clear()
-        self._needed = frozenset()
+        self._best.clear()
+        self.router, self.num_open = None, 0
+        self.deferred.clear()
         if router is not None:
-            left += [self._first_of[router.layer] + expert for expert in router.experts]
-        for eid in left:
-            self.cache.free_staged(self.geometry.layer_of_expert(eid), eid, self.slots.full)
+            unused += [slots.first_of[router.layer] + expert for expert in router.experts]
+        for eid in unused:
+            self.cache.free_staged(eid, slots.units(eid))
+
+    # -- what the running layer needs --------------------------------------------------------------------------
+
+    def _admit(self, router: RouterRan, missing: list[int], plan: Plan) -> None:
+        """Decide what is kept and load it; load the rest as far as there are staging slots. `missing`: positions of
+        experts that are not wholly resident.
+        """
+        first, slots = self.slots.first_of[router.layer], self.slots
+        for position in missing if slots.prefetching else ():
+            plan.in_flight += slots.await_prefetched(first + router.experts[position])
+        if self.keeps_best:
+            needed = list(map(add, router.experts, repeat(first)))
+            self.cache.admit_best(router, needed, self.upcoming() if self.predicts else ())
+        else:
+            missing = self._admit_all(router, missing)
+        lacking: list[_Lacking] = []
+        every_kept, num_parts = self.cache.partitions[router.layer].kept, slots.num_parts
+        for position in missing:
+            eid = first + router.experts[position]
+            if num_parts > 1:
+                absent = slots.in_state(eid, ABSENT)
+            elif slots.state[eid] == ABSENT:  # the unit is the expert
+                absent = [eid]
+            else:
+                continue
+            if absent:
+                kept = every_kept.get(eid, [])
+                chosen = absent if len(kept) == num_parts else kept and [unit for unit in absent if unit in kept]
+                lacking.append((position, absent, chosen))
+        if self.split is not None and lacking:
+            lacking = self._give_to_host(router, lacking, plan, self.split)
+        for position, absent, kept in lacking:
+            if kept:
+                self._load(position, kept, plan.loads)
+            if len(kept) < len(absent):
+                waiting = [unit for unit in absent if unit not in kept] if kept else absent
+                self.deferred.append((position, waiting))
+                for unit in waiting:
+                    slots.state[unit] = QUEUED
+        self._load_deferred(plan.loads, is_idle=not (plan.ready or plan.loads or plan.in_flight))
+
+    def _admit_all(self, router: RouterRan, missing: list[int]) -> list[int]:
+        """Keep what can be kept of what is needed. Experts of decode may evict, in router order, then those of prompts
+        where prompts may; the others only take free slots. Prompts and pads: by falling number of tokens, then by id.
+        Returns positions in the order in which their experts are loaded.
+        """
+        layer, experts, num_tokens, is_decode = router.layer, router.experts, router.num_tokens, router.is_decode
+        cache, first, num_parts = self.cache, self.slots.first_of[layer], self.slots.num_parts
+        if cache.staged[self.geometry.size_classes[layer]]:  # what is resident, but not kept, is admitted too
+            missing = [i for i, expert in enumerate(experts) if len(cache.kept(first + expert)) < num_parts]
+        evicting = [i for i in missing if is_decode[i] and num_tokens[i]]
+        filling: list[int] = []
+        if len(evicting) < len(missing):
+            filling = [i for i in missing if not (is_decode[i] and num_tokens[i])]
+            filling.sort(key=lambda i: (-num_tokens[i], experts[i]))
+            if self.prompts_evict:
+                evicting += [i for i in filling if num_tokens[i]]
+                filling = [i for i in filling if not num_tokens[i]]
+        eids = [first + experts[i] for i in evicting], [first + experts[i] for i in filling]
+        cache.admit(layer, *eids, self._protected() if evicting else ())
+        return evicting + filling
+
+    def _give_to_host(self, router: RouterRan, lacking: list[_Lacking], plan: Plan, split: Split) -> list[_Lacking]:
+        """Have the host compute some of the experts that are wholly absent; returns the others. First come those that
+        it computes soonest, of these first those that are not kept. One that is kept is loaded all the same, for later
+        layers, but only while no prefetch is in flight: more would delay loads, and outputs of the host.
+        """
+        layer, experts, num_tokens = router.layer, router.experts, router.num_tokens
+        first, num_parts = self.slots.first_of[layer], self.slots.num_parts
+        absent = [entry for entry in lacking if len(entry[1]) == num_parts]
+        absent.sort(key=lambda entry: (split.expert_ns(layer, num_tokens[entry[0]]), bool(entry[2])))
+        num_coming = sum([span.num_segments for span in plan.in_flight])
+        num_coming += sum([len(units) for _, units, _ in lacking if len(units) < num_parts])
+        tokens = [num_tokens[position] for position, *_ in absent]
+        on_host = absent[: split.num_on_host(layer, tokens, router.batch_tokens, num_coming)]
+        for position, _, kept in on_host:
+            plan.on_host.append(experts[position])
+            phase = self.counters[layer].phase(router.is_decode[position])
+            phase.computed_on_host += num_tokens[position] > 0
+            if kept and self.slots.prefetching:
+                self.cache.keep_no_more(first + experts[position], kept)
+            elif kept:
+                plan.following += self._prefetch(first + experts[position], kept)
+        return [entry for entry in lacking if entry not in on_host]
+
+    def _load(self, position: int, units: Sequence[int], loads: list[Span]) -> None:
+        """Give units slots, of which there are enough, and add their spans to `loads`."""
+        router = self.router
+        assert router is not None
+        counters = self.counters[router.layer]
+        phase = counters.decode if router.is_decode[position] else counters.prefill
+        phase.loaded_nbytes += len(units) * self.slots.segment_nbytes[router.layer]
+        loads += self.cache.allocate(units[0] // self.slots.num_parts, units, LOADING)
+
+    def _load_deferred(self, loads: list[Span], *, is_idle: bool) -> int:
+        """Load units that wait for staging slots, an expert at a time: whole where the staging slots can hold that,
+        otherwise as much as fits. A layer that `is_idle` takes what fits, too: nothing it computes will free a slot.
+        Returns how many.
+        """
+        num_loaded, deferred = 0, self.deferred
+        if not deferred:
+            return 0
+        assert self.router is not None
+        pool = self.slots.pool(self.router.layer)
+        staging = self.cache.staging[self.geometry.size_classes[self.router.layer]]
+        while deferred and pool.num_free:
+            position, units = deferred.popleft()
+            if len(units) > pool.num_free:
+                if staging >= len(units) and not is_idle:
+                    deferred.appendleft((position, units))
+                    break
+                deferred.appendleft((position, units[pool.num_free :]))
+                units = units[: pool.num_free]
+            self._load(position, units, loads)
+            num_loaded += len(units)
+            is_idle = False
+        return num_loaded
 
     # -- what is predicted -------------------------------------------------------------------------------------
 
     def predict(self, prediction: Prediction) -> None:
         """A layer will need these experts when it runs next. Valid until its router runs."""
+        assert self.predicts
+        layer, probabilities = prediction.layer, prediction.probabilities
+        self.cache.evicts_whole = True
         self.queue.predict(prediction)
         if self.allocation.is_online:
             self.allocation.predicted(prediction)
-        self.foresee(prediction)
-
-    def foresee(self, prediction: Prediction) -> None:
-        """Tell eviction policies what is predicted. This is all that a prediction does which comes too late to load
-        anything.
-        """
-        layer, probabilities = prediction.layer, prediction.probabilities
         if probabilities is not None:
-            self.cache.partitions[layer].policy.predicted(self._first_of[layer], probabilities)
+            self.cache.partitions[layer].policy.predicted(self.slots.first_of[layer], probabilities)
         if prediction.outlook is not None:
-            for partition in self.cache.distinct_partitions:
+            for partition in self.cache.distinct_partitions():
                 partition.policy.expected(prediction.outlook)
 
     def prefetch(self) -> list[Span]:
-        """Spans to prefetch, in this order, behind every load. Each is one segment, so that a load never waits long."""
-        is_held = self._running.holds_prefetching or (self.gate is not None and not self.gate.is_open)
-        if is_held or not (self._prefetches_always or self.cache.is_decoding):
-            self.queue.needs_slots = False
-            return []
-        return self.queue.begin(self._running.router, self._running.protected, waits=self._takes_turns)
+        """Spans to prefetch, in this order, behind every load. Each is one unit, so that a load never waits long."""
+        queue, cache, slots = self.queue, self.cache, self.slots
+        begun: list[Span] = []
+        queue.needs_slots = False
+        if self.deferred:  # loads wait for slots
+            return begun
+        following = (queue.now + 1) % self.geometry.num_layers
+        protected: set[int] | None = None  # made for the first expert that needs room
+        num_coming = sum(slots.prefetching.values())
+        while num_coming < queue.window and (eid := queue.first()) is not None:
+            layer, units, has_room = slots.layer_of[eid], slots.in_state(eid, ABSENT), True
+            if units:
+                if num_coming and num_coming + len(units) > queue.window:
+                    break
+                if queue.evicts and protected is None:
+                    protected = self._protected()
+                has_room = cache.make_prefetch_room(eid, units, protected, is_next=layer == following)
+                is_beyond_top = units[-1] % slots.num_parts >= cache.tops[layer]
+                if not has_room and (not queue.evicts or not cache.may_evict or is_beyond_top):
+                    queue.needs_slots = cache.is_split
+                    break  # until a slot is free
+            queue.pop()
+            if not units:  # resident or in flight: protect it until its layer runs
+                if queue.likely[layer]:
+                    queue.likely[layer][eid] = None
+                if eid in slots.prefetching:
+                    queue.waiting.setdefault(eid, 0)
+            elif has_room:
+                begun += self._prefetch(eid, units)
+                num_coming += len(units)
+                queue.waiting[eid] = queue.waiting.get(eid, 0) + len(units)
+            if protected is not None:
+                protected.add(eid)
+        return begun if begun or num_coming else self._load_best()
 
-    def cancellable(self) -> list[int]:
-        """Experts in flight for the running layer that its router did not choose."""
-        if not self.finds_late:
-            return []  # cancelled when the router ran
-        assert self._running.router is not None
-        return self.queue.cancellable(self._running.router.layer)
-
-    def at(self, moment: Moment, now_ns: int) -> None:
-        """Tell the prefetch gate when a pass began or ended."""
-        assert self.gate is not None
-        self.gate.at(moment, now_ns)
-
-    def _settle_predictions(self, router: RouterRan, cancelled: Sequence[Span]) -> int:
-        """Count how good the predictions for the layer were and drop prefetches that did not begin. Returns how many
-        needed experts are resident thanks to prefetching.
+    def keep_best(self) -> None:
+        """Quotas have changed: when nothing is in flight or can be prefetched, keep and load each layer's best experts,
+        as it has room.
         """
-        layer, first, queue = router.layer, self._first_of[router.layer], self.queue
-        self._cancel(layer, cancelled)
-        self._needed = frozenset(map(add, router.experts, repeat(first)))
-        num_spared = 0
-        for eid in queue.router_ran(router, self.cache.is_decoding):
-            if eid in self._needed:
-                num_spared += self.slots.resident[eid] == self.slots.full
-            else:  # segments still in flight are freed as they arrive
-                self.cache.free_staged(layer, eid, self.slots.resident[eid])
-        if not self.finds_late:
-            queue.settle()  # nothing more is cancelled
-        return num_spared
+        ranks = [
+            (rank, first + expert)
+            for layer, first in enumerate(self.slots.first_of)
+            for rank, expert in enumerate(self.allocation.best_of(layer))
+        ]
+        self._best = [eid for _, eid in sorted(ranks, reverse=True)]
 
-    def _cancel(self, layer: int, spans: Sequence[Span]) -> None:
-        for span in spans:
+    def _load_best(self) -> list[Span]:
+        cache, slots = self.cache, self.slots
+        while self._best and cache.targets is None:
+            eid = self._best.pop()
+            layer = slots.layer_of[eid]
+            units = [unit for unit in slots.units(eid)[: cache.tops[layer]] if slots.state[unit] == ABSENT]
+            if units and cache.partitions[layer].room >= len(units) <= slots.pool(layer).num_free:
+                cache.keep(eid, units)
+                return self._prefetch(eid, units)
+        return []
+
+    def _prefetch(self, eid: int, units: Sequence[int]) -> list[Span]:
+        """Give units slots, of which there are enough: the spans, each a unit, to load behind every load."""
+        layer = self.slots.layer_of[eid]
+        for unit in units:
+            self._began_in_decode[unit] = self.cache.is_decoding
+        self._count_prefetch(layer, self.cache.is_decoding, len(units))
+        self.cache.allocate(eid, units, PREFETCHING)
+        return [span for unit in units for span in self.slots.spans([unit])]
+
+    def _settle_predictions(self, router: RouterRan, cancelled: Sequence[Span]) -> None:
+        """Count how good the predictions for the layer were and drop prefetches that did not begin."""
+        layer, slots, queue = router.layer, self.slots, self.queue
+        first = slots.first_of[layer]
+        for span in cancelled:
             assert span.layer == layer, "only prefetches for this layer are cancelled"
-            self.queue.cancelled(self._first_of[layer] + span.expert, span)
+            eid, units = first + span.expert, slots.units_of(span)
+            if eid in queue.waiting:
+                queue.waiting[eid] -= len(units)
+            self._count_prefetch(layer, self._began_in_decode[units[0]], -len(units))
+            self.cache.forget(eid, units)
+        num_resident = slots.num_resident[first : first + self.geometry.layers[layer].num_experts]
+        phase = self.counters[layer].phase(self.cache.is_decoding)
+        needed = {first + expert for expert in router.experts}
+        for eid in queue.router_ran(router, phase, num_resident):
+            if eid not in needed:  # units still in flight are freed as they arrive
+                self.cache.free_staged(eid, slots.in_state(eid, RESIDENT))
+
+    def _count_prefetch(self, layer: int, is_decode: bool, num_units: int) -> None:
+        """So many units are prefetched; a negative number: were cancelled."""
+        phase, nbytes = self.counters[layer].phase(is_decode), num_units * self.slots.segment_nbytes[layer]
+        phase.loaded_nbytes += nbytes
+        phase.prefetched_nbytes += nbytes
+
+    def upcoming(self) -> set[int]:
+        """Experts that must not be evicted: prefetched and not used yet, or resident and predicted."""
+        return {*self.queue.waiting, *self.slots.prefetching}.union(*self.queue.likely.values())
+
+    def _protected(self) -> set[int]:
+        """The same, and those that the running layer needs."""
+        protected, router = self.upcoming(), self.router
+        if router is not None:
+            protected.update(map(add, router.experts, repeat(self.slots.first_of[router.layer])))
+        return protected
+
+    def _is_needed(self, layer: int, expert: int) -> bool:
+        return self.router is not None and self.router.layer == layer and expert in self.router.experts
 
     # -- what layers keep --------------------------------------------------------------------------------------
 
-    def configure(self, plan: SplitPlan) -> None:
-        """Between layers: keep what the plan says, as soon as prefetches in flight allow; the rest is for staging.
-
-        Raises ConfigError where the plan is of another model, or keeps more than there is room for.
-        """
-        assert self._running.router is None, "a layer runs"
-        self.cache.resize(*self.allocation.configured(plan))
-        self.cache.rearrange(self.queue.upcoming())
+    def configure(self, timing: Timing) -> None:
+        """Between passes, where the allocation is due: what layers keep is to be worked out with these times."""
+        assert self.router is None, "a layer runs"
+        self.allocation.configure(timing)
 
     def preload(self, layer: int, expert: int) -> list[Span]:
         """Keep a whole expert before anything runs; returns the spans to load. For systems that keep everything."""
         eid = self.geometry.expert_id(layer, expert)
-        self.cache.keep(layer, eid, self.slots.full)
-        return self.cache.allocate(layer, eid, self.slots.full, self.slots.awaited)
+        self.cache.keep(eid, self.slots.units(eid))
+        return self.cache.allocate(eid, self.slots.units(eid), LOADING)
 
     def _recall(self, layer: int) -> float:
-        """The share of the experts needed by a layer's decode that predictions named in time; with a gate, the share
-        of its misses that prefetching spared.
-        """
+        """The share of the experts needed by a layer's decode that predictions named in time."""
         decode = self.counters[layer].decode
-        if self.gate is not None:
-            return decode.coverage or 0.0
         return decode.predicted_needed / max(1, decode.predicted_of, decode.demands)
 
     def check(self) -> None:
-        """Assert that slots, masks and budgets agree, and that between layers only kept or prefetched segments have
-        slots.
-        """
+        """Assert that slots and budgets agree, and that between layers only kept or prefetched units have slots."""
         self.cache.check()
-        if self._running.router is not None:
+        slots = self.slots
+        queued = [unit for _, units in self.deferred for unit in units]
+        assert sorted(queued) == [unit for unit, state in enumerate(slots.state) if state == QUEUED]
+        if self.router is not None:
             return
-        slots, queue = self.slots, self.queue
-        assert self._running.is_done and not (slots.awaited or slots.requested)
+        assert not self.num_open and not queued and LOADING not in slots.state
         for eid in range(self.geometry.num_experts):
-            if self.cache.staged_of(self.geometry.layer_of_expert(eid), eid):
-                assert eid in queue.waiting or eid in slots.prefetching
+            if self.cache.staged_of(eid):
+                assert eid in self.queue.waiting or eid in slots.prefetching
         for pool, staging, num in zip(slots.pools, self.cache.staging, self.cache.staged, strict=True):
             assert pool.num_free >= staging - num, "between layers only prefetches hold staging slots"
-
-
-def count_demand(
-    counters: LayerCounters,
-    router: RouterRan,
-    missing: list[int],
-    segments_here: list[int],
-    expert_nbytes: int,
-    num_segments: int,
-) -> None:
-    """Count the experts that real tokens demand, before anything is admitted. Experts that only pad tokens chose do
-    not count.
-
-    `missing`: positions in the router's list of experts that are not wholly resident; `segments_here`: how many
-    segments of each are.
-    """
-    if not router.batch_tokens:
-        return
-    is_decode, num_tokens = router.is_decode, router.num_tokens
-    counted: list[tuple[PhaseCounters, int, list[int]]] = []
-    if 0 not in num_tokens and not (True in is_decode and False in is_decode):  # nearly always
-        counted.append((counters.decode if True in is_decode else counters.prefill, len(num_tokens), segments_here))
-    else:
-        here = dict(zip(missing, segments_here, strict=True))
-        for phase, of_decode in ((counters.decode, True), (counters.prefill, False)):
-            positions = [i for i, num in enumerate(num_tokens) if num and is_decode[i] == of_decode]
-            counted.append((phase, len(positions), [here[i] for i in positions if i in here]))
-    for phase, num, segments in counted:
-        hits = num - len(segments)
-        phase.hits += hits
-        phase.demanded_nbytes += num * expert_nbytes
-        phase.hit_nbytes += hits * expert_nbytes
-        for num_here in segments:
-            if num_here:
-                phase.partial_hits += 1
-                phase.hit_nbytes += num_here * expert_nbytes // num_segments
-            else:
-                phase.misses += 1

@@ -5,21 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel
-
 MAX_MESSAGE = 500
 """Characters of a message: it may quote what a client sent."""
-
-
-class ErrorInfo(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorObject(BaseModel):
-    error: ErrorInfo
 
 
 class ApiError(Exception):
@@ -44,8 +31,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        info = ErrorInfo(message=self.message, type=self.kind, param=self.param, code=self.code)
-        return ErrorObject(error=info).model_dump()
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -56,6 +42,12 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 def unavailable(message: str, code: str) -> ApiError:
     """The server cannot serve now; the request is not the reason."""
     return ApiError(503, message, kind="server_error", code=code, headers={"Retry-After": "5"})
+
+
+def busy(message: str, code: str, **headers: str) -> ApiError:
+    """The server may serve the same request soon."""
+    headers = {"Retry-After": "1", **headers}
+    return ApiError(429, f"{message}; try again in 1 s", kind="rate_limit_error", code=code, headers=headers)
 
 
 def failed(message: str) -> ApiError:

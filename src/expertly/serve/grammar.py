@@ -21,18 +21,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 BOUNDS = Bounds(256 << 10, depth=48, items=1024, text=4096)
-"""What a schema may have at most. 1 000 required names take 0.1 s, ten times as many 10 s; of a constant of 20 000
-characters each token takes 0.02 s; about 500 optional properties are all that the library takes.
-"""
+"""What a schema may have at most. What takes long, much memory or a deep stack to compile ends in the sandbox."""
 
-MAX_VALUES = 16384
-"""Values of a schema, or of the schemas of all tools that may be called."""
-
-MAX_REFERENCES = 512
-"""Different schemas that `$ref` leads to: the library recurses through them."""
+MAX_CONSTANT = 8192
+"""Characters of a value that is to be written as it is, as JSON: of 20 000 each token takes 0.02 s."""
 
 _NOTES = frozenset(("title", "description", "default", "$comment"))
-_VALUES = frozenset(("const", "enum"))
 
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """Else the library makes tokens of all that must come next, anew for each: 0.5 s for names of 200 000 characters.
@@ -81,7 +75,7 @@ class Grammars:
         supported.
         """
         param = "response_format"
-        return await self._made(param, lambda: f"start: %json {_text(schema, param)}")
+        return await self._made(param, lambda: f"start: %json {schema_text(schema, param)}")
 
     async def of_call(self, tools: Sequence[Tool]) -> LLMatcher:
         """A grammar of one call of one of `tools`, as JSON between marks. Raises ApiError."""
@@ -97,7 +91,7 @@ class Grammars:
                     | {"additionalProperties": False}
                 )
             opening, closing = (json.dumps(mark) for mark in CALL_MARKS)
-            schema = _text({"anyOf": calls}, "tools")
+            schema = schema_text({"anyOf": calls}, "tools")
             return f"start: {opening} call {closing}\ncall: %json {schema}"
 
         return await self._made("tools", make)
@@ -173,61 +167,40 @@ def one_line(problem: str) -> str:
     return " ".join(problem.rpartition("failed to compile JSON schema: ")[2].split())
 
 
-def _text(schema: dict[str, Any], param: str) -> str:
-    """JSON in one line: a model that may write white space between values may write it for ever."""
-    schema = without_notes(schema)
-    check_schema(schema, param)
+def schema_text(schema: dict[str, Any], param: str) -> str:
+    """A schema as the library is given it. Raises ApiError where it is beyond BOUNDS. It asks for JSON in one line: a
+    model that may write white space between values may write it for ever.
+    """
+    schema = _without_notes(schema, param)
     text = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
     if len(text) > BOUNDS.nbytes:
         raise invalid(f"{param}: {len(text)} characters; accepted: {BOUNDS.nbytes}", param)
-    return text
-
-
-def without_notes(schema: Any) -> Any:
-    """A schema without what it says to people, which may be long. In a value that is to be written nothing is that."""
-    if isinstance(schema, list):
-        return [without_notes(value) for value in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        name: value if name in _VALUES else without_notes(value)
-        for name, value in schema.items()
-        if not (name in _NOTES and isinstance(value, str))  # else it is a property of that name
-    }
-
-
-def check_schema(schema: dict[str, Any], param: str) -> None:
-    """Raises ApiError where a schema is beyond what the library is given."""
     try:
         check_value(schema, param, BOUNDS, ConfigError)
     except ConfigError as error:
         raise invalid(str(error), param) from None
-    num_values = longest = 0
-    references = set()
-    left: list[Any] = [schema]
-    while left:
-        value = left.pop()
-        num_values += 1
-        if isinstance(value, dict):
-            if isinstance(value.get("$ref"), str):
-                references.add(value["$ref"])
-            longest = max(longest, *(len(json.dumps(constant)) for constant in _constants(value)), 0)
-            left += value.values()
-        elif isinstance(value, list):
-            left += value
-    for number, most, name in (
-        (num_values, MAX_VALUES, "values"),
-        (len(references), MAX_REFERENCES, "different schemas that $ref leads to"),
-        (longest, 2 * BOUNDS.text, "characters of a constant"),
-    ):
-        if number > most:
-            raise invalid(f"{param}: {number} {name}; accepted: {most}", param)
+    return text
 
 
-def _constants(schema: dict[str, Any]) -> list[Any]:
-    """Values that are written as they are. Of a list, too, each token takes as long as its text does."""
-    choices = schema.get("enum")
-    return [schema.get("const"), *(choices if isinstance(choices, list) else ())]
+def _without_notes(schema: Any, param: str) -> Any:
+    """A schema without what it says to people, which may be long. In a value that is to be written nothing is that;
+    raises ApiError where such a value is longer than MAX_CONSTANT.
+    """
+    if isinstance(schema, list):
+        return [_without_notes(value, param) for value in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for name, value in schema.items():
+        if name in ("const", "enum"):
+            choices = value if name == "enum" and isinstance(value, list) else [value]
+            length = max((len(json.dumps(choice)) for choice in choices), default=0)
+            if length > MAX_CONSTANT:
+                raise invalid(f"{param}: {length} characters of a constant; accepted: {MAX_CONSTANT}", param)
+            kept[name] = value
+        elif not (name in _NOTES and isinstance(value, str)):  # else it is a property of that name
+            kept[name] = _without_notes(value, param)
+    return kept
 
 
 def _cannot(param: str, why: str) -> ApiError:

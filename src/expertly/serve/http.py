@@ -6,11 +6,12 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from expertly.core.errors import ExpertlyError
@@ -51,42 +52,21 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
-    """Server-sent events: each of `events`, then `last`. Where an exception ends the events, `failure` makes the last
-    one of it. `closed` is called once when the stream has ended, however it ended.
-    """
+class EventStream(StreamingResponse):
+    """Server-sent events. `closed` is called once when the stream has ended, however it ended."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncIterator[Any], closed: Callable[[], None], last: bytes, failure: Callable[[ApiError], Any]
-    ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
+    def __init__(self, events: AsyncIterator[bytes], closed: Callable[[], None]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._closed = closed
-        self._last = last
-        self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._send(send))
-        except (ClientGone, OSError):
-            pass
+            with suppress(ClientGone, OSError):
+                await unless_gone(receive, self.stream_response(send))
         finally:
             self._closed()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": as_event(event), "more_body": True})
-            last = self._last
-        except OSError:  # of sending
-            raise
-        except Exception as error:  # too late for another status: the stream itself says it
-            last = as_event(self._failure(as_told(error)))
-        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def as_event(value: Any) -> bytes:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -72,7 +71,10 @@ class EngineMetrics(Collector):
     """Reads the engine's own counters when Prometheus asks. `memory`: bytes by use, names end in _bytes."""
 
     def __init__(
-        self, stats: Callable[[], dict[str, Any]], memory: Callable[[], dict[str, int]], scheduler: RequestScheduler
+        self,
+        stats: Callable[[], dict[str, Any]],
+        memory: Callable[[dict[str, Any]], dict[str, int]],
+        scheduler: RequestScheduler,
     ) -> None:
         self._stats = stats
         self._memory = memory
@@ -108,7 +110,7 @@ class EngineMetrics(Collector):
         if (reuse := stats["reuse"]) is not None:
             yield _gauge("reuse_tokens", "Tokens that what it evicts by was learned from", reuse["tokens"])
             yield _gauge("reuse_tokens_read", "Of these, those of earlier runs", reuse["tokens_read"])
-        memory = {(use.removesuffix("_bytes"),): nbytes for use, nbytes in self._memory().items()}
+        memory = {(use.removesuffix("_bytes"),): nbytes for use, nbytes in self._memory(stats).items()}
         yield _gauge("memory_bytes", "By use, as it was divided", memory, "use")
         yield _gauge("process_peak_resident_bytes", "Most memory the process ever had", peak_rss_nbytes())
 
@@ -173,28 +175,3 @@ def _metric(
 
 
 _counter, _gauge = partial(_metric, CounterMetricFamily), partial(_metric, GaugeMetricFamily)
-
-
-# -- of several servers ----------------------------------------------------------------------------------------------
-
-
-def of_replica(registry: CollectorRegistry, num_learned: int | None) -> list[Metric]:
-    """A server's metrics, and how much it learned from other servers; None where it learns nothing."""
-    if num_learned is None:
-        return list(registry.collect())
-    text = "Maps or matrices taken from other replicas"
-    return [*registry.collect(), _counter("learned_from_others", text, num_learned)]
-
-
-def together(of_servers: Mapping[str, Sequence[Metric]]) -> bytes:
-    """The metrics of several servers as one text, each metric in one piece; each sample has its server's name as a
-    label.
-    """
-    families: dict[str, Metric] = {}
-    for server, metrics in sorted(of_servers.items()):
-        for found in metrics:
-            family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
-            for sample in found.samples:
-                family.add_sample(sample.name, {**sample.labels, "replica": server}, sample.value, sample.timestamp)
-    registry: Any = SimpleNamespace(collect=families.values)
-    return generate_latest(registry)

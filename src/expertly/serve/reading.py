@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -13,13 +12,13 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from expertly.engine.process import trim_heap
-from expertly.serve.errors import ApiError, invalid
+from expertly.serve.errors import ApiError, busy, invalid
 
 READ_S = 30.0
 """For a body to come."""
 
 SMALL_NBYTES = 16 << 10
-"""A body of this size is read whatever others there are, so that large ones do not hold it up."""
+"""A body of this size is read whatever others there are."""
 
 LARGE_NBYTES = 256 << 10
 
@@ -36,8 +35,8 @@ Checked = TypeVar("Checked", bound=BaseModel)
 
 
 class Bodies:
-    """Reads bodies, and checks large ones outside the event loop. At any time those of all requests that are not yet
-    made tokens have at most twice `limit` bytes together, besides the first SMALL_NBYTES of each.
+    """Reads bodies. At any time those of all requests that are not yet made tokens have at most twice `limit` bytes
+    together, besides the first SMALL_NBYTES of each.
 
     `limit`: bytes of a body; `most_values`: JSON values in it.
     """
@@ -48,7 +47,6 @@ class Bodies:
         self._read_s = read_s
         self._num_bodies = 0
         self._nbytes = 0  # of all bodies, without the first SMALL_NBYTES of each
-        self._thread = ThreadPoolExecutor(1, "expertly-serve-bodies")
 
     @asynccontextmanager
     async def read(self, request: Request, model: type[Checked]) -> AsyncIterator[Checked]:
@@ -62,7 +60,7 @@ class Bodies:
         if told.isascii() and told.isdecimal() and len(told) < 19 and int(told) > self._limit:
             raise self._too_large()
         if self._num_bodies >= MAX_BODIES:
-            raise _no_room()
+            raise busy("too many large requests are being read", "no_room_for_body", **_CLOSE)
         body = bytearray()
         self._num_bodies += 1
         try:
@@ -72,19 +70,14 @@ class Bodies:
                 raise ApiError(
                     408, f"the body did not come in {self._read_s:g} s", code="body_too_slow", headers=_CLOSE
                 ) from None
-            if len(body) <= SMALL_NBYTES:  # takes less than it may have to wait for large ones
-                yield self._checked(body, model)
-            else:
-                yield await asyncio.get_running_loop().run_in_executor(self._thread, self._checked, body, model)
+            yield self._checked(body, model)
         finally:
             self._num_bodies -= 1
             self._nbytes -= max(0, len(body) - SMALL_NBYTES)
             if len(body) > LARGE_NBYTES:
                 del body
-                self._thread.submit(trim_heap)  # what was made of it was in pieces too small to go back by themselves
-
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+                # what was made of it was in pieces too small to go back by themselves
+                asyncio.get_running_loop().run_in_executor(None, trim_heap)
 
     async def _receive(self, request: Request, body: bytearray) -> None:
         async for part in request.stream():
@@ -92,7 +85,7 @@ class Bodies:
                 raise self._too_large()
             more = max(0, len(body) + len(part) - SMALL_NBYTES) - max(0, len(body) - SMALL_NBYTES)
             if more and self._nbytes + more > 2 * self._limit:
-                raise _no_room()
+                raise busy("too many large requests are being read", "no_room_for_body", **_CLOSE)
             self._nbytes += more
             body += part
 
@@ -135,12 +128,12 @@ def check(model: type[Checked], value: object) -> Checked:
 
 def _from_pydantic(error: ValidationError) -> ApiError:
     every = error.errors(include_url=False, include_context=False, include_input=False)
-    outer, of_list = every[0]["loc"][:-1], ("function-", "tagged-", "list[", "constrained-")
+    outer, unions = every[0]["loc"][:-1], ("function-", "tagged-", "list[", "constrained-", "literal[", "item-")
     first = every[0]
     if first["loc"][-1:] == ("str",):  # of what may be a text or a list: a list's are of its length, or go deeper
         near = [one for one in every if one["loc"][: len(outer)] == outer]
         first = max(near, key=lambda one: (one["type"] in ("too_long", "too_short"), len(one["loc"])))
-    path = [str(part) for part in first["loc"] if part != "str" and not str(part).startswith(of_list)]
+    path = [str(part) for part in first["loc"] if part != "str" and not str(part).startswith(unions)]
     message = first["msg"]
     if first["type"] == "value_error":  # one of ours, which begins with the field
         name, _, message = message.removeprefix("Value error, ").partition(": ")
@@ -150,13 +143,3 @@ def _from_pydantic(error: ValidationError) -> ApiError:
     param = ".".join(path)[:200] or None
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
     return invalid(f"{param or 'the body'}: {message}", param, code)
-
-
-def _no_room() -> ApiError:
-    return ApiError(
-        429,
-        "too many large requests are being read; try again in 1 s",
-        kind="rate_limit_error",
-        code="no_room_for_body",
-        headers={"Retry-After": "1", **_CLOSE},
-    )

@@ -1,133 +1,17 @@
-"""/v1/responses, OpenAI's newer API: turns a request into one of the chat API, its answer into items, and a stream into
-events.
-"""
+"""What /v1/responses, OpenAI's newer API, answers: items, and the events of a stream."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
-
-from pydantic import Field
+from typing import Any
 
 from expertly.model.answers import AnswerReader, Call
 from expertly.serve.answers import Json, parts_of, usage
-from expertly.serve.errors import ApiError, invalid
+from expertly.serve.errors import ApiError
 from expertly.serve.request import Delta, ServedRequest
-from expertly.serve.schema import Count, Generation, Strict
-
-Item = dict[str, Any]
-
-_TEXTS = ("input_text", "output_text", "text")
-
-
-class ReasoningWish(Strict):
-    effort: str | None = None
-
-
-class TextWish(Strict):
-    format: dict[str, Any] | None = None
-
-
-class ResponsesRequest(Strict):
-    """Its fields are checked as those of a chat's request. Nothing is stored: each request brings the whole
-    conversation.
-    """
-
-    model: str = Field(max_length=512)
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=2048)]
-    instructions: str | None = None
-    max_output_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    tools: Annotated[list[Item], Field(max_length=128)] | None = None
-    tool_choice: str | Item | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: ReasoningWish | None = None
-    text: TextWish | None = None
-    stream: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
-    tuning: ClassVar[tuple[str, ...]] = (
-        *("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-        *("stop", "stop_token_ids", "min_tokens", "seed", "logit_bias", "generation_config"),
-    )
-    """Fields of the chat API that are accepted here, too."""
-    cannot: ClassVar[dict[str, str]] = Generation.cannot | {
-        "response_format": "use text.format",
-        "previous_response_id": "nothing is stored; send what was said",
-        "conversation": "nothing is stored; send what was said",
-        "background": "nothing is stored",
-        "prompt": "no prompts are stored; use input",
-    }
-
-    def as_chat(self) -> Json:
-        """The same request for the chat API. Raises ApiError for an item that has no place in it."""
-        messages: list[Json] = []
-        if self.instructions is not None:
-            messages.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            messages.append({"role": "user", "content": self.input})
-        else:
-            for number, item in enumerate(self.input):
-                _add_item(messages, item, f"input.{number}")
-        given = self.text.format if self.text is not None else None
-        wish = None if given is None else {"type": given.get("type")}
-        if wish is not None and given is not None and wish["type"] == "json_schema":
-            wish["json_schema"] = {name: given[name] for name in ("name", "schema") if name in given}
-        choice = self.tool_choice
-        if isinstance(choice, dict):
-            choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
-        told = {
-            "model": self.model,
-            "messages": messages,
-            "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "tools": [_tool(one) for one in self.tools or ()],
-            "tool_choice": choice,
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
-            "response_format": wish,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "stream": self.stream,
-        }
-        tuning = {name: value for name, value in (self.model_extra or {}).items() if name in self.tuning}
-        return {**tuning, **{name: value for name, value in told.items() if value is not None}}
-
-
-def _add_item(messages: list[Json], item: Item, place: str) -> None:
-    kind = item.get("type", "message")
-    if kind == "message":
-        messages.append({"role": item.get("role"), "content": _content(item.get("content"), place)})
-    elif kind == "function_call":
-        call = {"name": item.get("name"), "arguments": item.get("arguments")}
-        calls = [{"id": item.get("call_id"), "type": "function", "function": call}]
-        if not messages or messages[-1]["role"] != "assistant":  # else it is a part of what was said
-            messages.append({"role": "assistant", "content": None})
-        messages[-1]["tool_calls"] = messages[-1].get("tool_calls", []) + calls
-    elif kind == "function_call_output":
-        output = _content(item.get("output"), place)
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-    elif kind != "reasoning":  # what was thought is not told again
-        raise invalid(
-            f"{place}.type: {str(kind)[:80]!r}; accepted: message, function_call, function_call_output, reasoning",
-            "input",
-        )
-
-
-def _content(content: Any, place: str) -> Any:
-    if not isinstance(content, list):
-        return content
-    if any(not isinstance(part, dict) or part.get("type") not in _TEXTS for part in content):
-        raise invalid(f"{place}.content: accepted: parts of type input_text or output_text", "input")
-    return [{"type": "text", "text": part.get("text")} for part in content]
-
-
-def _tool(tool: Item) -> Json:
-    names = ("name", "description", "parameters", "strict")
-    function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return {"type": tool.get("type"), "function": function}
+from expertly.serve.schema import ResponsesRequest
 
 
 class ResponsesAnswer:
@@ -274,9 +158,10 @@ class ResponsesAnswer:
             "max_output_tokens": asked.max_output_tokens,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
-            "tools": asked.tools or [],
-            "tool_choice": asked.tool_choice or "auto",
+            "tool_choice": "auto",
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
+            "tools": [],
+            "text": {"format": {"type": "text"}},
             "metadata": {},
+            **asked.model_dump(include={"tools", "tool_choice", "text"}, by_alias=True, exclude_none=True),
         }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from expertly.core.errors import EngineClosedError
 from expertly.model.batching import Entry, Stepper
-from expertly.serve.errors import ApiError, failed, invalid, unavailable
+from expertly.serve.errors import ApiError, busy, failed, invalid, unavailable
 from expertly.serve.metrics import RequestMetrics
 from expertly.serve.request import ServedRequest, Text
 from expertly.serve.sampling import SampledToken, Sampler
@@ -56,7 +56,6 @@ class RequestScheduler:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         self._problem: str | None = None
-        self._step_s = 0.05  # a running mean, for Retry-After
         self._is_closing = False
 
     def start(self, make: Callable[[Sampler, Callable[..., None]], Stepper]) -> None:
@@ -109,15 +108,8 @@ class RequestScheduler:
             self._admit(request)
             return
         if len(self.waiting) >= self.room.max_queue:
-            after_s = max(1, min(60, round(self._wait_s())))
-            raise ApiError(
-                429,
-                f"{len(self.waiting)} requests wait already, which is all that may (--max-queue); try again in "
-                f"{after_s} s",
-                kind="rate_limit_error",
-                code="queue_full",
-                headers={"Retry-After": str(after_s)},
-            )
+            most = f"{len(self.waiting)} requests wait already, which is all that may (--max-queue)"
+            raise busy(most, "queue_full")
         self.waiting.append(request)
 
     def cancel(self, request: ServedRequest) -> None:
@@ -173,10 +165,7 @@ class RequestScheduler:
             if request.first_s is None:
                 request.first_s = now
                 self.metrics.first_token(request)
-            passed = None if text.last_s is None else now - text.last_s
-            if passed is not None:
-                self._step_s += 0.05 * (passed - self._step_s)
-            self.metrics.token(passed)
+            self.metrics.token(None if text.last_s is None else now - text.last_s)
             text.last_s = now
             request.deltas.put_nowait(delta)
             if delta.reason is not None:
@@ -259,8 +248,3 @@ class RequestScheduler:
             self._admit(self.waiting.popleft())
         if self.is_draining and not self.waiting and not self.running:
             self._idle.set()
-
-    def _wait_s(self) -> float:
-        """Roughly how long until a place is free: the shortest remainder of the running texts."""
-        left = [text.max_tokens - len(text.tokens) for text in self.running.values()]
-        return min(left, default=0) * self._step_s

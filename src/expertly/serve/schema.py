@@ -6,11 +6,20 @@ effect; `unknown_fields` names it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Json,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 
 from expertly.serve.sampling import Sampling
 
@@ -30,8 +39,14 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Tokens = Annotated[list[Token], Field(min_length=1, max_length=1 << 20)]
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
 Count = Annotated[Whole, Field(ge=1, le=MAX_TOKEN)]
+Name = Annotated[str, Field(max_length=256)]
+Variables = Annotated[dict[str, Any], Field(max_length=64)]
+"""Of the chat template."""
+
+FormatType = Literal["text", "json_object", "json_schema"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Strict(BaseModel):
@@ -62,61 +77,43 @@ def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
             yield from unknown_fields(getattr(value, name), f"{path}{name}.")
 
 
-class StreamOptions(Strict):
-    include_usage: bool | None = None
-
-
 class ModelName(Strict):
     model: str = Field(max_length=512)
-
-
-class NamedSchema(Strict):
-    name: Annotated[str, Field(max_length=256)] = "response"
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(Strict):
-    """`json_object` is any JSON object."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
-
-    @model_validator(mode="after")
-    def _has_a_schema(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("json_schema: required for type json_schema")
-        return self
 
 
 _ONLY_SCHEMAS = "answers can follow a JSON schema, no other grammar; use response_format"
 
 
-class Generation(ModelName):
-    """The fields that chat and completion requests share."""
+class Drawing(Strict):
+    """How a token is drawn, in names that OpenAI, other servers and `generate` have in common."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None  # default: 1
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None  # default: 1
+    # not OpenAI's: of how many tokens; 1 is greedy, 0 and -1 are all
+    top_k: Annotated[Whole, Field(ge=-1, le=MAX_TOKEN)] | None = None
+    # not OpenAI's: leaves out tokens below this share of the likeliest one's probability
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    # not OpenAI's: of tokens of the prompt and the text, beside the model's own
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+
+
+class GenerateConfig(Drawing):
+    """What `transformers chat` says in `generate`'s names, as far as a request may say it."""
+
+    model_config = ConfigDict(extra="ignore")
+    do_sample: bool | None = None
+    max_new_tokens: Count | None = None
+
+
+class Tuning(ModelName, Drawing):
+    """What all APIs share."""
 
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(default=None, description="default: 1")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(default=None, description="default: 1")
-    top_k: Annotated[Whole, Field(ge=-1, le=MAX_TOKEN)] | None = Field(
-        default=None, description="not OpenAI's: of how many tokens; 1 is greedy, 0 and -1 are all"
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None,
-        description="not OpenAI's: leaves out tokens below this share of the likeliest one's probability",
-    )
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
-        default=None, description="not OpenAI's: of tokens of the prompt and the text, beside the model's own"
-    )
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS)] | None = Field(
-        default=None, description="not OpenAI's: more tokens that end a text"
-    )
-    min_tokens: Annotated[Whole, Field(ge=0, le=MAX_TOKEN)] | None = Field(
-        default=None, description="not OpenAI's: so many come before a token that ends a text"
-    )
-    response_format: ResponseFormat | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    # not OpenAI's: more tokens that end a text
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
+    # not OpenAI's: so many come before a token that ends a text
+    min_tokens: Annotated[Whole, Field(ge=0, le=MAX_TOKEN)] | None = None
     seed: Seed | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -127,14 +124,6 @@ class Generation(ModelName):
         "continue_final_message": "an answer is a message of its own; use /v1/completions to continue a text",
         "use_beam_search": "tokens are sampled one after the other",
     }
-
-    @property
-    def grammar(self) -> dict[str, Any] | None:
-        """The JSON schema that an answer must follow; None where any text will do."""
-        wish = self.response_format
-        if wish is None or wish.type == "text":
-            return None
-        return wish.json_schema.schema_ if wish.type == "json_schema" and wish.json_schema else {"type": "object"}
 
     @property
     def stops(self) -> list[str]:
@@ -155,32 +144,70 @@ class Generation(ModelName):
         )
 
 
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+
+
+class NamedSchema(Strict):
+    name: Name = "response"
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Strict):
+    """`json_object` is any JSON object."""
+
+    type: FormatType
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema: required for type json_schema")
+        return self
+
+
+class Generation(Tuning):
+    """The fields that chat and completion requests share."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        """The JSON schema that an answer must follow; None where any text will do."""
+        wish = self.response_format
+        if wish is None or wish.type == "text":
+            return None
+        return wish.json_schema.schema_ if wish.type == "json_schema" and wish.json_schema else {"type": "object"}
+
+
 class TextPart(Strict):
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
 class CalledFunction(Strict):
-    name: Annotated[str, Field(max_length=256)]
-    arguments: str = Field(description="JSON, as text")
+    name: Name
+    arguments: str  # JSON, as text
 
 
 class ToolCall(Strict):
-    id: Annotated[str, Field(max_length=256)]
+    id: Name
     type: Literal["function"]
     function: CalledFunction
 
 
-Content = str | Annotated[list[TextPart], Field(max_length=256)]
+Content = str | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)]
 
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
-    name: Annotated[str, Field(max_length=256)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
-    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
-    reasoning_content: str | None = Field(default=None, description="what it thought, for templates that show it")
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    tool_call_id: Name | None = None
+    reasoning_content: str | None = None  # what it thought, for templates that show it
 
     @model_validator(mode="after")
     def _has_what_its_role_needs(self) -> Message:
@@ -203,7 +230,7 @@ class Function(Strict):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(default=None, description="no effect: calls that tool_choice forces are always strict")
+    strict: bool | None = None  # no effect: calls that tool_choice forces are always strict
 
 
 class Tool(Strict):
@@ -212,7 +239,7 @@ class Tool(Strict):
 
 
 class FunctionName(Strict):
-    name: Annotated[str, Field(max_length=256)]
+    name: Name
 
 
 class NamedTool(Strict):
@@ -221,26 +248,18 @@ class NamedTool(Strict):
 
 
 class ChatRequest(Generation):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=2048)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=2048, fail_fast=True)]
     max_tokens: Count | None = None
-    max_completion_tokens: Count | None = Field(default=None, description="the newer name of max_tokens")
+    max_completion_tokens: Count | None = None  # the newer name of max_tokens
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = Field(default=None, description="false: only the first call is told")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        default=None, description="told to the chat template; one that does not read it thinks as it likes"
-    )
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = Field(
-        default=None, description="not OpenAI's: more variables for the chat template"
-    )
-    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = Field(
-        default=None, description="this is a text model"
-    )
-    generation_config: str | None = Field(
-        default=None, description="as `transformers chat` sends it: JSON of generate's names, for what is not said else"
-    )
+    parallel_tool_calls: bool | None = None  # false: only the first call is told
+    reasoning_effort: Effort | None = None  # told to the chat template; one that does not read it thinks as it likes
+    chat_template_kwargs: Variables | None = None  # not OpenAI's: more variables for the chat template
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None  # this is a text model
+    generation_config: Json[GenerateConfig] | None = None  # as `transformers chat` sends it: for what is not said else
     cannot: ClassVar[dict[str, str]] = Generation.cannot | {
         "audio": "this is a text model",
         "functions": "use tools",
@@ -248,19 +267,18 @@ class ChatRequest(Generation):
         "web_search_options": "this server searches nothing",
     }
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_generate_says(cls, value: Any) -> Any:
-        """Translate the fields of `generation_config` from generate's names to OpenAI's."""
-        text = value.get("generation_config") if isinstance(value, dict) else None
-        if not isinstance(text, str):
-            return value
-        said = parse_object(text, "generation_config")
-        told = {name: said.get(name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-        told["temperature"] = 0 if said.get("do_sample") is False else told["temperature"]
-        if not {"max_tokens", "max_completion_tokens"} & value.keys():
-            told["max_tokens"] = said.get("max_new_tokens")
-        return {name: one for name, one in told.items() if one is not None} | value
+    @model_validator(mode="after")
+    def _as_generate_says(self) -> ChatRequest:
+        config = self.generation_config
+        if config is not None:
+            if config.do_sample is False:
+                config.temperature = 0
+            for name in Drawing.model_fields:
+                if getattr(self, name) is None:
+                    setattr(self, name, getattr(config, name))
+            if self.limit is None:
+                self.max_tokens = config.max_new_tokens
+        return self
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
@@ -304,18 +322,18 @@ class ChatRequest(Generation):
 
 Prompts = (
     str
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     | Tokens
-    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 )
 
 
 class CompletionRequest(Generation):
     prompt: Prompts
-    max_tokens: Count | None = Field(default=None, description="default: 16")
+    max_tokens: Count | None = None  # default: 16
     logprobs: Annotated[Whole, Field(ge=0, le=5)] | None = None
     echo: bool | None = None
-    best_of: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = Field(default=None, description="n, if anything")
+    best_of: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None  # n, if anything
     cannot: ClassVar[dict[str, str]] = Generation.cannot | {
         "suffix": "text is continued, not filled in; accepted: null"
     }
@@ -335,12 +353,126 @@ class CompletionRequest(Generation):
         return list(prompt)
 
 
-def parse_object(text: str, field: str) -> dict[str, Any]:
-    """The JSON object that a field holds as text. Raises ValueError."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"{field}: must be a JSON object, as text")
-    return found
+# -- /v1/responses ---------------------------------------------------------------------------------------------------
+
+
+class InputMessage(Message):
+    type: Literal["message"] = "message"
+
+
+class InputCall(CalledFunction):
+    type: Literal["function_call"]
+    call_id: Name
+
+
+class InputResult(Strict):
+    type: Literal["function_call_output"]
+    call_id: Annotated[Name, Field(min_length=1)]
+    output: Content
+
+
+class InputThought(Strict):
+    """What was thought is not told again."""
+
+    type: Literal["reasoning"]
+
+
+def _type_of(item: Any) -> str:
+    """The tag of an item: "item-" and its type."""
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return f"item-{kind}"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("item-message")]
+    | Annotated[InputCall, Tag("item-function_call")]
+    | Annotated[InputResult, Tag("item-function_call_output")]
+    | Annotated[InputThought, Tag("item-reasoning")],
+    Discriminator(
+        _type_of,
+        custom_error_type="item_type",
+        custom_error_message="accepted: items of type message, function_call, function_call_output or reasoning",
+    ),
+]
+
+
+class FlatTool(Function):
+    type: Literal["function"]
+
+
+class ToolName(FunctionName):
+    type: Literal["function"]
+
+
+class ReasoningWish(Strict):
+    effort: Effort | None = None
+
+
+class TextFormat(Strict):
+    type: FormatType
+    name: Name | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class TextWish(Strict):
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Tuning):
+    """Of /v1/responses. Nothing is stored: each request brings the whole conversation."""
+
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningWish | None = None
+    text: TextWish | None = None
+    chat_template_kwargs: Variables | None = None
+    cannot: ClassVar[dict[str, str]] = Tuning.cannot | {
+        "response_format": "use text.format",
+        "previous_response_id": "nothing is stored; send what was said",
+        "conversation": "nothing is stored; send what was said",
+        "background": "nothing is stored",
+        "prompt": "no prompts are stored; use input",
+    }
+
+    def as_chat(self) -> dict[str, Any]:
+        """The same request for the chat API."""
+        choice, wish = self.tool_choice, self.text.format if self.text else None
+        asked = {
+            **{
+                name: getattr(self, name)
+                for name in (*Tuning.model_fields, "parallel_tool_calls", "chat_template_kwargs")
+            },
+            "messages": self._messages(),
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": [Tool(type="function", function=tool) for tool in self.tools or ()],
+            "tool_choice": NamedTool(type="function", function=choice) if isinstance(choice, ToolName) else choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        if wish is not None:
+            schema = wish.model_dump(include={"name", "schema_"}, by_alias=True, exclude_none=True)
+            asked["response_format"] = {"type": wish.type} | ({"json_schema": schema} if schema else {})
+        return asked
+
+    def _messages(self) -> list[Message]:
+        """What an assistant says and calls in one turn is one message, as templates want it."""
+        messages = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
+        items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        for item in items:
+            if isinstance(item, InputMessage):
+                messages.append(item)
+            elif isinstance(item, InputResult):
+                messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
+            elif isinstance(item, InputCall):
+                call = ToolCall(id=item.call_id, type="function", function=item)
+                if messages and messages[-1].role == "assistant":
+                    said = messages.pop()
+                    messages.append(said.model_copy(update={"tool_calls": [*(said.tool_calls or ()), call]}))
+                else:
+                    messages.append(Message(role="assistant", tool_calls=[call]))
+        return messages

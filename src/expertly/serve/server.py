@@ -113,7 +113,6 @@ def assemble(
     def close() -> None:
         scheduler.close()
         service.close()
-        bodies.close()
 
     bodies = Bodies(options.max_body, MIN_VALUES + 2 * room.context)
     app = make_app(service, view, access, bodies)
@@ -173,7 +172,6 @@ class ApiServer(uvicorn.Server):
         for one in sockets or ():  # as connections inherit it, the next server gets the port at once
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
-        self._spawn(self._assembled.view.keep_noting())
         self._spawn(self._close_silent())
         self._announce()
         if self._is_ending.is_set():  # a signal came before there was a loop to drain in

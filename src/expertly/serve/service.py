@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -16,10 +15,17 @@ from expertly.serve.grammar import Grammars
 from expertly.serve.prompts import Prompts, as_told
 from expertly.serve.reading import check
 from expertly.serve.request import ServedRequest
-from expertly.serve.responses import ResponsesAnswer, ResponsesRequest
+from expertly.serve.responses import ResponsesAnswer
 from expertly.serve.sampling import Sampling
 from expertly.serve.scheduler import RequestScheduler
-from expertly.serve.schema import MAX_CHOICES, ChatRequest, CompletionRequest, Generation, unknown_fields
+from expertly.serve.schema import (
+    MAX_CHOICES,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    ResponsesRequest,
+    unknown_fields,
+)
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions. A chat answer may fill the rest of the context."""
@@ -82,10 +88,10 @@ class Service:
 
     async def respond(self, asked: ResponsesRequest) -> ResponsesAnswer:
         """Raises ApiError."""
-        chat = await asyncio.to_thread(lambda: check(ChatRequest, asked.as_chat()))
+        chat = check(ChatRequest, asked.as_chat())
+        self._note_ignored(unknown_fields(asked))
         asked.input = ""  # the answer repeats other fields, not this
         request, readers = await self._conversation(chat)
-        self._note_ignored(name for name in unknown_fields(asked) if name not in chat.model_fields_set)
         return ResponsesAnswer(asked, request, readers)
 
     async def _conversation(self, asked: ChatRequest) -> tuple[ServedRequest, dict[int, AnswerReader]]:

@@ -13,16 +13,15 @@ from pathlib import Path
 
 from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import disk_errors, existing_parent, has_mark, lock_holder
-from expertly.store.manifest import Manifest
-from expertly.store.packed import is_packed_store, stored_ratio
+from expertly.core.untrusted import read_json_object
+from expertly.store.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
+from expertly.store.packed import is_packed_store
 from expertly.store.removal import LOCK_NAME, remove_store
 
 CACHE_VARIABLE = "EXPERTLY_CACHE"
 
-LEARNED = ("maps", "matrices", "reuse", "predictor", "choices")
-"""Files beside a model's store: expert maps, activation matrices, reuse weights, a predictor, the choices of `tune`."""
-
-_PLANES = "-planes"
+LEARNED = ("maps", "matrices", "reuse", "predictor", "fastest")
+"""Files beside a model's store: expert maps, activation matrices, reuse weights, a predictor, the fastest systems."""
 
 
 def store_errors(folder: Path, doing: str) -> contextlib.AbstractContextManager[None]:
@@ -57,21 +56,22 @@ def stores_folder(cache_dir: Path | None = None) -> Path:
     return (cache_dir or cache_folder()) / "stores"
 
 
-def entry_folder(
-    model_type: str, identity: str, stored_as: str, cache_dir: Path | None = None, codec: str = "none"
-) -> Path:
-    """The folder of a checkpoint's store in a dtype or weight format (`stored_as`) and a codec."""
+def entry_folder(model_type: str, identity: str, stored_as: str, cache_dir: Path | None = None) -> Path:
+    """The folder of a checkpoint's store in a dtype or weight format (`stored_as`)."""
     label = re.sub(r"[^A-Za-z0-9_-]", "_", model_type)[:40]
-    return stores_folder(cache_dir) / f"{label}-{identity[:16]}-{stored_as}{_PLANES if codec == 'planes' else ''}"
+    return stores_folder(cache_dir) / f"{label}-{identity[:16]}-{stored_as}"
 
 
 def learned_beside(folder: Path, kind: str) -> Path:
-    """The file of a kind of LEARNED for the model of a store; it may not exist. Stores of one model and dtype share it,
-    whatever their codec.
-    """
+    """The file of a kind of LEARNED for the model of a store; it may not exist."""
     assert kind in LEARNED
     folder = folder.absolute()
-    return folder.with_name(f"{folder.name.removesuffix(_PLANES)}.{kind}")
+    return folder.with_name(f"{folder.name}.{kind}")
+
+
+def aside(path: Path) -> Path:
+    """Where a file of LEARNED goes that does not fit the model or the policy."""
+    return path.with_name(f"{path.name}.aside")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,6 @@ class CacheEntry:
     source: str = ""
     model_type: str = ""
     dtype: str = ""
-    codec: str = ""
-    ratio: float = 1.0  # stored bytes of experts / decoded bytes
     is_rounded: bool = False  # expertly rounded the experts
 
 
@@ -103,7 +101,7 @@ def list_entries(cache_dir: Path | None = None) -> list[CacheEntry]:
 
 def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
     """Remove the entry of that name, or the only one whose name starts with it or whose source it is, and what was
-    learned about its model, unless a store of the model in another codec is left.
+    learned about its model.
 
     A loaded model that has the store open goes on working. Raises ConfigError where none or several match, StoreError
     where another process is packing it or it cannot be removed.
@@ -121,10 +119,9 @@ def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
     try:
         with store_errors(entry.folder, "removing it"):
             remove_store(entry.folder)
-            name = entry.folder.name
-            other_codec = name.removesuffix(_PLANES) if name.endswith(_PLANES) else name + _PLANES
-            for kind in () if entry.folder.with_name(other_codec).is_dir() else LEARNED:
+            for kind in LEARNED:
                 path = learned_beside(entry.folder, kind)
+                aside(path).unlink(missing_ok=True)
                 if has_mark(path, mark_of(kind)):
                     path.unlink(missing_ok=True)
                 elif os.path.lexists(path):
@@ -144,7 +141,9 @@ def make_room_for_this_version(folder: Path) -> None:
     """Remove the cached store at `folder` if it has another version's format, so that it is packed again. Raises
     StoreError where it cannot be removed.
     """
-    if is_packed_store(folder) and not Manifest.is_of_this_version(folder):
+    if not is_packed_store(folder):
+        return
+    if read_json_object(folder / MANIFEST_NAME, StoreError).get("format_version") != FORMAT_VERSION:
         make_room(folder, "packed by another version of expertly")
 
 
@@ -161,7 +160,6 @@ def _is_source(entry: CacheEntry, name: str) -> bool:
 
 _UNFINISHED = {
     ".partial": "unfinished: packing the model again completes it",
-    ".download": "unfinished: packing the model again completes it",
     ".removed": "removing it was interrupted",
 }
 
@@ -175,8 +173,7 @@ def _entry(path: Path) -> CacheEntry:
         of = Manifest.read(path)
     except StoreError as error:
         return CacheEntry(path.name, path, nbytes, str(error))
-    told = of.source, of.model_type, of.stored_as, of.codec, stored_ratio(of), of.rounding is not None
-    return CacheEntry(path.name, path, nbytes, None, *told)
+    return CacheEntry(path.name, path, nbytes, None, of.source, of.model_type, of.stored_as, of.rounding is not None)
 
 
 def _lock_of(folder: Path) -> int:

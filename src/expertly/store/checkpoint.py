@@ -19,7 +19,16 @@ import xxhash
 
 from expertly.core.errors import CheckpointError, ExpertlyError
 from expertly.core.headers import parse_safetensors_header, read_header_bytes
-from expertly.core.untrusted import CONFIG, INDEX, Bounds, is_plain_name, open_file, read_file, read_json_object
+from expertly.core.untrusted import (
+    CONFIG,
+    INDEX,
+    Bounds,
+    is_plain_name,
+    open_file,
+    read_file,
+    read_json_object,
+    reading,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -287,15 +296,12 @@ def _stamp(path: Path) -> str:
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    try:
-        with open_file(path, CheckpointError) as file:
-            size = os.fstat(file.fileno()).st_size
-            yield size.to_bytes(8, "little")
-            if size <= _WHOLE_NBYTES:
-                yield file.read(size)
-                return
-            for i in range(_NUM_SAMPLES):
-                offset = i * (size - _SAMPLE_NBYTES) // (_NUM_SAMPLES - 1)
-                yield os.pread(file.fileno(), _SAMPLE_NBYTES, offset)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    with reading(path, CheckpointError) as file:
+        size = os.fstat(file.fileno()).st_size
+        yield size.to_bytes(8, "little")
+        if size <= _WHOLE_NBYTES:
+            yield file.read(size)
+            return
+        for i in range(_NUM_SAMPLES):
+            offset = i * (size - _SAMPLE_NBYTES) // (_NUM_SAMPLES - 1)
+            yield os.pread(file.fileno(), _SAMPLE_NBYTES, offset)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertly.core.errors import CheckpointError
-from expertly.core.untrusted import GGUF, open_file
+from expertly.core.untrusted import GGUF, reading
 from expertly.store.checkpoint import TensorRef
 
 SUFFIX = ".gguf"
@@ -125,13 +125,10 @@ def _check_part(part: Path, fields: Mapping[str, Any], place: int, num: int, fir
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorRef], bytes]:
-    with open_file(path, CheckpointError) as file:
-        try:
-            header = _Header(path, file)
-            metadata = header.metadata()
-            return metadata, header.tensors(metadata.get("general.alignment", 32)), header.raw
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+    with reading(path, CheckpointError) as file:
+        header = _Header(path, file)
+        metadata = header.metadata()
+        return metadata, header.tensors(metadata.get("general.alignment", 32)), header.raw
 
 
 class _Header:
@@ -143,18 +140,16 @@ class _Header:
         self._end = min(self._size, GGUF.nbytes)
         self._left = GGUF.items
         if self._take(4) != b"GGUF":
-            raise CheckpointError(f"{path}: not a GGUF file: it does not begin with GGUF")
+            raise self._refused("not a GGUF file: it does not begin with GGUF")
         version = self._number("I")
         if version not in _VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "big"), "little")
             order = f" in big-endian order, of version {swapped}" if swapped in _VERSIONS else ""
-            raise CheckpointError(
-                f"{path}: version={version}{order}: accepted: {', '.join(map(str, _VERSIONS))}, little-endian"
-            )
+            raise self._refused(f"version={version}{order}: accepted: 2, 3, little-endian")
         self._num_tensors, self._num_fields = self._count("tensor_count", 24), self._count("metadata_kv_count", 13)
         for name, num in (("tensor_count", self._num_tensors), ("metadata_kv_count", self._num_fields)):
             if num > _MAX_NAMES:
-                raise CheckpointError(f"{path}: {name}={num}: accepted: at most {_MAX_NAMES}")
+                raise self._refused(f"{name}={num}: accepted: at most {_MAX_NAMES}")
 
     @property
     def raw(self) -> bytes:
@@ -166,9 +161,9 @@ class _Header:
         for _ in range(self._num_fields):
             key = self._string("a metadata key")
             if not key.isprintable():
-                raise CheckpointError(f"{self._path}: a metadata key is {key!r:.80}: must be printable")
+                raise self._refused(f"a metadata key is {key!r:.80}: must be printable")
             if key in fields:
-                raise CheckpointError(f"{self._path}: {key:.80}: is there twice")
+                raise self._refused(f"{key:.80}: is there twice")
             fields[key] = self._value(key, self._number("I"))
         return fields
 
@@ -178,52 +173,48 @@ class _Header:
         """
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        path = self._path
         if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-            raise CheckpointError(f"{path}: general.alignment={alignment!r:.80}: must be a power of two up to 1048576")
+            raise self._refused(f"general.alignment={alignment!r:.80}: must be a power of two up to 1048576")
         entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
         for _ in range(self._num_tensors):
             name = self._string("a tensor's name")
-            num_dimensions = self._number("I")
+            tensor, num_dimensions = f"tensor {name!r:.80}", self._number("I")
             if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
-                raise CheckpointError(f"{path}: tensor {name!r:.80}: {num_dimensions} dimensions: must be 1 to 4")
+                raise self._refused(f"{tensor}: {num_dimensions} dimensions: must be 1 to 4")
             shape = tuple(reversed([self._number("Q") for _ in range(num_dimensions)]))
             kind, offset = self._number("I"), self._number("Q")
             if name in entries:
-                raise CheckpointError(f"{path}: tensor {name!r:.80}: is named twice")
+                raise self._refused(f"{tensor}: is named twice")
             try:
                 known = GGMLQuantizationType(kind)
             except ValueError:
-                raise CheckpointError(
-                    f"{path}: tensor {name!r:.80}: type={kind}: unknown to the package gguf"
-                ) from None
+                raise self._refused(f"{tensor}: type={kind}: unknown to the package gguf") from None
             block, block_nbytes = GGML_QUANT_SIZES[known]
             if any(not 0 < size < 1 << 40 for size in shape) or shape[-1] % block:
-                raise CheckpointError(
-                    f"{path}: tensor {name!r:.80}: shape={list(shape)}: must be whole blocks of {block} in {known.name}"
-                )
+                accepted = f"must be whole blocks of {block} in {known.name}"
+                raise self._refused(f"{tensor}: shape={list(shape)}: {accepted}")
             entries[name] = known.name, shape, offset, math.prod(shape) // block * block_nbytes
-        begin = -(-self._at // alignment) * alignment
-        tensors: dict[str, TensorRef] = {}
-        for name, (dtype, shape, offset, nbytes) in entries.items():
+        expected = begin = -(-self._at // alignment) * alignment
+        for name, (_, _, offset, nbytes) in entries.items():
             if offset % alignment or begin + offset + nbytes > self._size:
-                raise CheckpointError(
-                    f"{path}: tensor {name!r:.80}: offset={offset}: its {nbytes} bytes must begin at a multiple of "
-                    f"{alignment} and end in the file, which has {self._size} bytes: truncated?"
+                where = f"begin at a multiple of {alignment} and end in the file, which has {self._size} bytes"
+                raise self._refused(
+                    f"tensor {name!r:.80}: offset={offset}: its {nbytes} bytes must {where}: truncated?"
                 )
-            tensors[name] = TensorRef(path, dtype, shape, begin + offset, nbytes)
-        expected = begin
-        for name, ref in sorted(tensors.items(), key=lambda item: item[1].offset):
-            if ref.offset != expected:
-                problem = "overlaps" if ref.offset < expected else "leaves unused bytes after"
-                raise CheckpointError(
-                    f"{path}: tensor {name!r:.80}: offset={ref.offset - begin}: {problem} what is before it; must be "
-                    f"{expected - begin}"
-                )
-            expected = -(-(ref.offset + ref.nbytes) // alignment) * alignment
+        tensors: dict[str, TensorRef] = {}
+        for name, (dtype, shape, offset, nbytes) in sorted(entries.items(), key=lambda item: item[1][2]):
+            at = begin + offset
+            if at != expected:
+                problem = f"{'overlaps' if at < expected else 'leaves unused bytes after'} what is before it"
+                raise self._refused(f"tensor {name!r:.80}: offset={offset}: {problem}; must be {expected - begin}")
+            tensors[name] = TensorRef(self._path, dtype, shape, at, nbytes)
+            expected = -(-(at + nbytes) // alignment) * alignment
         if self._size > expected:
-            raise CheckpointError(f"{path}: {self._size - expected} bytes at the end belong to no tensor")
+            raise self._refused(f"{self._size - expected} bytes at the end belong to no tensor")
         return tensors
+
+    def _refused(self, text: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {text}")
 
     def _value(self, key: str, kind: int) -> Any:
         if kind in _NUMBERS:
@@ -232,7 +223,7 @@ class _Header:
             return self._string(key)
         element = self._number("I") if kind == _ARRAY else kind
         if element not in _NUMBERS and element != _STRING:
-            raise CheckpointError(f"{self._path}: {key:.80}: type={element}: no number, string or list of these")
+            raise self._refused(f"{key:.80}: type={element}: no number, string or list of these")
         width = struct.calcsize(f"<{_NUMBERS[element]}") if element in _NUMBERS else 8
         num = self._count(key, width)
         begin = self._at
@@ -245,7 +236,7 @@ class _Header:
     def _pass_strings(self, key: str, num: int) -> None:
         """Move behind `num` strings."""
         if num > self._left:
-            raise CheckpointError(f"{self._path}: {key:.80}: {num} texts; accepted: {GGUF.items} in all lists")
+            raise self._refused(f"{key:.80}: {num} texts; accepted: {GGUF.items} in all lists")
         self._left -= num
         at, have, length = self._at, len(self._buffer), _LENGTH.unpack_from
         for _ in range(num):
@@ -254,9 +245,7 @@ class _Header:
             nbytes = length(self._buffer, at)[0]
             at += 8 + nbytes
             if at > self._end or nbytes > GGUF.text:
-                raise CheckpointError(
-                    f"{self._path}: {key:.80}: a string of {nbytes} bytes; accepted: {GGUF.text}, in the header"
-                )
+                raise self._refused(f"{key:.80}: a string of {nbytes} bytes; accepted: {GGUF.text}, in the header")
         self._fill(at)
         self._at = at
 
@@ -267,18 +256,18 @@ class _Header:
         """The number of entries that follow, each of at least `least_nbytes`."""
         count: int = self._number("Q")
         if count * least_nbytes > self._end - self._at:
-            raise CheckpointError(f"{self._path}: {name:.80}: {count} entries, more than the file holds: truncated?")
+            raise self._refused(f"{name:.80}: {count} entries, more than the file holds: truncated?")
         return count
 
     def _string(self, name: str) -> str:
         nbytes = self._count(name, 1)
         if nbytes > GGUF.text:
-            raise CheckpointError(f"{self._path}: {name:.80}: a string of {nbytes} bytes; accepted: {GGUF.text}")
+            raise self._refused(f"{name:.80}: a string of {nbytes} bytes; accepted: {GGUF.text}")
         raw = self._take(nbytes)
         try:
             return raw.decode()
         except UnicodeDecodeError:
-            raise CheckpointError(f"{self._path}: {name:.80}: {raw[:40]!r}: is no UTF-8") from None
+            raise self._refused(f"{name:.80}: {raw[:40]!r}: is no UTF-8") from None
 
     def _take(self, nbytes: int) -> bytes:
         end = self._at + nbytes
@@ -291,10 +280,10 @@ class _Header:
     def _fill(self, end: int) -> int:
         """Have the bytes before `end` in the buffer; how many it has then."""
         if end > self._end:
-            raise CheckpointError(f"{self._path}: truncated: its header goes on behind byte {len(self._buffer)}")
+            raise self._refused(f"truncated: its header goes on behind byte {len(self._buffer)}")
         while len(self._buffer) < end:
             raw = self._file.read(min(self._end, max(end, 2 * len(self._buffer), _READ_NBYTES)) - len(self._buffer))
             if not raw:
-                raise CheckpointError(f"{self._path}: truncated while its header was read")
+                raise self._refused("truncated while its header was read")
             self._buffer += raw
         return len(self._buffer)

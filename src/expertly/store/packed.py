@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,19 +13,24 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from expertly.core.errors import CheckpointError, StoreError
-from expertly.core.files import check_folder, disk_errors, write_atomic
+from expertly.core.errors import StoreError
 from expertly.core.geometry import PAGE_NBYTES, Geometry, LayerGeometry
 from expertly.core.headers import TensorInfo, TensorSpec, read_safetensors_header
-from expertly.core.untrusted import CONFIG, open_file, read_json_object
+from expertly.core.untrusted import CONFIG, read_json_object, reading
 from expertly.formats import FORMATS
 from expertly.formats.tiles import TILE_OUTPUTS
 from expertly.store.checkpoint import INDEX_NAME, check_claims
-from expertly.store.frames import FrameIndex, checked_chunks, index_name, open_index, planes_name
-from expertly.store.manifest import IS_FLOAT, ITEMSIZE, JOURNAL_NAME, MANIFEST_NAME, STORE_DTYPES, FileEntry, Manifest
+from expertly.store.manifest import (
+    IS_FLOAT,
+    ITEMSIZE,
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    PACK_AGAIN,
+    STORE_DTYPES,
+    Manifest,
+)
 from expertly.store.reader import is_changed
-from expertly.store.removal import MARK_NAME
-from expertly.store.sums import CHECK_EVERY, BlockSummer, Sums, open_sums, sums_name
+from expertly.store.sums import CHECK_EVERY, Sums, open_sums, sums_name
 
 DENSE_NAME = "dense.safetensors"
 EXPERTS_KEY = "experts"
@@ -36,16 +39,14 @@ _CHUNK_NBYTES = 4 << 20
 
 
 def experts_name(layer: int) -> str:
-    """The file of a layer's uncompressed experts. Its tensor `experts` is [E, I, M, H] (M: gate if any, up, transposed
+    """The file of a layer's experts. Its tensor `experts` is [E, I, M, H] (M: gate if any, up, transposed
     down), or in a weight format bytes [E, I / G, nbytes] of blocks of G neurons.
     """
     return f"experts-{layer:05d}.safetensors"
 
 
-def expert_files(codec: str, layer: int) -> tuple[str, ...]:
-    """Names of all files of a layer's experts. Older stores have no file of sums."""
-    if codec == "planes":
-        return planes_name(layer), index_name(layer)
+def expert_files(layer: int) -> tuple[str, str]:
+    """Names of all files of a layer's experts."""
     return experts_name(layer), sums_name(layer)
 
 
@@ -87,18 +88,9 @@ def dense_by_format(
     return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
-def stored_ratio(manifest: Manifest) -> float:
-    """Stored bytes of experts / decoded bytes, padding included."""
-    if manifest.codec == "none":
-        return 1.0
-    names = map(planes_name, range(len(manifest.layers)))
-    stored = sum(manifest.files[name].nbytes for name in names if name in manifest.files)
-    return stored / sum(layer.nbytes for layer in manifest.layers)
-
-
 _EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _EXTRA_NAMES = ("LICENSE", "NOTICE")
-_NOT_EXTRA = ("config.json", MANIFEST_NAME, JOURNAL_NAME, MARK_NAME, "adapter_config.json")
+_NOT_EXTRA = ("config.json", MANIFEST_NAME, JOURNAL_NAME, "adapter_config.json")
 
 
 def is_extra(name: str) -> bool:
@@ -121,13 +113,9 @@ class LayerFile(NamedTuple):
 
     path: Path
     begin: int
-    """The offset of the file's first expert, a multiple of 4096. The next is `expert_nbytes` further, unless
-    compressed.
-    """
-    frames: FrameIndex | None
-    """Where frames lie; None where experts are not compressed."""
+    """The offset of the file's first expert, a multiple of 4096. The next is `expert_nbytes` further."""
     sums: Sums | None
-    """Checksums with which experts that are not compressed are compared; None: they are not."""
+    """Checksums with which what is read is compared; None: it is not."""
     places: Sequence[int]
     """Of each expert its place in the file, from 0."""
     check_every: int = CHECK_EVERY
@@ -136,15 +124,13 @@ class LayerFile(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedStore:
-    """An opened store. Sizes, headers and indices have been checked. Only indices are in memory; no file is open."""
+    """An opened store. Sizes and headers have been checked. Only headers and sums are in memory; no file is open."""
 
     folder: Path
     manifest: Manifest
     extents: tuple[tuple[Path, int], ...]  # by layer: the file, and the offset of expert 0 in it
     dense: Mapping[str, TensorInfo]
-    frames: tuple[FrameIndex, ...] = ()  # by layer; empty where experts are not compressed
-    sums: tuple[Sums, ...] = ()  # by layer, where experts are not compressed; empty: reads are not compared
-    why_codec: str = ""  # the reason, where expertly chose it
+    sums: tuple[Sums, ...] = ()  # by layer; empty: reads are not compared
     checkpoint: Path | None = None  # the folder that it was opened for, which has newer small files
     check_every: int = CHECK_EVERY  # see LayerFile
     checked: Mapping[str, os.stat_result] = field(default_factory=dict)
@@ -153,7 +139,7 @@ class PackedStore:
     @classmethod
     def open(cls, folder: Path, expect_identity: str | None = None, stamp: str = "") -> PackedStore:
         """Raises StoreError naming the file that is missing, damaged or of another size, or if the store was packed
-        from another checkpoint than that of `expect_identity` and `stamp` (which older stores do not have).
+        from another checkpoint than that of `expect_identity` and `stamp`.
         """
         if not folder.is_dir():
             raise StoreError(f"{folder}: no such folder")
@@ -161,33 +147,22 @@ class PackedStore:
             raise StoreError(f"{folder}: not a packed store (no {MANIFEST_NAME})")
         manifest = Manifest.read(folder)
         is_same = expect_identity in (None, manifest.identity)
-        if not is_same or (stamp and manifest.stamp not in ("", stamp)):
+        if not is_same or stamp not in ("", manifest.stamp):
             raise StoreError(
                 f"{folder}: packed from another checkpoint (of {manifest.source}, identity {manifest.identity[:16]}), "
-                "or that one has changed since: remove the store and pack again"
+                f"or that one has changed since{PACK_AGAIN}"
             )
-        layers = range(len(manifest.layers))
-        expert_names = [name for layer in layers for name in expert_files(manifest.codec, layer)]
-        has_sums = any(sums_name(layer) in manifest.files for layer in layers)
+        layers, files = list(enumerate(manifest.layers)), manifest.files
+        expert_names = [name for number, _ in layers for name in expert_files(number)]
         for name in ("config.json", INDEX_NAME, DENSE_NAME, *expert_names):
-            if name not in manifest.files and (has_sums or ".sums." not in name):
-                raise StoreError(f"{folder / MANIFEST_NAME}: files lacks {name!r}")
-        for name, entry in manifest.files.items():
+            if name not in files:
+                raise StoreError(f"{folder / MANIFEST_NAME}: files lacks {name!r}{PACK_AGAIN}")
+        for name, entry in files.items():
             if not is_text(name):
                 _check_size(folder / name, entry.nbytes)
-        dense = _header(folder / DENSE_NAME)
-        if manifest.codec == "planes":
-            frames = tuple(
-                open_index(folder, i, layer, manifest.files[index_name(i)]) for i, layer in enumerate(manifest.layers)
-            )
-            return cls(folder, manifest, tuple((index.path, 0) for index in frames), dense, frames)
-        extents = tuple(_extent(folder, manifest.dtype, i, layer) for i, layer in enumerate(manifest.layers))
-        sums: tuple[Sums, ...] = ()
-        if has_sums:
-            sums = tuple(
-                open_sums(folder, i, layer, manifest.files[sums_name(i)]) for i, layer in enumerate(manifest.layers)
-            )
-        return cls(folder, manifest, extents, dense, sums=sums)
+        extents = tuple(_extent(folder, manifest.dtype, number, layer) for number, layer in layers)
+        sums = tuple(open_sums(folder, number, layer, files[sums_name(number)]) for number, layer in layers)
+        return cls(folder, manifest, extents, _header(folder / DENSE_NAME), sums)
 
     def geometry(self, segments: int = 1) -> Geometry:
         """Raises ConfigError where `segments` does not divide an intermediate size."""
@@ -195,10 +170,9 @@ class PackedStore:
 
     def layer_file(self, layer: int) -> LayerFile:
         """Where the experts of a layer lie."""
-        frames = self.frames[layer] if self.frames else None
         sums = self.sums[layer] if self.sums else None
         places = range(self.manifest.layers[layer].num_experts)
-        return LayerFile(*self.extents[layer], frames, sums, places, self.check_every)
+        return LayerFile(*self.extents[layer], sums, places, self.check_every)
 
     @property
     def extras(self) -> Path:
@@ -206,22 +180,8 @@ class PackedStore:
         return self.checkpoint or self.folder
 
     @property
-    def codec(self) -> str:
-        """One of `core.costs.CODECS`."""
-        return self.manifest.codec
-
-    @property
     def experts_nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.manifest.layers)
-
-    @property
-    def experts_stored_nbytes(self) -> int:
-        return sum(index.stored_nbytes for index in self.frames) if self.frames else self.experts_nbytes
-
-    @property
-    def ratio(self) -> float:
-        """Stored bytes of experts / decoded bytes."""
-        return self.experts_stored_nbytes / self.experts_nbytes
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -256,12 +216,11 @@ class PackedStore:
         check_claims(self.folder / "config.json", self.config, shapes, StoreError)
 
     def check_dense(self) -> Mapping[str, os.stat_result]:
-        """Compare all files but experts with the manifest; older stores have no checksums of tokenizer and the like.
-        Returns what they were when they were read. Raises StoreError naming the one that is damaged.
+        """Compare all files but experts with the manifest. Returns what they were when they were read. Raises
+        StoreError naming the one that is damaged.
         """
         names = ("config.json", INDEX_NAME, DENSE_NAME, *filter(is_extra, self.manifest.files))
-        names = tuple(name for name in names if not is_text(name))
-        return {name: self._check(name) for name in names}
+        return {name: self._check(name) for name in names if not is_text(name)}
 
     def check_since(self) -> None:
         """Raises StoreError where one of the files that were `checked` has been written to, or replaced, since then."""
@@ -271,113 +230,72 @@ class PackedStore:
 
     def check_layer(self, layer: int) -> None:
         """Compare the experts of a layer with the manifest. Raises StoreError naming the file that is damaged."""
-        for name in expert_files(self.codec, layer):
-            if name in self.manifest.files:
-                self._check(name)
-
-    def _check(self, name: str) -> os.stat_result:
-        entry, checksum, path = self.manifest.files[name], 0, self.folder / name
-        about = _about(path)
-        fast = None if entry.xxh3 is None else xxhash.xxh3_64()
-        for chunk in _chunks(path, is_read_again=True):
-            if fast is None:
-                checksum = zlib.crc32(chunk, checksum)
-            else:
-                fast.update(chunk)
-        if fast is None:
-            self._compare(name, checksum, entry.checksum)
-        else:
-            self._compare(name, fast.intdigest(), entry.xxh3)
-        return about
+        for name in expert_files(layer):
+            self._check(name)
 
     def unchecked(self) -> PackedStore:
         """This store without comparison of reads with checksums."""
         return replace(self, sums=())
 
-    def _compare(self, name: str, found: int, written: int | None) -> None:
-        if found != written:
-            raise StoreError(
-                f"{self.folder / name}: checksum {found:08x}, but it was written with {written:08x}: damaged; remove "
-                "the store and pack again"
-            )
-
     def verify(self, full: bool = False, progress: Callable[[int, int], None] | None = None) -> None:
-        """Open again, which checks sizes and headers. `full` also reads all files, compares their checksums, decodes
-        all frames, and adds sums to an older store without them. `progress(done_nbytes, total_nbytes)`.
-
-        Raises StoreError naming the first file that is damaged.
+        """Open again, which checks sizes and headers. `full` also reads all files and compares their checksums.
+        `progress(done_nbytes, total_nbytes)`. Raises StoreError naming the first file that is damaged.
         """
         PackedStore.open(self.folder)
-        if not full:
-            return
-        done = 0
-        frames = {index.path: index for index in self.frames}
-        summers: dict[str, BlockSummer] = {}
-        if self.codec == "none" and not self.sums:
-            begins = enumerate(zip(self.manifest.layers, self.extents, strict=True))
-            summers = {experts_name(i): BlockSummer(layer, skip=begin) for i, (layer, (_, begin)) in begins}
-        for name, entry in self.manifest.files.items():
-            if is_text(name):
-                continue
-            checksum = 0
-            index, summer = frames.get(self.folder / name), summers.get(name)
-            for chunk in _chunks(self.folder / name) if index is None else checked_chunks(index):
-                checksum = zlib.crc32(chunk, checksum)
-                if summer is not None:
-                    summer.add(chunk)
-                done += len(chunk)
-                if progress is not None:
-                    progress(done, self.nbytes)
-            self._compare(name, checksum, entry.checksum)
-        if summers:
-            self._add_sums([summer.file_bytes() for summer in summers.values()])
+        names = [name for name in self.manifest.files if full and not is_text(name)]
+        done, total = 0, sum(self.manifest.files[name].nbytes for name in names)
 
-    def _add_sums(self, files: Sequence[bytes]) -> None:
-        entries = {}
-        with disk_errors(self.folder, "the store is whole; adding sums to it", StoreError, ""):
-            check_folder(self.folder)
-            for layer, data in enumerate(files):
-                write_atomic(self.folder / sums_name(layer), data)
-                entries[sums_name(layer)] = FileEntry(len(data), zlib.crc32(data))
-            replace(self.manifest, files={**self.manifest.files, **entries}).write(self.folder)
+        def tell(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
 
+        for name in names:
+            self._check(name, tell, is_read_again=False)
 
-def _chunks(path: Path, is_read_again: bool = False) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(_CHUNK_NBYTES))
-    try:
-        with open_file(path, StoreError) as file:
+    def _check(
+        self, name: str, tell: Callable[[int], None] = lambda nbytes: None, *, is_read_again: bool = True
+    ) -> os.stat_result:
+        """Compare a file with the manifest; `tell` hears of each chunk's bytes. Returns what it was before."""
+        path, written, digest = self.folder / name, self.manifest.files[name].checksum, xxhash.xxh3_64()
+        about, buffer = _about(path), memoryview(bytearray(_CHUNK_NBYTES))
+        with reading(path, StoreError) as file:
             while count := file.readinto(buffer):
-                yield buffer[:count]
+                digest.update(buffer[:count])
+                tell(count)
             if hasattr(os, "posix_fadvise") and not is_read_again:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read ({error.strerror})") from None
+        if digest.intdigest() != written:
+            raise StoreError(
+                f"{path}: checksum {digest.intdigest():016x}, but it was written with {written:016x}: damaged"
+                f"{PACK_AGAIN}"
+            )
+        return about
 
 
 def _about(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read ({error.strerror}); remove the store and pack again") from None
+        raise StoreError(f"{path}: cannot be read ({error.strerror}){PACK_AGAIN}") from None
 
 
 def _check_size(path: Path, nbytes: int) -> None:
     about = _about(path)
     if not stat.S_ISREG(about.st_mode):  # to open a pipe would wait for ever
-        raise StoreError(f"{path}: must be a file; remove the store and pack again")
+        raise StoreError(f"{path}: must be a file{PACK_AGAIN}")
     size = about.st_size
     if size != nbytes:
         what = "truncated" if size < nbytes else "changed"
-        raise StoreError(
-            f"{path}: {what}: {size} bytes, but {MANIFEST_NAME} says {nbytes}; remove the store and pack again"
-        )
+        raise StoreError(f"{path}: {what}: {size} bytes, but {MANIFEST_NAME} says {nbytes}{PACK_AGAIN}")
 
 
 def _header(path: Path) -> dict[str, TensorInfo]:
     try:
-        return read_safetensors_header(path, CheckpointError)
-    except CheckpointError as error:
-        raise StoreError(f"{error}; remove the store and pack again") from None
+        return read_safetensors_header(path, StoreError)
+    except StoreError as error:
+        raise StoreError(f"{error}{PACK_AGAIN}") from None
 
 
 def _extent(folder: Path, dtype: str, index: int, layer: LayerGeometry) -> tuple[Path, int]:
@@ -387,12 +305,6 @@ def _extent(folder: Path, dtype: str, index: int, layer: LayerGeometry) -> tuple
         found = "no such tensor" if info is None else f"{info.dtype} {list(info.shape)} at offset {info.begin}"
         raise StoreError(
             f"{path}: tensor {EXPERTS_KEY!r}: {found}; must be {spec.dtype} {list(spec.shape)} at a multiple of "
-            f"{PAGE_NBYTES}: remove the store and pack again"
+            f"{PAGE_NBYTES}{PACK_AGAIN}"
         )
     return path, info.begin
-
-
-def dense_index(names: list[str], nbytes: int) -> bytes:
-    """`model.safetensors.index.json` by which transformers finds the dense tensors."""
-    index = {"metadata": {"total_size": nbytes}, "weight_map": dict.fromkeys(names, DENSE_NAME)}
-    return json.dumps(index, indent=1, sort_keys=True).encode()

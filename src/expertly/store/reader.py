@@ -7,15 +7,11 @@ import errno
 import mmap
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from expertly.core.errors import StoreError, TransferError
 from expertly.core.geometry import PAGE_NBYTES, SECTOR_NBYTES
 from expertly.core.untrusted import open_file
-
-_MAX_BUFFERS = 1024
-"""IOV_MAX of Linux."""
 
 _PASSING = (errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOMEM)
 """Errors of an overloaded system: the same read may succeed a moment later."""
@@ -28,7 +24,7 @@ class ExpertFile:
     """An open file of experts. Reads are positional, so threads may share it.
 
     Raises StoreError where it cannot be opened. On a file system without O_DIRECT reads go through the page cache, and
-    its pages are dropped afterwards; `is_direct` says which. `direct_fd`, where there is one, is for aligned reads that
+    its pages are dropped afterwards. `direct_fd`, where there is one (else below 0), is for aligned reads that
     bypass it: offset, address and length are multiples of `alignment`.
     """
 
@@ -49,24 +45,17 @@ class ExpertFile:
         if hasattr(os, "posix_fadvise"):  # no readahead
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether aligned reads bypass the page cache."""
-        return self.direct_fd >= 0
+    def read_into(self, offset: int, buffer: memoryview) -> bool:
+        """Fill `buffer` from `offset`. Returns whether the page cache was bypassed.
 
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill `buffers` one after the other from `offset`. Returns whether the page cache was bypassed.
-
-        It is bypassed if the offset and each buffer's address and length are multiples of `alignment`, and the device
-        accepts the read. A read that fails because the system is overloaded is retried a few times. Raises
-        TransferError naming file and offset on a read error or where the file ends early.
+        It is bypassed if offset, address and length are multiples of `alignment`, and the device accepts the read. A
+        read that fails because the system is overloaded is retried a few times. Raises TransferError naming file and
+        offset on a read error or where the file ends early.
         """
         assert self.fd >= 0, "read after close"
-        buffers = [view if view.format == "B" else view.cast("B") for view in buffers]
-        direct = self.direct_fd >= 0 and offset % self.alignment == 0 and all(map(self._is_aligned, buffers))
-        total = sum(map(len, buffers))
+        total = len(buffer)
         try:
-            direct = self._read(self.direct_fd if direct else self.fd, offset, buffers)
+            direct = self._read(self.direct_fd if self._is_aligned(offset, buffer) else self.fd, offset, buffer)
         except OSError as error:
             raise TransferError(
                 f"{self.path}: reading {total} bytes at offset {offset} failed ({error.strerror or error})"
@@ -75,13 +64,12 @@ class ExpertFile:
             self._drop(offset, total)
         return direct
 
-    def _read(self, fd: int, offset: int, buffers: Sequence[memoryview]) -> bool:
+    def _read(self, fd: int, offset: int, left: memoryview) -> bool:
         """Whether all bytes bypassed the page cache."""
-        left = [view for view in buffers if len(view)]
         pauses = iter(_PAUSES_S)
         while left:
             try:
-                count = os.preadv(fd, left[:_MAX_BUFFERS], offset)
+                count = os.preadv(fd, [left], offset)
             except OSError as error:
                 # The device needs larger blocks than pages, or a short read has left a part that is not aligned.
                 if fd == self.direct_fd and error.errno == errno.EINVAL:
@@ -93,14 +81,8 @@ class ExpertFile:
                 time.sleep(pause)
                 continue
             if count == 0:
-                raise TransferError(
-                    f"{self.path}: ends at offset {offset}, {sum(map(len, left))} bytes short: truncated"
-                )
-            offset += count
-            while left and count >= len(left[0]):
-                count -= len(left.pop(0))
-            if count:
-                left[0] = left[0][count:]
+                raise TransferError(f"{self.path}: ends at offset {offset}, {len(left)} bytes short: truncated")
+            offset, left = offset + count, left[count:]
         return fd == self.direct_fd
 
     def _drop(self, offset: int, nbytes: int) -> None:
@@ -110,10 +92,10 @@ class ExpertFile:
             end = -(-(offset + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
             os.posix_fadvise(self.fd, first, end - first, os.POSIX_FADV_DONTNEED)
 
-    def _is_aligned(self, view: memoryview) -> bool:
-        if len(view) % self.alignment:
+    def _is_aligned(self, offset: int, buffer: memoryview) -> bool:
+        if self.direct_fd < 0 or (offset | len(buffer)) % self.alignment:
             return False
-        return not len(view) or ctypes.addressof(ctypes.c_char.from_buffer(view)) % self.alignment == 0
+        return not len(buffer) or ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % self.alignment == 0
 
     def close(self) -> None:
         """Idempotent. No read may be under way."""

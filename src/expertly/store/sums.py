@@ -1,8 +1,8 @@
-"""Checksums of uncompressed experts, which find a flipped byte when it is first read, or soon after it was flipped.
+"""Checksums of experts, which find a flipped byte when it is first read, or soon after it was flipped.
 
-An expert is F equal blocks of whole neurons, as many as it would have frames (`frames.frames_per_expert`). Beside the
-file of a layer's experts lies a file of sums (`sums_name`): a safetensors file of `checksum` U64 [E, F], the xxh3_64 of
-each block. Older stores have none; `pack --verify` adds them. xxhash releases the interpreter lock while it works.
+An expert is B equal blocks of whole neurons (`blocks_per_expert`). Beside the file of a layer's experts lies a file of
+sums (`sums_name`): a safetensors file of `checksum` U64 [E, B], the xxh3_64 of each block. xxhash releases the
+interpreter lock while it works.
 """
 
 from __future__ import annotations
@@ -15,14 +15,25 @@ import xxhash
 from expertly.core.errors import StoreError
 from expertly.core.geometry import LayerGeometry
 from expertly.core.headers import TensorSpec, parse_safetensors_header, safetensors_header
-from expertly.store.frames import frames_per_expert
-from expertly.store.manifest import FileEntry
+from expertly.core.untrusted import Bounds, read_file
+from expertly.store.manifest import MANIFEST_NAME, PACK_AGAIN, FileEntry
 
 Sums = tuple[tuple[int, ...], ...]
 """Checksums of a layer, by expert and block."""
 
 CHECK_EVERY = 64
 """Of so many reads of a block that follow each other, at least one is compared with its checksum."""
+
+_MAX_BLOCKS = 16
+_MIN_BLOCK_NBYTES = 16 << 10
+
+
+def blocks_per_expert(layer: LayerGeometry) -> int:
+    """B: the largest number, up to 16, of equal blocks of whole neurons (or of a weight format's blocks) with at least
+    16 KiB each; else 1.
+    """
+    counts = (n for n in range(_MAX_BLOCKS, 1, -1) if not layer.num_blocks % n)
+    return next((n for n in counts if layer.expert_nbytes // n >= _MIN_BLOCK_NBYTES), 1)
 
 
 def sums_name(layer: int) -> str:
@@ -32,19 +43,14 @@ def sums_name(layer: int) -> str:
 class BlockSummer:
     """Makes the sums of a layer from the bytes of its experts in order, cut anywhere."""
 
-    def __init__(self, layer: LayerGeometry, skip: int = 0) -> None:
-        """`skip`: bytes before the first expert."""
+    def __init__(self, layer: LayerGeometry) -> None:
         self._layer = layer
-        self._num_blocks = frames_per_expert(layer)
-        self._skip = skip
+        self._num_blocks = blocks_per_expert(layer)
         self._left = self._block_nbytes = layer.expert_nbytes // self._num_blocks
         self._hash = xxhash.xxh3_64()
         self._checksums: list[int] = []
 
     def add(self, chunk: memoryview) -> None:
-        dropped = min(self._skip, len(chunk))
-        self._skip -= dropped
-        chunk = chunk[dropped:]
         while len(chunk):
             taken = chunk[: self._left]
             self._hash.update(taken)
@@ -63,15 +69,17 @@ class BlockSummer:
 def open_sums(folder: Path, number: int, layer: LayerGeometry, entry: FileEntry) -> Sums:
     """The sums of layer `number`; `entry` is the manifest's. Raises StoreError naming the damage."""
     path, spec = folder / sums_name(number), _spec(layer)
-    raw = entry.read(path, len(safetensors_header([spec])) + spec.nbytes)
+    most = len(safetensors_header([spec])) + spec.nbytes
+    raw = read_file(path, Bounds(most), StoreError)
+    if len(raw) != entry.nbytes or xxhash.xxh3_64_intdigest(raw) != entry.checksum:
+        raise StoreError(f"{path}: its checksum is not that of {MANIFEST_NAME}: damaged{PACK_AGAIN}")
     header = raw[8 : 8 + int.from_bytes(raw[:8], "little")]
     info = parse_safetensors_header(path, header, StoreError, len(raw)).get(spec.name)
     if info is None or (info.dtype, info.shape) != (spec.dtype, spec.shape):
-        wanted = f"no tensor {spec.name!r} of {spec.dtype} {list(spec.shape)}"
-        raise StoreError(f"{path}: {wanted}: remove the store and pack again")
+        raise StoreError(f"{path}: no tensor {spec.name!r} of {spec.dtype} {list(spec.shape)}{PACK_AGAIN}")
     checksums = np.frombuffer(raw, "<u8", info.nbytes // 8, info.begin).reshape(spec.shape)
     return tuple(map(tuple, checksums.tolist()))
 
 
 def _spec(layer: LayerGeometry) -> TensorSpec:
-    return TensorSpec("checksum", "U64", (layer.num_experts, frames_per_expert(layer)))
+    return TensorSpec("checksum", "U64", (layer.num_experts, blocks_per_expert(layer)))

@@ -11,7 +11,7 @@ from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
 from expertly.core.observation import Began, Floats, Routed, Want
 from expertly.policies.known import NEVER, Known
-from expertly.policies.predictor import Predictor
+from expertly.policies.prediction import Predictor
 
 
 def expect(is_so: bool, promise: str, found: object = None) -> None:

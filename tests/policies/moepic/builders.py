@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 
 from expertly.core.geometry import Geometry, LayerGeometry
-from expertly.policies.allocation.moepic import LayerRates, LayerStatistics, Timing
+from expertly.policies.moepic import LayerProblem, LayerRates, LayerStatistics, Steps, Timing
+
+T = TypeVar("T")
 
 
 def shape_of(layers: int, experts: int = 6, top_k: int = 2, segments: int = 4, width: int = 16) -> Geometry:
@@ -29,17 +32,20 @@ def routing(seed: int, tokens: int, experts: int, top_k: int, noise: float) -> t
     return np.array(needed), np.array(predicted)
 
 
-def learn(
-    layer: LayerStatistics,
-    needed: np.ndarray,
-    predicted: np.ndarray | None = None,
-    is_predicted: np.ndarray | None = None,
-) -> None:
-    """Tokens that came one after another, each in a pass of its own."""
-    for row in range(len(needed)):
-        this = slice(row, row + 1)
-        has_scores = predicted is not None and (is_predicted is None or is_predicted[row])
-        layer.observe(needed[this], predicted[this] if has_scores else None)
+def learn(layer: LayerStatistics, needed: np.ndarray, predicted: np.ndarray) -> None:
+    """Tokens that came one after another; of rows of NaN nothing was predicted."""
+    for experts, scores in zip(needed.tolist(), predicted, strict=True):
+        layer.note(experts, None if np.isnan(scores).all() else np.argsort(-scores, kind="stable").tolist())
+
+
+def finished(steps: Steps[T]) -> T:
+    """What the work ends with."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 @cache
@@ -49,15 +55,22 @@ def gathered(seed: int, experts: int = 6, top_k: int = 2, tokens: int = 150) -> 
     return layer.rates()
 
 
-def random_model(seed: int, span_ns: int = 0) -> tuple[Geometry, int, list[LayerRates], Timing]:
-    """Three small layers, the segments to keep, their rates and times; an expert loads in 100 us."""
+def random_model(seed: int) -> tuple[Geometry, int, list[LayerProblem], Timing]:
+    """Three small layers, the segments to keep, the problems of splitting and the times; an expert loads in 100 us."""
     dice = np.random.default_rng(seed)
     experts, segments, top_k = int(dice.integers(4, 7)), int(dice.choice([1, 2, 4])), int(dice.integers(1, 3))
     shape = shape_of(3, experts, top_k, segments)
     rates = [gathered(100 * seed + int(dice.integers(100)), experts, top_k) for _ in range(3)]
     attention_ns, moe_ns, head_ns = (int(100_000 * dice.uniform(0.1, 1.0)) for _ in range(3))
     kept = int(dice.integers(3, 3 * experts * segments // 2 + 1))
-    return shape, kept, rates, Timing.of(shape, attention_ns, moe_ns, 100_000, head_ns, span_ns, span_ns // 2)
+    timing = Timing.of(shape, attention_ns, moe_ns, 100_000, head_ns)
+    return shape, kept, problems_of(shape, rates, timing), timing
+
+
+def problems_of(shape: Geometry, rates: Sequence[LayerRates], timing: Timing) -> list[LayerProblem]:
+    return [
+        LayerProblem(rate, layer, timing, shape.segments_per_expert, pieces=False) for layer, rate in enumerate(rates)
+    ]
 
 
 def allocations(layers: int, total: int, most: int) -> Iterator[tuple[int, ...]]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import numpy as np
 import pytest
 
 from expertly.core.messages import Prediction, RouterRan
-from expertly.policies.allocation.moepic import (
+from expertly.policies.moepic import (
+    LayerProblem,
     LayerStatistics,
     MoEpic,
     MoEpicOptions,
@@ -15,7 +20,8 @@ from expertly.policies.allocation.moepic import (
     Timing,
 )
 from expertly.scheduler.budget import split_budget
-from tests.scheduler.drive import geometry, one_token
+from expertly.scheduler.systems import get_system
+from tests.scheduler.drive import geometry, one_token, run_layer
 
 SHAPE = geometry(layers=3, experts=8, top_k=2, segments=4)
 TIMES = Timing.of(SHAPE, 40, 40, 100, 40)
@@ -48,95 +54,127 @@ def test_shares_are_whole_tops_and_the_rest_goes_to_the_lowest_layer() -> None:
 # -- moepic --------------------------------------------------------------------------------------------------------
 
 
-def begun(tau: int = 3, share: float = 0.6) -> MoEpic:
-    allocation = MoEpic(SHAPE, MoEpicOptions(tau=tau, start="half"))
-    allocation.begin(allocation.quotas(split_budget(SHAPE, int(SHAPE.nbytes * share)).kept_slots))
+def begun(tau: int = 3, kept: int = 49, **options: Any) -> MoEpic:
+    allocation = MoEpic(SHAPE, MoEpicOptions(tau=tau, **options))
+    allocation.begin(allocation.quotas([kept]))
     return allocation
 
 
-def tell(allocation: MoEpic, token: int) -> None:
+def tell(allocation: MoEpic, token: int) -> list[int] | None:
+    """A token; the quotas to take from now on, which come with its last layer."""
+    quotas = None
     for layer in range(3):
+        assert quotas is None, "only between passes"
         experts = [token % 8, (token + layer + 1) % 8]
         if layer:
             allocation.predicted(Prediction(layer, experts[::-1], [0.9, 0.1], 1))
-        assert allocation.ran(one_token(layer, experts), lambda layer: 0.0) is None
+        quotas = allocation.ran(one_token(layer, experts), lambda layer: 0.0)
+    return quotas
 
 
-def test_it_is_due_after_tau_tokens_once_and_then_after_as_many_more() -> None:
-    allocation = begun()
+def taken(allocation: MoEpic) -> tuple[int, list[int]]:
+    """After how many tokens what is due is worked out, and its quotas."""
+    assert allocation.is_due
+    allocation.configure(TIMES)
+    for token in range(200):
+        assert not allocation.is_due
+        if (quotas := tell(allocation, token)) is not None:
+            return token + 1, quotas
+    raise AssertionError("it never ends")
+
+
+def test_it_is_due_after_every_tau_tokens() -> None:
+    allocation = begun(tau=5)
     assert allocation.tops(allocation.quotas([49])) == [2, 2, 2], "it begins with halves"
-    for token in range(3):
-        assert allocation.due() is None
-        tell(allocation, token)
-    job = allocation.due()
-    assert job is not None and allocation.due() is None, "it is being worked out"
-    for token in range(9):
-        tell(allocation, token)
-        assert allocation.due() is None
-    plan = job(TIMES).plan
-    assert sum(layer.budget_segments for layer in plan.layers) == 49, "all that there is to keep"
-    allocation.configured(plan)
-    for token in range(3):
-        assert allocation.due() is None
-        tell(allocation, token)
-    assert allocation.due() is not None
-    assert allocation.facts() == {"learned": "online, from 15 decoded tokens", "configurations": 1}
+    for token in range(5):
+        assert not allocation.is_due and tell(allocation, token) is None
+    num_tokens, quotas = taken(allocation)
+    assert sum(quotas) <= 49 and allocation.tops(quotas) == allocation._tops
+    for token in range(5 - num_tokens):
+        assert not allocation.is_due and tell(allocation, token) is None
+    assert allocation.is_due
+    assert allocation.facts() == {"learned": "online, from 10 decoded tokens", "configurations": 1}
 
 
-@pytest.mark.parametrize(("tau", "due_at"), [(700, [0, 64, 256, 956]), (100, [0, 64, 164]), (64, [0, 64, 128])])
-def test_the_first_configurations_come_early(tau: int, due_at: list[int]) -> None:
-    """By times alone before anything has run, then after 64 and 256 tokens, then after every tau."""
-    allocation, found = MoEpic(SHAPE, MoEpicOptions(tau=tau)), []
-    allocation.begin(allocation.quotas([49]))
-    for token in range(due_at[-1] + 1):
-        if (job := allocation.due()) is not None:
-            found.append(token)
-            allocation.configured(job(TIMES).plan)
-        tell(allocation, token)
-    assert found == due_at
+def test_configuring_is_spread_over_layers() -> None:
+    """No layer splits all layers more than twice; 24 layers of 32 experts are worked out within 40 tokens."""
+    shape = geometry(layers=24, experts=32, top_k=4, segments=4)
+    allocation = MoEpic(shape, MoEpicOptions(tau=20))
+    allocation.begin(allocation.quotas([24 * 32]))
+    dice, times, quotas, num_tokens = np.random.default_rng(0), Timing.of(shape, 40, 40, 30, 40), None, 0
+    most = 0
+    while quotas is None:
+        if allocation.is_due:
+            allocation.configure(times)
+        for layer in range(24):
+            experts = np.argsort(dice.gumbel(size=32) - 0.1 * np.arange(32) * (layer % 5))[-4:].tolist()
+            allocation.predicted(Prediction(layer, experts[::-1], [0.4, 0.3, 0.2, 0.1], 1))
+            with counting(LayerProblem, "best") as calls:
+                quotas = allocation.ran(one_token(layer, experts), lambda layer: 0.0)
+            most = max(most, len(calls))
+        num_tokens += 1
+    assert 24 <= most <= 48 and 20 < num_tokens <= 60
 
 
-def test_before_anything_is_known_whole_experts_are_kept_where_spans_cost_much() -> None:
-    """And the paper's halves where they cost nothing, or nobody is to count that."""
-    kept = {}
-    for name, options, timing in (
-        ("free", MoEpicOptions(), TIMES),
-        ("dear", MoEpicOptions(), Timing.of(SHAPE, 40, 40, 100, 40, span_ns=1000)),
-        ("not counted", MoEpicOptions(pieces=False), Timing.of(SHAPE, 40, 40, 100, 40, span_ns=1000)),
-    ):
-        allocation = MoEpic(SHAPE, options)
-        allocation.begin(allocation.quotas([49]))
-        job = allocation.due()
-        assert job is not None
-        plan = job(timing).plan
-        kept[name] = [(layer.kept_experts, layer.kept_segments) for layer in plan.layers]
-        assert sum(layer.budget_segments for layer in plan.layers) == 49
-        plan.check_fits(SHAPE)
-    assert kept == {"free": [(8, 2)] * 3, "dear": [(4, 4)] * 3, "not counted": [(8, 2)] * 3}
+@contextmanager
+def counting(owner: type, name: str) -> Iterator[list[str]]:
+    """Calls of a method."""
+    method, calls = getattr(owner, name), list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, lambda *args: (calls.append(name), method(*args))[1])
+        yield calls
+
+
+def test_new_quotas_load_the_best_of_a_layer_that_grows() -> None:
+    """Layer 0 has room for two more tops: the experts of highest cache priority that it does not keep come, each when
+    nothing else is in flight, and stay.
+    """
+    system = get_system("moepic:tau=9")
+    control = system.scheduler(SHAPE, split_budget(SHAPE, SHAPE.nbytes // 2, 8))
+    for token in range(8):
+        run_layer(control, 0, [token, (token + 1) % 8])
+    assert isinstance(control.allocation, MoEpic)
+    best = control.allocation.best_of(0)
+    kept = control.cache.partitions[0].kept
+    lacking = [expert for expert in best if expert not in kept][:2]
+    top = control.cache.tops[0]
+    quotas = list(control.cache.quotas)
+    quotas[1] -= 2 * top
+    quotas[0] += 2 * top
+    control.cache.resize(quotas, [top] * 3)
+    control.keep_best()
+    assert control.prefetch() == [], "not before it has the room"
+    control.cache.rearrange(set())
+    for expert in lacking:
+        spans = control.prefetch()
+        assert {(span.layer, span.expert) for span in spans} == {(0, expert)} and len(spans) == top
+        for span in spans:
+            assert control.prefetch() == [] and not control.loaded(span)
+        assert kept[expert] == list(control.slots.units(expert)[:top])
+        control.check()
+    assert control.prefetch() == [], "it is full"
 
 
 def test_what_is_seen_are_tokens_with_what_was_predicted_of_them_in_time() -> None:
     """The rates are those of statistics that are told the same: a layer without a prediction, one with, a prompt (left
     out), a batch (one row with all that it needs), a part of a layer that needs nothing.
     """
-    allocation, expected = begun(tau=9), LayerStatistics(8, 9)
-    first = np.array([[0, 0, 0, 2, 0, 1, 0, 0]], np.float32)
-    for demand, prediction, scores in (
-        (one_token(1, [3, 5]), None, None),
-        (one_token(1, [3, 4]), Prediction(1, [3, 5], [0.1, 0.05], 1), first),
-        (RouterRan(1, [6, 7], [2, 1], [False, False], 2), Prediction(1, [6], [0.5], 1), None),
-        (one_token(1, [1, 2]), None, None),
-        (RouterRan(1, [1, 2, 4], [1, 2, 0], [True, True, True], 2), None, None),
-        (RouterRan(1, [], [], [], 1, True), None, None),
+    allocation, expected = begun(tau=9), LayerStatistics(8)
+    for demand, prediction in (
+        (one_token(1, [3, 5]), None),
+        (one_token(1, [3, 4]), Prediction(1, [3, 5], [0.1, 0.05], 1)),
+        (RouterRan(1, [6, 7], [2, 1], [False, False], 2), Prediction(1, [6], [0.5], 1)),
+        (one_token(1, [1, 2]), None),
+        (RouterRan(1, [1, 2, 4], [1, 2, 0], [True, True, True], 2), None),
+        (RouterRan(1, [], [], [], 1, True), None),
     ):
         if prediction is not None:
             allocation.predicted(prediction)
         allocation.ran(demand, lambda layer: 0.0)
         if demand.serves_decode:
             needed = [e for e, num in zip(demand.experts, demand.num_tokens, strict=True) if num]
-            expected.observe(np.array([needed or [-1]]), scores)
-    mine, theirs = allocation._seen[1].rates(), expected.rates()
-    np.testing.assert_array_equal(mine.hits, theirs.hits)
-    np.testing.assert_array_equal(mine.accuracy, theirs.accuracy)
-    np.testing.assert_array_equal(mine.predicted_hits, theirs.predicted_hits)
-    assert theirs.accuracy[0] == 1.0 and theirs.accuracy[1] == 0.0
+            expected.note(needed, prediction and prediction.experts)
+    rates = allocation._seen[1].rates()
+    for mine, theirs in zip(rates, expected.rates(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert rates.accuracy[0] == 1.0 and rates.accuracy[1] == 0.0

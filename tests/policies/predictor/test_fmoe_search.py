@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from expertly.core.observation import Floats
+from expertly.policies.fmoe import MapStore, Search
 from expertly.policies.learned import ModelShape
-from expertly.policies.predictor.fmoe.search import Search
-from expertly.policies.predictor.fmoe.store import MapStore
-from tests.policies.predictor.naive import cosines, random_scores, top
+from tests.policies.predictor.naive import cosines, random_scores
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 6, 8, 2, 16
 SIZES = (EXPERTS, 3, EXPERTS, EXPERTS, 5, EXPERTS)
@@ -29,7 +28,7 @@ def filled(dice: np.random.Generator, num_maps: int, has_embeddings: bool = True
     store = MapStore(SHAPE, 50, semantic_weight=0.5, quota=1.0)
     scores = ragged_scores(dice, num_maps)
     embedding = dice.standard_normal((num_maps, HIDDEN), np.float32) if has_embeddings else None
-    store.add(scores, top(scores, TOP_K), np.arange(num_maps), embedding)
+    store.add(scores, np.arange(num_maps), embedding)
     return store
 
 
@@ -38,10 +37,9 @@ def filled(dice: np.random.Generator, num_maps: int, has_embeddings: bool = True
 def test_incremental_cosines_are_those_of_the_whole(num_maps: int, num_rows: int, layers: list[int]) -> None:
     dice = np.random.default_rng(num_maps)
     store = filled(dice, num_maps)
-    search = Search(store)
     for _ in range(2):  # buffers are used again
         rows = ragged_scores(dice, num_rows)
-        search.begin(num_rows)
+        search = Search(store, num_rows)
         assert search.trajectory() is None
         seen = []
         for layer in layers:
@@ -62,13 +60,11 @@ def test_incremental_cosines_are_those_of_the_whole(num_maps: int, num_rows: int
 
 
 def test_nothing_is_like_an_empty_store_or_a_row_of_zeros() -> None:
-    search = Search(MapStore(SHAPE, 10))
-    search.begin(1)
+    search = Search(MapStore(SHAPE, 10), 1)
     search.observe(0, np.full((1, EXPERTS), 1 / EXPERTS, np.float32))
     assert search.trajectory() is None
     assert search.semantic(np.ones((1, HIDDEN), np.float32)) is None
-    search = Search(filled(np.random.default_rng(0), 5, has_embeddings=False))
-    search.begin(1)
+    search = Search(filled(np.random.default_rng(0), 5, has_embeddings=False), 1)
     assert search.semantic(np.ones((1, HIDDEN), np.float32)) is None
     search.observe(0, np.zeros((1, EXPERTS), np.float32))
     assert search.trajectory() is None
@@ -85,10 +81,9 @@ def test_of_equally_near_maps_the_newest_is_taken(num_rows: int) -> None:
     state["maps"][:, slots] = same.transpose(1, 0, 2)
     state["embeddings"][slots] = embedding / np.linalg.norm(embedding)
     store = MapStore(SHAPE, 50)
-    store.fill(state)
+    store.restore(state)
     newest = int(slots[state["born"][slots].argmax()])
-    search = Search(store)
-    search.begin(num_rows)
+    search = Search(store, num_rows)
     semantic = search.semantic(np.repeat(embedding, num_rows, axis=0))
     assert semantic is not None
     where.append(search.nearest(semantic))

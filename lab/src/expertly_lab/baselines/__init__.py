@@ -1,0 +1,1 @@
+"""Systems of other authors that the papers compare with, and bounds."""

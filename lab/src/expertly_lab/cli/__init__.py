@@ -1,0 +1,1 @@
+"""The commands of `expertly lab`: one file each, no logic."""

@@ -1,0 +1,38 @@
+"""Shapes of models as a simulation knows them: strict TOML files that ship or that users wrote."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge, Le
+
+from expertly.core.geometry import DenseShape, LayerGeometry
+from expertly_lab.sim.hardware import DESCRIPTION, read_toml
+
+GEOMETRY_NAMES = (
+    *("gpt-oss-20b", "gpt-oss-20b-mxfp4", "qwen3-30b-a3b-fp8", "qwen3-30b-a3b-int4", "deepseek-v3-fp8"),
+    *("deepseek-v2-lite", "qwen1.5-moe", "mixtral-8x7b", "phi-3.5-moe"),
+)
+"""The shipped shapes of published models."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What a simulation needs to know of a model besides its routing, where the trace does not have it."""
+
+    __pydantic_config__: ClassVar[Any] = DESCRIPTION
+
+    name: str
+    num_layers: Annotated[int, Ge(1), Le(10_000)]
+    layer: LayerGeometry
+    dense: DenseShape | None = None
+
+    @property
+    def layers(self) -> tuple[LayerGeometry, ...]:
+        return (self.layer,) * self.num_layers
+
+
+def read_geometry(name_or_file: str) -> ModelSizes:
+    """A shipped geometry by its name, else a TOML file by its path. Raises HardwareError as `Hardware.read`."""
+    return read_toml("geometry", "geometry", GEOMETRY_NAMES, name_or_file, ModelSizes)

@@ -1,0 +1,136 @@
+"""The simulator's clock, and its transport: a link that brings one span after the other, loads before prefetches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Span
+from expertly_lab.sim.hardware import Hardware
+
+NEVER_NS = 1 << 62
+
+_Entry = tuple[int, int, Span]  # when it may move, order of arrival, what
+
+
+class Clock:
+    """The time of a simulation, in nanoseconds."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+
+class SimulationWatcher(Protocol):
+    """Is told what a simulation does, with its times."""
+
+    def computed(self, what: str, layer: int, begin_ns: int, end_ns: int) -> None:
+        """The device computed: "dense", "expert 7" or "head"."""
+
+    def moved(self, span: Span, begin_ns: int, end_ns: int) -> None:
+        """The link served a span."""
+
+    def took(self, begin_ns: int, end_ns: int) -> None:
+        """The computing thread spent time on a span that had arrived."""
+
+
+class VirtualLink:
+    """A PrefetchTransport on a virtual clock. Spans arrive one after the other: each begins when the link's latency has
+    passed since it was submitted and the one before it has ended; a prefetch only if no load begins as early. `wait`
+    moves the clock, and so does `miss_ns` of the hardware for each span that is taken.
+    """
+
+    def __init__(
+        self, clock: Clock, hardware: Hardware, geometry: Geometry, watcher: SimulationWatcher | None = None
+    ) -> None:
+        self.stall_ns = 0
+        """Time that `wait` took."""
+        self._clock = clock
+        self._watcher = watcher
+        self._latency_ns, self._miss_ns = hardware.link.latency_ns, hardware.miss_ns
+        num_parts = geometry.segments_per_expert
+        self._takes_ns = [  # by layer and number of segments
+            [hardware.link.occupies_ns(num * geometry.segment_nbytes(layer)) for num in range(1 + num_parts)]
+            for layer in range(geometry.num_layers)
+        ]
+        self._arrivals: deque[tuple[int, Span]] = deque()
+        self._loads: list[_Entry] = []  # heaps
+        self._prefetches: list[_Entry] = []
+        self._free_at_ns = 0
+        self._next_ns = NEVER_NS  # when the next transfer begins
+        self._order = 0
+
+    def submit(self, spans: Sequence[Span]) -> None:
+        self._ask(spans, self._loads)
+
+    def prefetch(self, spans: Sequence[Span]) -> None:
+        self._ask(spans, self._prefetches)
+
+    def cancel(self, layer: int) -> list[Span]:
+        """Drop prefetches of this layer that have not begun; returns their spans."""
+        self._begin_until(self._clock.now_ns)
+        is_cancelled = [entry[2].layer == layer for entry in self._prefetches]
+        if not any(is_cancelled):
+            return []
+        pairs = list(zip(self._prefetches, is_cancelled, strict=True))
+        self._prefetches = [entry for entry, cancelled in pairs if not cancelled]
+        heapify(self._prefetches)
+        self._find_next()
+        return [entry[2] for entry in sorted(entry for entry, cancelled in pairs if cancelled)]
+
+    def poll(self) -> Span | None:
+        now, arrivals = self._clock.now_ns, self._arrivals
+        if self._next_ns <= now:
+            self._begin_until(now)
+        return self._take() if arrivals and arrivals[0][0] <= now else None
+
+    def wait(self) -> Span:
+        if not self._arrivals:
+            assert self._next_ns != NEVER_NS, "nothing is in flight that could arrive"
+            self._begin()
+        arrival_ns = self._arrivals[0][0]
+        if arrival_ns > self._clock.now_ns:
+            self.stall_ns += arrival_ns - self._clock.now_ns
+            self._clock.now_ns = arrival_ns
+        return self._take()
+
+    def _ask(self, spans: Sequence[Span], queue: list[_Entry]) -> None:
+        now = self._clock.now_ns
+        self._begin_until(now)
+        for span in spans:
+            self._order += 1
+            heappush(queue, (now + self._latency_ns, self._order, span))
+        self._find_next()
+
+    def _take(self) -> Span:
+        span = self._arrivals.popleft()[1]
+        if self._miss_ns:
+            begin = self._clock.now_ns
+            self._clock.now_ns = begin + self._miss_ns
+            if self._watcher is not None:
+                self._watcher.took(begin, begin + self._miss_ns)
+        return span
+
+    def _begin_until(self, now_ns: int) -> None:
+        """Begin, in order, every transfer that begins by then: nothing that is submitted later can go before these."""
+        while self._next_ns <= now_ns:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Begin the next transfer."""
+        loads, prefetches, begin = self._loads, self._prefetches, self._next_ns
+        is_load = bool(loads) and (not prefetches or loads[0][0] <= max(prefetches[0][0], self._free_at_ns))
+        span = heappop(loads if is_load else prefetches)[2]
+        self._free_at_ns = end = begin + self._takes_ns[span.layer][span.num_segments]
+        self._find_next()
+        self._arrivals.append((end, span))
+        if self._watcher is not None:
+            self._watcher.moved(span, begin, end)
+
+    def _find_next(self) -> None:
+        first = self._loads[0][0] if self._loads else NEVER_NS
+        if self._prefetches:
+            first = min(first, self._prefetches[0][0])
+        self._next_ns = max(first, self._free_at_ns)

@@ -1,0 +1,92 @@
+"""`expertly lab trace info`, `import` and `synth`: what they print, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expertly_lab.trace.reader import Trace
+from lab.tests.cli.test_simulate import geometry_file
+from lab.tests.trace.builders import iterations, write_partial, write_trace
+from tests.cli.asking import answer, refusal, told
+
+SYNTH = ["--layers", "2", "--experts", "8", "--top-k", "2", "--tokens", "60"]
+
+
+def npz(folder: Path) -> Path:
+    rng = np.random.default_rng(0)
+    experts = np.argsort(rng.random((30, 2, 8)), axis=-1)[..., :2].astype(np.uint8)
+    np.savez(folder / "law.npz", experts=experts, seq_len=np.array([10, 20]), token_index=np.arange(30))
+    return folder / "law.npz"
+
+
+def test_import_then_info(tmp_path, capsys):
+    out = tmp_path / "trace"
+    line = told(capsys, "lab", "trace", "import", str(npz(tmp_path)), str(out))
+    assert "law | 2 layers of 8 experts, top-2 | 2 requests | 30 iterations | 30 tokens" in line and "complete" in line
+    assert "not empty" in refusal(capsys, "lab", "trace", "import", tmp_path / "law.npz", out)
+    facts = answer(capsys, "lab", "trace", "info", str(out))
+    assert (facts["model"], facts["complete"], facts["requests"], facts["rows"]) == ("law", True, 2, 30)
+    assert (facts["num_layers"], facts["num_experts"], facts["top_k"]) == (2, [8, 8], [2, 2])
+    assert (facts["prefill_rows"], facts["expert_bytes"]) == (0, [None, None])
+    assert facts["bytes"] == sum(path.stat().st_size for path in out.iterdir())
+    assert facts["fields"]["embedding"] == {
+        "dtype": "float16", "shape": [64], "real": False, "stored": False,
+        "note": "not recorded: a fixed random vector for each token id",
+    }  # fmt: skip
+
+
+def test_import_takes_a_model_and_a_number_of_experts(tmp_path, capsys):
+    words = (npz(tmp_path), tmp_path / "trace", "--model", "mine", "--num-experts", 12)
+    facts = answer(capsys, "lab", "trace", "import", *words)
+    assert (facts["model"], facts["num_experts"]) == ("mine", [12, 12])
+
+
+def test_info_of_a_recording_that_was_cut_off(tmp_path, capsys):
+    write_partial(tmp_path / "trace", iterations([3, 1, 1, 6, 1]))
+    out = told(capsys, "lab", "trace", "info", str(tmp_path / "trace"))
+    assert "partial: the recording did not end" in out
+    assert "9 tokens of prefill, 3 of decode" in out
+    facts = answer(capsys, "lab", "trace", "info", str(tmp_path / "trace"))
+    assert (facts["complete"], facts["iterations"], facts["categories"]) == (False, 5, {"code": 1})
+    assert facts["num_experts"] == [8, 6, 8]
+
+
+def test_info_names_what_is_damaged(tmp_path, capsys):
+    write_trace(tmp_path / "trace", iterations([3, 1, 1]))
+    shard = tmp_path / "trace" / "rows-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert f"{shard}: truncated" in refusal(capsys, "lab", "trace", "info", tmp_path / "trace")
+
+
+def test_synth_writes_what_was_asked_for(tmp_path, capsys):
+    words = (*SYNTH, "--requests", 3, "--prefill-tokens", 5, "--zipf", 1.5, "--markov", 0.5, "--seed", 7)
+    facts, _ = (answer(capsys, "lab", "trace", "synth", tmp_path / name, *words) for name in ("a", "b"))
+    assert (facts["rows"], facts["iterations"], facts["requests"]) == (60, 48, 3)
+    assert not any(field["real"] for field in facts["fields"].values())
+    one, other = Trace.open(tmp_path / "a"), Trace.open(tmp_path / "b")
+    np.testing.assert_array_equal(one.rows("experts", 0, 60), other.rows("experts", 0, 60))
+
+
+DEEP = ["--layers", "6", "--experts", "8", "--top-k", "2"]
+DEEP += ["--tokens", "240", "--requests", "4", "--prefill-tokens", "5"]
+
+
+def test_a_system_that_looks_ahead_is_right_as_often_as_stated(tmp_path, capsys):
+    trace, half = tmp_path / "trace", "moepic:allocation=split"
+    answer(capsys, "lab", "trace", "synth", trace, *DEEP, "--lookahead", "0.8")
+
+    def simulated(systems):
+        words = ("--geometry", geometry_file(tmp_path, num_layers=6, hidden_size=64, intermediate_size=64))
+        return answer(capsys, "lab", "simulate", trace, *words, "--memory", "50%", "--system", systems)
+
+    facts = simulated(f"lru:prediction=lookahead,adapmoe,moepic,{half},lru")
+    rows = {row["system"]: row for row in facts["results"]}
+    assert all(row["skipped"] is None for row in rows.values())
+    assert rows["lru:prediction=lookahead"]["prediction_accuracy"] == pytest.approx(0.8, abs=0.03)
+    assert all(rows[name]["prefetched_bytes"] > 0 for name in ("adapmoe", "moepic", half))
+    assert rows[half]["partial_hit_rate"] > 0
+    note = "lookahead: modelled: 0.8 of the K best of the next layer are needed; nothing of the next token"
+    assert note in facts["notes"] and not any("modelled" in note for note in simulated("lru")["notes"])

@@ -1,0 +1,48 @@
+"""What is measured of a tiny model: everything is there, makes sense, and is a hardware file afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import expertly
+from expertly.core.errors import ConfigError, ModelUseError
+from expertly_lab.model_profile import measure_model
+from expertly_lab.sim.hardware import Hardware
+from tests.engine.conftest import Cases
+
+
+def test_six_numbers_are_measured_and_are_a_file(cases: Cases, tmp_path: Path):
+    model, _ = expertly.load(str(cases["mixtral"].store), device="cpu", memory="60%", system="lru:segments=4")
+    found = measure_model(model, seconds=0)
+    expertly.unload(model)
+    assert found.expert_nbytes_per_s > 0 and found.link.nbytes_per_s > 0
+    assert min(found.link.latency_ns, found.layer_ns, found.head_ns, found.miss_ns) >= 0
+    found.write(tmp_path / "here.toml")
+    assert Hardware.read(str(tmp_path / "here.toml")) == found
+
+
+def test_the_model_still_works_and_is_consistent(cases: Cases):
+    case = cases["qwen2_moe"]
+    model, _ = expertly.load(str(case.store), device="cpu", memory="60%", system="lfu")
+    measure_model(model, seconds=0.1)
+    prompt = torch.tensor([case.prompts[0]])
+    out = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    assert out[0, prompt.shape[1] :].tolist() == case.tokens[0][:4]
+    expertly.unload(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "memory", "system", "problem"),
+    [
+        ("mixtral", "100%", "resident", "all experts stay in it"),
+        ("switch_transformers", "60%", "lru", "an encoder-decoder model"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(family: str, memory: str, system: str, problem: str, cases: Cases):
+    model, _ = expertly.load(str(cases[family].store), device="cpu", memory=memory, system=system)
+    with pytest.raises((ConfigError, ModelUseError), match=problem):
+        measure_model(model, seconds=0)
+    expertly.unload(model)

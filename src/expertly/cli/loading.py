@@ -1,0 +1,34 @@
+"""How commands load a model."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from expertly.cli.output import message, progress_bar
+from expertly.options import LoadOptions, load_arguments
+
+
+def load_model(model: str | None, options: LoadOptions, **others: Any) -> tuple[Any, Any]:
+    """A model and its tokenizer (None where it has none); `others` replace options."""
+    from expertly.model.lean import import_lean
+
+    import_lean()
+    from expertly import api
+
+    with progress_bar() as progress:
+        loaded, tokenizer = api.load(model, progress=progress, **{**load_arguments(options), **others})
+    say_system(loaded)
+    if options.quantize is not None:
+        message(f"expertly: experts are {api.handle(loaded).store.manifest.rounding}")
+    return loaded, tokenizer
+
+
+def say_system(loaded: Any) -> None:
+    """Tell the user which system `auto` chose. Where nothing is remembered that is only advice, for terminals."""
+    from expertly import api
+    from expertly.engine.remembered import remembered_path
+
+    reason = api.stats(loaded).system_reason
+    if reason is not None and (remembered_path(api.handle(loaded).store).exists() or sys.stderr.isatty()):
+        message(f"expertly: {reason}")

@@ -1,0 +1,194 @@
+"""Prompts and chats from a JSON Lines file, and their tokens by the model's chat template."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from expertly.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from expertly.model.templates import Renderer
+
+_ACCEPTED = (
+    'accepted: {"prompt": "text"} or {"messages": [{"role": "user", "content": "text"}]}, "category": "text" may be '
+    "added, one object a line"
+)
+PROMPTS_HELP = 'JSON Lines: {"prompt": "text"} or a chat, {"messages": [...]}, a line; .gz or "-" for stdin'
+RAW_HELP = "prompts are texts to continue: the model's chat template is not used"
+
+_ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request. Lines are numbered from 1. `messages` is empty for a plain prompt; for a chat, `text` is its
+    messages' text.
+    """
+
+    line: int
+    text: str
+    category: str | None
+    messages: tuple[Mapping[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AskedPrompt:
+    """A prompt and its tokens."""
+
+    prompt: Prompt
+    tokens: list[int]
+
+
+def has_template(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def tokens_of(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, is_raw: bool = False, renderer: Renderer | None = None
+) -> list[int]:
+    """The tokens of a conversation, up to where the model goes on: by the chat template, or with `is_raw`, or where
+    there is no template, of the mere text. Raises ConfigError where the template refuses the messages, or does not end,
+    CheckpointError where the tokenizer fails. `renderer`: renders it; None starts a process for this conversation
+    alone.
+    """
+    from expertly.model.loading import held_stderr, tokenizer_errors
+    from expertly.model.templates import Renderer
+
+    how = {}
+    if is_raw or not has_template(tokenizer):
+        text = "".join(message["content"] for message in messages)
+    else:
+        how = {"add_special_tokens": False}
+        with contextlib.nullcontext(renderer) if renderer is not None else Renderer() as renders:
+            text = renders.render(tokenizer, [dict(message) for message in messages])
+    with tokenizer_errors("prompt: the tokenizer cannot read it"), held_stderr():
+        return list(tokenizer(text, return_token_type_ids=False, **how)["input_ids"])
+
+
+def asked(
+    prompts: Sequence[Prompt], tokenizer: Any, *, is_raw: bool = False, most: int | None = None
+) -> tuple[list[AskedPrompt], list[str]]:
+    """The prompts as tokens, and a sentence for each prompt that is left out because it has no token or more than
+    `most`. With a chat template a plain prompt becomes a user's message; without one, or with `is_raw`, it stays text.
+
+    Raises ConfigError where there is no tokenizer, and for messages without a template.
+    """
+    if tokenizer is None:
+        raise ConfigError("model: has no tokenizer, so prompts have no tokens")
+    can_chat = has_template(tokenizer) and not is_raw
+    from expertly.model.templates import Renderer
+
+    asked_prompts, left_out = [], []
+    with Renderer() as renderer:
+        for prompt in prompts:
+            if prompt.messages and not can_chat:
+                reason = "with --raw" if is_raw else "and the model has no chat template"
+                raise ConfigError(
+                    f'prompts, line {prompt.line}: holds messages, {reason}; accepted: {{"prompt": "text"}}'
+                )
+            messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+            tokens = tokens_of(tokenizer, messages, is_raw=is_raw, renderer=renderer)
+            if not tokens:
+                left_out.append(f"the prompt in line {prompt.line} gives no token")
+            elif most is not None and len(tokens) > most:
+                left_out.append(
+                    f"the prompt in line {prompt.line} has {len(tokens)} tokens; the model takes at most {most}"
+                )
+            else:
+                asked_prompts.append(AskedPrompt(prompt, tokens))
+    return asked_prompts, left_out
+
+
+def read_prompts(source: str, limit: int | None = None) -> list[Prompt]:
+    """The first `limit` prompts of a file, of a .gz file, or of stdin ("-"). Blank lines and other keys are ignored.
+
+    Raises ConfigError naming the file, the line and what is accepted.
+    """
+    prompts: list[Prompt] = []
+    where = "stdin" if source == "-" else source
+    try:
+        with _opened(source) as file:
+            for prompt in _parse(where, file):
+                prompts.append(prompt)
+                if len(prompts) == limit:
+                    break
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"prompts {where}: cannot be read ({reason})") from None
+    if not prompts:
+        raise ConfigError(f"prompts {where}: holds no prompt; {_ACCEPTED}")
+    return prompts
+
+
+@contextlib.contextmanager
+def _opened(source: str) -> Iterator[Iterable[bytes]]:
+    if source == "-":
+        yield sys.stdin.buffer if isinstance(sys.stdin, io.TextIOWrapper) else io.BytesIO(sys.stdin.read().encode())
+    elif source.endswith(".gz"):
+        with gzip.open(source, "rb") as compressed:
+            yield compressed
+    else:
+        with open(source, "rb") as file:
+            yield file
+
+
+def _parse(where: str, lines: Iterable[bytes]) -> Iterator[Prompt]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            raw = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise _error(where, number, f"not UTF-8 ({error.reason})") from None
+        except (ValueError, RecursionError) as error:
+            raise _error(where, number, f"not JSON ({error})") from None
+        if not isinstance(raw, dict):
+            raise _error(where, number, f"{raw!r:.60} is no object")
+        prompt = _of_line(where, number, raw)
+        for text in (prompt.text, prompt.category or ""):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise _error(where, number, "holds half of a surrogate pair, which is no character") from None
+        yield prompt
+
+
+def _of_line(where: str, line: int, raw: dict[str, Any]) -> Prompt:
+    category = raw.get("category")
+    if category is not None and not isinstance(category, str):
+        raise _error(where, line, f"category={category!r:.60}")
+    if "messages" in raw and "prompt" in raw:
+        raise _error(where, line, "prompt and messages: one of them is asked")
+    if "messages" in raw:
+        messages = _messages(where, line, raw["messages"])
+        return Prompt(line, "\n\n".join(one["content"] for one in messages), category, messages)
+    prompt = raw.get("prompt")
+    if not isinstance(prompt, str) or not prompt:
+        raise _error(where, line, f"prompt={prompt!r:.60}" if "prompt" in raw else "no prompt")
+    return Prompt(line, prompt, category)
+
+
+def _messages(where: str, line: int, raw: Any) -> tuple[dict[str, str], ...]:
+    """The messages of a line. An answer at the end is dropped: the model gives its own."""
+    if not isinstance(raw, list) or not raw:
+        raise _error(where, line, f"messages={raw!r:.60}")
+    for number, one in enumerate(raw):
+        if not isinstance(one, dict) or not isinstance(one.get("content"), str) or one.get("role") not in _ROLES:
+            raise _error(where, line, f"messages[{number}]={one!r:.60}: a role of {', '.join(_ROLES)} and a content")
+    while raw and raw[-1]["role"] == "assistant":
+        raw = raw[:-1]
+    if not any(one["role"] == "user" and one["content"] for one in raw):
+        raise _error(where, line, "messages: none of a user, before an answer")
+    return tuple({"role": one["role"], "content": one["content"]} for one in raw)
+
+
+def _error(where: str, line: int, problem: str) -> ConfigError:
+    return ConfigError(f"prompts {where}, line {line}: {problem}; {_ACCEPTED}")

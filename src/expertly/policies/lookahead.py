@@ -1,0 +1,78 @@
+"""Asks the routers of later layers about the input of an earlier layer (MoEpic, section 3.2, equation 3; ProMoE,
+section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Prediction
+from expertly.core.observation import Began, Routed, Want, layer_ahead
+from expertly.policies.base import option
+from expertly.policies.known import Known
+from expertly.policies.prediction import RankingPredictor, WidthOptions, best_of_rows
+
+
+@dataclass(frozen=True)
+class LookaheadOptions(WidthOptions):
+    """Options of `lookahead`."""
+
+    next_token: bool = option(False, "past the last layer, too: the first layers, as the next token will run them")
+
+
+class Lookahead(RankingPredictor):
+    """After layer l of a stack, names the best experts of layer l + distance; after the first layer, of all layers up
+    to there. It looks no farther than it is shown.
+
+    With `next_token`, layers past the last one are the first ones of the next pass. Then each request's last row is
+    asked, since its next token follows from that. If no pass follows, the prediction was wrong.
+    """
+
+    name = "lookahead"
+    options = LookaheadOptions
+    needs = ("lookahead",)
+    wants: frozenset[Want] = frozenset({"lookahead"})
+
+    def __init__(self, geometry: Geometry, distance: int, options: LookaheadOptions, known: Known) -> None:
+        super().__init__(geometry, distance, options, known)
+        self._next_token = options.next_token
+        self._stack = range(geometry.num_layers)
+        self._num_rows = 1  # of this pass
+        self._last = np.zeros(1, np.intp)  # of them, each request's last
+
+    def begin_iteration(self, began: Began) -> Iterable[Prediction]:
+        self._stack = range(len(self._layers)) if began.layers is None else began.layers
+        if self._next_token:
+            self._num_rows = len(began.requests)
+            self._last = _last_rows(began.requests)
+        return ()
+
+    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
+        shown, stack = routed.lookahead, self._stack
+        if shown is None or not shown.size or routed.layer not in stack:
+            return
+        farthest = min(self._distance, shown.shape[1], len(stack) - 1)
+        for distance in range(1 if routed.layer == stack.start else max(1, farthest), farthest + 1):
+            layer = layer_ahead(routed.layer, distance, stack, self._next_token)
+            if layer is None:
+                return
+            scores = shown[:, distance - 1, : self._layers[layer].num_experts]  # [T, E]
+            if layer < routed.layer and len(scores) > 1:
+                if len(scores) != self._num_rows:
+                    return  # of a pass whose beginning was left out: nobody knows whose rows they are
+                scores = scores[self._last]
+            prediction = best_of_rows(layer, distance, scores, self._width or self._layers[layer].top_k)
+            if prediction is not None:
+                yield prediction
+
+
+def _last_rows(requests: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
+    """The last row of each request; `requests` [T]."""
+    from_the_end = np.unique(requests[::-1], return_index=True)[1]
+    last: npt.NDArray[np.intp] = np.sort(len(requests) - 1 - from_the_end)
+    return last

@@ -1,0 +1,449 @@
+"""MoE-Infinity: activation matrices of past requests, how many tokens each expert served, say which experts a running
+one will need and which are evicted. In the order of the paper, whose sections are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from expertly.core.errors import ConfigError
+from expertly.core.geometry import Geometry
+from expertly.core.messages import Prediction
+from expertly.core.observation import Began, Floats, History, Ids, Routed, Want
+from expertly.policies.base import option
+from expertly.policies.eviction import DenseScoredPolicy
+from expertly.policies.known import NOTHING, Known
+from expertly.policies.learned import MAX_CAPACITY, MAX_NBYTES, Arrays, LearnedState, ModelShape, Sizes, Tensor
+from expertly.policies.prediction import ALL_LAYERS, Predictor, WidthOptions, best_of_rows, distance_in
+from expertly.policies.similarity import TIE, RunningCosines, inverse_root
+
+# -- 4.3, B.1: collections of a few requests' matrices that differ from each other ------------------------------------
+
+DEFAULT_CAPACITY = 120
+MAX_COUNT = 1 << 24
+"""Tokens beyond which float32 cannot count; more count as so many."""
+
+Counts = npt.NDArray[np.int64]
+
+
+class Collection:
+    """Matrices of up to `capacity` requests, of one phase. Slots below `num_matrices` are filled; callers must not
+    write the arrays. Raises ConfigError where it would not fit into memory.
+    """
+
+    def __init__(self, shape: ModelShape, capacity: int = DEFAULT_CAPACITY) -> None:
+        num_layers, num_experts = shape.num_layers, shape.max_experts
+        nbytes = 4 * capacity * num_layers * num_experts
+        if nbytes > MAX_NBYTES:
+            raise ConfigError(f"capacity={capacity}: matrices of {nbytes} bytes; at most {MAX_NBYTES} are accepted")
+        self.capacity = capacity
+        self.num_matrices = 0
+        self.generation = 0  # counts changes
+        # [L, E, C] tokens served: a search reads along an expert. Zeroed pages take no memory before they are written.
+        self.columns: Floats = np.zeros((num_layers, num_experts, capacity), np.float32)
+        self.squares = np.zeros((num_layers, capacity))  # [L, C] squared length of a matrix' row
+        self.born: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)  # [C] counts insertions: the newest is highest
+        self.total: Counts = np.zeros((num_layers, num_experts), np.int64)  # [L, E] the sum of all matrices
+
+    @property
+    def matrices(self) -> Floats:
+        """[n, L, E]"""
+        matrices: Floats = self.columns.transpose(2, 0, 1)[: self.num_matrices]
+        return matrices
+
+    def add(self, counts: npt.NDArray[Any]) -> None:
+        """Add a request's matrix [L, E]; one without any token is left out.
+
+        It takes a free slot or, when none is left, that of the matrix nearest to it (appendix B.1), the oldest of
+        equals.
+        """
+        assert counts.shape == self.total.shape
+        matrix = np.minimum(counts, MAX_COUNT).astype(np.float32)
+        if not matrix.any():
+            return
+        born = int(self.born.max()) + 1
+        slot = self.num_matrices
+        if slot < self.capacity:
+            self.num_matrices += 1
+        else:
+            cosines = matrix.reshape(-1) @ self.columns.reshape(-1, self.capacity)
+            cosines *= inverse_root(self.squares.sum(axis=0)) * inverse_root(np.square(matrix).sum(keepdims=True))[0]
+            nearest = np.flatnonzero(cosines >= cosines.max() - TIE)
+            slot = int(nearest[self.born[nearest].argmin()])
+        self._write(slot, matrix, born)
+        self.generation += 1
+
+    def fill(self, matrices: npt.NDArray[Any], born: npt.NDArray[np.int64]) -> None:
+        """Take these matrices [n, L, E], and born [n], as they are; the collection is empty."""
+        assert not self.num_matrices and len(born) <= self.capacity
+        for slot, (matrix, number) in enumerate(zip(matrices, born.tolist(), strict=True)):
+            self._write(slot, matrix, number)
+        self.num_matrices = len(born)
+
+    def _write(self, slot: int, matrix: npt.NDArray[Any], born: int) -> None:
+        self.total += matrix.astype(np.int64) - self.columns[:, :, slot].astype(np.int64)
+        self.columns[:, :, slot] = matrix
+        self.squares[:, slot] = np.square(matrix, dtype=np.float64).sum(axis=1)
+        self.born[slot] = born
+
+
+class Matrices(LearnedState):
+    """The matrices of a model's requests: a collection of their prompts and one of their decoding, which are traced
+    separately (section 4.3).
+    """
+
+    kind = "matrices"
+    unit = "activation matrices"
+    tensors = {  # noqa: RUF012 - of P and D matrices, tokens that each expert served
+        "prefill_born": Tensor("I64", "P", 0, 1 << 53),
+        "prefill": Tensor("I32", "PLE", 0, MAX_COUNT),
+        "decode_born": Tensor("I64", "D", 0, 1 << 53),
+        "decode": Tensor("I32", "DLE", 0, MAX_COUNT),
+    }
+
+    def __init__(self, shape: ModelShape, capacity: int = DEFAULT_CAPACITY) -> None:
+        """`capacity`: of each collection."""
+        self.shape = shape
+        self.capacity = capacity
+        self.prefill, self.decode = Collection(shape, capacity), Collection(shape, capacity)
+
+    @property
+    def generation(self) -> int:  # type: ignore[override]
+        return self.prefill.generation + self.decode.generation
+
+    @property
+    def num_learned(self) -> int:
+        return self.prefill.num_matrices + self.decode.num_matrices
+
+    def sizes(self) -> Sizes:
+        return {"P": (0, self.capacity), "D": (0, self.capacity)}
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """The filled parts: prefill [n, L, E], decode [m, L, E], and when each was born."""
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for phase, collection in (("prefill", self.prefill), ("decode", self.decode)):
+            arrays[phase] = collection.matrices
+            arrays[f"{phase}_born"] = collection.born[: collection.num_matrices]
+        return arrays
+
+    def restore(self, arrays: Arrays) -> None:
+        self.prefill.fill(arrays["prefill"], arrays["prefill_born"])
+        self.decode.fill(arrays["decode"], arrays["decode_born"])
+
+
+# -- 4.5: the match of a running request with them --------------------------------------------------------------------
+
+
+class NearestMatrices(NamedTuple):
+    """The m matrices of highest cosine."""
+
+    slots: tuple[int, ...]  # rising
+    cosine: float  # of the nearest, above 0 up to 1
+
+
+class Match:
+    """The cosines of one request's matrix to every matrix of a collection, over the layers that the request has run.
+    `counts` [L, E] is what its earlier iterations add up to; then a layer of the running one costs one product. Valid
+    until the collection changes.
+    """
+
+    def __init__(self, collection: Collection, counts: Counts | None = None) -> None:
+        self.collection = collection
+        self._num = collection.num_matrices
+        self._counts = np.zeros_like(collection.total) if counts is None else counts
+        self._running = RunningCosines(1, self._num)
+        layers = np.flatnonzero(self._counts.any(axis=1))
+        if len(layers):
+            before = self._counts.reshape(-1).astype(np.float32)
+            dots = before @ collection.columns.reshape(len(before), -1)[:, : self._num]
+            squares = np.square(self._counts, dtype=np.float64).sum()
+            self._running.add(dots, squares, collection.squares[layers, : self._num].sum(axis=0))
+
+    def observe(self, layer: int, counts: Counts) -> None:
+        """How many of the iteration's tokens each expert of a layer serves, [E]."""
+        (chosen,) = counts.nonzero()
+        num, before = counts[chosen], self._counts[layer]
+        dots = num.astype(np.float32) @ self.collection.columns[layer, chosen, : self._num]
+        stored = None if before.any() else self.collection.squares[layer, : self._num]
+        self._running.add(dots, num @ (num + 2 * before[chosen]), stored)
+
+    def nearest(self, num: int) -> NearestMatrices | None:
+        """The `num` nearest matrices, fewer where fewer have anything in common; of equal ones, up to rounding, the
+        newest. None where there are none.
+        """
+        rows = self._running.cosines()
+        if rows is None:
+            return None
+        cosines = rows[0]
+        last = max(self._num - num, 0)
+        best, least = float(cosines.max()), float(np.partition(cosines, last)[last])
+        slots = np.flatnonzero(cosines >= max(least - TIE, TIE))
+        if len(slots) > num:  # several are as near as the last of them
+            is_equal = cosines[slots] <= least + TIE
+            equal = slots[is_equal]
+            newest = equal[np.argsort(-self.collection.born[equal])]
+            slots = np.sort(np.append(slots[~is_equal], newest)[:num])
+        return NearestMatrices(tuple(slots.tolist()), min(best, 1.0)) if len(slots) else None
+
+
+# -- 4.5, 4.6: the predictor ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EAMOptions(WidthOptions):
+    """Options of `eam`. The paper leaves `matches`, `width` and the distance open."""
+
+    matrix: Literal["request", "pass"] = option(
+        "request", "what is matched: all that the request has run in this phase, or its running iteration alone"
+    )
+    capacity: int = option(DEFAULT_CAPACITY, "matrices, of prompts and of decoding each", least=1, most=MAX_CAPACITY)
+    matches: int = option(4, "nearest matrices that are summed", least=1)
+
+
+@dataclass(slots=True, eq=False)
+class _OfRequest:
+    """One request's part of the running pass."""
+
+    rows: npt.NDArray[np.intp]
+    total: Counts  # [L, E] of its iterations of this phase so far (the paper's rEAM)
+    counts: Counts  # [L, E] of this one (its iEAM)
+    match: Match
+    predicted: Floats | None = None  # [L, E] rows of sum 1 (its pEAM); None: nothing is known
+    slots: tuple[int, ...] | None = None  # matched; None: whatever is popular
+    cosine: float | None = None
+
+
+class EAM(Predictor):
+    """Names the experts of the next `distance` layers, when an iteration begins and anew after each router. It takes
+    the `matches` stored matrices that are nearest by cosine to the request's own, and names the experts that most of
+    their tokens chose; of a request that has run nothing in this phase, the most popular ones. A score is p x (1 - (i -
+    l) / L) for layer i predicted after layer l; confidence is the mean cosine. Every request of a pass is matched by
+    itself; the prediction is the union, by the highest p. While the same matrices are nearest, what was predicted
+    holds, and only the next layer and one that has come within reach are predicted.
+
+    A request's iterations are summed, those of its prompt and of its decoding separately. The sums enter the collection
+    at the first pass without that request (or at `finish`); a request that comes back later starts anew. An iteration
+    that failed, or of which a layer was not seen, is left out, so that all rows of a sum count the same tokens, K
+    times.
+    """
+
+    name = "eam"
+    default_distance: ClassVar[int | None] = ALL_LAYERS
+    options = EAMOptions
+    learns = Matrices
+    wants: frozenset[Want] = frozenset({"experts"})
+
+    def __init__(
+        self, geometry: Geometry, distance: int = 1, options: EAMOptions = EAMOptions(), known: Known = NOTHING
+    ) -> None:
+        self._options = options
+        self._shape = ModelShape.of(geometry)
+        self._distance = distance_in(geometry, distance)
+        self._said_anew = {1, self._distance}  # layers ahead that are predicted while the same matrices are nearest
+        self._is_expert = np.arange(self._shape.max_experts) < np.array(self._shape.num_experts)[:, None]  # [L, E]
+        self._store = Matrices(self._shape, options.capacity)
+        self._open: dict[int, tuple[Counts, Counts]] = {}  # of each request that is not over: prompt, decoding
+        self._pass: list[_OfRequest] | None = None
+        self._layers = range(self._shape.num_layers)  # of the pass
+        self._num_rows = 0
+        self._last = -1
+        self._num_seen = 0
+        self._said: Floats | None = None  # [L, E] the last outlook
+        self._matched = (0, 0.0)  # requests matched, sum of their cosines
+
+    @property
+    def learned(self) -> Matrices:
+        return self._store
+
+    def begin_iteration(self, began: Began) -> Iterator[Prediction]:
+        """Requests that are not in the pass are over."""
+        requests = list(dict.fromkeys(began.requests.tolist()))
+        self._close_all_but(requests)
+        self._layers = range(self._shape.num_layers) if began.layers is None else began.layers
+        self._num_rows = len(began.requests)
+        self._last, self._num_seen = -1, 0
+        self._pass = []
+        for request in requests:
+            rows = np.flatnonzero(began.requests == request)
+            is_prefill = bool(began.is_prefill[rows[0]])
+            collection = self._store.prefill if is_prefill else self._store.decode
+            total = self._total_of(request, is_prefill)
+            match = Match(collection, total if self._options.matrix == "request" else None)
+            entry = _OfRequest(rows, total, np.zeros_like(total), match)
+            self._match(entry)
+            if entry.predicted is None and collection.num_matrices:
+                entry.predicted = _shares(collection.total)
+            self._pass.append(entry)
+        return self._predict(self._layers[: self._distance])
+
+    def router_ran(self, routed: Routed) -> Iterator[Prediction]:
+        experts, layer = routed.experts, routed.layer
+        if self._pass is None or experts is None or len(experts) != self._num_rows:
+            return iter(())  # of a pass whose beginning was left out nobody knows whose rows they are
+        if layer <= self._last or layer not in self._layers:
+            return iter(())
+        self._last = layer
+        self._num_seen += 1
+        is_new = False
+        for entry in self._pass:
+            entry.counts[layer] = self._counted(layer, experts[entry.rows])
+            entry.match.observe(layer, entry.counts[layer])
+            is_new |= self._match(entry)
+        ahead = range(layer + 1, min(layer + self._distance + 1, self._layers.stop))
+        return self._predict(ahead if is_new else [near for near in ahead if near - layer in self._said_anew])
+
+    def end_iteration(self, ok: bool) -> None:
+        """Add the iteration to the sums of its requests, if it ended well and was seen whole."""
+        if ok and self._num_seen == len(self._layers):
+            for entry in self._pass or ():
+                entry.total += entry.counts
+        self._pass = None
+
+    def learn(self, history: History) -> None:
+        """Learn as if these rows had run; a request is over when a block has nothing of it."""
+        requests = list(dict.fromkeys(history.requests.tolist()))
+        self._close_all_but(requests)
+        for request in requests:
+            for is_prefill in (True, False):
+                chosen = history.experts[(history.requests == request) & (history.is_prefill == is_prefill)]
+                for layer, row in enumerate(self._total_of(request, is_prefill)):
+                    row += self._counted(layer, chosen[:, layer])
+
+    def finish(self) -> None:
+        self._close_all_but(())
+
+    def facts(self) -> dict[str, int | float | None]:
+        """Matrices of prompts (`prefill_matrices`) and of decoding, of `capacity` each; `searches` that found a match,
+        and their mean `cosine`.
+        """
+        count, total = self._matched
+        return {
+            "prefill_matrices": self._store.prefill.num_matrices,
+            "decode_matrices": self._store.decode.num_matrices,
+            "capacity": self._store.capacity,
+            "searches": count,
+            "cosine": total / count if count else None,
+        }
+
+    def _close_all_but(self, requests: Container[int]) -> None:
+        """Requests outside these are over."""
+        for request in [request for request in self._open if request not in requests]:
+            prompt, decoding = self._open.pop(request)
+            self._store.prefill.add(prompt)
+            self._store.decode.add(decoding)
+
+    def _total_of(self, request: int, is_prefill: bool) -> Counts:
+        """The sums of a request that is not over, [L, E]."""
+        if request not in self._open:
+            shape = self._shape.num_layers, self._shape.max_experts
+            self._open[request] = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        return self._open[request][0 if is_prefill else 1]
+
+    def _counted(self, layer: int, experts: Ids) -> Counts:
+        """[E] how many of the rows [T, K] chose each expert."""
+        ids = experts.ravel().astype(np.int64)
+        is_choice = (ids >= 0) & (ids < self._shape.num_experts[layer])
+        counts: Counts = np.bincount(ids[is_choice], minlength=self._shape.max_experts)
+        return counts
+
+    def _match(self, entry: _OfRequest) -> bool:
+        """Search, aggregate and scale (figure 5). Returns whether other matrices are nearest now."""
+        nearest = entry.match.nearest(self._options.matches)
+        if nearest is None:
+            return False
+        self._matched = self._matched[0] + 1, self._matched[1] + nearest.cosine
+        entry.cosine = nearest.cosine
+        if nearest.slots == entry.slots:
+            return False
+        entry.slots = nearest.slots
+        entry.predicted = _shares(entry.match.collection.columns[:, :, list(nearest.slots)].sum(axis=2))
+        return True
+
+    def _predict(self, layers: Sequence[int]) -> Iterator[Prediction]:
+        """Predict these layers, nearer ones first. The first prediction carries the outlook, if that changed."""
+        predicted = [entry.predicted for entry in self._pass or () if entry.predicted is not None]
+        if not predicted or not layers:
+            return
+        cosines = [entry.cosine for entry in self._pass or () if entry.cosine is not None]
+        confidence = sum(cosines) / len(cosines) if cosines else None
+        likely = np.stack(predicted)  # [T, L, E]
+        outlook = self._outlook(likely.max(axis=0))
+        for layer in layers:
+            best = self.named(layer, layer - self._last, likely[:, layer, : self._shape.num_experts[layer]])
+            if best is not None:
+                ahead = layer - max(self._last, self._layers.start - 1)
+                scores = [(1 - ahead / self._shape.num_layers) * score for score in best.scores]
+                yield replace(best, scores=scores, confidence=confidence, outlook=outlook)
+                outlook = None
+
+    def named(self, layer: int, ahead: int, rows: Floats) -> Prediction | None:
+        """The experts of a layer that are named, of rows [T, E] of predicted matrices; scores are p."""
+        return best_of_rows(layer, ahead, rows, self._options.width or self._shape.top_k[layer])
+
+    def _outlook(self, predicted: Floats) -> tuple[float, ...] | None:
+        """The predicted matrices as one, by the highest p; None where it is the last outlook again."""
+        if self._said is not None and np.array_equal(predicted, self._said):
+            return None
+        self._said = predicted
+        return tuple(predicted[self._is_expert].tolist())
+
+
+def _shares(counts: npt.NDArray[np.generic]) -> Floats:
+    """Rows [L, E] scaled to sum 1; those of zeros stay."""
+    total = counts.astype(np.float64).sum(axis=1, keepdims=True)
+    shares: Floats = (counts / np.maximum(total, 1)).astype(np.float32)
+    return shares
+
+
+# -- 4.7: eviction, algorithm 1 ---------------------------------------------------------------------------------------
+
+EPSILON = 1e-6
+"""Added to each p, and the sum of a layer's p where all are 0."""
+
+
+class EAMEviction(DenseScoredPolicy):
+    """Evicts the least (p + eps) x (1 - l / L) / sum of the layer's p, layers l from 0 (algorithm 1). The p are those
+    of the newest outlook; before the first one, of the newest prediction of each layer, or 0.
+    """
+
+    name = "eam"
+    needs_probabilities = True
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry.num_experts)
+        sizes = [layer.num_experts for layer in geometry.layers]
+        self._first = np.cumsum([0, *sizes[:-1]])  # expert id of each layer
+        self._layer = np.repeat(np.arange(len(sizes)), sizes)  # of each expert
+        self._decay = 1 - self._layer / len(sizes)
+        self._likely = np.zeros(len(self._layer))
+        self._has_outlook = False
+        self._scores: npt.NDArray[np.float64] | None = None  # of every expert; None: to be computed
+
+    @classmethod
+    def for_cache(cls, geometry: Geometry, capacity: int, known: Known, options: Any) -> EAMEviction:
+        return cls(geometry)
+
+    def used(self, experts: Sequence[int], num_tokens: Sequence[int], batch_tokens: int) -> None:
+        """Uses change no score."""
+
+    def predicted(self, first_expert: int, probabilities: Sequence[float]) -> None:
+        if not self._has_outlook:
+            self._likely[first_expert : first_expert + len(probabilities)] = probabilities
+            self._scores = None
+
+    def expected(self, outlook: Sequence[float]) -> None:
+        self._has_outlook = True
+        self._likely = np.asarray(outlook, np.float64)
+        self._scores = None
+
+    def all_scores(self) -> npt.NDArray[np.float64]:
+        if self._scores is None:
+            total = np.add.reduceat(self._likely, self._first)
+            total[total == 0] = EPSILON
+            self._scores = (self._likely + EPSILON) * self._decay / total[self._layer]
+        return self._scores

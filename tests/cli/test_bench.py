@@ -1,0 +1,142 @@
+"""`expertly bench`: systems run in turns and answer alike, failures have reasons, and --save is what `auto` runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertly import api, bench
+from expertly.cli.main import main
+from expertly.engine.remembered import remembered_path
+from expertly.model.packing import pack_cached
+from expertly.scheduler.systems import BASE_SYSTEM
+from tests.cli.asking import Captured, answer, told
+from tests.families import make_checkpoint
+
+TINY = ("--requests", 2, "--tokens", 4, "--rounds", 2, "--raw")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("models") / "tiny", seed=11, tokenizer=True)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Once", "2 + 2 =", "def f")))
+    return path
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The systems that were loaded, in order."""
+    noted, load = list[str](), api.load
+
+    def noting(model: Any, **options: Any) -> Any:
+        noted.append(options["system"])
+        return load(model, **options)
+
+    monkeypatch.setattr(api, "load", noting)
+    return noted
+
+
+def test_what_is_saved_is_what_auto_runs(model: Path, prompts: Path, loads: list[str], capsys: Captured) -> None:
+    words = ("bench", model, "--prompts", prompts, *TINY, "--memory", "50%", "--system", "lfu")
+    assert main([*map(str, words), "--save", "--json"]) == 0
+    printed, said = capsys.readouterr()
+    result = json.loads(printed)
+    names = [row["system"] for row in result["rows"]]
+    assert names == ["lru", "expertly", "expertly-ahead", "lfu"] and said == ""
+    assert loads == [BASE_SYSTEM, *names, *names[1:], names[0]], "one to begin with, then two rounds, in other orders"
+    assert result["requests"] == 2 and all(row["reason"] is None for row in result["rows"])
+    for row in result["rows"]:
+        assert row["tpot_s"] > 0 and row["ttft_s"] > 0 and row["tokens_per_s"] > 0
+        assert 0 <= row["hit_rate"] <= 1 and row["bytes_per_token"] >= 0
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+    lru = result["rows"][0]
+    assert (lru["ratio_low"], lru["ratio_high"]) == (1, 1)
+    (fastest,) = result["fastest"]
+    assert fastest["ratio"] == min(row["ratio"] for row in result["rows"])
+    assert Path(result["saved"]) == remembered_path(pack_cached(str(model)))
+    run = ("run", model, "Once", "--max-new-tokens", 4, "--temperature", 0)
+    found = answer(capsys, *run, "--memory", "50%", "--system", "auto")
+    assert found["system"] == fastest["system"] and "the fastest here" in found["system_reason"]
+    plain = answer(capsys, *run, "--memory", "50%", "--system", "lru")
+    assert plain["token_ids"] == found["token_ids"], "whatever is remembered, the text is the same"
+    far = answer(capsys, *run, "--memory", "90%")
+    assert "the default" in far["system_reason"]
+
+
+def test_the_table_is_for_people(model: Path, capsys: Captured) -> None:
+    words = ("bench", model, *TINY, "--memory", "30%,60%")
+    printed = told(capsys, *words)
+    assert "saved" not in printed and printed.count("fastest in ") == 2
+    head = printed.splitlines()[2].split("  ")
+    assert [name.strip() for name in head if name.strip()] == [
+        *("memory", "system", "TPOT", "TTFT", "tokens/s", "hit rate", "loaded a token", "to lru")
+    ]
+    assert printed.count("expertly-ahead ") == 2 and printed.count("1.00x (1.00 to 1.00x)") >= 2
+
+
+def test_a_system_that_fails_is_a_row_with_its_reason(model: Path, capsys: Captured) -> None:
+    words = ("bench", model, *TINY, "--memory", "50%", "--system", "promoe,resident")
+    rows = {row["system"]: row for row in answer(capsys, *words, code=2)["rows"]}
+    assert "needs" in rows["resident"]["reason"] and rows["promoe"]["reason"] and rows["promoe"]["tpot_s"] is None
+    assert all(rows[name]["tpot_s"] > 0 for name in bench.SYSTEMS)
+    assert main([*map(str, words)]) == 2
+    assert f"resident failed in 50%: {rows['resident']['reason']}" in capsys.readouterr().out
+
+
+def test_a_system_that_breaks_half_way_is_left_out_and_the_others_go_on(
+    model: Path, loads: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    play = bench.answer
+
+    def breaking(model: Any, *words: Any) -> Any:
+        if loads[-1] == "expertly" and len(loads) > 4:  # in the second round
+            raise MemoryError("all is full")
+        return play(model, *words)
+
+    monkeypatch.setattr(bench, "answer", breaking)
+    rows = {row["system"]: row for row in answer(capsys, "bench", model, *TINY, code=2)["rows"]}
+    assert rows["expertly"]["reason"] == "MemoryError: all is full" and rows["expertly"]["ratio"] is None
+    assert rows["lru"]["ratio"] == 1 and rows["expertly-ahead"]["ratio"] > 0
+
+
+def test_a_system_that_changes_tokens_is_an_error(
+    model: Path, loads: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    play = bench.answer
+
+    def lying(model: Any, *words: Any) -> Any:
+        tokens, times = play(model, *words)
+        return ((*tokens[:-1], 99) if loads[-1] == "expertly" else tokens), times
+
+    monkeypatch.setattr(bench, "answer", lying)
+    assert main(["bench", str(model), *map(str, TINY), "--save"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "expertly answers the prompt in line 1 differently from lru: token 3 is 99, not " in err
+
+
+def test_what_names_code_is_run_and_not_saved(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    spec = "lru:eviction=expertly.policies.lfu.LFU"
+    monkeypatch.setattr(bench, "SYSTEMS", (BASE_SYSTEM,))
+    best = bench.fastest
+    monkeypatch.setattr(bench, "fastest", lambda rows, machine: best(rows[-1:], machine))
+    assert main(["bench", str(model), *map(str, TINY), "--system", spec, "--save", "--json"]) == 0
+    printed, said = capsys.readouterr()
+    assert json.loads(printed)["saved"] is None and "is not saved, for it names code" in said
+
+
+def test_what_cannot_be_saved_is_printed_all_the_same(model: Path, capsys: Captured) -> None:
+    path = remembered_path(pack_cached(str(model)))
+    path.write_text("mine")
+    assert main(["bench", str(model), *map(str, TINY), "--save"]) == 2
+    printed, said = capsys.readouterr()
+    assert "fastest in " in printed and "saved" not in printed and f"error: {path}: " in said
+    assert path.read_text() == "mine"
+    path.unlink()

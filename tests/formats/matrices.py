@@ -1,0 +1,98 @@
+"""Matrices of checkpoints in every weight format, and an expert of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+import gguf
+import numpy as np
+import torch
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from expertly.formats.gguf import GGUF_FORMATS
+from expertly.formats.tiles import ExpertFormat
+from tests.formats.gguf_files import gguf_blocks
+
+SIZES = [(1, 1, 3), (2, 3, 3), (4, 5, 2), (1, 90, 3)]  # groups of I, groups of H, M
+MOST_HIDDEN = 2880
+
+Matrix = tuple[tuple[torch.Tensor, ...], torch.Tensor]
+"""The tensors of one matrix of a checkpoint, and its weights [rows, columns] as transformers has them."""
+
+
+def mxfp4_matrix(dice: torch.Generator, rows: int, columns: int) -> Matrix:
+    codes = torch.randint(0, 256, (rows, columns // 32, 16), generator=dice, dtype=torch.uint8)
+    scales = torch.randint(110, 130, (rows, columns // 32), generator=dice, dtype=torch.uint8)
+    scales[0, 0] = 0  # 2^-127 is no normal number
+    return (codes, scales), convert_moe_packed_tensors(codes[None], scales[None], dtype=torch.float32)[0].T
+
+
+def fp8_matrix(dice: torch.Generator, rows: int, columns: int) -> Matrix:
+    codes = torch.randint(0, 256, (rows, columns), generator=dice, dtype=torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0x80  # no number; -0
+    scales = 2.0 ** (torch.rand(rows // 128, columns // 128, generator=dice) * 8 - 12)
+    if scales.numel() > 3:  # zero, beyond normal numbers, negative
+        scales.view(-1)[-3:] = torch.tensor([0.0, 1e-39, -0.011])
+    weights = codes.view(torch.float8_e4m3fn)
+    return (weights, scales), Fp8Dequantize(None)._dequantize_one(weights, scales, torch.float32)
+
+
+def int4_matrix(dice: torch.Generator, rows: int, columns: int, group: int, dtype: torch.dtype) -> Matrix:
+    """Every number with many scales: as compressed-tensors' formula has it, codes from 8 below."""
+    codes = torch.randint(0, 256, (rows, columns // 2), generator=dice, dtype=torch.uint8)
+    scales = torch.randn(rows, columns // group, generator=dice).to(dtype) * 0.02
+    scales[0, 0] = 2**-24  # no normal number in float16
+    numbers = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).to(dtype) - 8
+    weights = numbers * scales.repeat_interleave(group, 1)
+    return (codes.view(torch.int32), scales, torch.tensor([rows, columns])), weights.float()
+
+
+def awq_matrix(dice: torch.Generator, rows: int, columns: int, group: int, dtype: torch.dtype) -> Matrix:
+    """Every number with every zero point. A word has 8 outputs, those at even places first."""
+    sizes = columns, columns // group
+    codes, zeros = (torch.randint(0, 16, (size, rows), generator=dice) for size in sizes)
+    scales = (torch.randn(columns // group, rows, generator=dice) * 0.02).half()
+    scales[0, 0] = 2**-24  # no normal number
+    apart = (one.unflatten(1, (-1, 4, 2)).transpose(2, 3).flatten(2) for one in (codes, zeros))
+    words, points = ((one << torch.arange(0, 32, 4)).sum(dim=-1).to(torch.int32) for one in apart)
+    weights = (codes - zeros.repeat_interleave(group, 0)) * scales.to(dtype).repeat_interleave(group, 0)
+    return (words, scales, points), weights.T.float()
+
+
+def gguf_matrix(dice: torch.Generator, rows: int, columns: int, kind: str) -> Matrix:
+    blocks = gguf_blocks(kind, (rows, columns), np.random.default_rng(dice.initial_seed()), std=0.01)
+    weights = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+    return (torch.from_numpy(blocks),), torch.from_numpy(weights)
+
+
+MATRICES: dict[str, Callable[[torch.Generator, int, int], Matrix]] = {
+    "mxfp4": mxfp4_matrix,
+    "fp8": fp8_matrix,
+    "int4_g32": partial(int4_matrix, group=32, dtype=torch.bfloat16),
+    "int4_g128": partial(int4_matrix, group=128, dtype=torch.bfloat16),
+    "int4_g32_f16": partial(int4_matrix, group=32, dtype=torch.float16),
+    "int4_g128_f16": partial(int4_matrix, group=128, dtype=torch.float16),
+    "int4_g32_zeros": partial(awq_matrix, group=32, dtype=torch.bfloat16),
+    "int4_g128_zeros": partial(awq_matrix, group=128, dtype=torch.bfloat16),
+    "int4_g32_zeros_f16": partial(awq_matrix, group=32, dtype=torch.float16),
+    "int4_g128_zeros_f16": partial(awq_matrix, group=128, dtype=torch.float16),
+    **{one.name: partial(gguf_matrix, kind=one.type) for one in GGUF_FORMATS},
+}
+
+
+@lru_cache(maxsize=4)  # what several tests ask one after the other
+def made(form: ExpertFormat, width: int, hidden: int, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An expert's blocks, and its weights [I, M, H]; sizes are in groups."""
+    group = form.inner.group
+    width, hidden = width * form.down.group, min(hidden, MOST_HIDDEN // group) * group
+    dice = torch.Generator().manual_seed(width)
+    shapes = [(width, hidden)] * (num_matrices - 1) + [(hidden, width)]
+    forms = [form.inner] * (num_matrices - 1) + [form.down]
+    matrices = [MATRICES[one.name](dice, *shape) for one, shape in zip(forms, shapes, strict=True)]
+    *inner, down = (
+        one.parts_of(tensors, *shape) for one, (tensors, _), shape in zip(forms, matrices, shapes, strict=True)
+    )
+    *weights, last = (weight for _, weight in matrices)
+    return torch.from_numpy(np.concatenate(list(form.pack(inner, down)))), torch.stack([*weights, last.T], dim=1)

@@ -1,0 +1,151 @@
+"""A model of the hub: looked at, downloaded, packed, and found again; against a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from huggingface_hub import constants, file_download, snapshot_download
+
+from expertly.cli.main import main
+from expertly.core.errors import CheckpointError
+from expertly.model.hub import HubModel, download
+from expertly.model.needs import needs_of
+from expertly.model.packing import pack
+from tests.families import make_checkpoint
+from tests.model.hub import NAME, FakeHub, served
+from tests.store.builders import safetensors_bytes
+
+Command = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub") / "model"
+    return make_checkpoint("qwen3_moe", folder, max_shard_size="20KB", tokenizer=True)
+
+
+@pytest.fixture
+def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """What the hub's client talks to: its own settings are read when it is imported."""
+    with served(FakeHub(checkpoint)) as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.url + "".join(template[1:]))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None))  # before it tries again
+        monkeypatch.setenv("EXPERTLY_CACHE", str(tmp_path / "cache"))
+        yield found
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Its exit code, and what --json printed."""
+
+    def run(*arguments: str) -> tuple[int, dict[str, Any]]:
+        code = main([*arguments, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def weights_in(names: list[str]) -> list[str]:
+    return [name for name in names if name.endswith(".safetensors")]
+
+
+def test_a_model_is_packed_once_and_its_download_may_go(hub: FakeHub, tmp_path: Path, command: Command) -> None:
+    code, told = command("pack", NAME)
+    assert code == 0, told
+    assert len(weights_in(hub.downloads)) > 5
+    assert told["expert_bytes"] == pack(hub.folder, tmp_path / "whole").experts_nbytes
+    assert (Path(told["store"]) / "tokenizer.json").is_file()
+    shutil.rmtree(tmp_path / "hf")
+    hub.downloads.clear()
+    assert command("pack", NAME)[1]["store"] == told["store"] and not hub.downloads, "it is found by its name"
+
+
+def test_room_is_looked_at_before_anything_is_downloaded(
+    hub: FakeHub, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = HubModel.find(NAME).files
+    download_nbytes = sum(files.values())
+    store_nbytes = sum(files[name] for name in weights_in([*files]))
+    free = 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    for flags, needed, then in (
+        (["--out", str(hub.folder.parent / "out")], download_nbytes + store_nbytes, "more are packed from them"),
+        ([], download_nbytes + store_nbytes, f"about {store_nbytes} more are packed from them"),
+        (["--dtype", "bfloat16"], download_nbytes, f"{download_nbytes} bytes are to be downloaded, and"),
+    ):
+        free = needed - 1
+        code, told = command("pack", NAME, *flags)
+        assert code == 2 and then in told["error"]["message"] and f"{free} are free" in told["error"]["message"]
+        assert not weights_in(hub.downloads)
+    free = download_nbytes + store_nbytes
+    code, told = command("pack", NAME)
+    assert code == 0, told
+
+
+def test_what_the_cache_has_needs_no_room(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = snapshot_download(NAME)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert download(NAME) == Path(folder)
+
+
+def test_doctor_downloads_no_weights(hub: FakeHub, tmp_path: Path) -> None:
+    needs = needs_of(NAME)
+    assert not weights_in(hub.downloads), "ranges of their beginnings alone"
+    whole = pack(hub.folder, tmp_path / "whole")
+    assert (needs.experts_nbytes, needs.dense_nbytes) == (whole.experts_nbytes, whole.dense_nbytes)
+    assert needs.stored is not None and not needs.stored.is_here
+    assert needs.stored.nbytes == needs.experts_nbytes + needs.dense_nbytes
+    with pytest.raises(CheckpointError, match="the hub has no such model"):
+        needs_of("maker/nothing")
+
+
+def with_header(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Another header of the first tensor of the first shard."""
+    path = min(folder.glob("*.safetensors"))
+    raw = path.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:end])
+    change(header[next(one for one in header if one != "__metadata__")])
+    path.write_bytes(safetensors_bytes(header, raw[end:]))
+
+
+def with_json(folder: Path, name: str, change: Callable[[dict[str, Any]], object]) -> None:
+    value = json.loads((folder / name).read_text())
+    change(value)
+    (folder / name).write_text(json.dumps(value))
+
+
+def lead_elsewhere(index: dict[str, Any]) -> None:
+    index["weight_map"] = {name: f"sub/{file}" for name, file in index["weight_map"].items()}
+
+
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "dtype": (lambda at: with_header(at, lambda one: one.update(dtype="F99")), "dtype='F99': unknown"),
+    "no config": (lambda at: (at / "config.json").write_text("[" * 100_000), r"config\.json: not JSON"),
+    "claims": (
+        lambda at: with_json(at, "config.json", lambda one: one.update(num_hidden_layers=10**9)),
+        "num_hidden_layers=1000000000: there are tensors for",
+    ),
+    "names": (lambda at: with_json(at, "model.safetensors.index.json", lead_elsewhere), "names 'sub/.*not there"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", SPOILED)
+def test_what_a_hub_says_is_read_as_hostile_input(hub: FakeHub, tmp_path: Path, what: str) -> None:
+    spoil, told = SPOILED[what]
+    hub.folder = Path(shutil.copytree(hub.folder, tmp_path / "spoiled"))
+    spoil(hub.folder)
+    with pytest.raises(CheckpointError, match=told):
+        needs_of(NAME)
