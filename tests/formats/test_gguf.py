@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from dataclasses import replace
@@ -52,7 +53,7 @@ def test_a_layer_may_have_two_types(
         pytest.skip("transformers has it since 5.24")
     path = make_gguf(tmp_path / "model.gguf", inner, down, architecture=architecture, others=others, **sizes)
     store = pack(path, tmp_path / "store")
-    store.verify(full=True)
+    store.verify()
     assert store.manifest.stored_as == stored_as and store.manifest.dtype == "float32"
     assert store.manifest.layers[2].format == f"{inner.lower()}+{down.lower()}"
     reference, prompts = load_gguf(path), make_prompts(2, length=14)
@@ -169,11 +170,7 @@ ENDS: dict[str, tuple[dict[int, str], dict[str, int], Any]] = {
     "eot is eos": ({}, {"eot": EOS}, EOS),
     "chatml": ({5: "<|im_end|>", 6: "<|im_start|>", 9: "<|endoftext|>"}, {}, [EOS, 5, 9]),
     "llama 3": ({5: "<|eot_id|>", 6: "<|eom_id|>", 7: "<|end_of_text|>"}, {}, [EOS, 5, 6, 7]),
-    "gpt-oss": (
-        {5: "<|return|>", 6: "<|call|>", 7: "<|end|>", 9: "<|endoftext|>"},
-        {},
-        [EOS, 5, 6, 9],
-    ),
+    "gpt-oss": ({5: "<|return|>", 6: "<|call|>", 7: "<|end|>", 9: "<|endoftext|>"}, {}, [EOS, 5, 6, 9]),
     "phi": ({7: "<|end|>"}, {}, [EOS, 7]),
     "gemma": ({5: "<end_of_turn>", 6: "<start_of_turn>"}, {}, [EOS, 5]),
     "another family's": ({5: "[EOT]", 6: "[EOS]", 7: "</s>"}, {}, [EOS, 5, 6, 7]),
@@ -225,9 +222,10 @@ def test_a_store_of_another_reading_is_packed_again(tmp_path: Path, monkeypatch:
     named, cached = pack(path, tmp_path / "store"), pack_cached(path)
     assert pack(path, tmp_path / "store").folder == named.folder and pack_cached(path).folder == cached.folder
     read, checkpoint = model_gguf.open_checkpoint, open_checkpoint(path)
-    older = replace(checkpoint, config={**checkpoint.config, "rope_parameters": {"rope_type": "default"}})
+    rope = {"rope_type": "default"}
+    older = replace(checkpoint, config={**checkpoint.config, "rope_parameters": rope}, reading=json.dumps(rope))
     monkeypatch.setattr(packing, "open_checkpoint", lambda path: older)
-    with pytest.raises(StoreError, match=r"packed with another reading of rope_parameters of .*model\.gguf; remove it"):
+    with pytest.raises(StoreError, match=r"another checkpoint .*model\.gguf.*changed since"):
         pack(path, tmp_path / "store")
     assert pack_cached(path).config["rope_parameters"]["rope_type"] == "default"
     monkeypatch.setattr(packing, "open_checkpoint", read)
@@ -264,10 +262,7 @@ def test_gpt_oss_has_its_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value", "accepted"),
-    [
-        ("rope.scaling.type", "linear", "'yarn'"),
-        ("rope.scaling.factor", None, "a number above 0"),
-    ],
+    [("rope.scaling.type", "linear", "'yarn'"), ("rope.scaling.factor", None, "a number above 0")],
 )
 def test_metadata_of_gpt_oss_is_checked(key: str, value: Any, accepted: str, tmp_path: Path) -> None:
     path = make_gpt_oss_gguf(tmp_path / "model.gguf", make_mxfp4_checkpoint(tmp_path / "source"), **{key: value})

@@ -134,7 +134,7 @@ def test_what_lies_beside_a_store_that_is_made_stays_in_it(tmp_path: Path) -> No
         (partial / file).write_text("mine")
     (partial / "experts-00001.safetensors").write_text("half")  # of ours, and not in the journal
     store = write_store(tmp_path / "m")
-    store.verify(full=True)
+    store.verify()
     assert {(store.folder / file).read_text() for file in ("notes.txt", "my.json", "a\nb", "ü")} == {"mine"}
 
 
@@ -268,7 +268,7 @@ def test_a_lock_that_is_held_for_ever_is_told_with_its_holder(
             holder.kill()
     assert f"waiting for process {holder.pid}" in caplog.text
     if what == "packing":
-        write_store(tmp_path / "m").verify(full=True)
+        write_store(tmp_path / "m").verify()
 
 
 # -- whole commands ----------------------------------------------------------------------------------------------------
@@ -322,11 +322,7 @@ COMMANDS: dict[str, tuple[Make, list[str], str]] = {
         [],
         "",
     ),
-    "the stores are on another disk": (
-        lambda folder, entry, mine: linked(folder / ".cache" / "stores", mine),
-        [],
-        "",
-    ),
+    "the stores are on another disk": (lambda folder, entry, mine: linked(folder / ".cache" / "stores", mine), [], ""),
 }
 """Of each case what lies where `run` writes, options, and what is said of it; "": the run is answered."""
 

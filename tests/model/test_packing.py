@@ -39,7 +39,7 @@ def test_holds_what_transformers_loads(tmp_path: Path, family: str, max_shard_si
     assert len(store.manifest.layers) == FAMILIES[family].num_moe_layers
     assert {layer.num_experts for layer in store.manifest.layers} == {NUM_EXPERTS}
     assert (store.manifest.model_type, store.manifest.dtype) == (family, "float32")
-    store.verify(full=True)
+    store.verify()
     assert_holds_what_transformers_loads(store, source)
 
 

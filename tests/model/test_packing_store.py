@@ -47,7 +47,7 @@ def test_a_cached_store_of_another_version_is_packed_again_and_what_was_learned_
     (store.folder / "somebody's").write_text("mine")
     with pytest.raises(StoreError, match=r"format_version=\d: .*`expertly pack`"):
         pack_cached(store.folder)
-    pack_cached(source, cache_dir=tmp_path).verify(full=True)
+    pack_cached(source, cache_dir=tmp_path).verify()
     assert learned.exists() and not (store.folder / "somebody's").exists()
     assert store.folder.with_name(f"{store.folder.name}.removed").joinpath("somebody's").read_text() == "mine"
 
@@ -137,8 +137,7 @@ def test_folders_of_the_same_weights_keep_their_small_files_apart(
 
 
 @pytest.mark.parametrize(
-    "model",
-    ["./absent", "/absent/model", "a/b/c", "", "~/absent", "no spaces allowed", "-x-", "someone/something"],
+    "model", ["./absent", "/absent/model", "a/b/c", "", "~/absent", "no spaces allowed", "-x-", "someone/something"]
 )
 def test_what_is_no_model_is_named(model: str) -> None:
     why = " here, and the hub cannot be" if model == "someone/something" else ""

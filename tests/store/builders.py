@@ -39,10 +39,8 @@ def dense_chunks(spec: TensorSpec) -> Iterator[Bytes]:
 
 def fill(writer: StoreWriter, plan: Manifest = PLAN) -> PackedStore:
     for layer in range(len(plan.layers)):
-        if not writer.is_layer_done(layer):
-            writer.write_layer(layer, experts_of(layer, plan))
-    if not writer.is_done("dense.safetensors"):
-        writer.write_dense(chunk for spec in DENSE for chunk in dense_chunks(spec))
+        writer.write_layer(layer, experts_of(layer, plan))
+    writer.write_dense(chunk for spec in DENSE for chunk in dense_chunks(spec))
     writer.write_file("config.json", b'{"model_type": "toy"}')
     return writer.finish()
 

@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 from expertly.core.errors import ConfigError, StoreError
-from expertly.store.cache import (
-    LEARNED,
-    entry_folder,
-    learned_beside,
-    list_entries,
-    remove_entry,
-    stores_folder,
-)
+from expertly.store.cache import LEARNED, entry_folder, learned_beside, list_entries, remove_entry, stores_folder
 from expertly.store.writer import StoreWriter
 from tests.store.builders import DENSE, PLAN, write_store
 
@@ -57,7 +50,7 @@ def test_lists_what_is_damaged_or_unfinished_as_such(tmp_path: Path) -> None:
     StoreWriter(stores_folder(tmp_path) / "toy-2-bfloat16", PLAN, DENSE, None).close()
     problems = {entry.name: entry.problem for entry in list_entries(tmp_path)}
     assert "not JSON" in (problems[names[0]] or "")
-    assert problems["toy-2-bfloat16.partial"] == "unfinished: packing the model again completes it"
+    assert problems["toy-2-bfloat16.partial"] == "unfinished: packing the model again starts over"
     for name in list(problems):
         remove_entry(name, tmp_path)
     assert list_entries(tmp_path) == []

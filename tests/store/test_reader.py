@@ -7,8 +7,9 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,30 +91,34 @@ def test_is_direct_when_everything_is_aligned(direct: ExpertFile) -> None:
     assert not direct.read_into(PAGE, memory[64 : 64 + PAGE])  # address
 
 
+Preadv = Callable[[int, list[memoryview], int], int]
+preadv: Preadv = os.preadv  # type: ignore[assignment]
+
+
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> Callable[[Preadv], None]:
+    """Reads by another function from then on."""
+    return lambda other: monkeypatch.setattr(os, "preadv", other)
+
+
+def failing(code: int) -> Preadv:
+    def fail(fd: int, buffers: list[memoryview], offset: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
 def test_sectors_are_read_past_the_page_cache_where_the_disk_takes_them(
-    direct: ExpertFile, path: Path, monkeypatch: pytest.MonkeyPatch
+    direct: ExpertFile, path: Path, replaced: Callable[[Preadv], None]
 ) -> None:
-    memory, content = aligned(3 * PAGE), path.read_bytes()
-    sector, has_sectors = 512, True
-    try:
-        os.preadv(direct.direct_fd, [memory[sector : 2 * sector]], 3 * sector)
-    except OSError:
-        has_sectors = False
-    assert direct.alignment == (sector if has_sectors else PAGE)
+    memory, content, sector = aligned(3 * PAGE), path.read_bytes(), 512
+    has_sectors = direct.alignment == sector
+    assert has_sectors or direct.alignment == PAGE
     assert direct.read_into(5 * sector, memory[sector : sector + PAGE]) == has_sectors
     assert bytes(memory[sector : sector + PAGE]) == content[5 * sector : 5 * sector + PAGE]
-
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        assert offset % PAGE == 0, "a disk of larger blocks"
-        return original(fd, buffers, offset)
-
-    def refuses(fd: int, buffers: list[memoryview], offset: int) -> int:
-        raise OSError(errno.EINVAL, "a disk of larger blocks")
-
-    original = os.preadv
-    monkeypatch.setattr(os, "preadv", refuses)
-    with contextlib.closing(ExpertFile(path)) as file:
-        monkeypatch.setattr(os, "preadv", preadv)
+    replaced(failing(errno.EINVAL))
+    with contextlib.closing(ExpertFile(path)) as file:  # a disk of larger blocks
+        replaced(preadv)
         assert file.alignment == PAGE and file.read_into(PAGE, memory)
 
 
@@ -135,21 +140,16 @@ def test_buffered_reads_leave_no_page_behind(file: ExpertFile, path: Path) -> No
     assert disk_reads() - before <= len(memory) + 2 * PAGE  # no readahead (0 on a file system in memory)
 
 
-def test_a_file_system_without_direct_reads_is_read_all_the_same() -> None:
-    content = bytes(range(256)) * 32
-    path = Path("/dev/shm") / f"expertly-test-{os.getpid()}"
-    try:
-        path.write_bytes(content)
-    except OSError:
-        pytest.skip("no /dev/shm")
-    try:
-        file = ExpertFile(path)
-        memory = aligned(PAGE)
-        file.read_into(PAGE, memory)
-        assert bytes(memory) == content[PAGE:]
-        file.close()
-    finally:
-        path.unlink()
+def test_a_file_system_without_direct_reads_is_read_all_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, memory = os.open, aligned(PAGE)
+
+    def refuse(file: Any, flags: int, *rest: Any, **named: Any) -> int:
+        return failing(errno.EINVAL)(0, [], 0) if flags & os.O_DIRECT else whole(file, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with contextlib.closing(ExpertFile(path)) as file:
+        assert not file.read_into(PAGE, memory)
+    assert bytes(memory) == path.read_bytes()[PAGE : 2 * PAGE]
 
 
 def test_a_short_file_is_named_with_its_offset(file: ExpertFile, path: Path) -> None:
@@ -164,11 +164,8 @@ def test_a_short_file_is_named_with_its_offset(file: ExpertFile, path: Path) -> 
         file.read_into(3 * PAGE, aligned(2 * PAGE))
 
 
-def test_a_read_error_is_named(file: ExpertFile, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", fail)
+def test_a_read_error_is_named(file: ExpertFile, path: Path, replaced: Callable[[Preadv], None]) -> None:
+    replaced(failing(errno.EIO))
     with pytest.raises(
         TransferError, match=rf"{path}: reading 4096 bytes at offset 8192 failed \(Input/output error\)"
     ):
@@ -177,39 +174,29 @@ def test_a_read_error_is_named(file: ExpertFile, path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.ENOMEM])
 def test_a_busy_system_is_asked_again_a_few_times(
-    code: int, file: ExpertFile, path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, file: ExpertFile, path: Path, replaced: Callable[[Preadv], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "_PAUSES_S", (0.0,) * 4)
-    whole, failures = os.preadv, [4]
-
-    def busy(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if failures[0]:
-            failures[0] -= 1
-            raise OSError(code, os.strerror(code))
-        return whole(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", busy)
+    reads = [failing(code)] * 4 + [preadv] + [failing(code)] * 5
+    replaced(lambda fd, buffers, offset: reads.pop(0)(fd, buffers, offset))
     buffer = aligned(2 * PAGE)
     file.read_into(PAGE, buffer)
     assert bytes(buffer) == path.read_bytes()[PAGE : 3 * PAGE]
-    failures[0] = 5
     with pytest.raises(TransferError, match=f"offset {PAGE} failed .{os.strerror(code)}"):
         file.read_into(PAGE, buffer)
 
 
 @pytest.mark.parametrize("refused_from", [0, PAGE])
 def test_what_the_device_refuses_comes_through_the_page_cache(
-    refused_from: int, direct: ExpertFile, path: Path, monkeypatch: pytest.MonkeyPatch
+    refused_from: int, direct: ExpertFile, path: Path, replaced: Callable[[Preadv], None]
 ) -> None:
     """All of a read, or what a short one left of it; no page stays cached."""
-    whole = os.preadv
 
     def odd(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if fd == direct.direct_fd and offset >= refused_from:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return whole(fd, [buffers[0][:PAGE]], offset)
+        is_refused = fd == direct.direct_fd and offset >= refused_from
+        return (failing(errno.EINVAL) if is_refused else preadv)(fd, [buffers[0][:PAGE]], offset)
 
-    monkeypatch.setattr(os, "preadv", odd)
+    replaced(odd)
     buffer = aligned(4 * PAGE)
     assert not direct.read_into(0, buffer)
     assert cached_pages(path) == 0
@@ -218,14 +205,9 @@ def test_what_the_device_refuses_comes_through_the_page_cache(
 
 @pytest.mark.parametrize("shortfall", [PAGE, 100])
 def test_short_reads_are_continued(
-    file: ExpertFile, path: Path, monkeypatch: pytest.MonkeyPatch, shortfall: int
+    file: ExpertFile, path: Path, replaced: Callable[[Preadv], None], shortfall: int
 ) -> None:
-    whole = os.preadv
-
-    def short(fd: int, buffers: list[memoryview], offset: int) -> int:
-        return max(1, whole(fd, buffers[:1], offset) - shortfall)
-
-    monkeypatch.setattr(os, "preadv", short)
+    replaced(lambda fd, buffers, offset: max(1, preadv(fd, buffers[:1], offset) - shortfall))
     buffer = aligned(12 * PAGE)
     file.read_into(PAGE, buffer)
     assert bytes(buffer) == path.read_bytes()[PAGE : 13 * PAGE]

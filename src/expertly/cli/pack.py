@@ -126,7 +126,7 @@ def _remove(name: str, is_json: bool) -> int:
 def _verify(folder: Path, is_json: bool) -> int:
     store = PackedStore.open(folder if folder.exists() else cache.stores_folder() / folder)
     with progress_bar() as bar:
-        store.verify(full=True, progress=partial(bar, "verifying"))
+        store.verify(progress=partial(bar, "verifying"))
     if is_json:
         print_json({**_facts(store), "verified": True})
     else:

@@ -43,7 +43,7 @@ def _reason(folder: Path, error: OSError, other_folder: str) -> str:
             free = f", {shutil.disk_usage(existing_parent(folder)).free} bytes are free"
         except OSError:
             free = ""
-        return f"the disk is full{free}; make room (or choose another folder) and run again: what is done is kept"
+        return f"the disk is full{free}; make room (or choose another folder) and run again"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
         return f"not writable ({error.strerror}); choose another folder{other_folder}"
     return error.strerror or str(error)

@@ -101,24 +101,8 @@ class _Q8_0(_ScaledCodes):
         return codes.float() * _numbers(tiles, 512).unsqueeze(-1)
 
 
-class _Q4_0(_ScaledCodes):
-    codes, shares = (-8, 7), (1.0, 0.9)
-    name, type, kernel = "q4_0", "Q4_0", 2
-    group, tile_nbytes, halves = 32, TILE_OUTPUTS * 18, (0,)
-
-    def _bytes_of(self, codes: npt.NDArray[np.int8]) -> Bytes:
-        nibbles: Bytes = (codes + 8).astype(np.uint8)
-        return _pairs(np.stack((nibbles[..., :16], nibbles[..., 16:]), axis=-1).reshape(nibbles.shape))
-
-    def _split(self, blocks: Bytes) -> Sequence[Bytes]:
-        return _words(_nibbles(blocks[..., 2:], 16)), blocks[..., :2]
-
-    def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
-        return (_codes(tiles[..., :256]).float() - 8) * _numbers(tiles, 256).unsqueeze(-1)
-
-
 class _Q32(_GgufBlocks):
-    """Codes of 4 or 5 bits of 32 inputs: (code - 16) * scale, or code * scale + minimum."""
+    """Codes of 4 or 5 bits of 32 inputs: (code - 8 or 16) * scale, or code * scale + minimum."""
 
     group = 32
 
@@ -130,11 +114,11 @@ class _Q32(_GgufBlocks):
         self.tile_nbytes = self._scales_at + 32 * len(self.halves)
 
     def _split(self, blocks: Bytes) -> Sequence[Bytes]:
-        found = [_words(_nibbles(blocks[..., -16:], 16))]
+        parts = [_words(_nibbles(blocks[..., -16:], 16))]
         if self._has_fifth_bits:
             high = np.unpackbits(blocks[..., -20:-16], axis=-1, bitorder="little")  # [..., 16, 32]
-            found.append(_dwords(np.packbits(_by_byte(high, 32), axis=-1, bitorder="little")))
-        return *found, *(blocks[..., place : place + 2] for place in self.halves)
+            parts.append(_dwords(np.packbits(_by_byte(high, 32), axis=-1, bitorder="little")))
+        return *parts, *(blocks[..., place : place + 2] for place in self.halves)
 
     def decode_tiles(self, tiles: torch.Tensor) -> torch.Tensor:
         codes = _codes(tiles[..., :256])
@@ -142,8 +126,19 @@ class _Q32(_GgufBlocks):
             codes |= _from_bytes(_of_dwords(tiles[..., 256:320], 8, 1), 32) << 4
         scales = _numbers(tiles, self._scales_at).unsqueeze(-1)
         if not self._has_minimum:
-            return (codes.float() - 16) * scales
+            return (codes.float() - (16 if self._has_fifth_bits else 8)) * scales
         return codes.float() * scales + _numbers(tiles, self._scales_at + 32).unsqueeze(-1)
+
+
+class _Q4_0(_Q32, _ScaledCodes):
+    codes, shares = (-8, 7), (1.0, 0.9)
+
+    def __init__(self) -> None:
+        super().__init__("Q4_0", 2, has_fifth_bits=False, has_minimum=False)
+
+    def _bytes_of(self, codes: npt.NDArray[np.int8]) -> Bytes:
+        nibbles: Bytes = (codes + 8).astype(np.uint8)
+        return _pairs(np.stack((nibbles[..., :16], nibbles[..., 16:]), axis=-1).reshape(nibbles.shape))
 
 
 class _ScaledGroups(_GgufBlocks):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel, conversion_mapping, core_model_loading
+from transformers.modeling_utils import str_to_torch_dtype
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from expertly.core.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -59,11 +60,10 @@ class Group:
         """Whether row e of the parameter depends on the e-th tensors, or row e of a tensor, alone."""
         known = ("Concatenate", "ConcatenateRows", "Transpose", "Interleave", "Mxfp4Dequantize", "Dequantize")
         return all(
-            operation.dim == 0
-            if type(operation).__name__ == "MergeModulelist"
-            else type(operation).__name__ in known
-            and all(getattr(operation, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
-            for operation in self.operations
+            one.dim == 0
+            if type(one).__name__ == "MergeModulelist"
+            else type(one).__name__ in known and all(getattr(one, dim, 1) >= 1 for dim in ("dim", "dim0", "dim1"))
+            for one in self.operations
         )
 
     @property
@@ -89,12 +89,13 @@ class Group:
     def operations(self) -> Sequence[Any]:
         return () if self.converter is None else self.converter.operations
 
-    def expert_indices(self, pattern: str) -> list[int]:
-        """The number in each name at the star of `pattern`; empty where renaming hides it."""
+    def expert_numbers(self, pattern: str) -> set[int]:
+        """The number in each name at the star of `pattern`; empty where renaming hides one."""
         shape = re.compile(pattern.removesuffix("$").replace("*", r"(\d+)"))
-        found = [shape.search(name) for name in self.sources[pattern]]
-        matches = [match for match in found if match and match.lastindex]
-        return [int(match[match.lastindex or 0]) for match in matches] if len(matches) == len(found) else []
+        matches = [shape.search(name) for name in self.sources[pattern]]
+        return (
+            {int(match[match.lastindex]) for match in matches if match and match.lastindex} if all(matches) else set()
+        )
 
 
 def _is_dequantizing(operation: Any) -> bool:
@@ -151,15 +152,11 @@ class Conversion:
 
     def target(self, name: str) -> tuple[str, str | None]:
         """The (first) parameter that a checkpoint tensor makes, and the converter's pattern that it matches."""
-        prefix = self._model.base_model_prefix
-        found: tuple[str, str | None] = core_model_loading.rename_source_key(
-            name, self._renamings, self._converters, prefix, self.parameters
-        )
-        if found[0] not in self.parameters and name in self.parameters:
-            found = core_model_loading.rename_source_key(
-                name, [], [], base_model_prefix=prefix, meta_state_dict=self.parameters
-            )
-        return found
+        rename, prefix = core_model_loading.rename_source_key, self._model.base_model_prefix
+        renamed: tuple[str, str | None] = rename(name, self._renamings, self._converters, prefix, self.parameters)
+        if renamed[0] not in self.parameters and name in self.parameters:
+            return rename(name, [], [], prefix, self.parameters)  # type: ignore[no-any-return]
+        return renamed
 
     def groups(self, names: Iterable[str]) -> tuple[dict[str, Group], list[str]]:
         """Groups by their (first) parameter, and the names that transformers would ignore."""
@@ -171,16 +168,15 @@ class Conversion:
                 unexpected.append(name)
                 continue
             if target not in groups:
-                converter = None if pattern is None else copy.deepcopy(self._of_pattern[pattern])
-                groups[target] = Group(target, converter)
+                groups[target] = Group(target, copy.deepcopy(self._of_pattern.get(pattern or "")))
             groups[target].sources.setdefault(pattern or name, []).append(name)
         return groups, unexpected
 
     def targets(self, group: Group) -> list[str]:
         if group.converter is None:
             return [group.target]
-        first, *others = group.converter.target_patterns
-        return [group.target, *(group.target.replace(first, other) for other in others)]
+        first, *rest = group.converter.target_patterns
+        return [group.target, *(group.target.replace(first, pattern) for pattern in rest)]
 
     def shape(self, target: str) -> tuple[int, ...]:
         return tuple(self.parameters[target].shape)
@@ -209,7 +205,7 @@ class Conversion:
         if len(unknown) == len(names):
             return f"none of its {len(names)} tensors is one of a {model_type} ({', '.join(names[:2])}, ...)"
         for stack, number in re.findall(r"(\w+)\.(\d+)\.", target)[:1]:
-            present = {int(found) for name in names for found in re.findall(rf"\b{stack}\.(\d+)\.", name)}
+            present = {int(each) for name in names for each in re.findall(rf"\b{stack}\.(\d+)\.", name)}
             if present and int(number) not in present:
                 return (
                     f"its tensors are of {len(present)} {stack}, from {min(present)} to {max(present)}, and "
@@ -233,8 +229,8 @@ class Conversion:
             (only,) = tensors.values()
             return only[0]
         converter = group.converter
-        for pattern, found in tensors.items():
-            for tensor in found:
+        for pattern, several in tensors.items():
+            for tensor in several:
                 converter.add_tensor(group.target, group.target, pattern, tensor)
         model = _OneRow(self._model) if is_one_row else self._model
         try:
@@ -291,29 +287,25 @@ class ExpertsReader:
         not decoded ("": all are). `rounding`: the format to which all are rounded. Raises CheckpointError, or
         ConfigError where their sizes do not fit the rounding format.
         """
-        self._site = site
-        self._checkpoint = checkpoint
-        self._conversion = conversion
+        self._site, self._checkpoint, self._conversion = site, checkpoint, conversion
         self._groups: dict[str, Group] = {}
-        of_experts = (site.expert_weight_names(expert) for expert in range(site.geometry.num_experts))
-        for target in dict.fromkeys(name for names in of_experts for name in names):
+        num_experts = site.geometry.num_experts
+        for target in dict.fromkeys(name for expert in range(num_experts) for name in site.expert_weight_names(expert)):
             made_by = (one for one in groups.values() if target in conversion.targets(one))
             group = groups.get(target) or next(made_by, None)
             if group is None:
-                why = conversion.why_missing(checkpoint, target, site.geometry.num_experts)
-                raise CheckpointError(f"{checkpoint.folder}: no tensor for {target}: {why}")
+                reason = conversion.why_missing(checkpoint, target, num_experts)
+                raise CheckpointError(f"{checkpoint.folder}: no tensor for {target}: {reason}")
             self._groups[target] = group
         self._format = self._format_of(kept) if kept else None
         self._rounding = rounding
-        self.geometry = site.geometry
         stored_in = self._format if rounding is None else expert_format(rounding.name)
-        if stored_in is not None:
-            try:
-                self.geometry = stored_in.geometry(site.geometry)
-            except ConfigError as error:
-                if rounding is not None:
-                    raise ConfigError(f"quantize: {site.name}: {error}") from None
-                raise CheckpointError(f"{site.name}: {error}; or name a dtype, which undoes it") from None
+        try:
+            self.geometry = site.geometry if stored_in is None else stored_in.geometry(site.geometry)
+        except ConfigError as error:
+            if rounding is not None:
+                raise ConfigError(f"quantize: {site.name}: {error}") from None
+            raise CheckpointError(f"{site.name}: {error}; or name a dtype, which undoes it") from None
         for target, group in self._groups.items():
             self._check(target, group)
         self._check_layout()
@@ -327,26 +319,22 @@ class ExpertsReader:
         """The bytes of all experts, or of those of `only`, in order, some neurons at a time: in their own format, in
         `dtype`, or rounded from `dtype`.
         """
-        geometry = self.geometry
-        experts = range(geometry.num_experts) if only is None else only
-        if self._format is not None:
-            for expert in experts:
-                yield from self._kept(self._format, expert)
-            return
-        step = max(1, _CHUNK_NBYTES // geometry.neuron_nbytes)
         try:
-            for expert in experts:
-                if self._rounding is not None:
+            for expert in range(self.geometry.num_experts) if only is None else only:
+                if self._format is not None:
+                    yield from self._kept(self._format, expert)
+                elif self._rounding is not None:
                     yield from self._rounded(self._rounding, expert, dtype)
-                    continue
-                matrices = list(self._matrices(expert))
-                what = f"expert {expert} of {self._site.name}"
-                for start in range(0, geometry.intermediate_size, step):
-                    rows = [cast(matrix[start : start + step], dtype, what) for matrix in matrices]
-                    yield to_bytes(torch.stack(rows, dim=1))
-                del matrices, rows  # before the next expert's are made
+                else:
+                    yield from self._cast(expert, dtype)
         finally:
             self._whole.clear()
+
+    def _cast(self, expert: int, dtype: torch.dtype) -> Iterator[Bytes]:
+        matrices, label = list(self._matrices(expert)), f"expert {expert} of {self._site.name}"
+        step = max(1, _CHUNK_NBYTES // self.geometry.neuron_nbytes)
+        for start in range(0, self.geometry.intermediate_size, step):
+            yield to_bytes(torch.stack([cast(one[start : start + step], dtype, label) for one in matrices], dim=1))
 
     def _matrices(self, expert: int) -> Iterator[torch.Tensor]:
         """Gate (if any), up, and down transposed: [I, H] each."""
@@ -368,57 +356,58 @@ class ExpertsReader:
         site = self._site
         first, second = site.expert_weight_names(expert)
         fused = self._parts(form.inner, first, expert)
+        num_rows = len(fused[0])
+        rows = [slice(0, num_rows // 2), slice(num_rows // 2, num_rows)]
         if not site.has_gate:
-            inner = [fused]
-        elif site.is_concatenated or len(form.inner.matrices(self._groups[first].patterns, first)) == 2:
-            inner = [tuple(part[: len(part) // 2] for part in fused), tuple(part[len(part) // 2 :] for part in fused)]
-        else:
-            inner = [tuple(part[0::2] for part in fused), tuple(part[1::2] for part in fused)]
+            rows = [slice(num_rows)]
+        elif not site.is_concatenated and len(form.inner.matrices(self._groups[first].patterns, first)) == 1:
+            rows = [slice(0, num_rows, 2), slice(1, num_rows, 2)]
+        inner = [tuple(part[some] for part in fused) for some in rows]
         return form.pack(inner, self._parts(form.down, second, expert))
 
     def _format_of(self, kept: str) -> ExpertFormat | None:
         """The checkpoint's format, if all that transformers would do with its experts is to dequantise them; else None.
         Raises CheckpointError.
         """
-        folder, groups = self._checkpoint.folder, self._groups
-        types = {target: {self._checkpoint.tensors[name].dtype for name in one.names} for target, one in groups.items()}
-        is_float = [one <= IS_FLOAT for one in types.values()]
+        groups, refs = self._groups, self._checkpoint.tensors
+        types = {target: {refs[name].dtype for name in group.names} for target, group in groups.items()}
+        is_float = [each <= IS_FLOAT for each in types.values()]
         if not self._checkpoint.gguf:
             is_kept = all(one.is_dequantized and one.is_stacked for one in groups.values()) and not any(is_float)
             form = self._conversion.tiled_format(kept)
             return ExpertFormat(form, form) if is_kept else None
         if all(is_float):
             return None
-        for target, found in types.items():
-            if len(found) > 1 or not found <= set(OF_GGUF_TYPE):
+        for target, each in types.items():
+            if len(each) > 1 or not each <= set(OF_GGUF_TYPE):
                 raise CheckpointError(
-                    f"{folder}: {', '.join(groups[target].names)}: in {', '.join(sorted(found))}; accepted: one of "
-                    f"{', '.join(OF_GGUF_TYPE)}; or name a dtype, which undoes it"
+                    f"{self._checkpoint.folder}: {', '.join(groups[target].names)}: in {', '.join(sorted(each))}; "
+                    f"accepted: one of {', '.join(OF_GGUF_TYPE)}; or name a dtype, which undoes it"
                 )
-        inner, down = (types[name].pop() for name in self._site.expert_weight_names(0))
-        return ExpertFormat(OF_GGUF_TYPE[inner], OF_GGUF_TYPE[down])
+        inner, down = (OF_GGUF_TYPE[types[name].pop()] for name in self._site.expert_weight_names(0))
+        return ExpertFormat(inner, down)
 
     def _rounded(self, form: RoundingFormat, expert: int, dtype: torch.dtype) -> Iterator[Bytes]:
         """The blocks of an expert with each weight rounded to a number of the format."""
         *inner, down = self._matrices(expert)
-        what = f"expert {expert} of {self._site.name}"
+        label = f"expert {expert} of {self._site.name}"
 
         def parts(matrix: torch.Tensor) -> tuple[Bytes, ...]:
             step = max(1, _ROUNDED_AT_ONCE // matrix.shape[1])
-            found = []
-            for start in range(0, matrix.shape[0], step):
-                rows = cast(matrix[start : start + step], dtype, what).float()
+            encoded = []
+            for some in matrix.split(step):
+                rows = cast(some, dtype, label).float()
                 if not math.isfinite(rows.sum()) and not bool(rows.isfinite().all()):
-                    raise CheckpointError(f"{what} holds NaN or infinity, for which {form.name} has no number")
-                found.append(form.encode(rows))
-            return tuple(np.concatenate(pieces) for pieces in zip(*found, strict=True))
+                    raise CheckpointError(f"{label} holds NaN or infinity, for which {form.name} has no number")
+                encoded.append(form.encode(rows))
+            return tuple(np.concatenate(pieces) for pieces in zip(*encoded, strict=True))
 
         return expert_format(form.name).pack([parts(matrix) for matrix in inner], parts(down.T))
 
     def _parts(self, form: TiledFormat, target: str, expert: int) -> tuple[Bytes, ...]:
         group = self._groups[target]
-        found = read_group(self._checkpoint, group, expert, as_bytes=True)
-        return parts_of(form, group, found, *self._rows_and_columns(target), expert=expert)
+        tensors = read_group(self._checkpoint, group, expert, as_bytes=True)
+        return parts_of(form, group, tensors, *self._rows_and_columns(target), expert=expert)
 
     def _rows_and_columns(self, target: str) -> tuple[int, int]:
         rows, columns = self._conversion.shape(target)[-2:]
@@ -446,19 +435,18 @@ class ExpertsReader:
     def _check(self, target: str, group: Group) -> None:
         folder, num_experts = self._checkpoint.folder, self._site.geometry.num_experts
         for pattern, names in group.sources.items():
-            if group.is_per_expert:
-                indices = group.expert_indices(pattern)
-                absent = sorted({*range(num_experts)} - {*indices}) if indices else []
-                problem = f": expert {absent[0]} is not in the checkpoint" if absent else ""
-                if len(names) != num_experts:
-                    problem = (
-                        f": the checkpoint has {len(names)} experts, but config.json says {num_experts} (tensor "
-                        f"{names[0]!r} and its like){problem}"
-                    )
-                if problem:
-                    raise CheckpointError(f"{folder}: {self._site.name}{problem}")
-            elif len(names) != 1:
+            if not group.is_per_expert and len(names) != 1:
                 raise CheckpointError(f"{folder}: tensors {', '.join(names[:3])} all claim to be {target}")
+            numbers = group.expert_numbers(pattern) if group.is_per_expert else set()
+            absent = sorted({*range(num_experts)} - numbers) if numbers else []
+            problem = f": expert {absent[0]} is not in the checkpoint" if absent else ""
+            if group.is_per_expert and len(names) != num_experts:
+                problem = (
+                    f": the checkpoint has {len(names)} experts, but config.json says {num_experts} (tensor "
+                    f"{names[0]!r} and its like){problem}"
+                )
+            if problem:
+                raise CheckpointError(f"{folder}: {self._site.name}{problem}")
             self._check_alike(names, group)
         form: TiledFormat | None = None
         if self._format is not None:
@@ -495,12 +483,12 @@ class ExpertsReader:
     def _check_alike(self, names: list[str], group: Group) -> None:
         refs = [self._checkpoint.tensors[name] for name in names]
         first, named = refs[0], f"{refs[0].path}: tensor {names[0]!r}"
-        most = Counter((ref.dtype, ref.shape) for ref in refs).most_common(1)[0][0]
+        ((dtype, shape), _), *_ = Counter((ref.dtype, ref.shape) for ref in refs).most_common(1)
         for name, ref in zip(names, refs, strict=True):
-            if (ref.dtype, ref.shape) != most:
+            if (ref.dtype, ref.shape) != (dtype, shape):
                 raise CheckpointError(
                     f"{ref.path}: tensor {name!r}: {ref.dtype} {list(ref.shape)} is unlike that of other experts, "
-                    f"{most[0]} {list(most[1])}"
+                    f"{dtype} {list(shape)}"
                 )
         num_experts = self._site.geometry.num_experts
         if self._site.is_fused and not group.is_per_expert and first.shape and first.shape[0] != num_experts:
@@ -542,8 +530,8 @@ class ExpertsReader:
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
-_KINDS = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}
-_NAMES = {"BOOL": "bool", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu"}
+_DTYPES = {**str_to_torch_dtype, "F8_E8M0": torch.float8_e8m0fnu}
+"""torch's dtypes by safetensors' names."""
 
 
 def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
@@ -551,11 +539,9 @@ def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
     ref = checkpoint.tensors[name]
     if checkpoint.gguf and ref.dtype not in IS_FLOAT:
         return torch.float32
-    kind = ref.dtype.rstrip("0123456789")
-    dtype = getattr(torch, _NAMES.get(ref.dtype) or f"{_KINDS.get(kind)}{ref.dtype.removeprefix(kind)}", None)
-    if not isinstance(dtype, torch.dtype):
+    if ref.dtype not in _DTYPES:
         raise CheckpointError(f"{ref.path}: tensor {name!r}: dtype={ref.dtype!r}: cannot be read by this torch")
-    return dtype
+    return _DTYPES[ref.dtype]
 
 
 def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None, *, as_bytes: bool = False) -> torch.Tensor:
@@ -565,26 +551,27 @@ def read_tensor(checkpoint: Checkpoint, name: str, row: int | None = None, *, as
     ref, dtype = checkpoint.tensors[name], _dtype(checkpoint, name)
     row = row if ref.shape else None
     raw, shape = checkpoint.read(name, row), ref.shape if row is None else (1, *ref.shape[1:])
-    if checkpoint.gguf and ref.dtype not in IS_FLOAT:
-        if as_bytes:
-            return torch.from_numpy(raw)
-        import gguf
+    if not checkpoint.gguf or ref.dtype in IS_FLOAT:
+        return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
+    if as_bytes:
+        return torch.from_numpy(raw)
+    import gguf
 
-        blocks, kind = raw.reshape(math.prod(shape[:-1]), -1), gguf.GGMLQuantizationType[ref.dtype]
-        try:
-            return torch.from_numpy(gguf.quants.dequantize(blocks, kind)).reshape(shape)
-        except NotImplementedError:
-            raise CheckpointError(f"tensors in {ref.dtype}: the package gguf cannot dequantise them") from None
-    return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
+    blocks, kind = raw.reshape(math.prod(shape[:-1]), -1), gguf.GGMLQuantizationType[ref.dtype]
+    try:
+        return torch.from_numpy(gguf.quants.dequantize(blocks, kind)).reshape(shape)
+    except NotImplementedError:
+        raise CheckpointError(f"tensors in {ref.dtype}: the package gguf cannot dequantise them") from None
 
 
 def read_group(checkpoint: Checkpoint, group: Group, expert: int | None = None, *, as_bytes: bool = False) -> Tensors:
     """All tensors of a group, or those of one expert. `as_bytes`: see `read_tensor`."""
+    sources, row = group.sources, expert
     if expert is not None and group.is_per_expert:
-        return {pattern: [read_tensor(checkpoint, names[expert])] for pattern, names in group.sources.items()}
+        sources, row = {pattern: [names[expert]] for pattern, names in sources.items()}, None
     return {
-        pattern: [read_tensor(checkpoint, name, expert, as_bytes=as_bytes) for name in names]
-        for pattern, names in group.sources.items()
+        pattern: [read_tensor(checkpoint, name, row, as_bytes=as_bytes) for name in names]
+        for pattern, names in sources.items()
     }
 
 

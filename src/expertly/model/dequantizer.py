@@ -33,29 +33,24 @@ class GroupDequantizer:
     def check(self, tensors: Mapping[str, TensorRef]) -> None:
         """Raises CheckpointError where a quantised matrix lacks a tensor, or has one that is not supported."""
         for name in tensors:
-            refused = next((one for one in self.forms[0].refused if name.endswith(one)), None)
-            if refused is not None:
-                raise CheckpointError(
-                    f"tensor {name!r}: {self.forms[0].refused[refused]}; accepted beside each other: "
-                    f"{', '.join(self.suffixes)}"
-                )
-            suffix = next((one for one in self.suffixes if name.endswith(one)), None)
-            if suffix is None:
-                continue
-            stem = name.removesuffix(suffix)
-            for other in self.suffixes:
-                if stem + other not in tensors:
-                    raise CheckpointError(f"tensor {name!r}: there is no {stem}{other} beside it")
+            for ending, reason in self.forms[0].refused.items():
+                if name.endswith(ending):
+                    beside = ", ".join(self.suffixes)
+                    raise CheckpointError(f"tensor {name!r}: {reason}; accepted beside each other: {beside}")
+            for stem in (name.removesuffix(suffix) for suffix in self.suffixes if name.endswith(suffix)):
+                absent = next((stem + suffix for suffix in self.suffixes if stem + suffix not in tensors), None)
+                if absent is not None:
+                    raise CheckpointError(f"tensor {name!r}: there is no {absent} beside it")
 
     def weight(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """A decoded matrix, in the dtype of its scales. Raises CheckpointError where it has none of the formats."""
         rows, columns = self.forms[0].size_of(tensors)
-        stored, dtypes = tensors[1].dtype, {"BF16": torch.bfloat16, "F16": torch.float16}  # of the scales
+        stored = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(tensors[1].dtype)  # the scales
         for form in self.forms:
-            if stored in (dtypes[name] for name in form.stored_scales):
+            if stored in form.stored_scales:
                 return form.dequantised(tensors, rows, columns)
-        accepted = " or ".join(str(dtypes[name]) for form in self.forms for name in form.stored_scales)
-        raise CheckpointError(f"{self.suffixes[1]}: {stored}: must be {accepted}")
+        accepted = " or ".join(name for form in self.forms for name in form.stored_scales)
+        raise CheckpointError(f"{self.suffixes[1]}: {tensors[1].dtype}: must be {accepted}")
 
 
 def extended(transforms: Sequence[Any], quantizer: GroupDequantizer | BlockDequantizer) -> list[Any]:
@@ -113,13 +108,11 @@ class Dequantize(ConversionOps):  # type: ignore[misc]
                 matrices.setdefault(name.removesuffix(suffix), {})[suffix] = pattern
         for patterns in matrices.values():
             in_order = [patterns[suffix] for suffix in suffixes if suffix in patterns]
-            several = (input_dict[pattern] for pattern in in_order)
-            tensors = [each if isinstance(each, list) else [each] for each in several]
+            tensors = [each if isinstance(each, list) else [each] for each in map(input_dict.__getitem__, in_order)]
             try:
-                weights = [self.hf_quantizer.weight(parts) for parts in zip(*tensors, strict=True)]
+                made[in_order[0]] = [self.hf_quantizer.weight(parts) for parts in zip(*tensors, strict=True)]
             except CheckpointError as error:
                 raise CheckpointError(f"{full_layer_name}: {error}") from None
-            made[in_order[0]] = weights
         if self._is_alone:
             ((only,),) = made.values()
             return {full_layer_name: only}

@@ -368,7 +368,7 @@ def _open_gguf(path: Path) -> Checkpoint:
             )
         for name in of_layer:
             del tensors[name]
-    return Checkpoint(path, fields, tensors, files.headers, architecture)
+    return Checkpoint(path, fields, tensors, files.headers, architecture, json.dumps(made, sort_keys=True))
 
 
 def kept_formats(checkpoint: Checkpoint) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -22,8 +21,8 @@ _UNKNOWN_OFFSET = -1
 
 def download(name: str, store: Path | None = None) -> Path:
     """The folder of the hub's model `name`, downloaded or from the hub's own cache. `store`: where a store as large as
-    its weights is packed next. Raises CheckpointError with the reason; if the disk is too small for both, before
-    anything is downloaded.
+    its weights is packed next. Raises CheckpointError with the reason, StoreError before anything is downloaded if the
+    disk is too small for both.
     """
     from huggingface_hub import snapshot_download
 
@@ -45,20 +44,14 @@ def _check_room(name: str, store: Path | None) -> None:
     kept = {file for file in hub.files if isinstance(try_to_load_from_cache(name, file, revision=hub.commit), str)}
     if len(kept) == len(hub.files):
         return  # who packs it looks
-    needed = sum(size for file, size in hub.files.items() if file not in kept)
-    packed = 0 if store is None else sum(size for file, size in hub.files.items() if file.endswith(".safetensors"))
-    folder = existing_parent(Path(constants.HF_HUB_CACHE))
-    free = shutil.disk_usage(folder).free
-    beside = existing_parent(store or folder)
-    is_one_disk = beside.stat().st_dev == folder.stat().st_dev
-    if needed + (packed if is_one_disk else 0) > free:
-        then = f", about {packed} more are packed from them" if packed and is_one_disk else ""
-        raise CheckpointError(
-            f"model={name!r}: {needed} bytes are to be downloaded{then}, and {free} are free in {folder}; make room, "
-            "or set HF_HOME or EXPERTLY_CACHE to another disk"
-        )
-    if not is_one_disk:
-        check_space(beside, packed, f" for the store of {name}")
+    needed = {Path(constants.HF_HUB_CACHE): sum(size for file, size in hub.files.items() if file not in kept)}
+    if store is not None:
+        needed[store] = sum(size for file, size in hub.files.items() if file.endswith(".safetensors"))
+    disks = {folder: existing_parent(folder).stat().st_dev for folder in needed}
+    for folder in needed:
+        on_it = {other: nbytes for other, nbytes in needed.items() if disks[other] == disks[folder]}
+        parts = " and ".join(f"{nbytes} in {other}" for other, nbytes in on_it.items())
+        check_space(folder, sum(on_it.values()), f" to download and pack {name} ({parts})")
 
 
 @contextlib.contextmanager

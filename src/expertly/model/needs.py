@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,26 +85,31 @@ def needs_of(model: str | None) -> ModelNeeds:
 
 def _of_store(name: str, store: PackedStore) -> ModelNeeds:
     store.check_claims()
-    manifest = store.manifest
-    config, model, _ = _bare_model(store.folder, manifest.dtype, manifest.dense_formats)
-    return ModelNeeds(
-        *(name, config["model_type"], manifest.dtype, manifest.layers, dense_shape(model)),
-        *(store.dense_by_format(), sum(store.dense_by_format(is_decoded=True).values()), config),
-        stored=StoredWeights(store.nbytes, is_here=True),
-        is_packed=True,
-        rounding=manifest.rounding,
-    )
+    manifest, stored = store.manifest, StoredWeights(store.nbytes, is_here=True)
+    needs = _needs(name, store.folder, manifest.dtype, manifest.layers, manifest.dense_formats, store, stored)
+    return replace(needs, is_packed=True, rounding=manifest.rounding)
 
 
 def _of_checkpoint(name: str, checkpoint: Checkpoint, *, is_here: bool) -> ModelNeeds:
     weights = weights_of(checkpoint, None)
     packing = Packing(checkpoint, weights)
-    config, model, _ = _bare_model(config_of(checkpoint), weights.dtype, packing.dense_formats)
-    return ModelNeeds(
-        *(name, config["model_type"], weights.dtype, packing.layers, dense_shape(model)),
-        *(packing.dense_by_format(), sum(packing.dense_by_format(is_decoded=True).values()), config),
-        stored=StoredWeights(sum(ref.nbytes for ref in checkpoint.tensors.values()), is_here),
-    )
+    stored = StoredWeights(sum(ref.nbytes for ref in checkpoint.tensors.values()), is_here)
+    source = config_of(checkpoint)
+    return _needs(name, source, weights.dtype, packing.layers, packing.dense_formats, packing, stored)
+
+
+def _needs(
+    name: str,
+    source: Path | PreTrainedConfig,
+    dtype: str,
+    layers: tuple[LayerGeometry, ...],
+    formats: Mapping[str, str],
+    dense: PackedStore | Packing,
+    stored: StoredWeights,
+) -> ModelNeeds:
+    config, model, _ = _bare_model(source, dtype, formats)
+    by_format, decoded = dense.dense_by_format(), sum(dense.dense_by_format(is_decoded=True).values())
+    return ModelNeeds(name, config["model_type"], dtype, layers, dense_shape(model), by_format, decoded, config, stored)
 
 
 def _of_config(name: str, folder: Path) -> ModelNeeds:
@@ -115,16 +120,11 @@ def _of_config(name: str, folder: Path) -> ModelNeeds:
         check_claims(path, raw, None, CheckpointError)
         kept = format_of(raw.get("quantization_config"), {}, dtype)
     config, model, sites = _bare_model(folder, dtype, {})
-    form = expert_format(kept) if kept else None
-    layers = tuple(site.geometry if form is None else form.geometry(site.geometry) for site in sites)
+    layers = tuple(expert_format(kept).geometry(site.geometry) if kept else site.geometry for site in sites)
     decoded = sum(parameter.nbytes for parameter in model.parameters())
-    tiles = _put_fp8(model) if kept == FP8.name else 0
-    by_format = {dtype: sum(parameter.nbytes for parameter in model.parameters())}
-    if tiles:
-        by_format[FP8.name] = tiles
-    return ModelNeeds(
-        name, config["model_type"], dtype, layers, dense_shape(model), by_format, decoded, config, stored=None
-    )
+    tiles = _put_fp8(model) if kept == FP8.name else {}
+    by_format = {dtype: sum(parameter.nbytes for parameter in model.parameters()), **tiles}
+    return ModelNeeds(name, config["model_type"], dtype, layers, dense_shape(model), by_format, decoded, config, None)
 
 
 def _bare_model(
@@ -144,8 +144,8 @@ def _bare_model(
     return config.to_dict(), model, sites
 
 
-def _put_fp8(model: Any) -> int:
-    """Give every linear layer but the head tiles, as packing does with checkpoints in FP8. Returns their bytes."""
+def _put_fp8(model: Any) -> dict[str, int]:
+    """Give every linear layer but the head tiles, as packing does with FP8. Returns the bytes by format."""
     formats: dict[str, str] = {}
     for path, one in model.named_modules():
         if type(one) is nn.Linear and one is not model.get_output_embeddings():
@@ -153,4 +153,4 @@ def _put_fp8(model: Any) -> int:
                 FP8.block_nbytes_of(*one.weight.shape)
                 formats[path] = FP8.name
     put_tiles(model, formats)
-    return sum(model.get_submodule(path).tiles.nbytes for path in formats)
+    return {FP8.name: sum(model.get_submodule(path).tiles.nbytes for path in formats)} if formats else {}

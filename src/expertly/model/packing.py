@@ -7,15 +7,15 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from expertly.core.errors import CheckpointError, ConfigError, StoreError
+from expertly.core.errors import CheckpointError, ConfigError
 from expertly.core.headers import TensorSpec
-from expertly.core.untrusted import check_model_files, read_json_object
+from expertly.core.untrusted import check_model_files
 from expertly.data import demo_folder
 from expertly.formats import FORMATS, format_of, rounding_format
 from expertly.formats.gguf import OF_GGUF_TYPE
@@ -36,7 +36,7 @@ from expertly.model.hub import download
 from expertly.model.structure import build_meta_model, find_experts
 from expertly.model.tiled import can_be_tiled
 from expertly.store.cache import entry_folder, list_entries, make_room, make_room_for_this_version, stores_folder
-from expertly.store.checkpoint import Bytes, Checkpoint
+from expertly.store.checkpoint import Bytes, Checkpoint, TensorRef
 from expertly.store.gguf import SUFFIX
 from expertly.store.manifest import (
     IS_FLOAT,
@@ -47,7 +47,7 @@ from expertly.store.manifest import (
     Rounding,
     check_store_dtype,
 )
-from expertly.store.packed import DENSE_NAME, PackedStore, dense_by_format, is_packed_store, tiles_name
+from expertly.store.packed import PackedStore, dense_by_format, is_packed_store, tiles_name
 from expertly.store.writer import Progress, StoreWriter
 
 DEMO_NAME = "demo"
@@ -95,11 +95,10 @@ def pack(
 ) -> PackedStore:
     """Write the checkpoint folder or GGUF file `source` as a packed store at `folder`, and open it.
 
-    Resumes what an interrupted `pack` of the same checkpoint left; a store of it that is already there is opened as it
-    is. `dtype` is that of the experts; by default they keep the weight format of a
-    checkpoint that has one of `expertly.formats`, else have the config's, or what most weights have. Dense tensors that
-    are not quantised stay as they are stored. `quantize`: round the experts of a checkpoint that is not quantised to
-    this format, which changes tokens (`engine.rounding.measured` says how much).
+    A store of it that is already there is opened as it is. `dtype` is that of the experts; by default they keep the
+    weight format of a checkpoint that has one of `expertly.formats`, else have the config's, or what most weights have.
+    Dense tensors that are not quantised stay as they are stored. `quantize`: round the experts of a checkpoint that is
+    not quantised to this format, which changes tokens (`engine.rounding.measured` says how much).
     `progress(done_nbytes, total_nbytes)`. Holds one expert, or one quantised dense tensor, in memory. Raises
     CheckpointError (UnsupportedModelError) for the source, StoreError for what is at `folder` or a disk that is full,
     ConfigError for an option.
@@ -108,8 +107,7 @@ def pack(
         raise CheckpointError(f"{source}: already a packed store; give the checkpoint that it was packed from")
     checkpoint = open_checkpoint(Path(source))
     _check_files(checkpoint.folder)
-    weights = weights_of(checkpoint, dtype, quantize)
-    return _pack(checkpoint, Path(folder), weights, progress)
+    return _pack(checkpoint, Path(folder), weights_of(checkpoint, dtype, quantize), progress)
 
 
 def _check_files(folder: Path) -> None:
@@ -148,9 +146,9 @@ def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None =
         form = rounding_format(quantize).name
         if dtype is not None:
             raise ConfigError(f"dtype={dtype!r} and quantize={quantize!r}: accepted: one of the two")
-        found = checkpoint.config.get("quantization_config") or kept_formats(checkpoint)
-        if found:
-            method = found.get("quant_method") if isinstance(found, dict) else found
+        quantization = checkpoint.config.get("quantization_config") or kept_formats(checkpoint)
+        if quantization:
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             raise ConfigError(
                 f"quantize={quantize!r}: {checkpoint.folder} is quantised already ({method!r:.80}); accepted: without "
                 "quantize, or a checkpoint of the model in bfloat16, float16 or float32"
@@ -243,26 +241,22 @@ def _open_store(
     `quantize`.
     """
     store = PackedStore.open(folder, identity, stamp)
-    again = f"pack {store.manifest.source} again for another"
-    stored_as, rounding = store.manifest.stored_as, store.manifest.rounding
-    if quantize is not None and quantize != (None if rounding is None else rounding.to):
+    manifest, again = store.manifest, f"pack {store.manifest.source} again for another"
+    if quantize is not None and quantize != (manifest.rounding and manifest.rounding.to):
         rounding_format(quantize)
-        was = "" if rounding is not None else ", not rounded"
-        raise ConfigError(f"quantize={quantize!r}: the packed store {folder} holds {stored_as}{was}; {again}")
-    if dtype is not None and dtype != stored_as:
+        rounded = "" if manifest.rounding else ", not rounded"
+        raise ConfigError(
+            f"quantize={quantize!r}: the packed store {folder} holds {manifest.stored_as}{rounded}; {again}"
+        )
+    if dtype is not None and dtype != manifest.stored_as:
         if dtype not in FORMATS:
             check_store_dtype(dtype)
-        raise ConfigError(f"dtype={dtype!r}: the packed store {folder} holds {stored_as}; {again}")
+        raise ConfigError(f"dtype={dtype!r}: the packed store {folder} holds {manifest.stored_as}; {again}")
     return store
 
 
 def _pack(checkpoint: Checkpoint, folder: Path, weights: Weights, progress: Progress | None) -> PackedStore:
     if is_packed_store(folder):
-        field = _read_otherwise(checkpoint, folder)
-        if field is not None:
-            raise StoreError(
-                f"{folder}: packed with another reading of {field} of {checkpoint.folder}; remove it, or pack elsewhere"
-            )
         dtype = None if weights.format else weights.dtype
         store = _open_store(folder, dtype, weights.rounded_to or None, checkpoint.identity, checkpoint.stamp)
     else:
@@ -274,35 +268,21 @@ def _cached_folder(checkpoint: Checkpoint, stored_as: str, cache_dir: Path | Non
     """The cache's folder for the checkpoint's store: named by its identity, or by its stamp where that is taken by
     another folder's weights. A store of weights that have changed since is removed.
     """
+    model_type = str(checkpoint.config.get("model_type"))
     by_identity, by_stamp = (
-        entry_folder(str(checkpoint.config.get("model_type")), one, stored_as, cache_dir)
-        for one in (checkpoint.identity, checkpoint.stamp)
+        entry_folder(model_type, name, stored_as, cache_dir) for name in (checkpoint.identity, checkpoint.stamp)
     )
     for folder in (by_stamp, by_identity):
         make_room_for_this_version(folder)
         if not is_packed_store(folder):
             continue
-        found = Manifest.read(folder)
-        if found.stamp == checkpoint.stamp:
-            field = _read_otherwise(checkpoint, folder)
-            if field is not None:
-                make_room(folder, f"packed with another reading of {field} of {checkpoint.folder}")
+        manifest = Manifest.read(folder)
+        if manifest.stamp == checkpoint.stamp:
             return folder
-        if os.path.exists(found.source) and not os.path.samefile(found.source, checkpoint.folder):
+        if os.path.exists(manifest.source) and not os.path.samefile(manifest.source, checkpoint.folder):
             return by_stamp
-        make_room(folder, f"{checkpoint.folder} may have changed since it was packed")
+        make_room(folder, f"{checkpoint.folder}, or how it is read, may have changed since it was packed")
     return by_identity
-
-
-def _read_otherwise(checkpoint: Checkpoint, folder: Path) -> str | None:
-    """A field of the config for which the store has another value than is made of a GGUF file's metadata now: the file
-    is the same, so another version of expertly read it. A field that only one of both has is a default of transformers.
-    """
-    if not checkpoint.gguf:
-        return None
-    stored = read_json_object(folder / "config.json", StoreError)
-    named = ("_name_or_path", "transformers_version")
-    return next((f for f, value in checkpoint.config.items() if f not in named and stored.get(f, value) != value), None)
 
 
 class Packing:
@@ -331,13 +311,14 @@ class Packing:
         self._readers = [
             ExpertsReader(site, checkpoint, self._conversion, groups, kept, rounding) for site in self._sites
         ]
-        self.expert_names = set().union(*(reader.source_names for reader in self._readers))
+        expert_names = set().union(*(reader.source_names for reader in self._readers))
         self._check_unexpected()
-        self._kept = kept
-        self._model = model
+        self._kept, self._model = kept, model
         self.dense_formats: dict[str, str] = {}
         """Of layers beside the experts that keep their bytes, by module path."""
-        self._dense = self._plan_dense([g for g in groups.values() if not self.expert_names.intersection(g.names)])
+        self._dense = self._plan_dense(
+            [group for group in groups.values() if not expert_names.intersection(group.names)]
+        )
         missing = self._conversion.missing(groups)
         if missing:
             why = self._conversion.why_missing(checkpoint, missing[0])
@@ -371,10 +352,8 @@ class Packing:
             if store is not None:
                 return store
             for layer, reader in enumerate(self._readers):
-                if not writer.is_layer_done(layer):
-                    writer.write_layer(layer, reader.experts(self._torch_dtype))
-            if not writer.is_done(DENSE_NAME):
-                writer.write_dense(chunk for spec in self._dense for chunk in self.dense_chunks(spec))
+                writer.write_layer(layer, reader.experts(self._torch_dtype))
+            writer.write_dense(chunk for spec in self._dense for chunk in self._dense_chunks(spec))
             config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
             writer.write_file("config.json", (json.dumps(config, indent=2) + "\n").encode())
             with extras_of(checkpoint) as extras:
@@ -387,27 +366,23 @@ class Packing:
         """What to write: a stored tensor as it is under its name (None), or a group's dequantised parameter."""
         plan: dict[TensorSpec, Group | None] = {}
         for group in groups:
-            names = group.names
+            refs = {name: self._checkpoint.tensors[name] for name in group.names}
+            expected, is_alone = self._conversion.shape(group.target), group.converter is None
             form = self._kept_form(group)
             if form is not None:
                 path = group.target.removesuffix(".weight")
                 self.dense_formats[path] = form.name
-                rows, columns = self._conversion.shape(group.target)
-                shape = rows // TILE_OUTPUTS, form.block_nbytes_of(rows, columns)
+                shape = expected[0] // TILE_OUTPUTS, form.block_nbytes_of(*expected)
                 plan[TensorSpec(tiles_name(path), "U8", shape)] = group
                 continue
-            is_float = all(self._checkpoint.tensors[name].dtype in IS_FLOAT for name in names)
-            expected = self._conversion.shape(group.target)
+            if is_alone:
+                self._check_shape(refs, expected)
+            is_float = all(ref.dtype in IS_FLOAT for ref in refs.values())
             if self._checkpoint.gguf or (group.is_dequantized and not is_float):
-                if self._checkpoint.gguf and group.converter is None:
-                    self._check_shape(names[0], expected, (1, *self._checkpoint.tensors[names[0]].shape))
                 plan[TensorSpec(self._dense_name(group), STORE_DTYPES[self._dtype], expected)] = group
                 continue
-            for name in names:
-                ref = self._checkpoint.tensors[name]
-                if group.converter is None:
-                    self._check_shape(name, expected)
-                is_cast = group.converter is None and self._conversion.parameters[group.target].is_floating_point()
+            is_cast = is_alone and self._conversion.parameters[group.target].is_floating_point()
+            for name, ref in refs.items():
                 if is_cast and ref.dtype not in IS_FLOAT:
                     raise CheckpointError(
                         f"{ref.path}: tensor {name!r}: dtype={ref.dtype!r}: must be BF16, F16, F32 or F64 (or "
@@ -416,41 +391,44 @@ class Packing:
                 plan[TensorSpec(name, ref.dtype, ref.shape)] = None
         return plan
 
-    def _check_shape(self, name: str, expected: tuple[int, ...], also: tuple[int, ...] | None = None) -> None:
-        """Of a dense tensor; GGUF's vectors may stand for a matrix of one row (`also`)."""
-        ref = self._checkpoint.tensors[name]
-        if expected not in (ref.shape, also):
-            source = "its metadata" if self._checkpoint.gguf else "config.json"
-            raise CheckpointError(
-                f"{ref.path}: tensor {name!r}: shape {list(ref.shape)}, but {source} makes it {list(expected)}"
-            )
+    def _check_shape(self, refs: Mapping[str, TensorRef], expected: tuple[int, ...]) -> None:
+        """Of a dense tensor; GGUF's vectors may stand for a matrix of one row."""
+        for name, ref in refs.items():
+            if ref.shape != expected and not (self._checkpoint.gguf and (1, *ref.shape) == expected):
+                source = "its metadata" if self._checkpoint.gguf else "config.json"
+                raise CheckpointError(
+                    f"{ref.path}: tensor {name!r}: shape {list(ref.shape)}, but {source} makes it {list(expected)}"
+                )
 
     def _kept_form(self, group: Group) -> TiledFormat | None:
         """The format in which a dense parameter is kept: the weight of a linear layer or a table of embeddings that is
         in one, whole tiles of it, and nobody else's.
         """
         path, _, last = group.target.rpartition(".")
-        tied = self._model.all_tied_weights_keys
-        if not self._kept or last != "weight" or group.target in (*tied, *tied.values()):
+        tied, model = self._model.all_tied_weights_keys, self._model
+        in_float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+        if (
+            not self._kept
+            or last != "weight"
+            or group.target in (*tied, *tied.values())
+            or in_float32.intersection(path.split("."))
+            or self._plain.target(group.target) != (group.target, None)
+            or not can_be_tiled(model.get_submodule(path))
+        ):
             return None
-        strict = self._model._keep_in_fp32_modules_strict or ()
-        if {*path.split(".")} & {*(self._model._keep_in_fp32_modules or ()), *strict}:
-            return None
-        is_stable = self._plain.target(group.target) == (group.target, None)
-        if not is_stable or not can_be_tiled(self._model.get_submodule(path)):
-            return None
+        refs = {pattern: self._checkpoint.tensors[group.sources[pattern][0]] for pattern in group.patterns}
+        form: TiledFormat | None = None
         if self._checkpoint.gguf:
-            (name,) = group.names
-            form: TiledFormat | None = OF_GGUF_TYPE.get(self._checkpoint.tensors[name].dtype)
-        else:
-            form = self._conversion.tiled_format(self._kept) if group.is_dequantized and group.is_stacked else None
+            (ref,) = refs.values()
+            form = OF_GGUF_TYPE.get(ref.dtype)
+        elif group.is_dequantized and group.is_stacked:
+            form = self._conversion.tiled_format(self._kept)
         if form is None:
             return None
         rows, columns = self._conversion.shape(group.target)
-        found = {pattern: self._checkpoint.tensors[group.sources[pattern][0]] for pattern in group.patterns}
         try:
             form.block_nbytes_of(rows, columns)
-            tensors = {pattern: (ref.dtype, ref.shape) for pattern, ref in found.items()}
+            tensors = {pattern: (ref.dtype, ref.shape) for pattern, ref in refs.items()}
             form.check_shapes(tensors, rows, columns, group.target)
         except (ConfigError, CheckpointError):  # not in whole tiles, or not quantised: dequantising says what is wrong
             return None
@@ -463,7 +441,7 @@ class Packing:
                 return name
         raise CheckpointError(f"{self._checkpoint.folder}: {group.target}: cannot be stored without its quantisation")
 
-    def dense_chunks(self, spec: TensorSpec) -> Iterator[Bytes]:
+    def _dense_chunks(self, spec: TensorSpec) -> Iterator[Bytes]:
         """The bytes of a dense tensor; each chunk is only valid until the next."""
         group = self._dense[spec]
         if group is None:

@@ -35,7 +35,7 @@ SWITCH = "switch_transformers"
 _SUPPORTED = "supported: families on transformers' experts interface (mixtral, qwen3_moe, gpt_oss, ...) and " + SWITCH
 _WRONG_UPSTREAM = {
     "nllb-moe": "transformers computes it wrongly: NllbMoeExperts.forward one-hots a router mask that already is one, "
-    "so that only experts 0 and 1 ever run; there is no reference to be equal to",
+    "so that only experts 0 and 1 ever run; there is no reference to be equal to"
 }
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,14 +30,14 @@ def store_errors(folder: Path, doing: str) -> contextlib.AbstractContextManager[
     return disk_errors(folder, doing, StoreError, f" with --out or {CACHE_VARIABLE}")
 
 
-def check_space(folder: Path, needed: int, note: str = "") -> None:
-    """Raises StoreError where the disk has no room for so many more bytes below `folder`. `note`: what they are."""
+def check_space(folder: Path, needed: int, purpose: str = "") -> None:
+    """Raises StoreError where the disk has no room for so many more bytes below `folder`."""
     with store_errors(folder, "asking for free space"):
         free = shutil.disk_usage(existing_parent(folder)).free
     if needed > free:
         raise StoreError(
-            f"{folder}: the disk is full: {needed} more bytes are needed{note}, {free} are free; make room or choose "
-            f"another folder with --out or {CACHE_VARIABLE}"
+            f"{folder}: the disk is full: {needed} more bytes are needed{purpose}, {free} are free; make room or "
+            f"choose another folder with --out or {CACHE_VARIABLE}"
         )
 
 
@@ -74,6 +75,11 @@ def aside(path: Path) -> Path:
     return path.with_name(f"{path.name}.aside")
 
 
+def mark_of(kind: str) -> bytes:
+    """What every file of a kind of LEARNED has near its beginning."""
+    return f'"expertly-{kind}"'.encode()
+
+
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
     """A store in the cache, or one that is unfinished or cannot be read (`problem`)."""
@@ -107,34 +113,24 @@ def remove_entry(name: str, cache_dir: Path | None = None) -> CacheEntry:
     where another process is packing it or it cannot be removed.
     """
     entries = list_entries(cache_dir)
-    found = [entry for entry in entries if entry.name == name]
-    if not found and name:
-        found = [entry for entry in entries if entry.name.startswith(name) or _is_source(entry, name)]
-    if len(found) != 1:
-        accepted = ", ".join(entry.name for entry in found or entries) or "none, the cache is empty"
-        what = "matches several" if found else "no such cached store"
-        raise ConfigError(f"remove={name!r}: {what}; accepted: {accepted}")
-    entry = found[0]
-    lock = _lock_of(entry.folder)
-    try:
-        with store_errors(entry.folder, "removing it"):
-            remove_store(entry.folder)
-            for kind in LEARNED:
-                path = learned_beside(entry.folder, kind)
-                aside(path).unlink(missing_ok=True)
-                if has_mark(path, mark_of(kind)):
-                    path.unlink(missing_ok=True)
-                elif os.path.lexists(path):
-                    logging.getLogger("expertly").warning("%s: kept: nothing that expertly learned", path)
-    finally:
-        if lock >= 0:
-            os.close(lock)
+    matches = [entry for entry in entries if entry.name == name]
+    if not matches and name:
+        matches = [one for one in entries if one.name.startswith(name) or one.source in (name, os.path.abspath(name))]
+    if len(matches) != 1:
+        accepted = ", ".join(entry.name for entry in matches or entries) or "none, the cache is empty"
+        problem = "matches several" if matches else "no such cached store"
+        raise ConfigError(f"remove={name!r}: {problem}; accepted: {accepted}")
+    entry = matches[0]
+    with _locked(entry.folder), store_errors(entry.folder, "removing it"):
+        remove_store(entry.folder)
+        for kind in LEARNED:
+            path = learned_beside(entry.folder, kind)
+            aside(path).unlink(missing_ok=True)
+            if has_mark(path, mark_of(kind)):
+                path.unlink(missing_ok=True)
+            elif os.path.lexists(path):
+                logging.getLogger("expertly").warning("%s: kept: nothing that expertly learned", path)
     return entry
-
-
-def mark_of(kind: str) -> bytes:
-    """What every file of a kind of LEARNED has near its beginning."""
-    return f'"expertly-{kind}"'.encode()
 
 
 def make_room_for_this_version(folder: Path) -> None:
@@ -147,46 +143,45 @@ def make_room_for_this_version(folder: Path) -> None:
         make_room(folder, "packed by another version of expertly")
 
 
-def make_room(folder: Path, why: str) -> None:
+def make_room(folder: Path, reason: str) -> None:
     """Remove the cached store at `folder`, so that it is packed again. Raises StoreError where it cannot be removed."""
-    logging.getLogger("expertly").warning("%s: %s; packing again", folder, why)
+    logging.getLogger("expertly").warning("%s: %s; packing again", folder, reason)
     with store_errors(folder, "removing it"), contextlib.suppress(FileNotFoundError):  # another process was first
         remove_store(folder, is_for_another=True)
 
 
-def _is_source(entry: CacheEntry, name: str) -> bool:
-    return bool(entry.source) and (entry.source == name or entry.source == os.path.abspath(name))
-
-
-_UNFINISHED = {
-    ".partial": "unfinished: packing the model again completes it",
-    ".removed": "removing it was interrupted",
-}
+_UNFINISHED = {".partial": "unfinished: packing the model again starts over", ".removed": "removing it was interrupted"}
 
 
 def _entry(path: Path) -> CacheEntry:
     nbytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     problem = _UNFINISHED.get(path.suffix, "" if is_packed_store(path) else "not a whole store")
-    if problem:
-        return CacheEntry(path.name, path, nbytes, problem)
-    try:
-        of = Manifest.read(path)
-    except StoreError as error:
-        return CacheEntry(path.name, path, nbytes, str(error))
-    return CacheEntry(path.name, path, nbytes, None, of.source, of.model_type, of.stored_as, of.rounding is not None)
+    if not problem:
+        try:
+            of = Manifest.read(path)
+            return CacheEntry(path.name, path, nbytes, None, of.source, of.model_type, of.stored_as, bool(of.rounding))
+        except StoreError as error:
+            problem = str(error)
+    return CacheEntry(path.name, path, nbytes, problem)
 
 
-def _lock_of(folder: Path) -> int:
-    """Take the lock of an unfinished store: it must not be removed while a process writes it."""
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The lock of an unfinished store, which must not be removed while a process writes it; of another there is none.
+    Raises StoreError where another process has it.
+    """
     try:
         fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return -1
+        yield
+        return
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        pid = lock_holder(fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            pid = lock_holder(fd)
+            holder = "" if pid is None else f" (process {pid})"
+            raise StoreError(f"{folder}: another process is packing it{holder}; end that first") from None
+        yield
+    finally:
         os.close(fd)
-        holder = "" if pid is None else f" (process {pid})"
-        raise StoreError(f"{folder}: another process is packing it{holder}; end that first") from None
-    return fd

@@ -66,6 +66,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorRef]
     headers: Mapping[str, bytes]  # of each file, by name
     gguf: str = ""  # the architecture that a GGUF file names
+    reading: str = ""  # what its metadata was taken for
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -105,25 +106,26 @@ class Checkpoint:
         one model, whose headers are equal. File times and folder names do not matter. What was learned about a model
         goes by it; whether a store is up to date goes by `stamp` as well.
         """
+
+        def parts() -> Iterator[bytes]:
+            if not self.gguf:
+                yield read_file(self.folder / "config.json", CONFIG, CheckpointError)
+            for name, header in self.headers.items():
+                yield from (name.encode(), header)
+                yield from _samples(self._beside / name)
+
         digest = hashlib.sha256()
-
-        def add(part: bytes) -> None:
+        for part in parts():
             digest.update(len(part).to_bytes(8, "little") + part)
-
-        if not self.gguf:
-            add(read_file(self.folder / "config.json", CONFIG, CheckpointError))
-        for name, header in self.headers.items():
-            add(name.encode())
-            add(header)
-            for part in _samples(self._beside / name):
-                add(part)
         return digest.hexdigest()
 
     @cached_property
     def stamp(self) -> str:
-        """Another one whenever a file of weights was changed or replaced, even between the bytes of the sample."""
-        told = "".join(f"{name} {_stamp(self._beside / name)}\n" for name in self.headers)
-        return hashlib.sha256(told.encode()).hexdigest()
+        """Another one whenever a file of weights was changed or replaced, even between the bytes of the sample, or is
+        read otherwise, by another version of expertly.
+        """
+        stamps = "".join(f"{name} {_stamp(self._beside / name)}\n" for name in self.headers)
+        return hashlib.sha256(f"{stamps}{self.reading}".encode()).hexdigest()
 
     @property
     def _beside(self) -> Path:

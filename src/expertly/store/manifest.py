@@ -25,7 +25,7 @@ PACK_AGAIN = "; remove the store and pack again with `expertly pack`"
 
 MANIFEST_NAME = "manifest.json"
 JOURNAL_NAME = "progress.json"
-"""The same while a store is made: it has the files that are done."""
+"""While a store is made: which further files in its folder are its own."""
 
 STORE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Dtypes of stored experts: torch's name to safetensors' name."""
@@ -88,7 +88,6 @@ class Manifest:
     """The contents of `manifest.json`. `layers` and `sites` run over the MoE layers in model order."""
 
     __pydantic_config__: ClassVar[Any] = OWN_FILE
-    FILE_NAME: ClassVar[str] = MANIFEST_NAME
 
     identity: str  # of the source checkpoint
     source: str  # its path or hub id
@@ -108,32 +107,35 @@ class Manifest:
         return stored_as(self.layers, self.dtype)
 
     def write(self, folder: Path) -> None:
-        write_atomic(folder / self.FILE_NAME, json_bytes(dataclasses.asdict(self)))
+        write_atomic(folder / MANIFEST_NAME, json_bytes(dataclasses.asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Raises StoreError naming the file, the field and what is accepted."""
-        path = folder / cls.FILE_NAME
+        path = folder / MANIFEST_NAME
         manifest = read_as(cls, path, StoreError, PACK_AGAIN)
+        try:
+            manifest._check()
+        except ConfigError as error:
+            raise StoreError(f"{path}: {error}{PACK_AGAIN}") from None
+        return manifest
 
-        def check(is_right: bool, field: str, accepted: str) -> None:
-            if not is_right:
-                raise StoreError(f"{path}: {field}: {accepted}{PACK_AGAIN}")
-
-        layers, dtype = manifest.layers, manifest.dtype
-        check(dtype in STORE_DTYPES, f"dtype={dtype!r:.80}", f"accepted: {', '.join(STORE_DTYPES)}")
-        check(
-            len(manifest.sites) == len(layers), f"sites={manifest.sites!r:.80}", f"must be {len(layers)}, one a layer"
-        )
-        for name in manifest.files:
-            check(is_plain_name(name), f"files[{name!r:.80}]", "must be a file name in the same folder")
-        for form in manifest.dense_formats.values():
-            check(form in FORMATS, f"dense_formats={form!r:.80}", f"accepted: {', '.join(FORMATS)}")
-        for number, layer in enumerate(layers):
-            size = f"must be {ITEMSIZE[dtype]}, the size of {dtype}"
-            check(layer.itemsize == ITEMSIZE[dtype], f"layers[{number}].itemsize={layer.itemsize}", size)
+    def _check(self) -> None:
+        check_store_dtype(self.dtype)
+        if len(self.sites) != len(self.layers):
+            raise ConfigError(f"sites={self.sites!r:.80}: must be {len(self.layers)}, one a layer")
+        for name in self.files:
+            if not is_plain_name(name):
+                raise ConfigError(f"files[{name!r:.80}]: must be a file name in the same folder")
+        for form in self.dense_formats.values():
+            if form not in FORMATS:
+                raise ConfigError(f"dense_formats={form!r:.80}: accepted: {', '.join(FORMATS)}")
+        for number, layer in enumerate(self.layers):
+            size = ITEMSIZE[self.dtype]
+            if layer.itemsize != size:
+                field = f"layers[{number}].itemsize={layer.itemsize}"
+                raise ConfigError(f"{field}: must be {size}, the size of {self.dtype}")
             try:
                 check_format(layer)
             except ConfigError as error:
-                check(False, f"layers[{number}]", str(error))
-        return manifest
+                raise ConfigError(f"layers[{number}]: {error}") from None

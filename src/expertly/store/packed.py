@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,15 +21,7 @@ from expertly.core.untrusted import CONFIG, read_json_object, reading
 from expertly.formats import FORMATS
 from expertly.formats.tiles import TILE_OUTPUTS
 from expertly.store.checkpoint import INDEX_NAME, check_claims
-from expertly.store.manifest import (
-    IS_FLOAT,
-    ITEMSIZE,
-    JOURNAL_NAME,
-    MANIFEST_NAME,
-    PACK_AGAIN,
-    STORE_DTYPES,
-    Manifest,
-)
+from expertly.store.manifest import IS_FLOAT, ITEMSIZE, JOURNAL_NAME, MANIFEST_NAME, PACK_AGAIN, STORE_DTYPES, Manifest
 from expertly.store.reader import is_changed
 from expertly.store.sums import CHECK_EVERY, Sums, open_sums, sums_name
 
@@ -46,7 +39,6 @@ def experts_name(layer: int) -> str:
 
 
 def expert_files(layer: int) -> tuple[str, str]:
-    """Names of all files of a layer's experts."""
     return experts_name(layer), sums_name(layer)
 
 
@@ -74,18 +66,16 @@ def dense_by_format(
     of linear layers, by path. `is_decoded`: the device decodes these when it loads them.
     """
     kept = {tiles_name(path): FORMATS[name] for path, name in formats.items()}
-    found: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for name, tensor in tensors.items():
         form = kept.get(name)
-        kind, nbytes = tensor.dtype.lower(), tensor.nbytes
-        if form is not None and not is_decoded:
-            kind = form.name
-        elif form is not None:
-            kind, nbytes = dtype, tensor.nbytes // form.tile_nbytes * TILE_OUTPUTS * form.group * ITEMSIZE[dtype]
-        elif tensor.dtype in IS_FLOAT:
-            kind, nbytes = dtype, math.prod(tensor.shape) * ITEMSIZE[dtype]
-        found[kind] = found.get(kind, 0) + nbytes
-    return dict(sorted(found.items(), key=lambda one: -one[1]))
+        if form is not None and is_decoded:
+            sizes[dtype] += tensor.nbytes // form.tile_nbytes * TILE_OUTPUTS * form.group * ITEMSIZE[dtype]
+        elif form is None and tensor.dtype in IS_FLOAT:
+            sizes[dtype] += math.prod(tensor.shape) * ITEMSIZE[dtype]
+        else:
+            sizes[form.name if form else tensor.dtype.lower()] += tensor.nbytes
+    return dict(sizes.most_common())
 
 
 _EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
@@ -146,8 +136,7 @@ class PackedStore:
         if not is_packed_store(folder):
             raise StoreError(f"{folder}: not a packed store (no {MANIFEST_NAME})")
         manifest = Manifest.read(folder)
-        is_same = expect_identity in (None, manifest.identity)
-        if not is_same or stamp not in ("", manifest.stamp):
+        if expect_identity not in (None, manifest.identity) or stamp not in ("", manifest.stamp):
             raise StoreError(
                 f"{folder}: packed from another checkpoint (of {manifest.source}, identity {manifest.identity[:16]}), "
                 f"or that one has changed since{PACK_AGAIN}"
@@ -169,7 +158,6 @@ class PackedStore:
         return Geometry(self.manifest.layers, segments)
 
     def layer_file(self, layer: int) -> LayerFile:
-        """Where the experts of a layer lie."""
         sums = self.sums[layer] if self.sums else None
         places = range(self.manifest.layers[layer].num_experts)
         return LayerFile(*self.extents[layer], sums, places, self.check_every)
@@ -237,35 +225,26 @@ class PackedStore:
         """This store without comparison of reads with checksums."""
         return replace(self, sums=())
 
-    def verify(self, full: bool = False, progress: Callable[[int, int], None] | None = None) -> None:
-        """Open again, which checks sizes and headers. `full` also reads all files and compares their checksums.
+    def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Open again, which checks sizes and headers, and compare all files with their checksums.
         `progress(done_nbytes, total_nbytes)`. Raises StoreError naming the first file that is damaged.
         """
         PackedStore.open(self.folder)
-        names = [name for name in self.manifest.files if full and not is_text(name)]
-        done, total = 0, sum(self.manifest.files[name].nbytes for name in names)
-
-        def tell(nbytes: int) -> None:
-            nonlocal done
+        sizes = {name: entry.nbytes for name, entry in self.manifest.files.items() if not is_text(name)}
+        done, total = 0, sum(sizes.values())
+        for name, nbytes in sizes.items():
+            self._check(name, lambda read, done=done: progress(done + read, total))  # type: ignore[misc]
             done += nbytes
-            if progress is not None:
-                progress(done, total)
 
-        for name in names:
-            self._check(name, tell, is_read_again=False)
-
-    def _check(
-        self, name: str, tell: Callable[[int], None] = lambda nbytes: None, *, is_read_again: bool = True
-    ) -> os.stat_result:
-        """Compare a file with the manifest; `tell` hears of each chunk's bytes. Returns what it was before."""
+    def _check(self, name: str, progress: Callable[[int], None] = lambda nbytes: None) -> os.stat_result:
+        """Compare a file with the manifest. Returns what it was before. `progress`: bytes of it that were read."""
         path, written, digest = self.folder / name, self.manifest.files[name].checksum, xxhash.xxh3_64()
-        about, buffer = _about(path), memoryview(bytearray(_CHUNK_NBYTES))
+        about, buffer, done = _about(path), memoryview(bytearray(_CHUNK_NBYTES)), 0
         with reading(path, StoreError) as file:
             while count := file.readinto(buffer):
                 digest.update(buffer[:count])
-                tell(count)
-            if hasattr(os, "posix_fadvise") and not is_read_again:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                done += count
+                progress(done)
         if digest.intdigest() != written:
             raise StoreError(
                 f"{path}: checksum {digest.intdigest():016x}, but it was written with {written:016x}: damaged"

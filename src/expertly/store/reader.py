@@ -39,11 +39,10 @@ class ExpertFile:
         """What it was when it was opened."""
         try:
             self.direct_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except (OSError, AttributeError):  # EINVAL where unsupported; no O_DIRECT outside Linux
+        except OSError:  # EINVAL where unsupported
             self.direct_fd = -1
         self.alignment = PAGE_NBYTES if self.direct_fd < 0 or not _reads_sectors(self.direct_fd) else SECTOR_NBYTES
-        if hasattr(os, "posix_fadvise"):  # no readahead
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead
 
     def read_into(self, offset: int, buffer: memoryview) -> bool:
         """Fill `buffer` from `offset`. Returns whether the page cache was bypassed.
@@ -60,8 +59,9 @@ class ExpertFile:
             raise TransferError(
                 f"{self.path}: reading {total} bytes at offset {offset} failed ({error.strerror or error})"
             ) from error
-        if not direct:
-            self._drop(offset, total)
+        if not direct:  # another reader of the file would only read its pages again
+            first, end = offset // PAGE_NBYTES * PAGE_NBYTES, -(-(offset + total) // PAGE_NBYTES) * PAGE_NBYTES
+            os.posix_fadvise(self.fd, first, end - first, os.POSIX_FADV_DONTNEED)
         return direct
 
     def _read(self, fd: int, offset: int, left: memoryview) -> bool:
@@ -85,13 +85,6 @@ class ExpertFile:
             offset, left = offset + count, left[count:]
         return fd == self.direct_fd
 
-    def _drop(self, offset: int, nbytes: int) -> None:
-        """Drop the pages just read from the page cache; another reader of the file would only read them again."""
-        if hasattr(os, "posix_fadvise"):
-            first = offset // PAGE_NBYTES * PAGE_NBYTES
-            end = -(-(offset + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
-            os.posix_fadvise(self.fd, first, end - first, os.POSIX_FADV_DONTNEED)
-
     def _is_aligned(self, offset: int, buffer: memoryview) -> bool:
         if self.direct_fd < 0 or (offset | len(buffer)) % self.alignment:
             return False
@@ -107,11 +100,8 @@ class ExpertFile:
 
 def is_changed(before: os.stat_result, now: os.stat_result) -> bool:
     """Whether what is at a path has been replaced, or may have been written to."""
-
-    def of(about: os.stat_result) -> tuple[int, ...]:
-        return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
-
-    return of(before) != of(now)
+    fields = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+    return any(getattr(before, field) != getattr(now, field) for field in fields)
 
 
 def _reads_sectors(direct_fd: int) -> bool:

@@ -23,11 +23,8 @@ from expertly.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 LOCK_NAME = "lock"
 """Empty, and locked by who makes the store."""
 
-_NAMES = re.compile(
-    r"(manifest|progress|config|model\.safetensors\.index)\.json|dense\.safetensors|lock"
-    r"|experts-\d{5,}\.(sums\.)?safetensors"
-)
-_WEIGHTS = re.compile(r"dense\.safetensors|experts-\d{5,}\..*")
+_WEIGHTS = re.compile(r"dense\.safetensors|experts-\d{5,}\.(sums\.)?safetensors")
+_NAMES = re.compile(rf"(manifest|progress|config|model\.safetensors\.index)\.json|lock|{_WEIGHTS.pattern}")
 
 
 def is_store_name(name: str) -> bool:
@@ -43,27 +40,25 @@ def listed_names(folder: Path) -> set[str]:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether the folder, which is no link, has a manifest or a journal of ours, or a damaged one beside weights."""
+    """Whether the folder, which is no link, has a manifest or a journal of ours, or a damaged one beside weights; or
+    nothing but the empty lock of a writer that was stopped before it had a journal.
+    """
     try:
         check_folder(folder)
         names = {path.name for path in folder.iterdir()}
+        lock = about_path(folder / LOCK_NAME)
     except OSError:
         return False
+    if names <= {LOCK_NAME, f".{JOURNAL_NAME}.tmp"}:
+        return lock is None or (stat.S_ISREG(lock.st_mode) and not lock.st_size)
     is_damaged = any(_json(folder / name) is None for name in {MANIFEST_NAME, JOURNAL_NAME} & names)
     return bool(_lists(folder)) or (is_damaged and any(map(_WEIGHTS.fullmatch, names)))
-
-
-def is_begun(folder: Path) -> bool:
-    """Whether a writer may have been stopped here before it had a journal: all that there is is an empty lock."""
-    names, about = {path.name for path in folder.iterdir()}, about_path(folder / LOCK_NAME)
-    is_lock = about is None or (stat.S_ISREG(about.st_mode) and not about.st_size)
-    return is_lock and names <= {LOCK_NAME, f".{JOURNAL_NAME}.tmp"}
 
 
 def check_partial(folder: Path) -> None:
     """Raises StoreError unless a store may be made in this folder: it is not there, empty, or was left by packing."""
     check_folder(folder)
-    if folder.is_dir() and not is_ours(folder) and not is_begun(folder):
+    if folder.is_dir() and not is_ours(folder):
         raise StoreError(f"{folder}: in the way, and not left by packing; move it, or choose another folder")
 
 
@@ -74,14 +69,14 @@ def remove_store(folder: Path, *, is_for_another: bool = False) -> None:
     is none of ours.
     """
     check_folder(folder)
-    if not is_ours(folder) and not is_begun(folder):
+    if folder.exists() and not is_ours(folder):
         raise StoreError(f"{folder}: not a store, and not left by packing: nothing is removed")
     doomed = folder
     if folder.suffix != ".removed":
         names = (f"{folder.name}{f'-{number}' if number else ''}.removed" for number in count())
         doomed = next(path for path in map(folder.with_name, names) if _is_free(path))
         folder.rename(doomed)
-    remove_in_place(doomed, None if is_for_another else folder)
+    remove_in_place(doomed, doomed if is_for_another else folder)
 
 
 def _is_free(path: Path) -> bool:
@@ -92,25 +87,22 @@ def _is_free(path: Path) -> bool:
 
 
 def remove_in_place(folder: Path, was: Path | None = None) -> None:
-    """Remove what `remove_store` does, without another name before. `was`: its name, which it gets back if something
-    stays.
-    """
+    """Remove what `remove_store` does, without another name before. `was`: the name that it gets if something stays."""
     listed = listed_names(folder)
     last = MANIFEST_NAME if (folder / MANIFEST_NAME).is_file() else JOURNAL_NAME
     kept = remove_folder(folder, lambda name: name in listed or is_store_name(name), last=last)
     if not kept:
         return
-    if was is not None and was != folder:
-        with suppress(OSError):  # another process has made one meanwhile
-            folder = folder.rename(was)
+    with suppress(OSError):  # another process has made one meanwhile
+        folder = folder.rename(was or folder)
     names = ", ".join(f"{name!r:.80}" for name in kept[:3]) + (", ..." if len(kept) > 3 else "")
     logging.getLogger("expertly").warning("%s: kept, with what no store of ours has: %s", folder, names)
 
 
 def _lists(folder: Path) -> list[dict[str, Any]]:
     """The manifest and the journal, as far as the folder has them: objects with `files`."""
-    found = [_json(folder / name) or {} for name in (MANIFEST_NAME, JOURNAL_NAME)]
-    return [raw for raw in found if isinstance(raw.get("files"), dict) and type(raw.get("format_version")) is int]
+    lists = [_json(folder / name) or {} for name in (MANIFEST_NAME, JOURNAL_NAME)]
+    return [raw for raw in lists if isinstance(raw.get("files"), dict) and type(raw.get("format_version")) is int]
 
 
 def _json(path: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Writing a packed store: resumable file by file, and visible under its name only when complete."""
+"""Writing a packed store, which is visible under its name only when it is complete."""
 
 from __future__ import annotations
 
@@ -7,43 +7,24 @@ import errno
 import fcntl
 import mmap
 import os
-import stat
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
 
 import xxhash
 
 from expertly.core.errors import CheckpointError, StoreError
-from expertly.core.files import (
-    about_path,
-    check_folder,
-    create,
-    json_bytes,
-    lock_file,
-    remove_files,
-    sync_folder,
-    write_atomic,
-)
+from expertly.core.files import check_folder, create, json_bytes, lock_file, remove_files, sync_folder, write_atomic
 from expertly.core.geometry import PAGE_NBYTES
 from expertly.core.headers import TensorSpec, safetensors_header
 from expertly.core.untrusted import Bounds, read_file
 from expertly.store.cache import check_space, store_errors
 from expertly.store.checkpoint import INDEX_NAME, Bytes
-from expertly.store.manifest import JOURNAL_NAME, FileEntry, Manifest
-from expertly.store.packed import (
-    DENSE_NAME,
-    PackedStore,
-    expert_files,
-    experts_name,
-    experts_spec,
-    is_extra,
-    is_packed_store,
-)
+from expertly.store.manifest import FORMAT_VERSION, JOURNAL_NAME, FileEntry, Manifest
+from expertly.store.packed import DENSE_NAME, PackedStore, experts_name, experts_spec, is_extra, is_packed_store
 from expertly.store.removal import LOCK_NAME, check_partial, is_store_name, listed_names, remove_in_place
 from expertly.store.sums import BlockSummer, sums_name
 
@@ -54,15 +35,6 @@ _WRITE_NBYTES, _NUM_WRITES = 1 << 20, 3
 """Size and number of a large file's buffers: one is being written, the others are filled or wait."""
 
 _MAX_EXTRA_NBYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Journal(Manifest):
-    """The plan of an unfinished store, with the files that are done."""
-
-    FILE_NAME: ClassVar[str] = JOURNAL_NAME
-
-    dense: tuple[TensorSpec, ...] = ()
 
 
 def partial_folder(folder: Path) -> Path:
@@ -76,33 +48,30 @@ def partial_folder(folder: Path) -> Path:
 class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
     """Makes, at `folder`, the store that `plan` (a manifest without files) and `dense` describe.
 
-    Works in `<folder>.partial`, under a lock: another process that packs to the same place is waited for. Files that an
-    earlier writer of the same plan finished there are kept (`is_done`). `finish` renames it to `folder`; a writer that
-    is interrupted, or that a disk fails, leaves the partial folder, one that fails otherwise nothing. Raises
+    Works in `<folder>.partial`, under a lock: another process that packs to the same place is waited for, and what one
+    that was killed left there is removed. `finish` renames it to `folder`; a writer that fails leaves nothing. Raises
     StoreError where the disk is full or not writable, or something else is in the way.
     """
 
     def __init__(self, folder: Path, plan: Manifest, dense: tuple[TensorSpec, ...], progress: Progress | None) -> None:
         self.folder = Path(os.path.abspath(folder))  # "." cannot be replaced
         self._partial = partial_folder(folder)
-        self._plan = plan
-        self._dense = dense
-        self._journal = _Journal(**{one.name: getattr(plan, one.name) for one in fields(plan)}, dense=dense)
-        self._progress = progress
-        self._done: dict[str, FileEntry] = {}
+        self._plan, self._dense, self._progress = plan, dense, progress
+        self._files: dict[str, FileEntry] = {}
+        sizes = [layer.nbytes for layer in plan.layers] + [spec.nbytes for spec in dense]
+        self._written, self._total = 0, sum(sizes)
         _check_place(folder, self._partial)
         with store_errors(self._partial, "making the folder"):
             self._lock = _acquire(self._partial)
         try:
-            self._resume()
-            sizes = [(layer.nbytes, self.is_layer_done(number)) for number, layer in enumerate(plan.layers)]
-            sizes.append((sum(spec.nbytes for spec in dense), self.is_done(DENSE_NAME)))
-            self._total, self._written = (sum(n for n, _ in sizes), sum(n for n, is_done in sizes if is_done))
-            check_space(self._partial, self._total - self._written)
+            kept, listed = (LOCK_NAME, JOURNAL_NAME), listed_names(self._partial)
+            with store_errors(self._partial, "clearing the folder"):
+                remove_files(self._partial, lambda name: name not in kept and (name in listed or is_store_name(name)))
+            self._list(())
+            check_space(self._partial, self._total)
             self._report(0)
         except BaseException:
-            if not self._done:  # there is nothing to resume
-                self._remove()
+            self._remove()
             self.close()
             raise
 
@@ -114,16 +83,9 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         self._remove()
         return store
 
-    def is_done(self, name: str) -> bool:
-        return name in self._done
-
-    def is_layer_done(self, layer: int) -> bool:
-        return all(map(self.is_done, expert_files(layer)))
-
     def write_layer(self, layer: int, experts: Iterable[Bytes]) -> None:
         """Write a layer's experts, given in order, in chunks that add up to `num_experts * expert_nbytes`."""
         geometry = self._plan.layers[layer]
-        spec = experts_spec(geometry, self._plan.dtype)
         summer = BlockSummer(geometry)
 
         def summed() -> Iterator[Bytes]:
@@ -131,27 +93,26 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
                 summer.add(chunk.data.cast("B") if chunk.nbytes else memoryview(b""))
                 yield chunk
 
-        entry = self._write(experts_name(layer), [spec], summed())
-        sums = summer.file_bytes()
-        with store_errors(self._partial, f"writing {sums_name(layer)}"):
-            write_atomic(self._partial / sums_name(layer), sums)
-        self._mark({experts_name(layer): entry, sums_name(layer): _entry_of(sums)})
+        self._write(experts_name(layer), [experts_spec(geometry, self._plan.dtype)], summed())
+        self.write_file(sums_name(layer), summer.file_bytes())
 
     def write_dense(self, chunks: Iterable[Bytes]) -> None:
         """Write the dense tensors, given in order, in chunks that add up to them."""
-        self._mark({DENSE_NAME: self._write(DENSE_NAME, self._dense, chunks)})
+        self._write(DENSE_NAME, self._dense, chunks)
 
     def write_file(self, name: str, data: bytes) -> None:
         """Write a small file: config, tokenizer."""
         with store_errors(self._partial, f"writing {name}"):
             write_atomic(self._partial / name, data)
-        self._mark({name: _entry_of(data)})
+        self._files[name] = FileEntry(len(data), xxhash.xxh3_64_intdigest(data))
 
     def copy_extras(self, source: Path) -> None:
         """The small files beside a checkpoint's weights: tokenizer and the like."""
-        for path in sorted(source.iterdir()):
-            if is_extra(path.name) and path.is_file() and path.stat().st_size <= _MAX_EXTRA_NBYTES:
-                self.write_file(path.name, read_file(path, Bounds(_MAX_EXTRA_NBYTES), CheckpointError))
+        files = [path for path in sorted(source.iterdir()) if is_extra(path.name) and path.is_file()]
+        small = [path for path in files if path.stat().st_size <= _MAX_EXTRA_NBYTES]
+        self._list(path.name for path in small)
+        for path in small:
+            self.write_file(path.name, read_file(path, Bounds(_MAX_EXTRA_NBYTES), CheckpointError))
 
     def finish(self) -> PackedStore:
         """Write index and manifest, and give the store its name."""
@@ -161,7 +122,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         }
         self.write_file(INDEX_NAME, json_bytes(index))
         with store_errors(self._partial, "finishing the store"):
-            replace(self._plan, files=dict(sorted(self._done.items()))).write(self._partial)
+            replace(self._plan, files=dict(sorted(self._files.items()))).write(self._partial)
             (self._partial / JOURNAL_NAME).unlink()
             sync_folder(self._partial)
             self._partial.rename(self.folder)
@@ -178,7 +139,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, StoreError):  # it would fail again
+        if error is not None:
             self._remove()
         self.close()
 
@@ -186,7 +147,13 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         with contextlib.suppress(OSError):
             remove_in_place(self._partial)
 
-    def _write(self, name: str, specs: Sequence[TensorSpec], chunks: Iterable[Bytes]) -> FileEntry:
+    def _list(self, names: Iterable[str]) -> None:
+        """Say in the journal that files of these names are ours, too, before they are written."""
+        journal = {"format_version": FORMAT_VERSION, "files": dict.fromkeys(names)}
+        with store_errors(self._partial, "beginning the store"):
+            write_atomic(self._partial / JOURNAL_NAME, json_bytes(journal))
+
+    def _write(self, name: str, specs: Sequence[TensorSpec], chunks: Iterable[Bytes]) -> None:
         """Write a large file of tensors."""
         header = safetensors_header(specs)
         with (
@@ -198,31 +165,9 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
                 if chunk.nbytes:
                     file.write(chunk.data.cast("B"))
                     self._report(chunk.nbytes)
-            entry = file.finish()
+            self._files[name] = entry = file.finish()
         total = len(header) + sum(spec.nbytes for spec in specs)
         assert entry.nbytes == total, f"{name}: {entry.nbytes} bytes written, not {total}"
-        return entry
-
-    def _mark(self, entries: Mapping[str, FileEntry]) -> None:
-        """Files that are done, all of them or, after a crash, none."""
-        self._done.update(entries)
-        with store_errors(self._partial, "recording progress"):
-            replace(self._journal, files=self._done).write(self._partial)
-
-    def _resume(self) -> None:
-        """Keep the files that are done; remove everything else of ours."""
-        with contextlib.suppress(StoreError):  # none yet, or torn: start over
-            journal = _Journal.read(self._partial)
-            if replace(journal, files={}, source=self._plan.source) == self._journal:
-                self._done = {
-                    name: entry
-                    for name, entry in journal.files.items()
-                    if _size(self._partial / name) == entry.nbytes and not is_extra(name)  # these may have changed
-                }
-        kept, listed = {LOCK_NAME, JOURNAL_NAME, *self._done}, listed_names(self._partial)
-        with store_errors(self._partial, "clearing the folder"):
-            remove_files(self._partial, lambda name: name not in kept and (name in listed or is_store_name(name)))
-        self._mark({})
 
     def _report(self, nbytes: int) -> None:
         self._written += nbytes
@@ -294,10 +239,6 @@ class _LargeFile:
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)  # the device wants larger blocks than pages
 
 
-def _entry_of(data: bytes) -> FileEntry:
-    return FileEntry(len(data), xxhash.xxh3_64_intdigest(data))
-
-
 def _check_place(folder: Path, partial: Path) -> None:
     """Refuse to write over what is not ours."""
     with store_errors(folder, "looking at it"):
@@ -307,12 +248,6 @@ def _check_place(folder: Path, partial: Path) -> None:
         if folder.is_dir() and any(folder.iterdir()) and not is_packed_store(folder):
             raise StoreError(f"{folder}: holds other files; must be a new or empty folder, or a packed store")
         check_partial(partial)
-
-
-def _size(path: Path) -> int:
-    """Of a regular file; -1 where there is something else."""
-    about = about_path(path)
-    return about.st_size if about is not None and stat.S_ISREG(about.st_mode) else -1
 
 
 def _acquire(partial: Path) -> int:
