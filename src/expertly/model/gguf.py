@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +32,7 @@ _EXPERTS = "_exps.weight"
 # -- what metadata means -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(NamedTuple):
     """What the value of a key may be."""
 
     accepted: str
@@ -76,31 +75,24 @@ _FIELDS: dict[str, tuple[str, _Kind]] = {
 }
 """Keys that every architecture here has, the config's field for each, and what it may be."""
 
+_ZERO = """
+attention.clamp_kqv attention.max_alibi_bias attention.sliding_window attention.temperature_length
+attention.temperature_scale attn_logit_softcapping final_logit_softcapping router_logit_softcapping
+expert_shared_count expert_shared_feed_forward_length leading_dense_block_count n_deepstack_layers
+pooling_type rope.scaling.yarn_log_multiplier
+"""
+_ZERO_OR_ONE = """
+attention.output_scale embedding_scale logit_scale residual_scale rope.scaling.alpha expert_gating_func
+expert_group_count expert_group_used_count expert_weights_scale interleave_moe_layer_step moe_every_n_layers
+"""
 _NEUTRAL: dict[str, _Kind] = {
     "attention.causal": _one_of(True),
-    "pooling_type": _one_of(0),
     "rope.scaling.finetuned": _FLAG,  # says how the model was made
     "rope.scaling.yarn_attn_factor": _one_of(1),  # llama.cpp computes another
     "tensor_data_layout": _one_of(""),
     **dict.fromkeys(("swin_norm", "use_parallel_residual"), _one_of(False)),
-    **dict.fromkeys(
-        (
-            *("attention.clamp_kqv", "attention.max_alibi_bias", "attention.sliding_window"),
-            *("attention.temperature_length", "attention.temperature_scale", "attn_logit_softcapping"),
-            *("final_logit_softcapping", "router_logit_softcapping", "expert_shared_count"),
-            *("expert_shared_feed_forward_length", "leading_dense_block_count", "n_deepstack_layers"),
-            "rope.scaling.yarn_log_multiplier",
-        ),
-        _one_of(0),
-    ),
-    **dict.fromkeys(
-        (
-            *("attention.output_scale", "embedding_scale", "logit_scale", "residual_scale", "rope.scaling.alpha"),
-            *("expert_gating_func", "expert_group_count", "expert_group_used_count", "expert_weights_scale"),
-            *("interleave_moe_layer_step", "moe_every_n_layers"),
-        ),
-        _one_of(0, 1),
-    ),
+    **dict.fromkeys(_ZERO.split(), _one_of(0)),
+    **dict.fromkeys(_ZERO_OR_ONE.split(), _one_of(0, 1)),
 }
 """Keys of any architecture that change nothing with these values; 0 mostly means that there is no such thing. A key
 that is neither here nor in the architecture's row is refused, as it may change the arithmetic.
@@ -114,19 +106,13 @@ class _Architecture:
     """How the metadata and tensors of one architecture become a model of transformers."""
 
     model_type: str
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Fields of the config that are called otherwise than in _FIELDS, by key; and of further keys."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that llama.cpp has in its code."""
-    kinds: Mapping[str, _Kind] = field(default_factory=dict)
-    """What its further keys may be; other values of keys in _NEUTRAL."""
-    rope: Mapping[str, Any] = field(default_factory=dict)
-    """Of the config's rope_parameters, where they are scaled."""
-    scalings: tuple[str, ...] = ("none", "linear", "yarn")
-    """Accepted of rope.scaling.type; where it is one, the key must be there."""
+    names: Mapping[str, str] = field(default_factory=dict)  # of the config's fields, by key, unlike _FIELDS or further
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that llama.cpp has in its code
+    kinds: Mapping[str, _Kind] = field(default_factory=dict)  # of its further keys, or unlike _NEUTRAL
+    rope: Mapping[str, Any] = field(default_factory=dict)  # of the config's rope_parameters, where they are scaled
+    scalings: tuple[str, ...] = ("none", "linear", "yarn")  # rope.scaling.type; where it is one, it must be there
     has_partial_rope: bool = False
-    pre: tuple[str, ...] = ("qwen2",)
-    """How its text is split into words, the usual one first."""
+    pre: tuple[str, ...] = ("qwen2",)  # how its text is split into words, the usual one first
     tokenizer: str = "Qwen2Tokenizer"  # transformers' class
 
 
@@ -188,11 +174,8 @@ class _Metadata:
 
     def __init__(self, files: GgufFiles, architecture: str) -> None:
         self._path, self._prefix = files.path, f"{architecture}."
-        self._left = {
-            key.removeprefix(self._prefix): value
-            for key, value in files.metadata.items()
-            if key.startswith(self._prefix)
-        }
+        start = len(self._prefix)
+        self._left = {key[start:]: value for key, value in files.metadata.items() if key.startswith(self._prefix)}
 
     def take(self, key: str, kind: _Kind, default: Any = None) -> Any:
         """The value, or the default where there is none. Raises CheckpointError where neither is right."""
@@ -207,11 +190,10 @@ class _Metadata:
     def check_left(self, neutral: Mapping[str, _Kind]) -> None:
         """Raises UnsupportedModelError for a key that is not neutral, as its value may change what is computed."""
         for key, value in self._left.items():
-            kind = neutral.get(key)
-            if kind is None or not kind.is_right(value):
-                problem = "a key that is not supported, which may change what the model computes"
-                if kind is not None:
-                    problem = f"not supported; accepted: {kind.accepted}"
+            problem = "a key that is not supported, which may change what the model computes"
+            if key in neutral:
+                problem = f"not supported; accepted: {neutral[key].accepted}"
+            if key not in neutral or not neutral[key].is_right(value):
                 raise UnsupportedModelError(f"{self._path}: {self._prefix}{key:.80}={value!r:.80}: {problem}")
 
 

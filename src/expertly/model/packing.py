@@ -80,10 +80,10 @@ def pack_cached(
     folder = folder or download(str(model), stores_folder(cache_dir) if keeps_size else None)
     if is_packed_store(folder):
         return _open_store(folder, dtype, quantize)
-    _check_files(folder)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = _open_checkpoint(folder)
     weights = weights_of(checkpoint, dtype, quantize)
-    return _pack(checkpoint, _cached_folder(checkpoint, weights.label, cache_dir), weights, progress)
+    folder = _cached_folder(checkpoint, weights.format or weights.dtype, cache_dir)
+    return _pack(checkpoint, folder, weights, progress)
 
 
 def pack(
@@ -105,37 +105,30 @@ def pack(
     """
     if is_packed_store(Path(source)):
         raise CheckpointError(f"{source}: already a packed store; give the checkpoint that it was packed from")
-    checkpoint = open_checkpoint(Path(source))
-    _check_files(checkpoint.folder)
+    checkpoint = _open_checkpoint(Path(source))
     return _pack(checkpoint, Path(folder), weights_of(checkpoint, dtype, quantize), progress)
 
 
-def _check_files(folder: Path) -> None:
-    """Refuse small files that transformers must not open, before anything is packed, and say what is left out."""
-    if not folder.is_dir():
-        return
-    check_model_files(folder, CheckpointError)
-    if (folder / _ADAPTER_NAME).exists():
+def _open_checkpoint(path: Path) -> Checkpoint:
+    """Also refuses small files that transformers must not open, and says what is left out."""
+    if path.is_dir():
+        check_model_files(path, CheckpointError)
+    if (path / _ADAPTER_NAME).exists():
         logging.getLogger("expertly").warning(
             "%s: an adapter (LoRA) is not applied: texts are those of the model without it; merge it into the weights "
             "first (PEFT's merge_and_unload)",
-            folder / _ADAPTER_NAME,
+            path / _ADAPTER_NAME,
         )
+    return open_checkpoint(path)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How experts are stored: in a dtype, or in a weight `format` and computed in that dtype; `rounded_to`: to which
-    they are rounded first, as --quantize calls it.
-    """
+    """How experts are stored: in a dtype, or in a weight `format` and computed in that dtype."""
 
     dtype: str
     format: str = ""
-    rounded_to: str = ""
-
-    @property
-    def label(self) -> str:
-        return self.format or self.dtype
+    rounded_to: str = ""  # the format, as --quantize calls it
 
 
 def weights_of(checkpoint: Checkpoint, dtype: str | None, quantize: str | None = None) -> Weights:
@@ -176,16 +169,15 @@ def _named(checkpoint: Checkpoint) -> Iterator[None]:
 
 def _store_alone(name: str, dtype: str | None, cache_dir: Path | None) -> Path | None:
     """The newest store of a hub id whose checkpoint is no longer in the hub's cache; None where there is none."""
-    snapshots = f"models--{name.replace('/', '--')}"
-    wanted = [
+    stores = [
         entry.folder
         for entry in list_entries(cache_dir)
         if entry.problem is None
         and (dtype is None or entry.dtype == dtype)
-        and (snapshots in Path(entry.source).parts or entry.source.startswith(f"{name}@"))
+        and f"models--{name.replace('/', '--')}" in Path(entry.source).parts
         and not os.path.exists(entry.source)
     ]
-    return max(wanted, key=lambda folder: (folder / MANIFEST_NAME).stat().st_mtime, default=None)
+    return max(stores, key=lambda folder: (folder / MANIFEST_NAME).stat().st_mtime, default=None)
 
 
 def source_folder(model: str | Path | None, store: Path | None = None) -> Path:
@@ -217,16 +209,14 @@ def default_dtype(checkpoint: Checkpoint) -> str:
     config = checkpoint.config
     if checkpoint.gguf and not all(ref.dtype in IS_FLOAT for ref in checkpoint.tensors.values()):
         return "float32"  # transformers' own for a GGUF file, whose weights decode to it
-    text_config = config.get("text_config")
-    for part in (config, text_config if isinstance(text_config, dict) else {}):
-        for key in ("dtype", "torch_dtype"):
-            if part.get(key) is not None:
-                try:
-                    return check_store_dtype(str(part[key]).removeprefix("torch."), key)
-                except ConfigError as error:
-                    raise CheckpointError(
-                        f"{checkpoint.folder / 'config.json'}: {error}; or name one with dtype"
-                    ) from None
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, dict) else {})
+    for part, key in ((part, key) for part in parts for key in ("dtype", "torch_dtype") if part.get(key) is not None):
+        try:
+            return check_store_dtype(str(part[key]).removeprefix("torch."), key)
+        except ConfigError as error:
+            path = checkpoint.folder / "config.json"
+            raise CheckpointError(f"{path}: {error}; or name one with dtype") from None
     nbytes: Counter[str] = Counter()
     for ref in checkpoint.tensors.values():
         nbytes[ref.dtype] += ref.nbytes
@@ -290,9 +280,7 @@ class Packing:
 
     def __init__(self, checkpoint: Checkpoint, weights: Weights) -> None:
         """Plans everything from config and headers. Raises CheckpointError."""
-        self._checkpoint = checkpoint
-        self._dtype = dtype = weights.dtype
-        self._rounding = Rounding(weights.rounded_to) if weights.rounded_to else None
+        self._checkpoint, self._weights, dtype = checkpoint, weights, weights.dtype
         rounding = rounding_format(weights.rounded_to) if weights.rounded_to else None
         kept = weights.format if rounding is None else ""
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
@@ -328,7 +316,7 @@ class Packing:
 
     def dense_by_format(self, *, is_decoded: bool = False) -> dict[str, int]:
         specs = {spec.name: spec for spec in self._dense}
-        return dense_by_format(specs, self.dense_formats, self._dtype, is_decoded=is_decoded)
+        return dense_by_format(specs, self.dense_formats, self._weights.dtype, is_decoded=is_decoded)
 
     def experts(self, layer: int, only: Sequence[int]) -> Iterator[Bytes]:
         return self._readers[layer].experts(self._torch_dtype, only)
@@ -339,11 +327,11 @@ class Packing:
             identity=checkpoint.identity,
             source=str(checkpoint.folder.absolute()),
             model_type=str(checkpoint.config.get("model_type")),
-            dtype=self._dtype,
+            dtype=self._weights.dtype,
             layers=self.layers,
             sites=tuple(site.name for site in self._sites),
             files={},
-            rounding=self._rounding,
+            rounding=Rounding(self._weights.rounded_to) if self._weights.rounded_to else None,
             stamp=checkpoint.stamp,
             dense_formats=self.dense_formats,
         )
@@ -379,7 +367,7 @@ class Packing:
                 self._check_shape(refs, expected)
             is_float = all(ref.dtype in IS_FLOAT for ref in refs.values())
             if self._checkpoint.gguf or (group.is_dequantized and not is_float):
-                plan[TensorSpec(self._dense_name(group), STORE_DTYPES[self._dtype], expected)] = group
+                plan[TensorSpec(self._dense_name(group), STORE_DTYPES[self._weights.dtype], expected)] = group
                 continue
             is_cast = is_alone and self._conversion.parameters[group.target].is_floating_point()
             for name, ref in refs.items():

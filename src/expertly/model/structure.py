@@ -57,9 +57,7 @@ class ExpertsSite:
     is_fused: bool = True
 
     def expert_weight_names(self, expert: int) -> tuple[str, str]:
-        """Full names of the parameters that hold an expert; if experts are not fused, its own, up `[I, H]` and down
-        `[H, I]`.
-        """
+        """Full names of the parameters that hold an expert; if experts are not fused, its own, [I, H] and [H, I]."""
         first, second = self.weight_names
         if self.is_fused:
             return f"{self.name}.{first}", f"{self.name}.{second}"
@@ -175,9 +173,8 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class that `config.architectures` names, or the family's language model. Raises UnsupportedModelError where
     there is none, or where transformers computes it wrongly.
     """
-    reason = _WRONG_UPSTREAM.get(config.model_type)
-    if reason is not None:
-        raise _unsupported(config.model_type, f"refused: {reason}")
+    if config.model_type in _WRONG_UPSTREAM:
+        raise _unsupported(config.model_type, f"refused: {_WRONG_UPSTREAM[config.model_type]}")
     for architecture in config.architectures or ():
         named = getattr(transformers, architecture, None)
         if not isinstance(named, type) or not issubclass(named, PreTrainedModel) or not named.can_generate():
@@ -195,6 +192,12 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 def _unsupported(model_type: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"model_type={model_type!r}: {reason}; {_SUPPORTED}")
+
+
+_MAX_ARANGE = 1 << 24
+"""Positions of the longest text are a tenth."""
+
+_DRAWS = torch.Tensor.normal_, torch.Tensor.uniform_
 
 
 class Unvalued(TorchFunctionMode):
@@ -221,12 +224,6 @@ class Unvalued(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_MAX_ARANGE = 1 << 24
-"""Positions of the longest text are a tenth."""
-
-_DRAWS = torch.Tensor.normal_, torch.Tensor.uniform_
-
-
 def build_meta_model(
     source: str | os.PathLike[str] | PreTrainedConfig, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
@@ -243,13 +240,7 @@ def build_meta_model(
     try:
         with torch.device("meta"), Unvalued():
             model = model_class(config).eval()
-        for module in model.modules():  # what was computed on the CPU goes to the meta device, too
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to("meta")
-            for name, weight in module._parameters.items():
-                if weight is not None and not weight.is_meta:
-                    module._parameters[name] = nn.Parameter(weight.to("meta"), weight.requires_grad)
-        return model
+        return model.to("meta")  # what was computed on the CPU
     except Exception as cause:  # a family's own code raises whatever a number of the config leads to
         members = vars(sys.modules[model_class.__module__])
         if not ("SwitchTransformersExperts" in members or any(hasattr(it, "_apply_gate") for it in members.values())):
@@ -276,15 +267,15 @@ def find_experts(meta_model: PreTrainedModel, itemsize: int) -> list[ExpertsSite
     Raises UnsupportedModelError, naming the family and what is supported, where there is none, or one computes
     something that the kernels do not.
     """
-    modules = [  # switch's, and those of classes that use_experts_implementation decorated
-        (name, module)
+    sites = [  # switch's, and those of classes that use_experts_implementation decorated
+        _site(meta_model, name, module, itemsize)
         for name, module in meta_model.named_modules()
         if _is_switch(module) or (hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed"))
     ]
-    if not modules:
+    if not sites:
         names = {type(module).__name__ for module in meta_model.modules()}
         raise _no_experts_error(meta_model.config.model_type, names)
-    return [_site(meta_model, name, module, itemsize) for name, module in modules]
+    return sites
 
 
 def _no_experts_error(model_type: str, class_names: Iterable[str]) -> UnsupportedModelError:
@@ -302,25 +293,21 @@ def _site(model: PreTrainedModel, name: str, module: Any, itemsize: int) -> Expe
         return ExpertsSite(name, geometry, False, True, False, ("wi", "wo"), is_fused=False)
     if getattr(module, "has_post_expert_norm", False):
         raise _unsupported(model_type, f"{name} normalises each expert's output, which is not supported")
-    has_gate = getattr(module, "has_gate", True)
-    is_transposed = module.is_transposed
-    weight_names = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
-    up, down = (getattr(module, weight_name, None) for weight_name in weight_names)
+    has_gate, is_transposed = getattr(module, "has_gate", True), module.is_transposed
+    names = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
+    up, down = (getattr(module, weight, None) for weight in names)
     if up is None or down is None or up.dim() != 3 or down.dim() != 3:
-        raise _unsupported(model_type, f"{name} has no fused weights {' and '.join(weight_names)} of three dimensions")
-    num_experts, inner, hidden = up.shape if not is_transposed else up.transpose(1, 2).shape
+        raise _unsupported(model_type, f"{name} has no fused weights {' and '.join(names)} of three dimensions")
+    shapes = f"{names[0]} {tuple(up.shape)} and {names[1]} {tuple(down.shape)}"
+    up, down = (up.transpose(1, 2), down.transpose(1, 2)) if is_transposed else (up, down)
+    num_experts, inner, hidden = up.shape
     width = inner // 2 if has_gate else inner
-    expected = (num_experts, hidden, width) if not is_transposed else (num_experts, width, hidden)
-    if tuple(down.shape) != expected or (has_gate and inner % 2):
-        raise _unsupported(
-            model_type,
-            f"{name}: {weight_names[0]} {tuple(up.shape)} and {weight_names[1]} {tuple(down.shape)} are not those of "
-            "experts whose input and output have one width",
-        )
+    if down.shape != (num_experts, hidden, width) or (has_gate and inner % 2):
+        reason = f"{name}: {shapes} are not those of experts whose input and output have one width"
+        raise _unsupported(model_type, reason)
     top_k = _top_k(model, name, module, num_experts)
     geometry = LayerGeometry(num_experts, top_k, hidden, width, 3 if has_gate else 2, itemsize)
-    is_concatenated = getattr(module, "is_concatenated", True)
-    return ExpertsSite(name, geometry, is_transposed, is_concatenated, has_gate, weight_names)
+    return ExpertsSite(name, geometry, is_transposed, getattr(module, "is_concatenated", True), has_gate, names)
 
 
 _TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")

@@ -100,11 +100,9 @@ class Checkpoint:
 
     @cached_property
     def identity(self) -> str:
-        """SHA-256 over the config, each file's name, size and header, and a sample of each file's bytes.
-
-        The sample (64 blocks of 4 KiB spread over the file, or all of a file below 4 MiB) distinguishes fine-tunings of
-        one model, whose headers are equal. File times and folder names do not matter. What was learned about a model
-        goes by it; whether a store is up to date goes by `stamp` as well.
+        """SHA-256 over the config, each file's name, size and header, and a sample of each file's bytes (64 blocks of 4
+        KiB spread over the file, or all of a file below 4 MiB), which fine-tunings of one model differ in. What was
+        learned about a model goes by it; whether a store is up to date goes by `stamp` as well.
         """
 
         def parts() -> Iterator[bytes]:
@@ -166,45 +164,29 @@ class Checkpoint:
             yield chunk
 
 
+# Names of config fields: those that count layers or experts,
 _COUNTS = re.compile(r"(^|_)(num|n)_(\w+_)?(layer|expert|block|stage)s?(_|$)|^(en|de)coder_layers$|^depths?$")
-"""Names of config fields that count layers or experts."""
-
+# those whose numbers are never below 0, and 0 only where there is no such part,
 _NOT_NEGATIVE = re.compile(
     r"(^|_)(heads|layers|experts|hidden_size|vocab_size|intermediate_size|head_dim|eps|epsilon)$"
 )
-"""Names of fields whose numbers are never below 0, and 0 only where there is no such part."""
-
+# those without which there is no text model, and numbers by which positions are divided,
 _POSITIVE = re.compile(
-    r"^(hidden_size|vocab_size|num_hidden_layers|num_attention_heads|num_key_value_heads|head_dim|rope_theta)$"
+    r"(hidden_size|vocab_size|num_hidden_layers|num_attention_heads|num_key_value_heads|head_dim|rope_theta)"
+    r"|rope_(parameters|scaling)\.(.+\.)?(\w*factor|rope_theta|original_max_position_embeddings)(\.\d+)?"
 )
-"""Without which there is no text model, if they are numbers."""
-
-_ROPE = re.compile(
-    r"^rope_(parameters|scaling)\.(.+\.)?(\w*factor|rope_theta|original_max_position_embeddings)(\.\d+)?$"
-)
-"""Numbers by which positions are divided."""
-
+# and those that may be larger than any tensor: nothing is built that large.
 _UNBOUNDED = re.compile(
     r"token|max_|_max|position|window|length|theta|seed|pixel|param|index|limit|version|flops|range"
 )
-"""In names of fields that may be larger than any tensor: nothing is built that large."""
+# In names of tensors: of those that hold many experts; numbers.
+_OF_EXPERTS, _NUMBER = re.compile(r"expert|moe|_exps"), re.compile(r"(?<![^._])\d+(?![^._])")
 
-_OF_EXPERTS = re.compile(r"expert|moe|_exps")
-"""In names of tensors that hold many experts."""
+_FEW, _SMALL_SIZE = 256, 1 << 22
+"""As many layers or experts, and such a size, are accepted for any tensors: building them takes no time."""
 
-_NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
-
-_FEW = 256
-"""As many layers or experts are accepted for any tensors: building them takes no time."""
-
-_MOST_WITHOUT_WEIGHTS = 1024
-"""As many are accepted of a config without weights: twice what released models have."""
-
-_LARGEST_WITHOUT_WEIGHTS = 1 << 28
-"""A size that is accepted of a config without weights: tables of n-grams have a tenth of the rows."""
-
-_SMALL_SIZE = 1 << 22
-"""A size that is accepted for any tensors."""
+_MOST_WITHOUT_WEIGHTS, _LARGEST_WITHOUT_WEIGHTS = 1024, 1 << 28
+"""And of a config without weights: twice what released models have; tables of n-grams have a tenth of the rows."""
 
 _PACKED = 32
 """Numbers that an element of a tensor may hold, in 1 bit each."""
@@ -240,7 +222,7 @@ def check_claims(
             raise failure(f"{said}no tensor is as large; accepted: at most {largest}")
         if value < 0 and _NOT_NEGATIVE.search(key):
             raise failure(f"{said}must be at least 0")
-        if value <= 0 and (_POSITIVE.search(key) or _ROPE.search(field)):
+        if value <= 0 and (_POSITIVE.fullmatch(key) or _POSITIVE.fullmatch(field)):
             raise failure(f"{said}must be above 0")
 
 
@@ -265,12 +247,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not path.exists():
         if any(one.is_symlink() and not one.exists() for one in (path, folder / SINGLE_NAME)):
             raise CheckpointError(f"{folder}: its weights are a broken link: an unfinished download?")
-        others = sorted(
-            p.name for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.pt") for p in folder.glob(pattern)
-        )
-        which = "a file to give itself" if others and others[0].endswith(".gguf") else "which cannot be packed"
-        found = f"; found {', '.join(others[:3])}, {which}" if others else ""
-        raise CheckpointError(f"{folder}: no {SINGLE_NAME} and no {INDEX_NAME}{found}")
+        beside = sorted(p.name for end in ("safetensors", "bin", "gguf", "pt") for p in folder.glob(f"*.{end}"))
+        use = "a file to give itself" if beside and beside[0].endswith(".gguf") else "which cannot be packed"
+        named = f"; found {', '.join(beside[:3])}, {use}" if beside else ""
+        raise CheckpointError(f"{folder}: no {SINGLE_NAME} and no {INDEX_NAME}{named}")
     weight_map = read_json_object(path, CheckpointError, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map={weight_map!r:.80}: must map tensor names to file names")

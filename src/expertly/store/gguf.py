@@ -153,7 +153,6 @@ class _Header:
 
     @property
     def raw(self) -> bytes:
-        """The bytes that were parsed."""
         return bytes(self._buffer[: self._at])
 
     def metadata(self) -> dict[str, Any]:
@@ -194,23 +193,22 @@ class _Header:
                 accepted = f"must be whole blocks of {block} in {known.name}"
                 raise self._refused(f"{tensor}: shape={list(shape)}: {accepted}")
             entries[name] = known.name, shape, offset, math.prod(shape) // block * block_nbytes
-        expected = begin = -(-self._at // alignment) * alignment
+        begin, expected = -(-self._at // alignment) * alignment, 0
         for name, (_, _, offset, nbytes) in entries.items():
             if offset % alignment or begin + offset + nbytes > self._size:
-                where = f"begin at a multiple of {alignment} and end in the file, which has {self._size} bytes"
+                accepted = f"begin at a multiple of {alignment} and end in the file, which has {self._size} bytes"
                 raise self._refused(
-                    f"tensor {name!r:.80}: offset={offset}: its {nbytes} bytes must {where}: truncated?"
+                    f"tensor {name!r:.80}: offset={offset}: its {nbytes} bytes must {accepted}: truncated?"
                 )
         tensors: dict[str, TensorRef] = {}
         for name, (dtype, shape, offset, nbytes) in sorted(entries.items(), key=lambda item: item[1][2]):
-            at = begin + offset
-            if at != expected:
-                problem = f"{'overlaps' if at < expected else 'leaves unused bytes after'} what is before it"
-                raise self._refused(f"tensor {name!r:.80}: offset={offset}: {problem}; must be {expected - begin}")
-            tensors[name] = TensorRef(self._path, dtype, shape, at, nbytes)
-            expected = -(-(at + nbytes) // alignment) * alignment
-        if self._size > expected:
-            raise self._refused(f"{self._size - expected} bytes at the end belong to no tensor")
+            if offset != expected:
+                problem = f"{'overlaps' if offset < expected else 'leaves unused bytes after'} what is before it"
+                raise self._refused(f"tensor {name!r:.80}: offset={offset}: {problem}; must be {expected}")
+            tensors[name] = TensorRef(self._path, dtype, shape, begin + offset, nbytes)
+            expected = -(-(offset + nbytes) // alignment) * alignment
+        if self._size > begin + expected:
+            raise self._refused(f"{self._size - begin - expected} bytes at the end belong to no tensor")
         return tensors
 
     def _refused(self, text: str) -> CheckpointError:
@@ -226,15 +224,10 @@ class _Header:
             raise self._refused(f"{key:.80}: type={element}: no number, string or list of these")
         width = struct.calcsize(f"<{_NUMBERS[element]}") if element in _NUMBERS else 8
         num = self._count(key, width)
-        begin = self._at
-        if element in _NUMBERS:
-            self._take(num * width)
-        else:
-            self._pass_strings(key, num)
-        return GgufList(self._path, key, element, num, bytes(self._buffer[begin : self._at]))
+        raw = self._take(num * width) if element in _NUMBERS else self._strings(key, num)
+        return GgufList(self._path, key, element, num, raw)
 
-    def _pass_strings(self, key: str, num: int) -> None:
-        """Move behind `num` strings."""
+    def _strings(self, key: str, num: int) -> bytes:
         if num > self._left:
             raise self._refused(f"{key:.80}: {num} texts; accepted: {GGUF.items} in all lists")
         self._left -= num
@@ -246,8 +239,7 @@ class _Header:
             at += 8 + nbytes
             if at > self._end or nbytes > GGUF.text:
                 raise self._refused(f"{key:.80}: a string of {nbytes} bytes; accepted: {GGUF.text}, in the header")
-        self._fill(at)
-        self._at = at
+        return self._take(at - self._at)
 
     def _number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]

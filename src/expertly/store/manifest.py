@@ -90,7 +90,7 @@ class Manifest:
     __pydantic_config__: ClassVar[Any] = OWN_FILE
 
     identity: str  # of the source checkpoint
-    source: str  # its path or hub id
+    source: str  # its path
     model_type: str
     dtype: str  # of computing with experts, and of storing them without a weight format: bfloat16, float16 or float32
     layers: Annotated[tuple[LayerGeometry, ...], MinLen(1)]

@@ -32,9 +32,6 @@ _CHUNK_NBYTES = 4 << 20
 
 
 def experts_name(layer: int) -> str:
-    """The file of a layer's experts. Its tensor `experts` is [E, I, M, H] (M: gate if any, up, transposed
-    down), or in a weight format bytes [E, I / G, nbytes] of blocks of G neurons.
-    """
     return f"experts-{layer:05d}.safetensors"
 
 
@@ -43,7 +40,9 @@ def expert_files(layer: int) -> tuple[str, str]:
 
 
 def experts_spec(layer: LayerGeometry, dtype: str) -> TensorSpec:
-    """The tensor in the file `experts_name`."""
+    """The tensor in the file `experts_name`: [E, I, M, H] (M: gate if any, up, transposed down), or in a weight format
+    bytes [E, I / G, nbytes] of blocks of G neurons.
+    """
     if layer.format:
         return TensorSpec(EXPERTS_KEY, "U8", (layer.num_experts, layer.num_blocks, layer.block_nbytes))
     shape = (layer.num_experts, layer.intermediate_size, layer.num_matrices, layer.hidden_size)
@@ -62,8 +61,8 @@ def dense_by_format(
     *,
     is_decoded: bool = False,
 ) -> dict[str, int]:
-    """Bytes of a store's dense tensors once loaded in `dtype`, by weight format or dtype, the largest first. `formats`:
-    of linear layers, by path. `is_decoded`: the device decodes these when it loads them.
+    """Bytes of dense tensors once loaded in `dtype`, by weight format or dtype, the largest first. `formats`: of linear
+    layers, by path. `is_decoded`: the device decodes these when it loads them.
     """
     kept = {tiles_name(path): FORMATS[name] for path, name in formats.items()}
     sizes: Counter[str] = Counter()
@@ -84,7 +83,7 @@ _NOT_EXTRA = ("config.json", MANIFEST_NAME, JOURNAL_NAME, "adapter_config.json")
 
 
 def is_extra(name: str) -> bool:
-    """Whether a store has a copy of small files of this name (tokenizer, generation config, chat template, licence)."""
+    """Whether a store has copies of such small files: tokenizer, generation config, chat template, licence."""
     has_name = name.endswith(_EXTRA_SUFFIXES) or name in _EXTRA_NAMES
     return has_name and name not in _NOT_EXTRA and not name.startswith(".") and not name.endswith(".index.json")
 
@@ -102,14 +101,10 @@ class LayerFile(NamedTuple):
     """Where the experts of a layer lie."""
 
     path: Path
-    begin: int
-    """The offset of the file's first expert, a multiple of 4096. The next is `expert_nbytes` further."""
-    sums: Sums | None
-    """Checksums with which what is read is compared; None: it is not."""
-    places: Sequence[int]
-    """Of each expert its place in the file, from 0."""
-    check_every: int = CHECK_EVERY
-    """How many reads of a block follow each other until one is compared; the first is, too."""
+    begin: int  # offset of the file's first expert, a multiple of 4096; the next is `expert_nbytes` further
+    sums: Sums | None  # with which what is read is compared; None: it is not
+    places: Sequence[int]  # of each expert its place in the file, from 0
+    check_every: int = CHECK_EVERY  # of so many reads of a block one is compared; the first is, too
 
 
 @dataclass(frozen=True)
@@ -123,18 +118,16 @@ class PackedStore:
     sums: tuple[Sums, ...] = ()  # by layer; empty: reads are not compared
     checkpoint: Path | None = None  # the folder that it was opened for, which has newer small files
     check_every: int = CHECK_EVERY  # see LayerFile
-    checked: Mapping[str, os.stat_result] = field(default_factory=dict)
-    """Files that were compared with the manifest, as they were then: see `check_since`."""
+    checked: Mapping[str, os.stat_result] = field(default_factory=dict)  # what files were when they were compared
 
     @classmethod
     def open(cls, folder: Path, expect_identity: str | None = None, stamp: str = "") -> PackedStore:
         """Raises StoreError naming the file that is missing, damaged or of another size, or if the store was packed
         from another checkpoint than that of `expect_identity` and `stamp`.
         """
-        if not folder.is_dir():
-            raise StoreError(f"{folder}: no such folder")
         if not is_packed_store(folder):
-            raise StoreError(f"{folder}: not a packed store (no {MANIFEST_NAME})")
+            problem = f"not a packed store (no {MANIFEST_NAME})" if folder.is_dir() else "no such folder"
+            raise StoreError(f"{folder}: {problem}")
         manifest = Manifest.read(folder)
         if expect_identity not in (None, manifest.identity) or stamp not in ("", manifest.stamp):
             raise StoreError(
@@ -179,8 +172,8 @@ class PackedStore:
     def positions(self) -> int | None:
         """The most tokens of a text, if the config has a limit."""
         text = self.config.get("text_config")
-        found = (text if isinstance(text, dict) else self.config).get("max_position_embeddings")
-        return found if type(found) is int and found > 0 else None
+        most = (text if isinstance(text, dict) else self.config).get("max_position_embeddings")
+        return most if type(most) is int and most > 0 else None
 
     @property
     def dense_nbytes(self) -> int:
@@ -264,10 +257,9 @@ def _check_size(path: Path, nbytes: int) -> None:
     about = _about(path)
     if not stat.S_ISREG(about.st_mode):  # to open a pipe would wait for ever
         raise StoreError(f"{path}: must be a file{PACK_AGAIN}")
-    size = about.st_size
-    if size != nbytes:
-        what = "truncated" if size < nbytes else "changed"
-        raise StoreError(f"{path}: {what}: {size} bytes, but {MANIFEST_NAME} says {nbytes}{PACK_AGAIN}")
+    if about.st_size != nbytes:
+        problem = "truncated" if about.st_size < nbytes else "changed"
+        raise StoreError(f"{path}: {problem}: {about.st_size} bytes, but {MANIFEST_NAME} says {nbytes}{PACK_AGAIN}")
 
 
 def _header(path: Path) -> dict[str, TensorInfo]:
@@ -281,9 +273,9 @@ def _extent(folder: Path, dtype: str, index: int, layer: LayerGeometry) -> tuple
     path, spec = folder / experts_name(index), experts_spec(layer, dtype)
     info = _header(path).get(EXPERTS_KEY)
     if info is None or (info.dtype, info.shape) != (spec.dtype, spec.shape) or info.begin % PAGE_NBYTES:
-        found = "no such tensor" if info is None else f"{info.dtype} {list(info.shape)} at offset {info.begin}"
+        stored = "no such tensor" if info is None else f"{info.dtype} {list(info.shape)} at offset {info.begin}"
         raise StoreError(
-            f"{path}: tensor {EXPERTS_KEY!r}: {found}; must be {spec.dtype} {list(spec.shape)} at a multiple of "
+            f"{path}: tensor {EXPERTS_KEY!r}: {stored}; must be {spec.dtype} {list(spec.shape)} at a multiple of "
             f"{PAGE_NBYTES}{PACK_AGAIN}"
         )
     return path, info.begin

@@ -1,8 +1,7 @@
 """Checksums of experts, which find a flipped byte when it is first read, or soon after it was flipped.
 
 An expert is B equal blocks of whole neurons (`blocks_per_expert`). Beside the file of a layer's experts lies a file of
-sums (`sums_name`): a safetensors file of `checksum` U64 [E, B], the xxh3_64 of each block. xxhash releases the
-interpreter lock while it works.
+sums (`sums_name`): a safetensors file of `checksum` U64 [E, B], the xxh3_64 of each block.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ class BlockSummer:
     """Makes the sums of a layer from the bytes of its experts in order, cut anywhere."""
 
     def __init__(self, layer: LayerGeometry) -> None:
-        self._layer = layer
-        self._num_blocks = blocks_per_expert(layer)
-        self._left = self._block_nbytes = layer.expert_nbytes // self._num_blocks
+        self._spec = _spec(layer)
+        self._left = self._block_nbytes = layer.expert_nbytes // blocks_per_expert(layer)
         self._hash = xxhash.xxh3_64()
         self._checksums: list[int] = []
 
@@ -62,8 +60,8 @@ class BlockSummer:
 
     def file_bytes(self) -> bytes:
         """The contents of the file of sums, after all experts were added."""
-        assert len(self._checksums) == self._layer.num_experts * self._num_blocks, "not the bytes of a layer"
-        return safetensors_header([_spec(self._layer)]) + np.asarray(self._checksums, "<u8").tobytes()
+        assert 8 * len(self._checksums) == self._spec.nbytes, "not the bytes of a layer"
+        return safetensors_header([self._spec]) + np.asarray(self._checksums, "<u8").tobytes()
 
 
 def open_sums(folder: Path, number: int, layer: LayerGeometry, entry: FileEntry) -> Sums:
