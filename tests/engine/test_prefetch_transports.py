@@ -77,7 +77,7 @@ def make(kind: str, disk: Any, shape: Geometry, slots: list[int], dice: random.R
 
 
 class Counted:
-    """A PrefetchTransport that counts what goes through it."""
+    """A Transport that counts what goes through it."""
 
     def __init__(self, device: Device, happened: Counter[str]) -> None:
         self.submit, self.poll, self.wait = device.submit, device.poll, device.wait

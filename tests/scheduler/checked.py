@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
-from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.slots import RESIDENT
 
-
-@dataclass
-class Seen:
-    """A naive count of one layer in one phase."""
-
-    numbers: Counter[str] = field(default_factory=Counter)
-    by_distance: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-
-    def agrees(self, counted: PhaseCounters) -> None:
-        for name in (
-            *("loaded_nbytes", "prefetched_nbytes", "wasted_nbytes", "hits", "partial_hits", "misses"),
-            *("predicted", "predicted_needed", "predicted_resident", "predicted_of"),
-            *("prefetched", "prefetched_needed", "prefetched_in_time"),
-        ):
-            assert getattr(counted, name) == self.numbers[name], name
-        assert counted.by_distance == self.by_distance
+COUNTED = (
+    *("loaded_nbytes", "prefetched_nbytes", "wasted_nbytes", "hits", "partial_hits", "misses"),
+    *("predicted", "predicted_needed", "predicted_resident", "predicted_of"),
+    *("prefetched", "prefetched_needed", "prefetched_in_time"),
+)
 
 
 class CheckedScheduler(Scheduler):
@@ -37,7 +24,7 @@ class CheckedScheduler(Scheduler):
         super().__init__(*arguments, **named)
         self.memory: dict[tuple[int, int], int] = {}  # (size class, slot) -> the unit written last
         self.coming: set[tuple[int, int]] = set()  # slots that a transfer writes
-        self.seen = [{True: Seen(), False: Seen()} for _ in self.geometry.layers]
+        self.seen: list[dict[bool, Counter[str]]] = [{True: Counter(), False: Counter()} for _ in self.geometry.layers]
         self.ahead: set[int] = set()  # units prefetched; their layer has not run
         self.prefetching: dict[int, bool] = {}  # units in flight ahead -> was decode running?
         self.predicted: list[dict[int, list[int]]] = [{} for _ in self.geometry.layers]
@@ -161,32 +148,28 @@ class CheckedScheduler(Scheduler):
                 self._takes_slot(unit)
             is_decode = router.is_decode[router.experts.index(span.expert)]
             nbytes = span.num_segments * self.geometry.segment_nbytes(span.layer)
-            self.seen[span.layer][is_decode].numbers["loaded_nbytes"] += nbytes
+            self.seen[span.layer][is_decode]["loaded_nbytes"] += nbytes
 
     def _count_router(self, router: RouterRan, num_parts_there: list[int]) -> None:
         layer, num_parts, first = router.layer, self.slots.num_parts, self.slots.first_of[router.layer]
-        seen = self.seen[layer][self.was_decoding]
-        numbers = seen.numbers
+        numbers = self.seen[layer][self.was_decoding]
         needed = {e for e, num in zip(router.experts, router.num_tokens, strict=True) if num}
-        for distance, experts in self.predicted[layer].items():
+        for experts in self.predicted[layer].values():
             right = [e for e in experts if e in needed]
             numbers["predicted"] += len(experts)
             numbers["predicted_needed"] += len(right)
             numbers["predicted_of"] += len(needed)
-            there = sum(num_parts_there[first + e] == num_parts for e in experts)
-            numbers["predicted_resident"] += there
-            before = seen.by_distance.get(distance, (0, 0, 0))
-            seen.by_distance[distance] = (before[0] + len(experts), before[1] + len(right), before[2] + there)
+            numbers["predicted_resident"] += sum(num_parts_there[first + e] == num_parts for e in experts)
         self.predicted[layer].clear()
         for expert, num, is_decode in zip(router.experts, router.num_tokens, router.is_decode, strict=True):
             if num:
                 there = num_parts_there[first + expert]
                 kind = "hits" if there == num_parts else "partial_hits" if there else "misses"
-                self.seen[layer][is_decode].numbers[kind] += 1
+                self.seen[layer][is_decode][kind] += 1
 
     def _count_prefetched(self, router: RouterRan, ended: set[int], resident: list[bool]) -> None:
         """What of it did come; it was in time if it was there when the router ran."""
-        numbers, first = self.seen[router.layer][self.was_decoding].numbers, self.slots.first_of[router.layer]
+        numbers, first = self.seen[router.layer][self.was_decoding], self.slots.first_of[router.layer]
         needed = {first + e for e, num in zip(router.experts, router.num_tokens, strict=True) if num}
         for eid, num in Counter(map(self._expert, ended)).items():
             numbers["prefetched"] += 1
@@ -198,15 +181,16 @@ class CheckedScheduler(Scheduler):
     def counts_agree(self) -> None:
         """The counters are the naive count."""
         for counters, seen in zip(self.counters, self.seen, strict=True):
-            seen[True].agrees(counters.decode)
-            seen[False].agrees(counters.prefill)
+            for name in COUNTED:
+                assert getattr(counters.decode, name) == seen[True][name], name
+                assert getattr(counters.prefill, name) == seen[False][name], name
 
     # -- helpers -----------------------------------------------------------------------------------------------
 
     def _count_ahead(self, unit: int, is_decode: bool, sign: int) -> None:
         layer = self.slots.layer_of[self._expert(unit)]
         for name in ("loaded_nbytes", "prefetched_nbytes"):
-            self.seen[layer][is_decode].numbers[name] += sign * self.geometry.segment_nbytes(layer)
+            self.seen[layer][is_decode][name] += sign * self.geometry.segment_nbytes(layer)
 
     def _takes_slot(self, unit: int) -> None:
         slot = self._slot(unit)

@@ -35,7 +35,7 @@ class Failure(Exception):
 
 
 class RandomLink:
-    """A PrefetchTransport. Loads begin before prefetches; what has begun arrives in any order, `chance` a poll."""
+    """A Transport. Loads begin before prefetches; what has begun arrives in any order, `chance` a poll."""
 
     def __init__(self, dice: random.Random, chance: float = 0.4) -> None:
         self.dice, self.chance = dice, chance

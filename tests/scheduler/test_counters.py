@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import random
-import statistics
-
 import pytest
 
-from expertly.core.messages import Phase, Prediction, RouterRan
-from expertly.scheduler.counters import Correlation, LayerCounters, PhaseCounters
-from tests.scheduler.drive import geometry, run_layer, scheduler
+from expertly.core.messages import Phase, RouterRan
+from expertly.scheduler.counters import LayerCounters, PhaseCounters
+from tests.scheduler.drive import geometry, made, one_token, prediction, run, run_layer, scheduler
 
 
 def count(router: RouterRan, here: dict[int, int]) -> LayerCounters:
     """Counters after one demand; `here`: segments (of 4, 100 bytes each) of the experts not wholly resident."""
     counters = LayerCounters()
     missing = [position for position, expert in enumerate(router.experts) if expert in here]
-    counters.count_demand(router, missing, [here[router.experts[i]] for i in missing], 400, 4)
+    counters.count_demand(router, missing, [here[router.experts[i]] for i in missing], 4, 100)
     return counters
 
 
@@ -28,6 +25,9 @@ def test_all_some_or_none_of_an_experts_segments() -> None:
     rates = {name: rate for name, rate in decode.rates().items() if rate is not None}
     assert rates == {"hit_rate": 1 / 3, "partial_hit_rate": 1 / 3, "byte_hit_rate": 700 / 1200}
     assert counters.of(Phase.PREFILL) == PhaseCounters()
+    twice = LayerCounters.from_dict(counters.as_dict())
+    twice.add(counters)
+    assert (twice.decode.hits, twice.decode.hit_nbytes, twice.prefill) == (2, 1400, PhaseCounters())
 
 
 Y, N = True, False
@@ -55,49 +55,16 @@ def test_counts_by_phase(
         assert one.hit_nbytes == 400 * expected[0] + 200 * expected[1]
 
 
-def predicted(layer: int, distance: int, experts: list[int], confidence: float | None = None) -> Prediction:
-    return Prediction(layer, experts, [1.0 / (1 + i) for i in range(len(experts))], distance, confidence)
-
-
-def test_goodpred_is_of_each_layer_and_distance() -> None:
-    """GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k) (ProMoE, section 4), worked out by hand."""
-    layer = LayerCounters()
-    resident = [expert in (4, 5) for expert in range(8)]
-    layer.decode.count_prediction(predicted(3, 10, [4, 1, 6, 2]), {4, 6, 7}, resident, 2)  # 2 of 4 right, 1 there
-    layer.decode.count_prediction(predicted(3, 10, [4, 5, 7, 0]), {4, 6, 7}, resident, 2)  # 2 of 4 right, 2 there
-    layer.decode.count_prediction(predicted(3, 2, [5, 7]), {4, 6, 7}, resident, 2)  # 1 of 2 right, 1 there
-    rates = layer.decode.goodpred()
-    assert rates["accuracy_by_distance"] == {"2": 1 / 2, "10": 4 / 8}
-    assert rates["fetch_rate_by_distance"] == {"2": 1 / 2, "10": 3 / 8}
-    assert rates["goodpred_by_distance"] == {"2": 1 / 4, "10": 4 / 8 * 3 / 8}
-    assert list(rates["goodpred_by_distance"]) == ["2", "10"], "by rising distance, not as texts are sorted"
-    assert (rates["prediction_accuracy"], rates["fetch_rate"], rates["goodpred"]) == (5 / 10, 4 / 10, 5 / 10 * 4 / 10)
-    both = PhaseCounters()
-    both.add(layer.decode)
-    both.add(layer.decode)
-    assert both.by_distance == {10: (16, 8, 6), 2: (4, 2, 2)}
-    assert both.rates_by_distance() == layer.decode.rates_by_distance()
-
-
-def test_confidence_is_correlated_with_the_hit_rate_of_the_surest_experts() -> None:
-    """Of layer 1, at distance 2 (when the iteration began) and 1 (later); top-2, so the third does not matter."""
-    nowhere = [False] * 8
-    says = [(0.9, [1, 2, 7], 1.0), (0.5, [1, 7, 2], 0.5), (0.2, [7, 6, 1], 0.0), (0.6, [2], 0.5), (0.4, [], 0.0)]
-    for distance, kind in ((2, "semantic"), (1, "trajectory")):
-        counters, other = PhaseCounters(), PhaseCounters()
-        for number, (confidence, experts, _) in enumerate(says):
-            half = other if number % 2 else counters
-            half.count_prediction(predicted(1, distance, experts, confidence), {1, 2}, nowhere, 2)
-        counters.count_prediction(predicted(1, distance, [1, 2]), {1, 2}, nowhere, 2)  # does not say how sure
-        counters.count_prediction(predicted(1, distance, [1, 2], 0.1), set(), nowhere, 2)  # only pads
-        counters.add(other)
-        expected = statistics.correlation([sure for sure, _, _ in says], [right for _, _, right in says])
-        rates = counters.rates()
-        assert rates[f"similarity_correlation_{kind}"] == pytest.approx(expected)
-        assert (
-            rates["similarity_correlation_trajectory" if kind == "semantic" else "similarity_correlation_semantic"]
-            is None
-        )
+def test_goodpred_is_accuracy_times_fetch_rate() -> None:
+    """GOODPRED = ACCURACY x FETCHRATE (ProMoE, section 4), worked out by hand: 4 and 5 are resident, 4, 6, 7 needed."""
+    control = made(geometry(layers=2, experts=8, top_k=3), [4, 4], 3)
+    run(control, one_token(1, [4, 5]))
+    control.predict(prediction(1, [4, 1, 6, 2], distance=1))  # 2 of 4 right, 1 there
+    control.predict(prediction(1, [5, 7], distance=2))  # 1 of 2 right, 1 there
+    run(control, one_token(1, [4, 6, 7]))
+    rates = control.counters[1].decode.rates()
+    assert (rates["prediction_accuracy"], rates["fetch_rate"], rates["goodpred"]) == (3 / 6, 2 / 6, 3 / 6 * 2 / 6)
+    assert rates["recall"] == 3 / 6, "of three needed, for each of two predictions"
 
 
 def test_what_prefill_loads_is_counted_as_prefill() -> None:
@@ -108,34 +75,3 @@ def test_what_prefill_loads_is_counted_as_prefill() -> None:
     assert counters.decode == PhaseCounters()
     assert counters.prefill.loaded_nbytes == len(ran.loads) * nbytes
     assert counters.prefill.evicted_nbytes == 0
-
-
-# -- correlations --------------------------------------------------------------------------------------------------
-
-
-def correlation_of(pairs: list[tuple[float, float]]) -> Correlation:
-    correlation = Correlation()
-    for x, y in pairs:
-        correlation.add(x, y)
-    return correlation
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_correlation_is_pearsons_however_it_is_cut(seed: int) -> None:
-    dice = random.Random(seed)
-    slope = dice.uniform(-2, 2)
-    pairs = [(x, slope * x + dice.gauss(0, 0.3)) for x in (dice.random() + 100 * seed for _ in range(500))]
-    expected = statistics.correlation([x for x, _ in pairs], [y for _, y in pairs])
-    total, start = Correlation(), 0
-    while start < len(pairs):
-        stop = start + dice.randint(0, 90)
-        total.merge(correlation_of(pairs[start:stop]))
-        start = stop
-    assert total.pearson() == pytest.approx(expected, abs=1e-9) and total.count == 500
-
-
-@pytest.mark.parametrize("pairs", [[], [(1, 2)], [(1, 2), (1, 3)], [(1, 2), (3, 2)], [(0.1, 0.3)] * 50])
-def test_constant_series_have_no_correlation(pairs: list[tuple[float, float]]) -> None:
-    total = correlation_of(pairs)
-    total.merge(correlation_of(pairs))
-    assert total.pearson() is None

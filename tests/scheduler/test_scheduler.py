@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import pytest
 
@@ -110,22 +110,14 @@ def test_predictions_of_the_other_stack_and_layers_of_other_rows_are_left_out(la
     assert predictor.ends == [True]
 
 
-class AtOnce:
-    """Brings everything when it is waited for."""
-
-    def __init__(self) -> None:
-        self.coming: list[Span] = []
-        self.submitted: list[Span] = []
-
-    def submit(self, spans: Sequence[Span]) -> None:
-        self.coming += spans
-        self.submitted += spans
+class InOrder(InstantLink):
+    """Brings everything in the order in which it was asked for, when it is waited for."""
 
     def poll(self) -> Span | None:
         return None
 
     def wait(self) -> Span:
-        return self.coming.pop(0)
+        return self.demands.pop(0)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +134,7 @@ def test_experts_that_come_in_segments_are_computed_whole_except_resident_tops(
 ) -> None:
     """Half of 1 is kept. The rest of it and all of 2 come in segments, in turns: (expert, first segment, segments)."""
     control = scheduler(geometry(layers=1, segments=4), 1 / 2, f"{system}:prediction=lookahead")
-    transport, computed = AtOnce(), list[Span]()
+    transport, computed = InOrder(), list[Span]()
     half = control.slots.units(1)[:2]
     control.cache.keep(1, half)
     (top,) = control.cache.allocate(1, half, LOADING)
@@ -150,7 +142,7 @@ def test_experts_that_come_in_segments_are_computed_whole_except_resident_tops(
     control.predict(prediction(0, [1, 2]))
     spans = control.prefetch()
     assert [(span.expert, span.num_segments) for span in spans] == [(1, 1)] * 2 + [(2, 1)] * 4
-    transport.coming = [spans[0], *spans[2:4], spans[1], *spans[4:]]
+    transport.demands = [spans[0], *spans[2:4], spans[1], *spans[4:]]
     loop_layer(control, transport, one_token(0, [1, 2], decode), computed.extend)
     control.check()
     assert [(span.expert, span.segment, span.num_segments) for span in computed] == expected

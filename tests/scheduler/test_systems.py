@@ -76,13 +76,13 @@ def test_options_of_a_preset_stay_until_their_part_is_replaced() -> None:
     preset = replace(SYSTEMS["moepic"], options=(("width", "5"), ("tau", "70")))
 
     def derived(*settings: str) -> tuple[tuple[str, str], ...]:
-        return _derived(preset, list(settings), "system=made up").options
+        return _derived(preset, list(settings), "made up").options
 
     assert derived("eviction=lru") == preset.options
     assert derived("tau=9") == (("width", "5"), ("tau", "9"))
     assert derived("prediction=speculative") == preset.options, "it is the same"
     assert derived("prediction=eam") == (("tau", "70"),)
-    assert derived("prediction=eam", "width=3") == (("tau", "70"), ("width", "3"))
+    assert derived("prediction=eam", "width=3") == (("width", "3"), ("tau", "70"))
     assert derived("prediction=none") == (("tau", "70"),)
     assert derived("allocation=split", "theta=1") == (("width", "5"), ("theta", "1.0"))
     assert preset.options_of("prediction") == {"width": "5"} and preset.options_of("allocation") == {"tau": "70"}
@@ -100,7 +100,7 @@ def test_options_are_of_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="allocation='wide': its option 'width' is called as one of prediction='"):
         get_system("lru:allocation=wide:prediction=lookahead")
     assert get_system("lru:allocation=wide:width=3").options == (("width", "3"),)
-    with pytest.raises(ConfigError, match=r"option 'colour': unknown; accepted: none"):
+    with pytest.raises(ConfigError, match=r"'colour': unknown; accepted with "):
         replace(SYSTEMS["lru"], options=(("colour", "red"),))
 
 
@@ -133,9 +133,9 @@ BAD_PRIORITIES = [("rho", "1"), ("rho", "0"), ("omega", "0"), ("omega", "inf")]
         ("fmoe:loop=size", r"loop='size': unknown; accepted: overlapped, synchronous, by-id"),
         ("fmoe:distance=0", r"distance=0: must be at least 1"),
         ("fmoe:distance=near", r"distance='near': must be a whole number"),
-        ("fmoe:colour=red", rf"'colour': unknown; accepted with prediction=fmoe: {', '.join(PARTS)}, semantic"),
-        ("lru:semantic=no", r"'semantic': unknown; accepted with prediction=none: eviction"),
-        ("fmoe:prediction=eam:semantic=no", r"'semantic': unknown; accepted with prediction=eam: .*, width"),
+        ("fmoe:colour=red", rf"'colour': unknown; accepted with .*: {', '.join(PARTS)}, semantic"),
+        ("lru:semantic=no", r"'semantic': unknown; accepted with prediction=none.*: eviction"),
+        ("fmoe:prediction=eam:semantic=no", r"'semantic': unknown; accepted with prediction=eam.*: .*, width"),
         ("moepic:allocation=split:tau=5", r"'tau': unknown; accepted with .*allocation=split, .*: .*theta"),
         ("fmoe:capacity=many", r"system='fmoe:capacity=many': capacity='many': must be a whole number"),
         ("fmoe:select=best", r"select='best': unknown; accepted: delta, top-k"),

@@ -21,10 +21,8 @@ from tests.cli.asking import Captured, answer, refusal, told
 KEYS = {
     "system", "memory", "memory_bytes", "segments", "hit_rate", "partial_hit_rate", "byte_hit_rate",
     "prediction_accuracy", "fetch_rate", "goodpred", "coverage", "accuracy", "timeliness", "stall_share", "ttft_s",
-    "tpot_s", "floor_tpot_s", "bytes_loaded", "skipped", "recall", "similarity_correlation_semantic",
-    "similarity_correlation_trajectory", "prefetched_bytes", "wasted_bytes", "history", "predictor",
-    "accuracy_by_distance", "fetch_rate_by_distance", "goodpred_by_distance",
-    "layers",
+    "tpot_s", "floor_tpot_s", "bytes_loaded", "skipped", "recall", "prefetched_bytes", "wasted_bytes", "history",
+    "predictor", "layers",
 }  # fmt: skip
 RATES = ("hit_rate", "partial_hit_rate", "byte_hit_rate")
 BOUNDS = ["belady", "belady-global", "oracle", "resident"]

@@ -48,7 +48,7 @@ PREDICTING = (
 COUNTED = ("hits", "partial_hits", "misses", "demanded_nbytes", "hit_nbytes", "loaded_nbytes", "evicted_nbytes")
 OF_PREDICTIONS = (
     *("prefetched_nbytes", "wasted_nbytes", "predicted", "predicted_needed", "predicted_resident", "prefetched"),
-    *("prefetched_needed", "prefetched_in_time", "by_distance", "similarity_semantic", "similarity_trajectory"),
+    *("prefetched_needed", "prefetched_in_time"),
 )
 
 

@@ -85,9 +85,8 @@ def test_rows_say_how_they_predicted(tmp_path: Path) -> None:
     fmoe = rows["fmoe:distance=2"]
     assert fmoe["history"] == rows["lru:prediction=popularity"]["history"] == "empty"
     assert fmoe["predictor"]["trajectory_searches"] > 0 and fmoe["predictor"]["maps"] == 3 * 45
-    assert -1 <= fmoe["similarity_correlation_trajectory"] <= 1 and -1 <= fmoe["similarity_correlation_semantic"] <= 1
-    assert 0 <= fmoe["recall"] <= 1 and set(fmoe["accuracy_by_distance"]) == {"1", "2", "3"}
-    assert [one["layer"] for one in fmoe["layers"]] == [0, 1, 2, 3] and "2" in fmoe["layers"][2]["goodpred_by_distance"]
+    assert 0 <= fmoe["recall"] <= 1
+    assert [one["layer"] for one in fmoe["layers"]] == [0, 1, 2, 3] and 0 <= fmoe["layers"][2]["goodpred"] <= 1
     assert 0 < fmoe["wasted_bytes"] < fmoe["prefetched_bytes"] < fmoe["bytes_loaded"]
 
 
@@ -98,7 +97,7 @@ def test_a_trace_that_lacks_what_a_predictor_looks_at(tmp_path: Path) -> None:
     assert "needs lookahead, which this trace lacks" in rows["lru:prediction=lookahead"]["skipped"]
     fmoe = rows["fmoe"]
     assert fmoe["skipped"] is None and fmoe["predictor"]["semantic_searches"] == 0
-    assert fmoe["predictor"]["trajectory_searches"] > 0 and fmoe["similarity_correlation_semantic"] is None
+    assert fmoe["predictor"]["trajectory_searches"] > 0
 
 
 # -- the next token's first layers, simulated ----------

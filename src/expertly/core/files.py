@@ -74,7 +74,7 @@ def replacing(path: Path, mark: bytes = b"") -> Iterator[BinaryIO]:
     """
     check_replaceable(path, mark)
     temporary = path.with_name(f".{path.name}.tmp")
-    with _locked(temporary) as file:
+    with os.fdopen(lock_file(temporary), "r+b") as file:
         try:
             file.truncate()
             yield file
@@ -85,16 +85,15 @@ def replacing(path: Path, mark: bytes = b"") -> Iterator[BinaryIO]:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a forked child has it, too
     sync_folder(path.parent)
 
 
 def check_replaceable(path: Path, mark: bytes = b"") -> None:
     """Raises FileExistsError where `replacing` would."""
-    if (about := about_path(path)) is None:
-        return
-    if not stat.S_ISREG(about.st_mode):
-        raise in_the_way(path, about)
-    if mark and about.st_size and not has_mark(path, mark):
+    about = _of_kind(path, stat.S_ISREG)
+    if mark and about is not None and about.st_size and not has_mark(path, mark):
         raise FileExistsError(errno.EEXIST, "a file is in the way that is not expertly's: it stays", str(path))
 
 
@@ -118,35 +117,39 @@ def about_path(path: Path) -> os.stat_result | None:
 
 def in_the_way(path: Path, about: os.stat_result) -> FileExistsError:
     """The error of what is at `path` and is not to be replaced."""
-    kind = _KINDS.get(stat.S_IFMT(about.st_mode), "a device")
+    kind = kind_of_file(about.st_mode)
     return FileExistsError(errno.EEXIST, f"{kind} is in the way ({path.name!r:.80}): it stays", str(path))
 
 
-_KINDS = {
-    stat.S_IFREG: "a file",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFLNK: "a link",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-}
+def kind_of_file(mode: int) -> str:
+    """`a file`, `a link`, ..., by the mode that the system says."""
+    kinds = (
+        *((stat.S_ISREG, "a file"), (stat.S_ISDIR, "a folder"), (stat.S_ISLNK, "a link")),
+        *((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket")),
+    )
+    return next((name for is_kind, name in kinds if is_kind(mode)), "a device")
+
+
+def _of_kind(path: Path, is_kind: Callable[[int], bool]) -> os.stat_result | None:
+    """`about_path`. Raises FileExistsError where something of another kind is there."""
+    about = about_path(path)
+    if about is not None and not is_kind(about.st_mode):
+        raise in_the_way(path, about)
+    return about
 
 
 def create(path: Path, flags: int = 0) -> int:
     """The descriptor of a new file, for writing. A regular file that is there, and no link, is deleted first. Raises
     FileExistsError where something else is there.
     """
-    about = about_path(path)
-    if about is not None and stat.S_ISREG(about.st_mode):
+    if _of_kind(path, stat.S_ISREG) is not None:
         path.unlink(missing_ok=True)
-    elif about is not None:
-        raise in_the_way(path, about)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o666)
 
 
 def check_folder(path: Path) -> None:
     """Raises FileExistsError where something other than a folder, such as a link to one, is at `path`."""
-    if (about := about_path(path)) is not None and not stat.S_ISDIR(about.st_mode):
-        raise in_the_way(path, about)
+    _of_kind(path, stat.S_ISDIR)
 
 
 def remove_files(folder: Path, is_ours: Callable[[str], bool], *, last: str = "") -> list[str]:
@@ -181,45 +184,26 @@ def remove_folder(folder: Path, is_ours: Callable[[str], bool], *, last: str = "
 # -- locks -------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[BinaryIO]:
-    """The file at `path`, made where it is missing, open, and locked while the block runs."""
-    with os.fdopen(lock_file(path), "r+b") as file:
-        try:
-            yield file
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a forked child has it, too
-
-
 def lock_file(path: Path) -> int:
-    """The descriptor of the file at `path`, made where it is missing, and locked: see `_take_lock`. Raises
-    FileExistsError where something else is there, FileNotFoundError where its folder is not.
+    """The descriptor of the file at `path`, made where it is missing, and locked: see `_take_lock`. It follows no link,
+    and does not wait, as opening a pipe would. Raises FileExistsError where something other than a regular file with
+    one name is there, FileNotFoundError where its folder is not.
     """
     while True:
-        fd = _open_lock(path)
+        _of_kind(path, stat.S_ISREG)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
+            about = os.fstat(fd)
+            if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+                raise in_the_way(path, about)
             _take_lock(fd, path)
-            if _is_at(path, fd):  # else who had the lock has renamed the file, or its folder, in the meantime
-                return fd
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                    return fd
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)
-
-
-def _open_lock(path: Path) -> int:
-    """The descriptor of a regular file, made where it is missing, that has no second name. Raises FileExistsError where
-    something else is there; it follows no link, and does not wait, as opening a pipe would.
-    """
-    about = about_path(path)
-    if about is not None and not stat.S_ISREG(about.st_mode):
-        raise in_the_way(path, about)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    about = os.fstat(fd)
-    if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
-        os.close(fd)
-        raise in_the_way(path, about)
-    return fd
+        os.close(fd)  # who had the lock has renamed the file, or its folder, in the meantime
 
 
 def _take_lock(fd: int, path: Path) -> None:
@@ -271,14 +255,6 @@ def _processor_time(pid: int | None) -> tuple[str, ...] | None:
     with suppress(OSError):
         return tuple(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[11:13])
     return None
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    """Whether an open file is the one at `path`."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except FileNotFoundError:
-        return False
 
 
 def sync_folder(folder: Path) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from expertly.core.errors import ExpertlyError
+from expertly.core.files import kind_of_file
 
 T = TypeVar("T")
 
@@ -256,8 +257,7 @@ def is_plain_name(name: object) -> bool:
 
 def _check_kind(path: Path, about: os.stat_result, failure: type[ExpertlyError]) -> None:
     if not stat.S_ISREG(about.st_mode):
-        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        raise failure(f"{path}: {kinds.get(stat.S_IFMT(about.st_mode), 'a device')}; must be a file")
+        raise failure(f"{path}: {kind_of_file(about.st_mode)}; must be a file")
 
 
 def _check_size(path: Path, file: FileIO, bounds: Bounds, failure: type[ExpertlyError]) -> None:

@@ -17,10 +17,10 @@ from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
 from expertly.engine.reading import ExtentSource
-from expertly.scheduler.loop import PrefetchTransport
+from expertly.scheduler.loop import Transport
 
 
-class Device(PrefetchTransport, Protocol):
+class Device(Transport, Protocol):
     """One device. Not thread-safe: one forward pass at a time.
 
     `submit` may get a slot that queued kernels still read: the device loads the new content after every use that `used`

@@ -304,6 +304,7 @@ class _MeasuredTransport:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.prefetch, self.cancel = device.prefetch, device.cancel
         self.asking_ns = 0  # that `submit` took
         self.asked: Any = None  # stamp of the first `submit`
         self.arrived: Any = None  # stamp of the last arrival

@@ -127,7 +127,7 @@ def _as_dict(counters: PhaseCounters) -> dict[str, Any]:
     fields: dict[str, Any] = {
         name.replace("_nbytes", "_bytes") if name.endswith("_nbytes") else name: value
         for name, value in asdict(counters).items()
-        if isinstance(value, int) and not name.endswith("_ns")
+        if not name.endswith("_ns")
     }
     fields["bytes_loaded"] = fields.pop("loaded_bytes")
     fields |= {
@@ -135,7 +135,7 @@ def _as_dict(counters: PhaseCounters) -> dict[str, Any]:
         "experts_s": counters.expert_ns / 1e9,
         "compute_s": (counters.expert_ns - counters.stall_ns) / 1e9,
     }
-    return fields | counters.rates() | counters.rates_by_distance()
+    return fields | counters.rates()
 
 
 def of_device(device: Shard, system: System) -> dict[str, Any]:

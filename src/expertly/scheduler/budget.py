@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import gt, mul, sub
 
 from expertly.core.errors import BudgetError, ConfigError
 from expertly.core.geometry import Geometry
@@ -31,18 +32,15 @@ class Budget:
 
 
 def class_segment_nbytes(geometry: Geometry) -> list[int]:
-    nbytes = [0] * geometry.num_size_classes
-    for layer, size_class in enumerate(geometry.size_classes):
-        nbytes[size_class] = geometry.segment_nbytes(layer)
-    return nbytes
+    return [geometry.segment_nbytes(geometry.size_classes.index(c)) for c in range(geometry.num_size_classes)]
 
 
 def default_staging(geometry: Geometry) -> list[int]:
     """Staging slots of each size class: top_k * P, what one token's experts need."""
-    slots = [1] * geometry.num_size_classes
+    top_k = [0] * geometry.num_size_classes
     for size_class, layer in zip(geometry.size_classes, geometry.layers, strict=True):
-        slots[size_class] = max(slots[size_class], layer.top_k * geometry.segments_per_expert)
-    return slots
+        top_k[size_class] = max(top_k[size_class], layer.top_k)
+    return [num * geometry.segments_per_expert for num in top_k]
 
 
 def least_nbytes(geometry: Geometry, staging: int | None = None) -> int:
@@ -56,18 +54,19 @@ def split_budget(geometry: Geometry, memory_nbytes: int, staging: int | None = N
 
     Raises BudgetError naming the least budget where it is below the staging slots.
     """
-    totals = _class_segments(geometry)
+    segments = _layer_segments(geometry)
+    totals = geometry.class_sums(segments)
     if memory_nbytes >= geometry.nbytes:
-        quotas = tuple(layer.num_experts * geometry.segments_per_expert for layer in geometry.layers)
-        return Budget(memory_nbytes, (0,) * len(totals), tuple(totals), quotas)
+        return Budget(memory_nbytes, (0,) * len(totals), tuple(totals), tuple(segments))
     if staging is not None and staging < 1:
         raise BudgetError(f"staging_slots={staging}: must be at least 1 segment")
     staging_slots = _staging_slots(geometry, staging)
     least = _nbytes(geometry, staging_slots)
     if memory_nbytes < least:
+        hundredths = -(-10_000 * least // geometry.nbytes)  # rounded up: enough when given back as a budget
         raise BudgetError(
             f"memory={memory_nbytes} bytes: below the staging slots through which experts are streamed; the least that "
-            f"works is {least} bytes ({_percent_up(least, geometry.nbytes)}% of the experts)"
+            f"works is {least} bytes ({hundredths // 100}.{hundredths % 100:02}% of the experts)"
         )
     others = [total - num for total, num in zip(totals, staging_slots, strict=True)]
     others_nbytes = _nbytes(geometry, others)  # the bytes left are shared in proportion to the classes' experts
@@ -81,11 +80,11 @@ def allocate(geometry: Geometry, budget: Budget, allocation: Allocation) -> Budg
     """
     quotas = allocation.quotas(budget.kept_slots)
     kept = check_quotas(geometry, quotas)
-    staging = [pool - slots for pool, slots in zip(budget.pool_slots(), kept, strict=True)]
-    if any(slots < least for slots, least in zip(staging, budget.staging_slots, strict=True)):
+    if any(map(gt, kept, budget.kept_slots)):
         raise ConfigError(f"allocation: keeps {kept} segments of each size; accepted: at most {budget.kept_slots}")
     if allocation.tops(quotas) is not None:  # what splits leave is for staging now, and another plan may keep it
         return replace(budget, layer_quotas=tuple(quotas))
+    staging = map(sub, budget.pool_slots(), kept)
     return Budget(budget.memory_nbytes, tuple(staging), tuple(kept), tuple(quotas))
 
 
@@ -93,28 +92,21 @@ def check_quotas(geometry: Geometry, quotas: Sequence[int]) -> list[int]:
     """The sum of the layers' quotas in each size class. Raises ConfigError where a quota is impossible."""
     if len(quotas) != geometry.num_layers:
         raise ConfigError(f"allocation: {len(quotas)} quotas; must be one for each of {geometry.num_layers} layers")
-    for layer, (shape, quota) in enumerate(zip(geometry.layers, quotas, strict=True)):
-        most = shape.num_experts * geometry.segments_per_expert
+    for layer, (most, quota) in enumerate(zip(_layer_segments(geometry), quotas, strict=True)):
         if not 0 <= quota <= most:
             raise ConfigError(f"allocation: quota={quota} of layer {layer}: must be from 0 to its {most} segments")
     return geometry.class_sums(quotas)
 
 
 def _nbytes(geometry: Geometry, slots: Sequence[int]) -> int:
-    return sum(num * nbytes for num, nbytes in zip(slots, class_segment_nbytes(geometry), strict=True))
+    return sum(map(mul, slots, class_segment_nbytes(geometry)))
 
 
-def _class_segments(geometry: Geometry) -> list[int]:
-    return geometry.class_sums([layer.num_experts * geometry.segments_per_expert for layer in geometry.layers])
+def _layer_segments(geometry: Geometry) -> list[int]:
+    return [layer.num_experts * geometry.segments_per_expert for layer in geometry.layers]
 
 
 def _staging_slots(geometry: Geometry, asked: int | None) -> list[int]:
     """Staging slots of each size class: as many as are `asked` for, at most all segments of the class."""
     each = default_staging(geometry) if asked is None else [asked] * geometry.num_size_classes
-    return [min(pair) for pair in zip(each, _class_segments(geometry), strict=True)]
-
-
-def _percent_up(part: int, whole: int) -> str:
-    """`part` of `whole` in percent, rounded up, so that it is enough when given back as a budget."""
-    hundredths = -(-10_000 * part // whole)
-    return f"{hundredths // 100}.{hundredths % 100:02}"
+    return list(map(min, each, geometry.class_sums(_layer_segments(geometry))))

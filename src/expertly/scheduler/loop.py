@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 from expertly.core.messages import Plan, Prediction, RouterRan, Span
 from expertly.core.observation import Began, Routed
@@ -26,10 +25,6 @@ class Transport(Protocol):
     def wait(self) -> Span:
         """Wait for the next span; something is in flight. Raises what moving it raised."""
         ...
-
-
-class PrefetchTransport(Transport, Protocol):
-    """A transport with a second priority, for prefetches."""
 
     def prefetch(self, spans: Sequence[Span]) -> None:
         """Load these, in this order, when nothing that was submitted waits."""
@@ -67,44 +62,40 @@ def run_layer(
 
     `compute` queues everything that reads the slots of some spans: of one span, or, with `together`, of all that are
     there. `routed` returns what the predictor may see of the router; None: the predictor does not follow this pass.
-    `host`: computes misses where the scheduler splits them; the transport is a PrefetchTransport then.
+    `host`: computes misses where the scheduler splits them.
     """
+
+    def compute_each(spans: Sequence[Span]) -> None:
+        for span in spans:
+            compute((span,))
+
+    use = compute if together else compute_each
     cancelled: Sequence[Span] = ()
-    if prefetcher is not None:
-        cancelled = prefetcher.before_router(router.layer)
-    elif host is not None:
-        _note_arrivals(scheduler, transport)
-        cancelled = cast(PrefetchTransport, transport).cancel(router.layer)
+    if prefetcher is not None or host is not None:
+        while (span := transport.poll()) is not None:
+            is_awaited = scheduler.loaded(span)
+            assert not is_awaited, "between layers nobody waits for a span"
+        cancelled = transport.cancel(router.layer)
     plan = scheduler.begin_layer(router, cancelled)
     # All is there, as nearly always where memory is enough: fewer calls than by _Layer.
     if prefetcher is None and not (plan.loads or plan.in_flight or plan.on_host or scheduler.deferred):
-        if together and plan.ready:
-            compute(plan.ready)
-        elif not together:
-            for span in plan.ready:
-                compute((span,))
         if plan.ready:
+            use(plan.ready)
             scheduler.computed(plan.ready)
         scheduler.end_layer()
         return
     layer = _Layer(scheduler, transport, prefetcher, plan)
-    if plan.on_host:
-        assert host is not None
+    if host is not None and plan.on_host:
         host.begin(router, plan.on_host)
     if prefetcher is not None:
         prefetcher.router_ran(routed)
     while spans := layer.next_spans(together=together):
-        if together:
-            compute(spans)
-        else:
-            for span in spans:
-                compute((span,))
+        use(spans)
         layer.computed(spans)
-    if plan.on_host:
-        assert host is not None
+    if host is not None and plan.on_host:
         host.end()
         if plan.following:
-            cast(PrefetchTransport, transport).prefetch(plan.following)
+            transport.prefetch(plan.following)
     scheduler.end_layer()
     if prefetcher is not None:
         prefetcher.layer_ended()
@@ -121,15 +112,10 @@ class _Layer:
         self._scheduler = scheduler
         self._transport = transport
         self._prefetcher = prefetcher
-        self._num_coming = 0
-        for span in (*plan.loads, *plan.in_flight):
-            self._num_coming += span.num_segments
-        self._is_whole = scheduler.slots.num_parts == 1  # experts are not cut: nothing is held back
+        self._num_coming = sum([span.num_segments for span in (*plan.loads, *plan.in_flight)])
         self._held: dict[int, list[Span]] = {}  # by expert: what waits for the rest of it
-        self._ready = deque(plan.ready)
-        cache = scheduler.cache
-        if self._num_coming and not self._is_whole and not (cache.is_split and cache.is_decoding):
-            self._ready = deque([span for span in plan.ready if not self._hold(span)])
+        at_once = not self._num_coming or (scheduler.cache.is_split and scheduler.cache.is_decoding)
+        self._ready = [span for span in plan.ready if at_once or not self._hold(span)]
         if plan.loads:
             transport.submit(plan.loads)
 
@@ -147,15 +133,12 @@ class _Layer:
                     self._prefetcher.refill()
                 continue
             self._num_coming -= arrived.num_segments
-            if self._is_whole:
-                spans.append(arrived)
-            elif not self._hold(arrived):
+            if not self._hold(arrived):
                 spans += joined([*self._held.pop(arrived.expert, ()), arrived])
-        if together and not (spans and self._num_coming):
-            spans += self._ready
-            self._ready.clear()
-        elif not spans and self._ready:
-            spans.append(self._ready.popleft())
+        if not spans or (together and not self._num_coming):
+            num = len(self._ready) if together else 1
+            spans += self._ready[:num]
+            del self._ready[:num]
         return spans
 
     def computed(self, spans: Sequence[Span]) -> None:
@@ -174,17 +157,8 @@ class _Layer:
         return is_held
 
 
-def _note_arrivals(scheduler: Scheduler, transport: Transport) -> None:
-    """Take what has arrived between layers."""
-    while (span := transport.poll()) is not None:
-        is_awaited = scheduler.loaded(span)
-        assert not is_awaited, "between layers nobody waits for a span"
-
-
 def joined(spans: Sequence[Span]) -> Sequence[Span]:
     """Spans of one expert, with those that are adjacent in the expert and in their slots as one."""
-    if len(spans) == 1:
-        return spans
     result: list[Span] = []
     for span in sorted(spans, key=lambda span: span.segment):
         last = result[-1] if result else None
@@ -224,7 +198,7 @@ class InlineChannel:
 class Prefetcher:
     """Loads what is predicted."""
 
-    def __init__(self, scheduler: Scheduler, transport: PrefetchTransport, channel: Channel) -> None:
+    def __init__(self, scheduler: Scheduler, transport: Transport, channel: Channel) -> None:
         self.end_iteration = channel.end_iteration
         self._scheduler = scheduler
         self._transport = transport
@@ -236,11 +210,6 @@ class Prefetcher:
         self._layers = range(self._scheduler.geometry.num_layers) if layers is None else layers
         self._predict(self._channel.begin_iteration(began))
         self.refill()
-
-    def before_router(self, layer: int) -> Sequence[Span]:
-        """Note what has arrived between layers, and cancel prefetches for this layer that did not begin."""
-        _note_arrivals(self._scheduler, self._transport)
-        return self._transport.cancel(layer)
 
     def router_ran(self, routed: Callable[[], Routed] | None) -> None:
         """The router ran and its layer's loads are submitted: show it to the predictor, and prefetch more."""

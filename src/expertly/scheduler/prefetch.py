@@ -49,16 +49,14 @@ class PrefetchQueue:
         first = self._geometry.first_expert_id(layer)
         num_likely = self._geometry.layers[layer].top_k if self.evicts else 0
         self.likely[layer] = dict.fromkeys([first + expert for expert in experts[:num_likely]])
-        arrivals = range(self._num_arrived, self._num_arrived + len(experts))
-        self._num_arrived += len(experts)
         queued = [
             (-self._priority(score, 1), arrival, first + expert, score)
-            for score, arrival, expert in zip(prediction.scores, arrivals, experts, strict=True)
+            for arrival, (expert, score) in enumerate(zip(experts, prediction.scores, strict=True), self._num_arrived)
         ]
-        queued.sort(reverse=True)
+        self._num_arrived += len(experts)
         self._unqueue(layer)
         if queued:
-            self._queued[layer] = queued
+            self._queued[layer] = sorted(queued, reverse=True)
             if self._heads is not None:
                 heappush(self._heads, self._head(layer))
 
@@ -94,28 +92,28 @@ class PrefetchQueue:
         empty its queue. `num_resident`: units of each of its experts that are there. Experts that only pad tokens chose
         do not count. Returns the experts that were prefetched.
         """
-        layer, experts, geometry = router.layer, router.experts, self._geometry
-        if 0 in router.num_tokens:
-            experts = [expert for expert, num in zip(experts, router.num_tokens, strict=True) if num]
-        shape, first = geometry.layers[layer], geometry.first_expert_id(layer)
-        is_resident = [num == geometry.segments_per_expert for num in num_resident]
-        needed = set(experts)
+        layer = self.now = router.layer
+        shape, first = self._geometry.layers[layer], self._geometry.first_expert_id(layer)
+        is_resident = [num == self._geometry.segments_per_expert for num in num_resident]
+        needed = {expert for expert, num in zip(router.experts, router.num_tokens, strict=True) if num}
         for prediction in self._predicted[layer].values():
-            phase.count_prediction(prediction, needed, is_resident, shape.top_k)
+            phase.predicted += len(prediction.experts)
+            phase.predicted_needed += len(needed.intersection(prediction.experts))
+            phase.predicted_resident += sum([is_resident[expert] for expert in prediction.experts])
+            phase.predicted_of += len(needed)
         self._predicted[layer].clear()
         self._unqueue(layer)
         self._heads = None  # the layers that are queued are nearer now
         self.likely.pop(layer, None)
         ended = [eid for eid in self.waiting if first <= eid < first + shape.num_experts]
         for eid in ended:
-            num_units = self.waiting.pop(eid)
-            if num_units:
-                phase.prefetched += 1
-                if eid - first in needed:
-                    phase.prefetched_needed += 1
-                    phase.prefetched_in_time += is_resident[eid - first]
-                else:
-                    phase.wasted_nbytes += num_units * geometry.segment_nbytes(layer)
+            num_units, expert = self.waiting.pop(eid), eid - first
+            phase.prefetched += num_units > 0
+            if num_units and expert in needed:
+                phase.prefetched_needed += 1
+                phase.prefetched_in_time += is_resident[expert]
+            elif num_units:
+                phase.wasted_nbytes += num_units * self._geometry.segment_nbytes(layer)
         return ended
 
     def clear(self) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import repeat
-from operator import add
 from typing import Protocol
 
 from expertly.core.geometry import Geometry
@@ -79,9 +77,11 @@ class Scheduler:
         """Whether units may come that no layer waits for."""
         self.prompts_evict = prefill == "evict"
         self.keeps_best = admission == "best"
-        tops = self.allocation.tops(budget.layer_quotas)
-        self.cache = Cache(geometry, budget, make_policy, scope, self.counters, tops, prompts_evict=self.prompts_evict)
-        self.cache.evicts_whole = split is not None
+        self.cache = Cache(
+            *(geometry, budget, make_policy, scope, self.counters, self.allocation.tops(budget.layer_quotas)),
+            prompts_evict=self.prompts_evict,
+            evicts_whole=split is not None,
+        )
         self.slots = self.cache.slots
         if self.allocation.is_online:
             self.allocation.begin(budget.layer_quotas)
@@ -105,9 +105,8 @@ class Scheduler:
         layer, slots = router.layer, self.slots
         first, whole, num_parts = slots.first_of[layer], slots.whole, slots.num_parts
         self.router = router
-        self.cache.is_decoding = router.is_part_of_decode or True in router.is_decode
+        self.cache.is_decoding = router.serves_decode
         if self.predicts:
-            self.queue.now = layer
             self._settle_predictions(router, cancelled)
         ready: list[Span] = []
         partial: list[Span] = []
@@ -124,34 +123,27 @@ class Scheduler:
             if num < num_parts:
                 missing.append(position)
                 parts_there.append(num)
-        ready += partial
-        nbytes = slots.segment_nbytes[layer] * num_parts
-        self.counters[layer].count_demand(router, missing, parts_there, nbytes, num_parts)
-        plan = Plan(ready)
+        self.num_open = len(ready) * num_parts + _num_units(partial)
+        self.counters[layer].count_demand(router, missing, parts_there, num_parts, slots.segment_nbytes[layer])
+        plan = Plan(ready + partial)
         if missing or self.cache.staged[self.geometry.size_classes[layer]] or self.keeps_best:
             self._admit(router, missing, plan)
-        self.num_open += (len(ready) - len(partial)) * num_parts
-        for spans in (partial, plan.loads, plan.in_flight):
-            for span in spans:
-                self.num_open += span.num_segments
         return plan
 
     def loaded(self, span: Span) -> bool:
         """A span has arrived. Returns whether the running layer waits for it."""
-        slots = self.slots
-        if slots.arrived(span):
+        if self.slots.arrived(span):
             return True
-        eid = slots.first_of[span.layer] + span.expert
-        if eid not in self.queue.waiting and not self._is_needed(span.layer, span.expert):  # its layer has run
-            self.cache.free_staged(eid, slots.units_of(span))
+        units = self.slots.units_of(span)
+        eid = units.start // self.slots.num_parts
+        if eid not in self.queue.waiting and eid not in self._needed():  # its layer has run
+            self.cache.free_staged(eid, units)
         return False
 
     def is_coming(self, span: Span) -> bool:
         """Whether the running layer waits for other units of the span's expert."""
-        slots = self.slots
-        if span.num_segments == slots.num_parts:
-            return False
-        return LOADING in [slots.state[unit] for unit in slots.units(slots.first_of[span.layer] + span.expert)]
+        eid = self.slots.first_of[span.layer] + span.expert
+        return span.num_segments < self.slots.num_parts and bool(self.slots.in_state(eid, LOADING))
 
     def computed(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Spans of the running layer were computed: free those that are staged. Returns what to load next."""
@@ -159,23 +151,18 @@ class Scheduler:
         staged, size_class = self.cache.staged, self.geometry.size_classes[spans[0].layer]
         for span in spans:
             self.num_open -= span.num_segments
-            if not (self.deferred or staged[size_class]):
-                continue
-            eid = self.slots.first_of[span.layer] + span.expert
-            first = eid * self.slots.num_parts + span.segment
-            self.cache.free_staged(eid, range(first, first + span.num_segments))
-            if self.deferred:
-                self.num_open += self._load_deferred(loads, is_idle=not self.num_open)
+            if self.deferred or staged[size_class]:
+                units = self.slots.units_of(span)
+                self.cache.free_staged(units.start // self.slots.num_parts, units)
+                self._load_deferred(loads)
         return loads
 
     def end_layer(self) -> None:
         """Everything that the layer needs was computed: tell its policy."""
-        router = self.router
+        router, needed = self.router, self._needed()
         assert router is not None and not (self.num_open or self.deferred)
         self.router = None
-        first = self.slots.first_of[router.layer]
-        policy = self.cache.partitions[router.layer].policy
-        policy.used(list(map(add, router.experts, repeat(first))), router.num_tokens, router.batch_tokens)
+        self.cache.partitions[router.layer].policy.used(needed, router.num_tokens, router.batch_tokens)
         if self.allocation.is_online:
             quotas = self.allocation.ran(router, self._recall)
             if quotas is not None:
@@ -186,81 +173,71 @@ class Scheduler:
 
     def abandon(self) -> None:
         """The layer failed and no transfer runs: forget what was in flight and free its slots."""
-        slots, router, unused = self.slots, self.router, list(self.queue.waiting)
-        for _, units in self.deferred:
-            for unit in units:
-                slots.state[unit] = ABSENT
+        slots, unused = self.slots, [*self.queue.waiting, *self._needed()]
         for unit, state in enumerate(slots.state):
             if state in (LOADING, PREFETCHING):
                 self.cache.forget(unit // slots.num_parts, [unit])
+            elif state == QUEUED:
+                slots.state[unit] = ABSENT
         self.queue.clear()
         self._best.clear()
         self.router, self.num_open = None, 0
         self.deferred.clear()
-        if router is not None:
-            unused += [slots.first_of[router.layer] + expert for expert in router.experts]
         for eid in unused:
             self.cache.free_staged(eid, slots.units(eid))
 
     # -- what the running layer needs --------------------------------------------------------------------------
 
+    def _needed(self) -> list[int]:
+        """The experts of the running layer, by dense id."""
+        router = self.router
+        return [] if router is None else [self.slots.first_of[router.layer] + expert for expert in router.experts]
+
     def _admit(self, router: RouterRan, missing: list[int], plan: Plan) -> None:
         """Decide what is kept and load it; load the rest as far as there are staging slots. `missing`: positions of
         experts that are not wholly resident.
         """
-        first, slots = self.slots.first_of[router.layer], self.slots
+        slots, needed = self.slots, self._needed()
         for position in missing if slots.prefetching else ():
-            plan.in_flight += slots.await_prefetched(first + router.experts[position])
+            plan.in_flight += slots.await_prefetched(needed[position])
+        self.num_open += _num_units(plan.in_flight)
         if self.keeps_best:
-            needed = list(map(add, router.experts, repeat(first)))
             self.cache.admit_best(router, needed, self.upcoming() if self.predicts else ())
         else:
-            missing = self._admit_all(router, missing)
+            missing = self._admit_all(router, missing, needed)
         lacking: list[_Lacking] = []
-        every_kept, num_parts = self.cache.partitions[router.layer].kept, slots.num_parts
         for position in missing:
-            eid = first + router.experts[position]
-            if num_parts > 1:
-                absent = slots.in_state(eid, ABSENT)
-            elif slots.state[eid] == ABSENT:  # the unit is the expert
-                absent = [eid]
-            else:
-                continue
-            if absent:
-                kept = every_kept.get(eid, [])
-                chosen = absent if len(kept) == num_parts else kept and [unit for unit in absent if unit in kept]
-                lacking.append((position, absent, chosen))
+            eid = needed[position]
+            if absent := slots.in_state(eid, ABSENT):
+                kept = self.cache.kept(eid)
+                lacking.append((position, absent, [unit for unit in absent if unit in kept]))
         if self.split is not None and lacking:
             lacking = self._give_to_host(router, lacking, plan, self.split)
-        for position, absent, kept in lacking:
-            if kept:
-                self._load(position, kept, plan.loads)
-            if len(kept) < len(absent):
-                waiting = [unit for unit in absent if unit not in kept] if kept else absent
+        for position, absent, to_keep in lacking:
+            if to_keep:
+                self._load(position, to_keep, plan.loads)
+            if waiting := [unit for unit in absent if unit not in to_keep]:
                 self.deferred.append((position, waiting))
                 for unit in waiting:
                     slots.state[unit] = QUEUED
-        self._load_deferred(plan.loads, is_idle=not (plan.ready or plan.loads or plan.in_flight))
+        self._load_deferred(plan.loads)
 
-    def _admit_all(self, router: RouterRan, missing: list[int]) -> list[int]:
+    def _admit_all(self, router: RouterRan, missing: list[int], needed: list[int]) -> list[int]:
         """Keep what can be kept of what is needed. Experts of decode may evict, in router order, then those of prompts
         where prompts may; the others only take free slots. Prompts and pads: by falling number of tokens, then by id.
         Returns positions in the order in which their experts are loaded.
         """
-        layer, experts, num_tokens, is_decode = router.layer, router.experts, router.num_tokens, router.is_decode
-        cache, first, num_parts = self.cache, self.slots.first_of[layer], self.slots.num_parts
-        if cache.staged[self.geometry.size_classes[layer]]:  # what is resident, but not kept, is admitted too
-            missing = [i for i, expert in enumerate(experts) if len(cache.kept(first + expert)) < num_parts]
+        cache, num_tokens, is_decode = self.cache, router.num_tokens, router.is_decode
+        if cache.staged[self.geometry.size_classes[router.layer]]:  # what is resident, but not kept, is admitted too
+            missing = [i for i, eid in enumerate(needed) if len(cache.kept(eid)) < self.slots.num_parts]
         evicting = [i for i in missing if is_decode[i] and num_tokens[i]]
-        filling: list[int] = []
-        if len(evicting) < len(missing):
-            filling = [i for i in missing if not (is_decode[i] and num_tokens[i])]
-            filling.sort(key=lambda i: (-num_tokens[i], experts[i]))
-            if self.prompts_evict:
-                evicting += [i for i in filling if num_tokens[i]]
-                filling = [i for i in filling if not num_tokens[i]]
-        eids = [first + experts[i] for i in evicting], [first + experts[i] for i in filling]
-        cache.admit(layer, *eids, self._protected() if evicting else ())
+        filling = [i for i in missing if not (is_decode[i] and num_tokens[i])]
+        filling.sort(key=lambda i: (-num_tokens[i], needed[i]))
+        if self.prompts_evict:
+            evicting += [i for i in filling if num_tokens[i]]
+            filling = [i for i in filling if not num_tokens[i]]
+        eids = [needed[i] for i in evicting], [needed[i] for i in filling]
+        cache.admit(router.layer, *eids, self._protected() if evicting else ())
         return evicting + filling
 
     def _give_to_host(self, router: RouterRan, lacking: list[_Lacking], plan: Plan, split: Split) -> list[_Lacking]:
@@ -268,56 +245,51 @@ class Scheduler:
         it computes soonest, of these first those that are not kept. One that is kept is loaded all the same, for later
         layers, but only while no prefetch is in flight: more would delay loads, and outputs of the host.
         """
-        layer, experts, num_tokens = router.layer, router.experts, router.num_tokens
-        first, num_parts = self.slots.first_of[layer], self.slots.num_parts
+        layer, num_tokens, num_parts = router.layer, router.num_tokens, self.slots.num_parts
         absent = [entry for entry in lacking if len(entry[1]) == num_parts]
         absent.sort(key=lambda entry: (split.expert_ns(layer, num_tokens[entry[0]]), bool(entry[2])))
-        num_coming = sum([span.num_segments for span in plan.in_flight])
+        num_coming = _num_units(plan.in_flight)
         num_coming += sum([len(units) for _, units, _ in lacking if len(units) < num_parts])
         tokens = [num_tokens[position] for position, *_ in absent]
         on_host = absent[: split.num_on_host(layer, tokens, router.batch_tokens, num_coming)]
-        for position, _, kept in on_host:
-            plan.on_host.append(experts[position])
+        for position, units, kept in on_host:
+            eid = units[0] // num_parts
+            plan.on_host.append(router.experts[position])
             phase = self.counters[layer].phase(router.is_decode[position])
             phase.computed_on_host += num_tokens[position] > 0
             if kept and self.slots.prefetching:
-                self.cache.keep_no_more(first + experts[position], kept)
+                self.cache.partition_of(eid).drop(eid, kept)
             elif kept:
-                plan.following += self._prefetch(first + experts[position], kept)
+                plan.following += self._prefetch(eid, kept)
         return [entry for entry in lacking if entry not in on_host]
 
     def _load(self, position: int, units: Sequence[int], loads: list[Span]) -> None:
         """Give units slots, of which there are enough, and add their spans to `loads`."""
         router = self.router
         assert router is not None
-        counters = self.counters[router.layer]
-        phase = counters.decode if router.is_decode[position] else counters.prefill
+        phase = self.counters[router.layer].phase(router.is_decode[position])
         phase.loaded_nbytes += len(units) * self.slots.segment_nbytes[router.layer]
         loads += self.cache.allocate(units[0] // self.slots.num_parts, units, LOADING)
+        self.num_open += len(units)
 
-    def _load_deferred(self, loads: list[Span], *, is_idle: bool) -> int:
+    def _load_deferred(self, loads: list[Span]) -> None:
         """Load units that wait for staging slots, an expert at a time: whole where the staging slots can hold that,
-        otherwise as much as fits. A layer that `is_idle` takes what fits, too: nothing it computes will free a slot.
-        Returns how many.
+        otherwise as much as fits. A layer that has nothing else to compute takes what fits, too: nothing would free a
+        slot.
         """
-        num_loaded, deferred = 0, self.deferred
-        if not deferred:
-            return 0
+        if not self.deferred:
+            return
         assert self.router is not None
         pool = self.slots.pool(self.router.layer)
         staging = self.cache.staging[self.geometry.size_classes[self.router.layer]]
-        while deferred and pool.num_free:
-            position, units = deferred.popleft()
+        while self.deferred and pool.num_free:
+            position, units = self.deferred[0]
+            if pool.num_free < len(units) <= staging and self.num_open:
+                return
+            self.deferred.popleft()
             if len(units) > pool.num_free:
-                if staging >= len(units) and not is_idle:
-                    deferred.appendleft((position, units))
-                    break
-                deferred.appendleft((position, units[pool.num_free :]))
-                units = units[: pool.num_free]
-            self._load(position, units, loads)
-            num_loaded += len(units)
-            is_idle = False
-        return num_loaded
+                self.deferred.appendleft((position, units[pool.num_free :]))
+            self._load(position, units[: pool.num_free], loads)
 
     # -- what is predicted -------------------------------------------------------------------------------------
 
@@ -395,28 +367,27 @@ class Scheduler:
 
     def _prefetch(self, eid: int, units: Sequence[int]) -> list[Span]:
         """Give units slots, of which there are enough: the spans, each a unit, to load behind every load."""
-        layer = self.slots.layer_of[eid]
         for unit in units:
             self._began_in_decode[unit] = self.cache.is_decoding
-        self._count_prefetch(layer, self.cache.is_decoding, len(units))
+        self._count_prefetch(self.slots.layer_of[eid], self.cache.is_decoding, len(units))
         self.cache.allocate(eid, units, PREFETCHING)
         return [span for unit in units for span in self.slots.spans([unit])]
 
     def _settle_predictions(self, router: RouterRan, cancelled: Sequence[Span]) -> None:
         """Count how good the predictions for the layer were and drop prefetches that did not begin."""
         layer, slots, queue = router.layer, self.slots, self.queue
-        first = slots.first_of[layer]
         for span in cancelled:
             assert span.layer == layer, "only prefetches for this layer are cancelled"
-            eid, units = first + span.expert, slots.units_of(span)
+            units = slots.units_of(span)
+            eid = units.start // slots.num_parts
             if eid in queue.waiting:
                 queue.waiting[eid] -= len(units)
-            self._count_prefetch(layer, self._began_in_decode[units[0]], -len(units))
+            self._count_prefetch(layer, self._began_in_decode[units.start], -len(units))
             self.cache.forget(eid, units)
+        first = slots.first_of[layer]
         num_resident = slots.num_resident[first : first + self.geometry.layers[layer].num_experts]
-        phase = self.counters[layer].phase(self.cache.is_decoding)
-        needed = {first + expert for expert in router.experts}
-        for eid in queue.router_ran(router, phase, num_resident):
+        needed = set(self._needed())
+        for eid in queue.router_ran(router, self.counters[layer].phase(self.cache.is_decoding), num_resident):
             if eid not in needed:  # units still in flight are freed as they arrive
                 self.cache.free_staged(eid, slots.in_state(eid, RESIDENT))
 
@@ -432,13 +403,7 @@ class Scheduler:
 
     def _protected(self) -> set[int]:
         """The same, and those that the running layer needs."""
-        protected, router = self.upcoming(), self.router
-        if router is not None:
-            protected.update(map(add, router.experts, repeat(self.slots.first_of[router.layer])))
-        return protected
-
-    def _is_needed(self, layer: int, expert: int) -> bool:
-        return self.router is not None and self.router.layer == layer and expert in self.router.experts
+        return self.upcoming().union(self._needed())
 
     # -- what layers keep --------------------------------------------------------------------------------------
 
@@ -472,3 +437,7 @@ class Scheduler:
                 assert eid in self.queue.waiting or eid in slots.prefetching
         for pool, staging, num in zip(slots.pools, self.cache.staging, self.cache.staged, strict=True):
             assert pool.num_free >= staging - num, "between layers only prefetches hold staging slots"
+
+
+def _num_units(spans: Sequence[Span]) -> int:
+    return sum([span.num_segments for span in spans])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from expertly.core.geometry import Geometry
 from expertly.core.messages import Span
@@ -38,8 +38,8 @@ class SlotTable:
     @property
     def resident_nbytes(self) -> int:
         """Of the units that are there. Any thread may ask."""
-        nbytes = map(self.geometry.segment_nbytes, self.layer_of)
-        return sum(num * each for num, each in zip(self.num_resident, nbytes, strict=True))
+        every = zip(self.num_resident, self.layer_of, strict=True)
+        return sum(num * self.segment_nbytes[layer] for num, layer in every)
 
     def units(self, eid: int) -> range:
         return range(eid * self.num_parts, (eid + 1) * self.num_parts)
@@ -63,48 +63,31 @@ class SlotTable:
         """Give units of one expert slots, of which there are enough: next to those of its other units, if they are
         free. Returns the spans to load.
         """
-        num_parts, num_units = self.num_parts, len(units)
-        eid = units[0] // num_parts
-        layer, begin = self.layer_of[eid], 0
-        pool = self.pools[self.geometry.size_classes[layer]]
+        eid = units[0] // self.num_parts
+        pool = self.pool(self.layer_of[eid])
         if state == PREFETCHING:
-            self.prefetching[eid] = self.prefetching.get(eid, 0) + num_units
-        if num_parts == 1:  # most often
-            unit, slot = units[0], pool.blocks.pop()
-            pool.num_free -= 1
-            assert self.slot[unit] == _NO_SLOT, "a unit has one slot"
-            self.state[unit], self.slot[unit] = state, slot
-            return [Span(layer, eid - self.first_of[layer], 0, 1, slot)]
-        for end, unit in enumerate(units, 1):
-            if end < num_units and units[end] == unit + 1:
-                continue
-            first, stop = units[begin], unit + 1
-            before = self.slot[first - 1] if first % num_parts else _NO_SLOT
-            assert self.slot[first:stop] == [_NO_SLOT] * (stop - first), "a unit has one slot"
-            self.slot[first:stop] = taken = pool.take(stop - first, None if before == _NO_SLOT else before + 1)
-            self.state[first:stop] = [state] * (stop - first)
-            if end - begin == num_parts and isinstance(taken, range):
-                return [Span(layer, eid - self.first_of[layer], 0, num_parts, taken.start)]
-            begin = end
+            self.prefetching[eid] = self.prefetching.get(eid, 0) + len(units)
+        for run in _runs(units):
+            before = self.slot[run.start - 1] if run.start % self.num_parts else _NO_SLOT
+            slots = pool.take(len(run), None if before == _NO_SLOT else before + 1)
+            for unit, slot in zip(run, slots, strict=True):
+                assert self.slot[unit] == _NO_SLOT, "a unit has one slot"
+                self.state[unit], self.slot[unit] = state, slot
         return self.spans(units)
 
     def arrived(self, span: Span) -> bool:
         """A span that was on its way is there. Returns whether the running layer waits for it."""
-        layer, expert, segment, num, _ = span
-        eid = self.first_of[layer] + expert
-        first = eid * self.num_parts + segment
-        state = self.state[first]
+        units, num = self.units_of(span), span.num_segments
+        eid, state = units.start // self.num_parts, self.state[units.start]
         assert state in (LOADING, PREFETCHING), "only what is on its way arrives"
-        assert num == 1 or self.state[first : first + num].count(state) == num
-        self.state[first : first + num] = [RESIDENT] * num
+        assert self.state[units.start : units.stop].count(state) == num
+        self.state[units.start : units.stop] = [RESIDENT] * num
         if state == PREFETCHING:
             self._no_longer_prefetching(eid, num)
         self.num_resident[eid] += num
-        if num == self.num_parts:
-            self.whole[eid] = span
-        elif self.num_resident[eid] == self.num_parts:
-            spans = self.spans(self.units(eid))
-            self.whole[eid] = spans[0] if len(spans) == 1 else None
+        if self.num_resident[eid] == self.num_parts:
+            first, *others = self.spans(self.units(eid))
+            self.whole[eid] = None if others else first
         return state == LOADING
 
     def await_prefetched(self, eid: int) -> list[Span]:
@@ -119,22 +102,14 @@ class SlotTable:
 
     def release(self, units: Sequence[int]) -> None:
         """Free the slots of units of one expert: they are absent now."""
-        eid, state, slot = units[0] // self.num_parts, self.state, self.slot
-        slots = list(map(slot.__getitem__, units))
-        num_prefetching = 0
+        eid, states = units[0] // self.num_parts, [self.state[unit] for unit in units]
+        self.pool(self.layer_of[eid]).give([self.slot[unit] for unit in units])
         for unit in units:
-            self.num_resident[eid] -= state[unit] == RESIDENT
-            num_prefetching += state[unit] == PREFETCHING
-            state[unit], slot[unit] = ABSENT, _NO_SLOT
-        if num_prefetching:
-            self._no_longer_prefetching(eid, num_prefetching)
-        pool = self.pools[self.geometry.size_classes[self.layer_of[eid]]]
-        if self.num_parts == 1:
-            pool.blocks += slots
-            pool.num_free += 1
-        else:
-            pool.give(slots)
+            self.state[unit], self.slot[unit] = ABSENT, _NO_SLOT
+        self.num_resident[eid] -= states.count(RESIDENT)
         self.whole[eid] = None
+        if PREFETCHING in states:
+            self._no_longer_prefetching(eid, states.count(PREFETCHING))
 
     def spans(self, units: Sequence[int]) -> list[Span]:
         """Units of one expert, rising, as runs of adjacent units in adjacent slots."""
@@ -180,58 +155,58 @@ class Pool:
         self.num_slots = self.num_free = num_slots
         self._size = num_parts
         num_blocks = num_slots // num_parts
-        self.blocks = [block * num_parts for block in reversed(range(num_blocks))]
-        """First slots of free blocks. Where experts are not cut, a block is a slot, which the table takes and gives."""
+        self._blocks = [block * num_parts for block in reversed(range(num_blocks))]  # first slots of free blocks
         self._loose = set(range(num_blocks * num_parts, num_slots))  # free slots of blocks that are not free
 
     def take(self, num: int, wanted: int | None = None) -> Sequence[int]:
         """So many slots, of which there are enough. A part of an expert gets those from `wanted` on if they are loose,
         else the shortest run of loose slots that is long enough, else a part of a block, else the longest runs there
-        are. A block comes as a range.
+        are.
         """
         self.num_free -= num
-        if num == self._size and self.blocks:
-            first = self.blocks.pop()
-            return range(first, first + num)
+        if num == self._size and self._blocks:
+            return self._block(self._blocks.pop())
         taken: list[int] = []
+        run = range(0) if wanted is None else range(wanted, wanted + num)
         while len(taken) < num:
-            left = num - len(taken)
-            if wanted is None or not self._loose.issuperset(range(wanted, wanted + left)):
-                runs = self._runs()
-                fitting = [run for run in runs if len(run) >= left]
-                if not fitting and self.blocks:
-                    first = self.blocks.pop()
-                    self._loose.update(range(first, first + self._size))
-                    fitting = [range(first, first + self._size)]
-                wanted = min(fitting, key=len)[0] if fitting else max(runs, key=len)[0]
-            while len(taken) < num and wanted in self._loose:
-                self._loose.remove(wanted)
-                taken.append(wanted)
-                wanted += 1
+            if not (run and self._loose.issuperset(run)):
+                run = self._best_run(num - len(taken))
+            self._loose.difference_update(run)
+            taken += run
         return taken
 
     def give(self, slots: Sequence[int]) -> None:
         """Return slots; a block that is wholly free is a block again."""
         self.num_free += len(slots)
-        if slots[0] % self._size == 0 and [*slots] == [*range(slots[0], slots[0] + self._size)]:
-            self.blocks.append(slots[0])
-            return
         self._loose.update(slots)
         for first in dict.fromkeys([slot - slot % self._size for slot in slots]):
-            block = range(first, first + self._size)
+            block = self._block(first)
             if self._loose.issuperset(block):
                 self._loose.difference_update(block)
-                self.blocks.append(first)
+                self._blocks.append(first)
 
     def free_slots(self) -> list[int]:
-        return sorted([*self._loose, *(first + i for first in self.blocks for i in range(self._size))])
+        return sorted([*self._loose, *(slot for first in self._blocks for slot in self._block(first))])
 
-    def _runs(self) -> list[range]:
-        """Loose slots, as runs of neighbours."""
-        runs: list[range] = []
-        for slot in sorted(self._loose):
-            if runs and runs[-1].stop == slot:
-                runs[-1] = range(runs[-1].start, slot + 1)
-            else:
-                runs.append(range(slot, slot + 1))
-        return runs
+    def _block(self, first: int) -> range:
+        return range(first, first + self._size)
+
+    def _best_run(self, num: int) -> range:
+        """Up to so many loose slots beside each other, see `take`."""
+        runs = _runs(sorted(self._loose))
+        fitting = [run for run in runs if len(run) >= num]
+        if not fitting and self._blocks:
+            fitting = [self._block(self._blocks.pop())]
+            self._loose.update(fitting[0])
+        return min(fitting, key=len)[:num] if fitting else max(runs, key=len)
+
+
+def _runs(numbers: Iterable[int]) -> list[range]:
+    """Rising numbers, as runs of neighbours."""
+    runs: list[range] = []
+    for number in numbers:
+        if runs and runs[-1].stop == number:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return runs

@@ -5,14 +5,14 @@ Each preset can be taken with other parts: `name:key=value:key=value`. A preset 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.policies.allocation import Allocation
-from expertly.policies.base import option_names, option_text, parse_int
+from expertly.policies.base import Policy, option_names, option_text, parse_int
 from expertly.policies.eviction import EvictionPolicy, ScoredPolicy
 from expertly.policies.known import NOTHING, Known
 from expertly.policies.learned import LearnedState
@@ -20,6 +20,8 @@ from expertly.policies.prediction import ALL_LAYERS, Predictor
 from expertly.policies.registry import ALLOCATIONS, EVICTIONS, PREDICTORS, PREFETCHES, OrNone, Registry
 from expertly.scheduler.budget import Budget, allocate
 from expertly.scheduler.scheduler import Scheduler, Split
+
+P = TypeVar("P", bound=Policy)
 
 OVERLAPPED = "overlapped"
 """Loads, prefetches and computing go on at the same time, as in an engine."""
@@ -82,12 +84,14 @@ class System:
     distance: int = 1  # layers that the predictor looks ahead
     loop: str = OVERLAPPED  # how a layer runs; another one is for simulation (sim/synchronous.py)
     segments: int = 1  # P, where nobody asks for another (core.geometry.fitting_segments)
-    options: tuple[tuple[str, str], ...] = ()  # of its policies, as they were given
+    options: tuple[tuple[str, str], ...] = ()  # of its policies
     keeps_everything: bool = False
     needs: tuple[str, ...] = ()  # "future": simulations only; else fields of a trace. With those of its policies
 
     def __post_init__(self) -> None:
         _check(self)
+        if not self.keeps_everything:
+            object.__setattr__(self, "options", _checked_options(self))
         of_eviction = ("future",) if self._eviction and self._eviction.needs_future else ()
         of_predictor = self._predictor.needs if self._predictor else ()
         object.__setattr__(self, "needs", tuple(dict.fromkeys((*self.needs, *of_eviction, *of_predictor))))
@@ -107,7 +111,7 @@ class System:
 
     @property
     def eviction_learns(self) -> str | None:
-        """The kind of state that its eviction policy learns ("reuse"); None: nothing that a file keeps."""
+        """The same of its eviction policy ("reuse")."""
         return self._eviction.learns.kind if self._eviction and self._eviction.learns else None
 
     @property
@@ -158,8 +162,8 @@ class System:
 
     def options_of(self, part: str) -> dict[str, str]:
         """Those of its options that belong to one of its policies, a key of REGISTRIES."""
-        names = names_of_options(part, getattr(self, part))
-        return {key: value for key, value in self.options if key in names}
+        texts = dict(self.options)
+        return {key: texts[key] for key in names_of_options(part, getattr(self, part)) if key in texts}
 
     def allocation_facts(self, scheduler: Scheduler) -> dict[str, object] | None:
         """How much each layer of its scheduler keeps now, for results; None where all keep the same.
@@ -170,8 +174,7 @@ class System:
         if self.allocation == "uniform" or self.keeps_everything:
             return None
         num_parts, cache = scheduler.geometry.segments_per_expert, scheduler.cache
-        numbers = [quota / num_parts for quota in cache.quotas]
-        experts = [int(num) if num.is_integer() else num for num in numbers]
+        experts = [quota // num_parts if quota % num_parts == 0 else quota / num_parts for quota in cache.quotas]
         facts: dict[str, object] = {"name": self.allocation, "experts": experts}
         if ALLOCATIONS[self.allocation].splits:
             pairs = zip(cache.quotas, cache.tops, strict=True)
@@ -189,111 +192,104 @@ class System:
 
 def _check(system: System) -> None:
     """Raise ConfigError where a part is unknown or does not fit the others."""
-    where = f"system={system.name!r}"
     for key, accepted in ACCEPTED.items():
-        value = getattr(system, key)
-        is_stated = not (key == "eviction" and system.keeps_everything)
+        value, is_stated = getattr(system, key), not (key == "eviction" and system.keeps_everything)
         if is_stated and value not in accepted:
-            raise _unknown(where, key, value)
+            path = ", or the dotted path of one" if key in REGISTRIES else ""
+            raise _error(system, f"{key}={value!r:.80}: unknown; accepted: {', '.join(accepted)}{path}")
     problem = next(_problems(system), None)
     if problem is not None:
-        raise ConfigError(f"{where}: {problem}")
-    if not system.keeps_everything:
-        _check_options(system, where)
+        raise _error(system, problem)
+
+
+def _error(system: System, problem: str) -> ConfigError:
+    return ConfigError(f"system={system.name!r:.200}: {problem}")
 
 
 def _problems(system: System) -> Iterator[str]:
     """Why the parts of a system do not fit together, with what is accepted."""
-    predictor = system._predictor
-    is_best = system.admission == "best"
+    predictor, is_best = system._predictor, system.admission == "best"
+    for key in NUMBERS:
+        if getattr(system, key) < 1:
+            yield f"{key}={getattr(system, key)}: must be at least 1"
     if system.loop == "synchronous" and not predictor:
         yield "loop='synchronous' waits for what is predicted, which is nothing; accepted: loop=overlapped, by-id"
     if system.loop == "by-id" and (predictor or is_best or system.allocation != "uniform"):
-        yield (
-            "loop='by-id': one expert at a time; accepted: prediction=none, admission=always, allocation=uniform, or "
-            "loop=overlapped"
-        )
-    for key in NUMBERS:
-        number = getattr(system, key)
-        if number is not None and number < 1:
-            yield f"{key}={number}: must be at least 1"
+        parts = "prediction=none, admission=always, allocation=uniform"
+        yield f"loop='by-id': one expert at a time; accepted: {parts}, or loop=overlapped"
     if not system.keeps_everything:
         yield from _problems_of_keeping(system, predictor, is_best)
     if predictor and PREFETCHES[system.prefetch].needs_probabilities and not predictor.gives_probabilities:
-        yield (
-            f"prefetch={system.prefetch!r} weighs probabilities, which prediction={system.prediction!r} does not "
-            f"give; accepted: score, fifo"
-        )
+        given = f"prediction={system.prediction!r} does not give"
+        yield f"prefetch={system.prefetch!r} weighs probabilities, which {given}; accepted: score, fifo"
 
 
 def _problems_of_keeping(system: System, predictor: type[Predictor] | None, is_best: bool) -> Iterator[str]:
     """Why its eviction, admission and allocation do not fit together."""
     eviction, allocation = EVICTIONS[system.eviction], ALLOCATIONS[system.allocation]
+    of_eviction, of_allocation = f"eviction={system.eviction!r}", f"allocation={system.allocation!r}"
     if is_best and not issubclass(eviction, ScoredPolicy):
-        scored = ", ".join(name for name, policy in EVICTIONS.items() if issubclass(policy, ScoredPolicy))
+        scored = _names(EVICTIONS, lambda policy: issubclass(policy, ScoredPolicy))
         yield (
-            f"admission={system.admission!r} compares scores, which eviction={system.eviction!r} does not have; "
-            f"accepted: admission=always, or eviction={scored}"
+            f"admission='best' compares scores, which {of_eviction} does not have; accepted: admission=always, or "
+            f"eviction={scored}"
         )
     if is_best and system.prefill != "stream":
         yield (
-            f"prefill={system.prefill!r}: with admission={system.admission!r} what a prompt needs is weighed against "
-            f"what is kept; accepted: prefill=stream, or admission=always"
+            f"prefill={system.prefill!r}: with admission='best' what a prompt needs is weighed against what is kept; "
+            "accepted: prefill=stream, or admission=always"
         )
     if eviction.needs_best and not is_best:
-        yield (
-            f"eviction={system.eviction!r} needs to be told what is needed before it is kept; accepted: admission=best"
-        )
+        yield f"{of_eviction} needs to be told what is needed before it is kept; accepted: admission=best"
     if eviction.needs_probabilities and not (predictor and predictor.gives_probabilities):
-        predictors = ", ".join(name for name, policy in PREDICTORS.items() if policy.gives_probabilities)
+        predictors = _names(PREDICTORS, lambda policy: policy.gives_probabilities)
         yield (
-            f"eviction={system.eviction!r} goes by predicted probabilities, which prediction={system.prediction!r} "
-            f"does not give; accepted: prediction={predictors}"
+            f"{of_eviction} goes by predicted probabilities, which prediction={system.prediction!r} does not give; "
+            f"accepted: prediction={predictors}"
         )
     if allocation.needs_layers and system.scope != "layer":
-        yield (
-            f"allocation={system.allocation!r} shares slots out among layers, scope={system.scope!r} does not; "
-            f"accepted: scope=layer"
-        )
+        yield (f"{of_allocation} shares slots out among layers, scope={system.scope!r} does not; accepted: scope=layer")
     if allocation.needs_layers and eviction.is_sized:
-        unsized = ", ".join(name for name, policy in EVICTIONS.items() if not policy.is_sized)
-        yield (
-            f"allocation={system.allocation!r} changes the sizes of caches, by which eviction={system.eviction!r} "
-            f"goes; accepted: eviction={unsized}"
-        )
+        unsized = _names(EVICTIONS, lambda policy: not policy.is_sized)
+        yield f"{of_allocation} changes the sizes of caches, by which {of_eviction} goes; accepted: eviction={unsized}"
     if not allocation.keeps and predictor and system.ahead != "staging":
         yield (
-            f"allocation={system.allocation!r} keeps no experts: what is predicted can be loaded into staging slots "
-            "only; accepted: ahead=staging"
+            f"{of_allocation} keeps no experts: what is predicted can be loaded into staging slots only; accepted: "
+            "ahead=staging"
         )
 
 
-def _check_options(system: System, where: str) -> None:
-    """Raise ConfigError unless each option belongs to one policy, and has a value that the policy takes."""
-    owners: dict[str, str] = {}
+def _names(registry: Registry[type[P]], is_accepted: Callable[[type[P]], bool]) -> str:
+    return ", ".join(name for name, policy in registry.items() if is_accepted(policy))
+
+
+def _checked_options(system: System) -> tuple[tuple[str, str], ...]:
+    """The options, in the order of the policies, written as usual. Raises ConfigError unless each belongs to one
+    policy, and has a value that the policy takes.
+    """
+    owners = dict.fromkeys(PARTS, "a part")
+    options: dict[str, str] = {}
     for part, registry in REGISTRIES.items():
         name = getattr(system, part)
         for option in names_of_options(part, name):
-            taken = "a part" if option in PARTS else f"one of {owners[option]}" if option in owners else None
-            if taken:
-                raise ConfigError(f"{where}: {part}={name!r}: its option {option!r} is called as {taken} is")
-            owners[option] = f"{part}={name!r}"
+            if option in owners:
+                raise _error(system, f"{part}={name!r}: its option {option!r} is called as {owners[option]} is")
+            owners[option] = f"one of {part}={name!r}"
         if name in registry:
-            registry[name].parse(system.options_of(part), where)
+            texts = system.options_of(part)
+            parsed = registry[name].parse(texts, f"system={system.name!r:.200}")
+            options |= {key: option_text(getattr(parsed, key)) for key in texts}
     for option, _ in system.options:
-        if option not in owners:
-            raise ConfigError(f"{where}: option {option!r:.80}: unknown; accepted: {', '.join(owners) or 'none'}")
+        if option not in options:
+            policies = ", ".join(f"{part}={getattr(system, part)}" for part in REGISTRIES)
+            raise _error(system, f"{option!r:.80}: unknown; accepted with {policies}: {', '.join(owners)}")
+    return tuple(options.items())
 
 
 def names_of_options(part: str, name: str) -> list[str]:
     """The options of the policy of this name; `part` is a key of REGISTRIES."""
     registry = REGISTRIES[part]
     return option_names(registry[name].options) if name in registry else []
-
-
-def _unknown(where: str, key: str, value: str) -> ConfigError:
-    path = ", or the dotted path of one" if key in REGISTRIES else ""
-    return ConfigError(f"{where}: {key}={value!r:.80}: unknown; accepted: {', '.join(ACCEPTED[key])}{path}")
 
 
 # -- the presets ---------------------------------------------------------------------------------------------------
@@ -328,21 +324,20 @@ moe-infinity:eviction=eam:scope=global:prediction=eam:distance={ALL_LAYERS}:pref
 
 
 def _presets() -> dict[str, System]:
-    lines = _PRESETS.split("\n")[1:-1]
-    found = {}
+    lines, presets = _PRESETS.split("\n")[1:-1], {}
     for spec, summary in zip(lines[::2], lines[1::2], strict=True):
         name, *settings = spec.split(":")
         parts: dict[str, Any] = dict(setting.split("=") for setting in settings)
         parts |= {key: int(parts[key]) for key in NUMBERS if key in parts}
-        found[name] = System(name, summary.strip(), **parts, keeps_everything=parts["eviction"] == "none")
-    return found
+        presets[name] = System(name, summary.strip(), **parts, keeps_everything=parts["eviction"] == "none")
+    return presets
 
 
 SYSTEMS: Registry[System] = Registry(
     "system",
     "expertly.systems",
     _presets(),
-    lambda one: isinstance(one, System),
+    lambda system: isinstance(system, System),
     "a System",
     adopt=lambda system, name: replace(system, name=name),  # named as users name it
 )
@@ -356,14 +351,21 @@ def default_system(layers: Sequence[LayerGeometry]) -> tuple[str, float]:
     return "expertly-ahead" if nbytes >= LEAST_NBYTES else "expertly", nbytes / (1 << 20)
 
 
+_UNPREDICTED: dict[str, Any] = {part.name: part.default for part in fields(System) if part.name in OF_PREDICTION}
+
+
 def without_prediction(system: System) -> System:
     """The system without its predictor: a preset if one is equal to that, else one named after it."""
-    defaults: dict[str, Any] = {field.name: field.default for field in fields(System) if field.name in OF_PREDICTION}
     options = tuple((key, value) for key, value in system.options if key not in system.options_of("prediction"))
     name = f"{system.name} without prediction"
-    made = replace(system, **defaults, name=name, prediction="none", loop=OVERLAPPED, options=options, needs=())
-    same = (one for one in SYSTEMS.built_in.values() if replace(made, name=one.name, summary=one.summary) == one)
-    return next(same, made)
+    made = replace(system, **_UNPREDICTED, name=name, prediction="none", loop=OVERLAPPED, options=options, needs=())
+    presets = SYSTEMS.built_in.values()
+    return next(
+        (preset for preset in presets if replace(made, name=preset.name, summary=preset.summary) == preset), made
+    )
+
+
+# -- by name -------------------------------------------------------------------------------------------------------
 
 
 def get_system(spec: str) -> System:
@@ -375,118 +377,87 @@ def get_system(spec: str) -> System:
     name, *settings = [part.strip() for part in spec.split(":")]
     if name not in SYSTEMS:
         raise ConfigError(f"system={name!r:.200}: unknown; accepted: {', '.join(SYSTEMS)}")
-    return _derived(SYSTEMS[name], settings, f"system={spec!r:.200}") if settings else SYSTEMS[name]
+    return _derived(SYSTEMS[name], settings, spec) if settings else SYSTEMS[name]
 
 
 def get_runnable(spec: str) -> System:
     """`get_system` for an engine. Raises ConfigError also for a system that is for simulation alone; it names only
     systems that an engine can run.
     """
-    accepted = ", ".join([AUTO_SYSTEM, *runnable_systems()])
-    name = spec.split(":")[0].strip()
+    name, accepted = spec.split(":")[0].strip(), f"accepted: {', '.join([AUTO_SYSTEM, *runnable_systems()])}"
     if name not in SYSTEMS:
-        raise ConfigError(f"system={name!r:.200}: unknown; accepted: {accepted}")
+        raise ConfigError(f"system={name!r:.200}: unknown; {accepted}")
     system = get_system(spec)
-    if "future" in system.needs:
-        raise ConfigError(
-            f"system={spec!r:.200}: needs to know the demands to come (see `simulate`); accepted: {accepted}"
-        )
-    if system.loop != OVERLAPPED:
-        raise ConfigError(
-            f"system={spec!r:.200}: loop={system.loop} is for simulation (`expertly lab simulate`); accepted: "
-            f"{accepted}"
-        )
+    if not _is_runnable(system):
+        reason = "needs to know the demands to come (see `simulate`)"
+        if "future" not in system.needs:
+            reason = f"loop={system.loop} is for simulation (`expertly lab simulate`)"
+        raise ConfigError(f"system={spec!r:.200}: {reason}; {accepted}")
     return system
 
 
 def runnable_systems() -> list[str]:
     """Names of the systems that an engine can run."""
-    return [name for name, one in SYSTEMS.items() if "future" not in one.needs and one.loop == OVERLAPPED]
+    return [name for name, system in SYSTEMS.items() if _is_runnable(system)]
+
+
+def _is_runnable(system: System) -> bool:
+    return "future" not in system.needs and system.loop == OVERLAPPED
 
 
 def paths_in(spec: str) -> list[str]:
     """The paths in a spec that `get_system` would import, as KEY=PATH."""
     name, *settings = spec.split(":")
-    named = [["system", name], *(setting.split("=", 1) for setting in settings if "=" in setting)]
     registries: dict[str, Registry[Any]] = {"system": SYSTEMS, **REGISTRIES}
-    given = [(key.strip(), value.strip()) for key, value in named]
-    return [f"{key}={value}" for key, value in given if key in registries and registries[key].is_path(value)]
+    pairs = [tuple(map(str.strip, setting.partition("=")[::2])) for setting in (f"system={name}", *settings)]
+    return [f"{key}={value}" for key, value in pairs if key in registries and registries[key].is_path(value)]
 
 
-def _derived(preset: System, settings: list[str], where: str) -> System:
+def _derived(preset: System, settings: list[str], spec: str) -> System:
     """The preset with other parts and options, from `key=value` texts."""
-    given = _given(preset, settings, where)
-    if not given:
-        return preset
-    parts: dict[str, Any] = {key: given[key] for key in ACCEPTED if key in given}
-    parts |= {key: parse_int(given[key], f"{where}: {key}={given[key]!r:.80}") for key in NUMBERS if key in given}
-    kept, options = _options(preset, parts, {key: given[key] for key in given if key not in PARTS}, where)
-    prediction = parts.get("prediction", preset.prediction)
-    allocation = parts.get("allocation", preset.allocation)
-    for is_off, keys, why in (
-        (not ALLOCATIONS[allocation].keeps, OF_KEEPING, f"nothing is kept (allocation={allocation})"),
-        (prediction == "none", OF_PREDICTION, "nothing is predicted (prediction=none)"),
-    ):
-        for key in keys:
-            if is_off and key in parts:
-                raise ConfigError(f"{where}: {key}={given[key]}: of no use where {why}")
-    said = {**{key: parts[key] for key in PARTS if key in given}, **options}
-    text = [f"{key}={value}" for key, value in said.items()]
+    before = replace(preset, name=spec)  # as errors name it
+    if preset.keeps_everything:
+        raise _error(before, f"{preset.name!r} keeps every expert, there is nothing to choose; accepted: its name")
+    texts = _texts(before, settings)
+    parts: dict[str, Any] = {key: texts[key] for key in ACCEPTED if key in texts}
+    for key in NUMBERS:
+        if key in texts:
+            parts[key] = parse_int(texts[key], f"system={spec!r:.200}: {key}={texts[key]!r:.80}")
+    options = {key: value for key, value in texts.items() if key not in PARTS}
+    for part in REGISTRIES:
+        if parts.get(part) in (None, getattr(preset, part)):  # options stay until their policy is replaced
+            options = preset.options_of(part) | options
+    stated = list(parts)
     if parts.get("admission", preset.admission) == "best":
         parts.setdefault("prefill", "stream")  # prompts are weighed as well
+    prediction = parts.get("prediction", preset.prediction)
     if prediction == "none":
-        parts |= {field.name: field.default for field in fields(System) if field.name in OF_PREDICTION}
+        parts = _UNPREDICTED | parts
         if preset.loop == "synchronous":
             parts.setdefault("loop", OVERLAPPED)
-    elif "prediction" in parts and PREDICTORS[prediction].default_distance is not None:
+    elif "prediction" in parts and prediction in PREDICTORS and PREDICTORS[prediction].default_distance is not None:
         parts.setdefault("distance", PREDICTORS[prediction].default_distance)
-    summary = f"{preset.name} with {', '.join(text)}"
-    every = tuple((kept | options).items())
-    return replace(preset, name=":".join([preset.name, *text]), summary=summary, options=every, needs=(), **parts)
+    system = replace(before, options=tuple(options.items()), needs=(), **parts)
+    for is_off, keys, reason in (
+        (not ALLOCATIONS[system.allocation].keeps, OF_KEEPING, f"nothing is kept (allocation={system.allocation})"),
+        (system.prediction == "none", OF_PREDICTION, "nothing is predicted (prediction=none)"),
+    ):
+        useless = [key for key in keys if is_off and key in stated]
+        if useless:
+            raise _error(system, f"{useless[0]}={texts[useless[0]]}: of no use where {reason}")
+    words = [f"{key}={parts[key]}" for key in stated]
+    words += [f"{key}={value}" for key, value in system.options if key in texts]
+    return replace(system, name=":".join([preset.name, *words]), summary=f"{preset.name} with {', '.join(words)}")
 
 
-def _given(preset: System, settings: list[str], where: str) -> dict[str, str]:
+def _texts(preset: System, settings: list[str]) -> dict[str, str]:
     """The settings by key. Raises ConfigError where one is no `key=value`, or is given twice."""
-    if preset.keeps_everything:
-        raise ConfigError(
-            f"{where}: {preset.name!r} keeps every expert, there is nothing to choose; accepted: its name"
-        )
-    given: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for setting in settings:
         key, _, value = (part.strip() for part in setting.partition("="))
         if not (key and value):
-            raise ConfigError(f"{where}: {setting!r:.80}: must be key=value")
-        if key in given:
-            raise ConfigError(f"{where}: {key!r:.80}: given twice")
-        given[key] = value
-    return given
-
-
-def _options(
-    preset: System, parts: dict[str, Any], given: dict[str, str], where: str
-) -> tuple[dict[str, str], dict[str, str]]:
-    """For a preset with other `parts`: the options of policies that stay, and the `given` ones, written as usual."""
-    kept: dict[str, str] = {}
-    said: dict[str, str] = {}
-    accepted, described = list(PARTS), []
-    for part, registry in REGISTRIES.items():
-        before = getattr(preset, part)
-        name = parts.get(part, before)
-        if name not in ACCEPTED[part]:
-            raise _unknown(where, part, name)
-        names = names_of_options(part, name)
-        if name == before:
-            kept |= preset.options_of(part)
-        if name in registry:
-            mine = {key: given[key] for key in names if key in given}
-            parsed = registry[name].parse(mine, where)
-            said |= {key: option_text(getattr(parsed, key)) for key in mine}
-        if names or part == "prediction":
-            described.append(f"{part}={name}")
-        accepted += names
-    for key in given:
-        if key not in said:
-            raise ConfigError(
-                f"{where}: {key!r:.80}: unknown; accepted with {', '.join(described)}: {', '.join(accepted)}"
-            )
-    return kept, said
+            raise _error(preset, f"{setting!r:.80}: must be key=value")
+        if key in texts:
+            raise _error(preset, f"{key!r:.80}: given twice")
+        texts[key] = value
+    return texts

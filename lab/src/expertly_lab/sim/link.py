@@ -37,7 +37,7 @@ class SimulationWatcher(Protocol):
 
 
 class VirtualLink:
-    """A PrefetchTransport on a virtual clock. Spans arrive one after the other: each begins when the link's latency has
+    """A Transport on a virtual clock. Spans arrive one after the other: each begins when the link's latency has
     passed since it was submitted and the one before it has ended; a prefetch only if no load begins as early. `wait`
     moves the clock, and so does `miss_ns` of the hardware for each span that is taken.
     """

@@ -32,7 +32,6 @@ from expertly_lab.trace.reader import Trace
 RATES = (
     *("hit_rate", "partial_hit_rate", "byte_hit_rate", "prediction_accuracy", "fetch_rate", "goodpred"),
     *("coverage", "accuracy", "timeliness", "recall"),
-    *("similarity_correlation_semantic", "similarity_correlation_trajectory"),
 )
 
 FIELDS = (
@@ -40,7 +39,6 @@ FIELDS = (
     *("stall_share", "ttft_s", "tpot_s", "floor_tpot_s", "bytes_loaded"),
     *("prefetched_bytes", "wasted_bytes"),
     *("history", "predictor", "allocation", "skipped"),
-    *("accuracy_by_distance", "fetch_rate_by_distance", "goodpred_by_distance"),
     *("latency_s", "layers", "requests", "tokens", "hit_rate_by_request"),
     *("decode_iterations", "decode_stall_s", "times_by_request", "phases"),
 )
@@ -269,7 +267,7 @@ class Study:
         for counters in scheduler.counters:
             prefill.add(counters.prefill)
             decode.add(counters.decode)
-        row |= decode.rates() | decode.rates_by_distance()
+        row |= decode.rates()
         row |= {
             "requests": metrics.num_requests,
             "tokens": metrics.num_tokens,
@@ -284,7 +282,10 @@ class Study:
             row |= {
                 "history": self._training.history_of(simulator.predictor),
                 "predictor": simulator.predictor.facts(),
-                "layers": [{"layer": i, **one.decode.goodpred()} for i, one in enumerate(scheduler.counters)],
+                "layers": [
+                    {"layer": layer, "goodpred": counters.decode.rates()["goodpred"]}
+                    for layer, counters in enumerate(scheduler.counters)
+                ],
             }
         if self.layers is not None:
             times = metrics.times_by_request(self.is_queued)

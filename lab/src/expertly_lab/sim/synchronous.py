@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from expertly.core.messages import RouterRan, Span
 from expertly.core.observation import Routed
-from expertly.scheduler.loop import Channel, Prefetcher, PrefetchTransport, Transport
+from expertly.scheduler.loop import Channel, Prefetcher, Transport
 from expertly.scheduler.scheduler import Scheduler
 from expertly.scheduler.slots import ABSENT, LOADING, RESIDENT
 
@@ -21,11 +21,11 @@ class WaitingPrefetcher(Prefetcher):
     def __init__(
         self,
         scheduler: Scheduler,
-        transport: PrefetchTransport,
+        transport: Transport,
         channel: Channel,
     ) -> None:
         super().__init__(scheduler, transport, channel)
-        self.submit = transport.submit
+        self.submit, self.prefetch, self.cancel = transport.submit, transport.prefetch, transport.cancel
         self._arrived: deque[Span] = deque()  # that the running layer awaits
 
     def poll(self) -> Span | None:
@@ -69,14 +69,14 @@ def run_by_id(
     eids = [geometry.expert_id(layer, expert) for expert in router.experts]
     missing = [i for i, eid in enumerate(eids) if slots.num_resident[eid] < slots.num_parts]
     there = [slots.num_resident[eids[i]] for i in missing]
-    counters.count_demand(router, missing, there, geometry.layers[layer].expert_nbytes, slots.num_parts)
+    counters.count_demand(router, missing, there, slots.num_parts, slots.segment_nbytes[layer])
     for position in sorted(range(len(eids)), key=eids.__getitem__):
         eid = eids[position]
         resident, absent = slots.in_state(eid, RESIDENT), slots.in_state(eid, ABSENT)
         ready = slots.spans(resident) if resident else []
         loads: list[Span] = []
         if absent:
-            nbytes = len(absent) * geometry.segment_nbytes(layer)
+            nbytes = len(absent) * slots.segment_nbytes[layer]
             counters.phase(router.is_decode[position]).loaded_nbytes += nbytes
             cache.admit(layer, [eid], [], {eid})
             if kept := [unit for unit in absent if unit in cache.kept(eid)]:
