@@ -1,30 +1,26 @@
-"""Can every client talk to the server? Five of them, as their users call them, against the demo model.
+"""Can every client talk to the server? Four of them, as their users call them, against the demo model.
 
     python bench/clients.py [--venv FOLDER] [--client NAME] [--out FILE]
 
 Makes an environment of its own for the clients (without torch), starts `expertly serve` on the demo model in float32
-with a chat template that knows tools, and runs each client's list: the openai package, litellm, langchain-openai,
-lm-eval's local-completions and `transformers chat`. What is checked is what a user of the client would see.
+with a chat template that knows tools, and runs each client's list: the openai package, litellm, langchain-openai and
+lm-eval's local-completions. What is checked is what a user of the client would see.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pty
-import select
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-NEEDS = ("openai", "litellm", "langchain-openai", "lm-eval[api]", "transformers==5.23.0", "rich", "numpy", "mcp")
-CLIENTS = ("openai", "litellm", "langchain-openai", "lm-eval", "transformers-chat")
+NEEDS = ("openai", "litellm", "langchain-openai", "lm-eval[api]", "transformers==5.23.0", "numpy")
+CLIENTS = ("openai", "litellm", "langchain-openai", "lm-eval")
 TEMPLATE = (
     "{% if tools %}Tools: {% for tool in tools %}{{ tool | tojson }} {% endfor %}{{ '\n' }}{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}"
@@ -202,42 +198,7 @@ def lm_eval_checks(url: str) -> list[Check]:
     return [*checks, ("generate_until by chat", chatted)]
 
 
-def transformers_chat_checks(url: str) -> list[Check]:
-    """In a terminal, as it is used."""
-    command = [str(Path(sys.executable).with_name("transformers")), "chat", "demo", f"{url}/v1"]
-    command += ["max_new_tokens=12", "do_sample=False"]
-
-    @cache
-    def said() -> str:
-        number, own = pty.fork()
-        if number == 0:
-            os.environ["TERM"] = "dumb"
-            os.execv(command[0], command)
-        text, todo, end = "", ["Tell me of the sea.\n", "n\n", "And a king?\n", "n\n", "!exit\n"], time.monotonic() + 90
-        marks = [">:", "(y/N)", ">:", "(y/N)", ">:"]
-        seen = 0
-        while time.monotonic() < end:
-            ready, _, _ = select.select([own], [], [], 0.5)
-            if ready:
-                try:
-                    text += os.read(own, 65536).decode("utf-8", "replace")
-                except OSError:  # it has ended
-                    break
-            elif todo and marks[0] in text[seen:]:
-                seen = len(text)
-                os.write(own, todo.pop(0).encode())
-                marks.pop(0)
-        os.waitpid(number, os.WNOHANG)
-        return text
-
-    return [
-        ("the model is found", lambda: "already loaded" in said() or "is warm" in said()),
-        ("two turns are answered", lambda: said().count("<demo>:") == 2 and "Traceback" not in said()),
-        ("its length is kept", lambda: said().count("reaching the token limit") == 2),
-    ]
-
-
-LISTS = (openai_checks, litellm_checks, langchain_checks, lm_eval_checks, transformers_chat_checks)
+LISTS = (openai_checks, litellm_checks, langchain_checks, lm_eval_checks)
 CHECKS = dict(zip(CLIENTS, LISTS, strict=True))
 
 

@@ -15,9 +15,6 @@ def load(settings: dict[str, Any]) -> Expertly:
 
 class Expertly(TorchPeer):
     def __init__(self, settings: dict[str, Any]) -> None:
-        from expertly.model.lean import import_lean
-
-        import_lean()  # as `expertly run` does
         import expertly
 
         asked = {name: settings[name] for name in ("system", "memory", "quantize")}

@@ -37,7 +37,6 @@ from expertly.model.graphs import use_graphs
 from expertly.model.hooks import between_passes, check_passes, experts_modules
 from expertly.model.loading import load_dense, load_tokenizer
 from expertly.model.packing import pack_cached
-from expertly.model.speculation import Speculation
 from expertly.model.tiled import use_tiles
 from expertly.native.kernels import choose_kernels
 from expertly.options import LOAD_OPTIONS, LoadOptions, described
@@ -101,8 +100,7 @@ def open_model(
             engine.preload(_labelled(progress, "loading"))
         finalizer = weakref.finalize(loaded, opened.pop_all().close)
     loaded._expertly_tokenizer = tokenizer
-    loaded._expertly_speculation = speculation = Speculation()
-    view = Stats(engine, system, chosen.store, chosen.division.reason, why_system, speculation)
+    view = Stats(engine, system, chosen.store, chosen.division.reason, why_system)
     loaded._expertly_handle = Handle(chosen.store, engine, view, chosen.division, finalizer)
     return loaded, tokenizer
 

@@ -214,13 +214,7 @@ def test_an_answer_longer_than_the_model_can_hold_is_refused(
     assert f"max_new_tokens={10**20}: accepted: at most the model's 512 positions" in capsys.readouterr().err
 
 
-def test_speculation_changes_no_token_and_is_told(chatting: Path, capsys: Captured):
+def test_speculation_changes_no_token(chatting: Path, capsys: Captured):
     assert run(chatting, "Hello Hello Hello", "--json", "--speculate", "prompt-lookup") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["text"] == written(expected(chatting, [("user", "Hello Hello Hello")]))
-    told = result["speculation"]
-    assert told["passes"] + told["passes_without"] + told["accepted"] == NUM_TOKENS - 1
-    assert run(chatting, "Hello", "--speculate", "prompt-lookup") == 0
-    assert "drafted tokens accepted" in capsys.readouterr().out
-    assert run(chatting, "Hello", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["speculation"] is None

@@ -322,8 +322,6 @@ WIDE = """
 import sys
 group = sys.argv[2]
 open(group + "/cgroup.procs", "w").write("0")
-from expertly.model.lean import import_lean
-import_lean()
 import torch
 torch.set_num_threads(1)
 import expertly

@@ -1,4 +1,4 @@
-"""transformers' prompt lookup on a loaded model: the unmodified model's tokens, counted."""
+"""transformers' prompt lookup on a loaded model: the unmodified model's tokens, in fewer passes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import expertly
 from expertly.core.errors import ConfigError
+from expertly.model.generation import NUM_DRAFTED, generation_config
 from expertly.model.generation import generate as generate_one
-from expertly.model.generation import generation_config
-from expertly.model.speculation import NUM_DRAFTED
 from tests.engine.conftest import Cases
 from tests.engine.observe import assert_streamed, loaded
 from tests.families import generate
@@ -56,20 +55,14 @@ def test_tokens_are_those_of_the_unmodified_model_in_fewer_passes(
     expected = written(case.reference)
     with loaded(case.store, **settings) as model:
         assert written(model) == expected
-        assert expertly.stats(model).as_dict()["speculation"] is None, "nobody asked for it"
-        before = expertly.stats(model).as_dict()["phases"]
+        before = expertly.stats(model).as_dict()["phases"]["decode"]
         assert looked_up(model) == expected
-        told = expertly.stats(model).as_dict()
+        decode = expertly.stats(model).as_dict()["phases"]["decode"]
         if settings["system"] != "resident":
             assert_streamed(model)
-    found, phases = told["speculation"], told["phases"]
-    assert found["accepted"] > 0 and f"{found['accepted']} of {found['drafted']}" in found["says"]
-    num_passes = found["passes"] + found["passes_without"]
-    assert num_passes == phases["decode"]["iterations"] - before["decode"]["iterations"]
-    assert num_passes + found["accepted"] == NUM_NEW - 1, "the first token came from the prompt's pass"
-    rows = phases["decode"]["tokens"] - before["decode"]["tokens"]
-    assert rows == num_passes + found["drafted"], "a verified token counts as decode"
-    assert phases["prefill"]["tokens"] - before["prefill"]["tokens"] == len(PROMPT)
+    num_passes, num_rows = (decode[name] - before[name] for name in ("iterations", "tokens"))
+    assert num_passes < NUM_NEW * 3 // 4, "some drafted tokens were accepted"
+    assert num_rows > NUM_NEW, "a verified token counts as decode"
 
 
 def test_sampled_tokens_come_from_the_same_distribution(cases: Cases) -> None:
@@ -80,7 +73,7 @@ def test_sampled_tokens_come_from_the_same_distribution(cases: Cases) -> None:
     with loaded(case.store) as model:
         torch.manual_seed(3)
         assert looked_up(model, do_sample=True, top_k=1) == written(case.reference)
-        assert expertly.stats(model).as_dict()["speculation"]["accepted"] > 0
+        assert expertly.stats(model).as_dict()["phases"]["decode"]["iterations"] < NUM_NEW
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "jamba"])

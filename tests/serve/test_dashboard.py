@@ -75,6 +75,9 @@ def test_the_map_shows_what_is_resident(tab: Tab, serving: Serving) -> None:
     tab.until(f"JSON.stringify({CELLS}) === {json.dumps(json.dumps(expected, separators=(',', ':')))}")
     label = tab.run("document.querySelector('#map').getAttribute('aria-label')")
     assert label == f"Experts in memory: {sum(map(sum, expected))} of 384, of 12 layers"
+    tab.open(f"{serving.url}/", width=390, height=800)
+    tab.until(READY)
+    assert tab.run("document.documentElement.scrollWidth") <= 390, "a narrow window does not scroll sideways"
 
 
 def test_numbers_are_the_servers_and_change_when_it_answers(tab: Tab, serving: Serving) -> None:
@@ -155,12 +158,6 @@ def test_an_error_is_told_and_the_next_message_works(tab: Tab) -> None:
     tab.problems = [one for one in tab.problems if "400 (Bad Request)" not in one]
 
 
-def test_a_narrow_window_has_no_sideways_scrolling(tab: Tab, serving: Serving) -> None:
-    tab.open(f"{serving.url}/", width=390, height=800)
-    tab.until(READY)
-    assert tab.run("document.documentElement.scrollWidth") <= 390
-
-
 def test_a_key_opens_it_and_stays_in_the_tab(window: Tab, demo: tuple[Any, Any]) -> None:
     with served(*demo, access=Access((KEY,))) as guarded:
         window.open(f"{guarded.url}/")
@@ -175,12 +172,5 @@ def test_a_key_opens_it_and_stays_in_the_tab(window: Tab, demo: tuple[Any, Any])
         assert last_said(window, "model")
         assert KEY not in window.run("document.documentElement.outerHTML")
         assert KEY not in "".join(window.asked)
-    window.problems.clear()
-
-
-def test_a_server_that_is_gone_is_told(window: Tab, demo: tuple[Any, Any]) -> None:
-    with served(*demo) as short:
-        window.open(f"{short.url}/")
-        window.until(READY)
-    window.until("document.querySelector('#status').textContent === 'no answer'")
+    window.until("document.querySelector('#status').textContent === 'no answer'")  # the server is gone
     window.problems.clear()

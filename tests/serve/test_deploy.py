@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,16 +61,6 @@ def test_what_the_container_copies_is_there() -> None:
     text = (DEPLOY / "Containerfile").read_text(encoding="utf-8")
     named = [name for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE) for name in line.split()]
     assert named and all((DEPLOY.parent / name).exists() for name in named)
-
-
-def test_rays_file_is_of_options_that_there_are() -> None:
-    yaml = pytest.importorskip("yaml")
-    from expertly.serve import ray_app
-
-    read: dict[str, Any] = yaml.safe_load((DEPLOY / "ray.yaml").read_text(encoding="utf-8"))
-    (application,) = read["applications"]
-    assert application["import_path"] == "expertly.serve.ray_app:app"
-    ray_app.app(application["args"])
 
 
 def test_the_old_versions_folder_is_as_it_was_whatever_the_new_one_does(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.serve.conftest import Serving, assembled_for, room_for, running
 from tests.serve.scripted import scripted
 
 TUNED = """ "model": "demo", "temperature": 1, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1,
-    "seed": 1, "stop": ["a"], "stop_token_ids": [5], "min_tokens": 1, "presence_penalty": 1, "frequency_penalty": 1,
+    "seed": 1, "stop": ["a"], "stop_token_ids": [5], "presence_penalty": 1, "frequency_penalty": 1,
     "logit_bias": {"5": 1}, "stream": false """
 SAID = """ "model": "demo", "messages": [{"role": "system", "content": [{"type": "text", "text": "a"}], "name": "b"},
     {"role": "assistant", "tool_calls":
@@ -33,7 +33,7 @@ RIGHT = [
     ),
     (
         "chat/completions",
-        f"""{SAID}, "generation_config": "{{\\"max_new_tokens\\": 1}}", "response_format":
+        f"""{SAID}, "max_tokens": 1, "response_format":
         {{"type": "json_schema", "json_schema": {{"name": "a", "schema": {{"const": 1}}}}}}""",
     ),
     (

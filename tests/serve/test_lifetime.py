@@ -190,7 +190,6 @@ def test_others_need_a_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (("--total-memory", "1MiB"), "of 1 MiB this process takes"),
         (("--kv-tokens", "999999999999", "--memory", "25%"), "are free"),
         (("--kv-tokens", "999999999999"), "are free"),
-        (("--cors", "example.org"), "a web site"),
         (("--api-key-file", "/nowhere"), "cannot be read"),
         (("--chat-template", "/nowhere"), "cannot be read"),
         (("--port", "70000"), "0 to 65535"),

@@ -78,10 +78,6 @@ def test_penalties_count_what_was_written() -> None:
     assert draw(Sampling(temperature=0, frequency_penalty=0.6), 5) == [0, 0, 1, 0, 1]
 
 
-def test_no_token_ends_a_text_before_its_fewest_tokens() -> None:
-    assert draw(Sampling(temperature=0, min_tokens=2, ends=[0, 99]), 4) == [1, 1, 0, 0]
-
-
 def test_greedy_tokens_are_left_to_the_model_and_others_are_not() -> None:
     sampler = Sampler(lambda choices: None)
     sampler.add("greedy", Sampling(temperature=0))

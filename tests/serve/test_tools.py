@@ -156,7 +156,7 @@ def test_the_template_sees_the_conversation(demo: tuple[Any, Any]) -> None:
         },
         {"role": "tool", "tool_call_id": "1", "content": "rain"},
     ]
-    tokens, text = asyncio.run(prompts.of_messages([Message.model_validate(one) for one in said], []))
+    tokens, text = asyncio.run(prompts.of_messages([Message.model_validate(one) for one in said], [], {}))
     prompts.close()
     expected = "system: Be brief\nuser: Oslo?\nassistant: [weather Oslo]\ntool: rain\nassistant: "
     assert demo[1].decode(tokens) == text == expected

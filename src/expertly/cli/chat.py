@@ -20,11 +20,10 @@ import expertly
 from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
 from expertly.core.units import format_nbytes, format_number, format_seconds, format_share
-from expertly.model.generation import generate, generation_config, max_positions
+from expertly.model.generation import NUM_DRAFTED, generate, generation_config, max_positions
 from expertly.model.hooks import CACHE
 from expertly.model.loading import tokenizer_errors
 from expertly.model.prompts import has_template, tokens_of
-from expertly.model.speculation import NUM_DRAFTED
 from expertly.model.templates import Renderer
 from expertly.model.text import TextStreamer
 
@@ -37,7 +36,7 @@ class ChatSampling:
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    looks_up: bool = False  # drafts what stands earlier in the text (model/speculation.py)
+    looks_up: bool = False  # drafts what stands earlier in the text and verifies it in one pass
 
 
 @dataclass(frozen=True, slots=True)

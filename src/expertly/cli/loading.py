@@ -11,9 +11,6 @@ from expertly.options import LoadOptions, load_arguments
 
 def load_model(model: str | None, options: LoadOptions, **others: Any) -> tuple[Any, Any]:
     """A model and its tokenizer (None where it has none); `others` replace options."""
-    from expertly.model.lean import import_lean
-
-    import_lean()
     from expertly import api
 
     with progress_bar() as progress:

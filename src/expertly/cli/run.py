@@ -80,9 +80,6 @@ def run(args: RunOptions) -> int:
     if prompt is None and args.json:
         raise ConfigError("json: a chat is for people; accepted: with a PROMPT")
     with reserved_stdout() as stdout:
-        from expertly.model.lean import import_lean
-
-        import_lean()
         give_back_code()  # a third of the memory by now
         from expertly import api
         from expertly.cli.chat import Chat, ChatSampling
@@ -196,9 +193,7 @@ def _command(conversation: Chat, model: Any, text: str) -> str:
         from expertly import api
         from expertly.cli.stats_report import phase_table
 
-        told = api.stats(model).as_dict()
-        table = phase_table(told["phases"])
-        return table if told["speculation"] is None else f"{table}\nspeculation {told['speculation']['says']}"
+        return phase_table(api.stats(model).as_dict()["phases"])
     if name == "/save" and rest:
         path = Path(rest.strip("\"'")).expanduser()
         conversation.save(path)
@@ -238,8 +233,6 @@ def _budget(measures: dict[str, Any]) -> str:
         parts.append(f"prefetch accuracy {accuracy}, coverage {coverage}")
         if prediction["failed"] is not None:
             parts.append(f"prediction failed: {prediction['failed']}")
-    if measures["speculation"] is not None:
-        parts.append(f"speculation {measures['speculation']['says']}")
     return " | ".join(parts)
 
 

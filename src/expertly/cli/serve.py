@@ -28,9 +28,6 @@ class ServeCommand(ServeOptions):
 
 
 def run(args: ServeCommand) -> int:
-    from expertly.model.lean import import_lean
-
-    import_lean()
     give_back_code()
     from expertly import api
     from expertly.serve.server import ApiServer, bind, open_server

@@ -158,9 +158,6 @@ class RayWorker:
 
     def __init__(self, memory: str | int, threads: int | None) -> None:
         """`threads` None: the machine's processors."""
-        from expertly.model.lean import import_lean
-
-        import_lean()
         import torch
 
         from expertly.engine import process

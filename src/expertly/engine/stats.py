@@ -10,7 +10,6 @@ from expertly.core.messages import Phase
 from expertly.engine.observe import Prefetching
 from expertly.engine.runtime import Engine
 from expertly.engine.shard import Shard
-from expertly.model.speculation import Speculation
 from expertly.scheduler.counters import PhaseCounters
 from expertly.scheduler.systems import System
 from expertly.store.packed import PackedStore
@@ -34,13 +33,11 @@ class Stats:
         store: PackedStore,
         why_memory: str,
         why_system: str | None = None,
-        speculation: Speculation | None = None,
     ) -> None:
         """`why_memory`: the reason for the amount; `why_system`: the reason for the system, where expertly chose it."""
         self._engine = engine
         self._system = system
         self._store = store
-        self._speculation = speculation
         self.system = system.name
         self.memory_reason = why_memory
         self.system_reason = why_system
@@ -89,7 +86,6 @@ class Stats:
             "stall_s": sum(one.stall_ns for one in totals.values()) / 1e9,
             "allocation": allocation_over([one["allocation"] for one in devices]),
             "prediction": None if prefetching is None else _of_prediction(prefetching),
-            "speculation": None if self._speculation is None else self._speculation.facts(),
             "reuse": None if engine.reuse is None else engine.reuse.facts(),
             **{name: sum(one.get(name, 0) for one in devices) for name in counts},
             "synchronisations_per_pass": self._synchronisations(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,12 +12,10 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 _NO_CALL = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
-"""Exceptions of the parser at the end of a text that is marked as a call but is not one."""
+"""What the parser raises at the end of a text that is marked as a call but is not one."""
 
 CALL_MARKS = ("<tool_call>", "</tool_call>")
-"""Marks around a call as JSON. Most chat templates use them; they apply where transformers has no
-template for a model.
-"""
+"""Around a call as JSON in most chat templates; used where transformers has no response template for a model."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # its names in response templates
 
@@ -84,11 +82,8 @@ class AnswerFormat:
         if is_forced:
             return AnswerReader(_template({"tool_calls": _CALLS}), "", tools, is_single)
         if self.template is not None and self.fits(prompt):
-            fields = {
-                name: {**one, "optional": True}
-                for name, one in self.template["fields"].items()
-                if tools or name != "tool_calls"
-            }
+            known = self.template["fields"].items()
+            fields = {name: {**field, "optional": True} for name, field in known if tools or name != "tool_calls"}
             return AnswerReader({**self.template, "fields": fields}, prompt, tools, is_single)
         fields = {"reasoning_content": _THINK} if self.thinks else {}
         if tools:
@@ -106,9 +101,7 @@ def _template(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class AnswerReader:
-    """Parses an answer as it comes. Text that is marked as a call but is not one is content, and so
-    is all behind it.
-    """
+    """Parses an answer as it comes. Text that is marked as a call but is none is content, and so is all behind it."""
 
     def __init__(self, template: dict[str, Any], prompt: str, tools: Sequence[dict[str, Any]], is_single: bool) -> None:
         loaded = load_response_template(template)
@@ -133,7 +126,7 @@ class AnswerReader:
     def end(self) -> list[AnswerPart]:
         return self._parts(lambda parser: parser.finalize()[1], "")
 
-    def _parts(self, advance: Any, text: str) -> list[AnswerPart]:
+    def _parts(self, advance: Callable[[ResponseParser], Any], text: str) -> list[AnswerPart]:
         if self._parser is None:
             return self._shown("content", text)
         try:
@@ -142,9 +135,7 @@ class AnswerReader:
             return self._given_up(text)
 
     def _given_up(self, text: str) -> list[AnswerPart]:
-        """In the last `text` something ended that is marked as a call but is not one: from its mark
-        on all is content.
-        """
+        """In the last `text` something ended that is marked as a call but is none: from its mark on all is content."""
         self._parser = None
         done = len(self._text) - len(text)
         again, parts = self._make(), []
@@ -170,15 +161,12 @@ class AnswerReader:
             elif event["type"] == "region_close" and name == "tool_calls":
                 value = event["value"]
                 for said in value if isinstance(value, list) else [value]:
-                    parts += self._called(_call(said["function"]))
+                    call = _call(said["function"])
+                    if not (self._is_single and "call" in self._told):
+                        parts.append(AnswerPart("call", call=call))
+                        self._told.add("call")
+                        self._is_behind_call = True
         return parts
-
-    def _called(self, call: Call) -> list[AnswerPart]:
-        if self._is_single and "call" in self._told:
-            return []
-        self._told.add("call")
-        self._is_behind_call = True
-        return [AnswerPart("call", call=call)]
 
     def _shown(self, kind: Literal["reasoning", "content"], text: str) -> list[AnswerPart]:
         """A part without the blank lines that templates put between marks and text."""

@@ -2,8 +2,8 @@
 
 A `Stepper` runs submitted requests: a `Batch` many in one forward pass, with transformers' continuous batching;
 `OneAtATime` one after the other with `generate`, for families without continuous batching (`why_not_together`). After
-each forward pass its thread passes the logits to the caller's `Chooser`, which returns the tokens. A request ends after
-its last token, when it is cancelled, or when its pass fails; then `Failed` is called.
+each forward pass its thread passes the logits to the caller's `Choose`. A request ends after its last token, when it is
+cancelled, or when its pass fails; then `Failed` is called.
 """
 
 from __future__ import annotations
@@ -44,12 +44,10 @@ class Entry:
     end_tokens: Sequence[int]
 
 
-class Chooser(Protocol):
-    """Chooses tokens. Called in the thread that runs the model, once a forward pass."""
-
-    def choose(self, names: Sequence[str], logits: torch.Tensor) -> Sequence[int | None]:
-        """One token for each request from float32 logits [N, V]; None: the likeliest."""
-
+Choose = Callable[[Sequence[str], torch.Tensor], Sequence[int | None]]
+"""One token for each request, by its name, from float32 logits [N, V]; None: the likeliest. Called in the thread that
+runs the model, once a forward pass.
+"""
 
 Failed = Callable[[Sequence[str], Sequence[str], BaseException], None]
 """`failed(of_step, others, error)`: requests of the forward pass that failed, and those that were not in it. A thread
@@ -87,9 +85,7 @@ def end_tokens(model: Any) -> list[int]:
 
 
 def _greedy_config(model: Any, max_new_tokens: int) -> GenerationConfig:
-    """The model's own generation config for one sequence without sampling: the chooser samples, and the caller looks
-    for stop strings.
-    """
+    """The model's own config for one sequence without sampling: the caller samples and looks for stop strings."""
     config: GenerationConfig = generation_config(model, max_new_tokens)
     config.min_length = config.min_p = config.typical_p = config.stop_strings = None
     return config
@@ -97,12 +93,11 @@ def _greedy_config(model: Any, max_new_tokens: int) -> GenerationConfig:
 
 def _force(scores: torch.Tensor, tokens: Sequence[int | None]) -> torch.Tensor:
     """Scores [N, V] in which the chosen token is each row's largest; rows with None are unchanged."""
-    if any(token is not None for token in tokens):
-        scores = scores.clone()
-    for row, token in enumerate(tokens):
-        if token is not None:
-            scores[row] = -torch.inf
-            scores[row, token] = 0.0
+    forced = [(row, token) for row, token in enumerate(tokens) if token is not None]
+    scores = scores.clone() if forced else scores
+    for row, token in forced:
+        scores[row] = -torch.inf
+        scores[row, token] = 0.0
     return scores
 
 
@@ -123,11 +118,11 @@ class Batch:
     calls `failed`.
     """
 
-    def __init__(self, model: Any, limits: Limits, chooser: Chooser, failed: Failed) -> None:
+    def __init__(self, model: Any, limits: Limits, choose: Choose, failed: Failed) -> None:
         self._model = model
         self._limits = limits
         self._failed = failed
-        self._processor = _ChooserProcessor(chooser, model._get_logits_processor(_greedy_config(model, 1)))
+        self._processor = _ChoosingProcessor(choose, model._get_logits_processor(_greedy_config(model, 1)))
         self._lock = threading.Lock()  # guards the fields below
         self._running: dict[str, None] = {}
         self._is_closed = False
@@ -235,27 +230,25 @@ class Batch:
         self._failed(of_step, others, error)
 
 
-class _ChooserProcessor:
+class _ChoosingProcessor:
     """Takes the place of the manager's logits processors: it gets the requests and the logits of each pass."""
 
     do_processing = True
     tensors_required = 0  # of arguments a request: none
 
-    def __init__(self, chooser: Chooser, processors: LogitsProcessorList) -> None:
-        """`processors`: the model's own that are not for sampling, such as a repetition penalty or
-        suppressed tokens.
-        """
-        self._chooser = chooser
+    def __init__(self, choose: Choose, processors: LogitsProcessorList) -> None:
+        """`processors`: the model's own that are not for sampling, as a repetition penalty or suppressed tokens."""
+        self._choose = choose
         self._processors = processors
         self.in_pass: list[Any] = []  # requests of the running pass, or the last one
         self.num_cached: dict[str, int] = {}  # of the prompt of each request that has no token yet, or just its first
         self.has_run = False  # since it was given to a manager
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """Called by the manager. There are no arguments to fill."""
+        """Called by the manager, as the next: there are no arguments."""
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        """Called by the manager. There are no arguments to check."""
+        pass
 
     def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: torch.Tensor) -> torch.Tensor:
         self.in_pass = list(requests_in_batch)
@@ -278,7 +271,7 @@ class _ChooserProcessor:
             for row, state in enumerate(states):
                 so_far: Any = torch.tensor([[*state.initial_tokens, *state.generated_tokens]], device=scores.device)
                 scores[row] = self._processors(so_far, scores[row : row + 1])[0]
-        return _force(scores, self._chooser.choose([state.request_id for state in states], scores[: len(states)]))
+        return _force(scores, self._choose([state.request_id for state in states], scores[: len(states)]))
 
 
 # -- one at a time -----------------------------------------------------------------------------------------------------
@@ -287,8 +280,8 @@ class _ChooserProcessor:
 class OneAtATime:
     """For families that cannot share a forward pass: each request is one call of `generate`, in a thread."""
 
-    def __init__(self, model: Any, chooser: Chooser, failed: Failed) -> None:
-        self._model, self._chooser, self._failed = model, chooser, failed
+    def __init__(self, model: Any, choose: Choose, failed: Failed) -> None:
+        self._model, self._choose, self._failed = model, choose, failed
         self._entries: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._wanted: set[str] = set()  # names of requests that have not ended, and that nobody cancelled
         self._is_closed = False
@@ -327,7 +320,7 @@ class OneAtATime:
     def _generate(self, entry: Entry) -> None:
         def choose(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             scores = scores.float()
-            return _force(scores, self._chooser.choose([entry.name], scores))
+            return _force(scores, self._choose([entry.name], scores))
 
         def must_stop(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             ends = self._is_closed or entry.name not in self._wanted
@@ -358,42 +351,32 @@ def why_not_together(model: Any, page_tokens: int) -> str | None:
     """
     if model.config.is_encoder_decoder:
         return "it has an encoder"
-    probe = _GreedyProbe()
-    try:
-        batch = Batch(model, Limits(page_tokens, 4, page_tokens, 2), probe, probe.failed)
-    except Exception as error:  # transformers raises anything for families that it does not support
-        return _sentence(error)
-    try:
-        batch.submit(Entry("probe", [0, 1, 2], _NUM_PROBED, []))
-        if not probe.is_over.wait(_PATIENCE_S):
-            return f"it wrote no two tokens in {_PATIENCE_S:.0f} s"
-    finally:
-        batch.close()
-    if isinstance(probe.error, ExpertlyError):
-        raise probe.error
-    return None if probe.error is None else _sentence(probe.error)
+    events: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # of each token None, or what failed
 
-
-class _GreedyProbe:
-    """Chooses the likeliest tokens, and sets `is_over` after enough of them."""
-
-    def __init__(self) -> None:
-        self.is_over = threading.Event()
-        self.error: BaseException | None = None
-        self._num_chosen = 0
-
-    def choose(self, names: Sequence[str], logits: torch.Tensor) -> list[int | None]:
-        self._num_chosen += 1
-        if self._num_chosen >= _NUM_PROBED:
-            self.is_over.set()
+    def choose(names: Sequence[str], logits: torch.Tensor) -> list[int | None]:
+        events.put(None)
         return [None] * len(names)
 
-    def failed(self, of_step: Sequence[str], others: Sequence[str], error: BaseException) -> None:
-        self.error = error
-        self.is_over.set()
+    def failed(of_step: Sequence[str], others: Sequence[str], error: BaseException) -> None:
+        events.put(error)
 
-
-def _sentence(error: BaseException) -> str:
+    error: BaseException | None = None
+    try:
+        batch = Batch(model, Limits(page_tokens, 4, page_tokens, 2), choose, failed)
+        try:
+            batch.submit(Entry("probe", [0, 1, 2], _NUM_PROBED, []))
+            for _ in range(_NUM_PROBED):
+                error = error or events.get(timeout=_PATIENCE_S)
+        finally:
+            batch.close()
+    except queue.Empty:
+        return f"it wrote no {_NUM_PROBED} tokens in {_PATIENCE_S:.0f} s"
+    except Exception as raised:  # transformers raises anything for families that it does not support
+        error = raised
+    if isinstance(error, ExpertlyError):
+        raise error
+    if error is None:
+        return None
     return f"transformers' continuous batching does not run it ({type(error).__name__}: {first_line(error):.200})"
 
 
@@ -405,8 +388,7 @@ _PAGE_TOKENS = 32
 MAX_BATCH_TOKENS = 512
 """Default for the tokens of a forward pass; transformers cuts longer prompts into parts."""
 
-_MAX_CONCURRENT = 16
-_UNKNOWN_LENGTH = 4096
+_MAX_CONCURRENT, _UNKNOWN_LENGTH = 16, 4096
 
 
 def bounded_config(config: Any, generation_config: Any = None, hints: Any = None) -> Any:
@@ -424,8 +406,7 @@ def bounded_config(config: Any, generation_config: Any = None, hints: Any = None
     settings: Any = {_PAGE_FIELD: _PAGE_TOKENS}
     config = ContinuousBatchingConfig(**settings) if config is None else copy.copy(config)
     config.use_cuda_graph = config.use_async_batching = False
-    if config.max_batch_tokens is None:
-        config.max_batch_tokens = MAX_BATCH_TOKENS
+    config.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS
     if config.num_blocks is None:
         length = getattr(hints, "max_prompt_length", 0) + getattr(hints, "max_generated_length", 0)
         num_requests = min(getattr(hints, "num_requests", 0) or _MAX_CONCURRENT, _MAX_CONCURRENT)

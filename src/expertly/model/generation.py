@@ -19,35 +19,31 @@ from expertly.model.structure import first_line, quiet
 
 FILE_NAME = "generation_config.json"
 
+NUM_DRAFTED = 7
+"""Tokens that prompt lookup drafts: with the token before them a pass has 8 rows."""
+
 _MAX_STOPS, _MAX_STOP = 16, 256
 """Stop strings, and characters of each: transformers compares each with each token of the vocabulary."""
 
 _MAX_BEAMS = 256
 
-_FLAGS = ("do_sample", "use_cache", "token_healing", "remove_invalid_values", "renormalize_logits")
-_SHARES = ("top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-_FACTORS = ("repetition_penalty", "encoder_repetition_penalty")
-_NUMBERS = ("length_penalty", "guidance_scale")
-_AMOUNTS = ("temperature", "max_time")
-_COUNTS = (
-    *("top_k", "max_length", "max_new_tokens", "min_length", "min_new_tokens"),
-    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
-)
-_BEAMS = ("num_beams", "num_return_sequences")
-_ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_TOKENS = (
-    *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
-    *("suppress_tokens", "begin_suppress_tokens"),
-)
+# names of fields, by what they may be
+_FLAGS = "do_sample use_cache token_healing remove_invalid_values renormalize_logits"
+_SHARES = "top_p top_h min_p typical_p epsilon_cutoff eta_cutoff"
+_COUNTS = "top_k max_length max_new_tokens min_length min_new_tokens no_repeat_ngram_size encoder_no_repeat_ngram_size"
+_TOKENS = "decoder_start_token_id forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens"
 
 
 def _is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and least <= value <= most
 
 
-def _are_tokens(value: Any, least: int, most: int) -> bool:
-    tokens = value if isinstance(value, list) else [value]
-    return all(type(token) is int and least <= token <= most for token in tokens)
+def _is_whole(value: Any, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _are_whole(value: Any, least: int, most: int) -> bool:
+    return all(_is_whole(item, least, most) for item in (value if isinstance(value, list) else [value]))
 
 
 def _is_texts(value: Any) -> bool:
@@ -55,11 +51,11 @@ def _is_texts(value: Any) -> bool:
     return 0 < len(texts) <= _MAX_STOPS and all(isinstance(text, str) and 0 < len(text) <= _MAX_STOP for text in texts)
 
 
-def _kinds(vocabulary: int) -> tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...]:
+def _kinds(vocabulary: int) -> tuple[tuple[str, Callable[[Any], bool], str], ...]:
     """Fields that change a text, with what they may be."""
 
     def is_sequence(value: Any) -> bool:
-        return isinstance(value, list) and bool(value) and _are_tokens(value, 0, vocabulary - 1)
+        return isinstance(value, list) and bool(value) and _are_whole(value, 0, vocabulary - 1)
 
     def are_pairs(value: Any) -> bool:
         pairs = value if isinstance(value, list) and value else [None]
@@ -74,23 +70,23 @@ def _kinds(vocabulary: int) -> tuple[tuple[Sequence[str], Callable[[Any], bool],
     return (
         (_FLAGS, lambda value: type(value) is bool, "true or false"),
         (_SHARES, lambda value: _is_number(value, 0, 1), "a number from 0 to 1"),
-        (_FACTORS, lambda value: _is_number(value, 1e-6), "a number above 0"),
-        (_NUMBERS, _is_number, "a number"),
-        (_AMOUNTS, lambda value: _is_number(value, 0), "a number from 0"),
-        (_COUNTS, lambda value: type(value) is int and -1 <= value < 1 << 63, "a whole number"),
-        (_BEAMS, lambda value: type(value) is int and 1 <= value <= _MAX_BEAMS, f"1 to {_MAX_BEAMS}"),
-        (_ENDS, lambda value: _are_tokens(value, -1, (1 << 63) - 1), tokens),
-        (_TOKENS, lambda value: _are_tokens(value, 0, vocabulary - 1), f"{tokens}, of {vocabulary}"),
-        (("stop_strings",), _is_texts, f"a text of at most {_MAX_STOP} characters, or a list of at most {_MAX_STOPS}"),
-        (("early_stopping",), lambda value: type(value) is bool or value == "never", 'true, false or "never"'),
+        ("repetition_penalty encoder_repetition_penalty", lambda value: _is_number(value, 1e-6), "a number above 0"),
+        ("length_penalty guidance_scale", _is_number, "a number"),
+        ("temperature max_time", lambda value: _is_number(value, 0), "a number from 0"),
+        (_COUNTS, lambda value: _is_whole(value, -1, (1 << 63) - 1), "a whole number"),
+        ("num_beams num_return_sequences", lambda value: _is_whole(value, 1, _MAX_BEAMS), f"1 to {_MAX_BEAMS}"),
+        ("bos_token_id eos_token_id pad_token_id", lambda value: _are_whole(value, -1, (1 << 63) - 1), tokens),
+        (_TOKENS, lambda value: _are_whole(value, 0, vocabulary - 1), f"{tokens}, of {vocabulary}"),
+        ("stop_strings", _is_texts, f"a text of at most {_MAX_STOP} characters, or a list of at most {_MAX_STOPS}"),
+        ("early_stopping", lambda value: type(value) is bool or value == "never", 'true, false or "never"'),
         (
-            ("bad_words_ids",),
+            "bad_words_ids",
             lambda value: isinstance(value, list) and bool(value) and all(map(is_sequence, value)),
             f"lists of tokens, of {vocabulary}",
         ),
-        (("sequence_bias",), are_pairs, f"pairs of a list of tokens, of {vocabulary}, and a number"),
-        (("exponential_decay_length_penalty",), is_penalty, "a whole number and a number"),
-        (("watermarking_config",), lambda value: isinstance(value, dict), "an object"),
+        ("sequence_bias", are_pairs, f"pairs of a list of tokens, of {vocabulary}, and a number"),
+        ("exponential_decay_length_penalty", is_penalty, "a whole number and a number"),
+        ("watermarking_config", lambda value: isinstance(value, dict), "an object"),
     )
 
 
@@ -108,14 +104,13 @@ def read_config(folder: str | os.PathLike[str], model_config: Path, vocabulary: 
         said = {**(inner if isinstance(inner, dict) else {}), **{k: v for k, v in said.items() if v is not None}}
     fields = {}
     for names, is_right, accepted in _kinds(vocabulary):
-        for name in names:
-            value = said.get(name)
-            if value is None:
+        for name in names.split():
+            if (value := said.get(name)) is None:
                 continue
             if not is_right(value):
                 raise CheckpointError(f"{path}: {name}={value!r:.80}: must be {accepted}")
             fields[name] = value
-    if _are_tokens(fields.get("pad_token_id"), -1, -1):  # as some write that there is none
+    if _are_whole(fields.get("pad_token_id"), -1, -1):  # as some write that there is none
         del fields["pad_token_id"]
     try:
         with quiet():
@@ -173,9 +168,8 @@ def generate(model: Any, tokens: Sequence[int], config: Any, **more: Any) -> Any
             raise
         reason = " ".join(str(error).split())
         if config.prompt_lookup_num_tokens is not None:
-            raise ConfigError(
-                f"speculate='prompt-lookup': transformers refuses it with this model: {reason}"
-            ) from error
+            told = f"speculate='prompt-lookup': transformers refuses it with this model: {reason}"
+            raise ConfigError(told) from error
         name = FILE_NAME if "generation" in module else "config.json"
         raise CheckpointError(f"{model.config.name_or_path}: {name}: transformers refuses it: {reason}") from error
 

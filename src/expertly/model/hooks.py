@@ -97,8 +97,8 @@ def bind(module: Any, layer: int, runtime: Runtime) -> None:
 
 def experts_modules(model: nn.Module) -> list[nn.Module]:
     """The experts modules of a loaded model, in layer order."""
-    found: list[Any] = [module for module in model.modules() if hasattr(module, "_expertly_layer")]
-    return sorted(found, key=lambda module: module._expertly_layer)
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "_expertly_layer")]
+    return sorted(modules, key=lambda module: module._expertly_layer)
 
 
 def experts_forward(
@@ -149,7 +149,7 @@ def _switch_forward(
 
 @dataclass
 class _Passes:
-    """State shared by the stacks of a model: one forward pass runs at a time."""
+    """What the stacks of a model share: one forward pass runs at a time."""
 
     runtime: Runtime
     lock: contextlib.AbstractContextManager[bool] = field(default_factory=threading.RLock)
@@ -232,9 +232,7 @@ def _announcing(original: Any, role: Role) -> Any:
             cache = _cache_in(inputs)
             give_room(cache)
             if passes.check is not None:
-                num_read = len(info.is_prefill)
-                num_cached = _length(cache)
-                passes.check(num_cached * info.num_requests, num_read)
+                passes.check(_length(cache) * info.num_requests, len(info.is_prefill))
             passes.runtime.begin_iteration(info)
             passes.is_running, is_ok = True, False
             try:
@@ -319,7 +317,7 @@ def places(cache: Any, layer: int, new: torch.Tensor) -> Sequence[torch.Tensor] 
     kept = cache.layers[layer]
     if type(kept) is not RoomyLayer or kept.keys is None or kept.values is None:
         return None
-    found = []
+    views = []
     for room, past in zip(kept._expertly_rooms, (kept.keys, kept.values), strict=True):
         memory = room.memory
         if memory is None or past is not room.handed_out or memory.dtype != new.dtype:
@@ -328,11 +326,11 @@ def places(cache: Any, layer: int, new: torch.Tensor) -> Sequence[torch.Tensor] 
         num_tokens = past.shape[2] + new.shape[1]
         if num_tokens > most or batch != new.shape[0]:
             return None
-        found.append(memory.as_strided((batch, heads, num_tokens, width), memory.stride()))
-    for room, one in zip(kept._expertly_rooms, found, strict=True):
-        room.handed_out = one
-    kept.keys, kept.values = found
-    return found
+        views.append(memory.as_strided((batch, heads, num_tokens, width), memory.stride()))
+    kept.keys, kept.values = views
+    for room, view in zip(kept._expertly_rooms, views, strict=True):
+        room.handed_out = view
+    return views
 
 
 # -- the rows of a pass ------------------------------------------------------------------------------------------------
@@ -418,7 +416,7 @@ def _length(cache: Any) -> int:
 def _is_filled(cache: Any) -> bool:
     try:  # of what has no such method, as None and tuples, whether there is anything
         return bool(getattr(cache, "get_seq_length", lambda: bool(cache))() > 0)
-    except ValueError:  # no attention layer to count tokens
+    except ValueError:  # no attention layer counts tokens
         return bool(cache.has_previous_state())
 
 

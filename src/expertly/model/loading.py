@@ -34,8 +34,6 @@ from expertly.core.untrusted import (
 )
 from expertly.model import generation, hooks
 from expertly.model.batching import bounded_config
-from expertly.model.lean import import_shapes
-from expertly.model.speculation import Speculation
 from expertly.model.structure import Unvalued, find_experts, first_line, model_class_of, quiet, read_config
 from expertly.model.tiled import put_tiles
 from expertly.store.packed import DENSE_NAME
@@ -74,25 +72,20 @@ def load_dense(
     beside = os.fspath(extras or store_folder)
     vocabulary = int(getattr(config.get_text_config(decoder=True), "vocab_size", 1 << 31))
     ALL_EXPERTS_FUNCTIONS.register(hooks.IMPLEMENTATION, hooks.experts_forward)
-    read = functools.partial(
-        _strippable(model_class_of(config), manifest).from_pretrained,
-        folder,
-        config=config,
-        generation_config=generation.read_config(beside, Path(folder) / "config.json", vocabulary),
-        dtype=dtype,
-        experts_implementation=hooks.IMPLEMENTATION,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # `_check_report` raises our own error
-        local_files_only=True,
-    )
+    generating = generation.read_config(beside, Path(folder) / "config.json", vocabulary)
     draws_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # else it draws them even where there is no terminal
     try:
-        try:
-            model, report = read()
-        except NotImplementedError:  # an operation of few families, on tensors that have no values yet
-            import_shapes()
-            model, report = read()
+        model, report = _strippable(model_class_of(config), manifest).from_pretrained(
+            folder,
+            config=config,
+            generation_config=generating,
+            dtype=dtype,
+            experts_implementation=hooks.IMPLEMENTATION,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `_check_report` raises our own error
+            local_files_only=True,
+        )
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: the dense weights cannot be read: {error}") from error
     finally:
@@ -116,7 +109,6 @@ def load_experts(store_folder: str | os.PathLike[str], manifest: Manifest, dtype
     """The experts modules of a packed store in layer order, without the weights that slots hold, for a worker: it has
     no dense part. Their biases are on the CPU in `dtype`. Raises as `load_dense`.
     """
-    import_shapes()
     config = read_config(store_folder)
     with torch.device("meta"):
         model = _strippable(model_class_of(config), manifest)(config)
@@ -207,13 +199,18 @@ def _check_settings(path: Path, *, has_vocabulary: bool) -> None:
     """Refuse a tokenizer that is code, unless its vocabulary also stands beside it in the form that needs none."""
     settings = read_json_object(path, CheckpointError, TOKENIZER_CONFIG)
     name, code = settings.get("tokenizer_class"), settings.get("auto_map")
-    if name is not None and not isinstance(name, str):
-        raise CheckpointError(f"{path}: tokenizer_class={name!r:.80}: must be a name")
     files = settings.get("fast_tokenizer_files", [])
-    if not isinstance(files, list) or not all(is_plain_name(file) for file in files):
-        raise CheckpointError(f"{path}: fast_tokenizer_files={files!r:.80}: must be names of files beside it")
-    if code is not None and not isinstance(code, dict | list):
-        raise CheckpointError(f"{path}: auto_map={code!r:.80}: must be an object")
+    for field, is_right, accepted in (
+        ("tokenizer_class", name is None or isinstance(name, str), "a name"),
+        (
+            "fast_tokenizer_files",
+            isinstance(files, list) and all(map(is_plain_name, files)),
+            "names of files beside it",
+        ),
+        ("auto_map", code is None or isinstance(code, dict | list), "an object"),
+    ):
+        if not is_right:
+            raise CheckpointError(f"{path}: {field}={settings[field]!r:.80}: must be {accepted}")
     by_code = code.get("AutoTokenizer") if isinstance(code, dict) else code
     if has_vocabulary:
         return
@@ -261,8 +258,6 @@ def _strippable(original: type[PreTrainedModel], manifest: Manifest) -> Any:
         try:
             with Unvalued():
                 original.__init__(self, config, *args, **kwargs)
-        except NotImplementedError:  # see `load_dense`
-            raise
         except Exception as cause:  # a family's own code raises whatever a number of the config leads to
             made = f"{original.__name__} cannot be built from its config.json"
             raise CheckpointError(f"{config.name_or_path}: {made}: {first_line(cause)}") from cause
@@ -322,7 +317,6 @@ def _refusing(attempt: str, reason: str) -> Any:
 class GuardedModel:
     _expertly_is_sealed = False  # only a loaded model refuses to be moved and cast
     _expertly_runtime: hooks.Runtime
-    _expertly_speculation: Speculation | None = None
     _expertly_tokenizer: Any = None
 
     # -- what it computes ------------------------------------------------------------------------------------
@@ -333,11 +327,6 @@ class GuardedModel:
         if isinstance(logits := getattr(output, "logits", None), torch.Tensor):
             self._expertly_runtime.check_logits(logits)
         return output
-
-    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
-        speculation = self._expertly_speculation
-        return generator if speculation is None else speculation.watch(generator)
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
         """When `generate` stops. Stop strings need a tokenizer, which who calls it need not give."""

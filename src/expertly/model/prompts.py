@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
-import json
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import MinLen
 
 from expertly.core.errors import ConfigError
+from expertly.core.untrusted import parse_as
 
 if TYPE_CHECKING:
     from expertly.model.templates import Renderer
@@ -24,7 +27,18 @@ _ACCEPTED = (
 PROMPTS_HELP = 'JSON Lines: {"prompt": "text"} or a chat, {"messages": [...]}, a line; .gz or "-" for stdin'
 RAW_HELP = "prompts are texts to continue: the model's chat template is not used"
 
-_ROLES = ("system", "user", "assistant")
+
+@dataclass
+class _Message:
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass
+class _Line:
+    prompt: Annotated[str, MinLen(1)] | None = None
+    messages: Annotated[list[_Message], MinLen(1)] | None = None
+    category: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +126,10 @@ def read_prompts(source: str, limit: int | None = None) -> list[Prompt]:
 
     Raises ConfigError naming the file, the line and what is accepted.
     """
-    prompts: list[Prompt] = []
     where = "stdin" if source == "-" else source
     try:
         with _opened(source) as file:
-            for prompt in _parse(where, file):
-                prompts.append(prompt)
-                if len(prompts) == limit:
-                    break
+            prompts = list(islice(_parse(where, file), limit))
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"prompts {where}: cannot be read ({reason})") from None
@@ -144,51 +154,20 @@ def _parse(where: str, lines: Iterable[bytes]) -> Iterator[Prompt]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+        name = f"prompts {where}, line {number}"
         try:
-            raw = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise _error(where, number, f"not UTF-8 ({error.reason})") from None
-        except (ValueError, RecursionError) as error:
-            raise _error(where, number, f"not JSON ({error})") from None
-        if not isinstance(raw, dict):
-            raise _error(where, number, f"{raw!r:.60} is no object")
-        prompt = _of_line(where, number, raw)
-        for text in (prompt.text, prompt.category or ""):
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise _error(where, number, "holds half of a surrogate pair, which is no character") from None
-        yield prompt
-
-
-def _of_line(where: str, line: int, raw: dict[str, Any]) -> Prompt:
-    category = raw.get("category")
-    if category is not None and not isinstance(category, str):
-        raise _error(where, line, f"category={category!r:.60}")
-    if "messages" in raw and "prompt" in raw:
-        raise _error(where, line, "prompt and messages: one of them is asked")
-    if "messages" in raw:
-        messages = _messages(where, line, raw["messages"])
-        return Prompt(line, "\n\n".join(one["content"] for one in messages), category, messages)
-    prompt = raw.get("prompt")
-    if not isinstance(prompt, str) or not prompt:
-        raise _error(where, line, f"prompt={prompt!r:.60}" if "prompt" in raw else "no prompt")
-    return Prompt(line, prompt, category)
-
-
-def _messages(where: str, line: int, raw: Any) -> tuple[dict[str, str], ...]:
-    """The messages of a line. An answer at the end is dropped: the model gives its own."""
-    if not isinstance(raw, list) or not raw:
-        raise _error(where, line, f"messages={raw!r:.60}")
-    for number, one in enumerate(raw):
-        if not isinstance(one, dict) or not isinstance(one.get("content"), str) or one.get("role") not in _ROLES:
-            raise _error(where, line, f"messages[{number}]={one!r:.60}: a role of {', '.join(_ROLES)} and a content")
-    while raw and raw[-1]["role"] == "assistant":
-        raw = raw[:-1]
-    if not any(one["role"] == "user" and one["content"] for one in raw):
-        raise _error(where, line, "messages: none of a user, before an answer")
-    return tuple({"role": one["role"], "content": one["content"]} for one in raw)
-
-
-def _error(where: str, line: int, problem: str) -> ConfigError:
-    return ConfigError(f"prompts {where}, line {line}: {problem}; {_ACCEPTED}")
+            raise ConfigError(f"{name}: not UTF-8 ({error.reason}); {_ACCEPTED}") from None
+        read = parse_as(_Line, text, name, ConfigError, f"; {_ACCEPTED}")
+        if (read.prompt is None) == (read.messages is None):
+            raise ConfigError(f"{name}: must have a prompt or messages, one of them; {_ACCEPTED}")
+        if read.prompt is not None:
+            yield Prompt(number, read.prompt, read.category)
+            continue
+        messages = [asdict(message) for message in read.messages or ()]
+        while messages and messages[-1]["role"] == "assistant":  # the model gives its own answer
+            messages.pop()
+        if not any(message["role"] == "user" and message["content"] for message in messages):
+            raise ConfigError(f"{name}: messages: none of a user, before an answer; {_ACCEPTED}")
+        yield Prompt(number, "\n\n".join(message["content"] for message in messages), read.category, tuple(messages))

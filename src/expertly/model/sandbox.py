@@ -19,18 +19,17 @@ from expertly.core.errors import ConfigError, ExpertlyError
 from expertly.model import sandbox_process
 from expertly.model.sandbox_process import LENGTH
 
+PATIENT_NICE = 10
+"""For a second sandbox, of what took long in a first: other requests go first."""
+
 _START_S = 60.0
 """For the process to start, on a machine that is busy with something else."""
 
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL", "LC_TIME")
 
 
-class BrokenLimitError(ConfigError):
-    """A request took more than its limit. The message says which, behind "takes" or "did"."""
-
-
-class SlowError(BrokenLimitError):
-    """That of time."""
+class SlowError(ConfigError):
+    """A request took more time than its limit."""
 
 
 class Sandbox:
@@ -64,8 +63,8 @@ class Sandbox:
         return None if process is None or process.poll() is not None else process.pid
 
     def ask(self, request: bytes) -> tuple[bytes, str]:
-        """The letter and the text of the answer. Raises BrokenLimitError, and ConfigError where the process ended by
-        itself.
+        """The letter and the text of the answer. Raises ConfigError where a limit was broken (SlowError: that of time),
+        or the process ended by itself; the message begins with "takes", "did" or "ended".
         """
         with self._lock:
             letter, answer = self._ask(request)
@@ -86,7 +85,7 @@ class Sandbox:
         assert self._socket is not None
         end = time.monotonic() + self._seconds
         try:
-            self._wait_at_most(end)
+            self._socket.settimeout(self._seconds)
             self._socket.sendall(LENGTH.pack(len(request)) + request)
             head = self._receive(2 + LENGTH.size, end)
             (length,) = LENGTH.unpack(head[2:])
@@ -103,18 +102,11 @@ class Sandbox:
             self._end()
             raise
 
-    def _wait_at_most(self, end: float) -> None:
-        assert self._socket is not None
-        left = end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._socket.settimeout(left)
-
     def _receive(self, num: int, end: float) -> bytes:
         assert self._socket is not None
         parts = bytearray()
         while len(parts) < num:
-            self._wait_at_most(end)
+            self._socket.settimeout(max(1e-3, end - time.monotonic()))
             part = self._socket.recv(min(num - len(parts), 1 << 20))
             if not part:
                 raise ConnectionResetError
@@ -169,5 +161,5 @@ class Sandbox:
         name = signal.Signals(-status).name if status < 0 else f"exit code {status}"
         return ConfigError(f"ended its process ({name})")
 
-    def _too_large(self) -> BrokenLimitError:
-        return BrokenLimitError(f"takes more than {self._nbytes >> 20} MiB")
+    def _too_large(self) -> ConfigError:
+        return ConfigError(f"takes more than {self._nbytes >> 20} MiB")

@@ -27,7 +27,6 @@ from expertly.core.errors import CheckpointError, UnsupportedModelError
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly.core.untrusted import CONFIG, read_json_object
 from expertly.model.hooks import experts_modules
-from expertly.model.lean import import_shapes
 
 SWITCH = "switch_transformers"
 """The one family outside transformers' experts interface that runs: see `hooks.strip`."""
@@ -232,7 +231,6 @@ def build_meta_model(
 
     Raises CheckpointError for a config that makes no model, UnsupportedModelError for a family that does not run.
     """
-    import_shapes()
     config = source if isinstance(source, PreTrainedConfig) else read_config(source)
     model_class = model_class_of(config)
     before = torch.get_default_dtype()

@@ -10,7 +10,7 @@ from typing import Any
 from transformers.utils import chat_template_utils
 
 from expertly.core.errors import ConfigError
-from expertly.model.sandbox import Sandbox, SlowError
+from expertly.model.sandbox import Sandbox
 
 RENDER_CPU_S = 2.0
 """Processor time for one conversation. 400 messages with tools take 0.01 s."""
@@ -31,10 +31,6 @@ class TooLongError(ConfigError):
     def __init__(self, length: int, most: int) -> None:
         super().__init__(f"messages: the model's chat template makes {length} characters of them; accepted: {most}")
         self.length = length
-
-
-class SlowTemplateError(ConfigError):
-    """A conversation takes more time than the renderer gives it."""
 
 
 class Renderer(contextlib.AbstractContextManager["Renderer"]):
@@ -60,7 +56,7 @@ class Renderer(contextlib.AbstractContextManager["Renderer"]):
     ) -> str:
         """A conversation as the tokenizer's chat template, or `template`, writes it, up to where the model goes on, as
         `apply_chat_template` does. All is JSON. Raises ConfigError where the template raises anything, takes too much
-        time (SlowTemplateError) or memory, makes more than `most` characters (TooLongError), or half of a surrogate
+        time (SlowError) or memory, makes more than `most` characters (TooLongError), or half of a surrogate
         pair.
         """
         try:
@@ -76,10 +72,8 @@ class Renderer(contextlib.AbstractContextManager["Renderer"]):
             raise _refused(str(error)) from None
         try:
             letter, text = self.sandbox.ask(raw)
-        except SlowError as error:
-            raise SlowTemplateError(f"messages: the model's chat template {error}") from None
         except ConfigError as error:
-            raise ConfigError(f"messages: the model's chat template {error}") from None
+            raise type(error)(f"messages: the model's chat template {error}") from None
         if letter == b"L":
             raise TooLongError(int(text), most)
         if letter == b"E":

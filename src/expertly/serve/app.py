@@ -10,7 +10,6 @@ from typing import Any
 from fastapi import FastAPI
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
@@ -18,7 +17,6 @@ from expertly.core.errors import ExpertlyError
 from expertly.serve.answers import ChatAnswer, CompletionAnswer
 from expertly.serve.errors import ApiError
 from expertly.serve.http import (
-    ClientGone,
     EventStream,
     Guard,
     as_event,
@@ -31,7 +29,7 @@ from expertly.serve.http import (
 from expertly.serve.reading import Bodies
 from expertly.serve.request import ServedRequest
 from expertly.serve.responses import ResponsesAnswer
-from expertly.serve.schema import ChatRequest, CompletionRequest, ModelName, ResponsesRequest
+from expertly.serve.schema import ChatRequest, CompletionRequest, ResponsesRequest
 from expertly.serve.service import Service
 from expertly.serve.settings import Access
 from expertly.serve.view import View, dashboard_page
@@ -43,22 +41,12 @@ def make_app(service: Service, view: View, access: Access, bodies: Bodies) -> An
     """The ASGI application. It accepts requests once `service.scheduler` has been started."""
     app = FastAPI(openapi_url=None)
     app.add_exception_handler(HTTPException, on_http_error)
-    for gone in (ClientGone, ClientDisconnect):
-        app.add_exception_handler(gone, on_gone)
+    app.add_exception_handler(ClientDisconnect, on_gone)
     for bug in (ApiError, ExpertlyError, Exception):
         app.add_exception_handler(bug, on_bug)
     _add_state(app, service, view)
     _add_texts(app, service, bodies)
-    guarded: Any = Guard(app, access)
-    if access.origins:
-        guarded = CORSMiddleware(
-            guarded,
-            allow_origins=access.origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["Retry-After"],
-        )
-    return guarded
+    return Guard(app, access)
 
 
 def _add_state(app: FastAPI, service: Service, view: View) -> None:
@@ -122,14 +110,6 @@ def _add_texts(app: FastAPI, service: Service, bodies: Bodies) -> None:
     add("/v1/chat/completions", ChatRequest, service.chat)
     add("/v1/completions", CompletionRequest, service.complete)
     add("/v1/responses", ResponsesRequest, service.respond)
-
-    @app.post("/load_model")
-    async def load_model(request: Request) -> Response:
-        """Whether this model is loaded, as `transformers chat` asks; none is loaded for it."""
-        async with bodies.read(request, ModelName) as asked:
-            service.check_model(asked.model)
-        ready = as_event({"status": "ready", "model": service.about.name, "cached": True})
-        return Response(ready, media_type=EventStream.media_type)
 
 
 async def _all(request: ServedRequest) -> list[Any]:

@@ -39,6 +39,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def too_long(problem: str, param: str) -> ApiError:
+    """A text that is longer than the context."""
+    return invalid(f"{param}: {problem}", param, "context_length_exceeded")
+
+
 def unavailable(message: str, code: str) -> ApiError:
     """The server cannot serve now; the request is not the reason."""
     return ApiError(503, message, kind="server_error", code=code, headers={"Retry-After": "5"})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from expertly.core.errors import ConfigError
 from expertly.core.untrusted import Bounds, check_value
 from expertly.model.answers import CALL_MARKS
-from expertly.model.sandbox import Sandbox, SlowError
+from expertly.model.sandbox import PATIENT_NICE, Sandbox, SlowError
 from expertly.serve.errors import ApiError, invalid
 from expertly.serve.schema import Tool
 
@@ -44,9 +44,6 @@ FIRST_COMPILE_CPU_S = 0.2
 COMPILE_S = 4.0
 """The same in time."""
 
-NICE = 10
-"""Of the sandbox: other requests go first."""
-
 COMPILE_NBYTES = 32 << 20
 """Memory of a compiled grammar."""
 
@@ -67,15 +64,14 @@ class Grammars:
         packages = ("llguidance",)
         self._sandboxes = (
             Sandbox("grammars", packages, FIRST_COMPILE_CPU_S, COMPILE_S, COMPILE_NBYTES),
-            Sandbox("grammars", packages, COMPILE_CPU_S, COMPILE_S, COMPILE_NBYTES, nice=NICE),
+            Sandbox("grammars", packages, COMPILE_CPU_S, COMPILE_S, COMPILE_NBYTES, nice=PATIENT_NICE),
         )
 
     async def of_schema(self, schema: dict[str, Any]) -> LLMatcher:
         """A grammar of JSON that follows `schema`. Raises ApiError naming what the schema asks for that is not
         supported.
         """
-        param = "response_format"
-        return await self._made(param, lambda: f"start: %json {schema_text(schema, param)}")
+        return await self._made("response_format", lambda: f"start: %json {schema_text(schema, 'response_format')}")
 
     async def of_call(self, tools: Sequence[Tool]) -> LLMatcher:
         """A grammar of one call of one of `tools`, as JSON between marks. Raises ApiError."""
@@ -86,10 +82,8 @@ class Grammars:
                 # a document of its own: its references are to its own definitions
                 arguments = {"$id": f"urn:tool:{number}"} | (tool.function.parameters or {"type": "object"})
                 properties = {"name": {"const": tool.function.name}, "arguments": arguments}
-                calls.append(
-                    {"type": "object", "properties": properties, "required": ["name", "arguments"]}
-                    | {"additionalProperties": False}
-                )
+                required = {"required": list(properties), "additionalProperties": False}
+                calls.append({"type": "object", "properties": properties, **required})
             opening, closing = (json.dumps(mark) for mark in CALL_MARKS)
             schema = schema_text({"anyOf": calls}, "tools")
             return f"start: {opening} call {closing}\ncall: %json {schema}"
@@ -108,11 +102,10 @@ class Grammars:
             try:
                 call = partial(self._compiled, sandbox, param, make)
                 return await asyncio.get_running_loop().run_in_executor(thread, call)
-            except SlowError as error:
-                problem = str(error)
             except ConfigError as error:
                 problem = str(error)
-                break
+                if not isinstance(error, SlowError):
+                    break
         raise invalid(f"{param}: cannot be kept: compiling it {problem}", param)
 
     def _compiled(self, sandbox: Sandbox, param: str, make: Callable[[], str]) -> LLMatcher:

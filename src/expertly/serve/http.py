@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -26,30 +27,25 @@ Result = TypeVar("Result")
 log = logging.getLogger("expertly.serve")
 
 
-class ClientGone(Exception):
-    """The client has closed the connection before its answer was whole."""
-
-
 async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """The result of `work`. Where the client closes the connection, cancels it and raises ClientGone. The body must
-    have been read.
+    """The result of `work`. Where the client closes the connection, cancels it and raises ClientDisconnect. The
+    body must have been read.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(receive))
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientDisconnect
         return task.result()
     finally:
-        for one in (task, gone):
-            one.cancel()
+        task.cancel()
+        gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class EventStream(StreamingResponse):
@@ -63,7 +59,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(ClientGone, OSError):
+            with suppress(ClientDisconnect, OSError):
                 await unless_gone(receive, self.stream_response(send))
         finally:
             self._closed()
@@ -86,33 +82,22 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers: dict[bytes, list[str]] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name, []).append(value.decode("latin-1"))
-        error = self._error(scope["path"], headers)
-        if error is None:
-            await self._app(scope, receive, send)
-        else:
-            await error_response(error)(scope, receive, send)
+        error = self._error(scope["path"], Headers(scope=scope))
+        await (self._app if error is None else error_response(error))(scope, receive, send)
 
-    def _error(self, path: str, headers: dict[bytes, list[str]]) -> ApiError | None:
-        access, hosts = self._access, headers.get(b"host", [])
+    def _error(self, path: str, headers: Headers) -> ApiError | None:
+        access, hosts = self._access, headers.getlist("host")
         host = host_of(hosts[0]) if len(hosts) == 1 else None
         if access.checks_host and (host is None or not is_loopback(host)):
             return ApiError(403, "Host: accepted without a key: localhost or its address", code="wrong_host")
         if not access.keys or path in OPEN_PATHS:
             return None
-        keys = headers.get(b"authorization", [])
+        keys = headers.getlist("authorization")
         scheme, _, key = (keys[0] if len(keys) == 1 else "").partition(" ")
         if scheme.lower() == "bearer" and access.knows(key.strip()):
             return None
-        return ApiError(
-            401,
-            "Authorization: accepted: Bearer and a key of this server",
-            kind="authentication_error",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        sentence, challenge = "Authorization: accepted: Bearer and a key of this server", {"WWW-Authenticate": "Bearer"}
+        return ApiError(401, sentence, kind="authentication_error", code="invalid_api_key", headers=challenge)
 
 
 def error_response(error: ApiError) -> Response:

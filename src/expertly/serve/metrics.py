@@ -1,10 +1,10 @@
-"""Metrics for Prometheus: of requests and of the engine's counters, from one server or several."""
+"""Metrics for Prometheus: of requests, and of the engine's counters."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -86,36 +86,34 @@ class EngineMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         scheduler, stats = self._scheduler, self._stats()
-        yield _gauge("requests_waiting", "Requests in the queue", len(scheduler.waiting))
-        yield _gauge("texts_running", "Texts that are being written", len(scheduler.running))
-        yield _gauge("kv_pages_free", "Pages of the KV cache that nobody has", scheduler.free_pages)
-        yield _gauge("kv_pages", "Pages of the KV cache", scheduler.room.num_pages)
-        yield _counter("failed_steps", "Forward passes that raised", scheduler.num_failed_steps)
-        phases = stats["phases"].items()
-        for key, text in _COUNTED.items():
-            yield _counter(key, text, {(phase,): counts[key] for phase, counts in phases}, "phase")
-        rates = {(phase,): counts["hit_rate"] for phase, counts in phases}
+        yield _gauge("requests_waiting", "Requests in the queue", {(): len(scheduler.waiting)})
+        yield _gauge("texts_running", "Texts that are being written", {(): len(scheduler.running)})
+        yield _gauge("kv_pages_free", "Pages of the KV cache that nobody has", {(): scheduler.free_pages})
+        yield _gauge("kv_pages", "Pages of the KV cache", {(): scheduler.room.num_pages})
+        yield _counter("failed_steps", "Forward passes that raised", {(): scheduler.num_failed_steps})
+        phases = stats["phases"]
+        for key, text in _OF_PHASES.items():
+            yield _counter(key, text, {(phase,): counts[key] for phase, counts in phases.items()}, "phase")
+        rates = {(phase,): counts["hit_rate"] for phase, counts in phases.items()}
         yield _gauge("hit_ratio", "Of all demands so far, those that were hits", rates, "phase")
-        of_layers = {str(layer["layer"]): layer["decode"] for layer in stats["layers"]}
-        demands = {
-            (layer, found): decode[key]
-            for layer, decode in of_layers.items()
-            for found, key in (("all", "hits"), ("part", "partial_hits"), ("nothing", "misses"))
-        }
-        yield _counter("layer_demands", "In decode, by what was there", demands, "layer", "found")
-        stalls = {(layer,): decode["stall_s"] for layer, decode in of_layers.items()}
-        yield _counter("layer_stall_s", "In decode", stalls, "layer")
-        yield from _of_workers({one["device"]: one for one in stats["devices"] if one["worker"] is not None})
-        yield _gauge("prefetch_accuracy_ratio", "Experts loaded ahead that were needed", prefetch_accuracy(stats))
+        workers = {device["device"]: device for device in stats["devices"] if device["worker"] is not None}
+        for key, text in _OF_WORKERS.items() if workers else ():
+            counts = {(name,): device["worker"][key] for name, device in workers.items()}
+            yield (_gauge if key == "alive" else _counter)(f"worker_{key}", text, counts, "worker")
+        if workers:
+            rates = {(name, phase): device[phase]["hit_rate"] for name, device in workers.items() for phase in phases}
+            yield _gauge("worker_hit_ratio", "Of its demands so far", rates, "worker", "phase")
+        accuracy = {(): prefetch_accuracy(stats)}
+        yield _gauge("prefetch_accuracy_ratio", "Experts loaded ahead that were needed", accuracy)
         if (reuse := stats["reuse"]) is not None:
-            yield _gauge("reuse_tokens", "Tokens that what it evicts by was learned from", reuse["tokens"])
-            yield _gauge("reuse_tokens_read", "Of these, those of earlier runs", reuse["tokens_read"])
+            yield _gauge("reuse_tokens", "Tokens that what it evicts by was learned from", {(): reuse["tokens"]})
+            yield _gauge("reuse_tokens_read", "Of these, those of earlier runs", {(): reuse["tokens_read"]})
         memory = {(use.removesuffix("_bytes"),): nbytes for use, nbytes in self._memory(stats).items()}
         yield _gauge("memory_bytes", "By use, as it was divided", memory, "use")
-        yield _gauge("process_peak_resident_bytes", "Most memory the process ever had", peak_rss_nbytes())
+        yield _gauge("process_peak_resident_bytes", "Most memory the process ever had", {(): peak_rss_nbytes()})
 
 
-_COUNTED = {
+_OF_PHASES = {
     "hits": "Demands for experts that were wholly there",
     "partial_hits": "Demands for experts that were there in part",
     "misses": "Demands for experts of which nothing was there",
@@ -128,7 +126,8 @@ _COUNTED = {
     "iterations": "Forward passes",
 }
 
-_OF_WORKER = {
+_OF_WORKERS = {
+    "alive": "1 while it computes, 0 while its experts are computed here",
     "drops": "Times that it died, failed or passed its deadline",
     "calls": "Messages to it",
     "bytes_sent": "To it",
@@ -138,37 +137,23 @@ _OF_WORKER = {
 }
 
 
-def _of_workers(workers: dict[str, dict[str, Any]]) -> Iterator[Metric]:
-    """What a worker holds, hits and takes; nothing where there are none."""
-    if not workers:
-        return
-    alive = {(name,): one["worker"]["alive"] for name, one in workers.items()}
-    yield _gauge("worker_alive", "1 while it computes, 0 while its experts are computed here", alive, "worker")
-    for key, text in _OF_WORKER.items():
-        told = {(name,): one["worker"][key] for name, one in workers.items()}
-        yield _counter(f"worker_{key}", text, told, "worker")
-    held = {(name,): one["resident_bytes"] for name, one in workers.items()}
-    yield _gauge("worker_resident_bytes", "Experts in its memory", held, "worker")
-    rates = {(name, p): one[p]["hit_rate"] for name, one in workers.items() for p in ("prefill", "decode")}
-    yield _gauge("worker_hit_ratio", "Of its demands so far", rates, "worker", "phase")
-
-
 def prefetch_accuracy(stats: dict[str, Any]) -> float | None:
     """The share of prefetched experts that were needed."""
-    of_phases = stats["phases"].values()
-    prefetched = sum(one["prefetched"] for one in of_phases)
-    return sum(one["prefetched_needed"] for one in of_phases) / prefetched if prefetched else None
-
-
-Values = float | None | Mapping[Any, float | None]
-"""One value, or one for each tuple of the labels' values; None where there is none yet."""
+    phases = stats["phases"].values()
+    prefetched = sum(phase["prefetched"] for phase in phases)
+    return sum(phase["prefetched_needed"] for phase in phases) / prefetched if prefetched else None
 
 
 def _metric(
-    kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, values: Values, *labels: str
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    text: str,
+    values: dict[Any, float | None],
+    *labels: str,
 ) -> Metric:
+    """`values`: by the values of its labels; None where there is none yet."""
     family = kind("expertly_" + re.sub("_s$", "_seconds", name), text, labels=labels)
-    for of_labels, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+    for of_labels, value in values.items():
         if value is not None:
             family.add_metric(of_labels, value)
     return family

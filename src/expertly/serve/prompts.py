@@ -18,9 +18,10 @@ from expertly.core.errors import ConfigError
 from expertly.model.answers import AnswerFormat, known_template
 from expertly.model.generation import check_tokens
 from expertly.model.loading import tokenizer_errors
-from expertly.model.templates import RENDER_NBYTES, Renderer, SlowTemplateError, TooLongError
+from expertly.model.sandbox import PATIENT_NICE, SlowError
+from expertly.model.templates import RENDER_NBYTES, Renderer, TooLongError
 from expertly.model.text import bytes_of
-from expertly.serve.errors import ApiError, invalid, unavailable
+from expertly.serve.errors import ApiError, invalid, too_long, unavailable
 from expertly.serve.schema import Message, Tool
 
 MAX_CONTEXT = 1 << 20
@@ -31,9 +32,6 @@ that takes longer is rendered again by a process that such conversations share, 
 """
 
 FIRST_RENDER_S = 1.0
-
-NICE = 10
-"""Of that process: conversations that are rendered soon go first."""
 
 LEAST_RENDER_NBYTES = 32 << 20
 """Memory to render a conversation, and for each character of the longest that may be: a text is held five times, in up
@@ -96,40 +94,35 @@ class Prompts:
         nbytes = min(RENDER_NBYTES, LEAST_RENDER_NBYTES + RENDER_NBYTES_OF_CHARACTER * self.max_characters)
         self.renderers = (
             Renderer(FIRST_RENDER_CPU_S, FIRST_RENDER_S, nbytes),
-            Renderer(nbytes=nbytes, nice=NICE),
+            Renderer(nbytes=nbytes, nice=PATIENT_NICE),
         )
         self._num_slow = 0
         self.vocabulary = vocabulary
         self.special_tokens = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        own = getattr(tokenizer, "chat_template", None)
-        self.is_plain = template is None and not own
+        of_model = getattr(tokenizer, "chat_template", None)
+        self.is_plain = template is None and not of_model
         self._template = PLAIN_TEMPLATE if self.is_plain else template
-        source = self._template or (own if isinstance(own, str) else json.dumps(own))
+        source = self._template or (of_model if isinstance(of_model, str) else json.dumps(of_model))
         self._takes_tools = "tools" in source
         known = None if self.is_plain or model is None else known_template(tokenizer, model)
         self.answers = AnswerFormat(known, thinks="<think>" in source)
         self._own_names = set(inspect.signature(tokenizer.apply_chat_template).parameters)
 
     async def of_messages(
-        self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any] | None = None
+        self, messages: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any]
     ) -> tuple[list[int], str]:
         """The tokens of a chat, and their text. `variables`: more for the template. Raises ApiError where it refuses
         the messages or takes too much for them, and where they are too long.
         """
-        variables = variables or {}
-        for name in variables:
-            if name in self._own_names:
-                raise invalid(
-                    f"chat_template_kwargs: {name!r} is not the template's; accepted: what the template reads"
-                )
+        for name in variables.keys() & self._own_names:
+            raise invalid(f"chat_template_kwargs: {name!r} is not the template's; accepted: what the template reads")
         if tools and not self._takes_tools:
             raise invalid("tools: this model's chat template knows none; accepted: no tools", "tools")
         self._check_length(sum(len(message.text) for message in messages), "messages")
 
         def render(renderer: Renderer) -> str:
-            seen = [as_template_sees(message) for message in messages]
-            told = as_told(tools) or None
-            return renderer.render(self._writer, seen, self._template, told, variables, self.max_characters)
+            seen, functions = [as_template_sees(message) for message in messages], as_told(tools) or None
+            return renderer.render(self._writer, seen, self._template, functions, variables, self.max_characters)
 
         try:
             text = await self._rendered(render)
@@ -140,8 +133,8 @@ class Prompts:
         return await self._encoded(text, "messages", add_special_tokens=self.is_plain), text
 
     async def of_text(self, text: str) -> list[int]:
-        """The tokens of a text, with those that the tokenizer puts before one. Raises ApiError where there are none,
-        and where it is too long.
+        """The tokens of a text, with those that the tokenizer puts before it. Raises ApiError where there are none or
+        too many.
         """
         return await self._encoded(text, "prompt")
 
@@ -178,7 +171,7 @@ class Prompts:
         first, patient = self.renderers
         try:
             return await self._in("templates", partial(render, first))
-        except SlowTemplateError:
+        except SlowError:
             pass
         if self._num_slow >= MAX_SLOW:
             raise unavailable(f"{self._num_slow} conversations are being rendered that take long", "templates_busy")
@@ -220,12 +213,8 @@ class Prompts:
             raise self._too_long(length, param)
 
     def _too_long(self, length: int, param: str) -> ApiError:
-        return invalid(
-            f"{param}: {length} characters are more than {self._context} tokens; accepted: {self._context} together "
-            "with those to write",
-            param,
-            "context_length_exceeded",
-        )
+        sentence = f"{length} characters are more than {self._context} tokens"
+        return too_long(f"{sentence}; accepted: {self._context} together with those to write", param)
 
 
 def as_told(tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -39,8 +39,7 @@ class StopStrings:
         if self.is_stopped or not self._stops:
             return "" if self.is_stopped else text
         text = self._held + text
-        places = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
-        if places:
+        if places := [place for place in map(text.find, self._stops) if place >= 0]:
             self.is_stopped, self._held = True, ""
             return text[: min(places)]
         num_held = max(_overlap(text, stop) for stop in self._stops)
@@ -98,10 +97,9 @@ class Text:
             self.reason = "length"
         if self.sampling.logprobs is not None and not is_end:
             self._untold.append(choice)
-        told: tuple[SampledToken, ...] = ()
-        if shown or self.reason is not None:
-            told, self._untold = tuple(self._untold), []
-        return Delta(self.index, shown, told, self.reason)
+        choices = tuple(self._untold) if shown or self.reason is not None else ()
+        self._untold = self._untold[len(choices) :]
+        return Delta(self.index, shown, choices, self.reason)
 
 
 @dataclass(eq=False)

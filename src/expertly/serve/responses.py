@@ -21,7 +21,8 @@ class ResponsesAnswer:
 
     def __init__(self, asked: ResponsesRequest, request: ServedRequest, readers: Mapping[int, AnswerReader]) -> None:
         self.request = request
-        self._asked = asked
+        self._model = asked.model
+        self._are_calls_parallel = asked.parallel_tool_calls is not False
         self._readers = readers
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -134,13 +135,13 @@ class ResponsesAnswer:
         return {"type": kind, "sequence_number": self._number - 1, **more}
 
     def _object(self, status: str) -> Json:
-        asked, is_over = self._asked, status not in ("in_progress", "failed")
+        is_over = status not in ("in_progress", "failed")
         used = usage(self.request)
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "model": asked.model,
+            "model": self._model,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -154,14 +155,8 @@ class ResponsesAnswer:
             }
             if is_over
             else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
-            "tool_choice": "auto",
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            # OpenAI's client asks for these; the request has them
             "tools": [],
-            "text": {"format": {"type": "text"}},
-            "metadata": {},
-            **asked.model_dump(include={"tools", "tool_choice", "text"}, by_alias=True, exclude_none=True),
+            "tool_choice": "auto",
+            "parallel_tool_calls": self._are_calls_parallel,
         }

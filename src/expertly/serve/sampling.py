@@ -28,7 +28,7 @@ class Sampling:
     """A request's settings. `temperature` 0 is greedy; `top_k` 0 means all tokens; without a `seed` one is drawn.
     `logprobs`: how many alternatives each token is reported with, None for no report. `min_p`: tokens below this share
     of the likeliest one's probability are left out. `grammar`: what the text must follow, at its beginning. `script`:
-    tokens that the text begins with, whatever the model prefers. `min_tokens`: so many come before one of `ends`.
+    tokens that the text begins with, whatever the model prefers.
     """
 
     temperature: float = 1.0
@@ -43,8 +43,6 @@ class Sampling:
     logprobs: int | None = None
     grammar: LLMatcher | None = None
     script: Sequence[int] = ()
-    min_tokens: int = 0
-    ends: Sequence[int] = ()
 
     @property
     def is_greedy(self) -> bool:
@@ -53,7 +51,7 @@ class Sampling:
     @property
     def changes_logits(self) -> bool:
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        return bool(self.bias or self.min_tokens) or penalties != (0, 0, 1) or self.grammar is not None
+        return bool(self.bias) or penalties != (0, 0, 1) or self.grammar is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ class _State:
 
 
 class Sampler:
-    """The server's Chooser (model/batching.py). Calls `told(choices)` once a forward pass, in the model's thread.
+    """The tokens of all requests. Calls `told(choices)` once a forward pass, in the model's thread.
 
     Each request has its own random numbers: PCG64 from its seed, one for each token. With the same logits a seed gives
     the same text, whatever else is in the batch.
@@ -105,7 +103,7 @@ class Sampler:
             self._states.pop(name, None)
 
     def choose(self, names: Sequence[str], logits: torch.Tensor) -> list[int | None]:
-        """Raises NanError where logits are NaN."""
+        """See model/batching.py. Raises NanError where logits are NaN."""
         with self._lock:
             states = [self._states.get(name) for name in names]
         highest, places = logits.max(dim=-1)
@@ -152,8 +150,6 @@ def _adjusted(logits: torch.Tensor, state: _State) -> torch.Tensor:
     if state.bias is not None:
         ids, values = (one.to(logits.device) for one in state.bias)
         logits[ids] += values.to(logits.dtype)
-    if sum(state.counts.values()) < sampling.min_tokens:
-        logits[[token for token in sampling.ends if 0 <= token < len(logits)]] = -torch.inf
     if state.grammar is not None:
         bias = bytearray(state.grammar.compute_logit_bias())  # 0: may not come next
         allowed = (torch.frombuffer(bias, dtype=torch.uint8) > 0).to(logits.device)

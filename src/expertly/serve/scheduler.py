@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from expertly.core.errors import EngineClosedError
 from expertly.model.batching import Entry, Stepper
-from expertly.serve.errors import ApiError, busy, failed, invalid, unavailable
+from expertly.serve.errors import ApiError, busy, failed, invalid, too_long, unavailable
 from expertly.serve.metrics import RequestMetrics
 from expertly.serve.request import ServedRequest, Text
 from expertly.serve.sampling import SampledToken, Sampler
@@ -20,8 +20,8 @@ _SHUTTING_DOWN = "this server is shutting down"
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What may run at a time: `max_running` texts, in `num_pages` pages of `page_tokens` of KV cache. A single request
-    runs even where its texts are more. `context`: the longest text, prompt included; `max_queue` requests may wait.
+    """What may run at a time: `max_running` texts, in `num_pages` pages of `page_tokens` of KV cache. `context`: the
+    longest text, prompt included; `max_queue` requests may wait.
     """
 
     context: int
@@ -82,16 +82,12 @@ class RequestScheduler:
         """Raises ApiError where `num_each` texts behind each of the prompts, of so many tokens, could never run."""
         room, prompt = self.room, max(prompts)
         if prompt + max_tokens > room.context:
-            raise invalid(
-                f"{param}: {prompt} prompt tokens and {max_tokens} to write are {prompt + max_tokens}; accepted: "
-                f"{room.context} together",
-                param,
-                "context_length_exceeded",
-            )
+            sentence = f"{prompt} prompt tokens and {max_tokens} to write are {prompt + max_tokens}"
+            raise too_long(f"{sentence}; accepted: {room.context} together", param)
         if room.is_one_at_a_time:
             return
         num_texts = num_each * len(prompts)
-        num_pages = num_each * sum(room.pages_of(one, max_tokens) for one in prompts)
+        num_pages = num_each * sum(room.pages_of(length, max_tokens) for length in prompts)
         if num_texts > room.max_running or num_pages > room.num_pages:
             most = min(room.max_running, room.num_pages // room.pages_of(prompt, max_tokens))
             raise invalid(f"n: {num_texts} texts of this length at a time; accepted: {most}", "n")
@@ -108,8 +104,7 @@ class RequestScheduler:
             self._admit(request)
             return
         if len(self.waiting) >= self.room.max_queue:
-            most = f"{len(self.waiting)} requests wait already, which is all that may (--max-queue)"
-            raise busy(most, "queue_full")
+            raise busy(f"{len(self.waiting)} requests wait already, which is all that may (--max-queue)", "queue_full")
         self.waiting.append(request)
 
     def cancel(self, request: ServedRequest) -> None:
@@ -182,15 +177,13 @@ class RequestScheduler:
         self.num_failed_steps += 1
         if isinstance(error, EngineClosedError):
             self._problem = str(error)
-            others, of_step = [], [*of_step, *others, *(name for name in self.running)]
+            others, of_step = [], list(self.running)
+        reason = " ".join(str(error).split()) or type(error).__name__
         for name in of_step:
-            text = self.running.get(name)
-            if text is not None:
-                reason = " ".join(str(error).split()) or type(error).__name__
+            if (text := self.running.get(name)) is not None:
                 self._fail(text.request, failed(f"the forward pass of this request failed: {reason}"))
         for name in others:
-            text = self.running.get(name)
-            if text is not None:
+            if (text := self.running.get(name)) is not None:
                 self._begin(text)
         if self._problem is not None:
             for request in list(self.waiting):

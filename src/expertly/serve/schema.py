@@ -15,7 +15,6 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    Json,
     StringConstraints,
     Tag,
     model_validator,
@@ -33,7 +32,6 @@ MAX_TOKEN = 2**31 - 1
 Whole = Annotated[int, BeforeValidator(lambda told: int(told) if isinstance(told, float) and told % 1 == 0 else told)]
 """A whole number, which some clients write as 5.0."""
 
-Seed = Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)]
 Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -69,59 +67,38 @@ class Strict(BaseModel):
 def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
     """The names of fields that a checked request has and nothing reads, as `messages.audio`, without indices."""
     if isinstance(value, list):
-        for one in value:
-            yield from unknown_fields(one, path)
+        for item in value:
+            yield from unknown_fields(item, path)
     elif isinstance(value, Strict):
         yield from (path + name for name in value.model_extra or ())
         for name in value.model_fields_set & type(value).model_fields.keys():
             yield from unknown_fields(getattr(value, name), f"{path}{name}.")
 
 
-class ModelName(Strict):
-    model: str = Field(max_length=512)
-
-
 _ONLY_SCHEMAS = "answers can follow a JSON schema, no other grammar; use response_format"
 
 
-class Drawing(Strict):
-    """How a token is drawn, in names that OpenAI, other servers and `generate` have in common."""
+class Tuning(Strict):
+    """What all APIs share: OpenAI's fields, then those of other servers."""
 
+    model: str = Field(max_length=512)
+    stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None  # default: 1
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None  # default: 1
-    # not OpenAI's: of how many tokens; 1 is greedy, 0 and -1 are all
-    top_k: Annotated[Whole, Field(ge=-1, le=MAX_TOKEN)] | None = None
-    # not OpenAI's: leaves out tokens below this share of the likeliest one's probability
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    # not OpenAI's: of tokens of the prompt and the text, beside the model's own
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-
-
-class GenerateConfig(Drawing):
-    """What `transformers chat` says in `generate`'s names, as far as a request may say it."""
-
-    model_config = ConfigDict(extra="ignore")
-    do_sample: bool | None = None
-    max_new_tokens: Count | None = None
-
-
-class Tuning(ModelName, Drawing):
-    """What all APIs share."""
-
-    stream: bool | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    # not OpenAI's: more tokens that end a text
-    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
-    # not OpenAI's: so many come before a token that ends a text
-    min_tokens: Annotated[Whole, Field(ge=0, le=MAX_TOKEN)] | None = None
-    seed: Seed | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, le=MAX_TOKEN)] | None = None  # 1 is greedy, 0 and -1 are all
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None  # see Sampling
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # beside the model's own
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     cannot: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("guided_json", "structured_outputs"), "use response_format"),
         **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar", "grammar"), _ONLY_SCHEMAS),
         "continue_final_message": "an answer is a message of its own; use /v1/completions to continue a text",
+        "min_tokens": "give the token that ends a text a logit_bias of -100",
         "use_beam_search": "tokens are sampled one after the other",
     }
 
@@ -187,6 +164,9 @@ class TextPart(Strict):
     text: str
 
 
+Content = str | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)]
+
+
 class CalledFunction(Strict):
     name: Name
     arguments: str  # JSON, as text
@@ -196,9 +176,6 @@ class ToolCall(Strict):
     id: Name
     type: Literal["function"]
     function: CalledFunction
-
-
-Content = str | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)]
 
 
 class Message(Strict):
@@ -226,6 +203,10 @@ class Message(Strict):
         return self.content or ""
 
 
+class FunctionName(Strict):
+    name: Name
+
+
 class Function(Strict):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -236,10 +217,6 @@ class Function(Strict):
 class Tool(Strict):
     type: Literal["function"]
     function: Function
-
-
-class FunctionName(Strict):
-    name: Name
 
 
 class NamedTool(Strict):
@@ -259,7 +236,6 @@ class ChatRequest(Generation):
     reasoning_effort: Effort | None = None  # told to the chat template; one that does not read it thinks as it likes
     chat_template_kwargs: Variables | None = None  # not OpenAI's: more variables for the chat template
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None  # this is a text model
-    generation_config: Json[GenerateConfig] | None = None  # as `transformers chat` sends it: for what is not said else
     cannot: ClassVar[dict[str, str]] = Generation.cannot | {
         "audio": "this is a text model",
         "functions": "use tools",
@@ -268,28 +244,14 @@ class ChatRequest(Generation):
     }
 
     @model_validator(mode="after")
-    def _as_generate_says(self) -> ChatRequest:
-        config = self.generation_config
-        if config is not None:
-            if config.do_sample is False:
-                config.temperature = 0
-            for name in Drawing.model_fields:
-                if getattr(self, name) is None:
-                    setattr(self, name, getattr(config, name))
-            if self.limit is None:
-                self.max_tokens = config.max_new_tokens
-        return self
-
-    @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only for logprobs=true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: the same thing as max_completion_tokens; accepted: one of them")
-        if self.forced is not None and not self.forced:
-            raise ValueError(
-                f"tool_choice: accepted: a name among tools: {[one.function.name for one in self.offered]}"
-            )
+        if self.forced == []:
+            names = [tool.function.name for tool in self.offered]
+            raise ValueError(f"tool_choice: accepted: a name among tools: {names}")
         if self.grammar is not None and self.offered:
             raise ValueError("response_format: accepted: type text where tools may be called")
         return self
@@ -305,10 +267,9 @@ class ChatRequest(Generation):
     @property
     def variables(self) -> dict[str, Any]:
         """Variables for the chat template, beside messages and tools."""
-        told: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            told = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.reasoning_effort != "none"}
-        return told | (self.chat_template_kwargs or {})
+        effort = self.reasoning_effort
+        thinking = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return thinking | (self.chat_template_kwargs or {})
 
     @property
     def limit(self) -> int | None:
@@ -333,24 +294,16 @@ class CompletionRequest(Generation):
     max_tokens: Count | None = None  # default: 16
     logprobs: Annotated[Whole, Field(ge=0, le=5)] | None = None
     echo: bool | None = None
-    best_of: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None  # n, if anything
+    best_of: Annotated[Whole, Field(ge=1, le=1)] | None = None  # none is chosen among several
     cannot: ClassVar[dict[str, str]] = Generation.cannot | {
         "suffix": "text is continued, not filled in; accepted: null"
     }
-
-    @model_validator(mode="after")
-    def _can_be_served(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of: none is chosen among several; accepted: the value of n")
-        return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """One prompt for each text, as text or as tokens."""
         prompt: Any = self.prompt
-        if isinstance(prompt, str) or isinstance(prompt[0], int):
-            return [prompt]
-        return list(prompt)
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 # -- /v1/responses ---------------------------------------------------------------------------------------------------
@@ -372,15 +325,12 @@ class InputResult(Strict):
 
 
 class InputThought(Strict):
-    """What was thought is not told again."""
-
-    type: Literal["reasoning"]
+    type: Literal["reasoning"]  # which the model is not told again
 
 
 def _type_of(item: Any) -> str:
     """The tag of an item: "item-" and its type."""
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return f"item-{kind}"
+    return f"item-{item.get('type', 'message') if isinstance(item, dict) else None}"
 
 
 Item = Annotated[
@@ -441,18 +391,14 @@ class ResponsesRequest(Tuning):
     def as_chat(self) -> dict[str, Any]:
         """The same request for the chat API."""
         choice, wish = self.tool_choice, self.text.format if self.text else None
+        shared = (*Tuning.model_fields, "parallel_tool_calls", "chat_template_kwargs")
         asked = {
-            **{
-                name: getattr(self, name)
-                for name in (*Tuning.model_fields, "parallel_tool_calls", "chat_template_kwargs")
-            },
+            **{name: getattr(self, name) for name in shared},
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
             "tools": [Tool(type="function", function=tool) for tool in self.tools or ()],
             "tool_choice": NamedTool(type="function", function=choice) if isinstance(choice, ToolName) else choice,
-            "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
-            "chat_template_kwargs": self.chat_template_kwargs,
         }
         if wish is not None:
             schema = wish.model_dump(include={"name", "schema_"}, by_alias=True, exclude_none=True)
@@ -469,10 +415,10 @@ class ResponsesRequest(Tuning):
             elif isinstance(item, InputResult):
                 messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
             elif isinstance(item, InputCall):
-                call = ToolCall(id=item.call_id, type="function", function=item)
+                calls = [ToolCall(id=item.call_id, type="function", function=item)]
                 if messages and messages[-1].role == "assistant":
-                    said = messages.pop()
-                    messages.append(said.model_copy(update={"tool_calls": [*(said.tool_calls or ()), call]}))
+                    begun = messages[-1]
+                    messages[-1] = begun.model_copy(update={"tool_calls": [*(begun.tool_calls or ()), *calls]})
                 else:
-                    messages.append(Message(role="assistant", tool_calls=[call]))
+                    messages.append(Message(role="assistant", tool_calls=calls))
         return messages

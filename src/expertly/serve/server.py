@@ -100,15 +100,14 @@ def assemble(
         memory=memory,
         rounding=stats["rounding"],
     )
-    ends, stops = end_tokens(model), stop_strings(model)
-    service = Service(about, prompts, scheduler, ends, stops, logs_prompts=options.log_prompts)
+    service = Service(about, prompts, scheduler, end_tokens(model), stop_strings(model))
     view = View(about, loaded, scheduler, metrics, time.monotonic)
 
     def make(sampler: Sampler, failed: Callable[..., None]) -> Stepper:
         if why is not None:
-            return OneAtATime(model, sampler, failed)
+            return OneAtATime(model, sampler.choose, failed)
         limits = Limits(PAGE_TOKENS, room.num_pages, max(MAX_BATCH_TOKENS, room.max_running), room.max_running)
-        return Batch(model, limits, sampler, failed)
+        return Batch(model, limits, sampler.choose, failed)
 
     def close() -> None:
         scheduler.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from expertly.serve.schema import (
     CompletionRequest,
     Generation,
     ResponsesRequest,
+    Tuning,
     unknown_fields,
 )
 
@@ -69,12 +70,9 @@ class Service:
         scheduler: RequestScheduler,
         ends: Sequence[int],
         stops: Sequence[str],
-        *,
-        logs_prompts: bool,
     ) -> None:
         self.about = about
         self.prompts = prompts
-        self._logs_prompts = logs_prompts
         self.scheduler = scheduler
         self._ends = tuple(ends)
         self._stops = tuple(stops)
@@ -83,20 +81,21 @@ class Service:
 
     async def chat(self, asked: ChatRequest) -> ChatAnswer:
         """Raises ApiError."""
+        self.check_model(asked.model)
         request, readers = await self._conversation(asked)
         return ChatAnswer(asked, self.prompts, request, readers)
 
     async def respond(self, asked: ResponsesRequest) -> ResponsesAnswer:
         """Raises ApiError."""
+        self.check_model(asked.model)
         chat = check(ChatRequest, asked.as_chat())
-        self._note_ignored(unknown_fields(asked))
-        asked.input = ""  # the answer repeats other fields, not this
+        self._note_ignored(asked)
         request, readers = await self._conversation(chat)
         return ResponsesAnswer(asked, request, readers)
 
     async def _conversation(self, asked: ChatRequest) -> tuple[ServedRequest, dict[int, AnswerReader]]:
         """A request for the next message, and the readers that split each of its texts into parts."""
-        self._check(asked)
+        self._note_ignored(asked)
         prompt, begun = await self.prompts.of_messages(asked.messages, asked.offered, asked.variables)
         limit = asked.limit or max(1, self.scheduler.room.context - len(prompt))
         self.scheduler.check_size([len(prompt)], limit, asked.n or 1, "messages")
@@ -110,22 +109,18 @@ class Service:
                     "reasoning_effort of none, where the chat template heeds it",
                     param,
                 )
-            if asked.forced is not None:
-                making = self._grammars.of_call(asked.forced)
-            else:
-                making = self._grammars.of_schema(asked.grammar or {})
+            grammars = self._grammars
+            making = grammars.of_call(asked.forced) if asked.forced else grammars.of_schema(asked.grammar or {})
             sampling = replace(sampling, grammar=await making)
-        special = answers.fits(begun) and not is_forced
-        request = self._request(asked, [prompt], limit, sampling, special)
-        tools, is_single = as_told(asked.offered), asked.parallel_tool_calls is False
-        found = {
-            text.index: answers.reader(begun, tools, is_forced=is_forced, is_single=is_single) for text in request.texts
-        }
-        return request, {index: reader for index, reader in found.items() if reader is not None}
+        request = self._request(asked, [prompt], limit, sampling, special=answers.fits(begun) and not is_forced)
+        how = {"is_forced": is_forced, "is_single": asked.parallel_tool_calls is False}
+        readers = {text.index: answers.reader(begun, as_told(asked.offered), **how) for text in request.texts}
+        return request, {index: reader for index, reader in readers.items() if reader is not None}
 
     async def complete(self, asked: CompletionRequest) -> CompletionAnswer:
         """Raises ApiError."""
-        self._check(asked)
+        self.check_model(asked.model)
+        self._note_ignored(asked)
         num_texts = len(asked.prompts) * (asked.n or 1)
         if num_texts > MAX_CHOICES:
             raise invalid(f"n: {len(asked.prompts)} prompts, {asked.n} texts each; accepted: {MAX_CHOICES} in all", "n")
@@ -162,27 +157,16 @@ class Service:
             len(request.texts),
             request.texts[0].max_tokens,
         )
-        if self._logs_prompts:
-            for text in request.texts:
-                log.info("request %d: prompt %r", request.number, self.prompts.text(text.prompt, special=True))
-
-    def _check(self, asked: Generation) -> None:
-        """Check the model's name. Fields that nothing reads are named in the log, each once."""
-        self.check_model(asked.model)
-        self._note_ignored(unknown_fields(asked))
 
     def check_model(self, name: str) -> None:
         """Raises ApiError where the name is another model's."""
         if name != self.about.name:
-            raise ApiError(
-                404,
-                f"the model {name!r} is not here; accepted: {self.about.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+            sentence = f"the model {name!r} is not here; accepted: {self.about.name!r}"
+            raise ApiError(404, sentence, param="model", code="model_not_found")
 
-    def _note_ignored(self, names: Iterable[str]) -> None:
-        for name in names:
+    def _note_ignored(self, asked: Tuning) -> None:
+        """Name fields that nothing reads in the log, each once."""
+        for name in unknown_fields(asked):
             if name not in self._ignored and len(self._ignored) < MAX_IGNORED_NAMED:
                 self._ignored.add(name)
                 log.info("field %r: has no effect here", name[:100])
@@ -202,28 +186,16 @@ class Service:
         special: bool = False,
         scores_prompt: bool = False,
     ) -> ServedRequest:
-        for name, tokens in (("logit_bias", sampling.bias), ("stop_token_ids", asked.stop_token_ids or ())):
-            for token in tokens:
-                if token >= self.prompts.vocabulary:
-                    raise invalid(f"{name}: token {token}; accepted: 0 to {self.prompts.vocabulary - 1}", name)
+        for name, tokens in (("logit_bias", list(sampling.bias)), ("stop_token_ids", asked.stop_token_ids)):
+            if tokens:
+                self.prompts.check_tokens(tokens, name)
         ends, stops = self._ends_of(asked), (*self._stops, *asked.stops)
-        if asked.min_tokens:
-            if asked.min_tokens > limit:
-                raise invalid(f"min_tokens: {asked.min_tokens}; accepted: at most max_tokens, {limit}", "min_tokens")
-            if sampling.grammar is not None:
-                raise invalid("min_tokens: accepted: without a schema, which says where a text ends", "min_tokens")
-            sampling = replace(sampling, min_tokens=asked.min_tokens, ends=ends)
         request = ServedRequest(lambda tokens: self.prompts.text(tokens, special), time.perf_counter)
         for prompt in prompts:
             begun, script = (prompt[:1], tuple(prompt[1:])) if scores_prompt else (prompt, ())
             for number in range(asked.n or 1):
-                own = replace(seeded(sampling, number), script=script)
-                request.add(begun, limit + len(script), ends, own, stops)
+                # the first text has the request's seed, the others seeds derived from it
+                seed = None if sampling.seed is None else (sampling.seed + number * 0x9E3779B97F4A7C15) % 2**64
+                of_text = replace(sampling, seed=seed, script=script)
+                request.add(begun, limit + len(script), ends, of_text, stops)
         return request
-
-
-def seeded(sampling: Sampling, number: int) -> Sampling:
-    """The settings of a request's text `number`: the first has the request's seed, the others seeds derived from it."""
-    if sampling.seed is None or number == 0:
-        return sampling
-    return replace(sampling, seed=(sampling.seed + number * 0x9E3779B97F4A7C15) % 2**64)

@@ -40,10 +40,6 @@ class ServeOptions(LoadOptions):
     drain_seconds: int = option(
         600, "how long running requests may take to end after SIGTERM", metavar="N", panel=ADVANCED
     )
-    cors: str | None = option(
-        None, "web sites whose pages may send requests, with commas between; * is any", metavar="ORIGIN", panel=ADVANCED
-    )
-    log_prompts: bool = option(False, "write prompts to the log", panel=ADVANCED)
 
     @property
     def served_name(self) -> str:
@@ -60,23 +56,20 @@ class ServeOptions(LoadOptions):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may send requests. Without keys everybody may; `origins`: web sites whose pages may."""
+    """Who may send requests. Without keys everybody on this machine may."""
 
     keys: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
 
     @staticmethod
     def of(options: ServeOptions, host: str = "127.0.0.1") -> Access:
-        """Raises ConfigError for a malformed key or site, and where the server could be reached from outside without a
-        key.
-        """
+        """Raises ConfigError for a malformed key, and where others could reach the server without one."""
         keys = () if options.api_key_file is None else _read_keys(options.api_key_file)
         if not is_loopback(host) and not keys:
             raise ConfigError(
                 f"host={host!r}: others could reach the server without a key; accepted with --api-key-file FILE, or "
                 "127.0.0.1"
             )
-        return Access(keys, _origins(options.cors or "", bool(keys)))
+        return Access(keys)
 
     @property
     def checks_host(self) -> bool:
@@ -108,16 +101,6 @@ def host_of(header: str) -> str | None:
     if match is None or int(match[2] or 0) > 65535:
         return None
     return match[1]
-
-
-def _origins(text: str, has_keys: bool) -> tuple[str, ...]:
-    origins = tuple(origin.strip() for origin in text.split(",") if origin.strip())
-    for origin in origins:
-        if origin == "*" and not has_keys:
-            raise ConfigError("cors='*': any web page could use the server without a key; give --api-key-file FILE too")
-        if origin != "*" and not re.fullmatch(r"https?://[^/\s*]+", origin):
-            raise ConfigError(f"cors={origin!r}: accepted: * or a web site, as https://example.org")
-    return origins
 
 
 def _read_keys(path: str) -> tuple[str, ...]:

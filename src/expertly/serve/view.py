@@ -99,9 +99,11 @@ class View:
     def host_memory(self) -> dict[str, int]:
         """Host memory for experts behind the device, and how much is taken; empty where there is none."""
         tier = getattr(self._executor.shard.device, "tier", None)
-        if tier is None:
-            return {}
-        return {"host_experts_bytes": tier.memory_nbytes, "host_resident_bytes": tier.resident_nbytes}
+        return (
+            {}
+            if tier is None
+            else {"host_experts_bytes": tier.memory_nbytes, "host_resident_bytes": tier.resident_nbytes}
+        )
 
     def stats(self) -> dict[str, Any]:
         """`expertly.stats(model).as_dict()`; read again where a forward pass adds to what is being read."""
