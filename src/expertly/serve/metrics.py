@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +101,8 @@ class EngineMetrics(Collector):
             counts = {(name,): device["worker"][key] for name, device in workers.items()}
             yield (_gauge if key == "alive" else _counter)(f"worker_{key}", text, counts, "worker")
         if workers:
-            rates = {(name, phase): device[phase]["hit_rate"] for name, device in workers.items() for phase in phases}
-            yield _gauge("worker_hit_ratio", "Of its demands so far", rates, "worker", "phase")
+            hits = {(name, phase): device[phase]["hit_rate"] for name, device in workers.items() for phase in phases}
+            yield _gauge("worker_hit_ratio", "Of its demands so far", hits, "worker", "phase")
         accuracy = {(): prefetch_accuracy(stats)}
         yield _gauge("prefetch_accuracy_ratio", "Experts loaded ahead that were needed", accuracy)
         if (reuse := stats["reuse"]) is not None:
@@ -148,7 +148,7 @@ def _metric(
     kind: type[CounterMetricFamily | GaugeMetricFamily],
     name: str,
     text: str,
-    values: dict[Any, float | None],
+    values: Mapping[Any, float | None],
     *labels: str,
 ) -> Metric:
     """`values`: by the values of its labels; None where there is none yet."""
