@@ -31,7 +31,7 @@ process.keep_off_trapped_instructions()  # before any reference model multiplies
 LONGEST = (
     *("cli/test_compare.py", "serve/test_many.py", "serve/test_fuzz.py", "papers/test_runs.py"),
     *("test_examples.py", "test_extending.py", "cli/test_compare_trace.py"),
-    *("engine/test_ray_workers.py", "engine/test_every_family.py", "engine/test_process.py"),
+    *("engine/test_worker_processes.py", "engine/test_every_family.py", "engine/test_process.py"),
     *("hostile/test_tokenizer.py", "test_golden_engine.py", "test_golden.py", "formats/test_formats.py"),
     *("engine/test_lossless.py", "scheduler/test_random_systems.py", "tools/test_peers.py"),
 )

@@ -24,9 +24,9 @@ from expertly.engine.host import MissSplit
 from expertly.engine.learned import LearnedFiles, find_files, find_weights, save_of_eviction
 from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
 from expertly.engine.observe import CannotLookAheadError, make_prefetching
+from expertly.engine.peer import Peer
 from expertly.engine.reading import ExtentSource
 from expertly.engine.remembered import auto_system
-from expertly.engine.remote import Peer
 from expertly.engine.rounding import measured
 from expertly.engine.runtime import Engine, Executor
 from expertly.engine.shard import Shard

@@ -9,7 +9,7 @@ import pytest
 from expertly.core.errors import ConfigError
 from expertly.core.geometry import Geometry, LayerGeometry
 from expertly.core.messages import Prediction, RouterRan
-from expertly.core.placement import Placement, RouterSplit
+from expertly.core.placement import Placement
 
 
 def shape(*experts: int, top_k: int = 3, segments: int = 2) -> Geometry:
@@ -69,7 +69,7 @@ def test_a_demand_is_cut_in_router_order_and_nothing_is_lost(num_devices: int) -
         tokens = [dice.randint(0, 5) for _ in experts]
         decode = [dice.random() < 0.3 for _ in experts]
         whole = RouterRan(1, experts, tokens, decode, 17)
-        parts = RouterSplit(placement.shares)(whole)
+        parts = [share.router(whole) for share in placement.shares]
         back = []
         for share, part in zip(placement.shares, parts, strict=True):
             assert (part.layer, part.batch_tokens) == (1, 17)

@@ -79,7 +79,7 @@ def test_continuous_batching_and_inference_mode(cases: Cases, peers: list[Thread
         for _ in range(2):
             assert run_batch(model, prompts) == expected
         engine = handle(model).engine
-        num_passes = engine.num_prefill_iterations + engine.num_decode_iterations
+        num_passes = sum(engine.num_passes.values())
         assert num_passes < 2 * 6 * len(prompts), "requests share passes"
         for peer in peers:
             most = num_passes * engine.executor.geometry.num_layers

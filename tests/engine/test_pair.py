@@ -1,4 +1,4 @@
-"""Messages between two processes over gloo; here both ends are in one, which changes nothing of it."""
+"""Messages between two processes; here both ends are in one, which changes nothing of it."""
 
 from __future__ import annotations
 
@@ -10,62 +10,64 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from expertly.engine import pair
 from expertly.engine.pair import Meeting, Pair
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(not pair.IS_AVAILABLE, reason="this PyTorch has no gloo")]
+pytestmark = pytest.mark.timeout(60)
 
 HOST = "127.0.0.1"
-MOST = (64 << 10) - 8
-"""The longest message that is sent in one part."""
 
 
 def connected() -> tuple[Pair, Pair]:
     meeting = Meeting(HOST)
-    with ThreadPoolExecutor() as pool:
-        joined = pool.submit(Pair.join, HOST, meeting.port, HOST)
-        return Pair.accept(meeting), joined.result()
+    joined = Pair.join(meeting.address)
+    return meeting.accept(1), joined
 
 
 def test_messages_of_any_length_arrive_in_order_both_ways() -> None:
     here, there = connected()
     dice = random.Random(3)
-    messages = [dice.randbytes(length) for length in (0, 1, 4096, MOST - 1, MOST, MOST + 1, 3 << 20, 2, 100_000)]
-    on_way = [here.send(message) for message in messages]
-    back = [there.send(message[::-1]) for message in messages]
-    assert [there.receive(10) for _ in messages] == messages
-    assert [here.receive(10) for _ in messages] == [message[::-1] for message in messages]
-    for sent in (*on_way, *back):
-        sent.wait()
+    messages = [dice.randbytes(length) for length in (0, 1, 4096, 3 << 20, 2, 100_000)]
 
+    def send_back() -> None:
+        for _ in messages:
+            there.send(there.receive(10)[::-1])
 
-def test_who_waits_too_long_breaks_the_connection_for_both() -> None:
-    here, there = connected()
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(there.receive)
+        ended = pool.submit(send_back)
+        for message in messages:
+            here.send(message)
+            assert here.receive(10) == message[::-1]
+        ended.result()
+
+
+def test_who_waits_too_long_may_wait_again_but_not_within_a_message() -> None:
+    here, there = connected()
+    for timeout_s in (0.0, 0.2):
         begin = time.monotonic()
         with pytest.raises(TimeoutError):
-            here.receive(0.2)
-        assert time.monotonic() - begin >= 0.2
+            here.receive(timeout_s)
+        assert timeout_s <= time.monotonic() - begin < 10, "no time left is no wait forever"
+    there.send(b"late")
+    assert here.receive(10) == b"late"
+    there._socket.sendall(bytes([9]))
+    with pytest.raises(TimeoutError):
+        here.receive(0.1)
+    for end in (here, there):
         with pytest.raises(ConnectionError):
-            waiting.result(10)
-    with pytest.raises(ConnectionError):
-        here.receive(1)
+            end.receive(10)
     with pytest.raises(ConnectionError):
         here.send(b"more")
 
 
-def test_no_time_left_is_no_wait_forever() -> None:
+def test_who_does_not_read_is_not_waited_for_forever() -> None:
     here, _there = connected()
     with pytest.raises(TimeoutError):
-        here.receive(0.0)
+        here.send(bytes(64 << 20), 0.2)
 
 
 def test_an_end_that_is_gone_is_noticed_at_once() -> None:
     here, there = connected()
-    ends = [there]
-    del there
-    threading.Timer(0.2, ends.clear).start()
+    threading.Timer(0.2, there.close).start()
     with pytest.raises(ConnectionError, match="closed"):  # not TimeoutError, which is what waiting ends in
         here.receive(60)
 
@@ -77,23 +79,22 @@ def test_who_waits_uses_no_processor() -> None:
         used_s = time.process_time()
         time.sleep(1.0)
         assert time.process_time() - used_s < 0.2
-        here.send(b"end").wait()
+        here.send(b"end")
         assert waiting.result(10) == b"end"
 
 
-def test_where_nobody_waits_joining_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair, "_CONNECTING", pair.timedelta(seconds=0.5))
+def test_only_who_has_the_key_is_met_and_only_at_that_address() -> None:
     meeting = Meeting(HOST)
-    with pytest.raises(ConnectionError):
-        Pair.accept(meeting)
-    port = meeting.port
-    del meeting
-    with pytest.raises(ConnectionError):
-        Pair.join(HOST, port, HOST)
-
-
-def test_nobody_else_can_reach_where_the_other_end_is_awaited() -> None:
-    meeting = Meeting(HOST)
-    socket.create_connection((HOST, meeting.port), 1).close()
+    host, port, _ = address = meeting.address
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", meeting.port), 1)
+        socket.create_connection(("127.0.0.2", port), 1)
+    strangers = [socket.create_connection((host, port), 1) for _ in range(2)]
+    strangers[0].sendall(b"x" * 64)
+    Pair.join(address).send(b"it is me")
+    assert meeting.accept(10).receive(10) == b"it is me"
+    with pytest.raises(ConnectionRefusedError):
+        Pair.join(address)
+    with pytest.raises(TimeoutError):
+        Meeting(HOST).accept(0.1)
+    for stranger in strangers:
+        stranger.close()

@@ -20,7 +20,7 @@ import torch
 import expertly
 from expertly.api import handle
 from expertly.core.errors import ConfigError, TransferError
-from expertly.engine import cluster, remote, wire, worker
+from expertly.engine import remote, wire, worker
 from expertly.engine.shard import Shard
 from expertly.engine.wire import Kind
 from expertly.model.packing import pack
@@ -195,7 +195,6 @@ def test_a_worker_that_does_not_answer_is_asked_once_for_all_statistics(
     """A server asks for them while a layer is computed: 2 seconds for each layer would stop it."""
     case, wake = cases["qwen3_moe"], threading.Event()
     monkeypatch.setattr(remote, "_STATS_S", 0.05)
-    monkeypatch.setattr(remote, "_FRESH_S", 60.0)
     with with_workers(case.store) as model:
         assert generate(model, case.prompts) == case.tokens
         peers[0].before = lambda kind: wake.wait() and None if kind is Kind.STATS else None
@@ -218,7 +217,7 @@ def test_a_worker_that_cannot_open_leaves_no_thread_behind(
     ):
         pass
     for peer in peers:
-        assert peer.worker._shard is None
+        assert peer.running.worker._shard is None
     assert not reader_threads()
 
 
@@ -228,7 +227,7 @@ def test_a_worker_that_cannot_read_is_dropped(
     case, preads = cases["qwen3_moe"], Preads(monkeypatch)
     with with_workers(case.store, memory="40%", worker_memory="15%") as model:
         assert generate(model, case.prompts) == case.tokens
-        layers = peers[0].worker._shard.device._readers._layers
+        layers = peers[0].running.worker._shard.device._readers._layers
         files = {fd for layer in layers for fd in (layer.file.fd, layer.file.direct_fd)}
 
         def fails(file: int, buffer: memoryview, offset: int) -> int:
@@ -313,10 +312,9 @@ def test_another_store_version_or_model_is_refused_by_name(
     with monkeypatch.context() as patched:
         patched.setattr(worker, "open_same_store", lambda _, facts: original(tmp_path / "nowhere" / "s", facts))
         refused(patched, store, r"workers: w0: StoreError: no packed store at .*nowhere/s nor at .*; copy it")
-    with monkeypatch.context() as patched:
-        told = wire.asking(Kind.HELLO, {"version": 9, "expert_nbytes": 1})
-        patched.setattr(cluster.wire, "asking", lambda kind, content: told)
-        refused(patched, store, r"workers: w0: ConfigError: its messages are of version 5, the engine's of 9; install")
+    other = wire.message(Kind.HELLO, {"version": 9, "expert_nbytes": 1})
+    with pytest.raises(wire.WorkerFailedError, match=r"messages are of version \d, the engine's of 9; install"):
+        wire.parts_of(worker.ExpertWorker().answer(other))
 
 
 def test_a_copy_in_the_workers_own_cache_is_found(
@@ -363,7 +361,7 @@ def test_the_memory_of_workers_needs_workers(cases: Cases) -> None:
 def test_workers_on_this_machine_share_its_memory(
     cases: Cases, peers: list[ThreadPeer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ThreadPeer, "is_here", True)
+    monkeypatch.setattr(ThreadPeer, "is_on_this_machine", True)
     with loaded(cases["qwen3_moe"].store, workers=3, memory="auto", context=8) as model:
         stats = expertly.stats(model).as_dict()
         each = [one["memory_bytes"] for one in stats["devices"]]

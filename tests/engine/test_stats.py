@@ -99,7 +99,6 @@ def test_layers_sum_to_the_totals_and_json_takes_them(family: str, where: dict[s
                 one = part[phase]
                 assert 0 <= one["stall_s"] <= one["experts_s"]
                 assert one["compute_s"] == pytest.approx(one["experts_s"] - one["stall_s"])
-                assert stats.phase(phase).demands == sum(result["phases"][phase][name] for name in COUNTS)
         assert result["bytes_loaded"] == sum(one["bytes_loaded"] for one in result["phases"].values())
         assert result["stall_s"] == pytest.approx(sum(one["stall_s"] for one in result["phases"].values()))
         most = 0.4 * len(result["devices"]) * result["expert_bytes"]

@@ -29,33 +29,28 @@ class Share:
         self._ids = [geometry.expert_id(layer, expert) for layer, held in enumerate(experts) for expert in held]
         self._numbers = [{expert: number for number, expert in enumerate(held)} for held in experts]  # the inverse
 
-    def router(self, router: RouterRan, here: Sequence[int]) -> RouterRan:
-        """The part of a router's choice that is at these rising places. The pass still counts all its tokens."""
+    def router(self, router: RouterRan) -> RouterRan:
+        """The part of a router's choice that is held here, in its order. The pass still counts all its tokens."""
         numbers = self._numbers[router.layer]
+        places = [i for i, expert in enumerate(router.experts) if expert in numbers]
         return RouterRan(
             router.layer,
-            [numbers[router.experts[i]] for i in here],
-            [router.num_tokens[i] for i in here],
-            [router.is_decode[i] for i in here],
+            [numbers[router.experts[i]] for i in places],
+            [router.num_tokens[i] for i in places],
+            [router.is_decode[i] for i in places],
             router.batch_tokens,
             router.serves_decode,
         )
 
     def prediction(self, prediction: Prediction) -> Prediction:
-        """The part of a prediction that concerns these experts, in its order. Confidence stays with the whole
-        prediction.
-        """
+        """The part of a prediction that concerns these experts, in its order. Confidence stays with the whole."""
         layer, probabilities, outlook = prediction.layer, prediction.probabilities, prediction.outlook
         numbers = self._numbers[layer]
-        here = [
-            (number, s)
-            for e, s in zip(prediction.experts, prediction.scores, strict=True)
-            if (number := numbers.get(e)) is not None
-        ]
+        places = [i for i, expert in enumerate(prediction.experts) if expert in numbers]
         return Prediction(
             layer,
-            [number for number, _ in here],
-            [score for _, score in here],
+            [numbers[prediction.experts[i]] for i in places],
+            [prediction.scores[i] for i in places],
             prediction.distance,
             None,
             None if probabilities is None else [probabilities[expert] for expert in self.experts[layer]],
@@ -63,74 +58,50 @@ class Share:
         )
 
 
-class RouterSplit:
-    """Gives each device its part of a router's choice."""
-
-    def __init__(self, shares: Sequence[Share]) -> None:
-        self._shares = shares
-        self._holder = [
-            {expert: device for device, experts in enumerate(held) for expert in experts}
-            for held in zip(*(share.experts for share in shares), strict=True)
-        ]
-
-    def __call__(self, router: RouterRan) -> list[RouterRan]:
-        places: list[list[int]] = [[] for _ in self._shares]
-        holder = self._holder[router.layer]
-        for i, expert in enumerate(router.experts):
-            places[holder[expert]].append(i)
-        return [share.router(router, here) for share, here in zip(self._shares, places, strict=True)]
-
-
 class Placement:
-    """Which (layer, expert) is which (device, layer, number on the device), the same on every machine. The first device
-    is this machine's, the others are the workers'.
+    """The experts of each device, the same on every machine. The first device is this machine's, the others are the
+    workers'.
 
     The experts of a layer are dealt out in the order of a hash of their dense ids, so neighbours in a layer are not
     together more often than others. A device gets experts in proportion to its weight, at least one in each layer; with
-    equal weights two devices differ by at most one expert, in a layer and in all. Raises ConfigError where a layer has
-    fewer experts than there are devices.
+    equal weights two devices differ by at most one expert, in a layer and in all.
     """
 
     def __init__(self, geometry: Geometry, weights: Sequence[int]) -> None:
-        """`weights`: of each device, 0 or more."""
-        num_devices, fewest = len(weights), min(layer.num_experts for layer in geometry.layers)
-        if num_devices > fewest:
+        """`weights`: of each device, 0 or more. Raises ConfigError where a layer has fewer experts than devices."""
+        fewest, total, devices = min(layer.num_experts for layer in geometry.layers), sum(weights), range(len(weights))
+        if len(weights) > fewest:
             raise ConfigError(
-                f"workers: {num_devices - 1}, but a layer has {fewest} experts; accepted: at most {fewest - 1}"
+                f"workers: {len(weights) - 1}, but a layer has {fewest} experts; accepted: at most {fewest - 1}"
             )
         self.geometry = geometry
-        total = sum(weights)
         held: list[list[list[int]]] = [[[] for _ in geometry.layers] for _ in weights]  # [device][layer]
-        owed = [0] * num_devices  # experts that a device lacks, times `total`
+        owed = [0 for _ in weights]  # experts that a device lacks, times `total`
         for layer, shape in enumerate(geometry.layers):
             first = geometry.first_expert_id(layer)
             for num_dealt, eid in enumerate(sorted(range(first, first + shape.num_experts), key=_hash)):
-                owed = [one + weight for one, weight in zip(owed, weights, strict=True)]
-                without = [device for device in range(num_devices) if not held[device][layer]]
+                owed = [lack + weight for lack, weight in zip(owed, weights, strict=True)]
+                without = [device for device in devices if not held[device][layer]]
                 is_last_chance = len(without) == shape.num_experts - num_dealt
-                device = max(without if is_last_chance else range(num_devices), key=owed.__getitem__)
+                device = max(without if is_last_chance else devices, key=owed.__getitem__)
                 owed[device] -= total
                 held[device][layer].append(eid - first)
         self.shares = [Share(geometry, [sorted(experts) for experts in layers]) for layers in held]
 
     @classmethod
     def by_memory(cls, geometry: Geometry, memories: Sequence[int]) -> Placement:
-        """For devices with so many bytes for experts."""
+        """For devices with so many bytes for experts. Those that together have room for all get an equal share, since
+        they compute equally long then, or what they can hold.
+        """
         expert_nbytes = max(layer.expert_nbytes for layer in geometry.layers)
         room = [nbytes // expert_nbytes for nbytes in memories]
-        holds_all = sum(room) >= geometry.num_experts
-        return cls(geometry, _equal_or_all(geometry.num_experts, room) if holds_all else memories)
-
-
-def _equal_or_all(num_experts: int, room: Sequence[int]) -> list[int]:
-    """The experts of each device, which together have room for all. Devices that can hold an equal share get one, since
-    then they compute equally long; others get what they can hold.
-    """
-    nums, left = [0] * len(room), num_experts
-    for num_done, device in enumerate(sorted(range(len(room)), key=room.__getitem__)):
-        nums[device] = min(room[device], left // (len(room) - num_done))
-        left -= nums[device]
-    return nums
+        if sum(room) < geometry.num_experts:
+            return cls(geometry, memories)
+        nums, left = [0 for _ in room], geometry.num_experts
+        for num_done, device in enumerate(sorted(range(len(room)), key=room.__getitem__)):
+            nums[device] = min(room[device], left // (len(room) - num_done))
+            left -= nums[device]
+        return cls(geometry, nums)
 
 
 def _hash(number: int) -> int:

@@ -13,18 +13,21 @@ import torch
 from torch import nn
 
 from expertly.core.errors import ConfigError
-from expertly.core.messages import Phase, Prediction
+from expertly.core.messages import Phase, Prediction, RouterRan
 from expertly.core.observation import Began, Routed
-from expertly.core.placement import Placement, RouterSplit, Share
+from expertly.core.placement import Placement, Share
+from expertly.core.resources import granted_cpus
 from expertly.core.units import format_nbytes
 from expertly.engine import wire
 from expertly.engine.compute import Dispatch, Early, part_of
-from expertly.engine.remote import Peer, RemoteShard, ask, result_of
-from expertly.engine.shard import Moments, Shard, Waits
+from expertly.engine.local_workers import HOST, LocalProcess
+from expertly.engine.peer import Peer
+from expertly.engine.remote import RemoteShard, ask_all, naming
+from expertly.engine.shard import Moments, Shard, Waits, add_times
 from expertly.engine.worker import SPARED_PERCENT, make_cpu_shard, store_facts
 from expertly.scheduler.budget import least_nbytes
-from expertly.scheduler.counters import LayerCounters, PhaseCounters
-from expertly.scheduler.loop import Channel
+from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.loop import Channel, Prefetcher
 from expertly.scheduler.systems import BASE_SYSTEM, System, get_runnable
 from expertly.store.packed import PackedStore
 
@@ -33,10 +36,25 @@ PREDICTS_NOTHING = "expertly"
 
 
 def start_workers(workers: str | int, memory: str | int, opened: ExitStack) -> Sequence[Peer]:
-    """The workers of the options `workers` and `worker_memory`; `opened` ends them. Raises ConfigError."""
-    from expertly.engine.ray_workers import start_ray_workers  # Ray is optional
+    """The workers of the options `workers`, which is how many on this machine, or the address of a Ray cluster, and
+    `worker_memory`; `opened` ends them. Raises ConfigError.
+    """
+    address = str(workers)
+    peers: Sequence[Peer]
+    if not address.removeprefix("-").isdigit():
+        from expertly.engine.ray_workers import start_ray_workers  # Ray is optional
 
-    return start_ray_workers(workers, memory, opened)
+        peers = start_ray_workers(address, memory)
+    elif (num := int(address)) < 1:
+        raise ConfigError(f"workers={workers!r}: accepted: a number from 1, or the address of a Ray cluster")
+    else:
+        launch = partial(LocalProcess, memory, max(1, granted_cpus() // (num + 1)))
+        peers = [Peer(f"local-{number}", HOST, launch, is_here=True) for number in range(1, num + 1)]
+    for peer in peers:
+        opened.callback(peer.close)
+        with naming(peer):
+            peer.start()
+    return peers
 
 
 def memory_of_workers(
@@ -48,32 +66,25 @@ def memory_of_workers(
     "auto", workers on this machine get equal parts of that, or where it `is_own_stated`, of what it leaves. Raises
     ConfigError where a worker does not answer, or is of another version.
     """
-    hello = wire.asking(wire.Kind.HELLO, {"version": wire.VERSION, "expert_nbytes": expert_nbytes})
-    answers = [ask(peer, hello) for peer in peers]
-    told = [result_of(peer, answer)["memory_nbytes"] for peer, answer in zip(peers, answers, strict=True)]
+    hello = wire.message(wire.Kind.HELLO, {"version": wire.VERSION, "expert_nbytes": expert_nbytes})
+    free = [answer["memory_nbytes"] for answer in ask_all(peers, [hello] * len(peers))]
     if memory != "auto" or not all(peer.is_here for peer in peers):
-        return told, False
+        return free, False
     if is_own_stated:
-        return [max(0, nbytes - own_nbytes) // len(peers) for nbytes in told], False
+        return [max(0, nbytes - own_nbytes) // len(peers) for nbytes in free], False
     if own_nbytes < expert_nbytes:  # what they need beside experts
         own_nbytes = own_nbytes * (100 - SPARED_PERCENT) // 100
     return [own_nbytes // (len(peers) + 1)] * len(peers), True
 
 
 def open_workers(
-    peers: Sequence[Peer],
-    shares: Sequence[Share],
-    *,
-    memories: Sequence[int],
-    store: PackedStore,
-    system: System,
+    peers: Sequence[Peer], shares: Sequence[Share], *, memories: Sequence[int], store: PackedStore, system: System
 ) -> list[RemoteShard]:
     """Have each worker hold the experts of its share, by the same system, or by PREDICTS_NOTHING where that
     predicts. Raises ConfigError naming the worker that cannot, and why.
     """
-    facts = store_facts(store.manifest)
-    dtype = getattr(torch, store.manifest.dtype)
-    base, found = get_runnable(BASE_SYSTEM), []
+    facts, base = store_facts(store.manifest), get_runnable(BASE_SYSTEM)
+    openings = []
     for peer, share, nbytes in zip(peers, shares, memories, strict=True):
         needed = share.geometry.nbytes
         if system.keeps_everything and nbytes < needed:
@@ -91,11 +102,18 @@ def open_workers(
             "system": system.name if system.prediction == "none" else PREDICTS_NOTHING,
             "memory_nbytes": min(nbytes, needed),
         }
-        standby = partial(make_cpu_shard, peer.name, store, share, base, least_nbytes(share.geometry))
-        found.append(RemoteShard(peer, share, wire.asking(wire.Kind.OPEN, opening), standby, dtype))
-    for one in found:  # all of them open at the same time
-        one.wait_open()
-    return found
+        openings.append(wire.message(wire.Kind.OPEN, opening))
+    return [
+        RemoteShard(
+            peer,
+            share,
+            opening,
+            told,
+            partial(make_cpu_shard, peer.name, store, share, base, least_nbytes(share.geometry)),
+            getattr(torch, store.manifest.dtype),
+        )
+        for peer, share, opening, told in zip(peers, shares, openings, ask_all(peers, openings), strict=True)
+    ]
 
 
 class Cluster:
@@ -111,8 +129,6 @@ class Cluster:
         self.geometry = placement.geometry
         self.shard = shard
         self.remotes = remotes
-        self._split = RouterSplit(placement.shares)
-        self.stamp, self.to_host = shard.stamp, shard.to_host
         self._moments = Moments(shard.device)
         self._times = [LayerCounters() for _ in placement.geometry.layers]  # stall_ns and expert_ns alone
 
@@ -121,19 +137,13 @@ class Cluster:
         for remote in self.remotes:
             remote.bind(modules)
 
-    def predict_from(self, channel: Channel) -> None:
-        self.shard.predict_from(ChannelOfShare(channel, self.placement.shares[0]))
-
-    def preload(self, layer: int) -> None:
-        self.shard.preload(layer)
+    def predict_from(self, channel: Channel) -> Prefetcher:
+        return self.shard.predict_from(ChannelOfShare(channel, self.placement.shares[0]))
 
     def begin(self) -> None:
         self.shard.begin()
         for remote in self.remotes:
             remote.begin()
-
-    def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
-        self.shard.begin_iteration(began, layers)
 
     def run_layer(
         self, work: Dispatch, hidden: torch.Tensor, routed: Callable[[], Routed] | None, early: Early | None = None
@@ -141,48 +151,43 @@ class Cluster:
         assert early is None, "which experts are here is known with the choice"
         shard, layer, is_behind = self.shard, work.router.layer, self.shard.device.queues_uses
         own, *away = (
-            part_of(work, router, share.experts[layer], hidden.device)
-            for share, router in zip(self.placement.shares, self._split(work.router), strict=True)
+            part_of(work, share.router(work.router), share.experts[layer], hidden.device)
+            for share in self.placement.shares
         )
-        on_host = self.to_host(hidden).clone() if is_behind else hidden
+        on_host = shard.to_host(hidden).clone() if is_behind else hidden
         for remote, part in zip(self.remotes, away, strict=True):
             remote.send(part.work, on_host)
         begin = shard.stamp()
         own_outputs, waits = shard.run_layer(own.work, hidden, routed)
-        phase = Phase.DECODE if work.router.serves_decode else Phase.PREFILL
-        shard.note_times(layer, phase, begin, shard.stamp(), waits)
+        shard.note_times(work.router, begin, shard.stamp(), waits)
         outputs = torch.empty(work.num_rows, hidden.shape[1], dtype=own_outputs.dtype, device=hidden.device)
         if not work.covers_all_rows:
             outputs.zero_()
         outputs.index_copy_(0, own.rows, own_outputs)
         for remote, part in zip(self.remotes, away, strict=True):
-            took = remote.take(part.work, on_host)
-            outputs.index_copy_(0, part.rows, took.outputs.to(hidden.device))
+            ran = remote.take(part.work, on_host)
+            outputs.index_copy_(0, part.rows, ran.outputs.to(hidden.device))
             if remote.made_us_wait and not is_behind:  # an accelerator's stamps are no times
-                waits = [(0, took.waited_ns)]
+                waits = [(0, ran.waited_ns)]
         return outputs, waits
 
     def settle(self) -> None:
         self._moments.settle()
         self.shard.settle()
-        for remote in self.remotes:
-            remote.settle()
 
-    def note_times(self, layer: int, phase: Phase, begin: Any, end: Any, waits: Waits) -> None:
-        self._moments.note(begin, end, waits, partial(self._ran, self._times[layer].of(phase)))
-
-    def _ran(self, counters: PhaseCounters, begin_ns: int, end_ns: int, waited_ns: int) -> None:
-        counters.stall_ns += waited_ns
-        counters.expert_ns += end_ns - begin_ns
+    def note_times(self, router: RouterRan, begin: Any, end: Any, waits: Waits) -> None:
+        times = self._times[router.layer].phase(router.serves_decode)
+        self._moments.note(begin, end, waits, partial(add_times, times))
 
     def layer_counters(self, layer: int) -> LayerCounters:
+        """Of the shard and the workers together, but times of the layer as a whole."""
         total = LayerCounters()
-        members: list[Shard | RemoteShard] = [self.shard, *self.remotes]
-        for member in members:
-            total.add(member.layer_counters(layer))
+        total.add(self.shard.layer_counters(layer))
+        for remote in self.remotes:
+            total.add(remote.layer_counters(layer))
         for phase in Phase:
-            one, times = total.of(phase), self._times[layer].of(phase)
-            one.stall_ns, one.expert_ns = times.stall_ns, times.expert_ns
+            times = self._times[layer].of(phase)
+            total.of(phase).stall_ns, total.of(phase).expert_ns = times.stall_ns, times.expert_ns
         return total
 
     def abandon(self) -> None:

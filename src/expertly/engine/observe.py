@@ -299,9 +299,8 @@ class Prefetching:
         self.saved = saved
         self.collector = collector
         self.router_ran = collector.routed
-        self._executor = executor
         self._channel = PredictorChannel(predictor, executor.shard.device.torch_device)
-        executor.predict_from(self._channel)
+        self._prefetcher = executor.predict_from(self._channel)
         collector.attach()
 
     @property
@@ -313,14 +312,12 @@ class Prefetching:
         """A forward pass begins. Raises what the predictor raises."""
         began = self.collector.begin(info)
         if began is not None:
-            self._executor.begin_iteration(began, info.layers)
+            self._prefetcher.begin_iteration(began, info.layers)
 
     def end_iteration(self, ok: bool) -> None:
         if self.collector.is_open:
             self.collector.end()
-            prefetcher = self._executor.shard.prefetcher
-            assert prefetcher is not None
-            prefetcher.end_iteration(ok)
+            self._prefetcher.end_iteration(ok)
         if self.saved is not None and self.error is None:
             self.saved.pass_ended()
 

@@ -1,146 +1,106 @@
-"""A connection between two processes, over torch.distributed's gloo: a message there and its answer take 0.09 ms on one
-machine, where a call of Ray takes 0.6 ms. Who waits for a message uses no processor.
-"""
+"""A connection between two processes that carries messages of bytes over TCP."""
 
 from __future__ import annotations
 
+import secrets
 import socket
 import time
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any, NamedTuple
+from hmac import compare_digest
+from typing import NamedTuple
 
-import torch
-from torch import distributed
-
-IS_AVAILABLE = distributed.is_available() and distributed.is_gloo_available()
-"""Whether this PyTorch has gloo."""
-
-_CONNECTING = timedelta(seconds=10)
-_FOREVER = timedelta(days=365)
-_FIRST_NBYTES = 64 << 10
-"""A message is sent in one part up to this size; what is longer in two, since the receiver must know the size."""
+_CONNECTING_S = 10.0
+_GREETING_S = 1.0
+"""How long who connects may take to say the key; meanwhile nobody else can."""
 
 _LENGTH_NBYTES = 8
 
 
-class Sent(NamedTuple):
-    """A message on its way. It is lost if nobody holds this until the other side has received it."""
+class Address(NamedTuple):
+    """Where a process waits for another, and what that has to say."""
 
-    parts: list[tuple[Any, torch.Tensor]]
-
-    def wait(self) -> None:
-        """Until the other side has received it. Raises ConnectionError."""
-        for work, _ in self.parts:
-            _wait(work, _FOREVER)
-
-
-class Meeting:
-    """An address at which this process waits for another, for one `Pair`. Raises ConnectionError."""
-
-    def __init__(self, host: str) -> None:
-        self.host = host
-        try:
-            listening = socket.create_server((host, 0))  # by itself the store would listen on every interface
-        except OSError as error:
-            raise ConnectionError(str(error)) from error
-        self.port: int = listening.getsockname()[1]
-        self.store = _store(host, self.port, listening.detach())
+    host: str
+    port: int
+    key: str
 
 
 class Pair:
-    """One of two ends. Messages arrive in order. At most one thread sends at a time, and at most one receives.
+    """One of two ends, for one thread at a time. Messages arrive in order. A process that ends closes it for both."""
 
-    A receiver that has waited too long, or a process that ends, breaks the connection for both.
-    """
-
-    def __init__(self, store: Any, rank: int, host: str) -> None:
-        """`store`: where both ends meet. `host`: an address of this machine."""
-        gloo: Any = distributed.ProcessGroupGloo
-        try:
-            options = gloo._Options()
-            options._devices, options._threads = [gloo.create_device(hostname=host)], 1
-            options._timeout = _CONNECTING
-            self._group = gloo(store, rank, 2, options)
-        except RuntimeError as error:
-            raise ConnectionError(_words(error)) from error
-        self._other = 1 - rank
-        self._first = torch.empty(_FIRST_NBYTES, dtype=torch.uint8)
-        self._coming: Any = self._expect(self._first)  # gloo sends only what the other side expects; None: broken
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that is gone says nothing
+        self._socket = connected
 
     @classmethod
-    def accept(cls, meeting: Meeting) -> Pair:
-        """Wait for the process that joins. Raises ConnectionError."""
-        return cls(meeting.store, 0, meeting.host)
+    def join(cls, address: Address) -> Pair:
+        """Connect to the process that waits there. Raises OSError."""
+        joined = cls(socket.create_connection(address[:2], _CONNECTING_S))
+        joined._socket.sendall(address.key.encode())
+        return joined
 
-    @classmethod
-    def join(cls, host: str, port: int, own_host: str) -> Pair:
-        """Connect to the process that waits at this address. Raises ConnectionError."""
-        return cls(_store(host, port), 1, own_host)
-
-    def send(self, message: bytes) -> Sent:
-        """Does not wait. Raises ConnectionError where the connection is known to be broken."""
-        content = bytearray(len(message).to_bytes(_LENGTH_NBYTES, "little") + message)
-        whole = torch.frombuffer(content, dtype=torch.uint8)
-        parts = [part for part in (whole[:_FIRST_NBYTES], whole[_FIRST_NBYTES:]) if len(part)]
+    def send(self, message: bytes, timeout_s: float | None = None) -> None:
+        """Raises ConnectionError, or TimeoutError where the other end does not read; the connection is closed then."""
+        self._socket.settimeout(timeout_s)
         try:
-            return Sent([(self._group.send([part], self._other, 0), part) for part in parts])
-        except RuntimeError as error:
-            raise ConnectionError(_words(error)) from error
+            self._socket.sendall(len(message).to_bytes(_LENGTH_NBYTES, "little") + message)
+        except OSError as error:
+            raise self._closed(error) from error
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """The next message; None: wait for it forever. Raises TimeoutError or ConnectionError; the connection is broken
-        then.
+        """The next message; None: wait for it forever. Raises ConnectionError; TimeoutError where none begins in time,
+        or does not end, which closes the connection.
         """
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        coming, self._coming = self._coming or self._expect(self._first), None
-        _wait(coming, _left(until_s))
-        length = int.from_bytes(self._first[:_LENGTH_NBYTES].numpy().tobytes(), "little")
-        whole = self._first
-        if length > _FIRST_NBYTES - _LENGTH_NBYTES:
-            whole = torch.empty(_LENGTH_NBYTES + length, dtype=torch.uint8)
-            whole[:_FIRST_NBYTES] = self._first
-            _wait(self._expect(whole[_FIRST_NBYTES:]), _left(until_s))
-        message = whole.numpy()[_LENGTH_NBYTES : _LENGTH_NBYTES + length].tobytes()
-        with suppress(ConnectionError):  # the next call says so
-            self._coming = self._expect(self._first)
-        return message
+        length = self._read(_LENGTH_NBYTES, until_s)
+        return self._read(int.from_bytes(length, "little"), until_s, is_begun=True)
 
-    def _expect(self, part: torch.Tensor) -> Any:
+    def close(self) -> None:
+        """Idempotent. A thread that waits is told, so the socket itself is closed when nobody has it."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _closed(self, error: OSError) -> OSError:
+        self.close()
+        return error if isinstance(error, (ConnectionError, TimeoutError)) else ConnectionError(str(error))
+
+    def _read(self, nbytes: int, until_s: float | None, *, is_begun: bool = False) -> bytes:
+        content = bytearray(nbytes)
+        missing = memoryview(content)
+        while missing:
+            left_s = None if until_s is None else max(1e-3, until_s - time.monotonic())  # 0 would not wait at all
+            self._socket.settimeout(left_s)
+            try:
+                num_read = self._socket.recv_into(missing)
+            except OSError as error:
+                if isinstance(error, TimeoutError) and not is_begun and len(missing) == nbytes:
+                    raise
+                raise self._closed(error) from error
+            if not num_read:
+                raise ConnectionError("the other end closed the connection")
+            missing = missing[num_read:]
+        return bytes(content)
+
+
+class Meeting:
+    """Where this process waits for one other, which is told the address and its key."""
+
+    def __init__(self, host: str) -> None:
+        """`host`: an address of this machine, on which alone it listens. Raises ConnectionError."""
         try:
-            return self._group.recv([part], self._other, 0)
-        except RuntimeError as error:
-            raise ConnectionError(_words(error)) from error
+            self._listening = socket.create_server((host, 0))
+        except OSError as error:
+            raise ConnectionError(str(error)) from error
+        self.address = Address(host, self._listening.getsockname()[1], secrets.token_hex(32))
 
-
-def _left(until_s: float | None) -> timedelta:
-    """gloo counts in milliseconds, and would wait forever for 0 of them."""
-    return _FOREVER if until_s is None else timedelta(milliseconds=1 + max(0, int((until_s - time.monotonic()) * 1e3)))
-
-
-def _wait(work: Any, timeout: timedelta) -> None:
-    try:
-        work.wait(timeout)
-    except RuntimeError as error:
-        words = _words(error)
-        raise (TimeoutError if words.startswith("Timed out") else ConnectionError)(words) from error
-
-
-def _store(host: str, port: int, listening: int | None = None) -> Any:
-    """`listening`: the descriptor of the socket where others are waited for."""
-    try:
-        return distributed.TCPStore(
-            host,
-            port,
-            is_master=listening is not None,
-            timeout=_CONNECTING,
-            wait_for_workers=False,
-            master_listen_fd=listening,
-        )
-    except RuntimeError as error:
-        raise ConnectionError(_words(error)) from error
-
-
-def _words(error: RuntimeError) -> str:
-    """gloo's sentence, without the place in its source."""
-    return str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
+    def accept(self, timeout_s: float) -> Pair:
+        """Wait for the process that joins. Raises TimeoutError."""
+        until_s, key = time.monotonic() + timeout_s, self.address.key.encode()
+        while True:
+            self._listening.settimeout(max(1e-3, until_s - time.monotonic()))
+            joined = Pair(self._listening.accept()[0])
+            with suppress(OSError):  # it is somebody else
+                if compare_digest(joined._read(len(key), time.monotonic() + _GREETING_S), key):
+                    self._listening.close()
+                    return joined
+            joined.close()

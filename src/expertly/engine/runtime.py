@@ -68,23 +68,17 @@ Executor: TypeAlias = "Shard | Cluster"
 class Engine:
     """The `model.hooks.Runtime` of one model. One forward pass at a time."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        damage: Callable[[int | None], str | None] = lambda layer: None,
-    ) -> None:
+    def __init__(self, executor: Executor, damage: Callable[[int | None], str | None] = lambda layer: None) -> None:
         """`damage`: a sentence on what is wrong with the store's experts of a layer, or (None) with its dense part, if
         something is: NaN may come from there.
         """
-        self._damage = damage
         self.executor = executor
         self.observer: Observer | None = None
         self.prefetching: Prefetching | None = None
         self.reuse: SavedState | None = None
-        self.num_prefill_iterations = 0
-        self.num_decode_iterations = 0
-        self.num_prefill_tokens = 0
-        self.num_decode_tokens = 0
+        self.num_passes = dict.fromkeys(Phase, 0)
+        self.num_tokens = dict.fromkeys(Phase, 0)
+        self._damage = damage
         self._info: IterationInfo | None = None
         self._trail = _Trail()
         shard = executor.shard
@@ -111,7 +105,7 @@ class Engine:
         """Load and keep every expert; `progress(done_nbytes, total_nbytes)`."""
         geometry, done = self.executor.geometry, 0
         for layer in range(geometry.num_layers):
-            self.executor.preload(layer)
+            self.executor.shard.preload(layer)
             done += geometry.layers[layer].nbytes
             if progress is not None:
                 progress(done, geometry.nbytes)
@@ -161,7 +155,7 @@ class Engine:
 
     def _has_nan(self, values: torch.Tensor) -> bool:
         """False where there is none; True also where infinities cancel out. The host waits for the device once."""
-        return math.isnan(self.executor.to_host(values.sum()))
+        return math.isnan(self.executor.shard.to_host(values.sum()))
 
     def end_iteration(self, ok: bool) -> None:
         info, self._info = self._info, None
@@ -177,16 +171,10 @@ class Engine:
                 self.reuse.pass_ended()
         if info is None or not ok:
             return
-        is_real = None if info.is_pad is None else ~info.is_pad
-        num_tokens = len(info.is_prefill) if is_real is None else int(is_real.sum())
-        num_prefill = 0
-        if info.phase == "prefill":
-            self.num_prefill_iterations += 1
-            num_prefill = int((info.is_prefill if is_real is None else info.is_prefill & is_real).sum())
-        else:
-            self.num_decode_iterations += 1
-        self.num_prefill_tokens += num_prefill
-        self.num_decode_tokens += num_tokens - num_prefill
+        is_real = True if info.is_pad is None else ~info.is_pad
+        self.num_passes[Phase(info.phase)] += 1
+        self.num_tokens[Phase.PREFILL] += int((info.is_prefill & is_real).sum())
+        self.num_tokens[Phase.DECODE] += int((~info.is_prefill & is_real).sum())
 
     def forward_experts(
         self,
@@ -210,21 +198,21 @@ class Engine:
         if self.observer is not None:
             self.observer.router_ran(layer, hidden_states, top_k_index, top_k_weights)
         with self._deferred_interrupts:
-            executor, prefetching = self.executor, self.prefetching
-            begin = executor.stamp()
+            executor, shard, prefetching = self.executor, self.executor.shard, self.prefetching
+            begin = shard.stamp()
             early = None
             if self._early is not None:
                 is_seen = self._info is None or prefetching is not None or self.observer is not None
                 early = self._early.begin_early(layer, hidden_states, top_k_index, is_seen=is_seen)
             if early is None:
-                ids = executor.to_host(top_k_index)
+                ids = shard.to_host(top_k_index)
             elif early.choice is not None:
                 ids, mark = early.choice
                 self._queued.wait_for(mark)
             else:
-                result = combine(early.outputs, top_k_weights, hidden_states, executor.shard.kernels)
+                result = combine(early.outputs, top_k_weights, hidden_states, shard.kernels)
                 self._trail.add(layer, hidden_states, result)
-                self._unseen.add(layer, top_k_index, begin, executor.stamp())
+                self._unseen.add(layer, top_k_index, begin, shard.stamp())
                 return result
             work = dispatch(layer, ids, executor.geometry.layers[layer].num_experts, self._info)
             try:
@@ -237,10 +225,9 @@ class Engine:
                 if isinstance(error, OSError):
                     raise TransferError(f"layer {layer}: reading experts failed: {error}") from error
                 raise
-            result = combine(outputs, top_k_weights, hidden_states, executor.shard.kernels)
+            result = combine(outputs, top_k_weights, hidden_states, shard.kernels)
             self._trail.add(layer, hidden_states, result)
-            phase = Phase.DECODE if True in work.router.is_decode else Phase.PREFILL
-            executor.note_times(layer, phase, begin, executor.stamp(), waits)
+            executor.note_times(work.router, begin, shard.stamp(), waits)
             return result
 
     def _count_unseen(self, info: IterationInfo | None) -> None:
@@ -252,7 +239,7 @@ class Engine:
             for layer, ids, begin, end in unseen:
                 router = dispatch(layer, ids, shard.geometry.layers[layer].num_experts, info).router
                 shard.count(router)
-                shard.note_times(layer, Phase.DECODE if True in router.is_decode else Phase.PREFILL, begin, end, [])
+                shard.note_times(router, begin, end, [])
         except BaseException:
             self._abandon()
             raise
@@ -268,7 +255,7 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = self._is_stopped = True
-        if not self.is_of_this_process:
+        if os.getpid() != self._process:  # a forked child, where the engine's threads do not run
             return
         with contextlib.ExitStack() as closing:  # closes the last first, and all of them even if one raises
             closing.callback(self.executor.close)
@@ -276,11 +263,6 @@ class Engine:
                 closing.callback(self.reuse.close)
             if self.prefetching is not None:
                 closing.callback(self.prefetching.close)
-
-    @property
-    def is_of_this_process(self) -> bool:
-        """False in a forked child, where the engine's threads do not run."""
-        return os.getpid() == self._process
 
     # -- when a layer fails --------------------------------------------------------------------------------------------
 
@@ -293,7 +275,7 @@ class Engine:
     def _check_open(self) -> None:
         if self._is_closed or self._is_stopped:
             raise EngineClosedError("this model was unloaded; call expertly.load again")
-        if not self.is_of_this_process:
+        if os.getpid() != self._process:
             raise EngineClosedError("this model was loaded before this process was forked; call expertly.load again")
 
 
@@ -377,11 +359,6 @@ def dispatch(layer: int, top_k_index: torch.Tensor, num_experts: int, info: Iter
                 num_real = int(info.is_pad is None or not info.is_pad[0])
             router = RouterRan(layer, ids, [num_real] * top_k, [is_decode] * top_k, num_real)
             return Dispatch(router, top_k, top_k, True, None, positions)
-    return _dispatch_many(layer, top_k_index, num_experts, info)
-
-
-def _dispatch_many(layer: int, top_k_index: torch.Tensor, num_experts: int, info: IterationInfo | None) -> Dispatch:
-    num_tokens, top_k = top_k_index.shape
     if info is None or len(info.is_prefill) != num_tokens:
         is_prefill = np.full(num_tokens, num_tokens > 1)
         is_real = None
@@ -404,13 +381,11 @@ def combine(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor, 
     width = outputs.shape[1]
     outputs = outputs.view(num_tokens, top_k, width)
     step = max(1, _COMBINE_NBYTES // (top_k * width * 4))
-    if num_tokens <= step:
-        return (outputs * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
-    result = torch.empty(num_tokens, width, dtype=hidden.dtype, device=hidden.device)
-    for i in range(0, num_tokens, step):
-        cut = slice(i, i + step)
-        result[cut] = (outputs[cut] * weights[cut].unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
-    return result
+    parts = [
+        (rows * shares.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+        for rows, shares in zip(outputs.split(step), weights.split(step), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 # -- interrupts --------------------------------------------------------------------------------------------------------

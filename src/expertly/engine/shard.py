@@ -5,21 +5,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from expertly.core.geometry import Geometry
-from expertly.core.messages import Phase, RouterRan, Span
-from expertly.core.observation import Began, Routed
+from expertly.core.messages import RouterRan, Span
+from expertly.core.observation import Routed
 from expertly.engine.compute import Dispatch, Early, LayerCall, LayerCompute
 from expertly.engine.device import Device, kind_of
 from expertly.engine.host import HostSide
 from expertly.engine.step_times import StepTimes
 from expertly.native.kernels import Kernels, choose_kernels
-from expertly.scheduler.counters import LayerCounters
+from expertly.scheduler.counters import LayerCounters, PhaseCounters
 from expertly.scheduler.loop import Channel, Prefetcher, run_layer
 from expertly.scheduler.scheduler import Scheduler
 
@@ -49,7 +48,7 @@ class Moments:
             self._noted.append((begin, end, waits, tell))
             self.settle()
         else:
-            tell(begin, end, sum([there - here for here, there in waits]) if waits else 0)
+            tell(begin, end, sum([stop - start for start, stop in waits]) if waits else 0)
 
     def settle(self) -> None:
         """Call `tell` for all stamps that the device has reached by now."""
@@ -104,10 +103,10 @@ class Shard:
 
         def computes(rows: Callable[[int], torch.Tensor], kernels: Kernels, *, gathers: bool) -> list[LayerCompute]:
             held = [None] * len(modules) if experts is None else experts
-            shapes, num_segments, dtype = self.geometry.layers, self.geometry.segments_per_expert, self.device.dtype
+            num_segments, dtype = self.geometry.segments_per_expert, self.device.dtype
             return [
-                LayerCompute(module, shape, num_segments, rows(layer), dtype, own, kernels, gathers=gathers)
-                for layer, (module, shape, own) in enumerate(zip(modules, shapes, held, strict=True))
+                LayerCompute(module, shape, num_segments, rows(layer), dtype, numbers, kernels, gathers=gathers)
+                for layer, (module, shape, numbers) in enumerate(zip(modules, self.geometry.layers, held, strict=True))
             ]
 
         self._layers = computes(self.device.rows, self.kernels, gathers=not self.device.queues_uses)
@@ -115,9 +114,10 @@ class Shard:
             device = cast("CudaDevice", self.device)
             self._host = HostSide(device, computes(device.tier.pool.rows, choose_kernels(), gathers=True))
 
-    def predict_from(self, channel: Channel) -> None:
-        """From now on prefetch what comes out of this channel."""
+    def predict_from(self, channel: Channel) -> Prefetcher:
+        """From now on prefetch what comes out of this channel, which is told of passes by what this returns."""
         self.prefetcher = Prefetcher(self.scheduler, self.device, channel)
+        return self.prefetcher
 
     def preload(self, layer: int) -> None:
         """Load and keep every expert of a layer, before anything ran."""
@@ -141,11 +141,6 @@ class Shard:
             if self.scheduler.allocation.is_due and self.times.are_enough:
                 self.scheduler.configure(self.times.timing())
 
-    def begin_iteration(self, began: Callable[[], Began], layers: range | None) -> None:
-        """Tell the predictor that a pass begins. Raises the predictor's exception. Call `predict_from` before."""
-        assert self.prefetcher is not None
-        self.prefetcher.begin_iteration(began, layers)
-
     def begin_early(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, *, is_seen: bool) -> Early | None:
         """Queue what computes the chosen experts `ids` [T, K] that are resident, on hidden states [T, H], before the
         host knows the choice, which `run_layer` needs to go on; None where this layer does not begin early. Where all
@@ -165,12 +160,12 @@ class Shard:
 
     def count(self, router: RouterRan) -> None:
         """Count what a layer chose that was complete early."""
-        self._found(router.experts)
+        self._count_early(len(router.experts))
         run_layer(self.scheduler, self.device, router, lambda spans: None, together=True)
 
-    def _found(self, experts: Sequence[int]) -> None:
-        self.kernels.num_early += len(experts)
-        self.kernels.num_native += len(experts)
+    def _count_early(self, num_experts: int) -> None:
+        self.kernels.num_early += num_experts
+        self.kernels.num_native += num_experts
 
     def run_layer(
         self,
@@ -206,13 +201,13 @@ class Shard:
         self, early: Early, experts: Sequence[int], compute: Callable[[Sequence[Span]], None]
     ) -> Callable[[Sequence[Span]], None]:
         """`compute` of what was not computed early. Nothing has been decided since: those slots are still in use."""
-        found = {span for expert in experts if (span := early.spans[expert]) is not None}
-        self._found([span.expert for span in found])
-        if found:
-            self.device.used(list(found))
+        done = {span for expert in experts if (span := early.spans[expert]) is not None}
+        self._count_early(len(done))
+        if done:
+            self.device.used(list(done))
 
         def rest(spans: Sequence[Span]) -> None:
-            left = [span for span in spans if span not in found]
+            left = [span for span in spans if span not in done]
             if left:
                 compute(left)
 
@@ -255,17 +250,17 @@ class Shard:
         """Count the times that the device has reached by now."""
         self.moments.settle()
 
-    def note_times(self, layer: int, phase: Phase, begin: Any, end: Any, waits: Waits) -> None:
+    def note_times(self, router: RouterRan, begin: Any, end: Any, waits: Waits) -> None:
         """Count how long a layer's experts took, from `begin` to `end`, and how much of that was waiting."""
-        self.moments.note(begin, end, waits, partial(self._ran, layer, phase))
+        layer, is_decode = router.layer, router.serves_decode
+        counters, times = self.scheduler.counters[layer].phase(is_decode), self.times
 
-    def _ran(self, layer: int, phase: Phase, begin_ns: int, end_ns: int, waited_ns: int) -> None:
-        counters = self.scheduler.counters[layer]
-        of_phase = counters.decode if phase is Phase.DECODE else counters.prefill
-        of_phase.stall_ns += waited_ns
-        of_phase.expert_ns += end_ns - begin_ns
-        if self.times is not None:
-            self.times.ran(layer, phase is Phase.DECODE, waited_ns, end_ns - begin_ns, end_ns)
+        def ran(begin_ns: int, end_ns: int, waited_ns: int) -> None:
+            add_times(counters, begin_ns, end_ns, waited_ns)
+            if times is not None:
+                times.ran(layer, is_decode, waited_ns, end_ns - begin_ns, end_ns)
+
+        self.moments.note(begin, end, waits, ran)
 
     def layer_counters(self, layer: int) -> LayerCounters:
         return self.scheduler.counters[layer]
@@ -287,6 +282,11 @@ class Shard:
         if self._host is not None:
             self._host.close()
         self.device.close()
+
+
+def add_times(counters: PhaseCounters, begin_ns: int, end_ns: int, waited_ns: int) -> None:
+    counters.stall_ns += waited_ns
+    counters.expert_ns += end_ns - begin_ns
 
 
 def _using(device: Device, compute: Callable[[Sequence[Span]], None]) -> Callable[[Sequence[Span]], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +10,7 @@ from expertly.core.messages import Phase
 from expertly.engine.observe import Prefetching
 from expertly.engine.runtime import Engine
 from expertly.engine.shard import Shard
-from expertly.scheduler.counters import PhaseCounters
+from expertly.scheduler.counters import LayerCounters, PhaseCounters
 from expertly.scheduler.systems import System
 from expertly.store.packed import PackedStore
 
@@ -42,66 +42,62 @@ class Stats:
         self.memory_reason = why_memory
         self.system_reason = why_system
 
-    def phase(self, phase: Phase | str, layer: int | None = None) -> PhaseCounters:
-        """A copy of the counters of one phase, of one layer or summed over all."""
-        total, executor = PhaseCounters(), self._engine.executor
-        for number in range(executor.geometry.num_layers) if layer is None else [layer]:
-            total.add(executor.layer_counters(number).of(Phase(phase)))
-        return total
-
-    def _synchronisations(self) -> float | None:
-        """How often a pass waits for the device, on average; None where the device works in step with the host."""
-        told = self._engine.device.stats().get("synchronisations")
-        num_passes = self._engine.num_prefill_iterations + self._engine.num_decode_iterations
-        return told / num_passes if num_passes and told is not None else None
-
-    def _dense(self) -> dict[str, Any]:
-        """Bytes of the dense part in memory, in all and by format or dtype."""
-        is_decoded = self._engine.executor.shard.kernels.library is None
-        formats = self._store.dense_by_format(is_decoded=is_decoded)
-        return {"bytes": sum(formats.values()), "formats": formats}
-
     def as_dict(self) -> dict[str, Any]:
         """Everything, as plain numbers: seconds in `_s`, bytes where the name says so, rates None when undefined."""
-        engine, executor, prefetching = self._engine, self._engine.executor, self._engine.prefetching
-        geometry, shard = executor.geometry, executor.shard
-        totals = {phase: self.phase(phase) for phase in Phase}
-        told = [remote.told() for remote in executor.remotes]
+        engine, executor, rounding = self._engine, self._engine.executor, self._store.manifest.rounding
+        shard, remotes = executor.shard, executor.remotes
+        for remote in remotes:
+            remote.hear()
+        layers = [executor.layer_counters(layer) for layer in range(executor.geometry.num_layers)]
+        totals = _totals(layers)
         devices = [of_device(shard, self._system)]
-        for one, remote in zip(told, executor.remotes, strict=True):
-            worker = {**remote.facts(), "pid": one["pid"], "kernels": one["kernels"]["name"]}
-            devices.append({**one["device"], "worker": worker})
-        counts = sorted({*moved(shard)}.union(*(one["moved"] for one in told)))
+        for remote in remotes:
+            told = remote.told
+            worker = {**remote.facts(), "pid": told["pid"], "kernels": told["kernels"]["name"]}
+            devices.append({**told["device"], "worker": worker})
+        moved = _moved(shard)
+        num_passes, synchronisations = sum(engine.num_passes.values()), None
+        if num_passes and "synchronisations" in moved:  # else the device works in step with the host
+            synchronisations = moved["synchronisations"] / num_passes
+        formats = self._store.dense_by_format(is_decoded=shard.kernels.library is None)
         return {
             "system": self.system,
             "system_reason": self.system_reason,
-            "segments": geometry.segments_per_expert,
-            **{name: sum(one[name] for one in devices) for name in _MEMORY},
-            "expert_bytes": geometry.nbytes,
+            "segments": executor.geometry.segments_per_expert,
+            **{name: sum(device[name] for device in devices) for name in _MEMORY},
+            "expert_bytes": executor.geometry.nbytes,
             "memory_reason": self.memory_reason,
             "kernels": shard.kernels.facts(),
-            "rounding": None if self._store.manifest.rounding is None else self._store.manifest.rounding.as_dict(),
-            "dense": self._dense(),
-            "bytes_loaded": sum(one.loaded_nbytes for one in totals.values()),
-            "stall_s": sum(one.stall_ns for one in totals.values()) / 1e9,
-            "allocation": allocation_over([one["allocation"] for one in devices]),
-            "prediction": None if prefetching is None else _of_prediction(prefetching),
+            "rounding": None if rounding is None else rounding.as_dict(),
+            "dense": {"bytes": sum(formats.values()), "formats": formats},
+            "bytes_loaded": sum(phase.loaded_nbytes for phase in totals.values()),
+            "stall_s": sum(phase.stall_ns for phase in totals.values()) / 1e9,
+            "allocation": _allocation_over(device["allocation"] for device in devices),
+            "prediction": None if engine.prefetching is None else _of_prediction(engine.prefetching),
             "reuse": None if engine.reuse is None else engine.reuse.facts(),
-            **{name: sum(one.get(name, 0) for one in devices) for name in counts},
-            "synchronisations_per_pass": self._synchronisations(),
+            **{name: sum(device.get(name, 0) for device in devices) for name in moved},
+            "synchronisations_per_pass": synchronisations,
             "devices": devices,
             "phases": {
-                phase.value: {"iterations": iterations, "tokens": tokens, **_as_dict(totals[phase])}
-                for phase, iterations, tokens in (
-                    (Phase.PREFILL, engine.num_prefill_iterations, engine.num_prefill_tokens),
-                    (Phase.DECODE, engine.num_decode_iterations, engine.num_decode_tokens),
-                )
+                phase.value: {
+                    "iterations": engine.num_passes[phase],
+                    "tokens": engine.num_tokens[phase],
+                    **_as_dict(counters),
+                }
+                for phase, counters in totals.items()
             },
             "layers": [
-                {"layer": layer, "prefill": _as_dict(one.prefill), "decode": _as_dict(one.decode)}
-                for layer, one in enumerate(map(executor.layer_counters, range(geometry.num_layers)))
+                {"layer": number, "prefill": _as_dict(layer.prefill), "decode": _as_dict(layer.decode)}
+                for number, layer in enumerate(layers)
             ],
         }
+
+
+def _totals(layers: Iterable[LayerCounters]) -> dict[Phase, PhaseCounters]:
+    total = LayerCounters()
+    for layer in layers:
+        total.add(layer)
+    return {phase: total.of(phase) for phase in Phase}
 
 
 def _of_prediction(prefetching: Prefetching) -> dict[str, Any]:
@@ -140,39 +136,36 @@ def of_device(device: Shard, system: System) -> dict[str, Any]:
     """
     scheduler = device.scheduler
     geometry, budget = scheduler.geometry, scheduler.budget
-    phases = {phase: PhaseCounters() for phase in Phase}
-    for layer in range(geometry.num_layers):
-        for phase, total in phases.items():
-            total.add(device.layer_counters(layer).of(phase))
+    phases = {phase.value: _as_dict(counters) for phase, counters in _totals(scheduler.counters).items()}
+    kept, staging = budget.kept_nbytes(geometry), budget.staging_nbytes(geometry)
     return {
         "device": device.name,
         "experts": geometry.num_experts,
-        "memory_bytes": budget.kept_nbytes(geometry) + budget.staging_nbytes(geometry),
-        "kept_bytes": budget.kept_nbytes(geometry),
-        "ring_bytes": budget.staging_nbytes(geometry),
+        "memory_bytes": kept + staging,
+        "kept_bytes": kept,
+        "ring_bytes": staging,
         "resident_bytes": scheduler.slots.resident_nbytes,
-        "bytes_loaded": sum(one.loaded_nbytes for one in phases.values()),
-        **moved(device),
-        **{phase.value: {name: _as_dict(one)[name] for name in _OF_DEVICE} for phase, one in phases.items()},
+        "bytes_loaded": sum(counts["bytes_loaded"] for counts in phases.values()),
+        **_moved(device),
+        **{phase: {name: counts[name] for name in _OF_DEVICE} for phase, counts in phases.items()},
         "allocation": system.allocation_facts(scheduler),
         "host_memory": device.device.host_memory,
         "worker": None,
     }
 
 
-def moved(device: Shard) -> dict[str, int]:
+def _moved(device: Shard) -> dict[str, int]:
     """The device's own counts, under the names of results: bytes as `bytes_disk`."""
-    told = device.device.stats()
     return {
         f"bytes_{name.removesuffix('_nbytes')}" if name.endswith("_nbytes") else name: value
-        for name, value in told.items()
+        for name, value in device.device.stats().items()
     }
 
 
-def allocation_over(allocations: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+def _allocation_over(allocations: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
     """The experts that layers keep here and in workers together. Each tells the rest of its allocation itself."""
-    told = [one for one in allocations if one is not None]
-    if len(told) < 2:
-        return told[0] if told else None
-    experts = [sum(of_devices) for of_devices in zip(*(one["experts"] for one in told), strict=True)]
-    return {"name": told[0]["name"], "experts": experts}
+    known = [allocation for allocation in allocations if allocation is not None]
+    if len(known) < 2:
+        return known[0] if known else None
+    experts = [sum(of_devices) for of_devices in zip(*(allocation["experts"] for allocation in known), strict=True)]
+    return {"name": known[0]["name"], "experts": experts}

@@ -1,90 +1,71 @@
-"""Messages between an engine and its workers: raw bytes, so that no object is pickled for a layer.
+"""Messages between an engine and its workers: a kind, a header in JSON and raw bytes, so that no object is pickled.
 
-A message's first byte is its kind. An answer's first byte says whether the rest is the answer or the reason why there
-is none. Numbers are little-endian. Shapes: T tokens, n rows, H hidden.
+An answer has the same form; its kind says whether it is the answer or the reason why there is none. Shapes: T tokens,
+n rows, H hidden.
 """
 
 from __future__ import annotations
 
 import json
-import struct
+from dataclasses import fields
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from expertly.core.messages import RouterRan
 from expertly.engine.compute import Dispatch
 
-VERSION = 5
+VERSION = 6
 """Of the messages and of what they ask for. An engine takes only workers of its own."""
 
 
 class Kind(IntEnum):
-    """What a message asks a worker for."""
+    """A message's first byte: what it asks a worker for, or how it answers."""
 
-    HELLO = 0  # its version and free memory; JSON
-    OPEN = 1  # hold these experts of this store; JSON
+    HELLO = 0  # its version and free memory
+    OPEN = 1  # hold these experts of this store
     LAYER = 2  # compute rows
-    STATS = 3  # what it holds and has done; JSON
+    STATS = 3  # what it holds and has done
+    DONE = 4
+    FAILED = 5
 
 
-_OK, _FAILED = b"\0", b"\1"
+class WorkerFailedError(Exception):
+    """A worker's own reason for not doing what it was asked for."""
 
 
-def asking(kind: Kind, told: dict[str, Any] | None = None) -> bytes:
-    """A message whose content is JSON."""
-    return bytes([kind]) + json.dumps(told or {}).encode()
+_HEADER_AT = 5  # behind the kind and the header's length
+_ROUTER = [field.name for field in fields(RouterRan)]
 
 
-def told_in(message: bytes) -> Any:
-    """The JSON behind the first byte."""
-    return json.loads(message[1:])
+def message(kind: Kind, header: dict[str, Any], *content: Any) -> bytes:
+    """`content`: whatever has bytes."""
+    text = json.dumps(header).encode()
+    return b"".join([bytes([kind]), len(text).to_bytes(_HEADER_AT - 1, "little"), text, *content])
 
 
-def answered(content: bytes) -> bytes:
-    return _OK + content
+def parts_of(message: bytes) -> tuple[dict[str, Any], bytes]:
+    """The header and the raw bytes. Raises WorkerFailedError where the message is a reason."""
+    end = _HEADER_AT + int.from_bytes(message[1:_HEADER_AT], "little")
+    header = json.loads(message[_HEADER_AT:end])
+    if message[0] == Kind.FAILED:
+        raise WorkerFailedError(header["reason"])
+    return header, message[end:]
 
 
 def refused(error: BaseException) -> bytes:
-    return _FAILED + f"{type(error).__name__}: {error}".encode()
+    return message(Kind.FAILED, {"reason": f"{type(error).__name__}: {error}"})
 
 
-def reason_in(answer: bytes) -> str | None:
-    """Why the worker did not do it; None where it did."""
-    return answer[1:].decode() if answer[:1] == _FAILED else None
+def _bytes_of(rows: torch.Tensor) -> Any:
+    return rows.detach().contiguous().view(torch.uint8).numpy()
 
 
-class _Rest:
-    """The part of a message that was not read yet."""
-
-    def __init__(self, message: bytes) -> None:
-        self._message = message
-        self._at = 1
-
-    def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
-        found = form.unpack_from(self._message, self._at)
-        self._at += form.size
-        return found
-
-    def array(self, dtype: Any, num: int) -> npt.NDArray[Any]:
-        found = np.frombuffer(self._message, dtype, num, self._at)
-        self._at += found.nbytes
-        return found
-
-    def tensor(self, dtype: torch.dtype, num_rows: int) -> torch.Tensor:
-        """All that is left, as rows. A copy: the message is read-only."""
-        values = bytearray(memoryview(self._message)[self._at :])
-        if not num_rows:
-            return torch.empty(0, 0, dtype=dtype)
-        return torch.frombuffer(values, dtype=dtype).view(num_rows, -1)
-
-
-# -- a layer -----------------------------------------------------------------------------------------------------------
-
-_LAYER = struct.Struct("<BBBIIIIIq")
+def _rows_of(content: bytes, dtype: torch.dtype, num_rows: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=dtype).view(num_rows, -1)  # of a copy, which may be written
 
 
 class LayerAsked(NamedTuple):
@@ -98,61 +79,33 @@ class LayerAsked(NamedTuple):
 
 
 def layer_message(begins: bool, work: Dispatch, hidden: torch.Tensor) -> bytes:
-    """`hidden` [T, H] of all tokens, in host memory and in the dtype of the experts."""
+    """`hidden` [T, H] of all tokens, in host memory and in the dtype of the experts. The work has rows."""
     router = work.router
-    tokens = np.empty(0, np.int32)
-    counts: list[int] = []
-    if work.positions is None:
-        assert work.rows is not None
-        some = [work.rows[expert] for expert in router.experts] or [torch.empty(0, dtype=torch.int64)]
-        of_rows = torch.cat(some).numpy() // work.top_k
-        counts = [len(work.rows[expert]) for expert in router.experts]
-        needed, places = np.unique(of_rows, return_inverse=True)
-        tokens = places.astype(np.int32)
-        if len(needed) < len(hidden):
-            hidden = hidden[torch.from_numpy(needed)]
-        else:
-            tokens = of_rows.astype(np.int32)
-    elif not router.experts:
-        hidden = hidden[:0]
-    head = _LAYER.pack(
-        begins,
-        work.positions is not None,
-        router.serves_decode,
-        router.layer,
-        len(router.experts),
-        len(hidden),
-        work.num_rows,
-        router.batch_tokens,
-        len(tokens),
-    )
-    numbers = np.asarray([*router.experts, *router.num_tokens, *router.is_decode, *counts], np.int32)
-    rows = hidden.detach().contiguous().view(torch.uint8).numpy()
-    parts: list[Any] = [bytes([Kind.LAYER]), head, numbers, tokens, rows]
-    return b"".join(parts)
+    header = {"begins": begins, "router": [getattr(router, name) for name in _ROUTER]}
+    if work.rows is None:
+        return message(Kind.LAYER, header, _bytes_of(hidden))
+    rows = [work.rows[expert] for expert in router.experts]
+    tokens, places = np.unique(torch.cat(rows).numpy() // work.top_k, return_inverse=True)
+    if len(tokens) < len(hidden):
+        hidden = hidden[torch.from_numpy(tokens)]
+    header |= {"num_tokens": len(tokens), "num_rows": [len(some) for some in rows]}
+    return message(Kind.LAYER, header, places.astype(np.int32), _bytes_of(hidden))
 
 
 def layer_in(message: bytes, dtype: torch.dtype) -> LayerAsked:
-    rest = _Rest(message)
-    begins, is_single, serves_decode, layer, num, num_hidden, num_rows, batch_tokens, num_tokens = rest.unpack(_LAYER)
-    experts, counts, is_decode = (rest.array(np.int32, num).tolist() for _ in range(3))
-    router = RouterRan(layer, experts, counts, list(map(bool, is_decode)), batch_tokens, bool(serves_decode))
-    if is_single:
-        positions = {expert: row for row, expert in enumerate(experts)}
-        work = Dispatch(router, num, num_rows, True, None, positions)
-        return LayerAsked(bool(begins), work, rest.tensor(dtype, num_hidden))
-    lengths: list[int] = rest.array(np.int32, num).tolist()
-    tokens = torch.from_numpy(rest.array(np.int32, num_tokens).astype(np.int64))
-    rows = dict(zip(experts, tokens.split(lengths), strict=True))  # of one choice a token: a row is its token
-    places, end = {}, 0
-    for expert, length in zip(experts, lengths, strict=True):
-        places[expert] = slice(end, end + length)
-        end += length
-    work = Dispatch(router, 1, num_rows, True, rows, None, places)
-    return LayerAsked(bool(begins), work, rest.tensor(dtype, num_hidden))
-
-
-_RAN = struct.Struct("<qq")
+    header, content = parts_of(message)
+    router = RouterRan(*header["router"])
+    experts = router.experts
+    if "num_rows" not in header:
+        work = Dispatch(router, len(experts), len(experts), True, None, {expert: i for i, expert in enumerate(experts)})
+        return LayerAsked(header["begins"], work, _rows_of(content, dtype, 1))
+    lengths = header["num_rows"]
+    ends = list(accumulate(lengths))
+    tokens = np.frombuffer(content, np.int32, ends[-1])
+    rows = dict(zip(experts, torch.from_numpy(tokens.astype(np.int64)).split(lengths), strict=True))
+    places = {expert: slice(end - num, end) for expert, num, end in zip(experts, lengths, ends, strict=True)}
+    work = Dispatch(router, 1, ends[-1], True, rows, None, places)  # of one choice a token: a row is its token
+    return LayerAsked(header["begins"], work, _rows_of(content[tokens.nbytes :], dtype, header["num_tokens"]))
 
 
 class LayerRan(NamedTuple):
@@ -163,12 +116,10 @@ class LayerRan(NamedTuple):
     took_ns: int
 
 
-def ran_message(outputs: torch.Tensor, waited_ns: int, took_ns: int) -> bytes:
-    parts: list[Any] = [_RAN.pack(waited_ns, took_ns), outputs.contiguous().view(torch.uint8).numpy()]
-    return answered(b"".join(parts))
+def ran_message(ran: LayerRan) -> bytes:
+    return message(Kind.DONE, {"waited_ns": ran.waited_ns, "took_ns": ran.took_ns}, _bytes_of(ran.outputs))
 
 
 def ran_in(answer: bytes, dtype: torch.dtype, num_rows: int) -> LayerRan:
-    rest = _Rest(answer)
-    waited_ns, took_ns = rest.unpack(_RAN)
-    return LayerRan(rest.tensor(dtype, num_rows), waited_ns, took_ns)
+    header, content = parts_of(answer)
+    return LayerRan(_rows_of(content, dtype, num_rows), header["waited_ns"], header["took_ns"])

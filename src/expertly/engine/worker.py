@@ -1,6 +1,6 @@
 """A worker's side of experts on several machines: an ordinary Shard on the CPU, over its own copy of the packed store.
 
-Who carries the messages (`wire.py`) is not its concern: Ray's actors, or a thread in tests.
+Who carries the messages (`wire.py`) is not its concern.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from expertly.core.errors import ConfigError, StoreError
-from expertly.core.messages import Phase
 from expertly.core.placement import Share
 from expertly.core.resources import parse_memory
 from expertly.engine import wire
@@ -23,7 +22,7 @@ from expertly.engine.cpu import CpuDevice
 from expertly.engine.memory import available_host_nbytes
 from expertly.engine.reading import ExtentSource
 from expertly.engine.shard import Shard
-from expertly.engine.stats import moved, of_device
+from expertly.engine.stats import of_device
 from expertly.model.loading import load_experts
 from expertly.scheduler.budget import split_budget
 from expertly.scheduler.systems import System, get_runnable
@@ -75,12 +74,13 @@ class ExpertWorker:
     def _answer(self, message: bytes) -> bytes:
         kind = wire.Kind(message[0])
         if kind is wire.Kind.LAYER:
-            return self._run_layer(message)
+            return wire.ran_message(self._run_layer(message))
+        asked, _ = wire.parts_of(message)
         if kind is wire.Kind.HELLO:
-            return wire.answered(wire.asking(kind, self._about(wire.told_in(message)))[1:])
+            return wire.message(wire.Kind.DONE, self._about(asked))
         if kind is wire.Kind.OPEN:
-            self._open(wire.told_in(message))
-        return wire.answered(wire.asking(kind, self._stats())[1:])
+            self._open(asked)
+        return wire.message(wire.Kind.DONE, self._stats())
 
     def close(self) -> None:
         """Free threads, files and memory. Idempotent."""
@@ -88,50 +88,35 @@ class ExpertWorker:
         if shard is not None:
             shard.close()
 
-    # -- what it holds -----------------------------------------------------------------------------------------
-
-    def _about(self, told: Mapping[str, Any]) -> dict[str, Any]:
+    def _about(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Raises ConfigError where the engine is of another version."""
-        if told["version"] != wire.VERSION:
+        if asked["version"] != wire.VERSION:
             raise ConfigError(
-                f"its messages are of version {wire.VERSION}, the engine's of {told['version']}; install the same "
+                f"its messages are of version {wire.VERSION}, the engine's of {asked['version']}; install the same "
                 "expertly on all machines"
             )
-        self.close()
-        nbytes = parse_memory(self._memory, told["expert_nbytes"], "worker_memory")
+        nbytes = parse_memory(self._memory, asked["expert_nbytes"], "worker_memory")
         return {"memory_nbytes": available_host_nbytes() * (100 - SPARED_PERCENT) // 100 if nbytes is None else nbytes}
 
-    def _open(self, told: Mapping[str, Any]) -> None:
+    def _open(self, asked: Mapping[str, Any]) -> None:
         """Hold the experts that are placed here, instead of any it had. Raises StoreError where it does not have the
         engine's store, BudgetError where its memory is too little.
         """
         self.close()
-        store = open_same_store(Path(told["folder"]), told["store"])
-        store = replace(store, check_every=told["check_every"]) if told["check_every"] else store.unchecked()
-        share = Share(store.geometry(told["segments"]), told["experts"])
-        system = get_runnable(told["system"])
-        nbytes = share.geometry.nbytes if system.keeps_everything else told["memory_nbytes"]
-        shard = make_cpu_shard(told["name"], store, share, system, nbytes)
-        try:
-            dtype = getattr(torch, store.manifest.dtype)
-            shard.bind(load_experts(store.folder, store.manifest, dtype), share.experts)
-            for layer in range(share.geometry.num_layers) if system.keeps_everything else ():
-                shard.preload(layer)
-        except BaseException:
-            shard.close()
-            raise
-        self._shard, self._system = shard, system
+        store = open_same_store(Path(asked["folder"]), asked["store"])
+        store = replace(store, check_every=asked["check_every"]) if asked["check_every"] else store.unchecked()
+        share = Share(store.geometry(asked["segments"]), asked["experts"])
+        system = get_runnable(asked["system"])
+        nbytes = share.geometry.nbytes if system.keeps_everything else asked["memory_nbytes"]
+        self._shard = shard = make_cpu_shard(asked["name"], store, share, system, nbytes)
+        self._system = system
+        shard.bind(load_experts(store.folder, store.manifest, shard.device.dtype), share.experts)
+        for layer in range(share.geometry.num_layers) if system.keeps_everything else ():
+            shard.preload(layer)
 
-    @property
-    def _open_shard(self) -> Shard:
-        if self._shard is None:
-            raise ConfigError("it was started again and holds no experts yet")
-        return self._shard
-
-    # -- what it does ------------------------------------------------------------------------------------------
-
-    def _run_layer(self, message: bytes) -> bytes:
-        shard = self._open_shard
+    def _run_layer(self, message: bytes) -> wire.LayerRan:
+        shard = self._shard
+        assert shard is not None, "it has been opened"
         begin = time.perf_counter_ns()
         asked = wire.layer_in(message, shard.device.dtype)
         router = asked.work.router
@@ -146,25 +131,19 @@ class ExpertWorker:
                 self.close()
             raise
         end = time.perf_counter_ns()
-        phase = Phase.DECODE if router.serves_decode else Phase.PREFILL
-        shard.note_times(router.layer, phase, begin, end, waits)
-        waited_ns = sum(there - here for here, there in waits)
-        return wire.ran_message(outputs, waited_ns, time.perf_counter_ns() - begin)
+        shard.note_times(router, begin, end, waits)
+        return wire.LayerRan(outputs, sum(stop - start for start, stop in waits), end - begin)
 
     def _stats(self) -> dict[str, Any]:
-        shard = self._open_shard
-        layers = range(shard.geometry.num_layers)
+        shard = self._shard
+        assert shard is not None, "it has been opened"
         return {
             "device": of_device(shard, self._system),
             "pid": os.getpid(),
-            "moved": moved(shard),
             "kernels": shard.kernels.facts(),
-            "layers": [shard.layer_counters(layer).as_dict() for layer in layers],
+            "layers": [layer.as_dict() for layer in shard.scheduler.counters],
             "resident": list(shard.scheduler.slots.num_resident),
         }
-
-
-# -- the same store --------------------------------------------------------------------------------------------------
 
 
 def store_facts(manifest: Manifest) -> dict[str, Any]:
@@ -173,8 +152,8 @@ def store_facts(manifest: Manifest) -> dict[str, Any]:
         "format_version": manifest.format_version,
         "identity": manifest.identity,
         "dtype": manifest.dtype,
-        "layers": [asdict(one) for one in manifest.layers],
-        "files": {name: [one.nbytes, one.checksum] for name, one in manifest.files.items() if not is_extra(name)},
+        "layers": [asdict(layer) for layer in manifest.layers],
+        "files": {name: [file.nbytes, file.checksum] for name, file in manifest.files.items() if not is_extra(name)},
     }
 
 

@@ -117,7 +117,7 @@ class View:
         placement = getattr(self._executor, "placement", None)
         rows = [[0] * layer.num_experts for layer in self._executor.geometry.layers]
         present = [list(self._executor.shard.scheduler.slots.num_resident)]
-        present += [worker.told()["resident"] for worker in self._executor.remotes]
+        present += [worker.told["resident"] for worker in self._executor.remotes]
         for number, of_device in enumerate(present):
             left = iter(of_device)
             for layer, row in enumerate(rows):

@@ -1,0 +1,147 @@
+"""Workers that are processes of their own, here and on another machine of a Ray cluster: killed, stopped, ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import expertly
+from expertly.cli.main import main
+from expertly.core.errors import ConfigError
+from expertly.engine import remote
+from tests.engine.conftest import Case, Cases
+from tests.engine.observe import loaded
+from tests.families import generate, make_checkpoint, make_tokenizer, reference_generate
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def workers_of(model: Any) -> list[dict[str, Any]]:
+    return [one["worker"] for one in expertly.stats(model).as_dict()["devices"] if one["worker"] is not None]
+
+
+def until_all_are_back(model: Any, case: Case) -> None:
+    deadline = time.monotonic() + 120
+    while not all(one["alive"] for one in workers_of(model)):
+        assert time.monotonic() < deadline
+        assert generate(model, case.prompts) == case.tokens
+        time.sleep(0.2)
+
+
+def until_gone(pid: int) -> None:
+    with pytest.raises(ProcessLookupError):
+        for _ in range(300):
+            os.kill(pid, 0)
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of a cluster with one other machine, as Ray has it: another raylet."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(expertly.__file__).parent.parent))  # workers find this package
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        cluster.add_node(num_cpus=1)
+        yield cluster.address
+        import ray
+
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.parametrize("place", ["here", "cluster"])
+def test_processes_that_are_killed_and_stopped(
+    place: str, cases: Cases, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, caplog: Any
+) -> None:
+    case, workers = cases["gpt_oss"], 1 if place == "here" else request.getfixturevalue("address")
+    with loaded(case.store, workers=workers, memory="25%", worker_memory="25%") as model:
+        assert generate(model, case.prompts) == case.tokens
+        (worker,), (_, device) = workers_of(model), expertly.stats(model).as_dict()["devices"]
+        assert worker["pid"] != os.getpid() and worker["bytes_received"]
+
+        os.kill(worker["pid"], signal.SIGKILL)
+        assert generate(model, case.prompts) == case.tokens
+        assert workers_of(model)[0]["problem"] != "no answer within its deadline", (
+            "a closed connection is death at once"
+        )
+        assert [one.levelname for one in caplog.records if f"worker {device['device']} was lost" in one.message] == [
+            "WARNING"
+        ]
+        assert workers_of(model)[0]["drops"] == 1
+        until_all_are_back(model, case)
+        (again,) = workers_of(model)
+        assert again["pid"] != worker["pid"], "a new process"
+
+        monkeypatch.setattr(remote, "DEADLINE_S", 1.0)
+        os.kill(again["pid"], signal.SIGSTOP)
+        assert generate(model, case.prompts) == case.tokens
+        assert workers_of(model)[0]["problem"] == "no answer within its deadline"
+        os.kill(again["pid"], signal.SIGCONT)
+        until_all_are_back(model, case)
+        assert workers_of(model)[0]["pid"] == again["pid"], "the same process"
+    until_gone(again["pid"])
+
+
+def test_no_cluster_at_that_address(cases: Cases) -> None:
+    with pytest.raises(ConfigError, match=r"workers='127.0.0.2:1': "):
+        expertly.load(str(cases["gpt_oss"].store), workers="127.0.0.2:1", device="cpu")
+
+
+MEMORY = ("--workers", "1", "--memory", "25%", "--worker-memory", "25%", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A checkpoint with a tokenizer, and what the unmodified model writes behind "Once"."""
+    folder, tokenizer = tmp_path_factory.mktemp("tiny") / "model", make_tokenizer()
+    make_checkpoint("qwen3_moe", folder, tokenizer=True)
+    (tokens,) = reference_generate(folder, [tokenizer("Once")["input_ids"]], 8)
+    return str(folder), str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def test_run_with_a_worker(tiny: tuple[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+    folder, expected = tiny
+    assert main(["run", folder, "Once", "--raw", "--max-new-tokens", "8", "--stats", *MEMORY]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith(f"{expected}\n")
+    rows = [line.split() for line in out.splitlines() if line.startswith(("cpu ", "local-1 "))]
+    assert [(row[0], row[4]) for row in rows] == [*product(("cpu", "local-1"), ("prefill", "decode"))]
+    (num_calls,) = re.findall(r"^\[worker local-1: (\d+) calls in .* on the way \| .* \| 0 drops\]$", out, re.MULTILINE)
+    assert int(num_calls) >= 8, "one a token, and mostly one a layer"
+
+
+def test_serve_with_a_worker_that_ends_with_it(tiny: tuple[str, str]) -> None:
+    """However it ends: it is killed."""
+    folder, expected = tiny
+    words = ("serve", folder, "--port", "0", "--json", "--context", "128", "--name", "tiny", *MEMORY)
+    running = subprocess.Popen([sys.executable, "-m", "expertly", *words], stdout=subprocess.PIPE, text=True)
+    try:
+        assert running.stdout is not None
+        url = json.loads(running.stdout.readline())["url"]
+        body = {"model": "tiny", "prompt": "Once", "max_tokens": 8, "temperature": 0}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["text"] == expected
+        said = dict(line.rsplit(" ", 1) for line in httpx.get(f"{url}/metrics").text.splitlines() if "local-1" in line)
+        assert float(said['expertly_worker_alive{worker="local-1"}']) == 1
+        assert float(said['expertly_worker_bytes_received_total{worker="local-1"}']) > 0
+        tasks = Path(f"/proc/{running.pid}/task").glob("*/children")
+        children = {int(child) for file in tasks for child in file.read_text().split()}
+        (worker,) = [pid for pid in children if b"local_workers" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    finally:
+        running.kill()
+        running.wait()
+    until_gone(worker)
