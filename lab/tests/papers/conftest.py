@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from expertly_lab.papers.runner import Session
-from lab.tests.papers.small import full_trace, imported_trace, quick_session
+from expertly_lab.papers.settings import ReproduceOptions
+from lab.tests.papers.small import full_trace, imported_trace
 
 
 @pytest.fixture(scope="package")
@@ -13,4 +14,4 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     """A trace with everything that can be recorded ("full"), and routing as it is imported ("bare")."""
     folder = tmp_path_factory.mktemp("traces")
     traces = [make(folder / name).folder for make, name in ((full_trace, "full"), (imported_trace, "bare"))]
-    return quick_session(traces, tmp_path_factory.mktemp("scratch"))
+    return Session(ReproduceOptions(trace=traces, quick=True))

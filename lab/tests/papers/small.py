@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from expertly_lab.papers.runner import Session
-from expertly_lab.papers.settings import ReproduceOptions
 from expertly_lab.trace.reader import Trace
 from expertly_lab.trace.schema import TraceLayer
 from lab.tests.sim.drive import make_trace, random_passes, sized
@@ -32,7 +29,3 @@ def imported_trace(folder: Path) -> Trace:
     layers = [TraceLayer.of(layer) for layer in LAYERS]
     passes = random_passes(0, layers, 160, num_requests=12)
     return make_trace(folder, passes, layers, num_requests=12, rows_per_shard=4096)
-
-
-def quick_session(traces: list[Path], scratch: Path, **options: Any) -> Session:
-    return Session(ReproduceOptions(trace=traces, quick=True, **options), scratch)

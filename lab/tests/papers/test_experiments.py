@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from expertly.core.errors import ConfigError
-from expertly_lab.papers import recorded
 from expertly_lab.papers.judge import HITS, LOADED, RIGHT, TPOT, TTFT, WAITING
 from expertly_lab.papers.runner import PAPERS, Session, experiments, find_experiment, select
 from expertly_lab.papers.runs import REQUESTS, Lab
 from expertly_lab.papers.settings import ReproduceOptions
 
-RUN_WHOLE = [experiment.name for experiment in experiments() if experiment.made_up is None]
 COMPARISONS = [experiment for experiment in experiments() if len(experiment.systems) > 2]
 
 
-@pytest.mark.parametrize("name", RUN_WHOLE)
+@pytest.mark.parametrize("name", [experiment.name for experiment in experiments()])
 def test_every_experiment_runs_and_is_judged(name: str, session: Session) -> None:
     experiment = find_experiment(name)
     full = session.finding(experiment, "full")
@@ -74,14 +71,6 @@ def test_what_a_trace_lacks_is_modelled_or_said(session: Session) -> None:
     assert finding.left_out.startswith("needs prompts, which it lacks (`expertly lab trace record`")
 
 
-def test_routing_that_is_made_up_says_so(tmp_path: Path, session: Session) -> None:
-    subject = recorded.made_up(recorded.MIXTRAL, tmp_path, 0)
-    assert subject.is_made_up and (subject.num_experts, subject.top_k) == (8, 2)
-    lookahead = subject.trace.rows("lookahead", 0, 256)
-    experts = subject.trace.rows("experts", 0, 256)
-    assert lookahead.shape[0] == experts.shape[0] == 256
-
-
 def test_requests_queue_online(session: Session) -> None:
     cell = session.lab("full").run("lru", is_online=True)
     latencies = cell.samples["latency"].sums
@@ -105,7 +94,7 @@ def test_several_names_are_chosen_in_the_order_of_the_papers() -> None:
     assert len(select("all")) == len(experiments()) == sum(len(paper.experiments) for paper in PAPERS.values())
 
 
-def test_two_traces_of_one_name_are_refused(session: Session, tmp_path: Path) -> None:
+def test_two_traces_of_one_name_are_refused(session: Session) -> None:
     folder = session.subjects[0].trace.folder
     with pytest.raises(ConfigError, match="two of the name 'full'"):
-        Session(ReproduceOptions(trace=[folder, folder], quick=True), tmp_path)
+        Session(ReproduceOptions(trace=[folder, folder], quick=True))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from expertly.cli.output import message, print_json, progress_bar, table
 from expertly.core.errors import ConfigError
 from expertly.core.files import write_atomic
+from expertly_lab.cli.output import commit, machine
 from expertly_lab.papers.settings import ReproduceOptions
 
 if TYPE_CHECKING:
-    from expertly_lab.papers.runner import Result, Session
+    from expertly_lab.papers.runner import Result
 
 
 def run(args: ReproduceOptions) -> int:
@@ -32,32 +32,31 @@ def run(args: ReproduceOptions) -> int:
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         raise ConfigError(f"out={str(args.out)!r}: not a folder; accepted: a folder, or a path where none is yet")
     results: list[Result] = []
-    with tempfile.TemporaryDirectory(prefix="expertly-") as scratch, progress_bar("rows") as progress:
-        session = runner.Session(args, Path(scratch), progress, message)
+    with progress_bar("rows") as progress:
+        session = runner.Session(args, progress, message)
         for result in session.results(chosen, args.jobs):
             results.append(result)
             if not args.json:
                 print(page.text(result, table), flush=True)
+        origin = {"command": _command(args), "commit": commit(), "machine": machine()}
+        facts = page.facts(session, origin, results)
         if args.out is not None:
-            _write(args, session, results)
+            _write(
+                args.out, page.pages(session, origin, results) | {"results.json": json.dumps(facts, indent=1) + "\n"}
+            )
         if args.json:
-            print_json(page.facts(session, results))
+            print_json(facts)
     return 0
 
 
-def _write(args: ReproduceOptions, session: Session, results: Sequence[Result]) -> None:
-    from expertly_lab.papers import page
-
-    assert args.out is not None
-    files = page.pages(session, _command(args), results)
-    files["results.json"] = json.dumps(page.facts(session, results), indent=1) + "\n"
+def _write(out: Path, files: Mapping[str, str]) -> None:
     try:
         for name, text in files.items():
-            path = args.out / name
+            path = out / name
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, text.encode())
     except OSError as error:
-        raise ConfigError(f"out={str(args.out)!r}: cannot be written ({error.strerror or error})") from None
+        raise ConfigError(f"out={str(out)!r}: cannot be written ({error.strerror or error})") from None
 
 
 def _command(args: ReproduceOptions) -> str:
@@ -69,7 +68,9 @@ def _command(args: ReproduceOptions) -> str:
     words += ["--quick"] * args.quick
     words += ["--tokens", str(args.tokens)] if args.tokens else []
     words += ["--seed", str(args.seed)] if args.seed else []
-    return shlex.join([*words, "--out", str(args.out if not args.out or not args.out.is_absolute() else args.out.name)])
+    if args.out is not None:
+        words += ["--out", args.out.name if args.out.is_absolute() else str(args.out)]
+    return shlex.join(words)
 
 
 def _list(is_json: bool) -> None:

@@ -41,11 +41,9 @@ class Experiment:
     machine: str = "rtx3090"
     memory: str = "25%"
     links: float = 1.0  # the machine's link, so many times as fast
-    answer: int | None = None  # tokens of an answer, at most; None: as recorded
     is_online: bool = False  # requests arrive as recorded (--arrivals), and queue
     needs: Sequence[str] = ()  # fields that the trace must really have; "prompts", "weights"
     measure: Callable[[Lab], Cells] | None = None
-    made_up: str | None = None  # made-up routing that it also runs on, a name of `recorded.MADE_UP`
     weights: Sequence[type[LearnedState]] = ()  # of its own trained predictors, whose files --predictor gives
     note: str = ""
     paper: str = ""  # its name, which the paper gives it

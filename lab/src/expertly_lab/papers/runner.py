@@ -47,7 +47,7 @@ class Finding:
     verdicts: Sequence[tuple[Claim, Verdict]] = ()
     num_shuffled: int = 0  # claims that hold, judged again with shuffled names
     num_withstood: int = 0  # of these, that still hold
-    is_made_up: bool = False
+    has_made_up_arrivals: bool = False
     left_out: str = ""
     seconds: float = 0.0
 
@@ -58,6 +58,10 @@ class Result:
 
     experiment: Experiment
     findings: Sequence[Finding]
+
+
+Part = tuple[str, str]
+"""An experiment's name and a trace's."""
 
 
 def experiments() -> list[Experiment]:
@@ -119,12 +123,11 @@ class Session:
     def __init__(
         self,
         options: ReproduceOptions,
-        scratch: Path,
         progress: Callable[[str, int, int], None] | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._options, self._scratch, self._progress = options, scratch, progress
-        self._arrivals = None if options.arrivals is None else read_arrivals(options.arrivals)
+        self._options = options
+        arrivals = None if options.arrivals is None else read_arrivals(options.arrivals)
         kinds = [predictor.weights for predictor in PREDICTORS.values() if predictor.weights is not None]
         for experiment in select(options.paper) if options.paper else ():
             kinds += experiment.weights
@@ -137,7 +140,7 @@ class Session:
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise ConfigError(f"trace: two of the name {twice[0]!r}; rename a folder, results are told apart by it")
-        self._labs: dict[str, Lab] = {}
+        self._labs = {subject.name: Lab(subject, options, arrivals, progress) for subject in self.subjects}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -153,27 +156,26 @@ class Session:
         }
 
     def results(self, chosen: Sequence[Experiment], jobs: int | None = 1) -> Iterator[Result]:
-        """In their order; so many traces of experiments at once, each in a process of its own; None: as many as there
-        are processors.
+        """In their order; so many processes at once, None: as many as there are processors. What runs on one trace and
+        one machine runs in one process, where that leaves enough for each: such experiments share runs.
         """
-        parts = [(experiment.name, trace) for experiment in chosen for trace in self._traces(experiment)]
-        jobs = jobs or granted_cpus()
-        findings: dict[tuple[str, str], Finding] = {}
+        parts = [(experiment.name, trace) for experiment in chosen for trace in self._labs]
+        jobs, waiting, findings = jobs or granted_cpus(), list(chosen), dict[Part, Finding]()
+        groups: dict[tuple[str, ...], list[Part]] = {}
+        for name, trace in parts:
+            groups.setdefault((trace, find_experiment(name).machine), []).append((name, trace))
+        if len(groups) < jobs:
+            groups = {part: [part] for part in parts}
         if min(jobs, len(parts)) < 2:
-            pairs = ((part, self.finding(find_experiment(part[0]), part[1])) for part in parts)
+            made = (_findings(self, [part]) for part in parts)
         else:
-            made = as_finished(jobs, partial(_open_session, self._options, self._scratch), _finding, parts)
-            pairs = ((parts[number], finding) for number, finding in made)
-        waiting = list(chosen)
-        for part, finding in pairs:
-            findings[part] = finding
-            while waiting and all((waiting[0].name, trace) in findings for trace in self._traces(waiting[0])):
+            groups_done = as_finished(jobs, partial(Session, self._options), _findings, [*groups.values()])
+            made = (of_group for _, of_group in groups_done)
+        for of_group in made:
+            findings |= of_group
+            while waiting and all((waiting[0].name, trace) in findings for trace in self._labs):
                 experiment = waiting.pop(0)
-                yield Result(experiment, [findings[experiment.name, trace] for trace in self._traces(experiment)])
-
-    def _traces(self, experiment: Experiment) -> list[str]:
-        made_up = [experiment.made_up] if experiment.made_up else []
-        return [*(subject.name for subject in self.subjects), *made_up]
+                yield Result(experiment, [findings[experiment.name, trace] for trace in self._labs])
 
     def finding(self, experiment: Experiment, trace: str) -> Finding:
         """Of one experiment on one trace; why there is none, where there is none."""
@@ -191,14 +193,10 @@ class Session:
         again = judged(held, shuffled(cells, Random(self._options.seed)))
         withstood = sum(verdict.kind == HOLDS for _, verdict in again)
         seconds = time.monotonic() - start
-        return Finding(trace, cells, verdicts, len(held), withstood, lab.subject.is_made_up, "", seconds)
+        is_made_up = experiment.is_online and lab.arrivals is None
+        return Finding(trace, cells, verdicts, len(held), withstood, is_made_up, "", seconds)
 
     def lab(self, name: str) -> Lab:
-        """Of a trace, or of routing that is made up at the first call."""
-        if name not in self._labs:
-            subject = next((subject for subject in self.subjects if subject.name == name), None)
-            subject = subject or recorded.made_up(name, self._scratch, self._options.seed)
-            self._labs[name] = Lab(subject, self._options, self._arrivals, self._progress)
         return self._labs[name]
 
     def about(self) -> Mapping[str, str]:
@@ -214,9 +212,5 @@ class Session:
         return lines
 
 
-def _open_session(options: ReproduceOptions, scratch: Path) -> Session:
-    return Session(options, scratch)
-
-
-def _finding(session: Session, part: tuple[str, str]) -> Finding:
-    return session.finding(find_experiment(part[0]), part[1])
+def _findings(session: Session, parts: Sequence[Part]) -> dict[Part, Finding]:
+    return {(name, trace): session.finding(find_experiment(name), trace) for name, trace in parts}

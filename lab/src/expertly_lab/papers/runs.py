@@ -66,7 +66,6 @@ class Subject:
     weights: Mapping[type[LearnedState], LearnedState] = field(default_factory=dict)  # of trained predictors
     weights_note: str = ""  # what they learned from
     learned_from: Selection | None = None  # of this trace, by the weights
-    is_made_up: bool = False  # its routing is no model's
 
     @classmethod
     def open(
@@ -207,10 +206,10 @@ class Lab:
         dice.shuffle(schedule.test)
         return schedule
 
-    def schedule(self, answer: int | None = None, *, is_online: bool = False) -> Schedule:
+    def schedule(self, *, is_online: bool = False) -> Schedule:
         """Requests to learn from, as far as it takes, and `options.num_tokens` decoded tokens of the rest, each with an
-        answer of at most `answer` tokens and of a share that leaves tokens for REQUESTS. Online, requests arrive with
-        their whole answers, and nothing was learned.
+        answer that leaves tokens for REQUESTS. Online, requests arrive with their whole answers, and nothing was
+        learned.
         """
         parted = self.parted()
         if is_online:
@@ -218,8 +217,7 @@ class Lab:
         least = sum(span.num_rows for span in parted.training[:LEARNED_REQUESTS])
         num_learned = max(LEARNED_TOKENS, least) // (5 if self.options.quick else 1)
         num_tokens = self.options.num_tokens
-        most = -(-num_tokens // REQUESTS) if answer is None else min(answer, -(-num_tokens // REQUESTS))
-        tests = [with_answer(self.trace, span, most) for span in parted.test]
+        tests = [with_answer(self.trace, span, -(-num_tokens // REQUESTS)) for span in parted.test]
         return Schedule(first_rows(parted.training, num_learned), first_decoded(self.trace, tests, num_tokens))
 
     def _sampled_arrivals(self) -> Arrivals:
@@ -245,7 +243,6 @@ class Lab:
                     memory=str(changed.get("memory", experiment.memory)),
                     machine=str(changed.get("machine", experiment.machine)),
                     links=float(changed.get("links", experiment.links)),
-                    answer=experiment.answer,
                     is_online=experiment.is_online,
                 )
         return cells
@@ -254,26 +251,20 @@ class Lab:
         return (spec if isinstance(spec, str) else spec(self)).replace("{at}", str(point))
 
     def run(
-        self,
-        system: str,
-        *,
-        memory: str = "25%",
-        machine: str = "rtx3090",
-        links: float = 1.0,
-        answer: int | None = None,
-        is_online: bool = False,
+        self, system: str, *, memory: str = "25%", machine: str = "rtx3090", links: float = 1.0, is_online: bool = False
     ) -> Cell:
         """What a system gives. Raises CannotRun for what the trace lacks and cannot be modelled."""
-        key = (system, memory, machine, links, answer, is_online)
+        parts = replace(get_system(system), name="", summary="")
+        key = (parts, memory, machine, links, is_online)
         if key not in self._cells:
-            self._cells[key] = self._run(system, memory, self._study(machine, links, answer, is_online))
+            self._cells[key] = self._run(system, memory, self._study(machine, links, is_online))
         return self._cells[key]
 
-    def _study(self, machine: str, links: float, answer: int | None, is_online: bool) -> Study:
-        key = (machine, links, answer, is_online)
+    def _study(self, machine: str, links: float, is_online: bool) -> Study:
+        key = (machine, links, is_online)
         if key not in self._studies:
-            same = next((study for (*_, a, b), study in self._studies.items() if (a, b) == (answer, is_online)), None)
-            schedule = same.schedule if same else self.schedule(answer, is_online=is_online)
+            same = next((study for study in self._studies.values() if study.is_queued == is_online), None)
+            schedule = same.schedule if same else self.schedule(is_online=is_online)
             self._studies[key] = Study(
                 self.trace,
                 schedule,

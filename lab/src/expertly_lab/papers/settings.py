@@ -8,7 +8,7 @@ from typing import Any
 
 from expertly.options import ADVANCED, argument, jobs_option, json_flag, option, path_option, seed
 
-TOKENS, QUICK_TOKENS = 1000, 150
+TOKENS, QUICK_TOKENS = 600, 150
 """Decoded tokens that are simulated; all that there are, where it is fewer."""
 
 
