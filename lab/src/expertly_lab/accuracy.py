@@ -1,6 +1,4 @@
-"""How often predictors are right on rows that they did not learn from: learned, lookahead, token id (ProMoE, figures 8
-and 9).
-"""
+"""How often predictors are right on rows that they did not learn from (ProMoE, figures 8 and 9)."""
 
 from __future__ import annotations
 
@@ -81,32 +79,15 @@ def accuracies(
 
 
 def means(accuracies: Sequence[Accuracy]) -> dict[int, dict[str, Any]]:
-    """By distance: each predictor's mean over the layers; in how many layers the learned one is at least as good as
-    another (`learned_over_...`), and in how many lookahead is worse than the token id (`lookahead_below_token_id`).
-    """
+    """By distance, each predictor's mean over the layers, and how many those are."""
     result: dict[int, dict[str, Any]] = {}
     for distance in sorted({one.distance for one in accuracies}):
-        those = [one for one in accuracies if one.distance == distance]
-        row: dict[str, Any] = {"layers": len(those)}
+        layers = [one for one in accuracies if one.distance == distance]
+        result[distance] = {"layers": len(layers)}
         for name in ("learned", "lookahead", "token_id"):
-            values = [value for one in those if (value := getattr(one, name)) is not None]
-            row[name] = sum(values) / len(values) if values else None
-        for name in ("lookahead", "token_id"):
-            row[f"learned_over_{name}"] = _num_at_least(those, "learned", name)
-        row["lookahead_below_token_id"] = sum(map(is_below, those))
-        result[distance] = row
+            values = [value for one in layers if (value := getattr(one, name)) is not None]
+            result[distance][name] = sum(values) / len(values) if values else None
     return result
-
-
-def is_below(one: Accuracy) -> bool:
-    """Whether lookahead is worse than the token id."""
-    return one.lookahead is not None and one.token_id is not None and one.lookahead < one.token_id
-
-
-def _num_at_least(those: Sequence[Accuracy], name: str, other: str) -> int | None:
-    both = [(getattr(one, name), getattr(one, other)) for one in those]
-    known = [(value, than) for value, than in both if value is not None and than is not None]
-    return sum(value >= than for value, than in known) if known else None
 
 
 def _accuracy(data: Dataset, layer: int, rows: Rows, scores: Scores | None, share: Share) -> float | None:

@@ -30,9 +30,7 @@ def chrome_trace(path: Path) -> Iterator[ChromeTrace]:
 
 
 class ChromeTrace:
-    """Writes events as they happen, in the JSON array of the Trace Event Format with times in microseconds: a process
-    for each run, with a thread each for device and link.
-    """
+    """Writes events in the Trace Event Format, in microseconds: a process for each run, with two threads."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -42,11 +42,9 @@ class Dataset:
         self.num_rows = sum(span.num_rows for span in spans)
         fields = [trace.manifest.fields[name] for name in ("router_inputs", "experts", "probs") if trace.has(name)]
         self._columns: dict[str, npt.NDArray[Any]] = {}  # [L, rows, ...]
-        self.nbytes = 0  # of the scratch file
         for field in fields:
             shape = (len(self.layers), self.num_rows, field.shape[1])
             self._columns[field.name] = scratch(field.dtype, shape, "training")
-            self.nbytes += self._columns[field.name].nbytes
         row = 0
         for span in spans:
             names = list(self._columns)

@@ -23,11 +23,8 @@ from expertly_lab.trace.writer import TraceWriter
 
 
 class Recording:
-    """A recording under way: an observer of the engine that writes a forward pass's rows without padding, in the order
-    in which experts see them. A pass that fails, or runs no MoE layer, is left out.
-
-    `collector` sees the optional `fields`; `absent`: those that cannot be recorded, with reasons. `writer` counts rows
-    and iterations.
+    """An observer of the engine that writes a pass's rows without padding, in the order in which experts see them. A
+    pass that fails, or runs no MoE layer, is left out. `absent`: fields that cannot be recorded, with reasons.
     """
 
     wants_token_ids = True
@@ -164,7 +161,6 @@ def record(
         layers=layers,
         fields=[trace_field("experts", layers, note=note), *fields.values()],
         dense=dense_shape(model),
-        scoring=_scoring(routers),
         created=created,
         command=command,
     )
@@ -207,9 +203,3 @@ def _optional_fields(
 
 def _listed(layers: Sequence[int]) -> str:
     return ", ".join(map(str, layers[:5])) + (f" and {len(layers) - 5} more" if len(layers) > 5 else "")
-
-
-def _scoring(routers: Sequence[HookedRouter | None]) -> str:
-    found = {None if router is None else router.scoring for router in routers}
-    scoring = found.pop()
-    return scoring if scoring is not None and not found else "unknown"

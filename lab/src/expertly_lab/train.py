@@ -256,7 +256,6 @@ class TrainingStudy:
     accuracies: list[Accuracy]
     num_requests: dict[str, int]  # training, stopping, test
     num_rows: dict[str, int]  # training, stopping, test: those that accuracies are over
-    scratch_nbytes: int
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -289,4 +288,4 @@ def study(
     trained = train(data, learned[num_rows["stopping"] :], learned[: num_rows["stopping"]], options, progress)
     found, num_rows["test"] = accuracies(trace, data, schedule.training, schedule.test, trained.weights)
     num_requests = {name: len(spans) for name, spans in parts.items()}
-    return TrainingStudy(trained, found, num_requests, num_rows, data.nbytes)
+    return TrainingStudy(trained, found, num_requests, num_rows)

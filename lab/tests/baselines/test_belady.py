@@ -75,10 +75,7 @@ def some_demands(dice: random.Random, layers: int, experts: int, iterations: int
 @pytest.mark.parametrize("scope", ["layer", "global"])
 @pytest.mark.parametrize(
     ("segments", "models", "runs"),
-    [
-        (1, [(1, 5, 2), (2, 4, 2), (2, 3, 1), (1, 6, 3), (3, 3, 2)], 60),
-        (2, [(1, 4, 2), (1, 3, 1), (2, 2, 1)], 30),
-    ],
+    [(1, [(1, 5, 2), (2, 4, 2), (2, 3, 1), (1, 6, 3), (3, 3, 2)], 60), (2, [(1, 4, 2), (1, 3, 1), (2, 2, 1)], 30)],
 )
 def test_it_loads_the_least_that_is_possible(
     scope: str, segments: int, models: list[tuple[int, int, int]], runs: int

@@ -48,7 +48,6 @@ def test_what_a_system_needs_follows_from_its_parts() -> None:
         ("lru:eviction=belady", r"eviction='belady' .*accepted: admission=best"),
         ("oracle:eviction=fmoe", r"prediction='perfect' does not give"),
         ("oracle:prefetch=proximity", r"prefetch='proximity' weighs probabilities.*accepted: score"),
-        ("lru:prediction=token-id:capacity=0", r"capacity=0: must be from 1 to"),
     ],
 )
 def test_an_error_names_the_problem_and_what_is_accepted(spec: str, message: str) -> None:

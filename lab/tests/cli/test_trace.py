@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from expertly_lab.trace.reader import Trace
-from lab.tests.cli.test_simulate import geometry_file
 from lab.tests.trace.builders import iterations, write_partial, write_trace
 from tests.cli.asking import answer, refusal, told
 
@@ -24,11 +22,11 @@ def npz(folder: Path) -> Path:
 
 def test_import_then_info(tmp_path, capsys):
     out = tmp_path / "trace"
-    line = told(capsys, "lab", "trace", "import", str(npz(tmp_path)), str(out))
-    assert "law | 2 layers of 8 experts, top-2 | 2 requests | 30 iterations | 30 tokens" in line and "complete" in line
+    line = told(capsys, "lab", "trace", "import", str(npz(tmp_path)), str(out), "--model", "mine")
+    assert "mine | 2 layers of 8 experts, top-2 | 2 requests | 30 iterations | 30 tokens" in line and "complete" in line
     assert "not empty" in refusal(capsys, "lab", "trace", "import", tmp_path / "law.npz", out)
     facts = answer(capsys, "lab", "trace", "info", str(out))
-    assert (facts["model"], facts["complete"], facts["requests"], facts["rows"]) == ("law", True, 2, 30)
+    assert (facts["model"], facts["complete"], facts["requests"], facts["rows"]) == ("mine", True, 2, 30)
     assert (facts["num_layers"], facts["num_experts"], facts["top_k"]) == (2, [8, 8], [2, 2])
     assert (facts["prefill_rows"], facts["expert_bytes"]) == (0, [None, None])
     assert facts["bytes"] == sum(path.stat().st_size for path in out.iterdir())
@@ -36,12 +34,6 @@ def test_import_then_info(tmp_path, capsys):
         "dtype": "float16", "shape": [64], "real": False, "stored": False,
         "note": "not recorded: a fixed random vector for each token id",
     }  # fmt: skip
-
-
-def test_import_takes_a_model_and_a_number_of_experts(tmp_path, capsys):
-    words = (npz(tmp_path), tmp_path / "trace", "--model", "mine", "--num-experts", 12)
-    facts = answer(capsys, "lab", "trace", "import", *words)
-    assert (facts["model"], facts["num_experts"]) == ("mine", [12, 12])
 
 
 def test_info_of_a_recording_that_was_cut_off(tmp_path, capsys):
@@ -68,25 +60,3 @@ def test_synth_writes_what_was_asked_for(tmp_path, capsys):
     assert not any(field["real"] for field in facts["fields"].values())
     one, other = Trace.open(tmp_path / "a"), Trace.open(tmp_path / "b")
     np.testing.assert_array_equal(one.rows("experts", 0, 60), other.rows("experts", 0, 60))
-
-
-DEEP = ["--layers", "6", "--experts", "8", "--top-k", "2"]
-DEEP += ["--tokens", "240", "--requests", "4", "--prefill-tokens", "5"]
-
-
-def test_a_system_that_looks_ahead_is_right_as_often_as_stated(tmp_path, capsys):
-    trace, half = tmp_path / "trace", "moepic:allocation=split"
-    answer(capsys, "lab", "trace", "synth", trace, *DEEP, "--lookahead", "0.8")
-
-    def simulated(systems):
-        words = ("--geometry", geometry_file(tmp_path, num_layers=6, hidden_size=64, intermediate_size=64))
-        return answer(capsys, "lab", "simulate", trace, *words, "--memory", "50%", "--system", systems)
-
-    facts = simulated(f"lru:prediction=lookahead,adapmoe,moepic,{half},lru")
-    rows = {row["system"]: row for row in facts["results"]}
-    assert all(row["skipped"] is None for row in rows.values())
-    assert rows["lru:prediction=lookahead"]["prediction_accuracy"] == pytest.approx(0.8, abs=0.03)
-    assert all(rows[name]["prefetched_bytes"] > 0 for name in ("adapmoe", "moepic", half))
-    assert rows[half]["partial_hit_rate"] > 0
-    note = "lookahead: modelled: 0.8 of the K best of the next layer are needed; nothing of the next token"
-    assert note in facts["notes"] and not any("modelled" in note for note in simulated("lru")["notes"])

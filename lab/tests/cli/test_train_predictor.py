@@ -38,7 +38,7 @@ def test_it_says_what_it_made_and_how_good_that_is(trace: Path, tmp_path: Path, 
     head, learned, _, title, header, _, *rows = printed.splitlines()
     assert head.startswith("[planted | 5 networks of") and head.endswith(f"| {out}]")
     assert "split 7:3 with seed 0: learned from 960 tokens of 16 requests, stopped by 1 others;" in learned
-    assert "of memory" in learned and "of scratch file" in learned and " on cpu" in learned
+    assert " on cpu" in learned
     assert "350 tokens of the 7 requests kept back" in title
     assert header.split()[:4] == ["layers", "ahead", "learned", "lookahead"]
     assert [row.split()[0] for row in rows] == ["1", "2"] and all(row.count("%") == 3 for row in rows)
@@ -49,7 +49,7 @@ def test_json_is_one_object_and_the_file_says_the_same(trace: Path, tmp_path: Pa
     result = answer(capsys, "lab", "train", trace, "--out", out, *QUICK, "--seed", seed)
     assert result["distances"] == [1, 2] and result["networks"] == 5 and result["identity"] == "trace:planted"
     assert (result["split"], result["seed"], result["hidden"], result["device"]) == ("7:3", seed, 16, "cpu")
-    assert result["bytes"] == out.stat().st_size and result["scratch_bytes"] > 0 and result["peak_rss_bytes"] > 0
+    assert result["bytes"] == out.stat().st_size
     assert result["seconds"] > 0 and result["mean"]["1"]["learned"] > result["mean"]["1"]["token_id"] + 0.05
     about = read_learned(out, LearnedWeights).about
     assert about["mean"] == result["mean"] and about["split"] == "7:3" and about["seed"] == seed

@@ -13,7 +13,7 @@ from tests.engine.test_prediction import test_every_way_to_predict_is_lossless a
 OF_LAB = [name for name in runnable_systems() if name not in SYSTEMS.built_in]
 
 
-@pytest.mark.parametrize(("number", "system"), enumerate([*OF_LAB, "lru:prediction=token-id"]))
+@pytest.mark.parametrize(("number", "system"), enumerate(OF_LAB))
 def test_no_system_changes_a_token(number: int, system: str, cases: Cases) -> None:
     assert_lossless(number, system, cases)
 

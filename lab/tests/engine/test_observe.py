@@ -96,10 +96,7 @@ def side_by_side(*parts: tuple[int, int], num_pads: int = 0, knows_positions: bo
             id="sequences without rows have no number",
         ),
         pytest.param(
-            [
-                side_by_side((0, 2), (0, 1), knows_positions=False),
-                side_by_side((2, 1), (1, 1), knows_positions=False),
-            ],
+            [side_by_side((0, 2), (0, 1), knows_positions=False), side_by_side((2, 1), (1, 1), knows_positions=False)],
             [[0, 0, 1], [0, 1]],
             id="without positions, a batch",
         ),

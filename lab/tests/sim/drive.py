@@ -118,13 +118,7 @@ def full_fields(experts: npt.NDArray[np.uint16], layers: Sequence[TraceLayer]) -
 
 
 def random_passes(
-    seed: int,
-    layers: Sequence[Any],
-    num_passes: int,
-    *,
-    prompt: int = 0,
-    num_requests: int = 1,
-    gaps: float = 0.0,
+    seed: int, layers: Sequence[Any], num_passes: int, *, prompt: int = 0, num_requests: int = 1, gaps: float = 0.0
 ) -> list[Pass]:
     """Skewed routing; each request begins with a prompt of so many tokens. With `gaps`, some layers do not run for some
     rows and others choose fewer experts."""

@@ -36,8 +36,6 @@ PREDICTING = (
     "lcp:prediction=speculative:ahead=staging",
     "lfu:prediction=counts:distance=2",
     "lru:prediction=popularity",
-    "lru:prediction=token-id",
-    "lru:prediction=token-id:distance=2",
     *("deepspeed-index", "brainstorm", "adapmoe", "pre-gated", "promoe"),
     "lru:prediction=learned:distance=1:width=3",
     "moepic",  # the other start comes when times are known, in the engine measured ones

@@ -171,11 +171,7 @@ def test_index_is_right_as_often_as_chance_and_reads_the_most(trace: Trace) -> N
 
 def test_mixtral_offloading_waits_for_what_it_predicts_and_hits_it(trace: Trace) -> None:
     """The lookahead of this trace is right: all that is predicted is there, and what it takes is stall, not misses."""
-    rows = results(
-        make_study(trace),
-        ("lru", "mixtral-offloading", "mixtral-offloading:loop=overlapped"),
-        3,
-    )
+    rows = results(make_study(trace), ("lru", "mixtral-offloading", "mixtral-offloading:loop=overlapped"), 3)
     waits, goes_on = rows["mixtral-offloading"], rows["mixtral-offloading:loop=overlapped"]
     assert waits["prediction_accuracy"] == 1 and waits["fetch_rate"] == 1 > goes_on["fetch_rate"]
     assert waits["hit_rate"] > goes_on["hit_rate"] > rows["lru"]["hit_rate"]
@@ -198,16 +194,11 @@ def test_counts_keep_and_load_what_was_asked_for_most(tmp_path: Path) -> None:
         assert {8 * layer + expert for layer in range(4) for expert in (0, 1)} <= set(kept)
 
 
-# -- which token ids count -------------------------------------------------------------------------------------
-
-
-def test_token_ids_that_were_made_up_are_no_token_ids(trace: Trace, tmp_path: Path) -> None:
-    system = "lru:prediction=token-id"
+def test_a_lookahead_that_was_made_up_is_none(trace: Trace) -> None:
+    system, manifest = "lru:prediction=lookahead", trace.manifest
     assert results(make_study(trace), (system,), 3)[system]["skipped"] is None
-    bare = random_trace(tmp_path / "bare", SMALL, 0, 10)
-    manifest = bare.manifest
-    token = replace(manifest.fields["token"], is_real=False, note="none: -1")
-    write_manifest(bare.folder, replace(manifest, fields={**manifest.fields, "token": token}))
-    row = results(make_study(Trace.open(bare.folder)), (system,), 3)[system]
-    assert row["skipped"] == f"system {system!r} needs what this trace does not really have: token (none: -1)"
+    lookahead = replace(manifest.fields["lookahead"], is_real=False, note="guessed")
+    write_manifest(trace.folder, replace(manifest, fields={**manifest.fields, "lookahead": lookahead}))
+    row = results(make_study(Trace.open(trace.folder)), (system,), 3)[system]
+    assert row["skipped"] == f"system {system!r} needs what this trace does not really have: lookahead (guessed)"
     assert row["hit_rate"] is None

@@ -58,12 +58,6 @@ def test_what_ends_first_comes_first(tmp_path: Path) -> None:
     assert list(found) == [(0, 930)]
 
 
-def test_what_is_long_begins_first(tmp_path: Path) -> None:
-    found = as_finished(1, partial(made, tmp_path), do, [1, 2, 7, 3, 8], lambda item: item > 6)
-    assert dict(found) == {0: 10, 1: 20, 2: 70, 3: 30, 4: 80}
-    assert (tmp_path / "begun").read_text().split() == ["7", "8", "1", "2", "3"]
-
-
 def test_an_error_is_the_callers_and_ends_the_others(tmp_path: Path) -> None:
     rows = started(tmp_path, [1, 90, 92, 92])
     assert next(rows) == (0, 10)

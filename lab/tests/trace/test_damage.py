@@ -45,7 +45,6 @@ BAD_MANIFESTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "version": (lambda m: m.update(version=2), "version=2: must be 1"),
     "complete": (lambda m: m.update(complete="yes"), "complete='yes': must be a valid boolean"),
     "model": (lambda m: m.pop("model"), "model: Field required"),
-    "scoring": (lambda m: m.update(scoring="tanh"), "scoring='tanh': must be 'softmax', 'sigmoid' or 'unknown'"),
     "requests": (lambda m: m.update(requests="../x"), r"requests='../x': must be 'requests.jsonl'"),
     "no layers": (lambda m: m["geometry"].update(layers=[]), "0 layers; must be from 1"),
     "many layers": (lambda m: m["geometry"].update(layers=m["geometry"]["layers"] * 2000), "6000 layers"),
@@ -171,8 +170,11 @@ BAD_REQUESTS = {
     "not UTF-8": (b'{"request": 0, "prompt": "\xff"}\n', "is no text in UTF-8"),
     "a list": (b"[]\n", r"line 1: holds \[\]; must be an object"),
     "numbers": (b'{"request": 1, "num_prompt_tokens": 0}\n', "line 1: request=1: must be 0"),
-    "category": (b'{"request": 0, "category": 3, "num_prompt_tokens": 0}\n', "category=3: must be a string or null"),
-    "tokens": (b'{"request": 0, "num_prompt_tokens": -1}\n', "num_prompt_tokens=-1: must be a whole number from 0"),
+    "category": (b'{"request": 0, "category": 3, "num_prompt_tokens": 0}\n', "category.*3.*: must be strings or null"),
+    "tokens": (
+        b'{"request": 0, "num_prompt_tokens": -1}\n',
+        "num_prompt_tokens=-1: must be a whole number from 0",
+    ),
     "truncated": (b'{"request": 0, "num_prompt_tokens": 0}', "line 1: truncated"),
     "deep": (b"[" * 100_000 + b"\n", "line 1: not JSON"),
 }

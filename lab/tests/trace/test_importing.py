@@ -88,10 +88,9 @@ def test_the_number_of_experts(tmp_path: Path) -> None:
 
     layers = (TraceLayer(12, 2, 8, 8, 3, 2),) * 3
     assert imported("guessed") == 16
-    assert imported("given", num_experts=11) == 11
     assert imported("of the geometry", layers=layers) == 12
     (tmp_path / "all").mkdir()
-    trace = run_import(save(tmp_path / "all"), layers=layers, dense=DenseShape(5, 6), num_experts=12)
+    trace = run_import(save(tmp_path / "all"), layers=layers, dense=DenseShape(5, 6))
     assert trace.manifest.layers == layers and trace.manifest.dense == DenseShape(5, 6)
     assert trace.manifest.fields["experts"].note == ""
 
@@ -99,11 +98,9 @@ def test_the_number_of_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_experts": 10}, "array 'experts': row 0: expert 10 of layer 0: must be below the 10"),
         ({"layers": (TraceLayer(12, 2),) * 4}, "array 'experts': 3 layers, but the geometry has 4"),
         ({"layers": (TraceLayer(12, 3),) * 3}, "array 'experts': top-2 routing, but the geometry chooses 3"),
         ({"layers": (TraceLayer(8, 2),) * 3}, "expert 10 of layer 0: must be below the 8"),
-        ({"layers": (TraceLayer(12, 2),) * 3, "num_experts": 16}, "num_experts=16: but the geometry has 12"),
     ],
 )
 def test_a_geometry_that_does_not_fit_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:

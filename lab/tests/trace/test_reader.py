@@ -118,14 +118,11 @@ def test_the_manifest_keeps_what_is_known_of_the_model(tmp_path: Path) -> None:
     layers = (TraceLayer.of(sizes), TraceLayer(8, 2))
     fields = [trace_field("token", layers, is_real=False, note="none")]
     dense = DenseShape(10, 20)
-    with TraceWriter(
-        tmp_path, model="m", layers=layers, fields=fields, dense=dense, scoring="sigmoid", created="now", command="c"
-    ):
+    with TraceWriter(tmp_path, model="m", layers=layers, fields=fields, dense=dense, created="now", command="c"):
         pass
     trace = Trace.open(tmp_path)
     manifest = trace.manifest
-    assert (manifest.model, manifest.dense, manifest.scoring) == ("m", dense, "sigmoid")
-    assert (manifest.created, manifest.command) == ("now", "c")
+    assert (manifest.model, manifest.dense, manifest.created, manifest.command) == ("m", dense, "now", "c")
     assert [layer.geometry() for layer in manifest.layers] == [sizes, None]
     assert not trace.is_real("token") and manifest.fields["token"].note == "none" and not trace.is_real("probs")
     assert (trace.num_rows, trace.num_iterations, trace.requests) == (0, 0, [])

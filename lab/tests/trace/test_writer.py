@@ -76,7 +76,7 @@ def test_wider_numbers_are_taken_and_floats_saturate(tmp_path: Path) -> None:
     assert trace.rows("token", 0, 2).tolist() == [7, 8]
 
 
-def test_impossible_layers_unknown_fields_and_scorings_are_refused(tmp_path: Path) -> None:
+def test_impossible_layers_and_unknown_fields_are_refused(tmp_path: Path) -> None:
     for numbers, message in (
         ((8, 9), "top_k=9: must be from 1 to 8"),
         ((8, 2, 16, 16, 5, 2), "num_matrices=5: must be"),
@@ -90,8 +90,6 @@ def test_impossible_layers_unknown_fields_and_scorings_are_refused(tmp_path: Pat
         trace_field("logits", LAYERS)
     with pytest.raises(TraceError, match=r"field 'embedding': shape \[0\]"):
         trace_field("embedding", LAYERS)
-    with pytest.raises(TraceError, match="scoring='max': accepted: softmax, sigmoid, unknown"):
-        TraceWriter(tmp_path / "trace", model="x", layers=LAYERS, scoring="max")
 
 
 def test_a_full_disk_is_said_and_costs_no_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

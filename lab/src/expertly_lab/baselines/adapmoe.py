@@ -107,9 +107,7 @@ class AdapMoE(Allocation):
         return with_rests(self.geometry, kept_slots, quotas)
 
     def facts(self) -> dict[str, object]:
-        """`learned`: from what; `recall`: the a_l by which quotas were chosen, None before that; `moves`: how often
-        quotas changed.
-        """
+        """`recall`: the a_l by which quotas were chosen, None before that; `moves`: how often quotas changed."""
         learned = f"online, from {self._num_tokens} decoded tokens" if self._usage is None else self._usage.origin
         recall = [round(a, 4) for a in self._recall]
         return {"learned": learned, "recall": recall or None, "moves": self._num_moves}

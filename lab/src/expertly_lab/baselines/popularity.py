@@ -1,6 +1,4 @@
-"""Names the most popular experts: of a layer, or of each request by what it has chosen so far (the request-level hit
-counts that fMoE, section 2, compares maps with).
-"""
+"""Names the most popular experts: of a layer, or of each request so far (as fMoE, section 2, compares maps with)."""
 
 from __future__ import annotations
 

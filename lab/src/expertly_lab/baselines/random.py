@@ -15,9 +15,7 @@ from expertly_lab.baselines.fixed_distance import FixedDistancePredictor
 
 
 class RandomEviction(EvictionPolicy):
-    """Evicts any kept expert, with equal chance: the baseline that every policy must beat. Seeded: the same demands
-    give the same victims.
-    """
+    """Evicts any kept expert, with equal chance; the same demands give the same victims."""
 
     name = "random"
 

@@ -8,12 +8,7 @@ from expertly.scheduler.systems import System
 BOUNDS = ("belady", "belady-global", "oracle", "resident")
 """Simulated beside the systems that are compared: bounds, and every expert kept."""
 
-RANDOM = System(
-    "random",
-    "evicts at random: the baseline every policy must beat",
-    eviction="random",
-    scope="layer",
-)
+RANDOM = System("random", "evicts at random: the baseline every policy must beat", eviction="random", scope="layer")
 DEEPSPEED_INDEX = System(
     "deepspeed-index",
     "prefetches the next layer's experts in the order of their numbers (DeepSpeed, as MoE-Infinity has it)",

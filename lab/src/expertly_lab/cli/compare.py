@@ -122,9 +122,7 @@ class Output:
         self._unwritten: str | None = None  # why what there is could not be written
 
     def keep(self) -> None:
-        """Write what there is so far, so that killing this process loses nothing. Where writing fails the comparison
-        goes on, and the user is told once.
-        """
+        """Write what there is so far. Where that fails the comparison goes on, and the user is told once."""
         was_written = self._unwritten is None
         if self._comparison.runs:
             self._save(has_pictures=False)

@@ -18,9 +18,7 @@ from expertly_lab.trace.schema import TraceLayer
 def trace_geometry(
     trace: Trace, name: str | None
 ) -> tuple[tuple[LayerGeometry, ...] | None, DenseShape | None, str | None]:
-    """The layers and the dense shape to simulate, and where they come from: the trace, or the description called
-    `name`. All None where neither knows the sizes.
-    """
+    """Layers, dense shape and where they come from: the trace, or the description called `name`; else None."""
     if name is None:
         layers = trace.manifest.geometries
         return (None, None, None) if layers is None else (layers, trace.manifest.dense, "trace")

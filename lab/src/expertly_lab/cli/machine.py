@@ -23,10 +23,7 @@ class MachineOptions:
 
 
 def run(args: MachineOptions) -> int:
-    """Measure this machine for the simulator: a TOML file that `--hardware` takes.
-
-    What a model's layers, experts and loads take is measured on the engine.
-    """
+    """Measure layers, experts and loads of a model on the engine: a TOML file that `--hardware` takes."""
     from expertly import api
     from expertly_lab.model_profile import measure_model
 

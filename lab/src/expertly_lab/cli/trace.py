@@ -170,7 +170,6 @@ class TraceImportOptions:
     file: Path = argument(REQUIRED, "the recorded routing, an .npz file", metavar="FILE", type=Path)
     out: Path = argument(REQUIRED, "where the trace goes: a new or an empty folder", metavar="OUT", type=Path)
     geometry: str | None = option(None, "the sizes of experts: a shipped description or a TOML file", metavar="NAME")
-    num_experts: int | None = option(None, "experts of a layer", least=1)
     model: str | None = option(None, "a name for the model", metavar="NAME")
     json: bool = json_flag()
 
@@ -188,7 +187,6 @@ def import_routing(args: TraceImportOptions) -> int:
         model=args.model or (geometry.name if geometry is not None else args.file.stem),
         layers=None if geometry is None else tuple(TraceLayer.of(layer) for layer in geometry.layers),
         dense=None if geometry is None else geometry.dense,
-        num_experts=args.num_experts,
         **origin(),
     )
     _show_written(args.out, args.json)
@@ -214,13 +212,6 @@ class TraceSynthOptions:
     prefill_tokens: int = option(0, "the first tokens of a request that are one iteration", panel=ADVANCED)
     zipf: Any = option(1.0, "popularity of the expert of rank r is r^-A", metavar="A", type=exponent)
     markov: Any = option(0.0, "probability that an expert stays for the next token", metavar="P", type=share)
-    lookahead: Any | None = option(
-        None,
-        "add made-up scores of the next layer: a needed expert is among its K best with this probability",
-        metavar="P",
-        type=share,
-        panel=ADVANCED,
-    )
     seed: Any = option(0, "of the random draws", metavar="N", type=seed)
     json: bool = json_flag()
 
@@ -230,13 +221,7 @@ def synth(args: TraceSynthOptions) -> int:
     from expertly_lab.synth import write_workload, zipf
 
     workload = zipf(
-        args.layers,
-        args.experts,
-        args.top_k,
-        args.tokens,
-        exponent=args.zipf,
-        keep=args.markov,
-        seed=args.seed,
+        args.layers, args.experts, args.top_k, args.tokens, exponent=args.zipf, keep=args.markov, seed=args.seed
     )
     write_workload(
         args.out,
@@ -244,7 +229,6 @@ def synth(args: TraceSynthOptions) -> int:
         model="synthetic zipf",
         num_requests=args.requests,
         prefill_tokens=args.prefill_tokens,
-        lookahead=args.lookahead,
         seed=args.seed,
         **origin(),
     )
@@ -279,7 +263,6 @@ def trace_facts(trace: Trace) -> dict[str, Any]:
         "created": manifest.created,
         "command": manifest.command,
         "complete": trace.is_complete,
-        "scoring": manifest.scoring,
         "num_layers": len(manifest.layers),
         "num_experts": [layer.num_experts for layer in manifest.layers],
         "top_k": [layer.top_k for layer in manifest.layers],

@@ -48,7 +48,6 @@ class TrainPredictorOptions:
 
 
 def run(args: TrainPredictorOptions) -> int:
-    from expertly.engine.process import peak_rss_nbytes
     from expertly_lab.train import TrainOptions, study
 
     options = TrainOptions(
@@ -93,8 +92,6 @@ def run(args: TrainPredictorOptions) -> int:
         "device": args.device,
         "seconds": seconds,
         "bytes": file.nbytes,
-        "scratch_bytes": found.scratch_nbytes,
-        "peak_rss_bytes": peak_rss_nbytes(),
         **facts,
     }
     show(result, args.json, lambda: report(result))
@@ -110,8 +107,8 @@ def report(result: dict[str, Any]) -> str:
     for distance in result["distances"]:
         mean = result["mean"][str(distance)]
         shares = (format_share(mean[name]) for name in ("learned", "lookahead", "token_id"))
-        rows.append((str(distance), *shares, f"{mean['lookahead_below_token_id']} of {mean['layers']}"))
-    headers = ("layers ahead", "learned", "lookahead", "token id", "lookahead below token id")
+        rows.append((str(distance), *shares))
+    headers = ("layers ahead", "learned", "lookahead", "token id")
     requests, tokens = result["requests"], result["tokens"]
     head = in_brackets(
         printable(result["model"]),
@@ -120,12 +117,10 @@ def report(result: dict[str, Any]) -> str:
         format_nbytes(result["bytes"]),
         result["out"],
     )
-    memory, scratch = format_nbytes(result["peak_rss_bytes"]), format_nbytes(result["scratch_bytes"])
+    learned = f"learned from {tokens['training']} tokens of {requests['training']} requests"
     return (
-        f"{head}\nsplit {result['split']} with seed {result['seed']}: learned from {tokens['training']} tokens of "
-        f"{requests['training']} requests, stopped by {requests['stopping']} others; "
-        f"{format_seconds(result['seconds'])} on {result['device']}, {memory} of memory and {scratch} of scratch file"
-        f"\n\nshare of the experts named that {tokens['test']} tokens of the {requests['test']} requests kept back "
-        "needed, mean over the layers\n"
+        f"{head}\nsplit {result['split']} with seed {result['seed']}: {learned}, stopped by {requests['stopping']} "
+        f"others; {format_seconds(result['seconds'])} on {result['device']}\n\nshare of the experts named that "
+        f"{tokens['test']} tokens of the {requests['test']} requests kept back needed, mean over the layers\n"
         f"{table(headers, rows)}"
     )

@@ -1,6 +1,4 @@
-"""A comparison from beginning to end: a model on the engine under several systems, and the same requests simulated.
-Also the folder that holds it: report.html, results.json, command.txt and the recorded trace.
-"""
+"""Systems on the engine and the same requests simulated; and the folder that holds the report."""
 
 from __future__ import annotations
 
@@ -90,9 +88,7 @@ class RunFailure:
 
 @dataclass(slots=True)
 class Comparison:
-    """What is known so far. `results` may be asked for at any time, and leaves out what has not run. `keep` is called
-    whenever more has been measured.
-    """
+    """What is known so far. `keep` is called whenever more has been measured."""
 
     settings: ComparisonSettings
     command: str
@@ -170,9 +166,7 @@ class Comparison:
     def _record(
         self, model: str | None, load: dict[str, Any], asked: Sequence[AskedPrompt], folder: Path, progress: Any
     ) -> tuple[Trace, LearnedState | None]:
-        """The trace of the model's answers, and the weights of systems with a learned predictor. Measures this machine
-        with the model, unless another is to be simulated.
-        """
+        """The trace of the answers, and trained weights of systems that have any; measures this machine on the way."""
         from expertly.api import handle
         from expertly.engine.learned import find_weights
         from expertly.model.playing import answer

@@ -1,6 +1,4 @@
-"""The figures of each system under each budget, in the same terms for engine and simulator, and their summary in words:
-which system is fastest, and how far it is from BASE_SYSTEM and from the best possible.
-"""
+"""The figures of each system under each budget, alike for engine and simulator, and their summary in words."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ def rows_of(
 
 
 def _simulation(simulated: Simulations, memory: str, name: str) -> Mapping[str, Any] | None:
-    """A system's row; of a bound the best over all P: the fastest for `oracle` and `resident`, else the one with the
-    fewest bytes.
-    """
+    """A system's row; of a bound the best over all P: the fastest, or the one with the fewest bytes."""
     by = "tpot_s" if name in ("oracle", "resident") else "bytes_loaded"
     found = [row for key, row in simulated.items() if key[:2] == (memory, name)]
     return min(found, key=lambda row: (row[by] is None, row[by] or 0, row["segments"]), default=None)

@@ -42,9 +42,7 @@ class ComputeModel:
 
 
 def step_times(hardware: Hardware, geometry: Geometry, compute: ComputeModel) -> Timing:
-    """How long the parts of a decode step of one token take (MoEpic, section 3.4.1). An expert is loaded a segment at a
-    time from where the link begins, over an idle link.
-    """
+    """Times of the parts of a decode step of one token (MoEpic, section 3.4.1), over an idle link."""
     layers, whole = range(geometry.num_layers), geometry.segments_per_expert
     return Timing.of(
         geometry,

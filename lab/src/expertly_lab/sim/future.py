@@ -1,6 +1,4 @@
-"""The future that `belady` and `oracle` need: when each demanded expert is demanded again, and how many hits that
-allows at best.
-"""
+"""The future that `belady` and `oracle` need, and how many hits it allows at best."""
 
 from __future__ import annotations
 
@@ -96,9 +94,7 @@ def belady_hits(demands: Sequence[int], capacity: int) -> int:
 
 
 class TraceFuture:
-    """A policies.known.Future over a workload. The simulation tells it where it is; it knows the running iteration and
-    the next one.
-    """
+    """A policies.known.Future over a workload; it knows the running iteration and the next one."""
 
     def __init__(self, workload: TraceWorkload, geometry: Geometry, uses: Int32s) -> None:
         """`uses` is `next_uses(workload)`, which several runs may share."""

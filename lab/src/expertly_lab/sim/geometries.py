@@ -10,12 +10,6 @@ from annotated_types import Ge, Le
 from expertly.core.geometry import DenseShape, LayerGeometry
 from expertly_lab.sim.hardware import DESCRIPTION, read_toml
 
-GEOMETRY_NAMES = (
-    *("gpt-oss-20b", "gpt-oss-20b-mxfp4", "qwen3-30b-a3b-fp8", "qwen3-30b-a3b-int4", "deepseek-v3-fp8"),
-    *("deepseek-v2-lite", "qwen1.5-moe", "mixtral-8x7b", "phi-3.5-moe"),
-)
-"""The shipped shapes of published models."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
@@ -35,4 +29,4 @@ class ModelSizes:
 
 def read_geometry(name_or_file: str) -> ModelSizes:
     """A shipped geometry by its name, else a TOML file by its path. Raises HardwareError as `Hardware.read`."""
-    return read_toml("geometry", "geometry", GEOMETRY_NAMES, name_or_file, ModelSizes)
+    return read_toml("geometry", "geometry", name_or_file, ModelSizes)

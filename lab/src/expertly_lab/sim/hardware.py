@@ -22,12 +22,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-HARDWARE_NAMES = (
-    *("rtx3090", "rtx4090", "rtx4090-llamacpp", "a5000", "a6000", "a100", "h100-pcie", "h200"),
-    *("laptop-nvme", "infinite"),
-)
-"""The shipped machines."""
-
 DESCRIPTION = {"extra": "forbid"}
 """The `__pydantic_config__` of what a TOML file describes."""
 
@@ -51,12 +45,9 @@ class Hardware:
 
     @classmethod
     def read(cls, name_or_file: str) -> Hardware:
-        """A shipped machine by its name, else a TOML file by its path.
-
-        Raises HardwareError naming the file, the key, its value and what is accepted.
-        """
+        """A shipped machine by its name, else a TOML file by its path. Raises HardwareError naming file and key."""
         again = "; `expertly lab machine MODEL --out FILE.toml` writes a new file"
-        return read_toml("hardware", "profile", HARDWARE_NAMES, name_or_file, cls, again)
+        return read_toml("hardware", "profile", name_or_file, cls, again)
 
     def write(self, path: Path, comments: Sequence[str] = ()) -> None:
         """Replace `path` atomically by what `read` reads back. Raises HardwareError where it cannot be written."""
@@ -73,13 +64,17 @@ class Hardware:
         return asdict(self)
 
 
-def read_toml(folder: str, what: str, names: Sequence[str], name_or_file: str, kind: type[_T], hint: str = "") -> _T:
-    """The dataclass that a shipped or another file describes. `folder` is also the name of the option. Raises
-    HardwareError as `Hardware.read`, with the hint behind it.
-    """
-    path = _DATA / folder / f"{name_or_file}.toml" if name_or_file in names else Path(name_or_file)
+def shipped(folder: str) -> dict[str, Path]:
+    """The descriptions that ship, by name."""
+    return {path.stem: path for path in sorted((_DATA / folder).glob("*.toml"))}
+
+
+def read_toml(folder: str, what: str, name_or_file: str, kind: type[_T], hint: str = "") -> _T:
+    """What a shipped or another file describes; `folder` is also the name of the option. Raises as `Hardware.read`."""
+    known = shipped(folder)
+    path = known.get(name_or_file, Path(name_or_file))
     if not os.path.exists(path):
-        accepted = f"{', '.join(names)}, or a TOML file"
+        accepted = f"{', '.join(known)}, or a TOML file"
         raise HardwareError(f"{folder}={name_or_file!r}: no such {what} and no such file; accepted: {accepted}")
     text = read_text(path, PROFILE, HardwareError)
     try:

@@ -87,9 +87,7 @@ class Metrics:
         return sum(times) / len(times) / 1e9 if times else None
 
     def hits_by_request(self) -> list[tuple[int, int]]:
-        """(hits, demands) of each request's decode, in the order in which they began; without the iterations of
-        batches.
-        """
+        """(hits, demands) of each request's decode, in the order in which they began; batches are left out."""
         return [(request.hits, request.demands) for request in self._requests.values()]
 
     def times_by_request(self, is_queued: bool) -> list[dict[str, Any]]:

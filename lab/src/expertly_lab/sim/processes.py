@@ -23,14 +23,10 @@ _workers: list[Callable[[], Any]] = []
 
 
 def as_finished(
-    jobs: int,
-    make: Callable[[], Worker],
-    do: Callable[[Worker, Item], Found],
-    items: Sequence[Item],
-    is_long: Callable[[Item], bool] = lambda item: False,
+    jobs: int, make: Callable[[], Worker], do: Callable[[Worker, Item], Found], items: Sequence[Item]
 ) -> Iterator[tuple[int, Found]]:
     """`do(worker, item)` of each item with the item's number, as they end; so many at once, each in a process with a
-    worker of its own, which `make` makes there. All of them are pickled. Long items begin before the others. What one
+    worker of its own, which `make` makes there. All of them are pickled. What one
     raises is raised here, and ends the others, as closing this iterator does. Raises ExpertlyError where a process ends
     by itself.
     """
@@ -41,8 +37,7 @@ def as_finished(
         # Processes inherit the mask: an interrupt is for this one, which ends them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            for number in sorted(range(len(items)), key=lambda number: not is_long(items[number])):
-                futures[pool.submit(_do, do, items[number])] = number
+            futures = {pool.submit(_do, do, item): number for number, item in enumerate(items)}
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for future in as_completed(futures):

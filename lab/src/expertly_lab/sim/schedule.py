@@ -47,9 +47,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Spans to train on (none without a split), spans to simulate, and how many requests are shorter than their
-    arrivals say.
-    """
+    """Spans to train on and to simulate, and how many requests are shorter than their arrivals say."""
 
     training: list[RowRange]
     test: list[RowRange]

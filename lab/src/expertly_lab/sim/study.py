@@ -107,9 +107,7 @@ _Ask = tuple[System, Memory, int, str]
 
 @dataclass(slots=True)
 class Study:
-    """What all runs share. Where `layers` is None, experts have no known size: there are rates, but no bytes or times,
-    and prefetches arrive at once.
-    """
+    """What all runs share. Without `layers` experts have no size: there are rates, but no bytes or times."""
 
     trace: Trace
     schedule: Schedule
@@ -226,9 +224,7 @@ class Study:
                 num_given += 1
 
     def _bounds(self, asked: Mapping[tuple[str, int], System]) -> dict[tuple[str, int], System]:
-        """The BOUNDS for each P of the systems asked for. Where no system has a cache a layer, belady is global,
-        too.
-        """
+        """For each P. Where no system has a cache a layer, belady is global, too."""
         bounds: dict[tuple[str, int], System] = {}
         for num_segments in dict.fromkeys(num_segments for _, num_segments in asked):
             beside = [system for (_, num), system in asked.items() if num == num_segments]
@@ -314,8 +310,6 @@ class Study:
             yield "the weights outside the experts are unknown: their time is only the profile's fixed part"
         if not trace.is_complete:
             yield "the recording was cut off; what there is of it is simulated"
-        if "lookahead" in self.wants and trace.is_modelled("lookahead"):
-            yield f"lookahead: {trace.manifest.fields['lookahead'].note}"
         if "scores" in self.wants and not trace.has("probs"):
             yield "routing scores: the trace has the chosen experts' weights only; those of the others count as 0"
         if "embedding" in self.wants and not trace.has("embedding"):
@@ -327,7 +321,7 @@ class Study:
         fields = self.trace.manifest.fields
         lacking = [name for name in system.needs if name != "future" and name not in fields]
         there = [fields[name] for name in system.needs if name in fields]
-        made_up = [f"{one.name} ({one.note or 'made up'})" for one in there if not (one.is_real or one.is_modelled)]
+        made_up = [f"{one.name} ({one.note or 'made up'})" for one in there if not one.is_real]
         if lacking:
             has = ", ".join(fields)
             return f"system {system.name!r} needs {', '.join(lacking)}, which this trace lacks (it has {has})"
@@ -338,9 +332,7 @@ class Study:
         return None
 
     def simulate(self, system: System, budget: Budget, label: str = "", geometry: Geometry | None = None) -> Simulator:
-        """Run one system from an empty cache to the end. `label` names the budget in progress and timelines. `budget`
-        is for `geometry`, by default the system's.
-        """
+        """Run one system from an empty cache. `label` names the budget, which is for `geometry`, in timelines."""
         geometry, future = geometry or self.geometry_of(system), None
         hardware = Hardware.read("infinite") if self.layers is None else self.hardware
         if "future" in system.needs:
@@ -378,9 +370,7 @@ class Study:
         return simulator
 
     def _floor_tpot_s(self, resident: Mapping[str, Any], belady: Mapping[str, Any]) -> float | None:
-        """What no system can beat in decode: the larger of computing alone and moving the bytes that the best
-        replacement loads.
-        """
+        """The larger of computing alone and moving the bytes that the best replacement loads, in decode."""
         tpot_s, num_iterations = resident["tpot_s"], belady["decode_iterations"]
         if tpot_s is None or not num_iterations:
             return None
@@ -399,9 +389,7 @@ def _made_by(weights: type[LearnedState]) -> str:
 
 
 def _phase(counters: PhaseCounters, *, has_sizes: bool) -> dict[str, int | None]:
-    """The counters of one phase, under the names that `expertly.stats` has; bytes are None where experts have no
-    size.
-    """
+    """The counters of one phase, named as in `expertly.stats`; bytes are None where experts have no size."""
     nbytes = {
         "bytes_loaded": counters.loaded_nbytes,
         "prefetched_bytes": counters.prefetched_nbytes,

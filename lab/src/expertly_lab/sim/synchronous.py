@@ -18,12 +18,7 @@ class WaitingPrefetcher(Prefetcher):
     which hands out first what arrived for the layer meanwhile.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        transport: Transport,
-        channel: Channel,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, transport: Transport, channel: Channel) -> None:
         super().__init__(scheduler, transport, channel)
         self.submit, self.prefetch, self.cancel = transport.submit, transport.prefetch, transport.cancel
         self._arrived: deque[Span] = deque()  # that the running layer awaits

@@ -1,6 +1,4 @@
-"""Lets predictors and policies learn from the training part of a trace before anything runs, once for all systems that
-share the result.
-"""
+"""Lets predictors and policies learn from the training part of a trace, once for all systems."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ class TrainingPart:
     def predictor(
         self, system: System, geometry: Geometry, known: Known, progress: Callable[[int, int], None] | None = None
     ) -> Predictor | None:
-        """The predictor of a system, taught by this part; None where it has none. `progress(rows learned from, rows in
-        all)`.
-        """
+        """The predictor of a system, taught by this part. `progress(rows learned from, rows in all)`."""
         predictor = system.predictor(geometry, known)
         if predictor is None or not self._spans or not predictor.is_taught():
             return predictor

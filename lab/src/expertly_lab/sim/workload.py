@@ -145,9 +145,7 @@ class Iteration:
 
     @property
     def stack(self) -> range | None:
-        """The layers that run, from first to last: those of an encoder, a decoder or the whole model. None where none
-        runs.
-        """
+        """From first to last: of an encoder, a decoder or the whole model. None where none runs."""
         return range(self.layers[0].layer, self.layers[-1].layer + 1) if self.layers else None
 
     def began(self, wants: Collection[Want]) -> Began:

@@ -145,23 +145,22 @@ def import_npz(
     model: str,
     layers: tuple[TraceLayer, ...] | None = None,
     dense: DenseShape | None = None,
-    num_experts: int | None = None,
     **origin: str,
 ) -> None:
     """Write the trace of `source` to the new or empty `folder`, all of it or nothing. `layers` must fit what the source
-    says; where neither they nor `num_experts` are given, it is the largest id + 1, rounded up to a power of two.
+    says; where they are not given, there are as many experts as the largest id + 1, rounded up to a power of two.
     `origin`: `created` and `command` of the trace. Raises TraceError naming what is wrong.
     """
     file = _Npz.open(source)
     columns = _Columns(file)
     num_rows, num_layers, top_k = columns.experts.shape
-    is_guessed = layers is None and num_experts is None
+    is_guessed = layers is None
     if layers is None:
         largest = int(columns.experts.max()) if num_rows else 0
         guessed = min(max(1 << largest.bit_length(), top_k), MAX_EXPERTS)
-        layers = (TraceLayer(num_experts or guessed, top_k),) * num_layers
+        layers = (TraceLayer(guessed, top_k),) * num_layers
     else:
-        _check_geometry(columns, layers, num_experts)
+        _check_geometry(columns, layers)
     lengths = _sequence_lengths(file, num_rows)
     entries = _sequences(source.parent / SEQUENCES_NAME, len(lengths))
     fields = _fields(columns, layers, is_guessed)
@@ -174,16 +173,13 @@ def import_npz(
             writer.extend(rows | {"request": requests[first : first + num]}, np.ones(num, np.int64))
 
 
-def _check_geometry(columns: _Columns, layers: Sequence[TraceLayer], num_experts: int | None) -> None:
+def _check_geometry(columns: _Columns, layers: Sequence[TraceLayer]) -> None:
     where, (_, num_layers, top_k) = columns.file.where("experts"), columns.experts.shape
     largest = max(layer.top_k for layer in layers)
     if len(layers) != num_layers:
         raise TraceError(f"{where}: {num_layers} layers, but the geometry has {len(layers)}")
     if largest != top_k:
         raise TraceError(f"{where}: top-{top_k} routing, but the geometry chooses {largest}")
-    for layer in layers:
-        if num_experts not in (None, layer.num_experts):
-            raise TraceError(f"num_experts={num_experts}: but the geometry has {layer.num_experts}")
 
 
 def _fields(columns: _Columns, layers: tuple[TraceLayer, ...], is_guessed: bool) -> list[FieldInfo]:

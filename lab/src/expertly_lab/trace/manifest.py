@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
@@ -52,31 +52,19 @@ class _TraceFile:
     complete: bool
     geometry: _GeometryEntry
     dense: DenseShape | None
-    scoring: Literal["softmax", "sigmoid", "unknown"]
     fields: dict[Literal[tuple(DTYPES)], _FieldEntry]  # type: ignore[valid-type]
     shards: tuple[ShardInfo, ...]
     requests: Literal["requests.jsonl"]
 
 
 def write_manifest(folder: Path, manifest: TraceManifest) -> None:
-    fields = {
+    fields: Any = {
         name: _FieldEntry(field.dtype, field.shape, field.is_real, field.note, field.generator)  # type: ignore[arg-type]
         for name, field in manifest.fields.items()
     }
-    file = _TraceFile(
-        "expertly-trace",
-        1,
-        manifest.model,
-        manifest.created,
-        manifest.command,
-        manifest.is_complete,
-        _GeometryEntry(manifest.layers),
-        manifest.dense,
-        manifest.scoring,  # type: ignore[arg-type]
-        fields,
-        manifest.shards,
-        "requests.jsonl",
-    )
+    about = manifest.model, manifest.created, manifest.command, manifest.is_complete
+    sizes = _GeometryEntry(manifest.layers), manifest.dense
+    file = _TraceFile("expertly-trace", 1, *about, *sizes, fields, manifest.shards, "requests.jsonl")
     write_atomic(folder / MANIFEST_NAME, json_bytes(dataclasses.asdict(file)))
 
 
@@ -93,7 +81,6 @@ def read_manifest(folder: Path) -> TraceManifest:
             file.geometry.layers,
             _fields(file.fields, file.geometry.layers),
             file.dense,
-            file.scoring,
             file.created,
             file.command,
             file.complete,

@@ -126,10 +126,6 @@ class Trace:
         """Whether the trace has the field and none of it was made up."""
         return self.has(field) and self.manifest.fields[field].is_real
 
-    def is_modelled(self, field: str) -> bool:
-        """Whether the trace has the field, made up to a stated accuracy."""
-        return self.has(field) and self.manifest.fields[field].is_modelled
-
     def rows(self, field: str, start: int, stop: int) -> Array:
         """Rows `[start, stop)` of a field, [stop - start, ...], read-only; a view of the file within a shard.
 
@@ -232,16 +228,14 @@ def _parse_request(where: str, line: str, number: int) -> TraceRequest:
         raise TraceError(f"{where}: not JSON ({error})") from None
     if not isinstance(raw, dict):
         raise TraceError(f"{where}: holds {raw!r:.80}; must be an object")
-    found = raw.get("request")
+    found, num_tokens, category, prompt = map(raw.get, ("request", "num_prompt_tokens", "category", "prompt"))
     if type(found) is not int or found != number:
         raise TraceError(f"{where}: request={found!r:.80}: must be {number}, requests are numbered as they come")
-    for name in ("category", "prompt"):
-        if raw.get(name) is not None and not isinstance(raw[name], str):
-            raise TraceError(f"{where}: {name}={raw[name]!r:.80}: must be a string or null")
-    num_tokens = raw.get("num_prompt_tokens")
+    if not all(text is None or isinstance(text, str) for text in (category, prompt)):
+        raise TraceError(f"{where}: category, prompt={(category, prompt)!r:.80}: must be strings or null")
     if type(num_tokens) is not int or not 0 <= num_tokens < 1 << 48:
         raise TraceError(f"{where}: num_prompt_tokens={num_tokens!r:.80}: must be a whole number from 0")
-    return TraceRequest(number, raw.get("category"), raw.get("prompt"), num_tokens)
+    return TraceRequest(number, category, prompt, num_tokens)
 
 
 def _frozen(values: Array) -> Array:

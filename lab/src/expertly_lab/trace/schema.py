@@ -30,8 +30,6 @@ NO_EXPERT = 0xFFFF
 MAX_LAYERS = 4096
 MAX_EXPERTS = NO_EXPERT
 
-SCORINGS = ("softmax", "sigmoid", "unknown")
-
 REQUIRED = {
     "request": "int32",
     "iteration": "int64",
@@ -51,15 +49,10 @@ DTYPES = {**REQUIRED, **OPTIONAL}
 TOKEN_VECTORS = "token-vectors"
 """Generator of an `embedding` that is not stored: a fixed random vector for each token id."""
 
-MODELLED = "modelled: "
-"""How the note of a field begins that was made up with a stated accuracy."""
-
 
 @dataclass(frozen=True, slots=True)
 class TraceLayer:
-    """One MoE layer, with its experts' sizes (see `LayerGeometry`) where they are known. Raises GeometryError where a
-    number is impossible.
-    """
+    """One MoE layer, with its experts' sizes where known. Raises GeometryError where a number is impossible."""
 
     num_experts: int
     top_k: int
@@ -102,11 +95,6 @@ class FieldInfo:
     def is_stored(self) -> bool:
         return self.generator is None
 
-    @property
-    def is_modelled(self) -> bool:
-        """Whether it was made up with a stated accuracy; results that use it are labelled."""
-        return not self.is_real and self.note.startswith(MODELLED)
-
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
@@ -128,15 +116,10 @@ class TraceManifest:
     layers: tuple[TraceLayer, ...]
     fields: Mapping[str, FieldInfo]
     dense: DenseShape | None = None
-    scoring: str = "unknown"
     created: str = ""
     command: str = ""
     is_complete: bool = False
     shards: tuple[ShardInfo, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.scoring not in SCORINGS:
-            raise TraceError(f"scoring={self.scoring!r}: accepted: {', '.join(SCORINGS)}")
 
     @property
     def geometries(self) -> tuple[LayerGeometry, ...] | None:

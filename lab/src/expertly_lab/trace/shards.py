@@ -1,6 +1,4 @@
-"""The rows of a trace in files: a shard is a safetensors file of whole iterations, one tensor a field, written and
-mapped with NumPy alone. And arrays of rows that a reader makes for itself, in files without a name.
-"""
+"""Rows in safetensors files of whole iterations, mapped with NumPy alone; and arrays in files without a name."""
 
 from __future__ import annotations
 

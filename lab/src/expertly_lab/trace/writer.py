@@ -59,7 +59,6 @@ class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
         layers: Sequence[TraceLayer],
         fields: Iterable[FieldInfo] = (),
         dense: DenseShape | None = None,
-        scoring: str = "unknown",
         created: str = "",
         command: str = "",
         rows_per_shard: int = 8192,
@@ -67,7 +66,7 @@ class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
         given = {field.name: field for field in fields}
         known = {name: given.get(name) or trace_field(name, layers) for name in (*REQUIRED, *given)}
         ordered = {name: known[name] for name in DTYPES if name in known}
-        self._manifest = TraceManifest(model, tuple(layers), ordered, dense, scoring, created, command)
+        self._manifest = TraceManifest(model, tuple(layers), ordered, dense, created, command)
         self._stored = self._manifest.stored_fields
         self._checks = ValueChecks(layers)
         row_nbytes = sum(np.dtype((one.dtype, one.shape)).itemsize for one in self._stored)
@@ -177,9 +176,7 @@ def whole_trace(folder: Path, **arguments: Any) -> Iterator[TraceWriter]:
 
 
 def remove_trace(folder: Path) -> None:
-    """Delete the files of a trace, and the folder where nothing else is in it. Raises OSError, where the folder is a
-    link, too.
-    """
+    """Delete a trace's files, and the folder if nothing else is in it. Raises OSError, also for a link."""
     if os.path.lexists(folder):
         remove_folder(folder, lambda name: _NAMES.fullmatch(name) is not None, last=MANIFEST_NAME)
 
