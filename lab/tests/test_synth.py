@@ -1,9 +1,7 @@
-"""Made-up routing has the statistics it claims, and its optimum is the optimum."""
+"""Made-up routing has the statistics it claims."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,55 +12,12 @@ import pytest
 from expertly.core.errors import TraceError
 from expertly_lab.synth import SynthWorkload, write_workload, zipf
 from expertly_lab.trace.reader import Trace
-from lab.tests.closed_forms import loop, most_hits_of_loop
 
 Experts = npt.NDArray[np.uint16]
 
 
 def experts_of(workload: SynthWorkload) -> Experts:
     return np.concatenate(list(workload.blocks()))
-
-
-def lru_hits(demands: list[list[int]], capacity: int) -> int:
-    """Of one layer; what a token demands is never evicted for it."""
-    cache: OrderedDict[int, None] = OrderedDict()
-    hits = 0
-    for needed in demands:
-        hits += sum(expert in cache for expert in needed)
-        for expert in needed:
-            cache[expert] = None
-            cache.move_to_end(expert)
-        while len(cache) > capacity:
-            cache.popitem(last=False)
-    return hits
-
-
-def most_hits(demands: list[list[int]], capacity: int) -> int:
-    """The most that any choice of victims can hit in one layer, by trying all."""
-    best = {frozenset[int](): 0}
-    for needed in demands:
-        after: dict[frozenset[int], int] = {}
-        for cache, hits in best.items():
-            hits += len(cache & set(needed))
-            others = sorted(cache - set(needed))
-            for kept in combinations(others, min(len(others), capacity - len(needed))):
-                state = frozenset((*kept, *needed))
-                after[state] = max(after.get(state, -1), hits)
-        best = after
-    return max(best.values())
-
-
-@pytest.mark.parametrize(("num_experts", "top_k"), [(3, 1), (5, 1), (4, 2), (6, 2), (8, 2), (6, 3), (2, 2)])
-def test_optimum_of_a_loop_is_what_brute_force_finds(num_experts: int, top_k: int) -> None:
-    for num_tokens in (1, 2, 3, 5, 8, 13):
-        workload = loop(2, num_experts, top_k, num_tokens)
-        experts = experts_of(workload)
-        assert experts.shape == (num_tokens, 2, top_k)
-        for capacity in range(top_k, num_experts + 1, top_k):
-            demands = experts[:, 1].tolist()
-            assert most_hits_of_loop(workload, capacity) == 2 * most_hits(demands, capacity), (num_tokens, capacity)
-            if capacity < num_experts:
-                assert lru_hits(demands, capacity) == 0
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.6])

@@ -20,6 +20,7 @@ REFUSED = {
         ("--system oracle", "system='oracle': needs to know the demands to come"),
         ("--memory 'a lot'", "memory='a lot': accepted are"),
         ("--memory auto", "memory='auto': budgets are compared"),
+        ("--memory -1", "memory='-1'"),
         ("--requests 0", "'--requests': '0': must be a whole number from 1"),
         ("--hardware abacus", "hardware='abacus': no such profile"),
     ],

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-import expertly
 from expertly.scheduler import systems
 from lab.tests.sim.drive import make_trace, random_passes, sized
 from tests.cli.asking import Captured, answer, refusal, told
@@ -216,39 +211,3 @@ def test_without_sizes_only_shares_make_sense(bare: Path, tmp_path: Path, capsys
     assert rows[0]["memory"] == "20KiB" and 0 < rows[0]["memory_bytes"] <= 20 << 10
     wrong = geometry_file(tmp_path, num_experts=16)
     assert "2 layers of 16 experts, top-2, but" in error_of(capsys, bare, "--geometry", wrong)
-
-
-NUMPY_ALONE = """
-import sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in BLOCKED:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-BLOCKED = ("torch", "transformers", "safetensors", "tqdm", "matplotlib", "huggingface_hub", "tokenizers", "packaging")
-sys.meta_path.insert(0, Blocker())
-from expertly.cli.main import main
-for command in COMMANDS:
-    print("code", main(command), flush=True)
-"""
-
-
-def test_numpy_alone_is_enough_for_an_imported_trace(tmp_path: Path) -> None:
-    experts = np.argsort(np.random.default_rng(0).random((30, 2, 8)), axis=-1)[..., :2].astype(np.uint8)
-    np.savez(tmp_path / "law.npz", experts=experts, seq_len=np.array([10, 20]), token_index=np.arange(30))
-    source, trace, plot = (str(tmp_path / name) for name in ("law.npz", "trace", "out.png"))
-    simulate = ["lab", "simulate", trace]
-    commands = [
-        ["lab", "trace", "import", source, trace],
-        [*simulate, "--memory", "50%", "--json"],
-        [*simulate, "--plot", plot],
-    ]
-    code = f"COMMANDS = {commands}\n{NUMPY_ALONE}"
-    environment = os.environ | {"PYTHONPATH": str(Path(expertly.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
-    codes = [line.removeprefix("code ") for line in done.stdout.splitlines() if line.startswith("code ")]
-    assert codes == ["0"] * 2 + ["2"], done.stderr
-    (found,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(json.loads(found)["results"]) == 5
-    assert "matplotlib is not installed" in done.stderr.splitlines()[-1]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from expertly_lab.trace.reader import Trace
-from lab.tests.trace.builders import iterations, write_partial, write_trace
+from lab.tests.trace.builders import iterations, write_partial
 from tests.cli.asking import answer, refusal, told
 
 SYNTH = ["--layers", "2", "--experts", "8", "--top-k", "2", "--tokens", "60"]
@@ -44,13 +44,6 @@ def test_info_of_a_recording_that_was_cut_off(tmp_path, capsys):
     facts = answer(capsys, "lab", "trace", "info", str(tmp_path / "trace"))
     assert (facts["complete"], facts["iterations"], facts["categories"]) == (False, 5, {"code": 1})
     assert facts["num_experts"] == [8, 6, 8]
-
-
-def test_info_names_what_is_damaged(tmp_path, capsys):
-    write_trace(tmp_path / "trace", iterations([3, 1, 1]))
-    shard = tmp_path / "trace" / "rows-00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    assert f"{shard}: truncated" in refusal(capsys, "lab", "trace", "info", tmp_path / "trace")
 
 
 def test_synth_writes_what_was_asked_for(tmp_path, capsys):

@@ -15,7 +15,7 @@ from expertly.scheduler.systems import runnable_systems
 from expertly_lab.baselines.systems import BOUNDS
 from expertly_lab.compare.comparison import USUAL_SYSTEMS, ComparisonSettings, prepare, write_all
 from expertly_lab.compare.report import page
-from expertly_lab.plots import SYSTEMS, check_plot, data_address, draw_panels, marks_of
+from expertly_lab.plots import SYSTEMS, data_address, draw_panels, marks_of
 from lab.tests.compare.html import read
 
 HOSTILE = "<script>alert(1)</script>&{{ 7 * 7 }}"
@@ -113,11 +113,3 @@ def test_a_picture_is_in_the_page_and_takes_names_as_text() -> None:
     figure = draw_panels({name: {name: {"10%": 1.0, "25%": 2.0}}}, marks_of([name], []))
     kind, _, text = data_address(figure).partition(";base64,")
     assert kind == "data:image/svg+xml" and "&lt;lru&gt; $x$" in base64.b64decode(text).decode()
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"), [("x.gif", "must end in .png, .svg, .pdf"), ("nosuch/x.png", "is not a folder")]
-)
-def test_what_cannot_be_written_is_refused_before_any_work(tmp_path: Path, name: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        check_plot(tmp_path / name)

@@ -78,16 +78,6 @@ def test_requests_queue_online(session: Session) -> None:
     assert cell.samples["latency p90"].value >= np.median(latencies)
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [("gmoe", "accepted: all, fmoe"), ("fmoe:77", "figure='77': none of fmoe's; accepted: "), ("fmoe:", "accepted: ")],
-)
-def test_a_name_that_is_none_is_refused(names: str, message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        select(names)
-    assert message in str(refused.value)
-
-
 def test_several_names_are_chosen_in_the_order_of_the_papers() -> None:
     first, second = experiments()[1].name, experiments()[0].name
     assert [experiment.name for experiment in select(f"{first}, {second}")] == [second, first]

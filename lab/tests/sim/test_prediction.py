@@ -194,7 +194,8 @@ def test_counts_keep_and_load_what_was_asked_for_most(tmp_path: Path) -> None:
         assert {8 * layer + expert for layer in range(4) for expert in (0, 1)} <= set(kept)
 
 
-def test_a_lookahead_that_was_made_up_is_none(trace: Trace) -> None:
+def test_a_lookahead_that_was_made_up_is_none(tmp_path: Path) -> None:
+    trace = random_trace(tmp_path / "full", SMALL, 0, 10, is_full=True)
     system, manifest = "lru:prediction=lookahead", trace.manifest
     assert results(make_study(trace), (system,), 3)[system]["skipped"] is None
     lookahead = replace(manifest.fields["lookahead"], is_real=False, note="guessed")
