@@ -16,7 +16,7 @@ from expertly.core.costs import HostCompute, Link
 from expertly.core.errors import ConfigError, ModelUseError, StoreError
 from expertly.core.geometry import Geometry, fitting_segments
 from expertly.core.placement import Placement
-from expertly.core.units import format_share
+from expertly.core.units import format_nbytes, format_share
 from expertly.engine import process
 from expertly.engine.cluster import Cluster, memory_of_workers, open_workers, start_workers
 from expertly.engine.device import choose_device, kind_of
@@ -26,8 +26,6 @@ from expertly.engine.memory import Division, MemoryRequest, SharedCache, divide
 from expertly.engine.observe import CannotLookAheadError, make_prefetching
 from expertly.engine.peer import Peer
 from expertly.engine.reading import ExtentSource
-from expertly.engine.remembered import auto_system
-from expertly.engine.rounding import measured
 from expertly.engine.runtime import Engine, Executor
 from expertly.engine.shard import Shard
 from expertly.engine.stats import Stats
@@ -42,7 +40,14 @@ from expertly.native.kernels import choose_kernels
 from expertly.options import LOAD_OPTIONS, LoadOptions, described
 from expertly.policies.known import Known
 from expertly.policies.learned import LearnedState
-from expertly.scheduler.systems import AUTO_SYSTEM, BASE_SYSTEM, System, get_runnable, without_prediction
+from expertly.scheduler.systems import (
+    AUTO_SYSTEM,
+    BASE_SYSTEM,
+    System,
+    default_system,
+    get_runnable,
+    without_prediction,
+)
 from expertly.store.packed import PackedStore
 
 
@@ -58,7 +63,7 @@ class Handle:
 
 
 Progress = Callable[[str, int, int], None]
-"""`progress(what, done_nbytes, total_nbytes)`: what is "packing", "measuring" (the cost of rounding) or "loading"."""
+"""`progress(what, done_nbytes, total_nbytes)`: what is "packing" or "loading"."""
 
 
 def load(model: str | None = None, *, progress: Progress | None = None, **options: Any) -> tuple[Any, Any]:
@@ -132,14 +137,13 @@ def _choose(
     """Check everything that can be refused before anything is opened, but for workers, whose memory decides what they
     hold: `opened` ends them. Packs the model at its first use.
     """
-    why_system = store = request = None
-    is_alone = asked.workers is None
-    if asked.system == AUTO_SYSTEM:
+    why_system = store = None
+    name = asked.system
+    if name == AUTO_SYSTEM:
         store = _packed(model, asked, progress)
-        request = _memory_request(asked, store, cache)
-        name, why_system = auto_system(store, request, target, is_alone=is_alone)
-        asked = replace(asked, system=name)
-    system = get_runnable(asked.system)
+        name, mib = default_system(store.manifest.layers)
+        why_system = f"system auto: {name}, the default for experts of {format_nbytes(mib * 2**20)}"
+    system = get_runnable(name)
     on_host = kind_of(target).runs_on_host
     if on_host:
         process.keep_few_primitives()
@@ -147,11 +151,11 @@ def _choose(
         process.keep_off_trapped_instructions()
     choose_kernels(runs_on_host=on_host)  # refused before the model is packed
     store = store or _packed(model, asked, progress)
-    files = find_files(asked.learned, system, store, has_workers=not is_alone)
+    files = find_files(asked.learned, system, store, has_workers=asked.workers is not None)
     weights = find_weights(asked.predictor, system, store)
     fitting = fitting_segments(store.manifest.layers, system.segments)
     geometry = store.geometry(fitting)
-    request = request or _memory_request(asked, store, cache)
+    request = _memory_request(asked, store, cache)
     peers: Sequence[Peer] = ()
     if asked.workers is not None:
         peers = start_workers(asked.workers, asked.worker_memory, opened)
@@ -204,13 +208,8 @@ def _packed(model: str | None, asked: LoadOptions, progress: Progress | None) ->
         store = replace(store, checked=store.check_dense())
     store.check_claims()
     if asked.verify == "never":
-        store = store.unchecked()
-    elif asked.verify == "always":
-        store = replace(store, check_every=1)
-    rounding = store.manifest.rounding
-    if asked.quantize is None or rounding is None or rounding.cost is not None:
-        return store
-    return measured(store, progress=_labelled(progress, "measuring"))
+        return store.unchecked()
+    return replace(store, check_every=1) if asked.verify == "always" else store
 
 
 def _memory_request(

@@ -11,13 +11,10 @@ from typing import Any
 
 from expertly import api
 from expertly.core.errors import ConfigError, ExpertlyError, ModelUseError
-from expertly.engine.device import choose_device
-from expertly.engine.remembered import BenchedOn, FastestSystem, this_machine
 from expertly.model.generation import max_positions
 from expertly.model.playing import Played, answer
 from expertly.model.prompts import AskedPrompt, Prompt, asked
 from expertly.scheduler.systems import BASE_SYSTEM, get_runnable
-from expertly.store.packed import PackedStore
 
 SYSTEMS = (BASE_SYSTEM, "expertly", "expertly-ahead")
 """What always runs."""
@@ -96,8 +93,6 @@ class Bench:
         for name in settings.systems:
             get_runnable(name)
         self.settings = settings
-        self.machine: BenchedOn = this_machine(choose_device(settings.load.get("device")))
-        self.store: PackedStore | None = None  # once something was loaded
         self._progress = progress
         self._loading = loading
         self._num_turns = 0
@@ -116,7 +111,6 @@ class Bench:
                 if model.config.is_encoder_decoder:
                     raise ModelUseError("an encoder-decoder model cannot be benched; accepted: one that decodes alone")
                 handle, limit = api.handle(model), max_positions(model)
-                self.store = handle.store
                 most = None if limit is None else limit - self.settings.num_tokens
                 found, left_out = asked(prompts, tokenizer, is_raw=self.settings.is_raw, most=most)
                 if not found:
@@ -208,8 +202,7 @@ def _row(budget: BenchBudget, name: str, turns: Sequence[BenchTurn], base: Seque
     )
 
 
-def fastest(rows: Sequence[BenchRow], machine: BenchedOn) -> FastestSystem | None:
+def fastest(rows: Sequence[BenchRow]) -> BenchRow | None:
     """The fastest of one budget's rows; None where nothing ran."""
     ran = [row for row in rows if row.reason is None]
-    best = min(ran, key=lambda row: row.ratio or 1 / (row.tokens_per_s or 1), default=None)
-    return None if best is None else FastestSystem(best.system, best.memory_bytes, best.ratio, machine)
+    return min(ran, key=lambda row: row.ratio or 1 / (row.tokens_per_s or 1), default=None)

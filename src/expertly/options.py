@@ -130,8 +130,7 @@ class LoadOptions:
     )
     system: str = option(
         AUTO_SYSTEM,
-        "what decides which experts stay in memory, see `expertly systems`; auto: what "
-        "`expertly bench --save` found fastest in about this memory, else expertly-ahead, or expertly where "
+        "what decides which experts stay in memory, see `expertly systems`; auto: expertly-ahead, or expertly where "
         "experts are tiny",
         metavar="NAME",
     )
@@ -163,7 +162,7 @@ class LoadOptions:
     quantize: str | None = option(
         None,
         f"round the experts of a model that is not quantised to {' or '.join(ROUNDED_TO)}: smaller, faster, and with "
-        "other tokens than the model's; what that costs is measured once and told",
+        "other tokens than the model's",
         metavar="NAME",
         panel=ADVANCED,
     )

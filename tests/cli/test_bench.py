@@ -1,4 +1,4 @@
-"""`expertly bench`: systems run in turns and answer alike, failures have reasons, and --save is what `auto` runs."""
+"""`expertly bench`: systems run in turns and answer alike, and failures have reasons."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 
 from expertly import api, bench
 from expertly.cli.main import main
-from expertly.engine.remembered import remembered_path
-from expertly.model.packing import pack_cached
 from expertly.scheduler.systems import BASE_SYSTEM
 from tests.cli.asking import Captured, answer, told
 from tests.families import make_checkpoint
@@ -44,9 +42,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return noted
 
 
-def test_what_is_saved_is_what_auto_runs(model: Path, prompts: Path, loads: list[str], capsys: Captured) -> None:
+def test_systems_run_in_turns(model: Path, prompts: Path, loads: list[str], capsys: Captured) -> None:
     words = ("bench", model, "--prompts", prompts, *TINY, "--memory", "50%", "--system", "lfu")
-    assert main([*map(str, words), "--save", "--json"]) == 0
+    assert main([*map(str, words), "--json"]) == 0
     printed, said = capsys.readouterr()
     result = json.loads(printed)
     names = [row["system"] for row in result["rows"]]
@@ -61,20 +59,12 @@ def test_what_is_saved_is_what_auto_runs(model: Path, prompts: Path, loads: list
     assert (lru["ratio_low"], lru["ratio_high"]) == (1, 1)
     (fastest,) = result["fastest"]
     assert fastest["ratio"] == min(row["ratio"] for row in result["rows"])
-    assert Path(result["saved"]) == remembered_path(pack_cached(str(model)))
-    run = ("run", model, "Once", "--max-new-tokens", 4, "--temperature", 0)
-    found = answer(capsys, *run, "--memory", "50%", "--system", "auto")
-    assert found["system"] == fastest["system"] and "the fastest here" in found["system_reason"]
-    plain = answer(capsys, *run, "--memory", "50%", "--system", "lru")
-    assert plain["token_ids"] == found["token_ids"], "whatever is remembered, the text is the same"
-    far = answer(capsys, *run, "--memory", "90%")
-    assert "the default" in far["system_reason"]
 
 
 def test_the_table_is_for_people(model: Path, capsys: Captured) -> None:
     words = ("bench", model, *TINY, "--memory", "30%,60%")
     printed = told(capsys, *words)
-    assert "saved" not in printed and printed.count("fastest in ") == 2
+    assert printed.count("fastest in ") == 2
     head = printed.splitlines()[2].split("  ")
     assert [name.strip() for name in head if name.strip()] == [
         *("memory", "system", "TPOT", "TTFT", "tokens/s", "hit rate", "loaded a token", "to lru")
@@ -117,26 +107,6 @@ def test_a_system_that_changes_tokens_is_an_error(
         return ((*tokens[:-1], 99) if loads[-1] == "expertly" else tokens), times
 
     monkeypatch.setattr(bench, "answer", lying)
-    assert main(["bench", str(model), *map(str, TINY), "--save"]) == 2
+    assert main(["bench", str(model), *map(str, TINY)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "expertly answers the prompt in line 1 differently from lru: token 3 is 99, not " in err
-
-
-def test_what_names_code_is_run_and_not_saved(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    spec = "lru:eviction=expertly.policies.lfu.LFU"
-    monkeypatch.setattr(bench, "SYSTEMS", (BASE_SYSTEM,))
-    best = bench.fastest
-    monkeypatch.setattr(bench, "fastest", lambda rows, machine: best(rows[-1:], machine))
-    assert main(["bench", str(model), *map(str, TINY), "--system", spec, "--save", "--json"]) == 0
-    printed, said = capsys.readouterr()
-    assert json.loads(printed)["saved"] is None and "is not saved, for it names code" in said
-
-
-def test_what_cannot_be_saved_is_printed_all_the_same(model: Path, capsys: Captured) -> None:
-    path = remembered_path(pack_cached(str(model)))
-    path.write_text("mine")
-    assert main(["bench", str(model), *map(str, TINY), "--save"]) == 2
-    printed, said = capsys.readouterr()
-    assert "fastest in " in printed and "saved" not in printed and f"error: {path}: " in said
-    assert path.read_text() == "mine"
-    path.unlink()

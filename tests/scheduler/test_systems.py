@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from expertly.core.errors import ConfigError
+from expertly.core.geometry import LayerGeometry
 from expertly.policies.allocation import Uniform
 from expertly.policies.fmoe import FMoE, FMoEEviction
 from expertly.policies.known import Known
@@ -17,7 +18,7 @@ from expertly.policies.moe_infinity import EAM, EAMEviction
 from expertly.policies.moepic import LayerStatistics, MoEpic
 from expertly.policies.registry import ALLOCATIONS
 from expertly.scheduler.budget import Budget, split_budget
-from expertly.scheduler.systems import PARTS, SYSTEMS, _derived, get_runnable, get_system, runnable_systems
+from expertly.scheduler.systems import PARTS, SYSTEMS, _derived, default_system, get_runnable, get_system, runnable_systems
 from expertly.testing.made_up import KNOWN
 from tests.scheduler.drive import geometry, run_layer
 
@@ -212,3 +213,9 @@ def test_the_configurator_ranks_experts_as_the_caches_do(system: str, options: L
     assert isinstance(control.allocation, MoEpic)
     hits = control.allocation._seen[0].rates().hits.tolist()
     assert hits == expected.rates().hits.tolist() != other.rates().hits.tolist()
+
+
+@pytest.mark.parametrize(("kib", "name"), [(767, "expertly"), (768, "expertly-ahead")])
+def test_the_size_of_experts_decides_which_system_is_the_default(kib: int, name: str) -> None:
+    layer = LayerGeometry(2, 1, 1, kib << 10, 1, 1)
+    assert default_system([layer]) == (name, kib / 1024)

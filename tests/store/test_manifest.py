@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from expertly.core.errors import StoreError
-from expertly.store.manifest import FileEntry, Manifest, Rounding, RoundingCost
+from expertly.store.manifest import FileEntry, Manifest, Rounding
 from tests.store.builders import PLAN
 
 FULL = replace(
     PLAN,
     files={"config.json": FileEntry(3, (1 << 64) - 1)},
-    rounding=Rounding("int4", RoundingCost(0.02, 0.97, 512, "a text")),
+    rounding=Rounding("int4"),
     dense_formats={"a.q_proj": "q8_0"},
 )
 
@@ -45,7 +45,7 @@ BAD: list[tuple[dict[str, Any] | Callable[[dict[str, Any]], Any], str]] = [
     ({"identity": 3}, "identity=3: must be a valid string"),
     ({"source": "x" * 5000}, "source=.*4096 characters"),
     ({"dense_formats": {"a": "zip"}}, "dense_formats='zip': accepted: mxfp4"),
-    (lambda raw: raw["rounding"]["cost"].update(kl=float("nan")), r"rounding\.cost\.kl=nan: must be a finite number"),
+    (lambda raw: raw["rounding"].update(to=float("nan")), r"rounding\.to=nan: must be a valid string"),
     ({"codec": "planes"}, "codec='planes'"),
     (lambda raw: raw.pop("sites"), "sites: "),
     (of_layer("num_experts", 0), r"layers\[1\].*num_experts=0"),

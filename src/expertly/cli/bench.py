@@ -1,8 +1,7 @@
 """`expertly bench`: which system is fastest for a model here.
 
 Runs `lru`, `expertly`, `expertly-ahead` and the systems you name in turns, with the same prompts. They write the same
-tokens, so only speed differs. --save remembers the fastest, and `--system auto`, the default, then uses it. Exit code
-2 where a system failed.
+tokens, so only speed differs. Exit code 2 where a system failed.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from expertly.cli.output import Column, budgets_table, message, progress_bar, reserved_stdout, show
-from expertly.core.errors import StoreError
+from expertly.core.resources import cpu_name
 from expertly.core.units import (
     counted,
     format_nbytes,
@@ -25,7 +24,6 @@ from expertly.core.units import (
 from expertly.data import demo_prompts
 from expertly.model.prompts import PROMPTS_HELP, RAW_HELP, read_prompts
 from expertly.options import ADVANCED, MODEL_HELP, argument, check_one_memory, json_flag, load_option, names, option
-from expertly.scheduler.systems import paths_in
 
 DEFAULT_MEMORY = "25%"
 
@@ -40,7 +38,6 @@ class BenchOptions:
     total_memory: str | None = option(
         None, "instead of memory: amounts for everything, as `run` takes them", metavar="SIZE,SIZE"
     )
-    save: bool = option(False, "remember the fastest for this model, machine and memory")
     prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE")
     requests: int = option(5, "how many prompts are answered", least=1)
     tokens: int = option(24, "of each answer, at most", least=1)
@@ -59,7 +56,6 @@ def run(args: BenchOptions) -> int:
     prompts = read_prompts(str(demo_prompts()) if args.prompts is None else args.prompts, args.requests)
     with reserved_stdout() as stdout:
         from expertly.bench import SYSTEMS, Bench, BenchSettings, fastest
-        from expertly.engine.remembered import remember
 
         more = [] if args.system is None else names("system", args.system)
         load = {"dtype": args.dtype, "device": args.device, "quantize": args.quantize}
@@ -73,31 +69,18 @@ def run(args: BenchOptions) -> int:
             rows = [bench.run(budget, found, len(budgets)) for budget in budgets]
         for note in notes:
             message(f"expertly: {note}")
-        best = [entry for entry in (fastest(of_budget, bench.machine) for of_budget in rows) if entry is not None]
-        assert bench.store is not None
-        saved, is_unsaved = None, False
-        try:
-            for entry in best if args.save else ():
-                if paths := paths_in(entry.system):
-                    message(f"expertly: {entry.system} is not saved, for it names code, {paths[0]}")
-                else:
-                    saved = str(remember(bench.store, entry))
-        except StoreError as error:  # the results are printed all the same
-            is_unsaved = True
-            message(f"expertly: error: {error}")
         told = [asdict(row) for of_budget in rows for row in of_budget]
         result = {
             "model": args.model or "demo",
-            "machine": asdict(bench.machine),
+            "cpu": cpu_name(),
             "requests": len(found),
             "tokens": args.tokens,
             "rounds": args.rounds,
             "rows": told,
-            "fastest": [asdict(entry) for entry in best],
-            "saved": saved,
+            "fastest": [asdict(row) for row in map(fastest, rows) if row is not None],
         }
         show(result, args.json, lambda: report(result), stdout)
-    return 2 if is_unsaved or any(row["reason"] is not None for row in told) else 0
+    return 2 if any(row["reason"] is not None for row in told) else 0
 
 
 def report(result: Mapping[str, Any]) -> str:
@@ -112,9 +95,7 @@ def report(result: Mapping[str, Any]) -> str:
     lines += [
         f"{row['system']} failed in {row['memory']}: {row['reason']}" for row in rows if row["reason"] is not None
     ]
-    lines += [f"fastest in {format_nbytes(one['memory_nbytes'])}: {one['system']}" for one in result["fastest"]]
-    if result["saved"] is not None:
-        lines.append(f"saved in {result['saved']}: --system auto uses it")
+    lines += [f"fastest in {format_nbytes(one['memory_bytes'])}: {one['system']}" for one in result["fastest"]]
     return "\n".join(lines)
 
 

@@ -22,10 +22,9 @@ def load_model(model: str | None, options: LoadOptions, **others: Any) -> tuple[
 
 
 def say_system(loaded: Any) -> None:
-    """Tell the user which system `auto` chose. Where nothing is remembered that is only advice, for terminals."""
+    """Tell the user which system `auto` chose, in a terminal."""
     from expertly import api
-    from expertly.engine.remembered import remembered_path
 
     reason = api.stats(loaded).system_reason
-    if reason is not None and (remembered_path(api.handle(loaded).store).exists() or sys.stderr.isatty()):
+    if reason is not None and sys.stderr.isatty():
         message(f"expertly: {reason}")

@@ -37,7 +37,6 @@ class PackOptions:
     out: Path | None = path_option(None, "write the store here", "DIR")
     dtype: str | None = load_option("dtype", panel=None)
     quantize: str | None = load_option("quantize", panel=None)
-    text: Path | None = path_option(None, "a text to measure the cost of --quantize on (default: a few prompts)")
     list: bool = option(False, "show the stores in the cache folder")
     remove: str | None = option(None, "remove a store from the cache folder", metavar="NAME")
     verify: Path | None = path_option(
@@ -55,7 +54,7 @@ def run(args: PackOptions) -> int:
         return _pack(args)
     if others != [None]:
         raise ConfigError(f"--{chosen} and --{others[0]}: accepted: one of the two")
-    for name in ("model", "out", "dtype", "quantize", "text"):
+    for name in ("model", "out", "dtype", "quantize"):
         if getattr(args, name) not in (None, False):
             raise ConfigError(f"{name}={str(getattr(args, name))!r}: not accepted with --{chosen}")
     if args.remove is not None:
@@ -72,10 +71,6 @@ def _pack(args: PackOptions) -> int:
         check_store_dtype(args.dtype)
     if args.quantize is not None:
         rounding_format(args.quantize)
-    elif args.text is not None:
-        raise ConfigError(f"text={str(args.text)!r}: accepted with --quantize, whose cost is measured on it")
-    if args.text is not None and not args.text.is_file():
-        raise ConfigError(f"text={str(args.text)!r}: no such file; must be a text in UTF-8")
     start = time.monotonic()
     with reserved_stdout() as stdout:
         from expertly.model.packing import pack, pack_cached, source_folder
@@ -87,10 +82,6 @@ def _pack(args: PackOptions) -> int:
             else:
                 source = source_folder(args.model, args.out if args.dtype is args.quantize is None else None)
                 store = pack(source, args.out, args.dtype, progress, args.quantize)
-            if args.quantize is not None:
-                from expertly.engine.rounding import measured
-
-                store = measured(store, args.text, partial(bar, "measuring"))
     seconds = time.monotonic() - start
     facts = {**_facts(store), "seconds": seconds}
     show(facts, args.json, lambda: str(store.folder), stdout)

@@ -102,8 +102,7 @@ def _prediction(prediction: dict[str, Any], phases: list[dict[str, Any]]) -> str
 def _storage(result: dict[str, Any]) -> str:
     parts = []
     if (rounding := result["rounding"]) is not None:
-        cost = "" if rounding["cost"] is None else " (KL {kl:.3g} nats, top-1 {top1:.1%})".format(**rounding["cost"])
-        parts.append(f"experts rounded to {rounding['to']}{cost}")
+        parts.append(f"experts rounded to {rounding['to']}")
     if len(formats := result["dense"]["formats"]) > 1:
         parts.append("dense part " + ", ".join(f"{format_nbytes(size)} in {name}" for name, size in formats.items()))
     return in_brackets(*parts, f"read {format_nbytes(result['bytes_disk'])}")

@@ -98,7 +98,7 @@ def pack(
     A store of it that is already there is opened as it is. `dtype` is that of the experts; by default they keep the
     weight format of a checkpoint that has one of `expertly.formats`, else have the config's, or what most weights have.
     Dense tensors that are not quantised stay as they are stored. `quantize`: round the experts of a checkpoint that is
-    not quantised to this format, which changes tokens (`engine.rounding.measured` says how much).
+    not quantised to this format, which changes tokens.
     `progress(done_nbytes, total_nbytes)`. Holds one expert, or one quantised dense tensor, in memory. Raises
     CheckpointError (UnsupportedModelError) for the source, StoreError for what is at `folder` or a disk that is full,
     ConfigError for an option.

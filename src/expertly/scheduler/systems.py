@@ -30,7 +30,7 @@ BASE_SYSTEM = "lru"
 """The baseline."""
 
 AUTO_SYSTEM = "auto"
-"""The default where a model is loaded: what `expertly bench --save` remembers, else `default_system`."""
+"""The default where a model is loaded: what `default_system` says."""
 
 LEAST_NBYTES = 3 << 18
 """Least bytes of an expert for `expertly-ahead` to be the default: loading tiny ones is faster than asking routers."""
@@ -344,8 +344,8 @@ SYSTEMS: Registry[System] = Registry(
 
 
 def default_system(layers: Sequence[LayerGeometry]) -> tuple[str, float]:
-    """The default system where nothing is remembered, and the mean MiB of the model's experts, which decides: loading a
-    tiny expert takes less time than working out whether it will be needed.
+    """The default system, and the mean MiB of the model's experts, which decides: loading a tiny expert takes less time
+    than working out whether it will be needed.
     """
     nbytes = sum(layer.nbytes for layer in layers) / sum(layer.num_experts for layer in layers)
     return "expertly-ahead" if nbytes >= LEAST_NBYTES else "expertly", nbytes / (1 << 20)
@@ -403,14 +403,6 @@ def runnable_systems() -> list[str]:
 
 def _is_runnable(system: System) -> bool:
     return "future" not in system.needs and system.loop == OVERLAPPED
-
-
-def paths_in(spec: str) -> list[str]:
-    """The paths in a spec that `get_system` would import, as KEY=PATH."""
-    name, *settings = spec.split(":")
-    registries: dict[str, Registry[Any]] = {"system": SYSTEMS, **REGISTRIES}
-    pairs = [tuple(map(str.strip, setting.partition("=")[::2])) for setting in (f"system={name}", *settings)]
-    return [f"{key}={value}" for key, value in pairs if key in registries and registries[key].is_path(value)]
 
 
 def _derived(preset: System, settings: list[str], spec: str) -> System:

@@ -14,7 +14,6 @@ from expertly.core.errors import ConfigError, StoreError
 from expertly.core.files import json_bytes, write_atomic
 from expertly.core.geometry import LayerGeometry, stored_as
 from expertly.core.headers import BITS
-from expertly.core.units import format_share
 from expertly.core.untrusted import OWN_FILE, is_plain_name, read_as
 from expertly.formats import FORMATS, check_format
 
@@ -54,33 +53,16 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundingCost:
-    """How next-token predictions on a text differ from those of the model without rounding."""
-
-    kl: float  # mean KL(not rounded || rounded), nats
-    top1: float  # share of positions with the same likeliest token
-    tokens: int
-    text: str  # its name
-
-
-@dataclass(frozen=True, slots=True)
 class Rounding:
     """expertly rounded the experts: generated tokens may differ from the checkpoint's."""
 
     to: str  # the weight format, as --quantize calls it
-    cost: RoundingCost | None = None  # None: not measured
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        if self.cost is None:
-            return f"rounded to {self.to}, at a cost that nobody measured"
-        kl, top1, tokens, text = dataclasses.astuple(self.cost)
-        return (
-            f"rounded to {self.to}, which costs {kl:.3g} nats a token and leaves {format_share(top1)} of the likeliest "
-            f"tokens as they were ({tokens} tokens of {text})"
-        )
+        return f"rounded to {self.to}: the model writes other tokens than the checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
