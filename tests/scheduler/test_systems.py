@@ -18,7 +18,15 @@ from expertly.policies.moe_infinity import EAM, EAMEviction
 from expertly.policies.moepic import LayerStatistics, MoEpic
 from expertly.policies.registry import ALLOCATIONS
 from expertly.scheduler.budget import Budget, split_budget
-from expertly.scheduler.systems import PARTS, SYSTEMS, _derived, default_system, get_runnable, get_system, runnable_systems
+from expertly.scheduler.systems import (
+    PARTS,
+    SYSTEMS,
+    _derived,
+    default_system,
+    get_runnable,
+    get_system,
+    runnable_systems,
+)
 from expertly.testing.made_up import KNOWN
 from tests.scheduler.drive import geometry, run_layer
 

@@ -133,49 +133,37 @@ class LayerCompute:
         gathers: bool = True,
     ) -> None:
         self.dtype = dtype
-        self._adds_parts = dtype == torch.float32 and bool(geometry.format)  # which lie nowhere side by side
-        self.gathers = gathers and not self._adds_parts
         self.num_segments = num_segments
         self.intermediate_size = geometry.intermediate_size
-        self._rows = rows
-        self._kernels = kernels
+        self._adds_parts = dtype == torch.float32 and bool(geometry.format)  # which lie nowhere side by side
+        self.gathers = gathers and not self._adds_parts
+        self._geometry, self._rows, self._kernels = geometry, rows, kernels
         self._neurons_per_segment = geometry.intermediate_size // num_segments
-        self._is_gated = geometry.num_matrices == 3
-        self._activate: Callable[..., torch.Tensor] = _activation(module, self._is_gated, dtype)
-        in_bias, down_bias = _biases(module, self._is_gated)
-        if experts is not None and down_bias is not None:
-            of_experts = torch.tensor(experts, device=down_bias.device)
-            in_bias = None if in_bias is None else tuple(bias[of_experts] for bias in in_bias)
-            down_bias = down_bias[of_experts]
-        if down_bias is not None:  # those of the module may be on another device
-            in_bias = None if in_bias is None else tuple(bias.to(rows.device) for bias in in_bias)
-            down_bias = down_bias.to(rows.device)
-        self._in_bias, self.down_bias = in_bias, down_bias
-        # Of the compiled products: tokens of an expert that they take, and where rows are.
-        self.max_tokens = kernels.most_tokens(dtype, geometry.format or "")
-        self._format = form = expert_format(geometry.format) if geometry.format else None
-        self._block_size = geometry.block_size
-        self._shape = geometry.num_matrices, geometry.hidden_size
         self._num_inner = geometry.num_matrices - 1  # gate and up, or up
+        is_gated = self._num_inner == 2
+        self._activate = _activation(module, is_gated, dtype)
+        self._in_bias, self.down_bias = _biases(module, is_gated, experts, rows.device)
+        self._format = form = expert_format(geometry.format) if geometry.format else None
         self._matrix_nbytes = geometry.hidden_size * dtype.itemsize
         self._row_nbytes = geometry.block_nbytes or geometry.num_matrices * self._matrix_nbytes  # or a block's
         self._slot_nbytes = geometry.expert_nbytes // num_segments
         self._address = rows.data_ptr()
-        self.products: ExpertProducts | None = None  # one call for all that an expert is; None: torch activates
-        biases = () if in_bias is None else in_bias
-        self.slots = kernels.slots(geometry, dtype, num_segments, rows, self._activate, biases, down_bias)
+        self.slots = kernels.slots(geometry, dtype, num_segments, rows, self._activate, self._in_bias, self.down_bias)
         """An accelerator's kernels over this layer's slots: whole experts and segments in one call; or None."""
-        if self.max_tokens and {bias.dtype for bias in (*biases, down_bias) if bias is not None} <= {dtype}:
-            activation = recognise(self._activate, dtype, is_gated=self._is_gated)
-            if activation is not None:
-                formats = (NO_DOWN, NO_DOWN) if form is None else form.kernels
-                shape, nbytes = (self._num_inner, geometry.hidden_size), (self._row_nbytes, self._matrix_nbytes)
-                self.products = ExpertProducts(formats, shape, *nbytes, activation, biases, down_bias)
-        # Of torch's.
-        self._whole_views: dict[int, tuple[torch.Tensor, ...]] = {}  # by slot; as many as there are blocks of slots
+        self.max_tokens = kernels.most_tokens(dtype, geometry.format or "")  # of an expert, for the compiled products
+        self.products: ExpertProducts | None = None
+        """One call of them for all that an expert is; None: torch activates."""
+        biases = self._in_bias if self.down_bias is None else (*self._in_bias, self.down_bias)
+        activation = None
+        if self.max_tokens and all(bias.dtype == dtype for bias in biases):
+            activation = recognise(self._activate, dtype, is_gated=is_gated)
+        if activation is not None:
+            formats = (NO_DOWN, NO_DOWN) if form is None else form.kernels
+            shape, nbytes = (self._num_inner, geometry.hidden_size), (self._row_nbytes, self._matrix_nbytes)
+            self.products = ExpertProducts(formats, shape, *nbytes, activation, self._in_bias, self.down_bias)
 
     def is_native(self, x: torch.Tensor) -> bool:
-        """Whether they take such inputs [n, H] of one expert."""
+        """Whether the compiled products take such inputs [n, H] of one expert."""
         return x.shape[0] <= self.max_tokens and x.dtype == self.dtype
 
     def can_begin_early(self, num_tokens: int) -> bool:
@@ -243,7 +231,7 @@ class LayerCompute:
         else:
             kernels.tile_dots(self._format.kernels, self._row_nbytes, tasks, x, products)
         inner = products.unbind(0)
-        if self._in_bias is not None:
+        if self._in_bias:
             begin = works[0][0].segment * self._neurons_per_segment
             cut = slice(begin, begin + num_neurons)
             inner = tuple(
@@ -298,7 +286,7 @@ class LayerCompute:
                 return some, rows
             if inner is None:
                 inner = x.new_empty(x.shape[0], num_neurons, dtype=self.dtype)
-                down = x.new_empty(num_neurons, self._shape[1], dtype=self.dtype)
+                down = x.new_empty(num_neurons, self._geometry.hidden_size, dtype=self.dtype)
             inner[:, part], down[part] = some, rows
         assert inner is not None
         return inner, down
@@ -306,42 +294,24 @@ class LayerCompute:
     def _parts(self, x: torch.Tensor, span: Span) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Some of a span's neurons, their activations [n, r], and their down rows [r, H], until the next are taken."""
         self._kernels.num_torch += 1
-        num_neurons = span.num_segments * self._neurons_per_segment
-        first = span.segment * self._neurons_per_segment
-        if self._format is None:
-            *matrices, down = self._matrices(span)
-            yield slice(0, num_neurons), self._inner(x, matrices, span.expert, first), down
-            return
-        step = num_neurons
-        if self._rows.is_cpu:
-            num_values = self._shape[0] * self._shape[1] + _WIDE * x.shape[0]  # of a neuron
-            num_blocks = _PART_NBYTES // (num_values * self.dtype.itemsize * self._block_size)
-            step = min(num_neurons, max(1, num_blocks) * self._block_size)
-        block = span.slot * self._neurons_per_segment // self._block_size
+        geometry, slot = self._geometry, span.slot * self._neurons_per_segment
+        num_neurons = step = span.num_segments * self._neurons_per_segment
+        if self._format is not None and self._rows.is_cpu:
+            num_values = geometry.num_matrices * geometry.hidden_size + _WIDE * x.shape[0]  # of a neuron
+            num_blocks = _PART_NBYTES // (num_values * self.dtype.itemsize * geometry.block_size)
+            step = min(num_neurons, max(1, num_blocks) * geometry.block_size)
         for begin in range(0, num_neurons, step):
-            part = slice(begin, min(begin + step, num_neurons))
-            blocks = self._rows[block + begin // self._block_size :][: (part.stop - begin) // self._block_size]
-            *matrices, down = self._format.decode(blocks, *self._shape).to(self.dtype).unbind(1)
-            yield part, self._inner(x, matrices, span.expert, first + begin), down
-
-    def _inner(self, x: torch.Tensor, matrices: Sequence[torch.Tensor], expert: int, first: int) -> torch.Tensor:
-        """Activations [n, r] of an expert's neurons from `first` on, of which there are rows."""
-        gate_up = tuple(linear(x, matrix) for matrix in matrices)
-        if self._in_bias is not None:
-            cut = slice(first, first + matrices[0].shape[0])
-            gate_up = tuple(values + bias[expert, cut] for values, bias in zip(gate_up, self._in_bias, strict=True))
-        return self._activate(*gate_up)
-
-    def _matrices(self, span: Span) -> tuple[torch.Tensor, ...]:
-        """Gate [r, H], up [r, H] and down [r, H] rows of a span; without a gate, up and down."""
-        is_whole = span.num_segments == self.num_segments
-        views = self._whole_views.get(span.slot) if is_whole else None
-        if views is None:
-            start = span.slot * self._neurons_per_segment
-            views = self._rows[start : start + span.num_segments * self._neurons_per_segment].unbind(1)
-            if is_whole:
-                self._whole_views[span.slot] = views
-        return views
+            end = min(begin + step, num_neurons)
+            rows = self._rows[(slot + begin) // geometry.block_size : (slot + end) // geometry.block_size]
+            if self._format is not None:
+                rows = self._format.decode(rows, geometry.num_matrices, geometry.hidden_size).to(self.dtype)
+            *matrices, down = rows.unbind(1)
+            gate_up = [linear(x, matrix) for matrix in matrices]
+            if self._in_bias:
+                first = span.segment * self._neurons_per_segment
+                biases = [bias[span.expert, first + begin : first + end] for bias in self._in_bias]
+                gate_up = [values + bias for values, bias in zip(gate_up, biases, strict=True)]
+            yield slice(begin, end), self._activate(*gate_up), down
 
 
 class LayerCall:
@@ -374,18 +344,11 @@ class LayerCall:
             self._slots.add([(span, *self._rows(span.expert)) for span in spans])
             return
         if self.takes_several:
-            compute, positions = self._compute, self.work.positions
-            few: list[Work] = []
-            others: list[Span] = []
-            for span in spans:
-                rows = self._rows(span.expert) if positions is None else (_FIRST, (positions[span.expert],))
-                if span.num_segments == compute.num_segments:
-                    few.append((span, *rows))
-                else:
-                    others.append(span)
-            if few:
-                compute.multiply(self.hidden, few, self.outputs)
-            spans = others
+            num_segments = self._compute.num_segments
+            works = [(span, *self._rows(span.expert)) for span in spans if span.num_segments == num_segments]
+            if works:
+                self._compute.multiply(self.hidden, works, self.outputs)
+            spans = [span for span in spans if span.num_segments < num_segments]
         for span in spans:
             self._one(span)
 
@@ -495,16 +458,22 @@ def _activation(module: Any, is_gated: bool, dtype: torch.dtype) -> Callable[...
     return lambda gate, up: apply_gate(torch.stack((gate, up), dim=-1).flatten(-2)).to(dtype)
 
 
-def _biases(module: Any, is_gated: bool) -> tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None]:
-    """Biases before the activation, (gate [E, I], up [E, I]) or (up [E, I],), and after, [E, H]."""
+def _biases(
+    module: Any, is_gated: bool, experts: Sequence[int] | None, device: torch.device
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    """Biases of these experts before the activation, (gate [E, I], up [E, I]) or (up [E, I],) or none, and after,
+    [E, H].
+    """
     if not getattr(module, "has_bias", False):
-        return None, None
+        return (), None
     down = module.down_proj_bias.detach()
     if not is_gated:
-        return (module.up_proj_bias.detach(),), down
-    fused = module.gate_up_proj_bias.detach()
-    if getattr(module, "is_concatenated", True):
-        gate, up = fused.chunk(2, dim=-1)
+        inner = (module.up_proj_bias.detach(),)
+    elif getattr(module, "is_concatenated", True):
+        inner = module.gate_up_proj_bias.detach().chunk(2, dim=-1)
     else:
-        gate, up = fused[..., ::2], fused[..., 1::2]
-    return (gate.contiguous(), up.contiguous()), down
+        fused = module.gate_up_proj_bias.detach()
+        inner = fused[..., ::2], fused[..., 1::2]
+    held = slice(None) if experts is None else torch.tensor(experts, device=down.device)
+    *inner, down = (bias[held].to(device).contiguous() for bias in (*inner, down))
+    return tuple(inner), down

@@ -57,9 +57,7 @@ class Device(Transport, Protocol):
         """Time from one stamp to another; None where the device has not reached them. Never waits."""
 
     def to_host(self, values: torch.Tensor, /) -> torch.Tensor:
-        """A copy in host memory, valid until the next call. The host waits for the values; counts
-        as a synchronisation.
-        """
+        """A copy in host memory, valid until the next call. The host waits for the values: a synchronisation."""
 
     def stats(self) -> dict[str, int]:
         """Bytes read from disk, of these through the page cache, and other counts of this device."""
@@ -76,11 +74,6 @@ class DeviceKind(Protocol):
 
     def check(self, device: torch.device) -> None:
         """Raises ConfigError where this machine does not have the device."""
-        return None
-
-    def name(self, device: torch.device) -> str | None:
-        """The driver's name for it; None: the device is the processor."""
-        return None
 
     def available_nbytes(self, device: torch.device) -> int:
         """Memory the device may still give this process."""
@@ -115,7 +108,6 @@ class DeviceKind(Protocol):
 
 
 _KINDS = ("cpu", "cuda")
-_ACCEPTED = "cpu, cuda, cuda:N"
 
 
 def kind_of(device: torch.device) -> DeviceKind:
@@ -126,18 +118,17 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device of the option `device`; None: the accelerator, where there is one. Raises ConfigError naming what is
-    accepted.
-    """
+    """The device of the option `device`; None: the accelerator, where there is one. Raises ConfigError."""
+    accepted = "cpu, cuda, cuda:N"
     if name is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         name = accelerator.type if accelerator is not None else "cpu"
     try:
         target = torch.device(name)
     except RuntimeError:
-        others = "; the option workers shares the experts with other processes" if "," in name else ""
-        raise ConfigError(f"device={name!r}: unknown; accepted: {_ACCEPTED}{others}") from None
+        several = "; the option workers shares the experts with other processes" if "," in name else ""
+        raise ConfigError(f"device={name!r}: unknown; accepted: {accepted}{several}") from None
     if target.type not in _KINDS:
-        raise ConfigError(f"device={name!r}: no backend for it; accepted: {_ACCEPTED}")
+        raise ConfigError(f"device={name!r}: no backend for it; accepted: {accepted}")
     kind_of(target).check(target)
     return target

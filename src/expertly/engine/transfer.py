@@ -10,13 +10,12 @@ import ctypes
 import os
 import threading
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -33,7 +32,7 @@ LOOK_EVERY_S = 1.0
 
 _WAIT_NS = 100_000_000
 """So long a call of the library may last: signals are handled between calls."""
-_DAMAGED, _TRUNCATED, _RAISED = -1, -2, -3
+_DAMAGED, _TRUNCATED = -1, -2
 _LEAST_BLOCK_NBYTES = 241
 """That the library can compare."""
 _VERSION = 1
@@ -53,10 +52,10 @@ class _Request(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """As `result_t` of readers.c: `error` is an errno, _DAMAGED or _TRUNCATED; or _RAISED, of a _PlainTeam."""
+    """As `result_t` of readers.c: `error` is an errno, _DAMAGED or _TRUNCATED, or of a _PlainTeam what was raised."""
 
     tag: int
-    error: int = 0
+    error: int | TransferError = 0
     offset: int = 0
     nbytes: int = 0
     buffered_nbytes: int = 0
@@ -64,33 +63,6 @@ class _Result(NamedTuple):
     is_changed: int = 0
     checksum: int = 0
     expected: int = 0
-
-
-class _Team(Protocol):
-    """Who reads."""
-
-    raised: TransferError | None
-    """The error of the last result that is _RAISED."""
-
-    def submit(self, requests: Sequence[_Request], is_prefetch: bool) -> None: ...
-
-    def cancel(self, layer: int, most: int) -> Sequence[int]:
-        """Tags, `most` of them, of the prefetches of a layer (-1: of all) that had not begun; the others of it are
-        loads from now on.
-        """
-
-    def take(self, timeout_ns: int) -> _Result | None:
-        """What has been read, or None within that time."""
-
-    def refresh(self, layer: Layer) -> None:
-        """`layer.file.about` is another; nothing is in flight."""
-
-    def drain(self) -> _Result:
-        """Drop what has not begun, and results. Returns what was read and nobody took, and `nbytes` of spans of which
-        nothing was read.
-        """
-
-    def close(self) -> None: ...
 
 
 class Layer:
@@ -138,15 +110,11 @@ class Layer:
                 part = memoryview(bytearray(block))
                 self.file.read_into(self.begin + place * self.expert_nbytes + begin, part)
                 again_nbytes += block
-            self.compare(place, begin, part)
+            checksum, expected = xxhash.xxh3_64_intdigest(part), int(self.sums[place, number])
+            if checksum != expected:
+                raise self.damage(place, begin, checksum, expected)
             self.left[place, number] = self.every - 1
         return again_nbytes
-
-    def compare(self, place: int, begin: int, block: memoryview) -> None:
-        """Compare a whole block, which begins at this byte of an expert. Raises TransferError."""
-        checksum, expected = xxhash.xxh3_64_intdigest(block), int(self.sums[place, begin // self.block_nbytes])
-        if checksum != expected:
-            raise self.damage(place, begin, checksum, expected)
 
     def compare_all(self) -> None:
         """Read all of the file, and compare it. Raises TransferError."""
@@ -165,8 +133,7 @@ class _CompiledTeam:
         library = _library()
         assert library is not None
         self._call = library
-        self.raised: TransferError | None = None
-        self._process = os.getpid()  # a forked child has none of the threads
+        self._process = os.getpid()  # a forked child has none of the threads, of which one may hold the lock
         self._layers = array("q", [number for layer in layers for number in layer.fields()])  # the threads' as well
         self._team = self._call.open(num_readers, self._layers.buffer_info()[0], None)
         if not self._team:
@@ -183,21 +150,29 @@ class _CompiledTeam:
             raise MemoryError("no memory for reads")
 
     def cancel(self, layer: int, most: int) -> Sequence[int]:
-        if os.getpid() != self._process:  # a thread that is not there may hold the lock
+        """Tags, `most` of them, of the prefetches of a layer (-1: of all) that had not begun; the others of it are
+        loads from now on.
+        """
+        if os.getpid() != self._process:
             return ()
         tags = array("q", bytes(8 * most))
         return tags[: self._call.cancel(self._team, layer, tags.buffer_info()[0])]
 
     def take(self, timeout_ns: int) -> _Result | None:
+        """What has been read, or None within that time."""
         if not self._call.take(self._team, timeout_ns, self._result.buffer_info()[0]):
             return None
         return _Result(*self._result)
 
     def refresh(self, layer: Layer) -> None:
+        """`layer.file.about` is another; nothing is in flight."""
         fields = array("q", layer.fields())
         self._layers[layer.number * len(fields) : (layer.number + 1) * len(fields)] = fields
 
     def drain(self) -> _Result:
+        """Drop what has not begun, and results. Returns what was read and nobody took, and `nbytes` of spans of which
+        nothing was read.
+        """
         if os.getpid() != self._process:
             return _Result(0)
         self._call.drain(self._team, self._result.buffer_info()[0])
@@ -222,11 +197,10 @@ class _PlainTeam:
     """Who takes a span reads it: without a compiled library, or of blocks that are too small for it."""
 
     def __init__(self, layers: Sequence[Layer], arrived: Callable[[], None] | None) -> None:
-        self.raised: TransferError | None = None
         self._layers = layers
         self._arrived = arrived
-        self._loads: deque[_Request] = deque()
-        self._prefetches: deque[_Request] = deque()
+        self._loads: list[_Request] = []
+        self._prefetches: list[_Request] = []
 
     def submit(self, requests: Sequence[_Request], is_prefetch: bool) -> None:
         (self._prefetches if is_prefetch else self._loads).extend(requests)
@@ -235,37 +209,32 @@ class _PlainTeam:
 
     def cancel(self, layer: int, most: int) -> Sequence[int]:
         cancelled = [request for request in self._prefetches if layer in (-1, request.layer)]
-        self._prefetches = deque(request for request in self._prefetches if layer not in (-1, request.layer))
+        self._prefetches = [request for request in self._prefetches if request not in cancelled]
         return [request.tag for request in cancelled]
 
     def take(self, timeout_ns: int) -> _Result | None:
         queue = self._loads or self._prefetches
-        return self._read(queue.popleft()) if queue else None
-
-    def _read(self, request: _Request) -> _Result:
-        layer = self._layers[request.layer]
-        buffer = memoryview((ctypes.c_char * request.nbytes).from_address(request.address)).cast("B")
-        begin = layer.begin + request.place * layer.expert_nbytes
+        if not queue:
+            return None
+        tag, number, place, first, nbytes, address = queue.pop(0)
+        layer, buffer = self._layers[number], memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
         try:
-            is_direct = layer.file.read_into(begin + request.first, buffer)
-            again_nbytes = layer.compare_due(request.place, request.first, buffer)
+            is_direct = layer.file.read_into(layer.begin + place * layer.expert_nbytes + first, buffer)
+            again_nbytes = layer.compare_due(place, first, buffer)
         except TransferError as error:
-            self.raised = error
-            return _Result(request.tag, _RAISED)
+            return _Result(tag, error)
         is_now_another = is_changed(layer.file.about, os.fstat(layer.file.fd))
-        return _Result(request.tag, 0, 0, 0, 0 if is_direct else request.nbytes, again_nbytes, is_now_another)
+        return _Result(tag, 0, 0, 0, 0 if is_direct else nbytes, again_nbytes, is_now_another)
 
     def refresh(self, layer: Layer) -> None:
         """It reads `layer.file.about` itself."""
 
     def drain(self) -> _Result:
-        nbytes = sum(request.nbytes for request in (*self._loads, *self._prefetches))
-        self._loads.clear()
-        self._prefetches.clear()
-        return _Result(0, nbytes=nbytes)
+        loads, self._loads = self._loads, []
+        return _Result(0, nbytes=sum(request.nbytes for request in loads))
 
     def close(self) -> None:
-        self.drain()
+        """It has no threads."""
 
 
 class Readers:
@@ -300,12 +269,12 @@ class Readers:
             undo.callback(self._close_files)
             for number in range(geometry.num_layers):
                 self._layers.append(Layer(store, number, geometry))
-            can = _library() is not None and all(
-                not layer.block_nbytes or layer.block_nbytes >= _LEAST_BLOCK_NBYTES for layer in self._layers
-            )
-            self._team: _Team = (
-                _CompiledTeam(self._layers, num_readers, arrived) if can else _PlainTeam(self._layers, arrived)
-            )
+            sizes = {layer.block_nbytes for layer in self._layers} - {0}
+            self._team: _CompiledTeam | _PlainTeam
+            if _library() is None or min(sizes, default=_LEAST_BLOCK_NBYTES) < _LEAST_BLOCK_NBYTES:
+                self._team = _PlainTeam(self._layers, arrived)
+            else:
+                self._team = _CompiledTeam(self._layers, num_readers, arrived)
             undo.pop_all()
 
     @property
@@ -393,8 +362,8 @@ class Readers:
     def _error(self, span: Span, result: _Result) -> TransferError:
         layer = self._layers[span.layer]
         path = layer.file.path
-        if result.error == _RAISED:
-            message = str(self._team.raised)
+        if isinstance(result.error, TransferError):
+            message = str(result.error)
         elif result.error == _TRUNCATED:
             message = f"{path}: ends at offset {result.offset}, {result.nbytes} bytes short: truncated"
         elif result.error == _DAMAGED:
